@@ -1,0 +1,1 @@
+"""Muon and its relatives for Megatron-Core: tensor-parallel, exact, resumable, nothing silent."""

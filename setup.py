@@ -1,0 +1,35 @@
+"""Package definition; the settings of the tools are in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+setup(
+    name="megatron-eopt",
+    version="0.1.0.dev0",
+    description="Muon and its relatives for Megatron-Core: tensor-parallel, exact, resumable, nothing silent",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.12",
+    packages=find_packages(include=["megatron_eopt", "megatron_eopt.*"]),
+    package_data={"megatron_eopt": ["py.typed"]},
+    install_requires=["torch>=2.6", "megatron-core>=0.17"],
+    extras_require={
+        # What megatron.training needs and does not declare (psutil to save, PyYAML up to 0.18), and our own tests.
+        "test": [
+            "emerging-optimizers==0.3.0",
+            "hypothesis",
+            "matplotlib",
+            "mypy",
+            "psutil",
+            "pytest",
+            "pyyaml",
+            "ruff",
+        ],
+        "te": ["transformer-engine[pytorch]"],
+        "docs": ["mkdocs"],
+    },
+)

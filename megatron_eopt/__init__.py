@@ -1,1 +1,47 @@
-"""Muon and its relatives for Megatron-Core: tensor-parallel, exact, resumable, nothing silent."""
+"""Muon and its relatives for Megatron-Core: tensor-parallel, exact, resumable, nothing silent.
+
+Importing this package imports torch and not Megatron; :func:`activate` and :func:`get_megatron_optimizer` do.
+"""
+
+from typing import Any
+
+from megatron_eopt.optimizers import OrthogonalizedOptimizer, TensorParallelMuon
+from megatron_eopt.registry import (
+    EMERGING_OPTIMIZERS,
+    EmergingOptimizerEntry,
+    get_optimizer_entry,
+    list_optimizers,
+    register_optimizer,
+)
+
+__all__ = [
+    "EMERGING_OPTIMIZERS",
+    "EmergingOptimizerEntry",
+    "OrthogonalizedOptimizer",
+    "TensorParallelMuon",
+    "activate",
+    "get_megatron_optimizer",
+    "get_optimizer_entry",
+    "list_optimizers",
+    "register_optimizer",
+]
+
+
+def activate() -> None:
+    """Let ``--optimizer NAME`` build the optimizers of this package in whatever calls Megatron-Core from here on.
+
+    See :func:`megatron_eopt.megatron.activation.activate`.
+    """
+    from megatron_eopt.megatron.activation import activate
+
+    activate()
+
+
+def get_megatron_optimizer(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
+    """Build the optimizer of a Megatron model, as ``megatron.core.optimizer.get_megatron_optimizer`` does.
+
+    See :func:`megatron_eopt.megatron.factory.get_megatron_optimizer`.
+    """
+    from megatron_eopt.megatron.factory import get_megatron_optimizer
+
+    return get_megatron_optimizer(config, model_chunks, *args, **kwargs)

@@ -1,0 +1,1 @@
+"""The room that speaks with Megatron-Core; no other imports it."""

@@ -1,0 +1,140 @@
+"""Make Megatron-Core in this process know our optimizers."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import megatron.core.optimizer as core_optimizer
+from megatron.core.optimizer import optimizer_config
+
+from megatron_eopt import registry
+from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, amend
+from megatron_eopt.megatron.factory import checked
+from megatron_eopt.redirect import Redirection, Redirections
+
+_active: Redirections | None = None
+
+
+def activate() -> None:
+    """Let ``--optimizer NAME`` build the optimizers of this package in whatever calls Megatron-Core from here on.
+
+    Puts them in Megatron-Core's registry, so that ``megatron.core.optimizer.get_megatron_optimizer`` builds them, and,
+    where ``megatron.training`` is installed, in its command line. Runs with adam and sgd stay as they are. A second
+    call does nothing. It may come before or after a script imports Megatron, but before arguments are parsed.
+
+    Raises:
+        ImportError: if the release of Megatron-Core is too old.
+    """
+    global _active
+    if _active is None:
+        releases.check_supported()
+        redirections = Redirections(_all_redirections())
+        redirections.install()
+        _active = redirections
+
+
+def deactivate() -> None:
+    """Undo :func:`activate`; nothing happens where it was not called."""
+    global _active
+    if _active is not None:
+        _active.undo()
+        _active = None
+
+
+def _all_redirections() -> list[Redirection]:
+    core = _registry_redirections() if releases.has_registry() else _redirections_of_0_17()
+    return [*core, *_config_redirections(), *(_training_redirections() if releases.has_training() else [])]
+
+
+def _registry_redirections() -> list[Redirection]:
+    theirs = releases.registry_module()
+    if theirs.HAVE_EMERGING_OPTIMIZERS:  # then those of theirs that have no counterpart here can be built as well
+        for name, entry in theirs._EMERGING_OPTIMIZERS.items():
+            registry.EMERGING_OPTIMIZERS.setdefault(name, entry)
+    reason = "Megatron looks optimizers up here, and this is our live registry"
+    available = "without it Megatron demands the emerging-optimizers package, which is not needed"
+    return [
+        *(
+            _replace(module, name, getattr(registry, name), reason)
+            for module in (theirs, core_optimizer)
+            for name in ("_EMERGING_OPTIMIZERS", "_create_emerging_optimizer", "_get_qkv_split_shapes")
+        ),
+        *(
+            _replace(theirs, name, getattr(registry, name), "the names that our coefficient sets have")
+            for name in ("get_supported_coefficient_types", "validate_coefficient_type")
+        ),
+        *(_replace(module, "HAVE_EMERGING_OPTIMIZERS", True, available) for module in (theirs, core_optimizer)),
+        Redirection(
+            owner=core_optimizer,
+            name="_get_megatron_emerging_optimizer",
+            make=checked,
+            reason="checks come before the model is touched, and one line says who owns what",
+        ),
+    ]
+
+
+def _redirections_of_0_17() -> list[Redirection]:
+    module = releases.muon_factory_module()
+    available = "without it Megatron demands the emerging-optimizers package, which is not needed"
+    factory = checked(module.get_megatron_muon_optimizer)
+    owners = [module]
+    if releases.has_training():
+        import megatron.training.training as training
+
+        owners.append(training)
+    return [
+        _replace(module, "TensorParallelMuon", releases.muon_of_0_17, "Megatron builds Muon by this name"),
+        *(_replace(module, flag, True, available) for flag in ("HAVE_EMERGING_OPTIMIZERS", "HAVE_EO_V02")),
+        *(
+            _replace(owner, "get_megatron_muon_optimizer", factory, "checks come before the model is touched")
+            for owner in owners
+        ),
+    ]
+
+
+def _config_redirections() -> list[Redirection]:
+    classes = {
+        value
+        for value in vars(optimizer_config).values()
+        if isinstance(value, type) and issubclass(value, optimizer_config.OptimizerConfig)
+    }
+    return [
+        Redirection(
+            owner=cls,
+            name="__init__",
+            make=_with_exact_tp_mode,
+            reason="a config that does not name muon_tp_mode gets an exact one, as the command line does",
+        )
+        for cls in classes
+    ]
+
+
+def _with_exact_tp_mode(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def init_with_exact_tp_mode(self: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("muon_tp_mode", DEFAULT_TP_MODE)
+        init(self, *args, **kwargs)
+
+    return init_with_exact_tp_mode
+
+
+def _training_redirections() -> list[Redirection]:
+    import megatron.training.arguments as arguments
+
+    # Names in Megatron's choices that only the emerging-optimizers package could build, where it is not installed.
+    known = {"adam", "sgd", *registry.EMERGING_OPTIMIZERS}
+    have = hasattr(core_optimizer, "Lion")
+    unavailable = frozenset() if have else frozenset({"lion", "soap", "adaptive_muon"} - known)
+    return [
+        Redirection(
+            owner=arguments,
+            name="add_megatron_arguments",
+            make=lambda original: lambda parser: amend(original(parser), unavailable),
+            reason="--optimizer and --muon-* take what our optimizers take, and refuse the rest when they are parsed",
+        )
+    ]
+
+
+def _replace(owner: Any, name: str, value: Any, reason: str) -> Redirection:
+    return Redirection(owner=owner, name=name, make=lambda _: value, reason=reason)

@@ -1,0 +1,68 @@
+"""Building an optimizer for a Megatron model: what is checked before, what is printed after."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import megatron.core.optimizer as core_optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.summary import print_summary
+from megatron_eopt.megatron.tagging import refuse_second_axis, tag_fused_projections
+from megatron_eopt.registry import get_optimizer_entry
+
+
+def checked(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Megatron's builder of emerging optimizers: errors come before it changes anything, a summary comes after.
+
+    Args:
+        build: takes ``(config, model_chunks, ..., pg_collection=...)``.
+    """
+
+    def build_checked(config: Any, model_chunks: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("pg_collection") is None:
+            kwargs["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
+        name = config.optimizer.removeprefix("dist_")
+        get_optimizer_entry(name)
+        _check_config(name, config)
+        refuse_second_axis(model_chunks, kwargs["pg_collection"])
+        if getattr(config, "muon_split_qkv", False):
+            tag_fused_projections(model_chunks, kwargs["pg_collection"])
+        optimizer = build(config, model_chunks, *args, **kwargs)
+        print_summary(optimizer)
+        return optimizer
+
+    return build_checked
+
+
+def _check_config(name: str, config: Any) -> None:
+    if config.fp16:
+        raise ValueError(f"optimizer {name!r} does not run with fp16: take --bf16, or fp32")
+    if name == "muon" and config.muon_scalar_optimizer not in releases.scalar_optimizers():
+        raise ValueError(
+            f"muon_scalar_optimizer {config.muon_scalar_optimizer!r} cannot be built with this Megatron-Core "
+            f"({releases.version()}): expected one of {', '.join(releases.scalar_optimizers())}"
+        )
+
+
+def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    """Build the optimizer of a Megatron model; :func:`megatron_eopt.activate` is called first.
+
+    For those who write their own training loop. Takes and returns what Megatron-Core's function of this name does; with
+    ``config.optimizer`` adam or sgd it is that function.
+
+    Args:
+        config: Megatron's ``OptimizerConfig``.
+        model_chunks: the model, one module per virtual pipeline stage.
+        *args: further arguments of Megatron-Core's function.
+        **kwargs: the same by name: ``config_overrides``, ``use_gloo_process_groups``, ``pg_collection``.
+
+    Raises:
+        ValueError: for an unknown optimizer and for settings that it refuses, before anything is changed.
+    """
+    from megatron_eopt.megatron.activation import activate  # which imports this module
+
+    activate()
+    if releases.has_registry() or config.optimizer in ("adam", "sgd"):
+        return core_optimizer.get_megatron_optimizer(config, model_chunks, *args, **kwargs)
+    return releases.muon_factory_module().get_megatron_muon_optimizer(config, model_chunks, *args, **kwargs)

@@ -1,0 +1,54 @@
+"""Attributes on the model's parameters that say what an optimizer has to know, set and checked before it is built."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megatron_eopt.parallel.layout import is_expert, layout_of
+from megatron_eopt.registry import get_qkv_split_shapes
+
+
+def tag_fused_projections(model_chunks: Sequence[Any], pg_collection: Any) -> None:
+    """Mark every fused query, key and value projection with ``is_qkv`` and ``qkv_split_shapes``.
+
+    Megatron marks those whose shard is a whole number of query groups; with more ranks than groups none is, and the
+    projection would be orthogonalized as one matrix at that TP alone. The global matrix decides here.
+
+    Raises:
+        ValueError: if a projection has another number of rows than the model's config says.
+    """
+    for name, parameter, config in _trainable(model_chunks):
+        if not name.endswith("linear_qkv.weight") or parameter.ndim != 2:
+            continue
+        shapes = get_qkv_split_shapes(config)
+        rows = layout_of(parameter, pg_collection.tp, getattr(pg_collection, "expt_tp", None)).shape[0]
+        if rows != config.num_query_groups * sum(shapes):
+            raise ValueError(
+                f"{name} has {rows} rows over all ranks, but {config.num_query_groups} query groups of {shapes} rows "
+                f"make {config.num_query_groups * sum(shapes)}: turn QKV splitting off with --muon-no-split-qkv"
+            )
+        parameter.is_qkv = True  # type: ignore[attr-defined]
+        parameter.qkv_split_shapes = shapes  # type: ignore[attr-defined]
+
+
+def refuse_second_axis(model_chunks: Sequence[Any], pg_collection: Any) -> None:
+    """Refuse weights that are cut a second time, along dimension 0 (``--tensor-parallel-num-weight-shards``, 0.19).
+
+    Raises:
+        ValueError: naming the first such parameter.
+    """
+    for name, parameter, _ in _trainable(model_chunks):
+        group = getattr(pg_collection, "expt_gtp_remat" if is_expert(parameter) else "gtp_remat", None)
+        if getattr(parameter, "is_gtp_weight_remat", False) and group is not None and group.size() > 1:
+            raise ValueError(
+                f"{name} is cut a second time over {group.size()} ranks, and such weights cannot be orthogonalized yet: "
+                f"set --tensor-parallel-num-weight-shards (and the one of experts) to 1"
+            )
+
+
+def _trainable(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor, Any]]:
+    for chunk in model_chunks:
+        for name, parameter in chunk.named_parameters():
+            if parameter.requires_grad:
+                yield name, parameter, chunk.config

@@ -1,0 +1,27 @@
+"""Matrices in, orthogonal factors out: one process, torch only."""
+
+from megatron_eopt.orthogonalize.coefficients import (
+    Coefficients,
+    NSCoeffT,
+    composite_range,
+    get_coefficients,
+    get_supported_coefficient_types,
+    validate_coefficient_type,
+)
+from megatron_eopt.orthogonalize.newton_schulz import newton_schulz
+from megatron_eopt.orthogonalize.precision import MatmulPrecision
+from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor, predicted_update_rms
+
+__all__ = [
+    "Coefficients",
+    "MatmulPrecision",
+    "NSCoeffT",
+    "ScaleMode",
+    "composite_range",
+    "get_coefficients",
+    "get_supported_coefficient_types",
+    "muon_scale_factor",
+    "newton_schulz",
+    "predicted_update_rms",
+    "validate_coefficient_type",
+]

@@ -1,0 +1,71 @@
+"""In which precision fp32 products run, for this package's products alone."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+import torch
+
+MatmulPrecision = Literal["low", "medium", "high", "highest"]
+
+# torch has no bf16 products of fp32 tensors on a GPU, so for those ("low" and "medium") callers cast, and whatever
+# product of fp32 tensors is left (statistics, a user's own function) runs in TF32.
+_FP32_PRODUCTS = {"low": "tf32", "medium": "tf32", "high": "tf32", "highest": "ieee"}
+
+
+def validate_matmul_precision(precision: str) -> None:
+    """Check the name of a precision.
+
+    Raises:
+        ValueError: for an unknown name, naming the known ones.
+    """
+    if precision not in _FP32_PRODUCTS:
+        raise ValueError(
+            f"unknown fp32_matmul_prec {precision!r}: expected one of {', '.join(get_args(MatmulPrecision))}"
+        )
+
+
+def product_dtype(dtype: torch.dtype, precision: MatmulPrecision) -> torch.dtype:
+    """The dtype in which products of a matrix of ``dtype`` are computed.
+
+    - ``medium`` (and ``low``, which torch itself reads as medium): bf16 with fp32 accumulation.
+    - ``high`` (TF32 where the device has it) and ``highest`` (fp32): fp32 tensors.
+
+    A matrix that comes in fp64 stays in fp64.
+    """
+    if dtype == torch.float64:
+        return dtype
+    return torch.bfloat16 if precision in ("low", "medium") else torch.float32
+
+
+@contextmanager
+def fp32_products(precision: MatmulPrecision) -> Iterator[None]:
+    """Run the fp32 products inside the block at ``precision``: TF32 for all but ``highest``, where devices have it.
+
+    torch knows fp32 against TF32 only as a process-wide setting; it is as before when the block is left, also by an
+    exception, and it is not touched where it is right already.
+    """
+    wanted = _FP32_PRODUCTS[precision]
+    changed: list[tuple[Any, str, Any]] = []
+    try:
+        for owner, name, value in _settings(wanted):
+            before = getattr(owner, name)
+            if before != value:
+                changed.append((owner, name, before))
+                setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, before in reversed(changed):
+            setattr(owner, name, before)
+
+
+def _settings(wanted: str) -> list[tuple[Any, str, Any]]:
+    """The attributes that decide, with the values for ``wanted``.
+
+    From torch 2.9 on each backend has its own; reading the older ones raises where a user has set the newer.
+    """
+    cuda = torch.backends.cuda.matmul
+    if hasattr(cuda, "fp32_precision"):
+        cpu = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        return [(cuda, "fp32_precision", wanted), (cpu, "fp32_precision", wanted)]
+    return [(cuda, "allow_tf32", wanted == "tf32")]

@@ -1,0 +1,52 @@
+"""How large an update is made of an orthogonal factor."""
+
+from math import sqrt
+from typing import Literal, get_args
+
+ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
+
+
+def validate_scale_mode(mode: str) -> None:
+    """Check the name of a scale mode.
+
+    Raises:
+        ValueError: for an unknown name, naming the known ones.
+    """
+    if mode not in get_args(ScaleMode):
+        raise ValueError(f"unknown scale mode {mode!r}: expected one of {', '.join(get_args(ScaleMode))}")
+
+
+def muon_scale_factor(rows: int, cols: int, mode: str = "spectral") -> float:
+    """Factor that turns an orthogonal factor into a Muon update of the wanted size.
+
+    The RMS of the entries of ``s * O``, ``O`` (rows x cols) orthogonal, is ``s / sqrt(max(rows, cols))``:
+
+    - ``spectral``: ``sqrt(max(rows, cols))``, RMS 1; times 0.2 it matches AdamW's [1].
+    - ``unit_rms_norm``: ``sqrt(rows / cols)``, independent of width under muP [2].
+    - ``shape_scaling``: ``sqrt(max(1, rows / cols))`` [3].
+
+    Args:
+        rows: rows of the *global logical* matrix (outputs), not of a shard or a fused parameter.
+        cols: its columns (inputs).
+        mode: one of the above.
+
+    Raises:
+        ValueError: for an unknown mode, naming the known ones.
+
+    [1] Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982.
+    [2] Bernstein, Deriving Muon (2025), https://jeremybernste.in/writing/deriving-muon.
+    [3] Jordan et al., Muon (2024), https://kellerjordan.github.io/posts/muon/.
+    """
+    validate_scale_mode(mode)
+    if mode == "spectral":
+        return sqrt(max(rows, cols))
+    ratio = rows / cols
+    return sqrt(ratio if mode == "unit_rms_norm" else max(1.0, ratio))
+
+
+def predicted_update_rms(rows: int, cols: int, mode: str = "spectral", extra_scale_factor: float = 1.0) -> float:
+    """RMS of the entries of a Muon update of full rank, before the learning rate; AdamW's is near 0.2 [1].
+
+    [1] arXiv 2502.16982, section 2.2.
+    """
+    return extra_scale_factor * muon_scale_factor(rows, cols, mode) / sqrt(max(rows, cols))

@@ -1,0 +1,268 @@
+"""Which optimizers there are: name -> what is needed to build one for Megatron, and the builders of plain torch.
+
+The functions have the names and signatures of Megatron-Core's ``core.optimizer.emerging_optimizers``, whose underscored
+names are aliases here.
+"""
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types, validate_coefficient_type
+
+__all__ = [
+    "EMERGING_OPTIMIZERS",
+    "EmergingOptimizerEntry",
+    "create_emerging_optimizer",
+    "default_adam_based_eopt_config_to_kwargs",
+    "default_param_overrides_factory",
+    "eopt_init_state_fn",
+    "get_optimizer_builder",
+    "get_optimizer_entry",
+    "get_qkv_split_shapes",
+    "get_supported_coefficient_types",
+    "is_nonlinear_or_embedding",
+    "kwargs_from_config",
+    "list_optimizers",
+    "muon_config_to_kwargs",
+    "register_optimizer",
+    "validate_coefficient_type",
+]
+
+InitStateFn = Callable[..., None]
+ConfigToKwargs = Callable[[Any, Sequence[Any], Any], dict[str, Any]]
+Builder = Callable[..., Optimizer]
+
+
+def default_param_overrides_factory() -> dict[Any, dict[str, Any]]:
+    """The default routing, parameters that are no matrices and embeddings to Adam, by Megatron's ``ParamKey``."""
+    # ParamKey is Megatron's, so this is asked of the one room that may import it, and only when it is called.
+    from megatron_eopt.megatron.routing import nonlinear_and_embedding_to_adam
+
+    return nonlinear_and_embedding_to_adam()
+
+
+class _DefaultOverrides:
+    """Field of an entry that is made by :func:`default_param_overrides_factory` when it is first read."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.key = f"_{name}"
+
+    def __get__(self, entry: Any, owner: type | None = None) -> Any:
+        if entry is None:
+            return None  # what dataclass takes for the default of the field
+        if getattr(entry, self.key) is None:
+            setattr(entry, self.key, default_param_overrides_factory())
+        return getattr(entry, self.key)
+
+    def __set__(self, entry: Any, value: dict[Any, dict[str, Any]] | None) -> None:
+        setattr(entry, self.key, value)
+
+
+def eopt_init_state_fn(opt: Optimizer, config: Any = None) -> None:
+    """Create every state tensor of every parameter, gradient or not: what a checkpoint is loaded into.
+
+    Raises:
+        TypeError: for an optimizer that has no ``init_state``.
+    """
+    init_state = getattr(opt, "init_state", None)
+    if init_state is None:
+        raise TypeError(
+            f"{type(opt).__name__} has no init_state(), which creates the state of every parameter: "
+            f"add one, or register the optimizer with an init_state_fn of its own"
+        )
+    init_state()
+
+
+@dataclass(eq=False, repr=False)  # a repr would ask for the overrides, and so import Megatron
+class EmergingOptimizerEntry:
+    """What is needed to build an optimizer for Megatron.
+
+    Attributes:
+        optimizer_cls: subclass of ``torch.optim.Optimizer``.
+        init_state_fn: ``(opt, config=None)``, creates every state tensor of every parameter.
+        config_to_kwargs: ``(config, model_chunks, pg_collection) -> dict`` of arguments for ``optimizer_cls``; None for
+            :func:`default_adam_based_eopt_config_to_kwargs`.
+        default_param_overrides: Megatron's ``ParamKey`` -> settings, applied to every model; by default it gives
+            parameters that are no matrices, and embeddings, to Adam.
+    """
+
+    optimizer_cls: type[Optimizer]
+    init_state_fn: InitStateFn = eopt_init_state_fn
+    config_to_kwargs: ConfigToKwargs | None = None
+    default_param_overrides: Any = _DefaultOverrides()
+
+
+EMERGING_OPTIMIZERS: dict[str, EmergingOptimizerEntry] = {}
+_BUILDERS: dict[str, Builder] = {}
+
+
+@overload
+def register_optimizer(name: str, entry: EmergingOptimizerEntry) -> EmergingOptimizerEntry: ...
+
+
+@overload
+def register_optimizer(name: str) -> Callable[[Builder], Builder]: ...
+
+
+def register_optimizer(name: str, entry: EmergingOptimizerEntry | None = None) -> Any:
+    """Register an optimizer under a name.
+
+    With an entry, ``--optimizer NAME`` builds it in Megatron. With the name alone this is a decorator for a builder of
+    plain torch, ``(param_groups, config) -> Optimizer``, which :func:`get_optimizer_builder` returns.
+
+    Raises:
+        ValueError: if the name is taken.
+        TypeError: if ``entry`` is not an entry.
+    """
+    if entry is not None:
+        if not isinstance(entry, EmergingOptimizerEntry):
+            raise TypeError(f"expected an EmergingOptimizerEntry for {name!r}, got {type(entry).__name__}")
+        _check_free(name, EMERGING_OPTIMIZERS)
+        EMERGING_OPTIMIZERS[name] = entry
+        return entry
+    _check_free(name, _BUILDERS)
+
+    def decorate(builder: Builder) -> Builder:
+        _check_free(name, _BUILDERS)
+        _BUILDERS[name] = builder
+        return builder
+
+    return decorate
+
+
+def get_optimizer_entry(name: str) -> EmergingOptimizerEntry:
+    """The entry of an optimizer.
+
+    Raises:
+        ValueError: for an unknown name, with the nearest ones.
+    """
+    if name not in EMERGING_OPTIMIZERS:
+        raise ValueError(_unknown(name, EMERGING_OPTIMIZERS))
+    return EMERGING_OPTIMIZERS[name]
+
+
+def get_optimizer_builder(name: str) -> Builder:
+    """The plain-torch builder that was registered under a name.
+
+    Raises:
+        ValueError: for an unknown name, with the nearest ones.
+    """
+    if name not in _BUILDERS:
+        raise ValueError(_unknown(name, _BUILDERS))
+    return _BUILDERS[name]
+
+
+def list_optimizers() -> list[str]:
+    """Names that ``--optimizer`` knows beside Megatron's own, sorted."""
+    return sorted(EMERGING_OPTIMIZERS)
+
+
+def _check_free(name: str, registered: Iterable[str]) -> None:
+    if name in registered:
+        raise ValueError(f"an optimizer named {name!r} is registered already: choose another name")
+
+
+def _unknown(name: str, registered: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(name, list(registered))
+    hint = f" (did you mean {' or '.join(map(repr, nearest))}?)" if nearest else ""
+    return f"unknown optimizer {name!r}{hint}: registered are {', '.join(sorted(registered)) or 'none'}"
+
+
+def create_emerging_optimizer(
+    config: Any, param_groups: list[dict[str, Any]], eopt_name: str, model_chunks: Sequence[Any], pg_collection: Any
+) -> tuple[Optimizer, InitStateFn]:
+    """Build an optimizer from Megatron's config.
+
+    Args:
+        config: Megatron's ``OptimizerConfig``.
+        param_groups: parameter groups, as Megatron makes them.
+        eopt_name: name in the registry.
+        model_chunks: the model, one module per virtual pipeline stage.
+        pg_collection: Megatron's ``ProcessGroupCollection``.
+
+    Returns:
+        The optimizer and the function that creates its state.
+
+    Raises:
+        ValueError: for an unknown name, and for what the optimizer refuses.
+    """
+    entry = get_optimizer_entry(eopt_name)
+    if entry.config_to_kwargs is None:
+        kwargs = default_adam_based_eopt_config_to_kwargs(eopt_name, config, model_chunks, pg_collection)
+    else:
+        kwargs = entry.config_to_kwargs(config, model_chunks, pg_collection)
+    return entry.optimizer_cls(param_groups, **kwargs), entry.init_state_fn
+
+
+def is_nonlinear_or_embedding(param: Tensor) -> bool:
+    """True for a parameter that a matrix optimizer should leave to Adam: an embedding, an output layer, no matrix."""
+    return bool(getattr(param, "is_embedding_or_output_parameter", False)) or param.ndim != 2
+
+
+def get_qkv_split_shapes(model_cfg: Any) -> list[int]:
+    """Rows of ``[q, k, v]`` in one query group of a fused projection, ``[q, gate, k, v]`` with an attention output gate.
+
+    Args:
+        model_cfg: Megatron's ``TransformerConfig``.
+    """
+    query_rows = model_cfg.num_attention_heads // model_cfg.num_query_groups * model_cfg.kv_channels
+    queries = [query_rows, query_rows] if getattr(model_cfg, "attention_output_gate", False) else [query_rows]
+    return [*queries, model_cfg.kv_channels, model_cfg.kv_channels]
+
+
+def kwargs_from_config(optimizer_cls: type, prefix: str, config: Any) -> dict[str, Any]:
+    """Arguments of an optimizer that a config has values for.
+
+    For every named parameter of ``__init__`` but self and params: ``config.{prefix}_{name}``, else ``config.{name}``.
+    """
+    kwargs = {}
+    for name, parameter in inspect.signature(optimizer_cls.__init__).parameters.items():  # type: ignore[misc]
+        if name in ("self", "params") or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        for attribute in (f"{prefix}_{name}", name):
+            if hasattr(config, attribute):
+                kwargs[name] = getattr(config, attribute)
+                break
+    return kwargs
+
+
+def muon_config_to_kwargs(config: Any, model_chunks: Sequence[Any], pg_collection: Any) -> dict[str, Any]:
+    """Arguments of :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon` from Megatron's config."""
+    kwargs = kwargs_from_config(TensorParallelMuon, "muon", config)
+    if hasattr(config, "muon_use_nesterov"):  # its name up to Megatron-Core 0.17
+        kwargs["nesterov"] = config.muon_use_nesterov
+    kwargs["use_decoupled_weight_decay"] = getattr(config, "decoupled_weight_decay", True)
+    kwargs["is_qkv_fn"] = lambda param: getattr(param, "is_qkv", False)
+    kwargs["qkv_split_shapes"] = get_qkv_split_shapes(model_chunks[0].config)
+    kwargs["pg_collection"] = pg_collection
+    return kwargs
+
+
+def default_adam_based_eopt_config_to_kwargs(
+    eopt_name: str, config: Any, model_chunks: Sequence[Any], pg_collection: Any
+) -> dict[str, Any]:
+    """Arguments of an optimizer that is built like Adam: what the config has under its name, and Adam's betas."""
+    kwargs = kwargs_from_config(get_optimizer_entry(eopt_name).optimizer_cls, eopt_name, config)
+    kwargs["betas"] = (config.adam_beta1, config.adam_beta2)
+    return kwargs
+
+
+register_optimizer("muon", EmergingOptimizerEntry(TensorParallelMuon, config_to_kwargs=muon_config_to_kwargs))
+
+# The names that Megatron-Core gives them.
+_EMERGING_OPTIMIZERS = EMERGING_OPTIMIZERS
+_create_emerging_optimizer = create_emerging_optimizer
+_default_adam_based_eopt_config_to_kwargs = default_adam_based_eopt_config_to_kwargs
+_default_param_overrides_factory = default_param_overrides_factory
+_eopt_init_state_fn = eopt_init_state_fn
+_get_qkv_split_shapes = get_qkv_split_shapes
+_is_nonlinear_or_embedding = is_nonlinear_or_embedding
+_kwargs_from_config = kwargs_from_config
+_muon_config_to_kwargs = muon_config_to_kwargs

@@ -1,0 +1,53 @@
+"""Run an unmodified Megatron script with the optimizers of this package.
+
+``torchrun ... -m megatron_eopt.run [--cpu] SCRIPT ARGS``, or ``... [--cpu] -m MODULE ARGS``: as python itself takes
+them. ``--cpu`` runs Megatron without a GPU, over gloo (:mod:`megatron_eopt.cpu`).
+"""
+
+import argparse
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str]) -> None:
+    """Activate the package, then run the script or module as ``__main__`` with its own arguments.
+
+    Args:
+        argv: the arguments after the program's name.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_eopt.run",
+        usage="%(prog)s [-h] [--cpu] (SCRIPT | -m MODULE) [ARGS ...]",
+        description="Run an unmodified Megatron script with the optimizers of megatron_eopt.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--cpu", action="store_true", help="run without a GPU, over gloo: for tests and dry runs")
+    # Everything from here on is the script's, so both forms end our own options.
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module")
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="the script and its arguments")
+    options = parser.parse_args(argv)
+    command = options.module or options.script
+    if not command:
+        parser.error("expected a script, or -m and a module")
+    if options.module is None and not Path(command[0]).exists():
+        parser.error(f"there is no script {command[0]!r}")
+    # Before Megatron is imported: beside the script, or here, may lie a source tree of it, which python would find.
+    sys.path[0] = str(Path.cwd() if options.module else Path(command[0]).resolve().parent)
+    if options.cpu:
+        from megatron_eopt import cpu
+
+        cpu.install()
+    from megatron_eopt import activate
+
+    activate()
+    sys.argv = list(command)
+    if options.module:
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(command[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

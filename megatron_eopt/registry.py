@@ -207,7 +207,7 @@ def is_nonlinear_or_embedding(param: Tensor) -> bool:
 
 
 def get_qkv_split_shapes(model_cfg: Any) -> list[int]:
-    """Rows of ``[q, k, v]`` in one query group of a fused projection, ``[q, gate, k, v]`` with an attention output gate.
+    """Rows of ``[q, k, v]`` in one query group of a fused projection, ``[q, gate, k, v]`` with an output gate.
 
     Args:
         model_cfg: Megatron's ``TransformerConfig``.

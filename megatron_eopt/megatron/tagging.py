@@ -42,7 +42,7 @@ def refuse_second_axis(model_chunks: Sequence[Any], pg_collection: Any) -> None:
         group = getattr(pg_collection, "expt_gtp_remat" if is_expert(parameter) else "gtp_remat", None)
         if getattr(parameter, "is_gtp_weight_remat", False) and group is not None and group.size() > 1:
             raise ValueError(
-                f"{name} is cut a second time over {group.size()} ranks, and such weights cannot be orthogonalized yet: "
+                f"{name} is cut a second time over {group.size()} ranks, which cannot be orthogonalized yet: "
                 f"set --tensor-parallel-num-weight-shards (and the one of experts) to 1"
             )
 

@@ -1,0 +1,160 @@
+"""A small GPT on synthetic sequences through ``megatron.training.pretrain``, and a record of what became of it.
+
+Run by the tests on one or more ranks, with Megatron's arguments. Enters Megatron the way that the installed release
+wants: 0.19 builds the model from the configuration, 0.18 from a provider, 0.17 parses in pretrain. Where RECORD names a
+folder, every rank leaves ``RANK.pt`` there: losses, gradient norms, and parameters and optimizer state as they were
+before the first step and after the last.
+"""
+
+import inspect
+import os
+from functools import partial
+from pathlib import Path
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.training import get_args, pretrain
+
+
+class Sequences(torch.utils.data.Dataset):
+    """Counts by threes from a random start, modulo 100: every next token can be learned."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        seq_length = get_args().seq_length
+        start = torch.randint(0, 100, (1,), generator=torch.Generator().manual_seed(index))
+        tokens = (start + 3 * torch.arange(seq_length + 1)) % 100
+        return {
+            "tokens": tokens[:-1],
+            "labels": tokens[1:],
+            "loss_mask": torch.ones(seq_length),
+            "position_ids": torch.arange(seq_length),
+        }
+
+
+def datasets(num_samples, vp_stage=None):
+    return Sequences(num_samples[0]), None, None
+
+
+datasets.is_distributed = True
+
+
+class Record:
+    """What one rank saw; installs itself around Megatron's optimizer step."""
+
+    def __init__(self):
+        self.losses, self.grad_norms, self.before, self.after = [], [], None, None
+        self.models, self.optimizer = {}, None
+        step = ChainedOptimizer.step
+
+        def recorded_step(optimizer, *args, **kwargs):
+            if self.optimizer is None:
+                self.optimizer = optimizer
+                self.before = self.snapshot()
+            result = step(optimizer, *args, **kwargs)
+            self.grad_norms.append(float(result[1]))
+            return result
+
+        ChainedOptimizer.step = recorded_step
+
+    def snapshot(self):
+        """name -> {"parameter", "main", state keys} as copies, with how the parameter is cut."""
+        states = {}
+        for each in self.optimizer.chained_optimizers:
+            for inner in getattr(each, "chained_optimizers", [each]):
+                if getattr(inner, "optimizer", None) is not None:
+                    states.update(inner.optimizer.state)
+        tensors = {}
+        for model in self.models.values():
+            for name, parameter in model.named_parameters():
+                main = getattr(parameter, "main_param", parameter)
+                kept = {key: value for key, value in states.get(main, {}).items() if torch.is_tensor(value)}
+                tensors[name] = {
+                    key: value.detach().clone()
+                    for key, value in {"parameter": parameter, "main": main, **kept}.items()
+                    if value is not None
+                }
+                tensors[name]["cut"] = (
+                    getattr(parameter, "partition_dim", -1)
+                    if getattr(parameter, "tensor_model_parallel", False)
+                    else -1
+                )
+        return tensors
+
+    def save(self, folder):
+        if self.optimizer is not None:
+            self.after = self.snapshot()
+        kept = {key: getattr(self, key) for key in ("losses", "grad_norms", "before", "after")}
+        torch.save(kept, Path(folder) / f"{os.environ['RANK']}.pt")
+
+
+record = Record()
+
+
+def loss_func(mask, output):
+    losses, mask = output.float().view(-1), mask.view(-1).float()
+    total, count = (losses * mask).sum(), mask.sum().detach().to(torch.int)
+    record.losses.append((total.detach() / count).item())
+    return total, count, {"lm loss": torch.cat([total.detach().view(1), count.view(1).float()])}
+
+
+def forward_step(iterator, model, return_schedule_plan=False):
+    record.models.setdefault(id(model), model)
+    batch = next(iterator)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, partial(loss_func, batch["loss_mask"])
+
+
+def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    args = get_args()
+    config = config or core_transformer_config_from_args(args)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=args.normalization, vp_stage=vp_stage
+        ),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+
+
+def main():
+    entry = inspect.signature(pretrain).parameters
+    if "cfg_container" not in entry:  # 0.17
+        pretrain(datasets, model_provider, ModelType.encoder_or_decoder, forward_step)
+        return
+    from megatron.training import argument_utils
+    from megatron.training.arguments import parse_and_validate_args
+
+    args = parse_and_validate_args()
+    if hasattr(argument_utils, "gpt_config_from_args"):  # 0.19
+        config = argument_utils.pretrain_cfg_container_from_args(args, argument_utils.gpt_config_from_args(args))
+        pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
+    else:  # 0.18
+        config = argument_utils.pretrain_cfg_container_from_args(args)
+        pretrain(config, datasets, model_provider, ModelType.encoder_or_decoder, forward_step)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    finally:
+        if "RECORD" in os.environ:
+            record.save(os.environ["RECORD"])

@@ -1,0 +1,110 @@
+"""Start real Megatron runs on this machine and read what they recorded."""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+
+# A GPT with grouped queries, SwiGLU, RMSNorm and RoPE. Its vocabulary is padded to 128 at any number of ranks, so that
+# losses can be compared.
+SMALL_GPT = """
+    --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+    --swiglu --normalization RMSNorm --position-embedding-type rope --seq-length 32 --max-position-embeddings 32
+    --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --min-lr 1e-2 --lr-decay-style constant
+    --vocab-size 127 --make-vocab-size-divisible-by 32 --tokenizer-type NullTokenizer
+    --untie-embeddings-and-output-weights --disable-bias-linear
+    --transformer-impl local --attention-backend unfused --use-cpu-initialization
+    --no-gradient-accumulation-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion
+    --no-persist-layer-norm --no-rope-fusion --no-create-attention-mask-in-dataloader --num-workers 0
+    --hidden-dropout 0 --attention-dropout 0 --log-interval 1 --eval-iters 0 --eval-interval 1000
+""".split()
+MUON = "--optimizer muon --muon-nesterov --muon-momentum 0.95 --muon-extra-scale-factor 0.2".split()
+LAUNCHER = ["-m", "megatron_eopt.run", "--cpu", str(HERE / "pretrain.py")]
+UPSTREAM = [str(HERE / "upstream.py")]
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def without_emerging_optimizers(folder):
+    """A folder for PYTHONPATH that hides the emerging-optimizers package, which users need not have."""
+    (folder / "emerging_optimizers-0.0.0.dist-info").mkdir(parents=True)
+    metadata = "Metadata-Version: 2.1\nName: emerging-optimizers\nVersion: 0.0.0\n"
+    (folder / "emerging_optimizers-0.0.0.dist-info" / "METADATA").write_text(metadata)
+    (folder / "emerging_optimizers.py").write_text("raise ImportError('hidden by the test')\n")
+    return folder
+
+
+def start(ranks, *arguments, program=LAUNCHER, record=None, timeout=240):
+    """Run a program under torchrun on loopback; the finished process, with its output as text."""
+    with tempfile.TemporaryDirectory() as name:
+        path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        if program is not UPSTREAM:
+            path.insert(0, str(without_emerging_optimizers(Path(name) / "hidden")))
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+        }
+        if record is not None:
+            environment["RECORD"] = str(record)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}"]
+        address = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+        return subprocess.run(
+            [*torchrun, *address, *program, *map(str, arguments)],
+            env=environment,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+        )
+
+
+def train(folder, ranks, *arguments, program=LAUNCHER):
+    """Train the small GPT; what each rank recorded, and the output."""
+    folder.mkdir(parents=True)
+    done = start(ranks, *SMALL_GPT, *arguments, program=program, record=folder)
+    if done.returncode:
+        said = [line for line in done.stdout.splitlines() if line.startswith("[rank")] or [done.stdout[-12000:]]
+        raise AssertionError("\n".join([f"exit status {done.returncode}", *said[-40:]]))
+    return [torch.load(folder / f"{rank}.pt") for rank in range(ranks)], done.stdout
+
+
+def assert_same(a, b):
+    """Two snapshots are equal bit for bit, in what they hold and in every tensor."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].keys() == b[name].keys(), name
+        for key in a[name]:
+            equal = torch.equal(a[name][key], b[name][key]) if key != "cut" else a[name][key] == b[name][key]
+            assert equal, (name, key)
+
+
+def assemble(snapshots):
+    """The snapshot of one rank from those of tensor-parallel ranks."""
+    whole = {}
+    for name, first in snapshots[0].items():
+        parts = [snapshot[name] for snapshot in snapshots]
+        whole[name] = {key: _joined(name, key, [part[key] for part in parts], first["cut"]) for key in first}
+    return whole
+
+
+def _joined(name, key, parts, cut):
+    if key == "cut" or cut < 0 or parts[0].ndim == 0:
+        return parts[0]
+    if name.endswith("linear_fc1.weight"):  # each shard is a part of the gate over a part of the up projection
+        halves = zip(*(part.chunk(2, cut) for part in parts), strict=True)
+        return torch.cat([torch.cat(half, cut) for half in halves], cut)
+    return torch.cat(parts, cut)

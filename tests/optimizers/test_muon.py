@@ -1,0 +1,139 @@
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_eopt import TensorParallelMuon
+from megatron_eopt.orthogonalize import muon_scale_factor, newton_schulz
+from tests.parallel.test_layout import Group
+
+
+def matrix(rows=6, cols=4, seed=0, **attributes):
+    result = torch.nn.Parameter(torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)))
+    for name, value in attributes.items():
+        setattr(result, name, value)
+    return result
+
+
+def is_qkv(p):
+    return getattr(p, "is_qkv", False)
+
+
+def test_defaults_are_those_that_scripts_are_written_against():
+    opt = TensorParallelMuon([matrix()])
+    group = {key: value for key, value in opt.param_groups[0].items() if key != "params"}
+    assert group == {"lr": 3e-4, "momentum": 0.95, "weight_decay": 0.01}
+    assert (opt.use_nesterov, opt.use_decoupled_weight_decay, opt.split_qkv) == (True, True, False)
+    assert (opt.newton_schulz.steps, opt.newton_schulz.coefficient_type) == (5, "quintic")
+    assert (opt.newton_schulz.fp32_matmul_prec, opt.tp_mode) == ("medium", "duplicated")
+    assert (opt.scale_mode, opt.extra_scale_factor) == ("spectral", 1.0)
+
+
+@pytest.mark.parametrize("mode", ["spectral", "unit_rms_norm", "shape_scaling"])
+def test_the_update_is_the_scaled_orthogonal_factor(mode):
+    p = matrix()
+    opt = TensorParallelMuon(
+        [p],
+        lr=0.1,
+        momentum=0.8,
+        weight_decay=0.2,
+        scale_mode=mode,
+        extra_scale_factor=0.2,
+        fp32_matmul_prec="highest",
+        coefficient_type="polar_express",
+        num_ns_steps=8,
+    )
+    g = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    p.grad = g.clone()
+    # the first look-ahead is a positive multiple of the gradient, whose orthogonal factor is U V^T
+    u, _, vh = torch.linalg.svd(g.double(), full_matrices=False)
+    expected = p.detach().double() * (1 - 0.1 * 0.2) - 0.1 * 0.2 * muon_scale_factor(6, 4, mode) * u @ vh
+    opt.step()
+    torch.testing.assert_close(p.detach().double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@given(shapes=st.lists(st.integers(1, 4), min_size=3, max_size=4), groups=st.integers(1, 3), cols=st.integers(1, 6))
+def test_a_split_update_is_the_updates_of_its_matrices(shapes, groups, cols):
+    rows = groups * sum(shapes)
+    p = matrix(rows, cols, is_qkv=True)
+    opt = TensorParallelMuon([p], split_qkv=True, is_qkv_fn=is_qkv, qkv_split_shapes=shapes, fp32_matmul_prec="highest")
+    update = torch.randn(rows, cols, generator=torch.Generator().manual_seed(1))
+    result = opt.orthogonalize(p, update).view(groups, sum(shapes), cols)
+    start = 0
+    for size in shapes:
+        part = update.view(groups, sum(shapes), cols)[:, start : start + size].reshape(-1, cols)
+        expected = muon_scale_factor(*part.shape) * newton_schulz(part)
+        torch.testing.assert_close(result[:, start : start + size].reshape(-1, cols), expected, rtol=1e-4, atol=1e-5)
+        start += size
+
+
+def test_a_parameters_own_split_wins():
+    p = matrix(8, 4, is_qkv=True, qkv_split_shapes=[2, 1, 1])
+    opt = TensorParallelMuon([p], split_qkv=True, is_qkv_fn=is_qkv, qkv_split_shapes=[4, 2, 2])
+    assert opt.split_shapes(p) == (2, 1, 1)
+    assert TensorParallelMuon([p], split_qkv=True, is_qkv_fn=is_qkv).split_shapes(p) == (2, 1, 1)
+    assert TensorParallelMuon([p], is_qkv_fn=is_qkv).split_shapes(p) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tp_mode": "duplicate"}, "unknown tp_mode 'duplicate': expected one of blockwise, duplicated, distributed"),
+        ({"scale_mode": "spectal"}, "unknown scale mode 'spectal'"),
+        ({"coefficient_type": "quintc"}, "unknown coefficient type 'quintc'"),
+        ({"num_ns_steps": 0}, "at least 1, got 0"),
+        ({"num_ns_steps": 6}, "cannot be served in 6"),
+        ({"coefficient_type": "cubic5", "num_ns_steps": 4}, "exactly 5"),
+        ({"fp32_matmul_prec": "hihg"}, "unknown fp32_matmul_prec 'hihg'"),
+        ({"momentum": 1.0}, r"TensorParallelMuon: momentum must lie in \[0, 1\), got 1.0"),
+        ({"split_qkv": True, "qkv_split_shapes": [2, 2, 2]}, "split_qkv needs is_qkv_fn"),
+        ({"split_qkv": True, "is_qkv_fn": is_qkv}, "3 or 4 positive integers, got None"),
+        ({"split_qkv": True, "is_qkv_fn": is_qkv, "qkv_split_shapes": [1, 1]}, "3 or 4 positive integers, got 2"),
+        ({"split_qkv": True, "is_qkv_fn": is_qkv, "qkv_split_shapes": [2, 2, 0]}, "must be positive"),
+        ({"split_qkv": True, "is_qkv_fn": is_qkv, "qkv_split_shapes": [2, 1, 1]}, "6 rows is not a whole number"),
+    ],
+)
+def test_wrong_settings_are_refused_at_construction(settings, message):
+    with pytest.raises(ValueError, match=message):
+        TensorParallelMuon([matrix(is_qkv=True)], **settings)
+
+
+def test_blockwise_cannot_split_a_query_group_that_ends_in_another_shard():
+    p = matrix(6, 4, is_qkv=True, tensor_model_parallel=True, partition_dim=0)
+    groups = SimpleNamespace(tp=Group(2), expt_tp=Group(1))
+    settings = {"split_qkv": True, "is_qkv_fn": is_qkv, "qkv_split_shapes": [2, 1, 1], "pg_collection": groups}
+    with pytest.raises(ValueError, match="shards end inside a query group of 4 rows: take duplicated or distributed"):
+        TensorParallelMuon([p], tp_mode="blockwise", **settings)
+    opt = TensorParallelMuon([p], tp_mode="distributed", **settings)
+    assert opt.scheme(opt.layout(p), opt.split_shapes(p)) == "duplicated"
+
+
+def test_fewer_steps_than_were_fitted_together_are_noted(caplog):
+    with caplog.at_level(logging.WARNING):
+        TensorParallelMuon([matrix()], coefficient_type="polar_express", num_ns_steps=3)
+    assert "3 Newton-Schulz steps of polar_express" in caplog.text
+    assert "become 0.19 to 1.87 instead of 1" in caplog.text
+    caplog.clear()
+    TensorParallelMuon([matrix()])
+    assert not caplog.records
+
+
+def test_a_coefficient_list_of_the_users_own():
+    own = [(2.0, -1.5, 0.5)] * 2
+    p = matrix()
+    update = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    opt = TensorParallelMuon([p], coefficient_type=own, num_ns_steps=10, fp32_matmul_prec="highest")
+    expected = muon_scale_factor(6, 4) * newton_schulz(update, 10, own)
+    torch.testing.assert_close(opt.orthogonalize(p, update), expected)
+
+
+@pytest.mark.parametrize("norm", [1e-12, 5e7])
+def test_clipping_does_not_change_the_update(norm):
+    p = matrix()
+    g = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    g /= g.norm()
+    opt = TensorParallelMuon([p], fp32_matmul_prec="highest")
+    torch.testing.assert_close(opt.orthogonalize(p, g * norm), opt.orthogonalize(p, g), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,134 @@
+import pytest
+import torch
+
+from megatron_eopt.orthogonalize import get_coefficients, newton_schulz
+
+STEPS = {"simple": 5, "quintic": 5, "polar_express": 8, "cans": 5, "aol": 4, "deepseekv4": 10, "cubic5": 5}
+
+
+def exact(x, steps, coefficient_type):
+    """U p(S) V^T by an SVD in fp64, p being the composite polynomial of the normalized singular values."""
+    u, s, vh = torch.linalg.svd(x.double(), full_matrices=False)
+    s = s / s.square().sum(-1, keepdim=True).sqrt()
+    for a, b, c in get_coefficients(coefficient_type, steps):
+        s = a * s + b * s**3 + c * s**5
+    return (u * s.unsqueeze(-2)) @ vh
+
+
+def relative(x, reference):
+    return ((x.double() - reference).norm() / reference.norm()).item()
+
+
+def gaussian(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize(("coefficient_type", "steps"), STEPS.items())
+@pytest.mark.parametrize("shape", [(48, 48), (32, 96), (96, 32), (3, 24, 40), (3, 40, 24)])
+def test_equals_the_polynomial_of_the_singular_values(coefficient_type, steps, shape):
+    x = gaussian(*shape)
+    result = newton_schulz(x, steps, coefficient_type)
+    assert result.shape == x.shape
+    assert relative(result, exact(x, steps, coefficient_type)) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "bound"),
+    [
+        (torch.float64, "highest", 1e-12),
+        (torch.float32, "highest", 1e-5),
+        (torch.float32, "high", 1e-5),  # TF32 is fp32 on a CPU
+        (torch.float32, "medium", 3e-2),
+        (torch.float32, "low", 3e-2),
+        (torch.bfloat16, "highest", 1e-2),
+        (torch.float16, "highest", 1e-3),
+    ],
+)
+def test_precision_and_dtype(dtype, precision, bound):
+    x = gaussian(64, 128, dtype=dtype)
+    result = newton_schulz(x, fp32_matmul_prec=precision)
+    assert result.dtype == dtype
+    assert relative(result, exact(x, 5, "quintic")) < bound
+
+
+def test_low_is_medium_and_medium_is_not_high():
+    x = gaussian(64, 128)
+    medium = newton_schulz(x, fp32_matmul_prec="medium")
+    torch.testing.assert_close(newton_schulz(x, fp32_matmul_prec="low"), medium, rtol=0, atol=0)
+    assert not torch.equal(newton_schulz(x, fp32_matmul_prec="high"), medium)
+
+
+def test_a_stack_is_its_matrices():
+    x = gaussian(4, 24, 56)
+    torch.testing.assert_close(newton_schulz(x), torch.stack([newton_schulz(each) for each in x]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("norm", [1e-30, 1e-12, 1e-7, 1e-3, 1e3, 1e6, 1e18])
+@pytest.mark.parametrize("precision", ["medium", "highest"])
+def test_the_norm_of_the_input_does_not_matter(norm, precision):
+    x = gaussian(32, 64)
+    x = x / x.norm()
+    expected = newton_schulz(x, fp32_matmul_prec=precision)
+    scaled = newton_schulz(x * norm, fp32_matmul_prec=precision)
+    bound = {"medium": 2e-2, "highest": 1e-5}[precision]  # rounding of x * norm moves the bf16 iterates by an ulp
+    assert relative(scaled, expected.double()) < bound
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (2, 8, 16), (1, 5), (5, 1)])
+@pytest.mark.parametrize("precision", ["medium", "highest"])
+def test_zero_gives_zero(shape, precision):
+    assert torch.equal(newton_schulz(torch.zeros(shape), fp32_matmul_prec=precision), torch.zeros(shape))
+
+
+def test_a_zero_matrix_in_a_stack_leaves_the_others():
+    x = gaussian(3, 8, 16)
+    x[1] = 0
+    result = newton_schulz(x)
+    assert torch.equal(result[1], torch.zeros(8, 16))
+    torch.testing.assert_close(result[[0, 2]], newton_schulz(x[[0, 2]]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (7, 1)])
+def test_a_vector_becomes_its_direction(shape):
+    x = gaussian(*shape)
+    torch.testing.assert_close(newton_schulz(x, 8, "polar_express"), x / x.norm(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("coefficient_type", STEPS)
+def test_rank_one_descends(coefficient_type):
+    x = gaussian(16, 1) @ gaussian(1, 24, seed=1)
+    assert (
+        newton_schulz(x, STEPS[coefficient_type], coefficient_type) * x
+    ).sum() / x.norm() > 0.68  # the least that any of these polynomials returns
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 4, 4)])
+def test_empty_stays_empty(shape):
+    assert newton_schulz(torch.zeros(shape)).shape == shape
+
+
+def test_the_input_is_not_written_to():
+    x = gaussian(16, 16)
+    before = x.clone()
+    result = newton_schulz(x)
+    result.zero_()
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (torch.ones(4, 4, dtype=torch.int64), TypeError, r"floating-point matrices .* got torch\.int64"),
+        (torch.ones(4, 4, dtype=torch.complex64), TypeError, "complex64"),
+        (torch.ones(4), ValueError, r"2-D or 3-D\), got shape \(4,\)"),
+        (torch.ones(1, 2, 4, 4), ValueError, r"got shape \(1, 2, 4, 4\)"),
+    ],
+)
+def test_what_is_no_matrix_is_refused(x, error, message):
+    with pytest.raises(error, match=message):
+        newton_schulz(x)
+
+
+def test_an_unknown_precision_is_refused():
+    with pytest.raises(ValueError, match="unknown fp32_matmul_prec 'hihg': expected one of low, medium, high, highest"):
+        newton_schulz(torch.ones(4, 4), fp32_matmul_prec="hihg")

@@ -1,0 +1,86 @@
+"""The house itself: which room may import which, and that importing the package changes nothing."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatron_eopt
+
+PACKAGE = Path(megatron_eopt.__file__).parent
+# From the bottom up; a room imports from its own floor and from those below.
+FLOORS = [
+    {"redirect", "orthogonalize", "matrices"},
+    {"parallel"},
+    {"optimizers"},
+    {"registry"},
+    {"megatron", "cpu"},
+    {"", "run"},
+]
+# The routing by Megatron's ParamKey is asked of the room above, when it is called.
+LAZY = {("registry", "megatron")}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room(module):
+    """The room of an imported name; the package's own names stand above all rooms."""
+    name = module.split(".")[1] if "." in module else ""
+    return name if any(name in rooms for rooms in FLOORS) else ""
+
+
+def floor(name):
+    return next(level for level, rooms in enumerate(FLOORS) if name in rooms)
+
+
+def imports(path):
+    """Modules that a file imports, and whether it does so inside a function."""
+    tree = ast.parse(path.read_text())
+    inner = {id(node) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for node in ast.walk(f)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, id(node) in inner) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from ((f"{node.module}.{alias.name}", id(node) in inner) for alias in node.names)
+
+
+def own_room(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py").replace("__init__", "")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_downwards(path):
+    here = own_room(path)
+    for module, lazily in imports(path):
+        if module.split(".")[0] == "megatron_eopt" and not (lazily and (here, room(module)) in LAZY):
+            assert floor(room(module)) <= floor(here), f"{here} imports {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_two_rooms_import_megatron(path):
+    if own_room(path) not in ("megatron", "cpu"):
+        assert not [module for module, _ in imports(path) if module.split(".")[0] == "megatron"]
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_import_imports_no_megatron_and_changes_nothing():
+    code = (
+        "import os, sys, torch\n"
+        "seen = lambda: (torch.get_float32_matmul_precision(), torch.get_default_dtype(), torch.get_num_threads(), "
+        "torch.random.initial_seed(), torch.is_grad_enabled(), torch.cuda.is_available, dict(os.environ))\n"
+        "before = seen()\n"
+        "import megatron_eopt, megatron_eopt.cpu, megatron_eopt.run\n"
+        "assert seen() == before\n"
+        "print([name for name in sys.modules if name.split('.')[0] in ('megatron', 'emerging_optimizers')])"
+    )
+    assert run(code) == "[]"
+
+
+def test_nothing_depends_on_the_oracle():
+    for path in FILES:
+        assert not [module for module, _ in imports(path) if module.split(".")[0] == "emerging_optimizers"]

@@ -1,0 +1,165 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_eopt import registry
+from megatron_eopt.optimizers import TensorParallelMuon
+
+
+@pytest.fixture(autouse=True)
+def _restore(monkeypatch):
+    monkeypatch.setattr(registry, "_BUILDERS", dict(registry._BUILDERS))
+    before = dict(registry.EMERGING_OPTIMIZERS)
+    yield
+    registry.EMERGING_OPTIMIZERS.clear()
+    registry.EMERGING_OPTIMIZERS.update(before)
+
+
+def config(**settings):
+    defaults = {
+        "lr": 0.1,
+        "weight_decay": 0.2,
+        "decoupled_weight_decay": False,
+        "muon_momentum": 0.8,
+        "muon_nesterov": True,
+        "muon_split_qkv": True,
+        "muon_fp32_matmul_prec": "highest",
+        "muon_coefficient_type": "polar_express",
+        "muon_num_ns_steps": 6,
+        "muon_scale_mode": "unit_rms_norm",
+        "muon_extra_scale_factor": 0.3,
+        "muon_tp_mode": "distributed",
+        "adam_beta1": 0.7,
+        "adam_beta2": 0.9,
+    }
+    return SimpleNamespace(**{**defaults, **settings})
+
+
+def model(**settings):
+    defaults = {"num_attention_heads": 8, "num_query_groups": 2, "kv_channels": 16}
+    return [SimpleNamespace(config=SimpleNamespace(**{**defaults, **settings}))]
+
+
+class Plain(torch.optim.SGD):
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), eps=1e-8, *, rank=4, **kwargs):
+        super().__init__(params, lr)
+        self.settings = (lr, betas, eps, rank, kwargs)
+
+
+def test_muon_is_there_and_the_dict_is_live():
+    assert registry.list_optimizers() == ["muon"]
+    entry = registry.EmergingOptimizerEntry(Plain)
+    registry.register_optimizer("plain", entry)
+    assert registry.EMERGING_OPTIMIZERS["plain"] is registry.get_optimizer_entry("plain") is entry
+    assert registry.list_optimizers() == ["muon", "plain"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("mun", r"unknown optimizer 'mun' \(did you mean 'muon'\?\): registered are muon"), ("xyz", "'xyz': registered")],
+)
+def test_an_unknown_name_gives_the_nearest(name, message):
+    with pytest.raises(ValueError, match=message):
+        registry.get_optimizer_entry(name)
+
+
+def test_a_name_is_given_once():
+    with pytest.raises(ValueError, match="'muon' is registered already"):
+        registry.register_optimizer("muon", registry.EmergingOptimizerEntry(Plain))
+    with pytest.raises(TypeError, match="expected an EmergingOptimizerEntry for 'plain', got type"):
+        registry.register_optimizer("plain", Plain)
+
+
+def test_the_decorator_keeps_builders_of_plain_torch():
+    @registry.register_optimizer("plain")
+    def build(param_groups, config):
+        return Plain(param_groups, lr=config.lr)
+
+    assert registry.get_optimizer_builder("plain") is build
+    assert "plain" not in registry.EMERGING_OPTIMIZERS
+    with pytest.raises(ValueError, match="'plain' is registered already"):
+        registry.register_optimizer("plain")
+    with pytest.raises(ValueError, match=r"unknown optimizer 'plan' \(did you mean 'plain'\?\)"):
+        registry.get_optimizer_builder("plan")
+
+
+def test_muon_from_a_config():
+    p = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer, init_state = registry.create_emerging_optimizer(config(), [{"params": [p]}], "muon", model(), None)
+    assert type(optimizer) is TensorParallelMuon
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert optimizer.param_groups[0]["momentum"] == 0.8
+    assert optimizer.param_groups[0]["weight_decay"] == 0.2
+    assert optimizer.use_nesterov is True
+    assert optimizer.use_decoupled_weight_decay is False
+    assert optimizer.split_qkv is True
+    assert optimizer.qkv_split_shapes == (64, 16, 16)
+    assert optimizer.newton_schulz.steps == 6
+    assert optimizer.newton_schulz.coefficient_type == "polar_express"
+    assert optimizer.newton_schulz.fp32_matmul_prec == "highest"
+    assert (optimizer.scale_mode, optimizer.extra_scale_factor) == ("unit_rms_norm", 0.3)
+    assert optimizer.tp_mode == "distributed"
+    init_state(optimizer)
+    assert torch.equal(optimizer.state[p]["momentum_buffer"], torch.zeros(4, 4))
+
+
+def test_the_name_of_nesterov_up_to_0_17():
+    old = config(muon_use_nesterov=True)
+    del old.muon_nesterov
+    assert registry.muon_config_to_kwargs(old, model(), None)["nesterov"] is True
+
+
+def test_an_entry_without_config_to_kwargs_is_built_like_adam():
+    registry.register_optimizer("plain", registry.EmergingOptimizerEntry(Plain))
+    p = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer, init_state = registry.create_emerging_optimizer(
+        config(plain_rank=9, eps=1e-3), [{"params": [p]}], "plain", model(), None
+    )
+    assert optimizer.settings == (0.1, (0.7, 0.9), 1e-3, 9, {})
+    with pytest.raises(TypeError, match=r"Plain has no init_state\(\)"):
+        init_state(optimizer)
+
+
+def test_a_prefixed_value_wins():
+    assert registry.kwargs_from_config(Plain, "plain", config(plain_lr=0.5)) == {"lr": 0.5}
+
+
+@pytest.mark.parametrize(("gate", "shapes"), [(False, [64, 16, 16]), (True, [64, 64, 16, 16])])
+def test_split_shapes_of_a_model(gate, shapes):
+    assert registry.get_qkv_split_shapes(model(attention_output_gate=gate)[0].config) == shapes
+
+
+@pytest.mark.parametrize(
+    ("shape", "embedding", "expected"),
+    [((4, 4), False, False), ((4, 4), True, True), ((4,), False, True), ((2, 4, 4), False, True)],
+)
+def test_what_is_left_to_adam(shape, embedding, expected):
+    p = torch.nn.Parameter(torch.ones(shape))
+    p.is_embedding_or_output_parameter = embedding
+    assert registry.is_nonlinear_or_embedding(p) is expected
+
+
+def test_megatrons_names_are_aliases():
+    for name in (
+        "create_emerging_optimizer",
+        "default_adam_based_eopt_config_to_kwargs",
+        "default_param_overrides_factory",
+        "eopt_init_state_fn",
+        "get_qkv_split_shapes",
+        "is_nonlinear_or_embedding",
+        "kwargs_from_config",
+        "muon_config_to_kwargs",
+        "EMERGING_OPTIMIZERS",
+    ):
+        assert getattr(registry, f"_{name}") is getattr(registry, name)
+
+
+def test_the_default_routing_speaks_megatrons_language():
+    overrides = registry.get_optimizer_entry("muon").default_param_overrides
+    ((key, settings),) = overrides.items()
+    assert settings == {"optimizer": "adam"}
+    assert key.matches(torch.nn.Parameter(torch.ones(4)), "norm.weight")
+    assert not key.matches(torch.nn.Parameter(torch.ones(4, 4)), "linear.weight")
+    own = registry.EmergingOptimizerEntry(Plain, default_param_overrides={})
+    assert own.default_param_overrides == {}

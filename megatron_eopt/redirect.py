@@ -5,8 +5,11 @@ Two places need it: :mod:`megatron_eopt.cpu` (torch.cuda answered by the CPU) an
 a process can be printed.
 """
 
-from collections.abc import Callable, Sequence
+import importlib
+import sys
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 _MISSING = object()
@@ -17,35 +20,63 @@ class Redirection:
     """One attribute to replace.
 
     Attributes:
-        owner: module or class that holds the attribute.
+        owner: module or class that holds the attribute; the dotted name of a module, imported only when the redirection
+            is installed; or a mapping such as ``os.environ``, whose item ``name`` is replaced.
         name: name of the attribute; it need not exist.
         make: builds the replacement from the original (``None`` where the attribute did not exist).
         reason: why, in one line, for the user.
+        follow: replace it also where another module imported it by name (see :class:`Redirections`). False for a
+            replacement that lives under a name of its own, which undoing must not rename.
+        required: False leaves it out where ``owner``, given by its dotted name, cannot be imported.
     """
 
     owner: Any
     name: str
     make: Callable[[Any], Any]
     reason: str
+    follow: bool = True
+    required: bool = True
 
     def __str__(self) -> str:
+        if isinstance(self.owner, MutableMapping):
+            return f"environment variable {self.name}: {self.reason}"
         return f"{getattr(self.owner, '__name__', self.owner)}.{self.name}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What was replaced: ``original`` is what ``holder`` itself held, ``seen`` what a reader got from it."""
+
+    holder: Any
+    name: str
+    original: Any
+    seen: Any
+    replacement: Any
+    follow: bool
 
 
 class Redirections:
     """A set of redirections that is installed and undone as one thing; both calls are idempotent.
 
     If one of them cannot be installed, those before it are undone and the error is raised.
+
+    Args:
+        redirections: what to replace, in this order.
+        importers: packages whose modules may hold an original under a name of their own (``from torch.cuda import
+            _lazy_init``). Those names are replaced as well, and put back as well: also in modules that are imported
+            after :meth:`install` and so never saw the original. Not reached are defaults of arguments, closures,
+            containers and attributes of objects.
     """
 
-    def __init__(self, redirections: Sequence[Redirection]) -> None:
+    def __init__(self, redirections: Sequence[Redirection], importers: Sequence[str] = ()) -> None:
         self.redirections = tuple(redirections)
-        self._originals: list[tuple[Redirection, Any]] = []
+        self.importers = tuple(importers)
+        self._done: list[_Done] = []
 
     @property
     def installed(self) -> bool:
         """True between :meth:`install` and :meth:`undo`."""
-        return bool(self._originals)
+        return bool(self._done)
 
     def install(self) -> None:
         """Replace every attribute; nothing happens where they are replaced already."""
@@ -53,20 +84,79 @@ class Redirections:
             return
         try:
             for redirection in self.redirections:
-                # vars(), not getattr: an inherited attribute or a bound classmethod must not be written back on undo
-                original = vars(redirection.owner).get(redirection.name, _MISSING)
-                seen = getattr(redirection.owner, redirection.name, None)
-                setattr(redirection.owner, redirection.name, redirection.make(seen))
-                self._originals.append((redirection, original))
+                if redirection.required or _importable(redirection.owner):
+                    self._done.append(_replace(redirection))
+            self._rename({id(done.seen): done.replacement for done in self._done if _followed(done)})
         except BaseException:
             self.undo()
             raise
 
     def undo(self) -> None:
         """Put every original back, the last replaced first."""
-        while self._originals:
-            redirection, original = self._originals.pop()
-            if original is _MISSING:
-                delattr(redirection.owner, redirection.name)
-            else:
-                setattr(redirection.owner, redirection.name, original)
+        originals = {id(done.replacement): done.seen for done in self._done if _followed(done)}
+        undone = []  # keeps the replacements alive, and with them their ids, until the names are put back
+        while self._done:
+            done = self._done.pop()
+            undone.append(done)
+            _put_back(done)
+        self._rename(originals)
+
+    def _rename(self, new_of_id: dict[int, Any]) -> None:
+        """Point the names that modules of ``importers`` hold at other objects; ``new_of_id`` is keyed by identity."""
+        if not new_of_id:
+            return
+        prefixes = tuple(f"{package}." for package in self.importers)
+        for module_name, module in list(sys.modules.items()):
+            if not isinstance(module, ModuleType) or not (
+                module_name in self.importers or module_name.startswith(prefixes)
+            ):
+                continue
+            for name, value in list(vars(module).items()):
+                if id(value) in new_of_id:
+                    setattr(module, name, new_of_id[id(value)])
+
+
+def _importable(owner: Any) -> bool:
+    try:
+        if isinstance(owner, str):
+            importlib.import_module(owner)
+    except ImportError:
+        return False
+    return True
+
+
+def _followed(done: _Done) -> bool:
+    # What can be imported by name and be told apart by identity: functions and classes, not numbers or tuples.
+    return done.follow and callable(done.seen) and callable(done.replacement)
+
+
+def _replace(redirection: Redirection) -> _Done:
+    holder, name = redirection.owner, redirection.name
+    if isinstance(holder, str):
+        holder = importlib.import_module(holder)
+    if isinstance(holder, MutableMapping):
+        original = holder.get(name, _MISSING)
+        seen = None if original is _MISSING else original
+    else:
+        # vars(), not getattr: an inherited attribute or a bound classmethod must not be written back on undo
+        original = vars(holder).get(name, _MISSING)
+        seen = getattr(holder, name, None)
+    replacement = redirection.make(seen)
+    if isinstance(holder, MutableMapping):
+        holder[name] = replacement
+    else:
+        setattr(holder, name, replacement)
+    return _Done(holder, name, original, seen, replacement, redirection.follow)
+
+
+def _put_back(done: _Done) -> None:
+    missing = done.original is _MISSING
+    if isinstance(done.holder, MutableMapping):
+        if missing:
+            done.holder.pop(done.name, None)
+        else:
+            done.holder[done.name] = done.original
+    elif missing:
+        delattr(done.holder, done.name)
+    else:
+        setattr(done.holder, done.name, done.original)

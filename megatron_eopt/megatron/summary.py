@@ -61,7 +61,7 @@ def _how(muon: TensorParallelMuon, parameters: Sequence[Tensor]) -> str:
     where = f"{' and '.join(counts)} over {ranks} tensor-parallel ranks" if counts else "none sharded"
     exactness = "an approximation" if "blockwise" in schemes else "exact"
     return (
-        f"{sum(len(shapes or (1,)) for _, shapes in layouts)} matrices orthogonalized by {settings.steps} Newton-Schulz "
-        f"steps ({name}, {settings.fp32_matmul_prec} precision), {where} ({exactness}), update RMS "
+        f"{sum(len(shapes or (1,)) for _, shapes in layouts)} matrices orthogonalized by {settings.steps} "
+        f"Newton-Schulz steps ({name}, {settings.fp32_matmul_prec} precision), {where} ({exactness}), update RMS "
         f"{' to '.join(f'{size:g}' for size in dict.fromkeys((sizes[0], sizes[-1])))} (AdamW's is near 0.2)"
     )

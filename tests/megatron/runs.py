@@ -25,7 +25,7 @@ SMALL_GPT = """
     --no-persist-layer-norm --no-rope-fusion --no-create-attention-mask-in-dataloader --num-workers 0
     --hidden-dropout 0 --attention-dropout 0 --log-interval 1 --eval-iters 0 --eval-interval 1000
 """.split()
-MUON = "--optimizer muon --muon-nesterov --muon-momentum 0.95 --muon-extra-scale-factor 0.2".split()
+MUON = ["--optimizer", "muon", "--muon-nesterov", "--muon-momentum", "0.95", "--muon-extra-scale-factor", "0.2"]
 LAUNCHER = ["-m", "megatron_eopt.run", "--cpu", str(HERE / "pretrain.py")]
 UPSTREAM = [str(HERE / "upstream.py")]
 
@@ -56,6 +56,7 @@ def start(ranks, *arguments, program=LAUNCHER, record=None, timeout=240):
             "PYTHONPATH": os.pathsep.join(path),
             "OMP_NUM_THREADS": "1",
             "PYTHONWARNINGS": "ignore",
+            "CUDA_VISIBLE_DEVICES": "",  # the CPU backend refuses to stand in for a GPU that is there
         }
         if record is not None:
             environment["RECORD"] = str(record)

@@ -163,7 +163,7 @@ def test_qkv_parts_are_orthogonalized_and_scaled_by_themselves():
 
 def test_missing_functions_mean_identity_and_scale_one_with_a_warning():
     p = matrix()
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="OrthogonalizedOptimizer has no") as caught:
         opt = optimizer([p], orthogonalize_fn=None, scale_factor_fn=None)
     assert [str(each.message) for each in caught] == [
         "OrthogonalizedOptimizer has no orthogonalize_fn: updates are not orthogonalized",

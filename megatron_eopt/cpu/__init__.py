@@ -1,0 +1,85 @@
+"""Real, unmodified Megatron-Core on a CPU over gloo: for tests, the demo and dry runs, never for speed.
+
+    import megatron_eopt.cpu
+
+    megatron_eopt.cpu.install()  # before torch.distributed is initialized, best before Megatron is imported
+    ...                          # megatron.training.pretrain as on GPUs
+    megatron_eopt.cpu.undo()     # the process is as it was
+
+:func:`install` answers torch.cuda with the host, makes ``.cuda()`` and ``device="cuda"`` mean the CPU, and nccl mean
+gloo. Everything it replaces is a :class:`~megatron_eopt.redirect.Redirection` with its reason; :func:`describe` lists
+them. They are attributes, not a torch function mode: every thread sees them, and a torch call that makes no tensor and
+moves none costs nothing more. Importing this package changes nothing and imports no Megatron.
+
+Megatron's own arguments still have to suit a CPU: ``--transformer-impl local``, ``--use-cpu-initialization`` and no
+fusions (``--no-gradient-accumulation-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion
+--no-persist-layer-norm --no-rope-fusion``). Environment variables are not needed. Out of scope is what has no meaning
+without a GPU: CUDA graphs, memory pools, Transformer Engine, FSDP, NCCL's user buffers and SHARP.
+
+Functions that were decorated while it was installed stay as they were made then: what ``torch.compile`` was asked for
+in the meantime runs uncompiled after :func:`undo` too.
+"""
+
+import torch
+import torch.distributed as dist
+
+from megatron_eopt.cpu import collectives, compilation, device, megatron, random, tensors
+from megatron_eopt.redirect import Redirections
+
+# Whose modules may have imported a redirected name: torch.distributed and torch.cuda re-export their own.
+_IMPORTERS = ("megatron", "torch.cuda", "torch.distributed")
+
+_active: Redirections | None = None
+
+
+def _all() -> Redirections:
+    # Megatron comes last: it is imported by its redirection, when torch answers already.
+    parts = (device, random, tensors, compilation, collectives, megatron)
+    return Redirections([each for part in parts for each in part.redirections()], importers=_IMPORTERS)
+
+
+def installed() -> bool:
+    """True between :func:`install` and :func:`undo`."""
+    return _active is not None
+
+
+def install() -> None:
+    """Redirect all that Megatron asks of a GPU to the CPU; nothing happens where that is done already.
+
+    Raises:
+        RuntimeError: where a GPU is there, or torch.distributed runs on another backend than gloo already. Nothing has
+            been changed then.
+    """
+    global _active
+    if installed():
+        return
+    if torch.cuda.is_available():
+        raise RuntimeError(
+            f"a CPU run was asked for, but torch.cuda finds {torch.cuda.device_count()} GPU(s), and redirecting them "
+            "would mix both. Hide them with CUDA_VISIBLE_DEVICES= (set, and empty) before the process starts, or run "
+            "without --cpu."
+        )
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() != dist.Backend.GLOO:
+        raise RuntimeError(
+            f"torch.distributed is initialized with the backend {dist.get_backend()!r}; a CPU run needs 'gloo'. Call "
+            "megatron_eopt.cpu.install() before torch.distributed.init_process_group, or initialize it with 'gloo'."
+        )
+    redirections = _all()
+    redirections.install()
+    _active = redirections
+
+
+def undo() -> None:
+    """Put everything back as it was before :func:`install`; nothing happens where nothing is installed.
+
+    Process groups that were made in the meantime stay; destroying them is for whoever made them.
+    """
+    global _active
+    if _active is not None:
+        _active.undo()
+        _active = None
+
+
+def describe() -> list[str]:
+    """One line per redirection, ``what: why``: of those installed, else of those that :func:`install` would make."""
+    return [str(redirection) for redirection in (_active or _all()).redirections]

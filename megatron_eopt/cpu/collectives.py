@@ -1,0 +1,134 @@
+"""torch.distributed over gloo where Megatron asks for nccl."""
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_eopt.cpu.answers import named_as
+from megatron_eopt.redirect import Redirection
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class Works:
+    """Several asynchronous collectives as one handle."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = list(works)
+
+    def wait(self, *args: Any) -> bool:
+        """Wait for all of them; like a work of torch's, True when done."""
+        for work in self._works:
+            work.wait(*args)
+        return True
+
+    def is_completed(self) -> bool:
+        """True when all of them are done."""
+        return all(work.is_completed() for work in self._works)
+
+
+def _gloo_for_nccl(backend: Any) -> Any:
+    # None means one backend per kind of device, and torch would choose nccl for the GPU it believes to have
+    return "gloo" if backend is None or "nccl" in str(backend).lower() else backend
+
+
+def _init_process_group(real: Callable[..., Any]) -> Callable[..., Any]:
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("device_id", None)
+        kwargs.pop("pg_options", None)
+        real(_gloo_for_nccl(backend), *args, **kwargs)
+
+    return named_as(real, init_process_group)
+
+
+def _new_group(real: Callable[..., Any]) -> Callable[..., Any]:
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device_id", None)
+        kwargs.pop("pg_options", None)
+        # pg_options, NCCL's own, is the only positional argument that may follow
+        return real(ranks, timeout, _gloo_for_nccl(backend), None, *args[1:], **kwargs)
+
+    return named_as(real, new_group)
+
+
+def _all_gather(real: Callable[..., Any]) -> Callable[..., Any]:
+    def all_gather(tensor_list: Any, tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if len({tuple(output.shape) for output in tensor_list}) <= 1:
+            return real(tensor_list, tensor, group=group, async_op=async_op)
+        works = []
+        for rank, output in enumerate(tensor_list):
+            if rank == dist.get_rank(group):
+                output.copy_(tensor)
+            if output.numel():
+                works.append(dist.broadcast(output, group=group, group_src=rank, async_op=async_op))
+        return Works(works) if async_op else None
+
+    return named_as(real, all_gather)
+
+
+def _all_to_all_single(real: Callable[..., Any]) -> Callable[..., Any]:
+    def sizes(split: Any) -> Any:
+        return split.tolist() if isinstance(split, torch.Tensor) else split
+
+    def all_to_all_single(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        return real(output, input, sizes(output_split_sizes), sizes(input_split_sizes), *args, **kwargs)
+
+    return named_as(real, all_to_all_single)
+
+
+def _barrier(real: Callable[..., Any]) -> Callable[..., Any]:
+    def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, **kwargs: Any) -> Any:
+        return real(group=group, async_op=async_op, **kwargs)
+
+    return named_as(real, barrier)
+
+
+def _loopback() -> list[Redirection]:
+    """Where all ranks are on this machine, gloo need not resolve its host name, which may not resolve at all."""
+    names = {name for _, name in socket.if_nameindex()}
+    if os.environ.get("MASTER_ADDR", "127.0.0.1") not in _LOOPBACK or "lo" not in names:
+        return []
+    return [
+        Redirection(
+            owner=os.environ,
+            name="GLOO_SOCKET_IFNAME",
+            make=lambda present: present or "lo",
+            reason="all ranks are on this machine: gloo talks over the loopback and looks no host name up",
+        )
+    ]
+
+
+def redirections() -> list[Redirection]:
+    """Process groups and the collectives that gloo takes otherwise than nccl."""
+    if not dist.is_available():
+        return []
+    reason = "there is no nccl without GPUs; gloo takes its place, without nccl's options"
+    return [
+        Redirection(owner=dist, name="init_process_group", make=_init_process_group, reason=reason),
+        Redirection(owner=dist, name="new_group", make=_new_group, reason=reason),
+        Redirection(owner=dist, name="barrier", make=_barrier, reason="device_ids is nccl's alone"),
+        Redirection(
+            owner=dist,
+            name="all_gather",
+            make=_all_gather,
+            reason="gloo refuses outputs of unequal sizes, nccl sends them as broadcasts",
+        ),
+        Redirection(
+            owner=dist,
+            name="all_to_all_single",
+            make=_all_to_all_single,
+            reason="Megatron makes a list of the split sizes only where it fetches them from a GPU",
+        ),
+        *_loopback(),
+    ]

@@ -1,0 +1,47 @@
+"""What Megatron itself has to do otherwise. It is imported by the redirections, when they are installed."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_eopt.cpu.answers import answer, named_as
+from megatron_eopt.redirect import Redirection
+
+
+def _compile_helpers(real: Callable[[], None]) -> Callable[[], None]:
+    def compile_helpers() -> None:
+        if Path(real.__code__.co_filename).with_name("Makefile").exists():
+            real()
+
+    return named_as(real, compile_helpers)
+
+
+def _installed(module: str) -> bool:
+    """Whether a module of Megatron's is there, found without importing its parents, as find_spec would."""
+    package, *rest = module.split(".")
+    spec = importlib.util.find_spec(package)
+    roots: Any = spec.submodule_search_locations if spec else None
+    return any(Path(root, *rest).with_suffix(".py").exists() for root in roots or ())
+
+
+def redirections() -> list[Redirection]:
+    """What no redirection of torch reaches; nothing where Megatron-Core is not installed."""
+    found = [
+        Redirection(
+            owner="megatron.core.datasets.utils",
+            name="compile_helpers",
+            make=_compile_helpers,
+            reason="the wheel ships them built, but without the Makefile that this runs",
+        ),
+        Redirection(
+            owner="megatron.training.initialize",
+            name="set_jit_fusion_options",
+            make=answer(),
+            reason="nothing is compiled, and warming it up draws numbers, how many depends on the tensor-parallel size:"
+            " the weights would depend on it too",
+            # megatron.training needs packages that megatron-core does not declare; without them nobody warms up
+            required=False,
+        ),
+    ]
+    return [redirection for redirection in found if _installed(redirection.owner)]

@@ -1,0 +1,122 @@
+"""What is refused, and what is said, between the command line and the first step."""
+
+import argparse
+import re
+
+import pytest
+
+from megatron_eopt.megatron import activation
+from tests.megatron.runs import MUON, SMALL_GPT, start, train
+
+
+@pytest.fixture
+def activated():
+    activation.activate()
+    yield
+    activation.deactivate()
+
+
+@pytest.fixture
+def parse(activated):
+    from megatron.training import arguments
+
+    def parse(*flags):
+        return arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(flags)
+
+    return parse
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--optimizer", "mun"], "invalid choice: 'mun'"),
+        (["--muon-coefficient-type", "quintc"], "invalid choice: 'quintc' .*polar_express"),
+        (["--muon-scale-mode", "spectal"], "invalid choice: 'spectal' .*unit_rms_norm"),
+        (["--muon-tp-mode", "duplicate"], "invalid choice: 'duplicate' .*distributed"),
+        (["--muon-fp32-matmul-prec", "hihg"], "invalid choice: 'hihg' .*highest"),
+    ],
+)
+def test_mistyped_values_are_refused_when_arguments_are_parsed(parse, capsys, flags, message):
+    with pytest.raises(SystemExit):
+        parse(*flags)
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_flags_and_defaults(parse):
+    args = parse("--optimizer", "muon")
+    assert args.muon_tp_mode == "duplicated"  # Megatron's own default is blockwise, an approximation
+    assert (args.muon_momentum, args.muon_nesterov, args.muon_split_qkv) == (0.9, False, True)
+    assert (args.muon_coefficient_type, args.muon_num_ns_steps) == ("quintic", 5)
+    assert (args.muon_scale_mode, args.muon_extra_scale_factor) == ("spectral", 1.0)
+    assert args.muon_fp32_matmul_prec == "medium"
+    assert parse("--muon-fp32-matmul-prec", "highest").muon_fp32_matmul_prec == "highest"
+    assert parse("--muon-coefficient-type", "cubic5").muon_coefficient_type == "cubic5"
+    assert parse("--muon-tp-mode", "blockwise").muon_tp_mode == "blockwise"
+
+
+def test_activation_can_be_repeated_and_undone():
+    import megatron.core.optimizer as core
+    from megatron.core.optimizer import emerging_optimizers as theirs
+    from megatron.training import arguments
+
+    from megatron_eopt import EMERGING_OPTIMIZERS, activate
+
+    def seen():
+        owners = (core, theirs, arguments)
+        return [(id(vars(owner)), key, id(value)) for owner in owners for key, value in vars(owner).items()] + [
+            id(core.OptimizerConfig.__init__)
+        ]
+
+    before = seen()
+    activate()
+    once = seen()
+    assert once != before
+    assert core._EMERGING_OPTIMIZERS is theirs._EMERGING_OPTIMIZERS is EMERGING_OPTIMIZERS
+    activate()
+    assert seen() == once
+    activation.deactivate()
+    assert seen() == before
+
+
+def test_a_config_that_names_no_tp_mode_gets_an_exact_one(activated):
+    from megatron.core.optimizer import OptimizerConfig
+
+    assert OptimizerConfig(optimizer="muon", lr=0.1).muon_tp_mode == "duplicated"
+    assert OptimizerConfig(optimizer="muon", lr=0.1, muon_tp_mode="blockwise").muon_tp_mode == "blockwise"
+
+
+def test_one_line_says_who_owns_what(tmp_path):
+    run = ["--num-layers", 2, *MUON, "--tensor-model-parallel-size", 2, "--train-iters", 1]
+    _, output = train(tmp_path / "run", 2, *run)
+    (line,) = [line for line in output.splitlines() if line.startswith("megatron_eopt:")]
+    assert line == (
+        "megatron_eopt: TensorParallelMuon owns 8 parameters with 30,720 elements on this rank, 12 matrices "
+        "orthogonalized by 5 Newton-Schulz steps (quintic, medium precision), 8 duplicated over 2 tensor-parallel "
+        "ranks (exact), update RMS 0.2 (AdamW's is near 0.2); AdamW owns 7 parameters with 8,512 elements on this rank"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--muon-num-ns-steps", 6], "ValueError: quintic has 5 polynomials"),
+        (["--muon-scalar-optimizer", "lion"], "ValueError: muon_scalar_optimizer 'lion' cannot be built"),
+        (["--fp16"], "ValueError: optimizer 'muon' does not run with fp16"),
+    ],
+)
+def test_what_cannot_run_is_refused_at_start(flags, message):
+    done = start(1, *SMALL_GPT, "--num-layers", 1, "--train-iters", 1, *MUON, *flags)
+    assert done.returncode != 0
+    assert message in done.stdout
+    assert "iteration        1/" not in done.stdout
+
+
+def test_adam_is_left_as_it_is(tmp_path):
+    from tests.megatron.runs import UPSTREAM, assert_same
+
+    run = ["--num-layers", 1, "--train-iters", 3, "--optimizer", "adam"]
+    (ours,), output = train(tmp_path / "ours", 1, *run)
+    (theirs,), _ = train(tmp_path / "theirs", 1, *run, program=UPSTREAM)
+    assert ours["losses"] == theirs["losses"]
+    assert_same(ours["after"], theirs["after"])
+    assert "megatron_eopt:" not in output

@@ -1,0 +1,277 @@
+"""megatron_eopt.cpu: Megatron trains on a CPU, and afterwards the process is as it was."""
+
+import math
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+import megatron_eopt.cpu
+from tests.megatron.runs import ROOT, UPSTREAM, free_port, train
+
+
+@pytest.fixture
+def cpu_run():
+    """Installed for one test; where there is a GPU it refuses to be, and only the tests with ranks of their own run."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is in use")
+    megatron_eopt.cpu.install()
+    yield megatron_eopt.cpu
+    megatron_eopt.cpu.undo()
+
+
+def environment():
+    """Of a process that sees no GPU and was not told anything about how to run on a CPU."""
+    ours = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    ours["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    unwanted = ("TORCHDYNAMO_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS", "GLOO_SOCKET_IFNAME")
+    return {name: value for name, value in os.environ.items() if name not in unwanted} | ours
+
+
+def run_python(code):
+    return subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=120)
+
+
+# ---- installing, undoing, refusing
+
+
+def test_undo_restores_every_attribute(cpu_run):
+    cpu_run.undo()
+    import megatron.core.datasets.utils
+    import megatron.core.tensor_parallel.random
+    import megatron.training.training
+    import torch._dynamo.eval_frame
+    import torch.distributed.distributed_c10d
+
+    owners = [torch, torch.Tensor, torch.nn.Module, torch.jit, torch.accelerator, torch.utils._device.DeviceContext]
+    owners += [torch.cuda, torch.cuda.random, torch.cuda.memory, torch.cuda.streams, torch.cuda.nvtx, dist]
+    owners += [dist.distributed_c10d, torch._dynamo.eval_frame, megatron.core.datasets.utils]
+    owners += [megatron.core.tensor_parallel.random, megatron.training.initialize, megatron.training.training]
+    before = [dict(vars(owner)) for owner in owners] + [dict(os.environ)]
+    cpu_run.install()
+    changed = [vars(owner).get("is_available") for owner in (torch.cuda, torch.accelerator)]
+    cpu_run.undo()
+    after = [dict(vars(owner)) for owner in owners] + [dict(os.environ)]
+
+    assert changed[0] is not torch.cuda.is_available
+    assert changed[1] is not torch.accelerator.is_available
+    for owner, old, new in zip([*owners, "os.environ"], before, after, strict=True):
+        differing = [name for name in old.keys() | new.keys() if old.get(name) is not new.get(name)]
+        if owner == "os.environ":
+            differing = [name for name in differing if old.get(name) != new.get(name)]
+        assert not differing, f"{owner}: {differing}"
+
+
+def test_importing_changes_nothing_and_undo_leaves_nothing_in_modules_imported_meanwhile():
+    result = run_python("""
+import os, sys, torch, types
+before = {name: value for name, value in vars(torch.cuda).items()}
+import megatron_eopt.cpu
+assert all(vars(torch.cuda)[name] is value for name, value in before.items())
+assert not [name for name in sys.modules if name.split(".")[0] == "megatron"]
+assert "torch._dynamo" not in sys.modules
+
+environment = dict(os.environ)
+megatron_eopt.cpu.install()
+import megatron.training, megatron.core.distributed.param_and_grad_buffer
+megatron_eopt.cpu.undo()
+assert dict(os.environ) == environment
+ours = os.path.dirname(megatron_eopt.cpu.__file__)
+for module_name, module in list(sys.modules.items()):
+    if module_name.startswith(("megatron.", "torch")):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, types.FunctionType):
+                assert not value.__code__.co_filename.startswith(ours), (module_name, name)
+            elif isinstance(value, type):
+                assert not str(value.__module__).startswith("megatron_eopt"), (module_name, name)
+assert not torch.cuda.is_available()
+""")
+    assert result.returncode == 0, result.stderr
+
+
+def test_install_and_undo_are_idempotent(cpu_run):
+    cpu_run.install()
+    assert cpu_run.installed()
+    cpu_run.undo()
+    cpu_run.undo()
+    assert not cpu_run.installed()
+    assert not torch.cuda.is_available()
+
+
+def test_torch_works_normally_after_undo(cpu_run):
+    cpu_run.undo()
+    layer = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    loss = layer(torch.ones(2, 4)).square().sum()
+    loss.backward()
+    optimizer.step()
+    assert layer(torch.ones(2, 4)).square().sum() < loss
+    assert torch.ones(2).type() == "torch.FloatTensor"
+    with torch.device("meta"):
+        assert torch.empty(2).is_meta
+    assert torch.jit.script(_doubled)(torch.ones(1)).item() == 3
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.zeros(2, device="cuda")
+
+
+def _doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x + torch.ones(1)
+
+
+def test_refuses_where_a_gpu_is(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    zeros = torch.zeros
+    with pytest.raises(RuntimeError, match=r"3 GPU.*CUDA_VISIBLE_DEVICES=.*without --cpu"):
+        megatron_eopt.cpu.install()
+    assert not megatron_eopt.cpu.installed()
+    assert torch.zeros is zeros
+
+
+def test_refuses_where_torch_distributed_runs_on_another_backend(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
+    with pytest.raises(RuntimeError, match=r"'nccl'.*before torch.distributed.init_process_group"):
+        megatron_eopt.cpu.install()
+    assert not megatron_eopt.cpu.installed()
+
+
+def test_describe_names_each_redirection_with_its_reason():
+    lines = megatron_eopt.cpu.describe()
+    assert len(lines) == len(set(lines)) > 50
+    for line in lines:
+        what, _, why = line.partition(": ")
+        assert re.fullmatch(r"[\w.]+|environment variable \w+", what), line
+        assert len(why.split()) >= 4, line
+    described = [line.split(":")[0] for line in lines]
+    for name in ("torch.cuda.is_available", "Tensor.cuda", "torch.distributed.new_group"):
+        assert name in described
+
+
+# ---- what a GPU was asked for, the CPU does
+
+
+def test_cuda_means_the_cpu(cpu_run):
+    cuda = torch.device("cuda", 0)
+    with torch.device("cuda"):
+        in_context = torch.empty(2)
+    made = [
+        torch.zeros(2, device="cuda"),
+        torch.tensor([1.0], device=cuda),
+        torch.empty(2, device=torch.cuda.current_device(), pin_memory=False),
+        torch.empty(2, pin_memory=True),
+        torch.rand(2, device="cuda:0"),
+        torch.zeros_like(torch.ones(2), device="cuda"),
+        torch.ones(2).new_zeros(3, device=cuda),
+        torch.ones(2).cuda(),
+        torch.ones(2).to("cuda"),
+        torch.ones(2).to(torch.cuda.current_device(), non_blocking=True),
+        torch.ones(2).to(device=cuda, dtype=torch.bfloat16),
+        torch.ones(2).pin_memory(),
+        torch.nn.Linear(2, 2, device="cuda").cuda().to(cuda).weight,
+        torch.cuda.FloatTensor([1.0, 2.0]),
+        in_context,
+    ]
+    assert {tensor.device.type for tensor in made} == {"cpu"}
+    assert made[10].dtype == torch.bfloat16
+    with torch.device("meta"):  # what is not a GPU stays what it is
+        assert torch.empty(2).is_meta
+
+
+def test_cuda_means_the_cpu_on_other_threads_and_in_backward(cpu_run):
+    devices = []
+
+    def work():
+        x = torch.ones(2, requires_grad=True)
+        x.register_hook(lambda grad: devices.append(torch.zeros(1, device="cuda").device.type))
+        x.sum().backward()
+        devices.append(torch.ones(1).to("cuda").device.type)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert devices == ["cpu", "cpu"]
+
+
+def test_tensors_are_called_what_megatron_expects(cpu_run):
+    assert torch.ones(1).type() == "torch.cuda.FloatTensor"
+    assert torch.ones(1).type("torch.cuda.HalfTensor").dtype == torch.float16
+    assert torch.ones(1).bfloat16().type() == "torch.cuda.BFloat16Tensor"
+
+
+def test_the_state_of_random_numbers_is_kept_as_on_a_gpu(cpu_run):
+    torch.cuda.manual_seed(3)
+    state = torch.cuda.get_rng_state()
+    first = torch.nn.functional.dropout(torch.ones(100))
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.nn.functional.dropout(torch.ones(100)), first)
+
+
+def test_nothing_is_compiled(cpu_run):
+    @torch.compile(mode="max-autotune")
+    def decorated(x):
+        return sys._getframe().f_code.co_name
+
+    assert decorated(torch.ones(1)) == "decorated"
+    assert torch.compile(decorated) is decorated
+
+
+# ---- two ranks
+
+
+def _two_ranks(rank, port):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    megatron_eopt.cpu.install()
+    dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
+    group = dist.new_group([0, 1], backend="nccl", pg_options=object())
+    assert dist.get_backend() == dist.get_backend(group) == "gloo"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    dist.barrier(device_ids=[torch.cuda.current_device()])
+
+    shard = torch.full((2 + rank,), float(rank), device="cuda")
+    for async_op in (False, True):
+        shards = [torch.empty(2), torch.empty(3)]
+        work = dist.all_gather(shards, shard, group=group, async_op=async_op)
+        if async_op:
+            work.wait()
+        assert [s.tolist() for s in shards] == [[0, 0], [1, 1, 1]]
+
+    received, sizes = torch.empty(2), torch.tensor([1, 1])
+    dist.all_to_all_single(received, torch.tensor([10.0 * rank, 10.0 * rank + 1]), sizes, sizes)
+    assert received.tolist() == [rank, 10 + rank]
+    dist.destroy_process_group()
+    megatron_eopt.cpu.undo()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_gloo_does_what_megatron_asks_of_nccl(monkeypatch):
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    torch.multiprocessing.spawn(_two_ranks, args=(free_port(),), nprocs=2)
+
+
+def test_megatron_trains_a_gpt_and_tensor_parallelism_does_not_change_the_losses(tmp_path):
+    run = ["--num-layers", 2, "--train-iters", 3]
+    ((alone,), _) = train(tmp_path / "one", 1, *run, program=UPSTREAM)
+    assert len(alone["losses"]) == 6  # two micro-batches a step
+    assert all(math.isfinite(loss) for loss in alone["losses"])
+    assert alone["losses"][-1] < alone["losses"][0]
+    two, _ = train(tmp_path / "two", 2, *run, "--tensor-model-parallel-size", 2, program=UPSTREAM)
+    for rank in two:
+        assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+
+
+def test_megatron_trains_experts_on_two_ranks_with_the_distributed_optimizer(tmp_path):
+    experts = ["--num-experts", 4, "--expert-model-parallel-size", 2, "--moe-token-dispatcher-type", "alltoall"]
+    run = ["--num-layers", 2, "--train-iters", 3, *experts, "--use-distributed-optimizer", "--bf16"]
+    for rank in train(tmp_path / "run", 2, *run, program=UPSTREAM)[0]:
+        assert len(rank["losses"]) == 3
+        assert rank["losses"][-1] < rank["losses"][0]

@@ -24,7 +24,7 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
             kwargs["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
         name = config.optimizer.removeprefix("dist_")
         get_optimizer_entry(name)
-        _check_config(name, config)
+        _check_config(name, config, kwargs.get("layer_wise_distributed_optimizer", False))
         refuse_second_axis(model_chunks, kwargs["pg_collection"])
         if getattr(config, "muon_split_qkv", False):
             tag_fused_projections(model_chunks, kwargs["pg_collection"])
@@ -35,9 +35,16 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
     return build_checked
 
 
-def _check_config(name: str, config: Any) -> None:
+def _check_config(name: str, config: Any, layer_wise: bool) -> None:
     if config.fp16:
         raise ValueError(f"optimizer {name!r} does not run with fp16: take --bf16, or fp32")
+    # where Megatron puts what --use-distributed-optimizer and dist_muon ask for, from 0.18 on; before it is an argument
+    layer_wise = layer_wise or getattr(config, "use_layer_wise_distributed_optimizer", False)
+    if (layer_wise or config.optimizer.startswith("dist_")) and not config.bf16:
+        raise ValueError(
+            f"Megatron-Core's layer-wise distributed optimizer, which --use-distributed-optimizer means with {name!r}, "
+            f"runs with --bf16 only: add it, or leave --use-distributed-optimizer away"
+        )
     if name == "muon" and config.muon_scalar_optimizer not in releases.scalar_optimizers():
         raise ValueError(
             f"muon_scalar_optimizer {config.muon_scalar_optimizer!r} cannot be built with this Megatron-Core "

@@ -33,7 +33,7 @@ def newton_schulz(
             can serve.
         coefficient_type: name of a coefficient set, or a list of ``(a, b, c)``.
         fp32_matmul_prec: precision of the products: ``medium`` (or ``low``) bf16 with fp32 accumulation, ``high`` TF32
-            where the device has it, ``highest`` fp32. The norm is taken in fp64, and an fp64 input stays in fp64.
+            where the device has it, ``highest`` fp32. An fp64 input stays in fp64.
 
     Returns:
         A new tensor of the shape and dtype of ``x``.
@@ -69,18 +69,32 @@ def check_matrices(x: Tensor) -> None:
 
 
 def squared_norm(x: Tensor) -> Tensor:
-    """Squared Frobenius norm of each matrix, (1 x 1) or (n x 1 x 1).
+    """Squared Frobenius norm of each matrix, (1 x 1) or (n x 1 x 1), in fp64.
 
-    In fp64, because squares of fp32 entries below 1e-19 vanish in fp32.
+    Taken of ``x`` divided by its largest entry, because squares of entries below 1e-19 vanish in fp32, and those of
+    entries above 1e19 overflow.
     """
-    return torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float64).square()
+    x = x.to(_wide(x.dtype))
+    dims = (-2, -1)
+    # the norm of order infinity, which torch reduces ten times more slowly
+    largest = torch.maximum(x.amax(dims, keepdim=True), -x.amin(dims, keepdim=True))
+    norm = torch.linalg.vector_norm(x / _divisor(largest), dim=dims, keepdim=True)
+    return (norm.double() * largest.double()).square()
 
 
 def normalized(x: Tensor, squared: Tensor) -> Tensor:
     """``x`` divided by the root of ``squared``, in fp32 (fp64 for an fp64 ``x``); zero where ``squared`` is zero."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    norm = squared.sqrt().to(dtype)
-    return x.to(dtype) / torch.where(norm == 0, torch.ones_like(norm), norm)
+    dtype = _wide(x.dtype)
+    return x.to(dtype) / _divisor(squared.sqrt().to(dtype))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _divisor(norm: Tensor) -> Tensor:
+    # a zero matrix divided by 1 stays zero, without asking the device whether it is one
+    return torch.where(norm == 0, torch.ones_like(norm), norm)
 
 
 def iterate(

@@ -1,0 +1,35 @@
+# `make demo` and `make test` work on a fresh clone: each makes the virtual environment .venv first if it is missing.
+
+PYTHON := .venv/bin/python
+
+# What the caller's shell has set for other Python projects must not reach ours.
+unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONSAFEPATH VIRTUAL_ENV PIP_USER PIP_TARGET PIP_PREFIX PIP_CONSTRAINT
+
+.PHONY: help demo test test-full lint bench venv
+
+help:
+	@echo "make demo       train a small GPT with Muon and with Adam on the CPU, resume it, draw the losses"
+	@echo "make test       run the tests"
+	@echo "make test-full  run the tests with the long matrices"
+	@echo "make lint       check style and types"
+	@echo "make bench      time Newton-Schulz against emerging-optimizers"
+
+demo: venv
+	@$(PYTHON) examples/demo.py
+
+test: venv
+	@$(PYTHON) -m pytest -m "not full"
+
+test-full: venv
+	@$(PYTHON) -m pytest
+
+lint: venv
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+	@$(PYTHON) -m mypy
+
+bench: venv
+	@$(PYTHON) benchmarks/newton_schulz.py
+
+venv:
+	@scripts/bootstrap.sh

@@ -1,0 +1,77 @@
+"""Real runs in other layouts and of other models than those of the parity tests."""
+
+import pytest
+
+from tests.megatron.runs import MUON, start, train
+
+RUN = ["--num-layers", 2, *MUON, "--muon-fp32-matmul-prec", "highest", "--train-iters", 4]
+TP2 = ["--tensor-model-parallel-size", 2]
+
+
+def summary(output):
+    (line,) = [line for line in output.splitlines() if line.startswith("megatron_eopt:")]
+    return line
+
+
+@pytest.mark.parametrize(
+    ("model", "matrices", "schemes"),
+    [
+        # more ranks than query groups: a shard ends inside a group, and the split happens on the gathered projection
+        (["--num-query-groups", 1], 12, "6 distributed and 2 duplicated"),
+        (["--attention-output-gate"], 14, "8 distributed"),
+    ],
+    ids=["one query group", "gated attention"],
+)
+def test_two_ranks_train_as_one(tmp_path, model, matrices, schemes):
+    (alone,), _ = train(tmp_path / "one", 1, *RUN, *model)
+    for tp_mode in ("duplicated", "distributed"):
+        ranks, output = train(tmp_path / tp_mode, 2, *RUN, *model, *TP2, "--muon-tp-mode", tp_mode)
+        assert f"{matrices} matrices" in summary(output)
+        if tp_mode == "distributed":
+            assert schemes in summary(output)
+        for rank in ranks:
+            assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+            assert rank["grad_norms"] == pytest.approx(alone["grad_norms"], rel=1e-5)
+
+
+def test_data_parallel_ranks_train_as_one(tmp_path):
+    (alone,), _ = train(tmp_path / "one", 1, *RUN)
+    first, second = train(tmp_path / "two", 2, *RUN)[0]
+    assert first["grad_norms"] == pytest.approx(alone["grad_norms"], rel=1e-5)
+    # each rank takes one of the two micro-batches of a step
+    both = [loss for pair in zip(first["losses"], second["losses"], strict=True) for loss in pair]
+    assert both == pytest.approx(alone["losses"], rel=1e-5)
+
+
+def test_the_distributed_optimizer_shares_matrices_out_and_trains_the_same(tmp_path):
+    run = [*RUN, "--bf16"]
+    plain, _ = train(tmp_path / "plain", 2, *run)
+    shared, output = train(tmp_path / "shared", 2, *run, "--use-distributed-optimizer")
+    assert "TensorParallelMuon owns 8 parameters" not in summary(output)  # rank 0 has a part of the eight
+    for one, other in zip(plain, shared, strict=True):
+        assert other["losses"] == pytest.approx(one["losses"], rel=1e-3)
+
+
+def test_experts_are_matrices_of_their_own(tmp_path):
+    experts = ["--num-experts", 4, "--expert-model-parallel-size", 2, "--moe-token-dispatcher-type", "alltoall"]
+    ranks, output = train(tmp_path / "run", 2, *RUN, *experts)
+    # in each of two layers q, k, v, proj and the router, and fc1 and fc2 of this rank's two experts
+    assert "owns 14 parameters" in summary(output)
+    assert "18 matrices" in summary(output)
+    for rank in ranks:
+        assert rank["losses"][-1] < rank["losses"][0]
+        kept = [name for name, state in rank["after"].items() if "momentum_buffer" in state and "experts" in name]
+        assert len(kept) == 8
+
+
+def test_pipeline_stages_own_their_layers(tmp_path):
+    ranks, output = train(tmp_path / "run", 2, *RUN, "--pipeline-model-parallel-size", 2)
+    assert "owns 4 parameters" in summary(output)
+    assert ranks[0]["grad_norms"] == ranks[1]["grad_norms"]
+    assert ranks[1]["losses"][-1] < ranks[1]["losses"][0]
+
+
+def test_a_loop_of_the_users_own():
+    done = start(1, program=["tests/megatron/own_loop.py"])
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "TensorParallelMuon owns 8 parameters" in summary(done.stdout)

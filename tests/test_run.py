@@ -1,0 +1,72 @@
+"""The launcher runs a script or a module as python itself does, with Megatron prepared."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = """
+import json, os, sys
+import helper
+from megatron.core.optimizer import _EMERGING_OPTIMIZERS
+from megatron_eopt import EMERGING_OPTIMIZERS, cpu
+print(json.dumps({
+    "name": __name__, "argv": sys.argv, "path": sys.path[0], "helper": helper.__file__, "cpu": cpu.installed(),
+    "ours": _EMERGING_OPTIMIZERS is EMERGING_OPTIMIZERS,
+}))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "helper.py").write_text("")
+    return tmp_path
+
+
+def launch(cwd, *arguments):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "megatron_eopt.run", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_a_script_with_its_arguments(folder):
+    done = launch(folder.parent, str(folder / "script.py"), "--cpu", "-m", "x", "--help")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "name": "__main__",
+        "argv": [str(folder / "script.py"), "--cpu", "-m", "x", "--help"],
+        "path": str(folder),
+        "helper": str(folder / "helper.py"),
+        "cpu": False,
+        "ours": True,
+    }
+
+
+def test_a_module_with_its_arguments_on_the_cpu(folder):
+    done = launch(folder, "--cpu", "-m", "script", "--lr", "1")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["name"] == "__main__"
+    assert said["argv"] == [str(folder / "script.py"), "--lr", "1"]
+    assert said["cpu"] is True
+    assert said["ours"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "expected a script, or -m and a module"),
+        (["--cpu"], "expected a script, or -m and a module"),
+        (["-m"], "expected a script, or -m and a module"),
+        (["nowhere.py"], "there is no script 'nowhere.py'"),
+    ],
+)
+def test_what_cannot_be_run(folder, arguments, message):
+    done = launch(folder, *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr

@@ -40,8 +40,10 @@ def activate() -> None:
 def get_megatron_optimizer(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
     """Build the optimizer of a Megatron model, as ``megatron.core.optimizer.get_megatron_optimizer`` does.
 
-    See :func:`megatron_eopt.megatron.factory.get_megatron_optimizer`.
+    For those who write their own training loop; :func:`activate` is called first. See
+    :func:`megatron_eopt.megatron.factory.get_megatron_optimizer`.
     """
+    activate()
     from megatron_eopt.megatron.factory import get_megatron_optimizer
 
     return get_megatron_optimizer(config, model_chunks, *args, **kwargs)

@@ -6,6 +6,7 @@ a process can be printed.
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ class Redirection:
 
     def __str__(self) -> str:
         if isinstance(self.owner, MutableMapping):
-            return f"environment variable {self.name}: {self.reason}"
+            kind = "environment variable" if self.owner is os.environ else "entry"
+            return f"{kind} {self.name}: {self.reason}"
         return f"{getattr(self.owner, '__name__', self.owner)}.{self.name}: {self.reason}"
 
 

@@ -49,12 +49,19 @@ def _all_redirections() -> list[Redirection]:
 
 def _registry_redirections() -> list[Redirection]:
     theirs = releases.registry_module()
-    if theirs.HAVE_EMERGING_OPTIMIZERS:  # then those of theirs that have no counterpart here can be built as well
-        for name, entry in theirs._EMERGING_OPTIMIZERS.items():
-            registry.EMERGING_OPTIMIZERS.setdefault(name, entry)
+    # With the emerging-optimizers package those of theirs that have no counterpart here can still be built.
+    kept = {
+        name: entry
+        for name, entry in theirs._EMERGING_OPTIMIZERS.items()
+        if theirs.HAVE_EMERGING_OPTIMIZERS and name not in registry.EMERGING_OPTIMIZERS
+    }
     reason = "Megatron looks optimizers up here, and this is our live registry"
     available = "without it Megatron demands the emerging-optimizers package, which is not needed"
     return [
+        *(
+            _replace(registry.EMERGING_OPTIMIZERS, name, entry, "built as before, by Megatron's own class")
+            for name, entry in kept.items()
+        ),
         *(
             _replace(module, name, getattr(registry, name), reason)
             for module in (theirs, core_optimizer)

@@ -53,10 +53,10 @@ def _check_config(name: str, config: Any, layer_wise: bool) -> None:
 
 
 def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    """Build the optimizer of a Megatron model; :func:`megatron_eopt.activate` is called first.
+    """Build the optimizer of a Megatron model, where our optimizers are activated.
 
-    For those who write their own training loop. Takes and returns what Megatron-Core's function of this name does; with
-    ``config.optimizer`` adam or sgd it is that function.
+    Takes and returns what Megatron-Core's function of this name does; with ``config.optimizer`` adam or sgd it is that
+    function.
 
     Args:
         config: Megatron's ``OptimizerConfig``.
@@ -67,9 +67,6 @@ def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *args: Any,
     Raises:
         ValueError: for an unknown optimizer and for settings that it refuses, before anything is changed.
     """
-    from megatron_eopt.megatron.activation import activate  # which imports this module
-
-    activate()
     if releases.has_registry() or config.optimizer in ("adam", "sgd"):
         return core_optimizer.get_megatron_optimizer(config, model_chunks, *args, **kwargs)
     return releases.muon_factory_module().get_megatron_muon_optimizer(config, model_chunks, *args, **kwargs)

@@ -13,14 +13,14 @@ def tag_fused_projections(model_chunks: Sequence[Any], pg_collection: Any) -> No
     """Mark every fused query, key and value projection with ``is_qkv`` and ``qkv_split_shapes``.
 
     Megatron marks those whose shard is a whole number of query groups; with more ranks than groups none is, and the
-    projection would be orthogonalized as one matrix at that TP alone. The global matrix decides here.
+    projection would be orthogonalized as one matrix at that TP alone. The global matrix decides here, and the config of
+    the attention that owns it, which need not be the model's (an encoder beside the language model).
 
     Raises:
-        ValueError: if a projection has another number of rows than the model's config says.
+        ValueError: if a projection has another number of rows than its config says; then none is marked.
     """
-    for name, parameter, config in _trainable(model_chunks):
-        if not name.endswith("linear_qkv.weight") or parameter.ndim != 2:
-            continue
+    found = list(_fused_projections(model_chunks))
+    for name, parameter, config in found:
         shapes = get_qkv_split_shapes(config)
         rows = layout_of(parameter, pg_collection.tp, getattr(pg_collection, "expt_tp", None)).shape[0]
         if rows != config.num_query_groups * sum(shapes):
@@ -28,8 +28,9 @@ def tag_fused_projections(model_chunks: Sequence[Any], pg_collection: Any) -> No
                 f"{name} has {rows} rows over all ranks, but {config.num_query_groups} query groups of {shapes} rows "
                 f"make {config.num_query_groups * sum(shapes)}: turn QKV splitting off with --muon-no-split-qkv"
             )
+    for _, parameter, config in found:
         parameter.is_qkv = True  # type: ignore[attr-defined]
-        parameter.qkv_split_shapes = shapes  # type: ignore[attr-defined]
+        parameter.qkv_split_shapes = get_qkv_split_shapes(config)  # type: ignore[attr-defined]
 
 
 def refuse_second_axis(model_chunks: Sequence[Any], pg_collection: Any) -> None:
@@ -38,17 +39,20 @@ def refuse_second_axis(model_chunks: Sequence[Any], pg_collection: Any) -> None:
     Raises:
         ValueError: naming the first such parameter.
     """
-    for name, parameter, _ in _trainable(model_chunks):
-        group = getattr(pg_collection, "expt_gtp_remat" if is_expert(parameter) else "gtp_remat", None)
-        if getattr(parameter, "is_gtp_weight_remat", False) and group is not None and group.size() > 1:
-            raise ValueError(
-                f"{name} is cut a second time over {group.size()} ranks, which cannot be orthogonalized yet: "
-                f"set --tensor-parallel-num-weight-shards (and the one of experts) to 1"
-            )
-
-
-def _trainable(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor, Any]]:
     for chunk in model_chunks:
         for name, parameter in chunk.named_parameters():
-            if parameter.requires_grad:
-                yield name, parameter, chunk.config
+            group = getattr(pg_collection, "expt_gtp_remat" if is_expert(parameter) else "gtp_remat", None)
+            if getattr(parameter, "is_gtp_weight_remat", False) and group is not None and group.size() > 1:
+                raise ValueError(
+                    f"{name} is cut a second time over {group.size()} ranks, which cannot be orthogonalized yet: "
+                    f"set --tensor-parallel-num-weight-shards (and the one of experts) to 1"
+                )
+
+
+def _fused_projections(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor, Any]]:
+    """Name, weight and config of every trainable fused projection."""
+    for chunk in model_chunks:
+        for name, module in chunk.named_modules():
+            weight = getattr(getattr(module, "linear_qkv", None), "weight", None)
+            if weight is not None and weight.ndim == 2 and weight.requires_grad:
+                yield f"{name}.linear_qkv.weight", weight, module.config

@@ -45,10 +45,13 @@ def without_emerging_optimizers(folder):
     return folder
 
 
-def start(ranks, *arguments, program=LAUNCHER, record=None, timeout=240):
-    """Run a program under torchrun on loopback; the finished process, with its output as text."""
+def start(ranks, *arguments, program=LAUNCHER, megatron=None, record=None, timeout=240):
+    """Run a program under torchrun on loopback; the finished process, with its output as text.
+
+    ``megatron`` is a folder with another release of Megatron-Core than the installed one.
+    """
     with tempfile.TemporaryDirectory() as name:
-        path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = [str(each) for each in (megatron, ROOT, os.environ.get("PYTHONPATH")) if each]
         if program is not UPSTREAM:
             path.insert(0, str(without_emerging_optimizers(Path(name) / "hidden")))
         environment = {
@@ -73,10 +76,10 @@ def start(ranks, *arguments, program=LAUNCHER, record=None, timeout=240):
         )
 
 
-def train(folder, ranks, *arguments, program=LAUNCHER):
+def train(folder, ranks, *arguments, program=LAUNCHER, megatron=None):
     """Train the small GPT; what each rank recorded, and the output."""
     folder.mkdir(parents=True)
-    done = start(ranks, *SMALL_GPT, *arguments, program=program, record=folder)
+    done = start(ranks, *SMALL_GPT, *arguments, program=program, megatron=megatron, record=folder)
     if done.returncode:
         said = [line for line in done.stdout.splitlines() if line.startswith("[rank")] or [done.stdout[-12000:]]
         raise AssertionError("\n".join([f"exit status {done.returncode}", *said[-40:]]))

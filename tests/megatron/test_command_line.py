@@ -63,9 +63,8 @@ def test_activation_can_be_repeated_and_undone():
 
     def seen():
         owners = (core, theirs, arguments)
-        return [(id(vars(owner)), key, id(value)) for owner in owners for key, value in vars(owner).items()] + [
-            id(core.OptimizerConfig.__init__)
-        ]
+        changing = [(owner.__name__, key, id(value)) for owner in owners for key, value in vars(owner).items()]
+        return changing, core.OptimizerConfig.__init__, list(EMERGING_OPTIMIZERS)
 
     before = seen()
     activate()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.megatron.runs import MUON, start, train
+from tests.megatron.runs import MUON, assert_same, start, train
 
 RUN = ["--num-layers", 2, *MUON, "--muon-fp32-matmul-prec", "highest", "--train-iters", 4]
 TP2 = ["--tensor-model-parallel-size", 2]
@@ -69,6 +69,18 @@ def test_pipeline_stages_own_their_layers(tmp_path):
     assert "owns 4 parameters" in summary(output)
     assert ranks[0]["grad_norms"] == ranks[1]["grad_norms"]
     assert ranks[1]["losses"][-1] < ranks[1]["losses"][0]
+
+
+def test_an_optimizer_of_the_users_own(tmp_path):
+    program = ["-m", "megatron_eopt.run", "--cpu", "tests/megatron/user_optimizer.py"]
+    run = ["--num-layers", 2, "--optimizer", "sign_momentum", "--train-iters", 4]
+    (straight,), output = train(tmp_path / "straight", 1, *run, program=program)
+    assert "SignMomentum owns 8 parameters" in summary(output)
+    assert straight["losses"][-1] < straight["losses"][0]
+    saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2, "--exit-interval", 2]
+    train(tmp_path / "first", 1, *run, *saved, program=program)
+    (resumed,), _ = train(tmp_path / "second", 1, *run, "--load", tmp_path / "checkpoint", program=program)
+    assert_same(resumed["after"], straight["after"])
 
 
 def test_a_loop_of_the_users_own():

@@ -1,0 +1,79 @@
+"""The other supported releases of Megatron-Core, installed beside the first one: parity, resume, refusals."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.megatron.runs import MUON, SMALL_GPT, UPSTREAM, assert_same, start, train
+
+pytestmark = pytest.mark.full
+TP2 = ["--num-layers", 2, "--tensor-model-parallel-size", 2]
+
+
+@pytest.fixture(scope="module", params=["0.18.2", "0.17.1"])
+def release(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("megatron")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+    subprocess.run([*pip, f"megatron-core=={request.param}"], check=True)
+    return request.param, folder
+
+
+def muon(version):
+    return [flag.replace("--muon-nesterov", "--muon-use-nesterov") if version < "0.18" else flag for flag in MUON]
+
+
+@pytest.mark.parametrize("tp_mode", ["duplicated", "distributed"])
+def test_equals_megatrons_own_muon(release, tmp_path, tp_mode):
+    version, megatron = release
+    run = [*TP2, *muon(version), "--train-iters", 10, "--muon-tp-mode", tp_mode, "--muon-fp32-matmul-prec", "high"]
+    ours, output = train(tmp_path / "ours", 2, *run, megatron=megatron)
+    theirs, _ = train(tmp_path / "theirs", 2, *run, program=UPSTREAM, megatron=megatron)
+    assert (
+        "megatron_eopt: TensorParallelMuon owns 8 parameters with 30,720 elements on this rank, 12 matrices" in output
+    )
+    assert ours[0]["losses"] == pytest.approx(theirs[0]["losses"], rel=1e-4)
+    assert ours[0]["grad_norms"] == pytest.approx(theirs[0]["grad_norms"], rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
+def test_a_resumed_run_is_the_straight_one(release, tmp_path, precision):
+    version, megatron = release
+    run = [*TP2, *muon(version), *precision, "--ckpt-format", "torch_dist", "--train-iters", 6]
+    straight, _ = train(tmp_path / "straight", 2, *run, megatron=megatron)
+    saved = ["--save", tmp_path / "checkpoint", "--save-interval", 3, "--exit-interval", 3]
+    train(tmp_path / "first", 2, *run, *saved, megatron=megatron)
+    second, _ = train(tmp_path / "second", 2, *run, "--load", tmp_path / "checkpoint", megatron=megatron)
+    for rank in range(2):
+        assert_same(second[rank]["after"], straight[rank]["after"])
+
+
+def test_more_ranks_than_query_groups(release, tmp_path):
+    version, megatron = release
+    run = ["--num-layers", 2, *muon(version), "--num-query-groups", 1, "--train-iters", 4]
+    (alone,), _ = train(tmp_path / "one", 1, *run, megatron=megatron)
+    two, _ = train(tmp_path / "two", 2, *run, "--tensor-model-parallel-size", 2, megatron=megatron)
+    assert two[0]["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--muon-coefficient-type", "quintc"], "invalid choice: 'quintc'"),
+        (["--muon-num-ns-steps", 6], "ValueError: quintic has 5 polynomials"),
+        (["--muon-scalar-optimizer", "lion"], "ValueError: muon_scalar_optimizer 'lion' cannot be built"),
+    ],
+)
+def test_mistakes_are_refused(release, flags, message):
+    version, megatron = release
+    done = start(1, *SMALL_GPT, "--num-layers", 1, "--train-iters", 1, *muon(version), *flags, megatron=megatron)
+    assert done.returncode != 0
+    assert message in done.stdout
+
+
+def test_adam_is_left_as_it_is(release, tmp_path):
+    _, megatron = release
+    run = ["--num-layers", 1, "--train-iters", 3, "--optimizer", "adam"]
+    (ours,), _ = train(tmp_path / "ours", 1, *run, megatron=megatron)
+    (theirs,), _ = train(tmp_path / "theirs", 1, *run, program=UPSTREAM, megatron=megatron)
+    assert_same(ours["after"], theirs["after"])

@@ -1,0 +1,35 @@
+"""A user's pretrain script that brings an optimizer of its own: run by test_layouts.py."""
+
+import runpy
+from pathlib import Path
+
+import torch
+
+from megatron_eopt import EmergingOptimizerEntry, register_optimizer
+
+
+class SignMomentum(torch.optim.Optimizer):
+    """Descends along the sign of its momentum."""
+
+    def __init__(self, params, lr, decay=0.9):
+        super().__init__(params, {"lr": lr, "decay": decay})
+
+    def init_state(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("mean", torch.zeros_like(p))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.init_state()
+        for group in self.param_groups:
+            for p in group["params"]:
+                mean = self.state[p]["mean"].lerp_(p.grad, 1 - group["decay"])
+                p.add_(mean.sign(), alpha=-0.1 * group["lr"])
+
+
+register_optimizer(
+    "sign_momentum",
+    EmergingOptimizerEntry(SignMomentum, config_to_kwargs=lambda config, chunks, groups: {"lr": config.lr}),
+)
+runpy.run_path(str(Path(__file__).with_name("pretrain.py")), run_name="__main__")

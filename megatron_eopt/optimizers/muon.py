@@ -121,7 +121,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def split_shapes(self, parameter: Tensor) -> tuple[int, ...] | None:
         """Rows of each logical matrix in one query group of a fused parameter; None for any other."""
-        if not (self.split_qkv and self.is_qkv_fn and self.is_qkv_fn(parameter)):
+        if not self._is_split(parameter):
             return None
         own = getattr(parameter, "qkv_split_shapes", None)
         return self.qkv_split_shapes if own is None else tuple(own)
@@ -173,7 +173,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _note_short_schedule(self) -> None:
         settings = self.newton_schulz
-        if settings.steps < set_length(settings.coefficient_type):
+        first_rank = not dist.is_initialized() or dist.get_rank() == 0
+        if first_rank and settings.steps < set_length(settings.coefficient_type):
             low, high = composite_range(settings.schedule)
             logger.warning(
                 "%s Newton-Schulz steps of %s are fewer than were fitted together: singular values in [0.01, 1] "

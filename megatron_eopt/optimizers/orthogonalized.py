@@ -124,8 +124,11 @@ class OrthogonalizedOptimizer(Optimizer):
                     f"{name} orthogonalizes matrices, but parameter {index} of group {len(self.param_groups) - 1} has "
                     f"shape {tuple(parameter.shape)}: give it to another optimizer (AdamW, say)"
                 )
-            if self.split_qkv and self.is_qkv_fn and self.is_qkv_fn(parameter):
+            if self._is_split(parameter):
                 self._check_qkv(parameter)
+
+    def _is_split(self, parameter: Tensor) -> bool:
+        return self.split_qkv and self.is_qkv_fn is not None and self.is_qkv_fn(parameter)
 
     def _check_qkv(self, parameter: Tensor) -> None:
         assert self.qkv_split_shapes is not None  # checked at construction
@@ -199,7 +202,7 @@ class OrthogonalizedOptimizer(Optimizer):
         Returns:
             A tensor of the shape of ``grad``.
         """
-        if not (self.split_qkv and self.is_qkv_fn and self.is_qkv_fn(p)):
+        if not self._is_split(p):
             return self._orthogonalize_matrix(grad)
         assert self.qkv_split_shapes is not None  # checked at construction
         parts = split_rows(grad, self.qkv_split_shapes)

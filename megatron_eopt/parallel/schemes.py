@@ -70,7 +70,10 @@ class NewtonSchulz:
         """This rank's shard of the orthogonal factor, from its shard of the matrix."""
         if layout.sharded:
             return self._of_shards(x, layout)
-        return newton_schulz(x, self.steps, self.coefficient_type, fp32_matmul_prec=self.fp32_matmul_prec)
+        # A gradient that is not finite has to show: a matrix that gets no update would stand still in silence.
+        return newton_schulz(
+            x, self.steps, self.coefficient_type, fp32_matmul_prec=self.fp32_matmul_prec, propagate_nan=True
+        )
 
     def _of_shards(self, shard: Tensor, layout: Layout) -> Tensor:
         X = shard.mT if layout.dim == 0 else shard  # the columns are cut, so Gram matrices of the rows add up

@@ -120,15 +120,14 @@ def newton_schulz(
             f"the Gram form is not safe with {coefficient_type!r} in {steps} steps and {dtype} products: take the "
             f"standard form, or precision 'high' or 'highest'"
         )
-    out = torch.empty_like(x)
-    figures = []
+    parts = []
     with fp32_products(fp32_matmul_prec):
         for part in _parts(X, dtype, max_bytes):
             N, squared = _normalized(X[part], dtype, propagate_nan)
             result, seen = _iterated(N, schedule, restarts if form == "gram" else None, squared, health)
-            (out.mT if transposed else out)[part] = result
-            figures.append(seen)
-    return (out, _joined(figures)) if health else out
+            parts.append(((result.mT if transposed else result).to(x.dtype), seen))
+    out = parts[0][0] if len(parts) == 1 else torch.cat([result for result, _ in parts])
+    return (out, _joined([seen for _, seen in parts])) if health else out
 
 
 def _parts(X: Tensor, dtype: torch.dtype, max_bytes: int) -> list[slice]:
@@ -145,11 +144,13 @@ def _normalized(X: Tensor, dtype: torch.dtype, propagate_nan: bool) -> tuple[Ten
     """Matrices of norm 1 in the dtype of the products, and their squared norms before."""
     if X.numel() == 0:
         return X.to(dtype), X.new_zeros(*X.shape[:-2], 1, 1)
-    squared = squared_norm(X)
-    X = normalized(X, squared)
+    largest = _largest(X)
+    X = X.to(_wide(X.dtype)) / _divisor(largest)
+    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)
+    X.div_(_divisor(norm))
     if not propagate_nan:
-        X.masked_fill_(~squared.isfinite(), 0)
-    return X.to(dtype), squared
+        X.masked_fill_(~largest.isfinite(), 0)
+    return X.to(dtype), (norm.double() * largest.double()).square()
 
 
 def _iterated(
@@ -228,11 +229,8 @@ def squared_norm(x: Tensor) -> Tensor:
     Taken of ``x`` divided by its largest entry, because squares of entries below 1e-19 vanish in fp32, and those of
     entries above 1e19 overflow.
     """
-    x = x.to(_wide(x.dtype))
-    dims = (-2, -1)
-    # the norm of order infinity, which torch reduces ten times more slowly
-    largest = torch.maximum(x.amax(dims, keepdim=True), -x.amin(dims, keepdim=True))
-    norm = torch.linalg.vector_norm(x / _divisor(largest), dim=dims, keepdim=True)
+    largest = _largest(x)
+    norm = torch.linalg.vector_norm(x / _divisor(largest), dim=(-2, -1), keepdim=True)
     return (norm.double() * largest.double()).square()
 
 
@@ -240,6 +238,12 @@ def normalized(x: Tensor, squared: Tensor) -> Tensor:
     """``x`` divided by the root of ``squared``, in fp32 (fp64 for an fp64 ``x``); zero where ``squared`` is zero."""
     dtype = _wide(x.dtype)
     return x.to(dtype) / _divisor(squared.sqrt().to(dtype))
+
+
+def _largest(x: Tensor) -> Tensor:
+    """Largest magnitude in each matrix; the norm of order infinity, which torch reduces ten times more slowly."""
+    dims = (-2, -1)
+    return torch.maximum(x.amax(dims, keepdim=True), -x.amin(dims, keepdim=True)).to(_wide(x.dtype))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -261,7 +265,7 @@ def iterate(
     """Apply the polynomials of a schedule to a normalized ``X``, iterating on the Gram matrix of its rows.
 
     Args:
-        X: (rows x cols) or (n x rows x cols), best with the short side first.
+        X: (rows x cols) or (n x rows x cols), best with the short side first; written to.
         schedule: one ``(a, b, c)`` per step.
         all_reduce: sums a Gram matrix over the ranks that hold the other columns of ``X``.
         products: computes the symmetric products; plainly where None is given.
@@ -269,14 +273,18 @@ def iterate(
     """
     fused = torch.baddbmm if X.ndim == 3 else torch.addmm
     products = products or Dense()
+    gram, factor = (X.new_empty(*X.shape[:-1], X.size(-2)) for _ in range(2))
+    # torch multiplies a stack in bf16 into a transposed result some thousand times more slowly than into a plain one
+    X = X.contiguous() if X.ndim == 3 else X
+    Y = torch.empty_like(X)
     for step, (a, b, c) in enumerate(schedule):
-        A = products.gram(X)
+        A = products.gram(X, out=gram)
         if all_reduce is not None:
             A = all_reduce(A)
         if watch is not None:
             watch(step, A)
         if c == 0:
-            X = fused(X, A, X, beta=a, alpha=b)
+            X, Y = fused(X, A, X, beta=a, alpha=b, out=Y), X
         else:
-            X = fused(X, products.addmm(A, A, A, beta=b, alpha=c), X, beta=a)
+            X, Y = fused(X, products.addmm(A, A, A, beta=b, alpha=c, out=factor), X, beta=a, out=Y), X
     return X

@@ -17,7 +17,7 @@ from megatron_eopt.orthogonalize.precision import (
     validate_matmul_precision,
 )
 from megatron_eopt.orthogonalize.restarts import PRESETS, Preset, restarts_for
-from megatron_eopt.orthogonalize.symmetric import Blocked, Dense, Products
+from megatron_eopt.orthogonalize.symmetric import SMALLEST_BLOCKED, Blocked, Dense, Products
 
 MAX_BYTES = 2**30
 """How much memory the work on one part of a stack may take, unless a single matrix needs more."""
@@ -36,6 +36,7 @@ def newton_schulz(
     preset: Preset = "default",
     max_bytes: int = MAX_BYTES,
     propagate_nan: bool = False,
+    products: Products | None = None,
     health: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -51,6 +52,7 @@ def newton_schulz(
     preset: Preset = "default",
     max_bytes: int = MAX_BYTES,
     propagate_nan: bool = False,
+    products: Products | None = None,
     health: Literal[True],
 ) -> tuple[Tensor, Health]: ...
 
@@ -65,6 +67,7 @@ def newton_schulz(
     preset: Preset = "default",
     max_bytes: int = MAX_BYTES,
     propagate_nan: bool = False,
+    products: Products | None = None,
     health: bool = False,
 ) -> Tensor | tuple[Tensor, Health]:
     """Orthogonal factor of a matrix, approximately: ``U p(S) V^T`` for ``x = U S V^T``, with ``p(S)`` near 1.
@@ -83,12 +86,15 @@ def newton_schulz(
         fp32_matmul_prec: precision of the products: ``medium`` (or ``low``) bf16 with fp32 accumulation, ``high`` TF32
             where the device has it, ``highest`` fp32. An fp64 input stays in fp64.
         form: ``standard``, ``gram``, or ``auto``: the one that
-            :func:`~megatron_eopt.orthogonalize.form.choose_form` finds cheaper.
+            :func:`~megatron_eopt.orthogonalize.form.choose_form` finds cheaper; the Gram form only of schedules whose
+            restarts are in a table. Asked for by name, it simulates those of others.
         preset: ``fast`` takes the set cubic5 in place of ``steps`` and ``coefficient_type``; ``accurate`` restarts the
             Gram form once more than ``default``. Their errors are in
             :data:`~megatron_eopt.orthogonalize.restarts.PUBLISHED_ERRORS`.
         max_bytes: a stack is worked on in parts whose work takes at most so much memory, or one matrix at a time.
         propagate_nan: return no numbers instead of zero for a matrix with entries that are not finite.
+        products: computes the symmetric products, such as what :func:`~megatron_eopt.orthogonalize.ladder.choose` found
+            for the device; by default torch, in blocks for a large fp32 matrix on a CPU.
         health: also return figures that the Gram matrices tell.
 
     Returns:
@@ -112,7 +118,8 @@ def newton_schulz(
     X = x.mT if transposed else x
     restarts = None
     if form != "standard" and can_iterate_gram(dtype):
-        restarts = restarts_for(coefficient_type, steps, extra=PRESETS[preset][2])
+        # Unasked from the tables only: a simulation takes its time, and might choose otherwise on another rank.
+        restarts = restarts_for(coefficient_type, steps, PRESETS[preset][2], simulate=form == "gram")
     if form == "auto":
         form = choose_form(X.size(-2), X.size(-1), schedule, restarts, dtype)
     elif form == "gram" and restarts is None:
@@ -124,7 +131,8 @@ def newton_schulz(
     with fp32_products(fp32_matmul_prec):
         for part in _parts(X, dtype, max_bytes):
             N, squared = _normalized(X[part], dtype, propagate_nan)
-            result, seen = _iterated(N, schedule, restarts if form == "gram" else None, squared, health)
+            serving = products or _default_products(N)
+            result, seen = _iterated(N, schedule, restarts if form == "gram" else None, serving, squared, health)
             parts.append(((result.mT if transposed else result).to(x.dtype), seen))
     out = parts[0][0] if len(parts) == 1 else torch.cat([result for result, _ in parts])
     return (out, _joined([seen for _, seen in parts])) if health else out
@@ -154,7 +162,12 @@ def _normalized(X: Tensor, dtype: torch.dtype, propagate_nan: bool) -> tuple[Ten
 
 
 def _iterated(
-    X: Tensor, schedule: Sequence[Coefficients], restarts: Sequence[int] | None, squared: Tensor, health: bool
+    X: Tensor,
+    schedule: Sequence[Coefficients],
+    restarts: Sequence[int] | None,
+    products: Products,
+    squared: Tensor,
+    health: bool,
 ) -> tuple[Tensor, Health | None]:
     """Iterate, in the Gram form where there are restarts."""
     first, last = _Trace(), _Trace()
@@ -167,9 +180,9 @@ def _iterated(
 
     shown = watch if health else None
     if restarts is None:
-        X = iterate(X, schedule, products=default_products(X), watch=shown)
+        X = iterate(X, schedule, products=products, watch=shown)
     else:
-        X = iterate_gram(X, schedule, restarts, default_products(X), watch=shown)
+        X = iterate_gram(X, schedule, restarts, products, watch=shown)
     if not health:
         return X, None
     rows = X.size(-2)
@@ -200,14 +213,9 @@ def _joined(figures: Sequence[Health | None]) -> Health:
     return Health(*(torch.cat([getattr(part, name) for part in parts]) for name in Health.__dataclass_fields__))
 
 
-def default_products(X: Tensor) -> Products:
-    """How the symmetric products of a matrix are computed where the caller does not say.
-
-    In blocks for a large fp32 matrix on a CPU: from 512 rows on they are faster there, by 5 % for squares and by 20 %
-    for Gram matrices of wide ones (measured on two cores).
-    """
-    large = X.ndim == 2 and X.device.type == "cpu" and X.dtype == torch.float32 and X.size(0) >= 512
-    return Blocked() if large else Dense()
+def _default_products(X: Tensor) -> Products:
+    fp32_on_cpu = X.device.type == "cpu" and X.dtype == torch.float32
+    return Blocked() if fp32_on_cpu and X.ndim == 2 and X.size(0) >= SMALLEST_BLOCKED else Dense()
 
 
 def check_matrices(x: Tensor) -> None:

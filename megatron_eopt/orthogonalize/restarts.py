@@ -78,7 +78,7 @@ PUBLISHED_ERRORS: dict[Preset, dict[torch.dtype, dict[str, float]]] = {
 
 
 def restarts_for(
-    coefficient_type: str | Sequence[Coefficients] = "quintic", steps: int = 5, extra: int = 0
+    coefficient_type: str | Sequence[Coefficients] = "quintic", steps: int = 5, extra: int = 0, *, simulate: bool = True
 ) -> Restarts | None:
     """Restarts of the Gram form for a schedule: from the tables where they have it, else by simulation, once.
 
@@ -89,6 +89,7 @@ def restarts_for(
         coefficient_type: name of a set, or a list of ``(a, b, c)``.
         steps: number of steps, as for :func:`~megatron_eopt.orthogonalize.coefficients.get_coefficients`.
         extra: restarts beyond the necessary ones; 1 is the preset ``accurate``.
+        simulate: whether to simulate what the tables do not have; None is returned for it otherwise.
 
     Returns:
         Steps, counted from 1, after which to restart; None where only the standard form is safe.
@@ -101,7 +102,7 @@ def restarts_for(
         table = ACCURATE_RESTARTS if extra else RESTARTS
         if (coefficient_type, steps) in table:
             return table[coefficient_type, steps]
-    return choose_restarts(schedule, extra=extra)
+    return choose_restarts(schedule, extra=extra) if simulate else None
 
 
 def choose_restarts(

@@ -10,6 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+SMALLEST_BLOCKED = 512
+"""Rows from which on :class:`Blocked` is taken for fp32 on a CPU. There, on two cores, it saves 5 % of the time of a
+square product and 20 % of that of a wide Gram matrix."""
+
 
 class Products(Protocol):
     """A way to compute symmetric products of one matrix or a stack of them.

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_eopt.orthogonalize import get_coefficients, newton_schulz
 from megatron_eopt.orthogonalize.form import choose_form, gram_flops, standard_flops
+from megatron_eopt.orthogonalize.ladder import choose
 from megatron_eopt.orthogonalize.restarts import PRESETS, PUBLISHED_ERRORS, restarts_for
 from megatron_eopt.orthogonalize.symmetric import Blocked, Dense
 from tests.orthogonalize.test_newton_schulz import exact, gaussian, relative
@@ -63,7 +64,10 @@ def test_auto_is_the_cheaper_form():
     # bf16 products: never the Gram form
     medium = newton_schulz(wide, fp32_matmul_prec="medium")
     assert torch.equal(medium, newton_schulz(wide, fp32_matmul_prec="medium", form="standard"))
-    # no safe restarts
+    # no restarts in the table, or no safe ones
+    own = [(2.0, -1.5, 0.5)] * 3
+    assert torch.equal(newton_schulz(wide, 3, own), newton_schulz(wide, 3, own, form="standard"))
+    assert not torch.equal(newton_schulz(wide, 3, own), newton_schulz(wide, 3, own, form="gram"))
     long = newton_schulz(wide, 10, "deepseekv4")
     assert torch.equal(long, newton_schulz(wide, 10, "deepseekv4", form="standard"))
 
@@ -193,3 +197,14 @@ def test_large_matrices_take_blocks():
     x = gaussian(512, 1024)
     for form in ("standard", "gram"):
         assert relative(newton_schulz(x, form=form), exact(x, 5, "quintic")) < 1e-4
+
+
+def test_products_of_a_ladder_serve_the_entry():
+    x = gaussian(512, 640)
+    choice = choose([x.shape], x.dtype, x.device)
+    assert choice.rung == "blocked"
+    for form in ("standard", "gram"):
+        assert torch.equal(newton_schulz(x, form=form, products=choice.products), newton_schulz(x, form=form))
+        whole = newton_schulz(x, form=form, products=Dense())
+        assert not torch.equal(whole, newton_schulz(x, form=form))
+        assert relative(whole, exact(x, 5, "quintic")) < 1e-4

@@ -1,0 +1,260 @@
+"""Which of the ways to compute symmetric products serves: the fastest that is there and gives the right numbers.
+
+Decided once, at start, for the shapes that will come, the same on every rank; stored in the checkpoint, because two
+rungs round differently and a resume on another one would not be bit-equal.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.orthogonalize.precision import fp32_products
+from megatron_eopt.orthogonalize.symmetric import SMALLEST_BLOCKED, Blocked, Dense, Products
+
+if TYPE_CHECKING:
+    from megatron_eopt.orthogonalize.kernels import Fp32Precision
+
+Agree = Callable[[Tensor], Tensor]
+
+# What an entry may be off by: the first of its own size (two units in the last place of its dtype), and the second of
+# the largest entry, for the rounding of sums of up to 1e5 terms, which tensor cores cut off instead of rounding.
+_TOLERANCES = {
+    torch.float16: (2.0**-10, 2.0**-12),
+    torch.bfloat16: (2.0**-7, 2.0**-12),
+    torch.float32: (2.0**-22, 2.0**-16),
+    torch.float64: (2.0**-51, 2.0**-45),
+}
+_TF32_TOLERANCE = (2.0**-9, 2.0**-10)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One way to compute symmetric products.
+
+    Attributes:
+        make: makes it, for a precision of fp32 products.
+        missing: why it cannot run on a device, or None.
+        suits: whether it is tried unasked, for shapes, a dtype and a device. Where it is not, nothing is warned of.
+    """
+
+    make: Callable[["Fp32Precision"], Products]
+    missing: Callable[[torch.device], str | None] = lambda device: None
+    suits: Callable[[Sequence[tuple[int, ...]], torch.dtype, torch.device], bool] = lambda shapes, dtype, device: True
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The rung that serves.
+
+    Attributes:
+        rung: its name.
+        products: computes the products.
+        dropped: rungs that were tried and dropped, on this rank or on another, with the reason.
+    """
+
+    rung: str
+    products: Products
+    dropped: Mapping[str, str] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What :func:`restore` needs, of plain Python values."""
+        return {"rung": self.rung}
+
+
+def _make_triton(fp32_precision: "Fp32Precision") -> Products:
+    from megatron_eopt.orthogonalize.kernels import Triton
+
+    return Triton(fp32_precision)
+
+
+def _triton_missing(device: torch.device) -> str | None:
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type == "cpu":
+        from megatron_eopt.orthogonalize.kernels import INTERPRETED
+
+        return None if INTERPRETED else "no GPU: the matrices are on the CPU"
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return f"no GPU that triton can use: the matrices are on {device.type!r}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= 8 else f"the GPU has compute capability {major}.{minor}, and 8.0 is needed"
+
+
+def _suits_triton(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type != "cpu" and dtype != torch.float64
+
+
+def _suits_blocked(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> bool:
+    large = all(min(shape[-2:]) >= SMALLEST_BLOCKED for shape in shapes)
+    return device.type == "cpu" and dtype == torch.float32 and large
+
+
+# The fastest first. The last one is what the others are checked against; it is always there.
+RUNGS: dict[str, Rung] = {
+    "triton": Rung(_make_triton, _triton_missing, _suits_triton),
+    "blocked": Rung(lambda fp32_precision: Blocked(), suits=_suits_blocked),
+    "torch": Rung(lambda fp32_precision: Dense()),
+}
+
+
+def choose(
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    rung: str | None = None,
+    fp32_precision: "Fp32Precision" = "ieee",
+    agree: Agree | None = None,
+    rungs: Mapping[str, Rung] = RUNGS,
+) -> Choice:
+    """Choose the rung that serves matrices of ``shapes``, checked with them, the same on every rank.
+
+    A rung that is missing, raises or gives wrong numbers on any rank is dropped on all of them. The rank that found it
+    so says why, in one warning for each rung.
+
+    Args:
+        shapes: of the matrices (rows, cols) or stacks (n, rows, cols) that will come.
+        dtype: in which the products are computed.
+        device: where.
+        rung: takes this rung instead of the fastest, or fails; the same on every rank.
+        fp32_precision: how fp32 matrices are multiplied by rungs that do not follow torch's setting.
+        agree: element-wise minimum over the ranks of an int32 tensor on the CPU; called once. None for one process.
+        rungs: the ladder, the fastest first and the reference last; the same on every rank.
+
+    Raises:
+        ValueError: for an unknown rung, naming the known ones.
+        RuntimeError: on every rank, if the rung that was asked for cannot serve on one of them.
+    """
+    device = torch.device(device)
+    *others, reference = rungs
+    if rung is not None and rung not in rungs:
+        raise ValueError(f"unknown rung {rung!r} of symmetric products: expected one of {', '.join(rungs)}")
+    tried = [rung] if rung is not None else [name for name in others if rungs[name].suits(shapes, dtype, device)]
+    reasons = {
+        name: reason
+        for name in tried
+        if name != reference and (reason := _reason(rungs[name], shapes, dtype, device, fp32_precision))
+    }
+    serves = torch.tensor([name == reference or (name in tried and name not in reasons) for name in rungs]).int()
+    if agree is not None:
+        serves = agree(serves)
+    agreed = [name for name, on_all in zip(rungs, serves.tolist(), strict=True) if on_all]
+    dropped = {name: reasons.get(name, "it fails on another rank") for name in tried if name not in agreed}
+    if rung in dropped:
+        raise RuntimeError(f"the rung {rung!r} of symmetric products cannot serve: {dropped[rung]}")
+    chosen = rung if rung is not None else agreed[0]
+    for name, reason in reasons.items():
+        warnings.warn(f"symmetric products: {name} is dropped, {chosen} serves: {reason}", stacklevel=2)
+    return Choice(chosen, rungs[chosen].make(fp32_precision), dropped)
+
+
+def restore(
+    state: Mapping[str, Any],
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    fp32_precision: "Fp32Precision" = "ieee",
+    agree: Agree | None = None,
+    rungs: Mapping[str, Rung] = RUNGS,
+) -> Choice:
+    """The rung of :meth:`Choice.state_dict`, checked again as by :func:`choose`.
+
+    Raises:
+        RuntimeError: if that rung is unknown or cannot serve here, saying why and what to do.
+    """
+    try:
+        return choose(
+            shapes, dtype, device, rung=state["rung"], fp32_precision=fp32_precision, agree=agree, rungs=rungs
+        )
+    except (ValueError, RuntimeError) as error:
+        raise RuntimeError(
+            f"{error}. It is the rung of the checkpoint, and on another one the run would not go on bit-equal: "
+            "resume where it can serve, or choose anew"
+        ) from error
+
+
+def check(
+    products: Products,
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    fp32_precision: "Fp32Precision" = "ieee",
+) -> str | None:
+    """Compare products with torch's in fp32 (fp64 for fp64), for shapes of matrices; the reason to drop them, or None.
+
+    ``|got - expected| <= u |expected| + v max|expected|`` for every entry, with ``u`` and ``v``
+
+    - fp16 2^-10 and 2^-12, bf16 2^-7 and 2^-12, fp32 2^-22 and 2^-16, fp64 2^-51 and 2^-45,
+    - fp32 multiplied in TF32 2^-9 and 2^-10.
+
+    No generator of the process is used. Of a stack two matrices are tried.
+    """
+    device = torch.device(device)
+    tf32 = dtype == torch.float32 and fp32_precision == "tf32"
+    relative, absolute = _TF32_TOLERANCE if tf32 else _TOLERANCES[dtype]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for shape in dict.fromkeys((*(min(2, n) for n in shape[:-2]), *shape[-2:]) for shape in shapes):
+        if 0 in shape:
+            continue
+        for name, multiply, matrices in _trials(shape, dtype, device):
+            # filled with NaN, so that an entry that is not written is wrong
+            out = torch.full((*shape[:-2], min(shape[-2:]), min(shape[-2:])), torch.nan, dtype=dtype, device=device)
+            with fp32_products("high" if tf32 else "highest"):
+                got = multiply(products, *matrices, out)
+            if got is not out:
+                return f"{name} of {shape} in {dtype} is not written to out"
+            with fp32_products("highest"):
+                expected = multiply(Dense(), *(matrix.to(wide) for matrix in matrices), None)
+            error, largest = (got.to(wide) - expected).abs(), expected.abs().max()
+            if not bool((error <= relative * expected.abs() + absolute * largest).all()):
+                off = (error.max() / largest).item()
+                return f"{name} of {shape} in {dtype} is off by {off:.1e} of the largest entry"
+    return None
+
+
+def _reason(
+    rung: Rung,
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device,
+    fp32_precision: "Fp32Precision",
+) -> str | None:
+    """Why a rung cannot serve on this rank, or None; an exception is a reason, so that no rank leaves the others."""
+    try:
+        return rung.missing(device) or check(
+            rung.make(fp32_precision), shapes, dtype, device, fp32_precision=fp32_precision
+        )
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _trials(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> list[tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]]:
+    """What :func:`check` multiplies: names, functions of products and matrices, and the matrices."""
+    x = torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device)
+    x = x.mT if x.size(-2) > x.size(-1) else x  # as the iterations take it: the short side first, without a copy
+    x = x / math.sqrt(x.size(-1))  # rows of norm 1: squares of 65504 columns would overflow fp16
+    a = (x @ x.mT).to(dtype).tril()
+    a = a + a.tril(-1).mT
+    # with a diagonal of ones, b = a / 2 + 1 / 4 is exact in every dtype: the two commute to the last bit
+    a.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    b = a / 2
+    b.diagonal(dim1=-2, dim2=-1).fill_(0.75)
+    c = a.flip(-2, -1)
+
+    def gram(products: Products, x: Tensor, out: Tensor | None) -> Tensor:
+        return products.gram(x, out=out)
+
+    def addmm(products: Products, a: Tensor, b: Tensor, c: Tensor, out: Tensor | None) -> Tensor:
+        return products.addmm(c, a, b, beta=-1.5, alpha=0.75, out=out)
+
+    return [("X X^T", gram, (x.to(dtype),)), ("beta C + alpha A B", addmm, (a, b, c))]

@@ -1,0 +1,70 @@
+"""The Triton kernel is compiled for GPUs that need not be there; the interpreter lets more pass than the compiler."""
+
+import importlib.util
+import inspect
+
+import pytest
+import torch
+
+from tests.orthogonalize.test_kernels import run
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+def compiled(target, dtype, width, depth, warps, stages, precision, even, transposed):
+    """Shared memory and machine code of the kernel for a GPU that need not be there."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megatron_eopt.orthogonalize.kernels import _kernel
+
+    names = _kernel.arg_names
+    fixed = {"USE_C": True, "EVEN": even, "PRECISION": precision, "WIDTH": width, "DEPTH": depth, "BAND": 8}
+    fixed |= {"WIDEN": False, "c_col": 1, "out_col": 1}
+    fixed |= dict.fromkeys(("a_row", "b_row") if transposed else ("a_col", "b_col"), 1)
+    kinds = dict.fromkeys(names, "i32") | dict.fromkeys(("alpha", "beta"), "fp32") | dict.fromkeys(fixed, "constexpr")
+    kinds |= dict.fromkeys(("a", "b", "c", "out"), f"*{dtype}")
+    aligned = [name for name in names if name not in fixed and name not in ("alpha", "beta", "per_matrix")]
+    source = ASTSource(
+        _kernel,
+        kinds,
+        {(names.index(name),): value for name, value in fixed.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": warps, "num_stages": stages}
+    result = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    return result.metadata.shared, result.asm["ptx"]
+
+
+def compile_all():
+    """Compile what the table of tiles can ask for, and say what is wrong with it; None where triton is too old."""
+    from triton.compiler import ASTSource
+
+    from megatron_eopt.orthogonalize.kernels import _kernel, tiles_for
+
+    if "constexprs" not in inspect.signature(ASTSource.__init__).parameters:
+        return None
+    names = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+    kinds = [(torch.float16, "ieee"), (torch.bfloat16, "ieee"), (torch.float32, "tf32"), (torch.float32, "ieee")]
+    # as constants they would make one kernel for each value
+    wrong = [each.name for each in _kernel.params if each.name in ("alpha", "beta") and each.is_constexpr]
+    for number, (dtype, precision) in enumerate(kinds):
+        for rows in (512, 4096):
+            chosen = tiles_for(rows, dtype, precision)
+            for target, product in ((80, "mma.sync"), (90, "wgmma.mma_async")):
+                shape = (chosen.width, chosen.depth, chosen.warps, chosen.stages)
+                # masks and transposed factors, each with half of the rest
+                shared, code = compiled(target, names[dtype], *shape, precision, number % 2 == 0, rows == 512)
+                fits = shared <= 99 * 1024  # of a program on the smallest device of capability 8 and more
+                if not fits or (precision == "tf32" or dtype != torch.float32) != (product in code):
+                    wrong.append(f"{names[dtype]} {precision} {chosen} for sm_{target}: {shared} bytes shared")
+    return wrong
+
+
+def test_compiles(tmp_path):
+    code = f"import json; from {__name__} import compile_all; print(json.dumps(compile_all()))"
+    wrong = run(["-c", code], interpret=False, TRITON_CACHE_DIR=str(tmp_path))
+    if wrong is None:
+        pytest.skip("this release of triton describes sources to its compiler in another way")
+    assert wrong == []

@@ -1,0 +1,204 @@
+import os
+import re
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_eopt.orthogonalize.ladder import RUNGS, Rung, check, choose, restore
+from megatron_eopt.orthogonalize.symmetric import Blocked, Dense
+from tests.distributed.ranks import run_ranks
+
+SHAPES = [(24, 40), (40, 24), (3, 16, 20), (1, 1), (0, 5)]
+
+
+@dataclass(frozen=True)
+class Wrong(Dense):
+    """Products that are wrong in one of the ways a kernel can be."""
+
+    how: str = ""
+
+    def gram(self, x, out=None):
+        if self.how == "raises":
+            raise RuntimeError("out of resources")
+        result = super().gram(x, out=None if self.how == "forgets out" else out)
+        if self.how == "an entry":
+            result[..., -1, 0] += 1e-2
+        if self.how == "a tile":
+            result[..., -8:, :8] = torch.nan
+        return result
+
+    def addmm(self, c, a, b, *, beta, alpha, out=None):
+        match self.how:
+            case "swapped factors":
+                beta, alpha = alpha, beta
+            case "no c":
+                c = torch.zeros_like(c)
+            case "a squared":
+                b = a
+            case "rounded to TF32":
+                a = (a.view(torch.int32) + 0x1000 & ~0x1FFF).view(torch.float32)
+        return super().addmm(c, a, b, beta=beta, alpha=alpha, out=out)
+
+
+def ladder(how, **more):
+    return {"kernel": Rung(lambda precision: Wrong(how), **more), **RUNGS}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("products", [Dense(), Blocked(1), Blocked(3)])
+def test_right_products_pass(products, dtype):
+    shapes = SHAPES if dtype != torch.float32 else [*SHAPES, (520, 1030)]
+    assert check(products, shapes, dtype, "cpu") is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("how", ["an entry", "a tile", "swapped factors", "no c", "a squared", "forgets out"])
+def test_wrong_products_do_not(how, dtype):
+    reason = check(Wrong(how), SHAPES, dtype, "cpu")
+    assert re.search("not written to out" if how == "forgets out" else "off by", reason)
+    assert str(dtype) in reason
+    assert "(24, 40)" in reason
+
+
+def test_what_counts_as_wrong_depends_on_the_precision():
+    assert "off by" in check(Wrong("rounded to TF32"), SHAPES, torch.float32, "cpu")
+    assert check(Wrong("rounded to TF32"), SHAPES, torch.float32, "cpu", fp32_precision="tf32") is None
+
+
+def test_every_shape_is_checked():
+    class WrongAbove30(Dense):
+        def gram(self, x, out=None):
+            return super().gram(x, out).mul_(1 if x.size(-1) <= 30 else 1.1)
+
+    assert check(WrongAbove30(), [(8, 30), (30, 8)], torch.float32, "cpu") is None
+    assert "(31, 8)" in check(WrongAbove30(), [(8, 30), (31, 8)], torch.float32, "cpu")
+
+
+def test_a_check_leaves_no_traces():
+    before = torch.get_rng_state(), torch.get_float32_matmul_precision()
+    check(Dense(), SHAPES, torch.float32, "cpu")
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert torch.get_float32_matmul_precision() == before[1]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtype", "rung"),
+    [
+        ([(512, 2048), (4096, 512)], torch.float32, "blocked"),
+        ([(512, 2048), (511, 2048)], torch.float32, "torch"),
+        ([(512, 512)], torch.bfloat16, "torch"),
+        ([], torch.float64, "torch"),
+    ],
+)
+def test_on_a_cpu(shapes, dtype, rung):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nobody is told of a GPU that he did not ask for
+        choice = choose(shapes, dtype, "cpu")
+    assert (choice.rung, choice.dropped) == (rung, {})
+    assert isinstance(choice.products, Blocked if rung == "blocked" else Dense)
+
+
+def test_a_right_rung_serves():
+    choice = choose(SHAPES, torch.float32, "cpu", rungs=ladder(""))
+    assert (choice.rung, choice.products, choice.dropped) == ("kernel", Wrong(""), {})
+
+
+@pytest.mark.parametrize(
+    ("how", "missing", "reason"),
+    [
+        ("an entry", None, "X X^T of (24, 40) in torch.float32 is off by"),
+        ("raises", None, "RuntimeError: out of resources"),
+        ("", "compute capability 7.0", "compute capability 7.0"),
+    ],
+)
+def test_a_dropped_rung_is_told_once(how, missing, reason):
+    with pytest.warns(UserWarning, match="kernel is dropped") as caught:
+        choice = choose(SHAPES, torch.float32, "cpu", rungs=ladder(how, missing=lambda device: missing))
+    assert [str(each.message) for each in caught] == [
+        f"symmetric products: kernel is dropped, torch serves: {choice.dropped['kernel']}"
+    ]
+    assert caught[0].filename == __file__
+    assert reason in choice.dropped["kernel"]
+    assert (choice.rung, choice.products) == ("torch", Dense())
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ, reason="triton can run here")
+def test_triton_without_a_gpu():
+    reason = RUNGS["triton"].missing(torch.device("cuda"))
+    assert re.search("no GPU|not installed", reason)
+    with pytest.raises(RuntimeError, match=r"'triton' .* cannot serve: (no GPU|triton is not installed)"):
+        choose(SHAPES, torch.float32, "cpu", rung="triton")
+    with pytest.warns(UserWarning, match="triton is dropped, torch serves") as caught:
+        assert choose([], torch.float16, "cuda").dropped == {"triton": reason}
+    assert len(caught) == 1
+
+
+def test_triton_needs_capability_8(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, there in (((7, 5), False), ((8, 0), True), ((9, 0), True), ((12, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, of=capability: of)
+        reason = RUNGS["triton"].missing(torch.device("cuda", 0))
+        assert reason is None if there else "7.5" in reason
+
+
+def test_triton_not_installed(monkeypatch):
+    monkeypatch.setattr("megatron_eopt.orthogonalize.ladder.find_spec", lambda name: None)
+    assert RUNGS["triton"].missing(torch.device("cuda")) == "triton is not installed"
+
+
+def test_a_rung_can_be_asked_for():
+    for name, kind in (("torch", Dense), ("blocked", Blocked)):
+        assert isinstance(choose(SHAPES, torch.float32, "cpu", rung=name, rungs=ladder("")).products, kind)
+    with pytest.raises(RuntimeError, match="'kernel' of symmetric products cannot serve: RuntimeError: out of res"):
+        choose(SHAPES, torch.float32, "cpu", rung="kernel", rungs=ladder("raises"))
+    with pytest.raises(ValueError, match=r"unknown rung 'cutlass' .* expected one of triton, blocked, torch"):
+        choose(SHAPES, torch.float32, "cpu", rung="cutlass")
+
+
+def test_store_and_restore():
+    state = choose(SHAPES, torch.float32, "cpu", rungs=ladder("")).state_dict()
+    assert state == {"rung": "kernel"}
+    assert restore(state, SHAPES, torch.float32, "cpu", rungs=ladder("")).products == Wrong("")
+    # the slower one stays where a faster one would serve
+    assert restore({"rung": "torch"}, SHAPES, torch.float32, "cpu", rungs=ladder("")).rung == "torch"
+    with pytest.raises(RuntimeError, match=r"off by .* rung of the checkpoint, .* resume where it can serve"):
+        restore(state, SHAPES, torch.float32, "cpu", rungs=ladder("an entry"))
+    with pytest.raises(RuntimeError, match=r"unknown rung 'kernel' .* rung of the checkpoint"):
+        restore(state, SHAPES, torch.float32, "cpu")
+
+
+def minimum(serves):
+    dist.all_reduce(serves, dist.ReduceOp.MIN)
+    return serves
+
+
+def on_rank(rank, world_size, wrong_rank):
+    rungs = {"other": Rung(lambda precision: Wrong("raises" if rank == 1 - wrong_rank else "")), **RUNGS}
+    rungs = {"kernel": Rung(lambda precision: Wrong("an entry" if rank == wrong_rank else "")), **rungs}
+    outcome = []
+    for name in (None, "kernel", "torch"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                choice = choose(SHAPES, torch.float32, "cpu", rung=name, agree=minimum, rungs=rungs)
+                outcome.append((choice.rung, dict(choice.dropped), [str(each.message) for each in caught]))
+            except RuntimeError as error:
+                outcome.append(str(error))
+    return outcome
+
+
+def test_the_ranks_agree():
+    # rank 1 cannot use the kernel, rank 0 not the other one: what is left to both is torch
+    first, second = run_ranks(on_rank, 2, 1)
+    for (rung, dropped, caught), own, others in ((first[0], "other", "kernel"), (second[0], "kernel", "other")):
+        assert rung == "torch"
+        assert dropped.keys() == {own, others}
+        assert dropped[others] == "it fails on another rank"
+        assert caught == [f"symmetric products: {own} is dropped, torch serves: {dropped[own]}"]
+    assert "cannot serve: it fails on another rank" in first[1]
+    assert "cannot serve: X X^T of (24, 40)" in second[1]
+    assert first[2] == second[2] == ("torch", {}, [])

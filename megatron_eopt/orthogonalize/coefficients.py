@@ -9,6 +9,8 @@ from typing import Literal, get_args
 
 import torch
 
+from megatron_eopt.orthogonalize.choices import check_choice
+
 Coefficients = tuple[float, float, float]
 
 NSCoeffT = Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4", "cubic5"]
@@ -105,9 +107,7 @@ def validate_coefficient_type(coefficient_type: str) -> None:
     Raises:
         ValueError: for an unknown name, naming the known ones.
     """
-    if coefficient_type not in _SETS:
-        known = ", ".join(get_supported_coefficient_types())
-        raise ValueError(f"unknown coefficient type {coefficient_type!r}: expected one of {known}")
+    check_choice("coefficient type", coefficient_type, get_supported_coefficient_types())
 
 
 def get_coefficients(

@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 import torch
 
+from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 
 Form = Literal["auto", "standard", "gram"]
@@ -16,8 +17,7 @@ def validate_form(form: str) -> None:
     Raises:
         ValueError: for an unknown name, naming the known ones.
     """
-    if form not in get_args(Form):
-        raise ValueError(f"unknown form {form!r}: expected one of {', '.join(get_args(Form))}")
+    check_choice("form", form, get_args(Form))
 
 
 def standard_flops(rows: int, cols: int, schedule: Sequence[Coefficients], share: float = 1.0) -> float:

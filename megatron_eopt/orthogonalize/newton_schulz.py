@@ -6,6 +6,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients, get_coefficients
 from megatron_eopt.orthogonalize.form import Form, can_iterate_gram, choose_form, validate_form
 from megatron_eopt.orthogonalize.gram import iterate_gram
@@ -108,8 +109,7 @@ def newton_schulz(
     check_matrices(x)
     validate_matmul_precision(fp32_matmul_prec)
     validate_form(form)
-    if preset not in PRESETS:
-        raise ValueError(f"unknown preset {preset!r}: expected one of {', '.join(PRESETS)}")
+    check_choice("preset", preset, PRESETS)
     if preset == "fast":
         coefficient_type, steps, _ = PRESETS[preset]
     schedule = get_coefficients(coefficient_type, steps)

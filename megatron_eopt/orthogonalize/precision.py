@@ -6,6 +6,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from megatron_eopt.orthogonalize.choices import check_choice
+
 MatmulPrecision = Literal["low", "medium", "high", "highest"]
 
 # torch has no bf16 products of fp32 tensors on a GPU, so for those ("low" and "medium") callers cast, and whatever
@@ -19,10 +21,7 @@ def validate_matmul_precision(precision: str) -> None:
     Raises:
         ValueError: for an unknown name, naming the known ones.
     """
-    if precision not in _FP32_PRODUCTS:
-        raise ValueError(
-            f"unknown fp32_matmul_prec {precision!r}: expected one of {', '.join(get_args(MatmulPrecision))}"
-        )
+    check_choice("fp32_matmul_prec", precision, get_args(MatmulPrecision))
 
 
 def product_dtype(dtype: torch.dtype, precision: MatmulPrecision) -> torch.dtype:

@@ -3,6 +3,8 @@
 from math import sqrt
 from typing import Literal, get_args
 
+from megatron_eopt.orthogonalize.choices import check_choice
+
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
 
@@ -12,8 +14,7 @@ def validate_scale_mode(mode: str) -> None:
     Raises:
         ValueError: for an unknown name, naming the known ones.
     """
-    if mode not in get_args(ScaleMode):
-        raise ValueError(f"unknown scale mode {mode!r}: expected one of {', '.join(get_args(ScaleMode))}")
+    check_choice("scale mode", mode, get_args(ScaleMode))
 
 
 def muon_scale_factor(rows: int, cols: int, mode: str = "spectral") -> float:

@@ -16,6 +16,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from megatron_eopt.matrices import merge_rows, split_rows
+from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients, get_coefficients
 from megatron_eopt.orthogonalize.newton_schulz import iterate, newton_schulz, normalized, squared_norm
 from megatron_eopt.orthogonalize.precision import (
@@ -36,8 +37,7 @@ def validate_tp_mode(tp_mode: str) -> None:
     Raises:
         ValueError: for an unknown name, naming the known ones.
     """
-    if tp_mode not in get_args(TpMode):
-        raise ValueError(f"unknown tp_mode {tp_mode!r}: expected one of {', '.join(get_args(TpMode))}")
+    check_choice("tp_mode", tp_mode, get_args(TpMode))
 
 
 @dataclass(frozen=True, kw_only=True)

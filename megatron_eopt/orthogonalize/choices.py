@@ -1,0 +1,14 @@
+"""One message for every setting that is one of a few names."""
+
+from collections.abc import Iterable
+
+
+def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
+    """Check that a setting has one of its names.
+
+    Raises:
+        ValueError: otherwise, naming them.
+    """
+    known = list(choices)
+    if value not in known:
+        raise ValueError(f"unknown {what} {value!r}: expected one of {', '.join(known)}")

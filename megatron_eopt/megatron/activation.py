@@ -43,8 +43,9 @@ def deactivate() -> None:
 
 
 def _all_redirections() -> list[Redirection]:
-    core = _registry_redirections() if releases.has_registry() else _redirections_of_0_17()
-    return [*core, *_config_redirections(), *(_training_redirections() if releases.has_training() else [])]
+    training = releases.has_training()
+    core = _registry_redirections() if releases.has_registry() else _redirections_of_0_17(training)
+    return [*core, *_config_redirections(), *(_training_redirections() if training else [])]
 
 
 def _registry_redirections() -> list[Redirection]:
@@ -81,12 +82,12 @@ def _registry_redirections() -> list[Redirection]:
     ]
 
 
-def _redirections_of_0_17() -> list[Redirection]:
+def _redirections_of_0_17(with_training: bool) -> list[Redirection]:
     module = releases.muon_factory_module()
     available = "without it Megatron demands the emerging-optimizers package, which is not needed"
     factory = checked(module.get_megatron_muon_optimizer)
     owners = [module]
-    if releases.has_training():
+    if with_training:
         import megatron.training.training as training
 
         owners.append(training)

@@ -22,8 +22,15 @@ def has_registry() -> bool:
 
 
 def has_training() -> bool:
-    """True where ``megatron.training`` can be imported; a user's own loop may do without."""
-    return importlib.util.find_spec("megatron.training") is not None
+    """True where ``megatron.training`` can be imported; a training loop of the user's own may do without.
+
+    The wheel has it, but does not declare all that it needs: where that is missing, there is no command line to change.
+    """
+    try:
+        importlib.import_module("megatron.training.training")
+    except ImportError:
+        return False
+    return True
 
 
 def registry_module() -> ModuleType:

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import sys
 
 import pytest
 
@@ -75,6 +76,19 @@ def test_activation_can_be_repeated_and_undone():
     assert seen() == once
     activation.deactivate()
     assert seen() == before
+
+
+def test_without_megatron_training_the_core_is_activated(monkeypatch):
+    import megatron.core.optimizer as core
+
+    from megatron_eopt import EMERGING_OPTIMIZERS
+
+    for name in [name for name in sys.modules if name.startswith("megatron.training")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "megatron.training", None)
+    activation.activate()
+    assert core._EMERGING_OPTIMIZERS is EMERGING_OPTIMIZERS
+    activation.deactivate()
 
 
 def test_a_config_that_names_no_tp_mode_gets_an_exact_one(activated):

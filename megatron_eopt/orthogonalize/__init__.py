@@ -8,20 +8,28 @@ from megatron_eopt.orthogonalize.coefficients import (
     get_supported_coefficient_types,
     validate_coefficient_type,
 )
+from megatron_eopt.orthogonalize.form import Form
+from megatron_eopt.orthogonalize.generator import optimal_quintic
+from megatron_eopt.orthogonalize.health import Health
 from megatron_eopt.orthogonalize.newton_schulz import newton_schulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
+from megatron_eopt.orthogonalize.restarts import Preset
 from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor, predicted_update_rms
 
 __all__ = [
     "Coefficients",
+    "Form",
+    "Health",
     "MatmulPrecision",
     "NSCoeffT",
+    "Preset",
     "ScaleMode",
     "composite_range",
     "get_coefficients",
     "get_supported_coefficient_types",
     "muon_scale_factor",
     "newton_schulz",
+    "optimal_quintic",
     "predicted_update_rms",
     "validate_coefficient_type",
 ]

@@ -45,7 +45,7 @@ def deactivate() -> None:
 def _all_redirections() -> list[Redirection]:
     training = releases.has_training()
     core = _registry_redirections() if releases.has_registry() else _redirections_of_0_17(training)
-    return [*core, *_config_redirections(), *(_training_redirections() if training else [])]
+    return [*core, _split_shapes_kept(), *_config_redirections(), *(_training_redirections() if training else [])]
 
 
 def _registry_redirections() -> list[Redirection]:
@@ -99,6 +99,17 @@ def _redirections_of_0_17(with_training: bool) -> list[Redirection]:
             for owner in owners
         ),
     ]
+
+
+def _split_shapes_kept() -> Redirection:
+    from megatron.core.tensor_parallel import layers
+
+    return Redirection(
+        owner=layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS,
+        name="qkv_split_shapes",
+        make=lambda default: default,
+        reason="up to 0.18 the fp32 copy of a bf16 projection would lose how its own attention is split",
+    )
 
 
 def _config_redirections() -> list[Redirection]:

@@ -1,11 +1,12 @@
 """The other supported releases of Megatron-Core, installed beside the first one: parity, resume, refusals."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
-from tests.megatron.runs import MUON, SMALL_GPT, UPSTREAM, assert_same, start, train
+from tests.megatron.runs import MUON, ROOT, SMALL_GPT, UPSTREAM, assert_same, start, train
 
 pytestmark = pytest.mark.full
 TP2 = ["--num-layers", 2, "--tensor-model-parallel-size", 2]
@@ -69,6 +70,21 @@ def test_mistakes_are_refused(release, flags, message):
     done = start(1, *SMALL_GPT, "--num-layers", 1, "--train-iters", 1, *muon(version), *flags, megatron=megatron)
     assert done.returncode != 0
     assert message in done.stdout
+
+
+def test_main_parameters_in_bf16_keep_their_own_split_shapes(release):
+    # Megatron makes them with this function; without the attribute they would be split as the model's config says
+    code = (
+        "import torch, megatron_eopt; megatron_eopt.activate()\n"
+        "from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes\n"
+        "model, main = torch.ones(8, 2), torch.ones(8, 2)\n"
+        "model.is_qkv, model.qkv_split_shapes = True, [2, 1, 1]\n"
+        "copy_tensor_model_parallel_attributes(main, model)\n"
+        "print(main.is_qkv, main.qkv_split_shapes)"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{release[1]}{os.pathsep}{ROOT}", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["True [2, 1, 1]"], done.stderr
 
 
 def test_adam_is_left_as_it_is(release, tmp_path):

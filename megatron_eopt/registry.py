@@ -6,7 +6,7 @@ names are aliases here.
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -143,9 +143,7 @@ def get_optimizer_entry(name: str) -> EmergingOptimizerEntry:
     Raises:
         ValueError: for an unknown name, with the nearest ones.
     """
-    if name not in EMERGING_OPTIMIZERS:
-        raise ValueError(_unknown(name, EMERGING_OPTIMIZERS))
-    return EMERGING_OPTIMIZERS[name]
+    return _look_up(name, EMERGING_OPTIMIZERS)
 
 
 def get_optimizer_builder(name: str) -> Builder:
@@ -154,9 +152,7 @@ def get_optimizer_builder(name: str) -> Builder:
     Raises:
         ValueError: for an unknown name, with the nearest ones.
     """
-    if name not in _BUILDERS:
-        raise ValueError(_unknown(name, _BUILDERS))
-    return _BUILDERS[name]
+    return _look_up(name, _BUILDERS)
 
 
 def list_optimizers() -> list[str]:
@@ -169,10 +165,12 @@ def _check_free(name: str, registered: Iterable[str]) -> None:
         raise ValueError(f"an optimizer named {name!r} is registered already: choose another name")
 
 
-def _unknown(name: str, registered: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(name, list(registered))
+def _look_up[T](name: str, registered: Mapping[str, T]) -> T:
+    if name in registered:
+        return registered[name]
+    nearest = difflib.get_close_matches(name, registered)
     hint = f" (did you mean {' or '.join(map(repr, nearest))}?)" if nearest else ""
-    return f"unknown optimizer {name!r}{hint}: registered are {', '.join(sorted(registered)) or 'none'}"
+    raise ValueError(f"unknown optimizer {name!r}{hint}: registered are {', '.join(sorted(registered)) or 'none'}")
 
 
 def create_emerging_optimizer(

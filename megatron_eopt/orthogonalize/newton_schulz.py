@@ -152,13 +152,10 @@ def _normalized(X: Tensor, dtype: torch.dtype, propagate_nan: bool) -> tuple[Ten
     """Matrices of norm 1 in the dtype of the products, and their squared norms before."""
     if X.numel() == 0:
         return X.to(dtype), X.new_zeros(*X.shape[:-2], 1, 1)
-    largest = _largest(X)
-    X = X.to(_wide(X.dtype)) / _divisor(largest)
-    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)
-    X.div_(_divisor(norm))
+    X, squared = normalized(X)
     if not propagate_nan:
-        X.masked_fill_(~largest.isfinite(), 0)
-    return X.to(dtype), (norm.double() * largest.double()).square()
+        X.masked_fill_(~squared.isfinite(), 0)
+    return X.to(dtype), squared
 
 
 def _iterated(
@@ -231,27 +228,29 @@ def check_matrices(x: Tensor) -> None:
         raise ValueError(f"expected a matrix or a stack of matrices (2-D or 3-D), got shape {tuple(x.shape)}")
 
 
-def squared_norm(x: Tensor) -> Tensor:
-    """Squared Frobenius norm of each matrix, (1 x 1) or (n x 1 x 1), in fp64.
+def normalized(x: Tensor, all_reduce: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """Matrices divided by their Frobenius norms, and the squares of these; a zero matrix stays zero.
 
-    Taken of ``x`` divided by its largest entry, because squares of entries below 1e-19 vanish in fp32, and those of
-    entries above 1e19 overflow.
+    The norm is taken of ``x`` divided by its largest entry, because squares of entries below 1e-19 vanish in fp32, and
+    those of entries above 1e19 overflow.
+
+    Args:
+        x: (rows x cols) or (n x rows x cols), with at least one entry.
+        all_reduce: sums squared norms over the ranks that hold the other parts of ``x``.
+
+    Returns:
+        A new tensor in fp32 (fp64 for an fp64 ``x``), and the squared norms, (1 x 1) or (n x 1 x 1) in fp64.
     """
-    largest = _largest(x)
-    norm = torch.linalg.vector_norm(x / _divisor(largest), dim=(-2, -1), keepdim=True)
-    return (norm.double() * largest.double()).square()
-
-
-def normalized(x: Tensor, squared: Tensor) -> Tensor:
-    """``x`` divided by the root of ``squared``, in fp32 (fp64 for an fp64 ``x``); zero where ``squared`` is zero."""
-    dtype = _wide(x.dtype)
-    return x.to(dtype) / _divisor(squared.sqrt().to(dtype))
-
-
-def _largest(x: Tensor) -> Tensor:
-    """Largest magnitude in each matrix; the norm of order infinity, which torch reduces ten times more slowly."""
     dims = (-2, -1)
-    return torch.maximum(x.amax(dims, keepdim=True), -x.amin(dims, keepdim=True)).to(_wide(x.dtype))
+    # the norm of order infinity, which torch reduces ten times more slowly
+    largest = torch.maximum(x.amax(dims, keepdim=True), -x.amin(dims, keepdim=True)).to(_wide(x.dtype))
+    x = x.to(_wide(x.dtype)) / _divisor(largest)
+    norm = torch.linalg.vector_norm(x, dim=dims, keepdim=True)
+    squared = (norm.double() * largest.double()).square()
+    if all_reduce is not None:
+        squared = all_reduce(squared)
+        norm = (squared.sqrt() / _divisor(largest.double())).to(x.dtype)
+    return x.div_(_divisor(norm)), squared
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

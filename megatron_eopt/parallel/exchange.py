@@ -59,7 +59,10 @@ def own_shard(matrix: Tensor, layout: Layout) -> Tensor:
 
 
 def all_reduce(x: Tensor, layout: Layout) -> Tensor:
-    """Sum over the ranks of a layout; bf16 and fp16 cross in fp32 and come back in their own dtype."""
+    """Sum over the ranks of a layout; bf16 and fp16 cross in fp32 and come back in their own dtype.
+
+    ``x`` may be written to: it is what is sent, where it is contiguous and needs no wider dtype.
+    """
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x.contiguous()
     counters.count("all_reduce", wide)
     dist.all_reduce(wide, group=layout.group)

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_eopt.matrices import merge_rows, split_rows
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients, get_coefficients
-from megatron_eopt.orthogonalize.newton_schulz import iterate, newton_schulz, normalized, squared_norm
+from megatron_eopt.orthogonalize.newton_schulz import iterate, newton_schulz, normalized
 from megatron_eopt.orthogonalize.precision import (
     MatmulPrecision,
     fp32_products,
@@ -77,7 +77,8 @@ class NewtonSchulz:
 
     def _of_shards(self, shard: Tensor, layout: Layout) -> Tensor:
         X = shard.mT if layout.dim == 0 else shard  # the columns are cut, so Gram matrices of the rows add up
-        X = normalized(X, all_reduce(squared_norm(X), layout)).to(product_dtype(X.dtype, self.fp32_matmul_prec))
+        X, _ = normalized(X, lambda squared: all_reduce(squared, layout))
+        X = X.to(product_dtype(shard.dtype, self.fp32_matmul_prec))
         with fp32_products(self.fp32_matmul_prec):
             X = iterate(X, self.schedule, lambda gram: all_reduce(gram, layout))
         return (X.mT if layout.dim == 0 else X).to(shard.dtype)

@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_eopt.orthogonalize import get_coefficients, newton_schulz
 from megatron_eopt.orthogonalize.form import choose_form, gram_flops, standard_flops
 from megatron_eopt.orthogonalize.restarts import PRESETS, Preset, restarts_for
+from megatron_eopt.orthogonalize.symmetric import default_products
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -102,7 +103,8 @@ def flops(shape: tuple[int, ...], coefficient_type: str, preset: Preset | None) 
     count = standard_flops(rows, cols, schedule)
     if preset is not None:
         restarts = restarts_for(coefficient_type, 5, extra=PRESETS[preset][2])
-        if restarts is not None and choose_form(rows, cols, schedule, restarts, torch.float32) == "gram":
+        share = default_products(torch.empty(rows, 0), torch.float32).share
+        if restarts is not None and choose_form(rows, cols, schedule, restarts, share) == "gram":
             count = gram_flops(rows, cols, schedule, restarts)
     return count * (shape[0] if len(shape) == 3 else 1)
 

@@ -1,4 +1,4 @@
-"""Which form of Newton-Schulz costs less: the standard one or the Gram form."""
+"""Which form of Newton-Schulz may run, and which costs less: the standard one or the Gram form."""
 
 from collections.abc import Sequence
 from typing import Literal, get_args
@@ -44,24 +44,27 @@ def gram_flops(
     return segments * (2 * share + 2) * rows**2 * cols + cubes * 2 * share * rows**3
 
 
-def can_iterate_gram(dtype: torch.dtype) -> bool:
-    """Whether the Gram form may run in a dtype: fp32 and fp64 today, never bf16, whose rounding it amplifies."""
-    return dtype in (torch.float32, torch.float64)
+def gram_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """The dtype of the Gram form where products are asked for in ``dtype``; None where it must not or should not run.
+
+    Never bf16, whose rounding it amplifies: where that is asked for, fp16, which GPUs multiply as fast. CPUs do not.
+    """
+    if dtype in (torch.float32, torch.float64):
+        return dtype
+    return torch.float16 if device.type == "cuda" else None
 
 
 def choose_form(
-    rows: int, cols: int, schedule: Sequence[Coefficients], restarts: Sequence[int] | None, dtype: torch.dtype
-) -> Form:
-    """The form that costs fewer operations, of those that are safe.
+    rows: int, cols: int, schedule: Sequence[Coefficients], restarts: Sequence[int], share: float = 1.0
+) -> Literal["standard", "gram"]:
+    """The form that costs fewer operations.
 
     Args:
         rows: short side.
         cols: long side.
         schedule: one ``(a, b, c)`` per step.
-        restarts: those of the Gram form; None where it is not safe for the schedule.
-        dtype: of the products.
+        restarts: those of the Gram form.
+        share: the part of a symmetric product that is computed.
     """
-    if restarts is None or not can_iterate_gram(dtype):
-        return "standard"
-    gram, standard = gram_flops(rows, cols, schedule, restarts), standard_flops(rows, cols, schedule)
+    gram, standard = gram_flops(rows, cols, schedule, restarts, share), standard_flops(rows, cols, schedule, share)
     return "gram" if gram < standard else "standard"

@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.orthogonalize.coefficients import Coefficients
-from megatron_eopt.orthogonalize.symmetric import Products
+from megatron_eopt.orthogonalize.normalize import nonzero
+from megatron_eopt.orthogonalize.symmetric import Products, square_work
+
+_FP16_SCALE = 128.0
 
 
 def iterate_gram(
@@ -16,8 +19,9 @@ def iterate_gram(
     products: Products,
     apply: Callable[..., Tensor] = torch.matmul,
     watch: Callable[[int, Tensor], None] | None = None,
+    normalize: bool = False,
 ) -> Tensor:
-    """Apply the polynomials of a schedule to a normalized ``X`` through its Gram matrix.
+    """Apply the polynomials of a schedule to ``X`` of Frobenius norm 1 through its Gram matrix.
 
     The standard form multiplies ``X`` by ``P = a I + Z``, ``Z = b R + c R^2``, ``R = X X^T``, in every step. All these
     matrices are polynomials of ``R``: they commute, and the next Gram matrix is ``P R P``. So the product ``Q`` of all
@@ -28,23 +32,55 @@ def iterate_gram(
 
     Args:
         X: (rows x cols) or (n x rows x cols) with ``rows <= cols``, in fp32 or fp16; never bf16, whose rounding the
-            form amplifies to errors of 0.3 and more. Written to where there are restarts.
+            form amplifies to errors of 0.3 and more.
         schedule: one ``(a, b, c)`` per step.
         restarts: steps, counted from 1, after which the Gram matrix is computed anew; ascending, below the number of
             steps.
         products: computes the symmetric products.
         apply: ``(Q, X, out=)``, computes ``Q X``.
         watch: is shown the number of each step, from 0, and the Gram matrix before it.
+        normalize: whether ``X`` has another norm, which is divided out on the short side: the trace of the Gram matrix,
+            which ``watch`` is shown as it is, is the square of it. For what
+            :func:`~megatron_eopt.orthogonalize.normalize.scaled` made.
 
     Returns:
-        A tensor of the shape of ``X``, which may be ``X``.
+        A new tensor of the shape of ``X``.
     """
-    R, *work = (X.new_empty(*X.shape[:-1], X.size(-2)) for _ in range(5))
+    R, *work = square_work(X, 5)
     Y = torch.empty_like(X)
+    spare = torch.empty_like(X) if restarts else Y
     for start, end in zip([0, *restarts], [*restarts, len(schedule)], strict=True):
-        Q = _factor(products.gram(X, out=R), schedule[start:end], products, work, start, watch)
-        X, Y = apply(Q, X, out=Y), X
+        R = products.gram(X, out=R)
+        if watch is not None:
+            watch(start, R)
+        if normalize and start == 0:
+            squared = nonzero(R.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None])
+            Q = _factor(R.div_(squared), schedule[:end], products, work, watch).mul_(squared.rsqrt())
+        else:
+            Q = _factor(R, schedule[start:end], products, work, watch, start)
+        X = apply(Q, X, out=Y)
+        Y, spare = spare, Y
     return X
+
+
+def iterate_gram_fp16(
+    X: Tensor,
+    schedule: Sequence[Coefficients],
+    restarts: Sequence[int],
+    products: Products,
+    apply: Callable[..., Tensor] = torch.matmul,
+    watch: Callable[[int, Tensor], None] | None = None,
+) -> Tensor:
+    """:func:`iterate_gram` in fp16, for ``X`` of norm 1 in fp32; the result is in fp32.
+
+    The Gram matrix of a large ``X`` of norm 1 has entries of 1e-6, which fp16 keeps two digits of. So ``X`` is taken
+    128 times as large, and the coefficients accordingly. The trace of the first Gram matrix is 2^14 then, and no later
+    one has an entry of 65504, the largest number of fp16, while singular values stay below 1.99.
+    """
+    wanted = None if watch is None else (lambda step, R: watch(step, R.float() / _FP16_SCALE**2))
+    scaled = [(a, b / _FP16_SCALE**2, c / _FP16_SCALE**4) for a, b, c in schedule]
+    X = iterate_gram((X * _FP16_SCALE).half(), scaled, restarts, products, apply, wanted)
+    return X.float() / _FP16_SCALE
 
 
 def _factor(
@@ -52,13 +88,13 @@ def _factor(
     segment: Sequence[Coefficients],
     products: Products,
     work: Sequence[Tensor],
-    start: int,
     watch: Callable[[int, Tensor], None] | None,
+    start: int = 0,
 ) -> Tensor:
     """The product ``Q`` of the polynomials of one segment, of the Gram matrix ``R``, which is written to."""
     Z, T, Q, spare = work
     for index, (a, b, c) in enumerate(segment):
-        if watch is not None:
+        if watch is not None and index > 0:
             watch(start + index, R)
         Z = torch.mul(R, b, out=Z) if c == 0 else products.addmm(R, R, R, beta=b, alpha=c, out=Z)
         if index == 0:

@@ -1,7 +1,9 @@
 """What the Gram matrices of an iteration tell about its input and its result, without further products."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
+import torch
 from torch import Tensor
 
 
@@ -22,3 +24,51 @@ class Health:
     effective_rank: Tensor
     residual: Tensor
     finite: Tensor
+
+
+class Watch:
+    """Keeps figures of the first and of the last Gram matrix of an iteration, which are overwritten.
+
+    Args:
+        steps: how many steps the iteration has.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._last = steps - 1
+        self._figures: dict[int, tuple[Tensor, Tensor, int]] = {}
+
+    def __call__(self, step: int, R: Tensor) -> None:
+        """Take the figures of ``R``, (rows x rows) or (n x rows x rows), the Gram matrix before ``step``."""
+        if step in (0, self._last):
+            trace = R.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float64)
+            squares = torch.linalg.vector_norm(R.float(), dim=(-2, -1)).double().square()
+            self._figures[step] = trace, squares, R.size(-1)
+
+    @property
+    def trace(self) -> Tensor:
+        """Trace of the first Gram matrix: the squared norm of what it is of."""
+        return self._figures[0][0]
+
+    def health(self, squared: Tensor) -> Health:
+        """The figures, with the squared norms of the input, which are not finite where an entry of it is not."""
+        trace, squares, _ = self._figures[0]
+        last_trace, last_squares, rows = self._figures[self._last]
+        return Health(
+            norm=squared.sqrt().reshape(trace.shape),
+            effective_rank=torch.where(squares == 0, 0, trace.square() / squares),
+            residual=((last_squares - 2 * last_trace + rows).clamp(min=0) / rows).sqrt(),
+            finite=squared.isfinite().reshape(trace.shape),
+        )
+
+
+def health_of_nothing(x: Tensor) -> Health:
+    """The figures of matrices without entries, which are those of zero matrices."""
+    zeros = torch.zeros(x.shape[:-2], dtype=torch.float64, device=x.device)
+    return Health(zeros, zeros, zeros + 1, zeros == 0)
+
+
+def joined(parts: Sequence[Health]) -> Health:
+    """The figures of a stack from those of its parts."""
+    if len(parts) == 1:
+        return parts[0]
+    return Health(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Health)))

@@ -151,6 +151,11 @@ class Triton:
 
     input_precision: Fp32Precision = "ieee"
 
+    @property
+    def share(self) -> float:
+        """See :class:`~megatron_eopt.orthogonalize.symmetric.Products`."""
+        return 0.5
+
     def gram(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See :class:`~megatron_eopt.orthogonalize.symmetric.Products`."""
         return symmetric_product(x, x, out=out, input_precision=self.input_precision)

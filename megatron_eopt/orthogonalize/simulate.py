@@ -35,6 +35,11 @@ class Rounded:
     dtype: torch.dtype
     mirrored: bool = True
 
+    @property
+    def share(self) -> float:
+        """See :class:`~megatron_eopt.orthogonalize.symmetric.Products`."""
+        return 1.0
+
     def gram(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See :class:`~megatron_eopt.orthogonalize.symmetric.Products`."""
         x = self.round(x)

@@ -14,12 +14,20 @@ SMALLEST_BLOCKED = 512
 """Rows from which on :class:`Blocked` is taken for fp32 on a CPU: about where it begins to pay on two cores."""
 
 
+_CACHE_LINE = 64  # bytes
+
+
 class Products(Protocol):
     """A way to compute symmetric products of one matrix or a stack of them.
 
     ``out`` is written to and returned; it must be none of the inputs. Without it the result is a new tensor: on a CPU
     fresh memory costs a good part of a product of this size, so loops bring their own.
     """
+
+    @property
+    def share(self) -> float:
+        """The part of a product that is computed, between 1/2 and 1."""
+        ...
 
     def gram(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """``X X^T``, (rows x rows) or (n x rows x rows), for ``X`` (rows x cols) or (n x rows x cols)."""
@@ -32,65 +40,95 @@ class Products(Protocol):
 
 @dataclass(frozen=True)
 class Dense:
-    """Plain products by torch: everything is computed."""
+    """Plain products by torch: everything is computed.
+
+    Results that tensor cores rounded are made symmetric: without that the Gram form in fp16 has up to three times the
+    error.
+    """
+
+    @property
+    def share(self) -> float:
+        """See :class:`Products`."""
+        return 1.0
 
     def gram(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See :class:`Products`."""
-        return torch.matmul(x, x.mT, out=out)
+        return self._mirrored(torch.matmul(x, x.mT, out=out))
 
     def addmm(self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
         """See :class:`Products`."""
-        return (torch.baddbmm if c.ndim == 3 else torch.addmm)(c, a, b, beta=beta, alpha=alpha, out=out)
+        fused = torch.baddbmm if c.ndim == 3 else torch.addmm
+        return self._mirrored(fused(c, a, b, beta=beta, alpha=alpha, out=out))
+
+    def _mirrored(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float16 or (x.dtype == torch.float32 and x.device.type == "cuda"):
+            x.copy_(x.tril() + x.tril(-1).mT)
+        return x
 
 
 @dataclass(frozen=True)
 class Blocked:
-    """Products of one matrix by torch in blocks: of two mirrored blocks one is computed and copied.
+    """Products by torch in strips of rows, each from the diagonal on; what lies below is copied from above.
 
-    A matrix is cut into halves, whose diagonal blocks are cut again, ``levels`` times in all. With one, two and three
-    levels three quarters, five eighths and nine sixteenths of the products are left. Blocks of one size are computed as
-    one stack, so that each core has blocks of its own.
-
-    Matrices whose rows are no multiple of ``2^levels``, and stacks, are computed whole.
+    With ``n`` strips ``(n + 1) / 2n`` of the products are left, five eighths with four. More would save little, and
+    thinner strips are computed more slowly. The matrices of a stack are computed one after another.
     """
 
-    levels: int = 2
+    strips: int = 4
+
+    @property
+    def share(self) -> float:
+        """See :class:`Products`."""
+        return (self.strips + 1) / (2 * self.strips)
 
     def gram(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See :class:`Products`."""
-        if not self._serves(x):
-            return Dense().gram(x, out)
-        out = x.new_empty(x.size(0), x.size(0)) if out is None else out
-        return self._fill(out, x, x, beta=0.0, alpha=1.0)
+        out = x.new_empty(*x.shape[:-1], x.size(-2)) if out is None else out
+        return self._fill(out, x, x.mT, beta=0.0, alpha=1.0)
 
     def addmm(self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
         """See :class:`Products`."""
-        if not self._serves(c):
-            return Dense().addmm(c, a, b, beta=beta, alpha=alpha, out=out)
         out = torch.empty_like(c) if out is None else out
-        return self._fill(out.copy_(c), a, b, beta=beta, alpha=alpha)
-
-    def _serves(self, x: Tensor) -> bool:
-        return x.ndim == 2 and x.size(0) % 2**self.levels == 0
+        if a is b or (c is not a and c is not b):
+            return self._fill(out.copy_(c), a, b, beta=beta, alpha=alpha)
+        # beta B + alpha A B = alpha (A + beta / alpha I) B without reading B twice, and A as before afterwards
+        other, c = (b, a) if c is a else (a, b)
+        diagonal = other.diagonal(dim1=-2, dim2=-1)
+        before = diagonal.clone()
+        diagonal.add_(beta / alpha)
+        self._fill(out, other, c, beta=0.0, alpha=alpha)
+        diagonal.copy_(before)
+        return out
 
     def _fill(self, out: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float) -> Tensor:
-        """``out <- beta out + alpha A B^T``, which is symmetric."""
-        for level in range(self.levels):
-            # above the diagonal: the rows of the first half of each pair, the columns of the second
-            pairs = 2**level
-            rows, cols = (x.unflatten(0, (pairs, 2, -1)) for x in (a, b))
-            upper = _stack(out, pairs, 2 * pairs, 0, 1)
-            upper.baddbmm_(rows[:, 0], cols[:, 1].mT, beta=beta, alpha=alpha)
-            _stack(out, pairs, 2 * pairs, 1, 0).copy_(upper.mT)
-        rows, cols = (x.unflatten(0, (2**self.levels, -1)) for x in (a, b))
-        _stack(out, 2**self.levels, 2**self.levels, 0, 0).baddbmm_(rows, cols.mT, beta=beta, alpha=alpha)
+        """``out <- beta out + alpha A B``, which is symmetric."""
+        if out.ndim == 3:
+            for matrices in zip(out, a, b, strict=True):
+                self._fill(*matrices, beta=beta, alpha=alpha)
+            return out
+        rows = out.size(0)
+        size = max(1, -(-rows // self.strips))
+        for start in range(0, rows, size):
+            end = start + size
+            strip = out[start:end, start:]
+            strip.addmm_(a[start:end], b[:, start:], beta=beta, alpha=alpha)
+            if end < rows:
+                out[end:, start:end].copy_(strip[:, size:].mT)
         return out
 
 
-def _stack(x: Tensor, count: int, parts: int, row: int, col: int) -> Tensor:
-    """``count`` square blocks along the diagonal of ``x`` cut into ``parts``, the first at (row, col), as a stack."""
-    size, stride = x.size(0) // parts, x.stride()
-    step = size * parts // count * (stride[0] + stride[1])
-    return x.as_strided(
-        (count, size, size), (step, *stride), x.storage_offset() + size * (row * stride[0] + col * stride[1])
-    )
+def default_products(x: Tensor, dtype: torch.dtype) -> Products:
+    """What computes the products of the rows of ``x`` in ``dtype`` where nothing else is asked for."""
+    fp32_on_cpu = x.device.type == "cpu" and dtype == torch.float32
+    return Blocked() if fp32_on_cpu and x.size(-2) >= SMALLEST_BLOCKED else Dense()
+
+
+def square_work(x: Tensor, count: int) -> list[Tensor]:
+    """Memory for products of the rows of ``x``: (rows x rows) or (n x rows x rows), not initialized.
+
+    The rows of a matrix lie a little further apart than they are long. Where they are a power of two apart, a column
+    falls into few sets of a CPU's cache, and a mirrored copy takes twice as long.
+    """
+    rows = x.size(-2)
+    apart = rows + (_CACHE_LINE // x.element_size() if x.device.type == "cpu" and x.ndim == 2 else 0)
+    return [x.new_empty(*x.shape[:-1], apart)[..., :rows] for _ in range(count)]

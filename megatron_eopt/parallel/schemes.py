@@ -18,13 +18,15 @@ from torch import Tensor
 from megatron_eopt.matrices import merge_rows, split_rows
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients, get_coefficients
-from megatron_eopt.orthogonalize.newton_schulz import iterate, newton_schulz, normalized
+from megatron_eopt.orthogonalize.newton_schulz import newton_schulz
+from megatron_eopt.orthogonalize.normalize import normalized
 from megatron_eopt.orthogonalize.precision import (
     MatmulPrecision,
     fp32_products,
     product_dtype,
     validate_matmul_precision,
 )
+from megatron_eopt.orthogonalize.standard import iterate
 from megatron_eopt.parallel.exchange import all_reduce, gather, own_shard
 from megatron_eopt.parallel.layout import Layout
 

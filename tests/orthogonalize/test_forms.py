@@ -1,17 +1,23 @@
 """The standard and the Gram form, presets, parts of stacks, what is not finite, and figures of health."""
 
+import importlib
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt.orthogonalize import get_coefficients, newton_schulz
-from megatron_eopt.orthogonalize.form import choose_form, gram_flops, standard_flops
+from megatron_eopt.orthogonalize.form import choose_form, gram_dtype, gram_flops, standard_flops
+from megatron_eopt.orthogonalize.gram import iterate_gram_fp16
 from megatron_eopt.orthogonalize.ladder import choose
 from megatron_eopt.orthogonalize.restarts import PRESETS, PUBLISHED_ERRORS, restarts_for
+from megatron_eopt.orthogonalize.simulate import Rounded
 from megatron_eopt.orthogonalize.symmetric import Blocked, Dense
 from tests.orthogonalize.test_newton_schulz import exact, gaussian, relative
 
+# the function of that name hides its module
+entry = importlib.import_module("megatron_eopt.orthogonalize.newton_schulz")
 QUINTIC = get_coefficients("quintic", 5)
 
 
@@ -80,11 +86,72 @@ def test_the_cost_rule():
     assert gram_flops(2, 6, QUINTIC, (3,), 0.5) == 6 * 4 * 6 + 14 * 8
     cubic = get_coefficients("cubic5", 5)
     assert gram_flops(2, 6, cubic, (), 0.5) == 3 * 4 * 6 + 12 * 8
-    # the forms cost the same at an aspect of 1.5
-    assert choose_form(512, 760, QUINTIC, (3,), torch.float32) == "standard"
-    assert choose_form(512, 776, QUINTIC, (3,), torch.float32) == "gram"
-    assert choose_form(512, 4096, QUINTIC, None, torch.float32) == "standard"
-    assert choose_form(512, 4096, QUINTIC, (3,), torch.bfloat16) == "standard"
+    # equal at an aspect of 1.5, where five eighths of a symmetric product are computed at 1.15, where half is at 1
+    assert choose_form(512, 760, QUINTIC, (3,)) == "standard"
+    assert choose_form(512, 776, QUINTIC, (3,)) == "gram"
+    assert choose_form(512, 584, QUINTIC, (3,), Blocked().share) == "standard"
+    assert choose_form(512, 600, QUINTIC, (3,), Blocked().share) == "gram"
+    assert choose_form(512, 512, QUINTIC, (3,), 0.5) == "standard"
+    assert choose_form(512, 520, QUINTIC, (3,), 0.5) == "gram"
+
+
+def test_the_dtype_of_the_gram_form():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert gram_dtype(torch.float32, cpu) == gram_dtype(torch.float32, gpu) == torch.float32
+    assert gram_dtype(torch.bfloat16, gpu) == torch.float16
+    assert gram_dtype(torch.bfloat16, cpu) is None
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_the_gram_form_in_fp16_keeps_the_published_errors(preset, spectrum):
+    values = SPECTRA[spectrum](96)
+    x = gaussian(96, 256) if values is None else with_spectrum(96, 256, values).float()
+    name, steps, extra = PRESETS[preset]
+    products = Rounded(torch.float16)
+    result = iterate_gram_fp16(
+        x / x.norm(),
+        get_coefficients(name, steps),
+        restarts_for(name, steps, extra),
+        products,
+        apply=products.apply,
+    )
+    assert result.dtype == torch.float32
+    assert relative(result, exact(x, steps, name)) <= PUBLISHED_ERRORS[preset][torch.float16][spectrum]
+
+
+def test_fp16_holds_the_gram_matrix_of_a_large_matrix():
+    # entries of a Gram matrix of trace 1 would be 1e-7 here, of which fp16 keeps one digit
+    x = gaussian(16, 60_000)
+    x[8:] *= 1e-2
+    x = x / x.norm()
+    products = Rounded(torch.float16)
+    result = iterate_gram_fp16(x, QUINTIC, (3,), products, apply=products.apply)
+    assert relative(result, exact(x, 5, "quintic")) < 5e-3
+    seen = {}
+    iterate_gram_fp16(x, QUINTIC, (3,), products, products.apply, lambda step, R: seen.update({step: R.clone()}))
+    torch.testing.assert_close(seen[0], x @ x.mT, rtol=1e-3, atol=1e-6)
+
+
+def test_medium_precision_takes_fp16_where_it_is_fast(monkeypatch):
+    x = gaussian(32, 128)
+    monkeypatch.setattr(entry, "gram_dtype", lambda dtype, device: torch.float16)
+    result, health = newton_schulz(x, fp32_matmul_prec="medium", health=True, products=Rounded(torch.float16))
+    assert result.dtype == torch.float32
+    assert relative(result, exact(x, 5, "quintic")) <= PUBLISHED_ERRORS["default"][torch.float16]["gaussian"]
+    assert health.norm.item() == pytest.approx(x.norm().item(), rel=1e-4)
+    assert health.effective_rank.item() == pytest.approx(
+        newton_schulz(x, health=True)[1].effective_rank.item(), rel=1e-2
+    )
+    with_square = newton_schulz(x[:, :32], fp32_matmul_prec="medium")
+    assert torch.equal(with_square, newton_schulz(x[:, :32], fp32_matmul_prec="medium", form="standard"))
+
+
+def test_plain_products_in_fp16_are_exactly_symmetric():
+    R = Dense().gram(gaussian(16, 24).half())
+    product = Dense().addmm(R, R, R, beta=0.5, alpha=1e-3)
+    assert torch.equal(product, product.mT)
+    torch.testing.assert_close(product.float(), 0.5 * R.float() + 1e-3 * R.float() @ R.float(), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -167,36 +234,53 @@ def test_health_of_nothing(shape):
     assert health.finite.all()
 
 
-@given(blocks=st.integers(1, 6), cols=st.integers(1, 20), levels=st.integers(1, 3), transposed=st.booleans())
-def test_blocks_are_the_whole_product_and_exactly_symmetric(blocks, cols, levels, transposed):
-    rows = blocks * 2**levels
-    x = gaussian(cols, rows, dtype=torch.float64).mT if transposed else gaussian(rows, cols, dtype=torch.float64)
-    products = Blocked(levels)
+@given(
+    rows=st.integers(1, 40),
+    cols=st.integers(1, 20),
+    strips=st.integers(1, 9),
+    stack=st.integers(0, 2),
+    transposed=st.booleans(),
+)
+def test_strips_are_the_whole_product_and_exactly_symmetric(rows, cols, strips, stack, transposed):
+    shape = (cols, rows) if transposed else (rows, cols)
+    x = gaussian(*([stack] if stack else []), *shape, dtype=torch.float64)
+    x = x.mT if transposed else x
+    products = Blocked(strips)
     R = products.gram(x)
     torch.testing.assert_close(R, Dense().gram(x))
     square = Dense().gram(R)
-    whole = Dense().addmm(R, R, square, beta=0.5, alpha=2.0)
-    out = torch.full_like(R, torch.nan)
-    for result in (
-        products.addmm(R, R, square, beta=0.5, alpha=2.0),
-        products.addmm(R, R, square, beta=0.5, alpha=2.0, out=out),
-    ):
-        torch.testing.assert_close(result, whole)
-        above = torch.ones_like(result, dtype=torch.bool).triu(rows // 2**levels)
-        assert torch.equal(result[above], result.mT[above])
-    assert result is out
+    before = R.clone()
+    for c, a, b in ((R, R, R), (R, R, square), (R, square, R), (square, R, R)):
+        whole = Dense().addmm(c, a, b, beta=0.5, alpha=2.0)
+        out = torch.full_like(R, torch.nan)
+        for result in (
+            products.addmm(c, a, b, beta=0.5, alpha=2.0),
+            products.addmm(c, a, b, beta=0.5, alpha=2.0, out=out),
+        ):
+            torch.testing.assert_close(result, whole)
+            above = torch.ones_like(result, dtype=torch.bool).triu(-(-rows // strips))
+            assert torch.equal(result[above], result.mT[above])
+        assert result is out
+    assert torch.equal(R, before)
 
 
-@pytest.mark.parametrize("shape", [(7, 9), (2, 8, 12)])
-def test_what_blocks_do_not_serve_is_computed_whole(shape):
+@pytest.mark.parametrize("shape", [(512, 1024), (2, 515, 640)])
+def test_large_matrices_take_strips(shape):
     x = gaussian(*shape)
-    assert torch.equal(Blocked().gram(x), Dense().gram(x))
-
-
-def test_large_matrices_take_blocks():
-    x = gaussian(512, 1024)
     for form in ("standard", "gram"):
         assert relative(newton_schulz(x, form=form), exact(x, 5, "quintic")) < 1e-4
+        assert not torch.equal(newton_schulz(x, form=form), newton_schulz(x, form=form, products=Dense()))
+
+
+@pytest.mark.parametrize("form", ["standard", "gram"])
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e6, 1e30])
+def test_the_input_is_left_as_it_is(form, scale):
+    x = gaussian(2, 16, 40) * scale
+    before = x.clone()
+    for settings in ({}, {"preset": "accurate"}, {"preset": "fast"}):
+        result = newton_schulz(x, form=form, **settings)
+        assert torch.equal(x, before)
+        torch.testing.assert_close(result, newton_schulz(gaussian(2, 16, 40), form=form, **settings), rtol=0, atol=2e-5)
 
 
 def test_products_of_a_ladder_serve_the_entry():

@@ -103,7 +103,7 @@ def flops(shape: tuple[int, ...], coefficient_type: str, preset: Preset | None) 
     count = standard_flops(rows, cols, schedule)
     if preset is not None:
         restarts = restarts_for(coefficient_type, 5, extra=PRESETS[preset][2])
-        share = default_products(torch.empty(rows, 0), torch.float32).share
+        share = default_products(torch.device("cpu"), torch.float32).share(rows)
         if restarts is not None and choose_form(rows, cols, schedule, restarts, share) == "gram":
             count = gram_flops(rows, cols, schedule, restarts)
     return count * (shape[0] if len(shape) == 3 else 1)

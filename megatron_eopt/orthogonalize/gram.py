@@ -46,7 +46,7 @@ def iterate_gram(
     Returns:
         A new tensor of the shape of ``X``.
     """
-    R, *work = square_work(X, 5)
+    R, *work = square_work(X, 4)
     Y = torch.empty_like(X)
     spare = torch.empty_like(X) if restarts else Y
     for start, end in zip([0, *restarts], [*restarts, len(schedule)], strict=True):
@@ -55,9 +55,9 @@ def iterate_gram(
             watch(start, R)
         if normalize and start == 0:
             squared = nonzero(R.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None])
-            Q = _factor(R.div_(squared), schedule[:end], products, work, watch).mul_(squared.rsqrt())
+            Q = factor(R.div_(squared), schedule[:end], products, work, watch).mul_(squared.rsqrt())
         else:
-            Q = _factor(R, schedule[start:end], products, work, watch, start)
+            Q = factor(R, schedule[start:end], products, work, watch, start)
         X = apply(Q, X, out=Y)
         Y, spare = spare, Y
     return X
@@ -83,7 +83,7 @@ def iterate_gram_fp16(
     return X.float() / _FP16_SCALE
 
 
-def _factor(
+def factor(
     R: Tensor,
     segment: Sequence[Coefficients],
     products: Products,
@@ -91,18 +91,28 @@ def _factor(
     watch: Callable[[int, Tensor], None] | None,
     start: int = 0,
 ) -> Tensor:
-    """The product ``Q`` of the polynomials of one segment, of the Gram matrix ``R``, which is written to."""
-    Z, T, Q, spare = work
+    """The product ``Q`` of the polynomials of one segment between restarts.
+
+    Args:
+        R: Gram matrix at the start of the segment, (rows x rows) or (n x rows x rows); written to.
+        segment: ``(a, b, c)`` of its steps.
+        products: computes the symmetric products.
+        work: three further tensors like ``R``, one of which is returned.
+        watch: is shown the number of each step but the first, and the Gram matrix before it.
+        start: number of the first step.
+    """
+    Z, T, Q = work
     for index, (a, b, c) in enumerate(segment):
         if watch is not None and index > 0:
             watch(start + index, R)
         Z = torch.mul(R, b, out=Z) if c == 0 else products.addmm(R, R, R, beta=b, alpha=c, out=Z)
-        if index == 0:
-            Q.copy_(Z).diagonal(dim1=-2, dim2=-1).add_(a)
-        else:
-            Q, spare = products.addmm(Q, Q, Z, beta=a, alpha=1.0, out=spare), Q
         if index + 1 < len(segment):
             # P (P R), not P^2 R: squaring P first costs up to five times the error
             T = products.addmm(R, Z, R, beta=a, alpha=1.0, out=T)
             R = products.addmm(T, Z, T, beta=a, alpha=1.0, out=R)
+        if index == 0:
+            Z.diagonal(dim1=-2, dim2=-1).add_(a)
+            Q, Z = Z, Q
+        else:
+            Q, T = products.addmm(Q, Q, Z, beta=a, alpha=1.0, out=T), Q
     return Q

@@ -151,8 +151,7 @@ class Triton:
 
     input_precision: Fp32Precision = "ieee"
 
-    @property
-    def share(self) -> float:
+    def share(self, rows: int) -> float:
         """See :class:`~megatron_eopt.orthogonalize.symmetric.Products`."""
         return 0.5
 

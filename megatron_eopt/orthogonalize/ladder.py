@@ -91,7 +91,7 @@ def _suits_triton(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device:
 
 
 def _suits_blocked(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> bool:
-    large = all(min(shape[-2:]) >= SMALLEST_BLOCKED for shape in shapes)
+    large = any(min(shape[-2:]) >= SMALLEST_BLOCKED for shape in shapes)
     return device.type == "cpu" and dtype == torch.float32 and large
 
 
@@ -105,7 +105,7 @@ RUNGS: dict[str, Rung] = {
 
 def choose(
     shapes: Sequence[tuple[int, ...]],
-    dtype: torch.dtype,
+    dtype: torch.dtype | Sequence[torch.dtype],
     device: torch.device | str,
     *,
     rung: str | None = None,
@@ -120,7 +120,7 @@ def choose(
 
     Args:
         shapes: of the matrices (rows, cols) or stacks (n, rows, cols) that will come.
-        dtype: in which the products are computed.
+        dtype: in which the products are computed; several where the forms differ in it.
         device: where.
         rung: takes this rung instead of the fastest, or fails; the same on every rank.
         fp32_precision: how fp32 matrices are multiplied by rungs that do not follow torch's setting.
@@ -132,14 +132,20 @@ def choose(
         RuntimeError: on every rank, if the rung that was asked for cannot serve on one of them.
     """
     device = torch.device(device)
+    dtypes = [dtype] if isinstance(dtype, torch.dtype) else list(dtype)
     *others, reference = rungs
     if rung is not None and rung not in rungs:
         raise ValueError(f"unknown rung {rung!r} of symmetric products: expected one of {', '.join(rungs)}")
-    tried = [rung] if rung is not None else [name for name in others if rungs[name].suits(shapes, dtype, device)]
+    tried = (
+        [rung]
+        if rung is not None
+        else [name for name in others if all(rungs[name].suits(shapes, each, device) for each in dtypes)]
+    )
     reasons = {
         name: reason
         for name in tried
-        if name != reference and (reason := _reason(rungs[name], shapes, dtype, device, fp32_precision))
+        for each in dtypes
+        if name != reference and (reason := _reason(rungs[name], shapes, each, device, fp32_precision))
     }
     serves = torch.tensor([name == reference or (name in tried and name not in reasons) for name in rungs]).int()
     if agree is not None:
@@ -157,7 +163,7 @@ def choose(
 def restore(
     state: Mapping[str, Any],
     shapes: Sequence[tuple[int, ...]],
-    dtype: torch.dtype,
+    dtype: torch.dtype | Sequence[torch.dtype],
     device: torch.device | str,
     *,
     fp32_precision: "Fp32Precision" = "ieee",

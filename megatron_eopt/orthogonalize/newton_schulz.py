@@ -129,7 +129,7 @@ def newton_schulz(
             f"{x.device.type!r}: take the standard form, or precision 'high' or 'highest'"
         )
     if form == "auto" and restarts is not None and of_gram is not None:
-        share = (products or default_products(X, of_gram)).share
+        share = (products or default_products(x.device, of_gram)).share(X.size(-2))
         form = choose_form(X.size(-2), X.size(-1), schedule, restarts, share)
     if x.numel() == 0:
         return (torch.empty_like(x), health_of_nothing(x)) if health else torch.empty_like(x)
@@ -152,7 +152,7 @@ def _parts(X: Tensor, dtype: torch.dtype, max_bytes: int) -> list[slice]:
     if X.ndim == 2 or X.size(0) == 1:
         return [slice(None)]
     rows, cols = X.shape[-2:]
-    of_one = (3 * rows * cols + 5 * rows * rows) * dtype.itemsize
+    of_one = (3 * rows * cols + 4 * rows * rows) * dtype.itemsize
     size = max(1, max_bytes // of_one)
     return [slice(start, start + size) for start in range(0, X.size(0), size)]
 
@@ -170,7 +170,7 @@ class _Run:
 
     def __call__(self, X: Tensor) -> tuple[Tensor, Health | None]:
         """The result, and the figures where they are asked for."""
-        products = self.products or default_products(X, self.dtype)
+        products = self.products or default_products(X.device, self.dtype)
         watch = Watch(len(self.schedule)) if self.health else None
         if self.restarts is not None and self.dtype != torch.float16:
             N, largest = scaled(X, self.propagate_nan)

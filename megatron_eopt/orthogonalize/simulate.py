@@ -35,8 +35,7 @@ class Rounded:
     dtype: torch.dtype
     mirrored: bool = True
 
-    @property
-    def share(self) -> float:
+    def share(self, rows: int) -> float:
         """See :class:`~megatron_eopt.orthogonalize.symmetric.Products`."""
         return 1.0
 

@@ -24,9 +24,8 @@ class Products(Protocol):
     fresh memory costs a good part of a product of this size, so loops bring their own.
     """
 
-    @property
-    def share(self) -> float:
-        """The part of a product that is computed, between 1/2 and 1."""
+    def share(self, rows: int) -> float:
+        """The part of a (rows x rows) product that is computed, between 1/2 and 1."""
         ...
 
     def gram(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -46,8 +45,7 @@ class Dense:
     error.
     """
 
-    @property
-    def share(self) -> float:
+    def share(self, rows: int) -> float:
         """See :class:`Products`."""
         return 1.0
 
@@ -72,22 +70,30 @@ class Blocked:
 
     With ``n`` strips ``(n + 1) / 2n`` of the products are left, five eighths with four. More would save little, and
     thinner strips are computed more slowly. The matrices of a stack are computed one after another.
+
+    Attributes:
+        strips: into which a matrix is cut.
+        smallest: products of fewer rows are computed whole.
     """
 
     strips: int = 4
+    smallest: int = SMALLEST_BLOCKED
 
-    @property
-    def share(self) -> float:
+    def share(self, rows: int) -> float:
         """See :class:`Products`."""
-        return (self.strips + 1) / (2 * self.strips)
+        return (self.strips + 1) / (2 * self.strips) if rows >= self.smallest else 1.0
 
     def gram(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See :class:`Products`."""
+        if x.size(-2) < self.smallest:
+            return Dense().gram(x, out)
         out = x.new_empty(*x.shape[:-1], x.size(-2)) if out is None else out
         return self._fill(out, x, x.mT, beta=0.0, alpha=1.0)
 
     def addmm(self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
         """See :class:`Products`."""
+        if c.size(-1) < self.smallest:
+            return Dense().addmm(c, a, b, beta=beta, alpha=alpha, out=out)
         out = torch.empty_like(c) if out is None else out
         if a is b or (c is not a and c is not b):
             return self._fill(out.copy_(c), a, b, beta=beta, alpha=alpha)
@@ -117,10 +123,9 @@ class Blocked:
         return out
 
 
-def default_products(x: Tensor, dtype: torch.dtype) -> Products:
-    """What computes the products of the rows of ``x`` in ``dtype`` where nothing else is asked for."""
-    fp32_on_cpu = x.device.type == "cpu" and dtype == torch.float32
-    return Blocked() if fp32_on_cpu and x.size(-2) >= SMALLEST_BLOCKED else Dense()
+def default_products(device: torch.device, dtype: torch.dtype) -> Products:
+    """What computes products in ``dtype`` where nothing else is asked for."""
+    return Blocked() if device.type == "cpu" and dtype == torch.float32 else Dense()
 
 
 def square_work(x: Tensor, count: int) -> list[Tensor]:

@@ -48,12 +48,95 @@ def split_rows(x: Tensor, shapes: Sequence[int]) -> list[Tensor]:
     rows, cols = x.shape
     if rows % sum(shapes):
         raise ValueError(f"{rows} rows are not a multiple of the {sum(shapes)} of one query group {list(shapes)}")
-    grouped = x.reshape(-1, sum(shapes), cols)
-    return [part.reshape(-1, cols) for part in grouped.split(list(shapes), dim=1)]
+    groups = rows // sum(shapes)
+    parts = x.reshape(groups, sum(shapes), cols).split(list(shapes), dim=1)
+    return [part.reshape(groups * size, cols) for part, size in zip(parts, shapes, strict=True)]
 
 
 def merge_rows(parts: Sequence[Tensor], shapes: Sequence[int]) -> Tensor:
     """The inverse of :func:`split_rows`."""
-    cols = parts[0].size(-1)
-    grouped = [part.reshape(-1, rows, cols) for part, rows in zip(parts, shapes, strict=True)]
-    return torch.cat(grouped, dim=1).reshape(-1, cols)
+    rows, cols = parts[0].shape
+    groups = rows // shapes[0]
+    grouped = [part.reshape(groups, size, cols) for part, size in zip(parts, shapes, strict=True)]
+    return torch.cat(grouped, dim=1).reshape(groups * sum(shapes), cols)
+
+
+def part_rows(top: int, bottom: int, shapes: Sequence[int]) -> list[tuple[int, int]]:
+    """Which rows of each part lie in the rows from ``top`` to ``bottom`` of the fused matrix, ends excluded.
+
+    Every part's rows have the order of the fused matrix, so they are consecutive; a shard may end within a group.
+
+    Returns:
+        Start and end within the part's own matrix, for each of ``shapes``.
+    """
+    result, before = [], 0
+    for rows in shapes:
+        start, end = (
+            edge // sum(shapes) * rows + min(max(edge % sum(shapes) - before, 0), rows) for edge in (top, bottom)
+        )
+        result.append((start, end))
+        before += rows
+    return result
+
+
+def split_piece(x: Tensor, top: int, shapes: Sequence[int]) -> list[Tensor]:
+    """Split rows of a fused matrix into their parts, as :func:`split_rows` does for whole groups.
+
+    Args:
+        x: rows x cols of the fused matrix, from row ``top`` on; they may begin and end within a group.
+        top: first row.
+        shapes: rows of each part within one group.
+
+    Returns:
+        For each part its rows in :func:`part_rows`; views where no rows have to be brought together.
+    """
+    head, whole = _sections(top, x.size(0), sum(shapes))
+    if x.size(0) == whole:
+        return split_rows(x, shapes)
+    end = head + whole
+    sections = [
+        _split_section(x[:head], top, shapes),
+        split_rows(x[head:end], shapes),
+        _split_section(x[end:], top + end, shapes),
+    ]
+    return [_joined(parts) for parts in zip(*sections, strict=True)]
+
+
+def merge_piece(parts: Sequence[Tensor], top: int, rows: int, shapes: Sequence[int]) -> Tensor:
+    """The inverse of :func:`split_piece`, for ``rows`` rows of the fused matrix from ``top`` on.
+
+    Raises:
+        ValueError: if the parts have other rows than those of :func:`part_rows`.
+    """
+    found = [part.size(0) for part in parts]
+    expected = [end - start for start, end in part_rows(top, top + rows, shapes)]
+    if found != expected:
+        raise ValueError(
+            f"rows {top} to {top + rows} of groups {list(shapes)} are parts of {expected} rows, got parts of {found}"
+        )
+    head, whole = _sections(top, rows, sum(shapes))
+    if rows == whole:
+        return merge_rows(parts, shapes)
+    sections = []
+    for part, (start, end), size in zip(parts, part_rows(top, top + head, shapes), shapes, strict=True):
+        first, middle = end - start, whole // sum(shapes) * size
+        sections.append(part.split([first, middle, part.size(0) - first - middle]))
+    heads, middles, tails = zip(*sections, strict=True)
+    return _joined([*heads, merge_rows(middles, shapes), *tails])
+
+
+def _sections(top: int, rows: int, group: int) -> tuple[int, int]:
+    """Rows up to the first group that begins within the rows, and those of all whole groups from there."""
+    head = min(-top % group, rows)
+    return head, (rows - head) // group * group
+
+
+def _split_section(x: Tensor, top: int, shapes: Sequence[int]) -> Sequence[Tensor]:
+    """Split rows of one group, which need not be all of it."""
+    return x.split([end - start for start, end in part_rows(top, top + x.size(0), shapes)])
+
+
+def _joined(sections: Sequence[Tensor]) -> Tensor:
+    """The sections behind one another, without a copy where all but one are empty."""
+    filled = [section for section in sections if section.size(0)]
+    return torch.cat(filled) if len(filled) > 1 else (filled or sections)[0]

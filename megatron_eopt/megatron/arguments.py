@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
-from megatron_eopt.parallel.schemes import TpMode
+from megatron_eopt.parallel.plan import TpMode
 from megatron_eopt.registry import list_optimizers
 
 DEFAULT_TP_MODE: TpMode = "duplicated"
@@ -35,8 +35,9 @@ def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozens
     tp_mode = _action(parser, "--muon-tp-mode")
     tp_mode.default = DEFAULT_TP_MODE
     tp_mode.help = (
-        "How matrices that are sharded over tensor-parallel ranks are orthogonalized: duplicated and distributed are "
-        "exact, blockwise treats each shard as a matrix of its own. Default: %(default)s."
+        "How matrices that are sharded over tensor-parallel ranks are orthogonalized: all exact but blockwise, which "
+        "treats each shard as a matrix of its own. auto takes the cheapest exact way for each bucket of equal "
+        "matrices. Default: %(default)s."
     )
     return parser
 

@@ -1,5 +1,6 @@
 """The line that says which optimizer owns how many parameters and how they are orthogonalized."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -7,14 +8,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.muon import RUNG, TensorParallelMuon
 from megatron_eopt.orthogonalize.scale import predicted_update_rms
 
 
 def print_summary(optimizer: Any) -> None:
-    """Print :func:`summary` on rank 0."""
+    """Print :func:`summary` on rank 0; all ranks call it, since it settles their plan."""
+    text = summary(list(torch_optimizers(optimizer)))
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"megatron_eopt: {summary(list(torch_optimizers(optimizer)))}", flush=True)
+        print(f"megatron_eopt: {text}", flush=True)
 
 
 def torch_optimizers(optimizer: Any) -> Iterator[Optimizer]:
@@ -32,12 +34,13 @@ def torch_optimizers(optimizer: Any) -> Iterator[Optimizer]:
 def summary(optimizers: Sequence[Optimizer]) -> str:
     """One line on what each optimizer owns on this rank."""
     kinds: dict[str, list[Tensor]] = {}
-    notes: dict[str, str] = {}
+    muons: dict[str, list[TensorParallelMuon]] = {}
     for optimizer in optimizers:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         kinds.setdefault(type(optimizer).__name__, []).extend(parameters)
         if isinstance(optimizer, TensorParallelMuon) and parameters:
-            notes[type(optimizer).__name__] = _how(optimizer, kinds[type(optimizer).__name__])
+            muons.setdefault(type(optimizer).__name__, []).append(optimizer)
+    notes = {name: _how(found) for name, found in muons.items()}
     return "; ".join(
         f"{name} owns {len(parameters)} parameters with {sum(p.numel() for p in parameters):,} elements on this rank"
         + (f", {notes[name]}" if name in notes else "")
@@ -45,23 +48,29 @@ def summary(optimizers: Sequence[Optimizer]) -> str:
     )
 
 
-def _how(muon: TensorParallelMuon, parameters: Sequence[Tensor]) -> str:
-    layouts = [(muon.layout(parameter), muon.split_shapes(parameter)) for parameter in parameters]
-    schemes = [muon.scheme(layout, shapes) for layout, shapes in layouts if layout.sharded]
-    counts = [f"{schemes.count(scheme)} {scheme}" for scheme in sorted(set(schemes))]
-    ranks = max(layout.ranks for layout, _ in layouts)
+def _how(muons: Sequence[TensorParallelMuon]) -> str:
+    """How the matrices of Muon are orthogonalized: one optimizer, or one for experts beside it, with equal settings."""
+    muon = muons[0]
+    plans = [each.planned.plan for each in muons]
+    matrices = [matrix for plan in plans for matrix in plan.matrices]
+    counts = Counter[str]()
+    ranks = 1
+    for plan in plans:
+        for bucket in plan.buckets:
+            if bucket.scheme != "local":
+                counts[bucket.scheme.replace("_", " ")] += len(bucket.matrices)
+                ranks = max(ranks, plan.matrices[bucket.matrices[0]].ranks)
     settings = muon.newton_schulz
     sizes = sorted(
-        {
-            round(predicted_update_rms(*layout.shape, muon.scale_mode, muon.extra_scale_factor), 3)
-            for layout, _ in layouts
-        }
+        {round(predicted_update_rms(*matrix.shape, muon.scale_mode, muon.extra_scale_factor), 3) for matrix in matrices}
     )
     name = settings.coefficient_type if isinstance(settings.coefficient_type, str) else "custom"
-    where = f"{' and '.join(counts)} over {ranks} tensor-parallel ranks" if counts else "none sharded"
-    exactness = "an approximation" if "blockwise" in schemes else "exact"
+    listed = " and ".join(f"{count} {scheme}" for scheme, count in sorted(counts.items()))
+    where = f"{listed} over {ranks} ranks" if counts else "none sharded"
+    exactness = "an approximation" if "blockwise" in counts else "exact"
     return (
-        f"{sum(len(shapes or (1,)) for _, shapes in layouts)} matrices orthogonalized by {settings.steps} "
-        f"Newton-Schulz steps ({name}, {settings.fp32_matmul_prec} precision), {where} ({exactness}), update RMS "
-        f"{' to '.join(f'{size:g}' for size in dict.fromkeys((sizes[0], sizes[-1])))} (AdamW's is near 0.2)"
+        f"{len(matrices)} matrices orthogonalized by {settings.steps} Newton-Schulz steps ({name}, "
+        f"{settings.fp32_matmul_prec} precision, symmetric products by {muon.param_groups[0][RUNG]}), {where} "
+        f"({exactness}), update RMS {' to '.join(f'{size:g}' for size in dict.fromkeys((sizes[0], sizes[-1])))} "
+        f"(AdamW's is near 0.2)"
     )

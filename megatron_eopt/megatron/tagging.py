@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_eopt.parallel.layout import is_expert, layout_of
+from megatron_eopt.parallel.layout import layout_of
 from megatron_eopt.registry import get_qkv_split_shapes
 
 
@@ -39,12 +39,14 @@ def refuse_second_axis(model_chunks: Sequence[Any], pg_collection: Any) -> None:
     Raises:
         ValueError: naming the first such parameter.
     """
+    # Whose axis it is cannot be told here: Megatron marks the parameters of experts only later.
+    groups = [getattr(pg_collection, name, None) for name in ("gtp_remat", "expt_gtp_remat")]
+    ranks = max((group.size() for group in groups if group is not None), default=1)
     for chunk in model_chunks:
         for name, parameter in chunk.named_parameters():
-            group = getattr(pg_collection, "expt_gtp_remat" if is_expert(parameter) else "gtp_remat", None)
-            if getattr(parameter, "is_gtp_weight_remat", False) and group is not None and group.size() > 1:
+            if getattr(parameter, "is_gtp_weight_remat", False) and ranks > 1:
                 raise ValueError(
-                    f"{name} is cut a second time over {group.size()} ranks, which cannot be orthogonalized yet: "
+                    f"{name} is cut a second time over {ranks} ranks, which cannot be orthogonalized yet: "
                     f"set --tensor-parallel-num-weight-shards (and the one of experts) to 1"
                 )
 

@@ -2,22 +2,35 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import check_split_shapes
+from megatron_eopt.optimizers.batch import Batch, GroupRates, local
+from megatron_eopt.optimizers.graphs import GraphedUpdate
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
+from megatron_eopt.optimizers.skipping import Skipping
 from megatron_eopt.orthogonalize.coefficients import Coefficients, composite_range, set_length
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor, validate_scale_mode
-from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, layout_of
-from megatron_eopt.parallel.schemes import NewtonSchulz, TpMode, orthogonalize, validate_tp_mode
+from megatron_eopt.orthogonalize.settings import NewtonSchulz
+from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
+from megatron_eopt.parallel.dtensor import layout_of_dtensor
+from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, layout_of, shared_out
+from megatron_eopt.parallel.plan import TpMode, validate_tp_mode
+from megatron_eopt.parallel.planned import Parameter, Planned
 
 logger = logging.getLogger(__name__)
+
+# Settings of a group with which a resumed run goes on, or it is not bit-equal: what computed symmetric products, and
+# the rates that the plan was made with.
+RUNG = "symmetric_products"
+RATES = "plan_rates"
 
 
 class TensorParallelGroups(Protocol):
@@ -31,8 +44,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     """Muon: the update is the orthogonal factor of the momentum, scaled by the shape of the matrix.
 
     The momentum is orthogonalized by Newton-Schulz iteration as a matrix of the model, wherever it lies: with every
-    ``tp_mode`` but ``blockwise`` the update at TP=k is the update at TP=1, scale factor and QKV split included. Query
-    groups of fused projections are interleaved, ``(groups, q + k + v, hidden)``, as Megatron stores them.
+    ``tp_mode`` but ``blockwise`` the update at TP=k is the update at TP=1, scale factor and QKV split included.
+    DTensors (FSDP2, HSDP, tensor parallelism under them) are taken as they lie. Query groups of fused projections are
+    interleaved, ``(groups, q + k + v, hidden)``, as Megatron stores them.
 
     Args:
         params: matrices, or groups of them; see :func:`megatron_eopt.parallel.layout.layout_of` for the attributes
@@ -52,7 +66,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         scale_mode: ``spectral``, ``unit_rms_norm`` or ``shape_scaling``.
         extra_scale_factor: multiplies the update; 0.2 with ``spectral`` gives updates the size of AdamW's.
         pg_collection: the process groups ``tp`` and, for experts, ``expt_tp``; None where nothing is sharded.
-        tp_mode: ``duplicated`` or ``distributed``, both exact, or ``blockwise``: each shard by itself.
+        tp_mode: ``auto``, ``owner``, ``gram``, ``duplicated`` or ``distributed``, all exact: see
+            :mod:`~megatron_eopt.parallel.plan`; or ``blockwise``, an approximation: each shard by itself.
+        data_parallel_group: ranks that all hold the same parameters and gradients (as under DDP): each orthogonalizes
+            its share of those matrices that no other group cuts, and an all-gather hands the results out.
+        plan_rates: of the cost model of ``auto``; ``measure`` measures them at start, and a checkpoint keeps them.
+        cuda_graphs: capture the step as a CUDA graph and replay it; only where no parameter is sharded.
 
     Raises:
         ValueError: at construction, for a setting out of its range, an unknown name, a schedule that the coefficient
@@ -80,9 +99,14 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         extra_scale_factor: float = 1.0,
         pg_collection: TensorParallelGroups | None = None,
         tp_mode: TpMode = "duplicated",
+        cuda_graphs: bool = False,
+        data_parallel_group: ProcessGroup | None = None,
+        plan_rates: Rates | Literal["measure"] = DEFAULT_RATES,
     ) -> None:
         validate_tp_mode(tp_mode)
         validate_scale_mode(scale_mode)
+        if not isinstance(plan_rates, Rates) and plan_rates != "measure":
+            raise ValueError(f"plan_rates are Rates or 'measure', got {plan_rates!r}")
         self.newton_schulz = NewtonSchulz(
             steps=num_ns_steps, coefficient_type=coefficient_type, fp32_matmul_prec=fp32_matmul_prec
         )
@@ -90,6 +114,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self.extra_scale_factor = extra_scale_factor
         self.pg_collection = pg_collection
         self.tp_mode = tp_mode
+        self.data_parallel_group = data_parallel_group
+        self.plan_rates = plan_rates
+        self._planned: Planned | None = None
         self._note_short_schedule()
         super().__init__(
             params,
@@ -102,22 +129,44 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             is_qkv_fn,
             qkv_split_shapes,
             fp32_matmul_prec,
-            orthogonalize_fn=lambda matrix: self.newton_schulz(matrix, Layout((matrix.size(0), matrix.size(1)))),
+            orthogonalize_fn=self.newton_schulz,
             scale_factor_fn=self._scale,
         )
+        self._graphed = GraphedUpdate(self._update) if cuda_graphs else None
+        if cuda_graphs:
+            self._check_graphs()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of matrices.
+
+        Raises:
+            ValueError: for a parameter that is not a matrix, or a setting out of its range.
+        """
+        super().add_param_group(param_group)
+        self._planned = None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state, and with it what computed the symmetric products when it was saved."""
+        super().load_state_dict(state_dict)
+        self._planned = None
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
-        """The update of one parameter, before the learning rate; sharded as the parameter is."""
-        layout = self.layout(p)
-        split_shapes = self.split_shapes(p)
-        return orthogonalize(
-            grad, layout, self.scheme(layout, split_shapes), self.newton_schulz, self._scale, split_shapes
-        )
+        """The update of one parameter, before the learning rate; sharded as the parameter is.
+
+        A step calls it for every parameter where a subclass overrides it. Otherwise it does the same for all at once.
+        """
+        place = next(place for place, parameter in enumerate(self._parameters()) if parameter is p)
+        return self.planned.orthogonalize([local(grad)], [place])[0]
 
     def layout(self, parameter: Tensor) -> Layout:
         """Where a parameter lies."""
         groups = self.pg_collection
-        return layout_of(parameter, getattr(groups, "tp", None), getattr(groups, "expt_tp", None))
+        if isinstance(parameter, DTensor):
+            layout = layout_of_dtensor(parameter)
+        else:
+            layout = layout_of(parameter, getattr(groups, "tp", None), getattr(groups, "expt_tp", None))
+        sharers = self.data_parallel_group
+        return layout if layout.ranks > 1 or sharers is None else shared_out(layout, sharers)
 
     def split_shapes(self, parameter: Tensor) -> tuple[int, ...] | None:
         """Rows of each logical matrix in one query group of a fused parameter; None for any other."""
@@ -126,15 +175,72 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         own = getattr(parameter, "qkv_split_shapes", None)
         return self.qkv_split_shapes if own is None else tuple(own)
 
-    def scheme(self, layout: Layout, split_shapes: Sequence[int] | None) -> TpMode:
-        """How a parameter is orthogonalized: as ``tp_mode`` says, with one exception.
+    @property
+    def planned(self) -> Planned:
+        """All parameters, and the plan of a step.
 
-        With more ranks than query groups a shard ends inside a group and holds no whole row range of Q, K or V, so
-        such a parameter is gathered under ``distributed`` too.
+        Settled when it is first asked for, by all ranks together, and again after a group was added.
         """
-        if self.tp_mode == "distributed" and _cut_inside_group(layout, split_shapes):
-            return "duplicated"
-        return self.tp_mode
+        if self._planned is None:
+            parameters = self._parameters()
+            described = [
+                Parameter(name, self.layout(p), self.split_shapes(p), local(p).dtype)
+                for name, p in zip(self._names(), parameters, strict=True)
+            ]
+            device = local(parameters[0]).device
+            planned = Planned(described, device, self.tp_mode, self.newton_schulz, self._scale, self._rates())
+            choice = planned.settle(self.param_groups[0].get(RUNG))
+            for group in self.param_groups:
+                group[RUNG] = choice.rung
+                group[RATES] = planned.rates.state_dict()
+            self._planned = planned
+        return self._planned
+
+    def explain(self) -> str:
+        """The plan of a step as a table."""
+        return self.planned.explain()
+
+    def _rates(self) -> Rates | None:
+        """Those of the checkpoint where they were measured; None where they have to be."""
+        if isinstance(self.plan_rates, Rates):
+            return self.plan_rates
+        known = self.param_groups[0].get(RATES)
+        return None if known is None else Rates.from_state_dict(known)
+
+    def _prepare(self, parameters: Sequence[Tensor]) -> Skipping:
+        skipping = super()._prepare(parameters)
+        _ = self.planned
+        return skipping
+
+    def _agree(self, flags: Tensor) -> Tensor:
+        return flags if self.tp_mode == "blockwise" else self.planned.agree(flags)
+
+    def _takes_part(self, place: int, parameter: Tensor) -> bool:
+        # also without a gradient where others wait for this rank's part
+        return super()._takes_part(place, parameter) or self.planned.shares(place)
+
+    def _orthogonalize(self, batches: Sequence[Batch], updates: Sequence[Tensor]) -> list[Tensor]:
+        if type(self).orthogonalize is not TensorParallelMuon.orthogonalize:
+            return super()._orthogonalize(batches, updates)
+        return self.planned.orthogonalize(updates, [place for batch in batches for place in batch.places])
+
+    def _run(self, batches: Sequence[Batch], accepted: Tensor, rates: GroupRates) -> None:
+        if self._graphed is None:
+            self._update(batches, accepted, rates)
+        else:
+            self._graphed(batches, accepted, rates)
+
+    def _check_graphs(self) -> None:
+        devices = {parameter.device.type for parameter in self._parameters()}
+        refused = None
+        if devices != {"cuda"}:
+            refused = f"the parameters are on {' and '.join(sorted(devices))}, not on a CUDA device"
+        elif type(self).orthogonalize is not TensorParallelMuon.orthogonalize:
+            refused = f"{type(self).__name__} has an orthogonalize of its own, which may wait for the device"
+        elif any(self.layout(parameter).ranks > 1 for parameter in self._parameters()):
+            refused = "parameters are shared with other ranks, and a replayed exchange could not be counted or end"
+        if refused:
+            raise ValueError(f"cuda_graphs cannot work here: {refused}. Leave it off")
 
     def _scale(self, rows: int, cols: int) -> float:
         return self.extra_scale_factor * muon_scale_factor(rows, cols, self.scale_mode)
@@ -187,4 +293,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
 
 def _cut_inside_group(layout: Layout, split_shapes: Sequence[int] | None) -> bool:
-    return split_shapes is not None and layout.dim == 0 and layout.shard_shape[0] % sum(split_shapes) != 0
+    return split_shapes is not None and any(
+        edge % sum(split_shapes) for piece in layout.pieces for edge in (piece.top, piece.bottom)
+    )

@@ -9,6 +9,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatron_eopt.matrices import check_split_shapes, merge_rows, split_rows
+from megatron_eopt.optimizers import bulk
+from megatron_eopt.optimizers.batch import Batch, GroupRates, local
+from megatron_eopt.optimizers.bulk import Scalar
+from megatron_eopt.optimizers.skipping import Skipping
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
 
 MOMENTUM_BUFFER = "momentum_buffer"
@@ -24,8 +28,9 @@ class OrthogonalizedOptimizer(Optimizer):
     3. Nesterov's look-ahead ``u = (1 - beta) g + beta m``, or ``u = m``;
     4. ``p -= lr * orthogonalize(p, u)``.
 
-    Gradients are never written to, and a parameter without one is left as it is. A step leaves every process-wide
-    setting of torch as it found it.
+    Gradients are never written to, and a parameter without one is left as it is, and so is one whose gradient is not
+    finite: see :mod:`~megatron_eopt.optimizers.skipping`. A step leaves every process-wide setting of torch as it found
+    it.
 
     Args:
         params: matrices, or groups of them.
@@ -76,6 +81,7 @@ class OrthogonalizedOptimizer(Optimizer):
         self.qkv_split_shapes = self._check_split(qkv_split_shapes) if split_qkv else None
         self.fp32_matmul_prec = fp32_matmul_prec
         self._set_functions(orthogonalize_fn, scale_factor_fn)
+        self._skipping: Skipping | None = None
         defaults = {"lr": lr, self.momentum_key: momentum_beta, "weight_decay": weight_decay, **kwargs}
         super().__init__(params, defaults)
 
@@ -104,6 +110,7 @@ class OrthogonalizedOptimizer(Optimizer):
             ValueError: for a parameter that is not a matrix, or a setting out of its range.
         """
         super().add_param_group(param_group)
+        self._skipping = None
         group = self.param_groups[-1]
         try:
             self._check_group(group)
@@ -158,38 +165,120 @@ class OrthogonalizedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient.
+        """Update every parameter whose gradient is there and finite.
 
         Args:
             closure: computes the loss and the gradients anew; called once, with gradients enabled.
 
         Returns:
             What the closure returned.
+
+        Raises:
+            RuntimeError: if a gradient was not finite in several steps in a row.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            settings = {key: value for key, value in group.items() if key != "params"}
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, settings)
+        parameters = self._parameters()
+        if not parameters:
+            return loss
+        if self._skipping is None:
+            self._skipping = self._prepare(parameters)
+        accepted = self._skipping.accept([None if p.grad is None else local(p.grad) for p in parameters], self._agree)
+        self._run(self._batches(), accepted, [(group["lr"], group["weight_decay"]) for group in self.param_groups])
         return loss
 
-    def _update(self, parameter: Tensor, settings: dict[str, Any]) -> None:
-        momentum = self._momentum(parameter)
-        gradient = parameter.grad.to(momentum.dtype)  # type: ignore[union-attr]
-        lr, beta, weight_decay = settings["lr"], settings[self.momentum_key], settings["weight_decay"]
-        if weight_decay and self.use_decoupled_weight_decay:
-            parameter.mul_(1 - lr * weight_decay)
-        elif weight_decay:
-            gradient = gradient.add(parameter, alpha=weight_decay)
-        momentum.lerp_(gradient, 1 - beta)
-        update = gradient.lerp(momentum, beta) if self.use_nesterov else momentum
+    def skipped_steps(self) -> dict[str, int]:
+        """Parameter -> steps that were left out because its gradient was not finite. Waits for the device."""
+        return {} if self._skipping is None else self._skipping.total
+
+    def _prepare(self, parameters: Sequence[Tensor]) -> Skipping:
+        """What the first step needs, before it changes anything."""
+        devices = sorted({str(parameter.device) for parameter in parameters})
+        if len(devices) > 1:
+            raise ValueError(f"{type(self).__name__} steps on one device, but its parameters are on {devices}")
+        return Skipping(self._names(), parameters[0].device)
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _names(self) -> list[str]:
+        """A name for every parameter, in the order of the groups: what torch was told, or where it stands."""
+        return [
+            group["param_names"][index] if "param_names" in group else _place(parameter, index, number)
+            for number, group in enumerate(self.param_groups)
+            for index, parameter in enumerate(group["params"])
+        ]
+
+    def _agree(self, flags: Tensor) -> Tensor:
+        """Element-wise minimum over the ranks that share the parameters, which are in dimension 1."""
+        return flags
+
+    def _takes_part(self, place: int, parameter: Tensor) -> bool:
+        """Whether a parameter is worked on in this step; if it is not accepted, it stays as it is nevertheless."""
+        return parameter.grad is not None
+
+    def _batches(self) -> list[Batch]:
+        batches = []
+        first = 0
+        for group in self.param_groups:
+            taken = [(i, p) for i, p in enumerate(group["params"], first) if self._takes_part(i, p)]
+            first += len(group["params"])
+            momenta = [local(self._momentum(p)) for _, p in taken]
+            batches.append(
+                Batch(
+                    places=[i for i, _ in taken],
+                    parameters=[p for _, p in taken],
+                    momenta=momenta,
+                    # where no gradient is, but other ranks wait for this one: see bulk.replace_rejected
+                    gradients=[
+                        m if p.grad is None else local(p.grad).to(m.dtype)
+                        for (_, p), m in zip(taken, momenta, strict=True)
+                    ],
+                    settings={key: value for key, value in group.items() if key not in ("params", "param_names")},
+                )
+            )
+        return batches
+
+    def _run(self, batches: Sequence[Batch], accepted: Tensor, rates: GroupRates) -> None:
+        self._update(batches, accepted, rates)
+
+    def _update(self, batches: Sequence[Batch], accepted: Tensor, rates: GroupRates) -> None:
+        """Update the parameters of all groups, without waiting for the device."""
+        flags = accepted.unbind()
+        accepted_of = [torch.stack([flags[i] for i in batch.places]) if batch.places else accepted for batch in batches]
+        updates: list[Tensor] = []
+        for batch, of_batch, (lr, weight_decay) in zip(batches, accepted_of, rates, strict=True):
+            updates += self._average(batch, of_batch, lr, weight_decay)
         with fp32_products(self.fp32_matmul_prec):
-            update = self.orthogonalize(parameter, update, **settings)
-        parameter.add_(update, alpha=-lr)
+            factors = self._orthogonalize(batches, updates)
+        done = 0
+        for batch, of_batch, (lr, _) in zip(batches, accepted_of, rates, strict=True):
+            if batch.places:
+                of_group = factors[done : done + len(batch.places)]
+                bulk.apply([local(p) for p in batch.parameters], of_group, lr, of_batch)
+            done += len(batch.places)
+
+    def _average(self, batch: Batch, accepted: Tensor, lr: Scalar, weight_decay: Scalar) -> list[Tensor]:
+        if not batch.places:
+            return []
+        parameters, gradients = [local(p) for p in batch.parameters], batch.gradients
+        decays = isinstance(weight_decay, Tensor) or weight_decay != 0
+        if decays and self.use_decoupled_weight_decay:
+            bulk.decay(parameters, lr, weight_decay, accepted)
+        elif decays:
+            gradients = bulk.with_decay(gradients, parameters, weight_decay)
+        gradients = bulk.replace_rejected(gradients, batch.momenta, accepted)
+        return bulk.average(batch.momenta, gradients, batch.settings[self.momentum_key], self.use_nesterov)
+
+    def _orthogonalize(self, batches: Sequence[Batch], updates: Sequence[Tensor]) -> list[Tensor]:
+        """The updates of all parameters of all batches, before the learning rate."""
+        each = ((parameter, batch.settings) for batch in batches for parameter in batch.parameters)
+        return [
+            self.orthogonalize(parameter, update, **settings)
+            for (parameter, settings), update in zip(each, updates, strict=True)
+        ]
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
         """The update of one parameter, before the learning rate; the method for subclasses to override.
@@ -210,3 +299,7 @@ class OrthogonalizedOptimizer(Optimizer):
 
     def _orthogonalize_matrix(self, matrix: Tensor) -> Tensor:
         return self.orthogonalize_fn(matrix) * self.scale_factor_fn(*matrix.shape)
+
+
+def _place(parameter: Tensor, index: int, group: int) -> str:
+    return f"parameter {index} of group {group}, of shape {tuple(parameter.shape)}"

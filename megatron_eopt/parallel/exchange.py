@@ -1,13 +1,24 @@
-"""The collectives, each counted: tests and benchmarks read :data:`counters`."""
+"""The collectives, each counted: tests and benchmarks read :data:`counters`.
+
+Every function starts a collective and returns at once; :meth:`Pending.wait` gives its result, and raises what the
+backend raises: where a rank of the group is gone, the others end within the timeout of the group.
+"""
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from megatron_eopt.parallel.layout import Layout
+from megatron_eopt.parallel import traffic
+
+ReduceOp = Literal["sum", "min"]
+
+_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN}
 
 
 @dataclass
@@ -16,16 +27,16 @@ class Counters:
 
     Attributes:
         calls: how many were made.
-        bytes: bytes of the tensors that this rank handed to them.
+        bytes: bytes that this rank sent, by the rules of :mod:`~megatron_eopt.parallel.traffic`.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
 
-    def count(self, name: str, tensor: Tensor) -> None:
+    def count(self, name: str, sent: int) -> None:
         """Add one call."""
         self.calls[name] += 1
-        self.bytes[name] += tensor.numel() * tensor.element_size()
+        self.bytes[name] += sent
 
     def reset(self) -> None:
         """Start again from zero."""
@@ -36,34 +47,104 @@ class Counters:
 counters = Counters()
 
 
-def gather(shard: Tensor, layout: Layout) -> Tensor:
-    """The global matrix of ``layout.shape`` on every rank, from the equal shards of its group."""
-    shard = shard.contiguous()
-    if not layout.sharded:
-        return shard
-    counters.count("all_gather", shard)
-    rows, cols = shard.shape
-    gathered = shard.new_empty(layout.ranks * rows, cols)
-    dist.all_gather_into_tensor(gathered, shard, group=layout.group)
-    if layout.dim == 0:
-        return gathered
-    return gathered.view(layout.ranks, rows, cols).transpose(0, 1).reshape(rows, layout.ranks * cols)
+class Pending[Result]:
+    """A collective that was started.
+
+    It holds what is sent until the result is taken, which is made of the received buffer at :meth:`wait`.
+    """
+
+    def __init__(self, work: dist.Work | None, finish: Callable[[], Result], *sent: Tensor) -> None:
+        self._work = work
+        self._finish = finish
+        self._sent = sent
+
+    def wait(self) -> Result:
+        """The result; on a GPU the current stream waits, not the host. To be called once."""
+        if self._work is not None:
+            self._work.wait()
+        self._work, self._sent = None, ()
+        return self._finish()
 
 
-def own_shard(matrix: Tensor, layout: Layout) -> Tensor:
-    """This rank's shard of a global matrix, contiguous: the inverse of :func:`gather`."""
-    if layout.dim is None:
-        return matrix
-    size = matrix.size(layout.dim) // layout.ranks
-    return matrix.narrow(layout.dim, layout.rank * size, size).contiguous()
+def all_to_all(
+    parts: Sequence[Sequence[Tensor]], receive_sizes: Sequence[int], group: ProcessGroup
+) -> Pending[list[Tensor]]:
+    """Send to each rank parts of its own.
+
+    Args:
+        parts: for each rank of the group the tensors that go to it, one behind the other; of one dtype, at least one of
+            them somewhere, which may be empty.
+        receive_sizes: entries that come from each rank.
+        group: the ranks.
+
+    Returns:
+        What comes from each rank, 1-D: views of one buffer.
+    """
+    send_sizes = [sum(tensor.numel() for tensor in to) for to in parts]
+    sent = torch.cat([tensor.reshape(-1) for to in parts for tensor in to])
+    received = sent.new_empty(sum(receive_sizes))
+    bytes_to = [size * sent.element_size() for size in send_sizes]
+    counters.count("all_to_all", traffic.all_to_all(bytes_to, group.rank()))
+    work = dist.all_to_all_single(received, sent, list(receive_sizes), send_sizes, group=group, async_op=True)
+    return Pending(work, lambda: list(received.split(list(receive_sizes))), sent)
 
 
-def all_reduce(x: Tensor, layout: Layout) -> Tensor:
-    """Sum over the ranks of a layout; bf16 and fp16 cross in fp32 and come back in their own dtype.
+def all_gather(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
+    """``x`` of all ranks, which has the same shape on each: (ranks x *shape of x)."""
+    x = x.contiguous()
+    counters.count("all_gather", traffic.all_gather(x.nbytes, group.size()))
+    gathered = x.new_empty(group.size() * x.numel())
+    work = dist.all_gather_into_tensor(gathered, x.view(-1), group=group, async_op=True)
+    return Pending(work, lambda: gathered.view(group.size(), *x.shape))
+
+
+def all_reduce(x: Tensor, group: ProcessGroup, op: ReduceOp = "sum") -> Pending[Tensor]:
+    """Sum, or minimum, over the ranks; bf16 and fp16 cross in fp32 and come back in their own dtype.
 
     ``x`` may be written to: it is what is sent, where it is contiguous and needs no wider dtype.
     """
-    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x.contiguous()
-    counters.count("all_reduce", wide)
-    dist.all_reduce(wide, group=layout.group)
-    return wide.to(x.dtype)
+    wide = _wide(x)
+    counters.count("all_reduce", traffic.all_reduce(wide.nbytes, group.size()))
+    work = dist.all_reduce(wide, op=_OPS[op], group=group, async_op=True)
+    return Pending(work, lambda: wide.to(x.dtype))
+
+
+def reduce_scatter(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
+    """The sum over the ranks of this rank's part of ``x``: (ranks * n x ...) becomes (n x ...).
+
+    bf16 and fp16 cross in fp32 and come back in their own dtype.
+
+    Raises:
+        ValueError: if the first dimension is no multiple of the number of ranks.
+    """
+    if x.size(0) % group.size():
+        raise ValueError(f"{x.size(0)} parts cannot be scattered evenly over {group.size()} ranks")
+    wide = _wide(x)
+    counters.count("reduce_scatter", traffic.reduce_scatter(wide.nbytes, group.size()))
+    part = wide.new_empty(x.size(0) // group.size(), *x.shape[1:])
+    work = dist.reduce_scatter_tensor(part, wide, group=group, async_op=True)
+    return Pending(work, lambda: part.to(x.dtype), wide)
+
+
+def reduce(x: Tensor, dst: int, group: ProcessGroup) -> Pending[Tensor | None]:
+    """The sum over the ranks, on rank ``dst`` of the group; None on the others.
+
+    bf16 and fp16 cross in fp32 and come back in their own dtype. ``x`` may be written to, on every rank.
+    """
+    wide, rank = _wide(x), group.rank()
+    counters.count("reduce", traffic.reduce(wide.nbytes, rank, dst))
+    work = dist.reduce(wide, group=group, group_dst=dst, async_op=True)
+    return Pending(work, lambda: wide.to(x.dtype) if rank == dst else None, wide)
+
+
+def broadcast(x: Tensor, src: int, group: ProcessGroup) -> Pending[Tensor]:
+    """``x`` of rank ``src`` of the group, where those of the others have its shape and dtype, and may be written to."""
+    sent = x.contiguous()
+    counters.count("broadcast", traffic.broadcast(sent.nbytes, group.rank(), src, group.size()))
+    work = dist.broadcast(sent, group=group, group_src=src, async_op=True)
+    return Pending(work, lambda: sent)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """``x``, contiguous, in a dtype in which sums over ranks keep what the entries have."""
+    return x.float().contiguous() if x.dtype in (torch.bfloat16, torch.float16) else x.contiguous()

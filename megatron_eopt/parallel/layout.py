@@ -1,9 +1,13 @@
-"""Where a matrix lies: its global shape, the sharded dimension, and the group of ranks that hold the shards."""
+"""Where a matrix lies: its global shape, the piece of every rank, and the group of ranks that hold them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from megatron_eopt.matrices import part_rows
+from megatron_eopt.parallel.pieces import Piece, Shape, cut, cut_dimension, whole
 
 
 @dataclass(frozen=True)
@@ -12,43 +16,52 @@ class Layout:
 
     Attributes:
         shape: rows and columns of the global matrix.
-        dim: the dimension that is cut into equal shards in the order of the ranks (0 or 1), None where every rank has
-            the whole matrix.
-        group: the ranks that hold the shards, None where there is one.
+        pieces: what each rank of the group holds, in the order of its ranks.
+        group: the ranks that hold the pieces, None where there is one.
+        label: name of the group in plans, the same on every rank.
     """
 
-    shape: tuple[int, int]
-    dim: int | None = None
+    shape: Shape
+    pieces: tuple[Piece, ...]
     group: ProcessGroup | None = None
+    label: str = ""
 
     @property
     def ranks(self) -> int:
-        """Number of shards."""
-        return 1 if self.group is None else self.group.size()
+        """Number of pieces."""
+        return len(self.pieces)
 
     @property
     def rank(self) -> int:
-        """Which shard is this rank's."""
+        """Which piece is this rank's."""
         return 0 if self.group is None else self.group.rank()
 
     @property
-    def sharded(self) -> bool:
-        """True where this rank holds a part only."""
-        return self.dim is not None and self.ranks > 1
+    def piece(self) -> Piece:
+        """What this rank holds."""
+        return self.pieces[self.rank]
 
     @property
-    def shard_shape(self) -> tuple[int, int]:
-        """Rows and columns that this rank holds."""
-        rows, cols = self.shape
-        if self.dim == 0:
-            rows //= self.ranks
-        elif self.dim == 1:
-            cols //= self.ranks
-        return rows, cols
+    def sharded(self) -> bool:
+        """True where a rank holds a part only."""
+        return any(piece.shape != self.shape for piece in self.pieces)
 
-    def with_shard_rows(self, rows: int) -> "Layout":
-        """The layout of a logical matrix that has ``rows`` rows on this rank and is cut as this one is."""
-        return replace(self, shape=(rows * self.ranks if self.dim == 0 else rows, self.shape[1]))
+    @property
+    def dim(self) -> int | None:
+        """The dimension that is cut in the order of the ranks; None where none is, or both are."""
+        return cut_dimension(self.shape, self.pieces)
+
+
+def on_one_rank(shape: Shape) -> Layout:
+    """The layout of a matrix that each rank has whole, and treats as its own."""
+    return Layout(shape, (whole(shape),))
+
+
+def shared_out(layout: Layout, group: ProcessGroup) -> Layout:
+    """The layout of a matrix that all ranks of a data-parallel group have whole, to share the work on it."""
+    if group.size() == 1:
+        return layout
+    return Layout(layout.shape, (whole(layout.shape),) * group.size(), group, "dp")
 
 
 def is_expert(parameter: Tensor) -> bool:
@@ -79,11 +92,44 @@ def layout_of(parameter: Tensor, tp_group: ProcessGroup | None, expert_tp_group:
         ValueError: if ``partition_dim`` is not a dimension of a matrix.
     """
     rows, cols = parameter.shape
-    group = expert_tp_group if is_expert(parameter) else tp_group
+    expert = is_expert(parameter)
+    group = expert_tp_group if expert else tp_group
     if not is_sharded(parameter) or group is None or group.size() == 1:
-        return Layout((rows, cols))
+        return on_one_rank((rows, cols))
     dim: int = parameter.partition_dim  # type: ignore[attr-defined]
     if dim not in (0, 1):
         raise ValueError(f"partition_dim of a matrix is 0 or 1, got {dim} on a parameter of shape {(rows, cols)}")
-    scale = group.size()
-    return Layout((rows * scale, cols) if dim == 0 else (rows, cols * scale), dim, group)
+    shape = (rows * group.size(), cols) if dim == 0 else (rows, cols * group.size())
+    return Layout(shape, cut(shape, dim, group.size()), group, "expt_tp" if expert else "tp")
+
+
+def split_layout(layout: Layout, split_shapes: Sequence[int]) -> list[Layout]:
+    """The layouts of the logical matrices of a fused parameter, whose rows are interleaved by query group.
+
+    A piece may begin and end within a group: it holds consecutive rows of every logical matrix, of some perhaps none.
+
+    Args:
+        layout: of the fused matrix, (groups * sum(split_shapes)) x cols, cut along rows, columns, both or not at all.
+        split_shapes: rows of each logical matrix within one group.
+
+    Raises:
+        ValueError: if the global matrix is not a whole number of groups.
+    """
+    rows, cols = layout.shape
+    groups, rest = divmod(rows, sum(split_shapes))
+    if rest:
+        raise ValueError(
+            f"{rows} rows over all ranks are not a multiple of the {sum(split_shapes)} of one query group "
+            f"{list(split_shapes)}: pass the rows of each part in one group, or turn QKV splitting off"
+        )
+    ranges = [part_rows(piece.top, piece.bottom, split_shapes) for piece in layout.pieces]
+    return [
+        replace(
+            layout,
+            shape=(groups * size, cols),
+            pieces=tuple(
+                Piece(*held[part], piece.left, piece.right) for held, piece in zip(ranges, layout.pieces, strict=True)
+            ),
+        )
+        for part, size in enumerate(split_shapes)
+    ]

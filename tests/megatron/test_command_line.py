@@ -104,8 +104,9 @@ def test_one_line_says_who_owns_what(tmp_path):
     (line,) = [line for line in output.splitlines() if line.startswith("megatron_eopt:")]
     assert line == (
         "megatron_eopt: TensorParallelMuon owns 8 parameters with 30,720 elements on this rank, 12 matrices "
-        "orthogonalized by 5 Newton-Schulz steps (quintic, medium precision), 8 duplicated over 2 tensor-parallel "
-        "ranks (exact), update RMS 0.2 (AdamW's is near 0.2); AdamW owns 7 parameters with 8,512 elements on this rank"
+        "orthogonalized by 5 Newton-Schulz steps (quintic, medium precision, symmetric products by torch), "
+        "12 duplicated over 2 ranks (exact), update RMS 0.2 (AdamW's is near 0.2); "
+        "AdamW owns 7 parameters with 8,512 elements on this rank"
     )
 
 

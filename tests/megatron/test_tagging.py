@@ -60,5 +60,7 @@ def test_weights_that_are_cut_a_second_time_are_refused():
     attention.linear_proj.weight.is_gtp_weight_remat = True
     refuse_second_axis([attention], groups(gtp_remat=Group(1)))
     refuse_second_axis([attention], groups())
-    with pytest.raises(ValueError, match=r"linear_proj\.weight is cut a second time over 2 ranks"):
-        refuse_second_axis([attention], groups(gtp_remat=Group(2)))
+    # experts are told apart later only, so both groups count
+    for cut in ({"gtp_remat": Group(2)}, {"gtp_remat": Group(1), "expt_gtp_remat": Group(2)}):
+        with pytest.raises(ValueError, match=r"linear_proj\.weight is cut a second time over 2 ranks"):
+            refuse_second_axis([attention], groups(**cut))

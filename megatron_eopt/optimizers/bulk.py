@@ -1,0 +1,44 @@
+"""The elementwise parts of a step, as multi-tensor operations over all parameters of a group.
+
+``accepted`` has one entry per parameter, on their device: False leaves the parameter and its momentum as they are,
+without asking the device which ones these are.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Scalar = float | Tensor
+"""A number, or a tensor without dimensions on the device of the parameters."""
+
+
+def replace_rejected(gradients: Sequence[Tensor], momenta: Sequence[Tensor], accepted: Tensor) -> list[Tensor]:
+    """The gradients, with the momentum in place of each not accepted: averaged with itself it stays as it is."""
+    # a CPU has the answer at once, and then mostly nothing is to do
+    if accepted.device.type == "cpu" and accepted.all():
+        return list(gradients)
+    return [torch.where(*each) for each in zip(accepted.unbind(), gradients, momenta, strict=True)]
+
+
+def decay(parameters: Sequence[Tensor], lr: Scalar, weight_decay: Scalar, accepted: Tensor) -> None:
+    """``p -= lr * weight_decay * p``."""
+    torch._foreach_mul_(list(parameters), (1 - lr * weight_decay * accepted.double()).unbind())
+
+
+def with_decay(gradients: Sequence[Tensor], parameters: Sequence[Tensor], weight_decay: Scalar) -> list[Tensor]:
+    """``g + weight_decay * p``, the gradient of the loss with an L2 penalty."""
+    penalties = torch._foreach_mul(list(parameters), weight_decay)
+    return list(torch._foreach_add(list(gradients), list(penalties)))
+
+
+def average(momenta: Sequence[Tensor], gradients: Sequence[Tensor], beta: float, nesterov: bool) -> list[Tensor]:
+    """``m += (1 - beta) (g - m)``; returns ``(1 - beta) g + beta m``, or ``m`` itself without Nesterov's look-ahead."""
+    torch._foreach_lerp_(list(momenta), list(gradients), 1 - beta)
+    return list(torch._foreach_lerp(list(gradients), list(momenta), beta)) if nesterov else list(momenta)
+
+
+def apply(parameters: Sequence[Tensor], updates: Sequence[Tensor], lr: Scalar, accepted: Tensor) -> None:
+    """``p -= lr * update``."""
+    steps = torch._foreach_mul(list(updates), (lr * accepted.double()).unbind())
+    torch._foreach_sub_(list(parameters), list(steps))

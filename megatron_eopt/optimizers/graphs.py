@@ -1,0 +1,92 @@
+"""A step captured once as a CUDA graph and replayed: for models whose step is short against its launches.
+
+What a step works on must stay where it is, so gradients, flags and rates are copied to fixed places before each replay.
+Learning rate and weight decay are among them: they live on as device scalars, and schedulers keep working. Everything
+else of a group (momentum, number of steps) is a part of what was captured.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.optimizers.batch import Batch, GroupRates, local
+
+Update = Callable[[Sequence[Batch], Tensor, GroupRates], None]
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+
+_WARM_UPS = 2  # torch's advice is a few runs before the capture: kernels are compiled and chosen in them
+
+
+def capture_cuda(run: Callable[[], None]) -> Callable[[], None]:
+    """Record what ``run`` launches as a CUDA graph; the result launches it again."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+class GraphedUpdate:
+    """Runs an update through a graph that is captured at the first call.
+
+    Args:
+        update: what is captured: it reads batches, flags and rates on the device, and waits for nothing.
+        capture: records a function of no arguments, and returns what runs it again.
+    """
+
+    def __init__(self, update: Update, capture: Capture = capture_cuda) -> None:
+        self._update = update
+        self._capture = capture
+        self._replay: Callable[[], None] | None = None
+
+    def __call__(self, batches: Sequence[Batch], accepted: Tensor, rates: GroupRates) -> None:
+        """Update as ``update`` would.
+
+        Raises:
+            RuntimeError: if something that was captured has changed since.
+        """
+        if self._replay is None:
+            self._record(batches, accepted, rates)
+        elif self._key(batches) != self._captured:
+            raise RuntimeError(
+                "the parameters with gradients, or the settings of a group, are not those that the CUDA graph of the "
+                "step was captured with: only learning rate and weight decay may change. Turn cuda_graphs off"
+            )
+        for batch, static in zip(batches, self._batches, strict=True):
+            if static.places:
+                torch._foreach_copy_(static.gradients, batch.gradients)
+        self._accepted.copy_(accepted)
+        for rate, static_rate in zip((r for pair in rates for r in pair), self._scalars, strict=True):
+            static_rate.copy_(rate) if isinstance(rate, Tensor) else static_rate.fill_(rate)
+        assert self._replay is not None
+        self._replay()
+
+    def _record(self, batches: Sequence[Batch], accepted: Tensor, rates: GroupRates) -> None:
+        self._captured = self._key(batches)
+        self._batches = [replace(batch, gradients=[g.clone() for g in batch.gradients]) for batch in batches]
+        self._accepted = accepted.clone()
+        self._scalars = [torch.zeros((), dtype=torch.float64, device=accepted.device) for _ in range(2 * len(rates))]
+        static_rates = list(zip(self._scalars[::2], self._scalars[1::2], strict=True))
+
+        def run() -> None:
+            self._update(self._batches, self._accepted, static_rates)
+
+        # the runs before the capture change parameters and momenta, so these are put back
+        changed = [t for batch in batches for t in (*map(local, batch.parameters), *batch.momenta)]
+        before = [t.clone() for t in changed]
+        for _ in range(_WARM_UPS):
+            run()
+        self._replay = self._capture(run)
+        for tensor, old in zip(changed, before, strict=True):
+            tensor.copy_(old)
+
+    def _key(self, batches: Sequence[Batch]) -> list[object]:
+        return [
+            (
+                tuple(batch.places),
+                tuple(t.data_ptr() for t in (*map(local, batch.parameters), *batch.momenta)),
+                {key: value for key, value in batch.settings.items() if key not in ("lr", "weight_decay")},
+            )
+            for batch in batches
+        ]

@@ -1,0 +1,129 @@
+"""Gradients that are missing or not finite: which parameters a step leaves out, the same on every rank.
+
+A value that is not finite would stay in the momentum for ever. So the step of that parameter is skipped, counted and
+reported; several in a row are an error. On a CPU that is known before anything is changed. On a GPU nothing waits for
+it: the step masks what is skipped, and what happened is read two steps later.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+MAX_IN_A_ROW = 5
+"""So many steps of a parameter are skipped before it is an error."""
+
+_DELAY = 2  # steps: by then the copy to the host is there, and all ranks read it in the same step
+
+Agree = Callable[[Tensor], Tensor]
+
+
+class Skipping:
+    """Counts the skipped steps of a list of parameters.
+
+    Args:
+        names: one per parameter, for messages.
+        device: of the parameters.
+    """
+
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        self._names = list(names)
+        self._device = device
+        # per parameter: skipped in a row, skipped in all, gradients that only some ranks had
+        self._counts = torch.zeros(3, len(names), dtype=torch.int32, device=device)
+        self._pending: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._reported = 0
+        self._last: tuple[tuple[bool, ...], Tensor] = ((), self._counts)
+
+    @property
+    def total(self) -> dict[str, int]:
+        """Name -> skipped steps, of the parameters that had any. Waits for the device."""
+        counts = self._counts[1].tolist()
+        return {name: count for name, count in zip(self._names, counts, strict=True) if count}
+
+    def accept(self, gradients: Sequence[Tensor | None], agree: Agree | None = None) -> Tensor:
+        """Which parameters take part in this step.
+
+        Args:
+            gradients: one per parameter, None where there is none.
+            agree: element-wise minimum of a tensor (3 x parameters) in int32 over the ranks that share them.
+
+        Returns:
+            One entry per parameter, on the device: True where the gradient is there and finite on all ranks.
+
+        Raises:
+            RuntimeError: after :data:`MAX_IN_A_ROW` skipped steps of one parameter, and where only some of the ranks
+                that share a parameter have a gradient of it.
+        """
+        present = self._present(tuple(gradient is not None for gradient in gradients))
+        flags = torch.stack([present & self._finite(gradients), present, ~present]).int()
+        flags[2] -= 1  # the minimum of this is minus the maximum of the one above
+        if agree is not None:
+            flags = agree(flags)
+        accepted, on_all, on_some = flags[0] == 1, flags[1] == 1, flags[2] == -1
+        skipped = on_all & ~accepted
+        self._counts[0] = torch.where(skipped, self._counts[0] + 1, torch.where(accepted, 0, self._counts[0]))
+        self._counts[1] += skipped
+        self._counts[2] += on_some & ~on_all
+        self._report()
+        return accepted
+
+    def _present(self, present: tuple[bool, ...]) -> Tensor:
+        if present != self._last[0]:
+            self._last = present, torch.tensor(present, device=self._device)
+        return self._last[1]
+
+    def _finite(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        filled = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
+        if not filled:
+            return torch.ones(len(gradients), dtype=torch.bool, device=self._device)
+        wide = torch.float64 if filled[0].dtype == torch.float64 else torch.float32
+        # the largest magnitude would overflow in no case, but torch finds it far more slowly than the sum of them
+        norms = iter(torch._foreach_norm(filled, 1, dtype=wide))
+        zero = torch.zeros((), dtype=wide, device=self._device)
+        return torch.stack([zero if g is None or not g.numel() else next(norms) for g in gradients]).isfinite()
+
+    def _report(self) -> None:
+        if self._device.type == "cpu":
+            self._read(self._counts)
+            return
+        counts = torch.empty(self._counts.shape, dtype=torch.int32, pin_memory=True)
+        counts.copy_(self._counts, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._pending.append((counts, event))
+        if len(self._pending) > _DELAY:
+            counts, event = self._pending.popleft()
+            event.synchronize()
+            self._read(counts)
+
+    def _read(self, counts: Tensor) -> None:
+        total = int(counts[1].sum())
+        if not counts[2].any() and total == self._reported:
+            return
+        in_a_row, _, partly = counts.tolist()
+        for name, count in zip(self._names, partly, strict=True):
+            if count:
+                raise RuntimeError(
+                    f"{name} has a gradient on some of the ranks that share it, none on others: let its module take "
+                    f"part in the loss on all of them or on none"
+                )
+        skipped = {name: count for name, count in zip(self._names, in_a_row, strict=True) if count}
+        if max(skipped.values(), default=0) >= MAX_IN_A_ROW:
+            raise RuntimeError(
+                f"gradients were not finite in {MAX_IN_A_ROW} steps in a row, of {_listed(skipped)}: these parameters "
+                f"stand still; look for a learning rate that is too high, or for a loss that overflows"
+            )
+        logger.warning(
+            "gradients are not finite, of %s: their steps are skipped, %s in all so far", _listed(skipped), total
+        )
+        self._reported = total
+
+
+def _listed(names: Sequence[str] | dict[str, int], most: int = 5) -> str:
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,176 @@
+"""Where a DTensor lies: FSDP2, HSDP, tensor parallelism, and meshes of several dimensions.
+
+The pieces are computed here from the placements, with the definitions of torch's ``Shard`` and ``_StridedShard``: its
+own helper knows where a shard starts, but not whether it is one rectangle, and has changed between releases.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import product
+from math import prod
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from megatron_eopt.parallel.layout import Layout, on_one_rank
+from megatron_eopt.parallel.pieces import Piece, Shape
+
+Cut = tuple[int, int, int]
+"""One mesh dimension that cuts: dimension of the tensor, number of ranks, split factor of the placement."""
+
+Partition = tuple[tuple[int, ...], ...]
+"""Global ranks of each of several groups."""
+
+_groups: WeakKeyDictionary[ProcessGroup, dict[Partition, ProcessGroup]] = WeakKeyDictionary()
+"""Groups over several mesh dimensions, made once for each world: it takes all their ranks to make one."""
+
+
+def layout_of_dtensor(x: DTensor, shape: Shape | None = None) -> Layout:
+    """The layout of a DTensor that is read as a matrix.
+
+    The group holds the ranks of all mesh dimensions that cut; those that replicate are left out, so each replica of
+    HSDP is a layout of its own. Where several cut and are not all ranks, the group is made at the first call: all ranks
+    of the mesh then call together, for the same parameters in the same order.
+
+    Args:
+        x: cut evenly or not; with ``Replicate`` on every mesh dimension each rank has the matrix whole.
+        shape: rows and columns of the matrix, whose rows are the product of leading dimensions of ``x``; by default
+            its first dimension times the rest.
+
+    Raises:
+        ValueError: if ``x`` is no such matrix, has a placement other than ``Replicate`` and shards, does not hold what
+            its placements say, or holds several rectangles of the matrix; or if the group cannot be made.
+    """
+    mesh, placements = x.device_mesh, x.placements
+    found = f"a DTensor of shape {tuple(x.shape)} with placements {placements} on a mesh {tuple(mesh.shape)}"
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"{found} that this rank is no part of: give each rank its own parameters only")
+    if not all(isinstance(placement, Replicate | Shard | _StridedShard) for placement in placements):
+        raise ValueError(f"{found}: only Replicate and Shard can be laid out, redistribute it to those first")
+    shape = (x.shape[0], prod(x.shape[1:])) if shape is None else shape
+    leading = _leading_dims(tuple(x.shape), shape)
+    if leading is None:
+        raise ValueError(f"{found} is no matrix of shape {shape}: its rows have to be a product of leading dimensions")
+    dims = [i for i, placement in enumerate(placements) if not isinstance(placement, Replicate) and mesh.size(i) > 1]
+    if not dims:
+        return on_one_rank(shape)
+    cuts = tuple((placements[i].dim, mesh.size(i), getattr(placements[i], "split_factor", 1)) for i in dims)  # type: ignore[attr-defined]
+    pieces = _pieces(tuple(x.shape), leading, cuts)
+    if pieces is None:
+        raise ValueError(
+            f"{found}: a rank holds several separate parts of the matrix {shape}; use an order of shards that leaves "
+            f"each rank one rectangle, such as Shard(0) for FSDP over Shard(0) or Shard(1) for tensor parallelism"
+        )
+    partition = _partition(mesh, dims)
+    own = next(ranks for ranks in partition if dist.get_rank() in ranks)
+    group = mesh.get_group(dims[0]) if len(dims) == 1 else _joint_group(partition, own)
+    held = dict(zip(own, pieces, strict=True))
+    layout = Layout(shape, tuple(held[rank] for rank in dist.get_process_group_ranks(group)), group, _label(mesh, dims))
+    with torch.no_grad():
+        local = x.to_local().shape
+    if local.numel() != layout.piece.numel:
+        raise ValueError(f"{found}: this rank holds {tuple(local)}, but by its placements {layout.piece}")
+    return layout
+
+
+def _leading_dims(shape: tuple[int, ...], matrix: Shape) -> int | None:
+    """How many leading dimensions of a tensor make the rows of the matrix; None where the matrix is another."""
+    # a dimension of length 1 fits on both sides: that of a matrix is its rows
+    splits = sorted(range(len(shape) + 1), key=lambda i: i != 1)
+    return next((i for i in splits if (prod(shape[:i]), prod(shape[i:])) == tuple(matrix)), None)
+
+
+@lru_cache
+def _pieces(shape: tuple[int, ...], leading: int, cuts: tuple[Cut, ...]) -> tuple[Piece, ...] | None:
+    """What each rank holds, the last of ``cuts`` varying fastest; None where that is not one rectangle for all."""
+    result = []
+    for coordinates in product(*(range(ranks) for _, ranks, _ in cuts)):
+        ranges = [
+            _held(length, [(cut, rank) for cut, rank in zip(cuts, coordinates, strict=True) if cut[0] == dim])
+            for dim, length in enumerate(shape)
+        ]
+        rows = _flattened(ranges[:leading], shape[:leading])
+        columns = _flattened(ranges[leading:], shape[leading:])
+        if rows is None or columns is None:
+            return None
+        result.append(Piece(*rows, *columns))
+    return tuple(result)
+
+
+def _held(length: int, cuts: Sequence[tuple[Cut, int]]) -> range | None:
+    """Indices of one dimension that a rank holds; None where they are not consecutive.
+
+    ``Shard`` cuts what the mesh dimensions before it left; ``_StridedShard`` cuts each of ``split_factor`` parts of it,
+    as the mesh dimensions behind it cut these parts first.
+
+    Args:
+        length: of the dimension.
+        cuts: those of this dimension in the order of the mesh, each with the rank's coordinate.
+    """
+    held: Sequence[int] = range(length)
+    for (_, ranks, factor), rank in cuts:
+        held = [i for part in range(factor) for i in _chunk(_chunk(held, factor, part), ranks, rank)]
+    if not held:
+        return range(length, length)
+    return range(held[0], held[-1] + 1) if held[-1] - held[0] == len(held) - 1 else None
+
+
+def _chunk(indices: Sequence[int], chunks: int, which: int) -> Sequence[int]:
+    """One of so many chunks, as :func:`torch.chunk` cuts: equal ones, then a smaller one, then empty ones."""
+    size = -(-len(indices) // chunks)
+    return indices[which * size : (which + 1) * size]
+
+
+def _flattened(ranges: Sequence[range | None], shape: Sequence[int]) -> tuple[int, int] | None:
+    """Start and end of a box within its flattened tensor; None where it is not in one piece there."""
+    start, size = 0, 1
+    for held, length in zip(ranges, shape, strict=True):
+        # behind a dimension with several entries, all others have to be whole
+        if held is None or (size > 1 and len(held) != length):
+            return None
+        start, size = start * length + held.start, size * len(held)
+    return (start, start + size) if size else (prod(shape), prod(shape))
+
+
+def _partition(mesh: DeviceMesh, dims: Sequence[int]) -> Partition:
+    """Ranks of the mesh that differ in ``dims`` only, the last of them varying fastest."""
+    others = [dim for dim in range(mesh.ndim) if dim not in dims]
+    ranks = mesh.mesh.permute(*others, *dims).reshape(-1, prod(mesh.size(dim) for dim in dims))
+    return tuple(tuple(row) for row in ranks.tolist())
+
+
+def _joint_group(partition: Partition, own: tuple[int, ...]) -> ProcessGroup:
+    """The group of this rank's part: all ranks, or one made at the first call of all ranks of the mesh.
+
+    Raises:
+        ValueError: if only some ranks of the world have the mesh, and its groups are made by splitting communicators.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "a DTensor has a process group"
+    if len(own) == world.size():
+        return world
+    if sum(map(len, partition)) == world.size():
+        wanted, local = partition, False
+    elif getattr(world, "bound_device_id", None) is None:
+        wanted, local = (own,), True
+    else:
+        raise ValueError(
+            f"ranks {own} need a group, but only some of the {world.size()} ranks have this mesh, and all have to take "
+            f"part where init_process_group was given a device_id: leave that out"
+        )
+    known = _groups.setdefault(world, {})
+    if wanted not in known:
+        made = [dist.new_group(ranks, use_local_synchronization=local) for ranks in map(list, wanted)]
+        known[wanted] = made[wanted.index(own)]  # type: ignore[assignment]
+    return known[wanted]
+
+
+def _label(mesh: DeviceMesh, dims: Sequence[int]) -> str:
+    """Names and sizes of mesh dimensions."""
+    names = mesh.mesh_dim_names or [f"mesh{dim}" for dim in range(mesh.ndim)]
+    return ",".join(f"{names[dim]}={mesh.size(dim)}" for dim in dims)

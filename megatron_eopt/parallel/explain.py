@@ -1,0 +1,62 @@
+"""A plan as a table, for people."""
+
+from megatron_eopt.parallel.cost import DEFAULT_RATES, Cost, Rates, Work, bucket_cost, plan_cost
+from megatron_eopt.parallel.plan import Bucket, Plan, TpMode, make_plan
+
+_COMPARED: tuple[TpMode, ...] = ("duplicated", "distributed", "blockwise")
+_COLUMNS = ("group", "scheme", "GFLOP", "MB sent", "collectives", "ms")
+_LINE = "{:<34}{:>10}{:>18}{:>15}{:>13}{:>13}{:>13}"
+
+
+def explain(plan: Plan, work: Work, rates: Rates = DEFAULT_RATES) -> str:
+    """A table of fixed width: what each bucket costs its busiest rank, and what all cost, beside other schemes.
+
+    The total is that of the busiest rank over all buckets, which is less than the sum of the lines where different
+    ranks are busy. The other schemes are costed with the same iteration, so with the same kernels and forms.
+
+    Args:
+        plan: as it was made.
+        work: the iteration.
+        rates: those that the times are predicted with.
+    """
+    sharing = frozenset(plan.matrices[b.matrices[0]].group for b in plan.buckets if b.scheme == "share")
+    lines = [_LINE.format("matrices", *_COLUMNS), "-" * len(_LINE.format("", *_COLUMNS))]
+    for bucket in plan.buckets:
+        matrix = plan.matrices[bucket.matrices[0]]
+        group = matrix.group if matrix.ranks > 1 else "-"
+        lines.append(_row(_matrices(plan, bucket), group, bucket.scheme, bucket_cost(plan, bucket, work, rates)))
+    lines += ["", _row(f"all {len(plan.matrices)}: this plan", "", "", plan_cost(plan, work, rates))]
+    for mode in _COMPARED:
+        other = make_plan(plan.matrices, mode, work, rates, sharing)
+        lines.append(_row(mode, "", "", plan_cost(other, work, rates)))
+    modelled = (
+        f"{rates.flops / 1e12:.3g} TFLOP/s, {rates.bytes / 1e9:.3g} GB/s and {rates.latency * 1e6:.3g} us a collective"
+    )
+    lines += [
+        "",
+        f"Of the busiest rank in one step, modelled at {modelled}, nothing overlapped.",
+        f"{len(work.schedule)} steps, {_restarts(work)}, {work.share:.0%} of a symmetric product computed. "
+        "blockwise is an approximation.",
+    ]
+    return "\n".join(lines)
+
+
+def _matrices(plan: Plan, bucket: Bucket) -> str:
+    rows, cols = plan.matrices[bucket.matrices[0]].shape
+    return f"{len(bucket.matrices)} of {rows} x {cols}"
+
+
+def _restarts(work: Work) -> str:
+    if work.restarts is None:
+        return "standard form only"
+    return f"Gram form with {len(work.restarts)} restart{'' if len(work.restarts) == 1 else 's'}"
+
+
+def _row(name: str, group: str, scheme: str, cost: Cost) -> str:
+    figures = (_figure(cost.flops / 1e9), _figure(cost.bytes / 1e6), str(cost.collectives), _figure(cost.seconds * 1e3))
+    return _LINE.format(name, group, scheme, *figures)
+
+
+def _figure(value: float) -> str:
+    """Three digits or more, and no exponent where the figure is large."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,300 @@
+"""What a step does, decided once: buckets of equal matrices, and the scheme of each.
+
+Pure Python, from shapes, pieces and settings alone: the same on every rank, and it can be made, printed and tested
+without a process group.
+"""
+
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.parallel.bounded import in_parts
+from megatron_eopt.parallel.compare import fingerprint, first_difference
+from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work, bucket_cost, cube_flops, plan_cost, whole_flops
+from megatron_eopt.parallel.pieces import Piece, Shape, cut_dimension, whole
+
+__all__ = [
+    "Bucket",
+    "Matrix",
+    "Plan",
+    "Scheme",
+    "TpMode",
+    "fingerprint",
+    "first_difference",
+    "make_plan",
+    "validate_tp_mode",
+]
+
+REPLICATED_ROWS = 1024
+"""Gram matrices of at most so many rows are worth computing on every rank: to split them costs more collectives."""
+
+SMALL_ENTRIES = 128 * 128
+"""Matrices of at most so many entries may be computed on every rank where that is predicted to be faster: a collective
+less counts for more than their operations, which no processor makes at its full rate."""
+
+TpMode = Literal["blockwise", "duplicated", "distributed", "owner", "gram", "auto"]
+"""What the user asks for."""
+
+Scheme = Literal["local", "blockwise", "duplicated", "distributed", "owner", "gram_split", "gram_replicated", "share"]
+"""How a bucket is orthogonalized, where n is the short side and m the long one:
+
+- ``local``: whole matrices, orthogonalized on the rank that holds them, as one stack.
+- ``blockwise``: each piece as a matrix of its own: an approximation, nothing is exchanged.
+- ``duplicated``: one all-gather of all pieces of the bucket; every rank computes everything and keeps its pieces.
+- ``distributed``: the standard form; every step sums the Gram matrices of the bucket (stacked) over the ranks, in one
+  all-reduce each, after one for the norms. The Gram matrix is that of the dimension that is not cut.
+- ``owner``: one all-to-all brings each matrix together on one rank, which orthogonalizes it, one takes the pieces back.
+- ``gram_replicated``: the Gram form on the pieces, cut along the long side: one all-reduce of the stacked Gram matrices
+  (n x n) at the start and after every restart; every rank computes all factors Q.
+- ``gram_split``: the same, but each sum goes to one rank, which computes Q and hands it out: a reduce-scatter and an
+  all-gather for as many matrices as the ranks can share evenly, a reduce and a broadcast for each of the rest. So as
+  many bytes, more collectives, and the cubes of one matrix on a rank instead of those of all.
+- ``share``: every rank holds the whole matrices (data parallelism); each orthogonalizes its share, and one all-gather
+  hands the results out.
+"""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One logical matrix, as every rank of its group sees it.
+
+    Attributes:
+        name: of the parameter, and of the matrix where the parameter has several (``...linear_qkv.weight[q]``).
+        shape: rows and columns of the global matrix.
+        pieces: what each rank of the group holds, in the order of its ranks; one for a matrix of one rank.
+        group: label of the process group: ``tp``, ``expt_tp``, ``dp`` and so on. Matrices of different groups are never
+            in one bucket.
+        itemsize: bytes of an entry where it is exchanged.
+    """
+
+    name: str
+    shape: Shape
+    pieces: tuple[Piece, ...]
+    group: str = "tp"
+    itemsize: int = 4
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the group has."""
+        return len(self.pieces)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Matrices of equal shape, pieces, group and item size, and how they are orthogonalized.
+
+    Attributes:
+        matrices: indices into the matrices of the plan, ascending.
+        scheme: see :data:`Scheme`.
+        owners: the rank of the group that computes each matrix, for ``owner``, ``gram_split`` and ``share``; empty
+            otherwise.
+    """
+
+    matrices: tuple[int, ...]
+    scheme: Scheme
+    owners: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The buckets, in the order in which they are executed.
+
+    Attributes:
+        matrices: all matrices, in the order of the parameters.
+        buckets: every matrix is in exactly one.
+    """
+
+    matrices: tuple[Matrix, ...]
+    buckets: tuple[Bucket, ...]
+
+
+def validate_tp_mode(tp_mode: str) -> None:
+    """Check the name of a tp_mode.
+
+    Raises:
+        ValueError: for an unknown name, naming the known ones.
+    """
+    check_choice("tp_mode", tp_mode, get_args(TpMode))
+
+
+def make_plan(
+    matrices: Iterable[Matrix],
+    mode: TpMode,
+    work: Work,
+    rates: Rates = DEFAULT_RATES,
+    share_groups: Set[str] = frozenset({"dp"}),
+) -> Plan:
+    """The plan of a list of matrices: a function of its arguments alone, so the same on every rank.
+
+    Matrices of equal shape, pieces, group and item size are one bucket, or two where the scheme is mixed, or more where
+    they are many (:mod:`~megatron_eopt.parallel.bounded`):
+
+    - Matrices of one rank, and those without entries, are ``local``.
+    - Matrices that every rank of a group holds whole are ``share``, or ``local`` if the group is not to share.
+    - Pieces are served by the scheme that is named. Where ``distributed`` or ``gram`` cannot serve them (both
+      dimensions are cut; for ``gram`` also the short side only, or the Gram form must not run), by ``owner``.
+    - ``gram`` is ``gram_split`` for matrices with a short side over :data:`REPLICATED_ROWS` where that is predicted to
+      be faster, else ``gram_replicated``.
+    - ``auto`` takes what makes the busiest rank's predicted time over all buckets of a group least. For a bucket of B
+      matrices over T ranks it may be, in this order where two are equal: all ``owner``; ``floor(B / T) * T`` by
+      ``owner`` and the rest by ``gram``, replicated or split, or ``distributed``; all by one of these; and for matrices
+      of at most :data:`SMALL_ENTRIES`, ``duplicated``. It starts with ``owner`` everywhere, and with what would be best
+      for each bucket alone, and changes one bucket after another, the largest matrices first, until none gets better.
+
+    Owners are dealt in rounds over the ranks; the last round of a bucket goes to the ranks with the least to do so far,
+    the largest matrices first. So two ranks differ by at most one matrix.
+
+    Executed are first the buckets that exchange, the most expensive first, then the others, which fill the waiting.
+
+    Args:
+        matrices: in the order of the parameters, their names unique.
+        mode: what the user asked for.
+        work: the iteration.
+        rates: for the predictions.
+        share_groups: labels of groups whose whole matrices are shared out.
+
+    Raises:
+        ValueError: for an unknown mode, two matrices of one name, pieces that neither tile their matrix nor are all
+            whole, and groups of different sizes under one label.
+    """
+    validate_tp_mode(mode)
+    draft = Plan(tuple(matrices), ())
+    _check(draft.matrices)
+    alike: dict[Matrix, list[int]] = {}
+    for place, matrix in enumerate(draft.matrices):
+        alike.setdefault(replace(matrix, name=""), []).append(place)
+    # From here on in an order that does not depend on that of the parameters: largest matrices first.
+    kinds = sorted(alike, key=lambda m: (-whole_flops(m.shape, work), m.group, m.shape, m.pieces, m.itemsize))
+    buckets: list[Bucket] = []
+    for group, ranks in sorted({(m.group, m.ranks) for m in kinds}):
+        own = [(m, tuple(alike[m])) for m in kinds if (m.group, m.ranks) == (group, ranks)]
+        options = [_options(m, places, mode, work, group in share_groups) for m, places in own]
+        for bucket in _best(draft, options, work, rates):
+            buckets += in_parts(bucket, draft.matrices[bucket.matrices[0]])
+
+    def order(bucket: Bucket) -> tuple[bool, float]:
+        idle = bucket.scheme in ("local", "blockwise")
+        return idle, -bucket_cost(draft, bucket, work, rates).seconds
+
+    return replace(draft, buckets=tuple(sorted(buckets, key=order)))
+
+
+def _options(
+    matrix: Matrix, places: tuple[int, ...], mode: TpMode, work: Work, share: bool
+) -> list[tuple[Bucket, ...]]:
+    """The ways to serve matrices that are alike, the first to be preferred; without owners."""
+
+    def by(*schemes: Scheme) -> list[tuple[Bucket, ...]]:
+        return [(Bucket(places, scheme),) for scheme in schemes]
+
+    if matrix.ranks == 1 or 0 in matrix.shape:
+        return by("local")
+    if all(piece == whole(matrix.shape) for piece in matrix.pieces):
+        return by("share" if share else "local")
+    cut = cut_dimension(matrix.shape, matrix.pieces)
+    if mode in ("blockwise", "duplicated", "owner"):
+        return by(mode)
+    if mode == "distributed":
+        return by("owner" if cut is None else "distributed")
+    grams: list[Scheme] = []
+    if work.restarts is not None and cut is not None and matrix.shape[cut] == max(matrix.shape):
+        grams.append("gram_replicated")
+        if min(matrix.shape) > REPLICATED_ROWS:
+            grams.append("gram_split")
+    if mode == "gram":
+        return by(*grams) or by("owner")
+    sums: list[Scheme] = grams if cut is None else [*grams, "distributed"]
+    options = by("owner")
+    rest = len(places) % matrix.ranks
+    if 0 < rest < len(places):
+        first, last = Bucket(places[:-rest], "owner"), places[-rest:]
+        options += [(first, Bucket(last, scheme)) for scheme in sums]
+    options += by(*sums)
+    if matrix.shape[0] * matrix.shape[1] <= SMALL_ENTRIES:
+        options += by("duplicated")
+    return options
+
+
+def _best(draft: Plan, options: Sequence[list[tuple[Bucket, ...]]], work: Work, rates: Rates) -> list[Bucket]:
+    """One of the options for each kind of matrices of a group, by the predicted time of all, with owners."""
+
+    def serve(picked: Sequence[tuple[Bucket, ...]]) -> list[Bucket]:
+        return _with_owners(draft, [bucket for buckets in picked for bucket in buckets], work)
+
+    def seconds(picked: Sequence[tuple[Bucket, ...]]) -> float:
+        return plan_cost(replace(draft, buckets=tuple(serve(picked))), work, rates).seconds
+
+    def improved(picked: list[tuple[Bucket, ...]]) -> list[tuple[Bucket, ...]]:
+        least, before = seconds(picked), float("inf")
+        while least < before:
+            before = least
+            for place, choices in enumerate(options):
+                trials = [[*picked[:place], choice, *picked[place + 1 :]] for choice in choices if len(choices) > 1]
+                for trial in trials:
+                    needed = seconds(trial)
+                    if needed < least:
+                        picked, least = trial, needed
+        return picked
+
+    starts = [
+        [choices[0] for choices in options],
+        [min(choices, key=lambda choice: seconds([choice])) for choices in options],
+    ]
+    return serve(min((improved(start) for start in starts), key=seconds))
+
+
+def _with_owners(plan: Plan, buckets: Sequence[Bucket], work: Work) -> list[Bucket]:
+    """The buckets of one group, with owners where the scheme has them, the largest matrices dealt first."""
+    ranks = plan.matrices[buckets[0].matrices[0]].ranks
+    load = [0.0] * ranks
+    done = list(buckets)
+
+    def flops(bucket: Bucket) -> float:
+        count = cube_flops if bucket.scheme == "gram_split" else whole_flops
+        return count(plan.matrices[bucket.matrices[0]].shape, work)
+
+    for place in sorted(range(len(buckets)), key=lambda place: -flops(buckets[place])):
+        bucket = buckets[place]
+        if bucket.scheme not in ("owner", "gram_split", "share"):
+            continue
+        rounds, rest = divmod(len(bucket.matrices), ranks)
+        last = sorted(sorted(range(ranks), key=lambda rank: (load[rank], rank))[:rest])
+        owners = (*range(ranks),) * rounds + (*last,)
+        for rank in last:
+            load[rank] += flops(bucket)
+        done[place] = replace(bucket, owners=owners)
+    return done
+
+
+def _check(matrices: Sequence[Matrix]) -> None:
+    names: set[str] = set()
+    sizes: dict[str, int] = {}
+    tiled: set[tuple[Shape, tuple[Piece, ...]]] = set()
+    for matrix in matrices:
+        if matrix.name in names:
+            raise ValueError(f"two matrices have the name {matrix.name!r}")
+        names.add(matrix.name)
+        if matrix.ranks > 1 and sizes.setdefault(matrix.group, matrix.ranks) != matrix.ranks:
+            others = sizes[matrix.group]
+            raise ValueError(
+                f"{matrix.name!r} has {matrix.ranks} pieces, others of group {matrix.group!r} have {others}"
+            )
+        if (matrix.shape, matrix.pieces) not in tiled:
+            _check_pieces(matrix)
+            tiled.add((matrix.shape, matrix.pieces))
+
+
+def _check_pieces(matrix: Matrix) -> None:
+    (rows, cols), pieces = matrix.shape, matrix.pieces
+    inside = all(0 <= p.top <= p.bottom <= rows and 0 <= p.left <= p.right <= cols for p in pieces)
+    full = [piece for piece in pieces if piece.numel]
+    apart = not any(
+        a.top < b.bottom and b.top < a.bottom and a.left < b.right and b.left < a.right
+        for place, a in enumerate(full)
+        for b in full[:place]
+    )
+    replicated = all(piece == whole(matrix.shape) for piece in pieces)
+    covered = sum(piece.numel for piece in pieces) == rows * cols
+    if not (pieces and inside and (replicated or (apart and covered))):
+        raise ValueError(f"the pieces of {matrix.name!r} do not tile its shape {matrix.shape}: {list(pieces)}")

@@ -1,0 +1,161 @@
+"""Buckets of all schemes, cuts, norms and settings, with plans and matrices for them."""
+
+import zlib
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from megatron_eopt.orthogonalize.settings import NewtonSchulz
+from megatron_eopt.parallel.pieces import Piece, cut_at, whole
+from megatron_eopt.parallel.plan import Bucket, Matrix, Plan
+
+OWNED = ("owner", "gram_split", "share")
+ONE_CUT = ("duplicated", "distributed", "owner", "gram_replicated", "gram_split")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InFp16(NewtonSchulz):
+    """The Gram form as it is on a GPU."""
+
+    def gram_dtype(self, x):
+        return torch.float16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A bucket: ``how`` its matrices are cut (dimension, ``grid``, ``whole``), their norm, and the settings."""
+
+    scheme: str
+    shape: tuple[int, int]
+    how: int | str = 0
+    count: int = 3
+    edges: str = "even"
+    norm: float = 0.0  # as drawn
+    dtype: torch.dtype = torch.float32
+    coefficient_type: str = "quintic"
+    steps: int = 5
+    precision: str = "highest"
+    special: str = ""
+
+    @property
+    def settings(self):
+        kind, precision = (InFp16, "highest") if self.precision == "fp16" else (NewtonSchulz, self.precision)
+        return kind(
+            steps=self.steps, coefficient_type=self.coefficient_type, fp32_matmul_prec=precision, max_bytes=2**16
+        )
+
+
+def long_side(shape):
+    return int(shape[1] >= shape[0])
+
+
+CASES = [
+    # tall, wide, square and in between, along either dimension where the scheme can
+    *(
+        Case(scheme, shape, dim, count)
+        for scheme in ONE_CUT
+        for shape in ((96, 36), (36, 96), (48, 48))
+        for dim in (0, 1)
+        for count in (1, 5)
+        if not scheme.startswith("gram") or shape[dim] >= shape[1 - dim]
+    ),
+    # uneven pieces, one of them empty
+    *(
+        Case(scheme, shape, long_side(shape), 4, edges)
+        for scheme in ONE_CUT
+        for shape in ((80, 24), (24, 80))
+        for edges in ("uneven", "one")
+    ),
+    *(Case(scheme, (24, 80), 0, 4, "uneven") for scheme in ("duplicated", "distributed", "owner")),
+    *(Case(scheme, (50, 70), "grid", 5) for scheme in ("owner", "duplicated")),
+    *(Case("share", shape, "whole", count) for shape in ((96, 36), (36, 96)) for count in (1, 4, 5)),
+    Case("local", (40, 64), "whole"),
+    *(Case("blockwise", (40, 96), 1, edges=edges) for edges in ("even", "uneven", "one")),
+    # norms, and matrices that are zero or not finite beside others that are not
+    *(
+        Case(scheme, (24, 96), "whole" if scheme == "share" else 1, norm=norm)
+        for scheme in (*ONE_CUT, "share")
+        for norm in (1e-12, 1e6)
+    ),
+    *(
+        Case(scheme, (24, 96), "whole" if scheme == "share" else 1, 4, special=special)
+        for scheme in (*ONE_CUT, "share")
+        for special in ("zero", "nan", "inf")
+    ),
+    # on a CPU such are computed one by one
+    *(Case(scheme, (256, 300), "whole" if scheme == "share" else 1, 2) for scheme in ("owner", "share", "duplicated")),
+    # schedules with none, one and two restarts
+    *(
+        Case(scheme, (24, 96), 1, coefficient_type=kind, steps=steps)
+        for scheme in ("gram_replicated", "gram_split", "distributed")
+        for kind, steps in (("cubic5", 5), ("quintic", 5), ("polar_express", 8))
+    ),
+    # fp16, which the Gram form takes on a GPU only
+    *(
+        Case(scheme, (24, 96), 1, norm=norm, precision="fp16", coefficient_type=kind, dtype=dtype)
+        for scheme in ("gram_replicated", "gram_split")
+        for norm in (0.0, 1e-12, 1e6)
+        for kind in ("cubic5", "quintic")
+        for dtype in (torch.float32, torch.bfloat16)
+    ),
+    # other precisions and dtypes
+    *(
+        Case(scheme, (24, 96), "whole" if scheme == "share" else 1, precision=precision, dtype=dtype)
+        for scheme in (*ONE_CUT, "share")
+        for precision, dtype in (("medium", torch.float32), ("high", torch.float32), ("medium", torch.bfloat16))
+    ),
+]
+
+
+def pieces_of(case, ranks):
+    rows, cols = case.shape
+    if case.how == "whole":
+        return (whole(case.shape),) * (1 if case.scheme == "local" else ranks)
+    if case.how == "grid":  # blocks of different heights, and beside them the last rank's
+        edges = [round(rows * part / (ranks - 1)) for part in range(ranks)]
+        return (*(Piece(top, end, 0, cols // 3) for top, end in pairwise(edges)), Piece(0, rows, cols // 3, cols))
+    size = case.shape[case.how]
+    edges = [size * part // ranks for part in range(ranks + 1)]
+    if case.edges == "uneven":  # the second of three or more is empty
+        edges = [0, *([size // 2 + 3] * min(2, ranks - 1)), *edges[3:-1], size]
+    elif case.edges == "one":  # the others have nothing
+        edges = [0] + [size] * ranks
+    return cut_at(case.shape, case.how, edges)
+
+
+def plan_of(cases, ranks):
+    matrices, buckets = [], []
+    for case in cases:
+        of_bucket = tuple(range(len(matrices), len(matrices) + case.count))
+        pieces = pieces_of(case, ranks)
+        matrices += [Matrix(f"{index}", case.shape, pieces, "tp", case.dtype.itemsize) for index in of_bucket]
+        # the last ranks first, so that owners and their matrices are not in order
+        owners = tuple((ranks - 1 - index) % ranks for index in range(case.count)) if case.scheme in OWNED else ()
+        buckets.append(Bucket(of_bucket, case.scheme, owners))
+    return Plan(tuple(matrices), tuple(buckets))
+
+
+def matrices_of(case):
+    generator = torch.Generator().manual_seed(zlib.crc32(repr(case).encode()))
+    matrices = [torch.randn(case.shape, generator=generator) for _ in range(case.count)]
+    if case.norm:
+        matrices = [x * (case.norm / x.norm()) for x in matrices]
+    if case.special:
+        matrices[1] *= 0 if case.special == "zero" else 1
+    if case.special in ("nan", "inf"):
+        matrices[1][2, -1] = float(case.special)
+    return [x.to(case.dtype) for x in matrices]
+
+
+def scale(rows, cols):
+    return rows / cols + 0.25
+
+
+def part_of(x, piece):
+    return x[piece.top : piece.bottom, piece.left : piece.right]
+
+
+def own_parts(case, ranks, rank):
+    pieces = pieces_of(case, ranks)
+    return [part_of(x, pieces[rank % len(pieces)]) for x in matrices_of(case)]

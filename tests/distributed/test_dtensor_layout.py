@@ -1,0 +1,299 @@
+"""Layouts of real DTensors: every rank's local part is what its piece of the global matrix says."""
+
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from megatron_eopt.parallel import dtensor
+from megatron_eopt.parallel.dtensor import _joint_group, _pieces, layout_of_dtensor
+from megatron_eopt.parallel.layout import on_one_rank
+from megatron_eopt.parallel.pieces import Piece, cut_at
+from tests.distributed.ranks import run_ranks
+
+SHAPES = [(7, 5), (8, 6), (3, 4), (1, 9)]
+
+
+def matrix(shape):
+    return torch.arange(shape[0] * shape[1], dtype=torch.float32).view(shape)
+
+
+def spread(x, mesh, placements):
+    """Each rank cuts its own part out of what all have: torch scatters strided shards of equal size only."""
+    return distribute_tensor(x, mesh, placements, src_data_rank=None)
+
+
+def check(x, full=None):
+    """The layout, after comparing this rank's part with its piece, and all parts together with the whole."""
+    full = matrix(x.shape) if full is None else full
+    layout = layout_of_dtensor(x)
+    local, piece = x.to_local().detach(), layout.piece
+    assert layout.shape == tuple(full.shape)
+    assert torch.equal(local, full[piece.top : piece.bottom, piece.left : piece.right])
+    assert sum(piece.numel for piece in layout.pieces) == full.numel()
+    if layout.group is None:
+        assert layout == on_one_rank(layout.shape)
+        return layout
+    assert layout.ranks == layout.group.size()
+    found = [None] * layout.ranks
+    dist.all_gather_object(found, (layout.rank, piece, layout.pieces, layout.label), group=layout.group)
+    assert found == [(rank, piece, layout.pieces, layout.label) for rank, piece in enumerate(layout.pieces)]
+    return layout
+
+
+def agrees_with_torch(x, layout):
+    """Compare the pieces with torch's own helper, at the coordinates of every rank of the group."""
+    mesh = x.device_mesh
+    for rank, piece in zip(dist.get_process_group_ranks(layout.group), layout.pieces, strict=True):
+        coordinates = (mesh.mesh == rank).nonzero()[0].tolist()
+        size, offset = _compute_local_shape_and_global_offset(tuple(x.shape), mesh.shape, coordinates, x.placements)
+        assert piece == Piece(offset[0], offset[0] + size[0], offset[1], offset[1] + size[1])
+
+
+def linears():
+    return nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False), nn.Linear(3, 1, bias=False))
+
+
+def fsdp(mesh):
+    """Weights of modules under FSDP2, whose entries are those that FSDP2 itself cut."""
+    model = linears()
+    for layer in model:
+        layer.weight.data.copy_(matrix(layer.weight.shape))
+        fully_shard(layer, mesh=mesh)
+    return [layer.weight for layer in model]
+
+
+def one_dimension(rank, ranks):
+    mesh = DeviceMesh("cpu", torch.arange(ranks), mesh_dim_names=("fsdp",))
+    if rank >= ranks:
+        return
+    for shape, dim in product(SHAPES, (0, 1)):
+        x = spread(matrix(shape), mesh, [Shard(dim)])
+        layout = check(x)
+        agrees_with_torch(x, layout)
+        assert layout.label == f"fsdp={ranks}"
+        size = -(-shape[dim] // ranks)
+        assert layout.pieces == cut_at(shape, dim, [min(i * size, shape[dim]) for i in range(ranks + 1)])
+        assert layout.dim == dim
+    assert check(spread(matrix((7, 5)), mesh, [Replicate()])) == on_one_rank((7, 5))
+    for weight in fsdp(mesh):
+        assert weight.placements == (Shard(0),)
+        assert layout_of_dtensor(weight).group is mesh.get_group()
+        check(weight)
+
+
+def two_dimensions(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for shape in SHAPES:
+        for placements in product([Shard(0), Shard(1), _StridedShard(0, split_factor=2)], [Shard(0), Shard(1)]):
+            if isinstance(placements[0], _StridedShard) and placements[1] != Shard(0):
+                continue
+            x = spread(matrix(shape), mesh, placements)
+            layout = check(x)
+            agrees_with_torch(x, layout)
+            assert layout.group is dist.group.WORLD
+            assert layout.label == "dp=2,tp=2"
+        # HSDP: the group is that of the dimension that cuts
+        layout = check(spread(matrix(shape), mesh, [Replicate(), Shard(0)]))
+        assert layout.group is mesh.get_group("tp")
+        layout = check(spread(matrix(shape), mesh, [Shard(1), Replicate()]))
+        assert layout.group is mesh.get_group("dp")
+        assert layout.label == "dp=2"
+    # a mesh whose order is not that of the ranks
+    turned = DeviceMesh("cpu", torch.tensor([[3, 1], [2, 0]]), mesh_dim_names=("dp", "tp"))
+    layout = check(spread(matrix((8, 6)), turned, [Shard(0), Shard(1)]))
+    assert layout.pieces[3] == Piece(0, 4, 0, 3)
+    row = [3, 1] if rank % 2 else [2, 0]
+    layout = check(spread(matrix((8, 6)), turned, [Replicate(), Shard(0)]))
+    assert sorted(dist.get_process_group_ranks(layout.group)) == sorted(row)
+
+
+def hybrid(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for weight in fsdp(mesh):
+        assert weight.placements == (Replicate(), Shard(0))
+        assert check(weight).group is mesh.get_group("shard")
+
+
+def fsdp_over_tp(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 5, bias=False))
+    for layer in model:
+        layer.weight.data.copy_(matrix(layer.weight.shape))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    assert check(model[0].weight).dim == 0
+    assert check(model[1].weight).dim == 1
+    assert layout_of_dtensor(model[1].weight).group is mesh.get_group("tp")
+    for layer in model:
+        fully_shard(layer, mesh=mesh["fsdp"])
+    column, row = model[0].weight, model[1].weight
+    assert column.placements == (_StridedShard(0, split_factor=2), Shard(0))
+    assert row.placements == (Shard(0), Shard(1))
+    # tensor parallelism cut the rows first: ranks 0 and 2 share its first half
+    assert [piece.top for piece in check(column).pieces] == [0, 4, 2, 6]
+    # 5 rows on two ranks of FSDP
+    assert [piece.shape for piece in check(row).pieces] == [(3, 4), (3, 4), (2, 4), (2, 4)]
+    assert check(column).group is check(row).group is dist.group.WORLD
+
+    model(torch.ones(2, 6)).sum().backward()
+    assert column.grad.placements == column.placements
+    assert layout_of_dtensor(column.grad).pieces == layout_of_dtensor(column).pieces
+
+
+def more_dimensions_of_a_tensor(rank):
+    mesh = init_device_mesh("cpu", (2, 2))
+    assert check(spread(matrix((7, 5)), mesh, [Shard(0), Replicate()])).label == "mesh0=2"
+    stacked = torch.arange(4.0 * 3 * 6).view(4, 3, 6)
+    for placements in [(Shard(0), Replicate()), (Shard(0), Shard(1)), (Shard(0), Shard(0))]:
+        x = spread(stacked, mesh, placements)
+        layout = layout_of_dtensor(x)
+        assert layout.shape == (4, 18)
+        piece = layout.piece
+        expected = stacked.flatten(1)[piece.top : piece.bottom, piece.left : piece.right]
+        assert torch.equal(x.to_local().flatten(1), expected)
+    x = spread(stacked, mesh, (Shard(0), Shard(2)))
+    piece = layout_of_dtensor(x, (12, 6)).piece
+    rows = stacked.flatten(0, 1)[piece.top : piece.bottom, piece.left : piece.right]
+    assert torch.equal(x.to_local().flatten(0, 1), rows)
+    with pytest.raises(ValueError, match=r"is no matrix of shape \(6, 12\): its rows have to be a product"):
+        layout_of_dtensor(x, (6, 12))
+    with pytest.raises(ValueError, match="several separate parts of the matrix"):
+        layout_of_dtensor(x)
+
+
+def refused(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    partial = DTensor.from_local(torch.ones(4, 6), mesh, [Partial(), Shard(0)], run_check=False)
+    with pytest.raises(ValueError, match=r"a DTensor of shape \(8, 6\).*Partial.*only Replicate and Shard can be laid"):
+        layout_of_dtensor(partial)
+    interleaved = spread(matrix((8, 6)), mesh, [Replicate(), _StridedShard(0, split_factor=2)])
+    with pytest.raises(ValueError, match=r"_StridedShard.*a rank holds several separate parts of the matrix \(8, 6\)"):
+        layout_of_dtensor(interleaved)
+    wrong = DTensor.from_local(
+        torch.ones(4, 6), mesh, [Replicate(), Shard(0)], run_check=False, shape=(9, 6), stride=(6, 1)
+    )
+    if mesh.get_coordinate()[1] == 0:
+        with pytest.raises(ValueError, match=r"this rank holds \(4, 6\), but by its placements Piece\(top=0, bottom=5"):
+            layout_of_dtensor(wrong)
+    elsewhere = DeviceMesh("cpu", torch.tensor([0, 1]))
+    x = DTensor.from_local(torch.ones(2, 3), elsewhere, [Shard(0)], run_check=False, shape=(4, 3), stride=(3, 1))
+    if rank > 1:
+        with pytest.raises(ValueError, match="that this rank is no part of"):
+            layout_of_dtensor(x)
+
+
+def meshes_with_dimensions_of_one_rank(rank):
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "tp", "one"))
+    assert check(spread(matrix((8, 6)), mesh, [Shard(0), Replicate(), Shard(0)])).label == "dp=2"
+    wide = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "fsdp", "tp"))
+    stage = wide["fsdp", "tp"]
+    assert check(spread(matrix((7, 5)), stage, [Shard(0), Shard(1)])).group is dist.group.WORLD
+
+
+def groups_that_have_to_be_made(rank):
+    halves = ((0, 3), (1, 2))
+    own = halves[rank in (1, 2)]
+    made = [_joint_group(halves, own) for _ in range(2)]
+    assert made[0] is made[1]
+    assert dist.get_process_group_ranks(made[0]) == list(own)
+    if rank < 3:
+        made = [_joint_group(((0, 1, 2),), (0, 1, 2)) for _ in range(2)]
+        assert made[0] is made[1]
+        assert dist.get_process_group_ranks(made[0]) == [0, 1, 2]
+        total = torch.tensor(rank)
+        dist.all_reduce(total, group=made[0])
+        assert total == 3
+
+
+def four_ranks(rank, ranks):
+    for size in (2, 3, 4):
+        one_dimension(rank, size)
+    two_dimensions(rank)
+    hybrid(rank)
+    fsdp_over_tp(rank)
+    more_dimensions_of_a_tensor(rank)
+    refused(rank)
+    meshes_with_dimensions_of_one_rank(rank)
+    groups_that_have_to_be_made(rank)
+
+
+def test_pieces_are_what_ranks_hold():
+    run_ranks(four_ranks, 4)
+
+
+def three_dimensions(rank, ranks):
+    replicated = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    placements = [Replicate(), _StridedShard(0, split_factor=2), Shard(0)]
+    layouts = [check(spread(matrix(shape), replicated, placements)) for shape in SHAPES]
+    assert all(layout.group is layouts[0].group for layout in layouts)
+    assert dist.get_process_group_ranks(layouts[0].group) == ([0, 1, 2, 3] if rank < 4 else [4, 5, 6, 7])
+    # the ranks that the outer and the inner dimension join are not consecutive
+    outer = check(spread(matrix((8, 6)), replicated, [Shard(0), Replicate(), Shard(1)]))
+    assert dist.get_process_group_ranks(outer.group) == ([0, 1, 4, 5] if rank % 4 < 2 else [2, 3, 6, 7])
+    assert outer.label == "replicate=2,tp=2"
+
+    # pipeline stages with meshes of their own: only those of one ask for the group
+    stages = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "fsdp", "tp"))
+    stage = stages["fsdp", "tp"]
+    if rank < 4:
+        layout = check(spread(matrix((7, 5)), stage, [Shard(0), Shard(1)]))
+        assert dist.get_process_group_ranks(layout.group) == [0, 1, 2, 3]
+        assert layout.pieces[0] == Piece(0, 4, 0, 3)
+    dist.barrier()
+
+
+@pytest.mark.full
+def test_meshes_of_three_dimensions():
+    run_ranks(three_dimensions, 8)
+
+
+@st.composite
+def cuts_of(draw):
+    """Shards, plain and strided, over the dimensions of a mesh."""
+    cuts = st.tuples(st.sampled_from([0, 1]), st.integers(1, 4), st.integers(1, 3))
+    return tuple(draw(st.lists(cuts, min_size=1, max_size=3)))
+
+
+@given(cuts=cuts_of(), shape=st.tuples(st.integers(1, 20), st.integers(1, 20)))
+def test_pieces_are_those_of_torchs_placements(cuts, shape):
+    placements = [Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor) for dim, _, factor in cuts]
+    expected, rectangles = [], True
+    for coordinates in product(*(range(ranks) for _, ranks, _ in cuts)):
+        local = matrix(shape)
+        for placement, (_, ranks, _), rank in zip(placements, cuts, coordinates, strict=True):
+            local = placement._split_tensor(local, ranks, with_padding=False)[0][rank]
+        size, offset = _compute_local_shape_and_global_offset(
+            shape, [ranks for _, ranks, _ in cuts], list(coordinates), placements
+        )
+        piece = Piece(offset[0], offset[0] + size[0], offset[1], offset[1] + size[1])
+        rectangle = matrix(shape)[piece.top : piece.bottom, piece.left : piece.right]
+        rectangles = rectangles and torch.equal(rectangle, local)
+        expected.append(piece)
+    pieces = _pieces(shape, 1, cuts)
+    assert pieces == (tuple(expected) if rectangles else None)
+
+
+class World:
+    """Stands for the group of eight ranks that init_process_group bound to a device."""
+
+    bound_device_id = torch.device("cuda", 0)
+
+    def size(self):
+        return 8
+
+
+def test_a_group_that_some_ranks_cannot_make_is_refused(monkeypatch):
+    monkeypatch.setattr(dtensor, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=World())))
+    with pytest.raises(ValueError, match=r"ranks \(0, 1, 2, 3\) need a group.*only some of the 8 ranks .* device_id"):
+        _joint_group(((0, 1, 2, 3),), (0, 1, 2, 3))

@@ -1,0 +1,144 @@
+"""Means and norms of global matrices from pieces are those of one process."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_eopt.parallel import traffic
+from megatron_eopt.parallel.exchange import counters
+from megatron_eopt.parallel.pieces import Piece, cut_at, whole
+from megatron_eopt.parallel.plan import Matrix
+from megatron_eopt.parallel.statistics import Wanted, reduce_statistics
+from tests.distributed.ranks import run_ranks
+
+ROWS, COLS = 14, 22
+
+
+def layouts(ranks):
+    shape = (ROWS, COLS)
+    edges = [round(ROWS * part / (ranks - 1)) for part in range(ranks)]
+    return {
+        "rows": cut_at(shape, 0, [ROWS * part // ranks for part in range(ranks + 1)]),
+        "columns": cut_at(shape, 1, [COLS * part // ranks for part in range(ranks + 1)]),
+        "all rows on one": cut_at(shape, 0, [0] + [ROWS] * ranks),
+        "all columns on one": cut_at(shape, 1, [0] + [COLS] * ranks),
+        "blocks": (*(Piece(top, end, 0, 8) for top, end in pairwise(edges)), Piece(0, ROWS, 8, COLS)),
+        "whole": (whole(shape),) * ranks,
+    }
+
+
+def crossing(name, ranks, of_rows, of_columns, norm):
+    """Numbers that are summed over the ranks."""
+    rows = ROWS if name in ("columns", "all columns on one", "blocks") else 0
+    columns = COLS if name in ("rows", "all rows on one") or (name == "blocks" and ranks > 2) else 0
+    return of_rows * rows + of_columns * columns + (norm and name != "whole")
+
+
+CHOICES = [
+    (True, True, False, True),
+    (True, False, True, False),
+    (False, True, True, True),
+    (False, False, False, False),
+]
+
+
+def matrix_of(index, factor=1.0, dtype=torch.float32):
+    return (torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(index)) * factor + 0.1 * factor).to(dtype)
+
+
+def part_of(x, piece):
+    return x[piece.top : piece.bottom, piece.left : piece.right]
+
+
+def check(found, x, piece, choice):
+    of_rows, of_columns, of_squares, norm = choice
+    wide = x.double()
+    powers = wide.square() if of_squares else wide
+    for asked, actual, expected in (
+        (of_rows, found.row_means, powers.mean(1)[piece.top : piece.bottom]),
+        (of_columns, found.column_means, powers.mean(0)[piece.left : piece.right]),
+        (norm, found.squared_norm, wide.square().sum()),
+    ):
+        assert (actual is not None) == asked
+        if asked:
+            torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=1e-6 * float(powers.abs().max()))
+    if norm:
+        assert (found.squared_norm.dtype, found.squared_norm.shape) == (torch.float64, ())
+
+
+def on_ranks(rank, ranks):
+    group = dist.group.WORLD
+    matrices = [Matrix(name, (ROWS, COLS), pieces) for name, pieces in layouts(ranks).items()]
+    for choice in CHOICES:
+        names = ("row_means", "column_means", "of_squares", "squared_norm")
+        chosen = dict(zip(names, choice, strict=True))
+        cases = [
+            (matrix, matrix_of(index, factor, dtype))
+            for index, matrix in enumerate(matrices)
+            for factor, dtype in ((1.0, torch.float32), (1e-25, torch.float32), (1e6, torch.bfloat16))
+            if not (choice[2] and factor == 1e-25)  # a mean in fp32 has no 1e-50
+        ]
+        wanted = [Wanted(matrix=matrix, x=part_of(x, matrix.pieces[rank]), **chosen) for matrix, x in cases]
+        counters.reset()
+        found = reduce_statistics(wanted, group).wait()
+        for (matrix, x), statistics in zip(cases, found, strict=True):
+            check(statistics, x, matrix.pieces[rank], choice)
+        numbers = sum(crossing(matrix.name, ranks, choice[0], choice[1], choice[3]) for matrix, _ in cases)
+        if numbers:
+            assert counters.calls == {"all_reduce": 1}
+            assert counters.bytes == {"all_reduce": traffic.all_reduce(8 * numbers, ranks)}
+        else:
+            assert not counters.calls
+
+        # one matrix that is not finite leaves the others as they are
+        index = next(index for index, (matrix, _) in enumerate(cases) if matrix.name == "rows")
+        if wanted[index].x.numel() and rank == 0:
+            wanted[index].x[0, 0] = torch.nan
+        again = reduce_statistics(wanted, group).wait()
+        if choice[3]:
+            assert again[index].squared_norm.isnan()
+            assert all(
+                torch.equal(a.squared_norm, b.squared_norm)
+                for a, b in zip(again[index + 1 :], found[index + 1 :], strict=True)
+            )
+    return [found_one.squared_norm for found_one in reduce_statistics(norms(matrices, rank), group).wait()]
+
+
+def norms(matrices, rank):
+    return [
+        Wanted(matrix=matrix, x=part_of(matrix_of(0), matrix.pieces[rank]), squared_norm=True) for matrix in matrices
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_statistics_are_those_of_one_process(ranks):
+    first, *others = run_ranks(on_ranks, ranks)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_one_rank_exchanges_nothing():
+    counters.reset()
+    x, choice = matrix_of(0), (True, True, True, True)
+    wanted = Wanted(
+        matrix=Matrix("a", (ROWS, COLS), (whole((ROWS, COLS)),)),
+        x=x,
+        row_means=True,
+        column_means=True,
+        of_squares=True,
+        squared_norm=True,
+    )
+    check(reduce_statistics([wanted], None).wait()[0], x, whole((ROWS, COLS)), choice)
+    assert reduce_statistics([], None).wait() == []
+    assert not counters.calls
+
+
+def test_pieces_that_overlap_and_a_missing_group_are_refused():
+    overlapping = (Piece(0, 4, 0, 4), Piece(0, 2, 0, 4))
+    with pytest.raises(ValueError, match="pieces of a are not 4 x 4 entries"):
+        reduce_statistics([Wanted(matrix=Matrix("a", (4, 4), overlapping), x=torch.ones(4, 4))], None)
+    cut_once = Wanted(matrix=Matrix("a", (4, 4), cut_at((4, 4), 0, [0, 2, 4])), x=torch.ones(2, 4), squared_norm=True)
+    with pytest.raises(ValueError, match="need the group"):
+        reduce_statistics([cut_once], None)

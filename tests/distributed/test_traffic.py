@@ -1,0 +1,67 @@
+"""The plan predicts what is exchanged, to the byte: a model of four layers with grouped queries at TP=2 and 4."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_eopt import TensorParallelMuon
+from megatron_eopt.parallel.cost import bucket_bytes, bucket_calls
+from megatron_eopt.parallel.exchange import counters
+from tests.distributed.ranks import run_ranks
+
+LAYERS = 4
+# rows, columns, the dimension that is cut: hidden 512, ffn 1792, eight heads in two query groups
+SHAPES = {"q": (512, 512, 0), "k": (128, 512, 0), "v": (128, 512, 0), "o": (512, 512, 1)}
+SHAPES |= {"gate": (1792, 512, 0), "up": (1792, 512, 0), "down": (512, 1792, 1)}
+MODES = ("owner", "gram", "auto", "duplicated", "distributed", "blockwise")
+
+
+def steps(rank, world_size):
+    """What each mode exchanges in one step, as counted and as predicted, and its number of buckets."""
+    torch.manual_seed(0)
+    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)
+    found = {}
+    for tp_mode in MODES:
+        parameters = []
+        for layer in range(LAYERS):
+            for name, (rows, cols, dim) in SHAPES.items():
+                parameter = torch.nn.Parameter(torch.randn(rows, cols).chunk(world_size, dim)[rank].contiguous())
+                parameter.tensor_model_parallel, parameter.partition_dim = True, dim
+                parameter.grad = torch.randn_like(parameter)
+                parameters.append((f"{layer}.{name}", parameter))
+        optimizer = TensorParallelMuon(
+            parameters, coefficient_type="cubic5", fp32_matmul_prec="highest", pg_collection=groups, tp_mode=tp_mode
+        )
+        plan, work = optimizer.planned.plan, optimizer.planned.work
+        counters.reset()
+        optimizer.step()
+        counted = {name: (counters.calls[name], counters.bytes[name]) for name in counters.calls}
+        predicted = {}
+        for bucket in plan.buckets:
+            sent = bucket_bytes(plan, bucket, rank, work)
+            for name, calls in bucket_calls(plan, bucket, work).items():
+                before = predicted.get(name, (0, 0))
+                predicted[name] = (before[0] + calls, before[1] + sent[name])
+        found[tp_mode] = (counted, predicted, len(plan.buckets))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_step_exchanges_what_the_plan_says(world_size):
+    weight = 4 * sum(rows * cols for rows, cols, _ in SHAPES.values()) * LAYERS
+    for found in run_ranks(steps, world_size):
+        for tp_mode, (counted, predicted, buckets) in found.items():
+            # one agreement per step on who has a finite gradient: 3 numbers for each of 28 parameters
+            agreed = counted.pop("agree", (0, 0))
+            assert agreed == ((0, 0) if tp_mode == "blockwise" else (1, 3 * 28 * 4))
+            assert counted == predicted, tp_mode
+            calls, sent = (sum(figures) for figures in zip(*counted.values(), strict=True)) if counted else (0, 0)
+            if tp_mode == "owner":
+                assert set(counted) == {"all_to_all"}
+                assert calls <= 2 * buckets <= 10
+                # of all matrices each rank sends the others' part of its shards, and of its results
+                assert sent <= 2 * weight * (world_size - 1) / world_size**2 * 1.01
+            if tp_mode == "duplicated":
+                assert sent == weight * (world_size - 1) / world_size

@@ -1,0 +1,53 @@
+"""A captured step. Without a GPU the capture is a function that is called again: it shows what would be replayed."""
+
+import pytest
+import torch
+
+from megatron_eopt import TensorParallelMuon
+from megatron_eopt.optimizers.graphs import GraphedUpdate
+from tests.optimizers.test_orthogonalized import gradient, matrix
+
+CUDA = torch.cuda.is_available()
+
+
+def pair(device):
+    """The same optimizer twice, and once with its step captured."""
+    parameters = [[torch.nn.Parameter(m.detach().to(device)) for m in (matrix(), matrix(5, 7, 1))] for _ in range(2)]
+    plain, captured = (
+        TensorParallelMuon([{"params": p[:1]}, {"params": p[1:], "weight_decay": 0.3}], lr=0.1) for p in parameters
+    )
+    captured._graphed = GraphedUpdate(captured._update) if CUDA else GraphedUpdate(captured._update, lambda run: run)
+    return parameters, plain, captured
+
+
+def set_gradients(parameters, seed):
+    for p in parameters:
+        p.grad = gradient(p.detach().cpu(), seed).to(p.device)
+
+
+def test_a_captured_step_is_the_step_while_rates_change():
+    (plain_p, captured_p), plain, captured = pair("cuda" if CUDA else "cpu")
+    for step in range(5):
+        for parameters, opt in ((plain_p, plain), (captured_p, captured)):
+            set_gradients(parameters, step)
+            for group in opt.param_groups:
+                group["lr"] = 0.1 / (step + 1)
+                group["weight_decay"] = 0.1 * step
+            opt.step()
+        for p, q in zip(plain_p, captured_p, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def test_what_was_captured_may_not_change():
+    (_, parameters), _, captured = pair("cuda" if CUDA else "cpu")
+    set_gradients(parameters, 0)
+    captured.step()
+    captured.param_groups[0]["momentum"] = 0.5
+    with pytest.raises(RuntimeError, match="only learning rate and weight decay may change"):
+        captured.step()
+
+
+@pytest.mark.skipif(CUDA, reason="there is a CUDA device")
+def test_without_a_cuda_device_it_is_refused():
+    with pytest.raises(ValueError, match="cuda_graphs cannot work here: the parameters are on cpu, not on a CUDA dev"):
+        TensorParallelMuon([matrix()], cuda_graphs=True)

@@ -1,0 +1,100 @@
+"""Gradients that are not finite, or not there on every rank."""
+
+import logging
+
+import pytest
+import torch
+
+from megatron_eopt import TensorParallelMuon
+from megatron_eopt.optimizers.skipping import MAX_IN_A_ROW, Skipping
+from tests.optimizers.test_orthogonalized import gradient, matrix, optimizer
+
+MAKE = {
+    "base": lambda params, **settings: optimizer(params, weight_decay=0.5, use_nesterov=True, **settings),
+    "muon": lambda params, **settings: TensorParallelMuon(params, lr=0.1, weight_decay=0.5, **settings),
+}
+
+
+@pytest.mark.parametrize("make", MAKE)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_gradient_that_is_not_finite_is_as_if_its_step_had_not_been(make, bad):
+    """With a bad gradient in the second of three steps, a matrix goes on as with the first and the third alone."""
+
+    def run(seeds, bad_at=None):
+        p, q = matrix(), matrix(5, 7, seed=1)
+        opt = MAKE[make]([p, q])
+        for seed in seeds:
+            p.grad, q.grad = gradient(p, seed), gradient(q, seed)
+            if seed == bad_at:
+                p.grad[2, 1] = bad
+            opt.step()
+        return p, q, opt
+
+    p, q, opt = run((1, 2, 3), bad_at=2)
+    expected_p, _, without = run((1, 3))
+    _, expected_q, _ = run((1, 2, 3))
+    assert torch.equal(p, expected_p)
+    assert torch.equal(opt.state[p]["momentum_buffer"], without.state[expected_p]["momentum_buffer"])
+    assert torch.equal(q, expected_q)
+    assert opt.skipped_steps() == {"parameter 0 of group 0, of shape (6, 4)": 1}
+
+
+@pytest.mark.parametrize("make", MAKE)
+def test_several_in_a_row_are_an_error_before_anything_changes(make, caplog):
+    p, q = matrix(), matrix(5, 7, seed=1)
+    opt = MAKE[make]([("layer.weight", p), ("other.weight", q)])
+    with caplog.at_level(logging.WARNING):
+        for step in range(MAX_IN_A_ROW - 1):
+            p.grad, q.grad = torch.full_like(p, torch.nan), gradient(q, step)
+            opt.step()
+    assert [record.message for record in caplog.records] == [
+        f"gradients are not finite, of layer.weight: their steps are skipped, {count} in all so far"
+        for count in range(1, MAX_IN_A_ROW)
+    ]
+    before = q.detach().clone()
+    with pytest.raises(RuntimeError, match=r"not finite in 5 steps in a row, of layer\.weight: these parameters stand"):
+        opt.step()
+    assert torch.equal(q, before)
+
+
+def test_a_good_gradient_starts_the_count_anew():
+    p = matrix()
+    opt = optimizer([p])
+    for step in range(4 * MAX_IN_A_ROW):
+        p.grad = torch.full_like(p, torch.nan) if step % MAX_IN_A_ROW else gradient(p, step)
+        opt.step()
+    assert sum(opt.skipped_steps().values()) == 4 * (MAX_IN_A_ROW - 1)
+
+
+def test_a_missing_gradient_is_neither_counted_nor_good():
+    skipping = Skipping(["a", "b"], torch.device("cpu"))
+    bad = torch.tensor([[torch.inf]])
+    for _ in range(MAX_IN_A_ROW - 1):
+        assert skipping.accept([bad, None]).tolist() == [False, False]
+        assert skipping.accept([None, None]).tolist() == [False, False]
+    assert skipping.total == {"a": MAX_IN_A_ROW - 1}
+    with pytest.raises(RuntimeError, match="steps in a row, of a:"):
+        skipping.accept([bad, torch.ones(1, 1)])
+
+
+def test_what_another_rank_says_counts():
+    def other(ok, present):
+        flags = torch.tensor([[ok], [present], [-present]], dtype=torch.int32)
+        return lambda own: torch.minimum(own, flags)
+
+    skipping = Skipping(["a"], torch.device("cpu"))
+    good = torch.ones(2, 2)
+    assert skipping.accept([good], other(1, 1)).tolist() == [True]
+    assert skipping.accept([good], other(0, 1)).tolist() == [False]
+    assert skipping.total == {"a": 1}
+    assert skipping.accept([None], other(0, 0)).tolist() == [False]
+    for own, theirs in ((good, other(0, 0)), (None, other(1, 1))):
+        with pytest.raises(RuntimeError, match="a has a gradient on some of the ranks that share it, none on others"):
+            Skipping(["a"], torch.device("cpu")).accept([own], theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_large_and_empty_gradients_are_finite(dtype):
+    large = torch.full((64, 64), torch.finfo(dtype).max / (1 if dtype in (torch.float16,) else 1e5), dtype=dtype)
+    skipping = Skipping(["large", "empty", "zero"], torch.device("cpu"))
+    assert skipping.accept([large, large.new_empty(0, 4), torch.zeros_like(large)]).all()

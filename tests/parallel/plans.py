@@ -1,0 +1,63 @@
+"""What the tests of plans are made of: matrices that lie in all possible ways, and iterations."""
+
+from hypothesis import strategies as st
+
+from megatron_eopt.orthogonalize import get_coefficients
+from megatron_eopt.parallel.cost import Rates, Work
+from megatron_eopt.parallel.pieces import Piece, cut, cut_at, whole
+from megatron_eopt.parallel.plan import Matrix
+
+QUINTIC = get_coefficients("quintic", 5)
+WORK = Work(schedule=QUINTIC, restarts=(3,))
+STANDARD = Work(schedule=QUINTIC, restarts=None)
+MODES = ("blockwise", "duplicated", "distributed", "owner", "gram", "auto")
+# Large matrices by whose cost schemes differ, small ones that have to be cheap to plan, and odd ones.
+SHAPES = [(4096, 16384), (16384, 4096), (4096, 4096), (1024, 4096), (64, 64), (48, 30), (7, 3), (0, 8)]
+
+
+def matrix(name, shape=(4096, 16384), dim=1, ranks=4, group="tp", itemsize=4):
+    """A matrix that is cut into equal parts along a dimension, or whole on all ranks."""
+    pieces = (whole(shape),) * ranks if dim is None else cut(shape, dim, ranks)
+    return Matrix(name, shape, pieces, group, itemsize)
+
+
+def some(count, *args, **settings):
+    return [matrix(f"{args}{settings}{i}", *args, **settings) for i in range(count)]
+
+
+def quarters(shape):
+    """Both dimensions cut, over four ranks."""
+    (rows, cols), (top, left) = shape, (shape[0] // 2, shape[1] // 3)
+    return tuple(Piece(*r, *c) for r in ((0, top), (top, rows)) for c in ((0, left), (left, cols)))
+
+
+@st.composite
+def pieces(draw, shape, ranks):
+    how = draw(st.sampled_from(["one", "whole", "rows", "columns", *(["both"] if ranks == 4 else [])]))
+    if how == "one":
+        return (whole(shape),)
+    if how == "whole":
+        return (whole(shape),) * ranks
+    if how == "both":
+        return quarters(shape)
+    dim = 0 if how == "rows" else 1
+    inner = draw(st.lists(st.integers(0, shape[dim]), min_size=ranks - 1, max_size=ranks - 1).map(sorted))
+    even = [shape[dim] * rank // ranks for rank in range(1, ranks)]
+    return cut_at(shape, dim, [0, *draw(st.sampled_from([even, inner])), shape[dim]])
+
+
+@st.composite
+def matrices(draw):
+    """Up to six kinds of matrices of up to seven each, in any order; every group has its own size."""
+    sizes = {label: draw(st.integers(2, 5)) for label in ("tp", "expt_tp", "dp")}
+    kinds = []
+    for _ in range(draw(st.integers(1, 6))):
+        shape, group = draw(st.sampled_from(SHAPES)), draw(st.sampled_from(sorted(sizes)))
+        kind = (shape, draw(pieces(shape, sizes[group])), group, draw(st.sampled_from([2, 4])))
+        kinds += [kind] * draw(st.integers(1, 7))
+    return [Matrix(f"m{i}", *kind) for i, kind in enumerate(draw(st.permutations(kinds)))]
+
+
+works = st.sampled_from([WORK, STANDARD, Work(schedule=get_coefficients("cubic5", 5), restarts=(), share=1.0)])
+modes = st.sampled_from(MODES)
+rates = st.sampled_from([Rates(), Rates(flops=1e11, bytes=1e9, latency=1e-4), Rates(latency=0.0)])

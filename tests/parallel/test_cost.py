@@ -1,0 +1,261 @@
+"""Costs against the published formulas, bytes against what is sent by definition, and what is refused."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_eopt.orthogonalize import get_coefficients
+from megatron_eopt.parallel.cost import (
+    DEFAULT_RATES,
+    Rates,
+    Work,
+    bucket_bytes,
+    bucket_calls,
+    bucket_cost,
+    bucket_flops,
+    plan_cost,
+    rank_cost,
+    whole_flops,
+)
+from megatron_eopt.parallel.owners import in_rounds
+from megatron_eopt.parallel.plan import Bucket, Plan, make_plan
+from tests.parallel.plans import QUINTIC, WORK, matrices, modes, some, works
+
+DENSE = Work(schedule=QUINTIC, restarts=None, share=1.0)
+# The largest of Llama-3 70B: hidden 8192, ffn 28672, cut along the long side over 8 ranks.
+N, M, T = 8192, 28672, 8
+
+
+# One segment, without a restart.
+ONCE = Work(schedule=get_coefficients("cubic5", 5), restarts=())
+
+
+def planned(count, scheme, owners=(), *args, **settings):
+    """One bucket under a scheme, whatever a plan would have chosen."""
+    return Plan(tuple(some(count, *args, **settings)), (Bucket(tuple(range(count)), scheme, owners),))
+
+
+def of_llama(scheme, work, itemsize, count=1, owners=()):
+    plan = planned(count, scheme, owners, (N, M), 1, T, itemsize=itemsize)
+    cost = bucket_cost(plan, plan.buckets[0], work)
+    return cost.flops / count / 1e12, cost.bytes / count / 1e6
+
+
+@pytest.mark.parametrize(
+    ("scheme", "work", "itemsize", "count", "owners", "expected"),
+    [
+        # dense products in the standard form, as upstream; one matrix
+        ("duplicated", DENSE, 4, 1, (), (44.0, 822)),
+        ("distributed", replace(DENSE, gram_itemsize=2), 2, 1, (), (10.3, 1174)),
+        # each of eight, by Gram form with symmetric products, momentum in bf16
+        ("owner", WORK, 2, 8, (*range(8),), (2.41, 103)),
+        ("gram_split", WORK, 2, 8, (*range(8),), (2.41, 940)),
+        ("gram_replicated", WORK, 2, 1, (), (9.14, 940)),
+    ],
+)
+def test_a_matrix_of_llama_3_70b(scheme, work, itemsize, count, owners, expected):
+    flops, sent = of_llama(scheme, work, itemsize, count, owners)
+    assert flops == pytest.approx(expected[0], rel=5e-3)
+    assert sent == pytest.approx(expected[1], rel=5e-3, abs=0.5)
+
+
+def test_a_shard_of_llama_3_70b_by_itself():
+    flops, sent = of_llama("blockwise", DENSE, 4)
+    assert flops == pytest.approx(2.57, rel=5e-3)
+    assert sent == 0
+
+
+def test_operations_are_the_formulas():
+    """With n short and m long, over T ranks; standard 20 n^2 m + 10 n^3, Gram with symmetric products 6 and 14."""
+    n, m, ranks = 64, 256, 4
+    n2m, n3 = n**2 * m, n**3
+    expected = {
+        ("duplicated", DENSE): 20 * n2m + 10 * n3,
+        ("duplicated", WORK): 6 * n2m + 14 * n3,
+        ("distributed", DENSE): 20 * n2m / ranks + 10 * n3,
+        ("gram_replicated", WORK): 6 * n2m / ranks + 14 * n3,
+    }
+    for (scheme, work), flops in expected.items():
+        plan = planned(3, scheme, (), (n, m), 1, ranks)
+        assert [bucket_flops(plan, plan.buckets[0], rank, work) for rank in range(ranks)] == [3 * flops] * ranks
+    split = planned(3, "gram_split", (0, 1, 3), (n, m), 1, ranks)
+    on_rank = [bucket_flops(split, split.buckets[0], rank, WORK) for rank in range(ranks)]
+    assert on_rank == [3 * 6 * n2m / ranks + owned * 14 * n3 for owned in (1, 1, 0, 1)]
+    # cut along the short side, the Gram matrix is that of the long one
+    long = planned(1, "distributed", (), (n, m), 0, ranks)
+    assert bucket_flops(long, long.buckets[0], 0, DENSE) == 20 * m**2 * n / ranks + 10 * m**3
+    owner = planned(3, "owner", (2, 0, 2), (n, m), 1, ranks)
+    assert [bucket_flops(owner, owner.buckets[0], rank, WORK) / whole_flops((n, m), WORK) for rank in range(4)] == [
+        1, 0, 2, 0,
+    ]  # fmt: skip
+
+
+def test_a_whole_matrix_takes_the_cheaper_form_that_may_run():
+    assert whole_flops((512, 64), WORK) == 6 * 64**2 * 512 + 14 * 64**3
+    assert whole_flops((64, 512), replace(WORK, restarts=None)) == 15 * 64**2 * 512 + 5 * 64**3
+    assert whole_flops((64, 64), replace(WORK, share=1.0)) == 30 * 64**3
+
+
+def test_calls_and_bytes_of_three_matrices_on_four_ranks():
+    n, m, ranks, entry = 64, 256, 4, 2
+    piece, gram = n * m // ranks * entry, n * n * 4
+
+    def of(scheme, owners=()):
+        plan = planned(3, scheme, owners, (n, m), 1, ranks, itemsize=entry)
+        calls = bucket_calls(plan, plan.buckets[0], WORK)
+        sent = [bucket_bytes(plan, plan.buckets[0], rank, WORK) for rank in range(ranks)]
+        assert all(set(of_rank) == set(calls) for of_rank in sent)
+        return calls, sent
+
+    calls, sent = of("owner", (2, 0, 2))
+    assert calls == {"all_to_all": 2}
+    # rank 0 sends two pieces to rank 2, and to each of three ranks its piece of the one it owns
+    assert [of_rank["all_to_all"] // piece for of_rank in sent] == [2 + 3, 3, 1 + 6, 3]
+    calls, sent = of("duplicated")
+    assert calls == {"all_gather": 1}
+    assert sent == [{"all_gather": 3 * 3 * piece}] * ranks
+    calls, sent = of("distributed")
+    assert calls == {"all_reduce": 6}
+    assert sent == [{"all_reduce": 2 * 3 * 3 * 8 // 4 + 5 * 2 * 3 * 3 * gram // 4}] * ranks
+    calls, sent = of("gram_replicated")
+    assert calls == {"all_reduce": 2}
+    assert sent == [{"all_reduce": 2 * 2 * 3 * 3 * gram // 4}] * ranks
+    # three matrices are no round: rank 3 owns none and is before an owner, rank 2 owns one and is before none
+    calls, sent = of("gram_split", (0, 1, 2))
+    assert calls == {"reduce": 6, "broadcast": 6}
+    assert [(of_rank["reduce"] // gram, of_rank["broadcast"] // gram) for of_rank in sent] == [
+        (4, 4), (4, 4), (4, 6), (6, 4),
+    ]  # fmt: skip
+    # three matrices are padded to four
+    calls, sent = of("share", (0, 1, 2))
+    assert calls == {"all_gather": 1}
+    assert sent == [{"all_gather": 3 * n * m * entry}] * ranks
+    for scheme in ("local", "blockwise"):
+        assert of(scheme) == ({}, [{}] * ranks)
+
+
+def test_full_rounds_are_scattered_and_the_rest_goes_one_by_one():
+    gram = 64 * 64 * 4
+    plan = planned(10, "gram_split", (3, 1, 0, 2, 1, 0, 2, 3, 2, 0), (64, 256), 1)
+    assert in_rounds(plan.buckets[0].owners, 4) == ([2, 5, 1, 4, 3, 6, 0, 7], [8, 9])
+    calls = bucket_calls(plan, plan.buckets[0], ONCE)
+    assert calls == {"reduce_scatter": 1, "all_gather": 1, "reduce": 2, "broadcast": 2}
+    sent = [bucket_bytes(plan, plan.buckets[0], rank, ONCE) for rank in range(4)]
+    assert [[of_rank[name] // gram for name in calls] for of_rank in sent] == [
+        [6, 6, 1, 2], [6, 6, 2, 1], [6, 6, 1, 2], [6, 6, 2, 1],
+    ]  # fmt: skip
+    full = planned(8, "gram_split", (*range(4),) * 2, (64, 256), 1)
+    assert bucket_calls(full, full.buckets[0], ONCE) == {"reduce_scatter": 1, "all_gather": 1}
+    assert bucket_bytes(full, full.buckets[0], 0, ONCE) == {"reduce_scatter": 6 * gram, "all_gather": 6 * gram}
+
+
+@pytest.mark.parametrize("owners", [(0, 0), (1, 1, 2, 3, 0, 1, 1), (0, 1, 2, 0, 1, 2)])
+def test_owners_that_are_not_dealt_evenly_are_refused(owners):
+    plan = planned(len(owners), "gram_split", owners, (64, 256), 1)
+    with pytest.raises(ValueError, match="they are to be dealt evenly over 4 ranks"):
+        bucket_bytes(plan, plan.buckets[0], 0, WORK)
+
+
+@given(st.integers(0, 30), st.integers(1, 6), st.randoms())
+def test_rounds_hold_every_matrix_once(count, ranks, random):
+    owners = [place % ranks for place in range(count)]
+    random.shuffle(owners)
+    full, rest = in_rounds(owners, ranks)
+    assert sorted([*full, *rest]) == list(range(count))
+    assert [owners[index] for index in full] == [rank for rank in range(ranks) for _ in range(count // ranks)]
+    assert len({owners[index] for index in rest}) == len(rest) == count % ranks
+
+
+@given(matrices(), modes, works)
+def test_owners_send_back_what_they_got(given_matrices, mode, work):
+    plan = make_plan(given_matrices, mode, work)
+    for bucket in plan.buckets:
+        first = plan.matrices[bucket.matrices[0]]
+        sent = [bucket_bytes(plan, bucket, rank, work) for rank in range(first.ranks)]
+        assert all(set(of_rank) == set(bucket_calls(plan, bucket, work)) for of_rank in sent)
+        if bucket.scheme == "owner":
+            entries = first.shape[0] * first.shape[1]
+            stays = sum(first.pieces[owner].numel for owner in bucket.owners)
+            crossing = (len(bucket.matrices) * entries - stays) * first.itemsize
+            assert sum(of_rank["all_to_all"] for of_rank in sent) == 2 * crossing
+
+
+@given(matrices(), modes, works)
+def test_a_plan_costs_what_its_ranks_do(given_matrices, mode, work):
+    plan = make_plan(given_matrices, mode, work)
+    sums = Counter()
+    for bucket in plan.buckets:
+        first = plan.matrices[bucket.matrices[0]]
+        costs = [rank_cost(plan, bucket, rank, work) for rank in range(first.ranks)]
+        of_bucket = bucket_cost(plan, bucket, work)
+        assert of_bucket.bytes == max(cost.bytes for cost in costs)
+        assert of_bucket.seconds == max(cost.seconds for cost in costs)
+        for cost in costs:
+            expected = cost.flops / 500e12 + cost.bytes / 300e9 + cost.collectives * 20e-6
+            assert cost.seconds == pytest.approx(expected)
+        sums["seconds"] += of_bucket.seconds
+        sums["bytes"] += of_bucket.bytes
+        sums["collectives"] += of_bucket.collectives
+    total = plan_cost(plan, work)
+    assert total.collectives == sums["collectives"]
+    assert total.bytes <= sums["bytes"]
+    assert total.seconds <= sums["seconds"] * (1 + 1e-9)
+
+
+def test_ranks_that_are_busy_with_different_buckets_are_busy_together():
+    plan = make_plan([*some(2, (4096, 8192), 1), *some(2, (4096, 16384), 1)], "owner", WORK)
+    assert plan_cost(plan, WORK).flops == whole_flops((4096, 16384), WORK)
+
+
+def test_a_matrix_cut_along_both_dimensions_has_no_gram_matrix():
+    plan = planned(1, "gram_replicated", (), (64, 64), None)
+    with pytest.raises(ValueError, match="is not cut along one dimension, which its scheme needs"):
+        bucket_bytes(plan, plan.buckets[0], 0, WORK)
+
+
+def test_rates_go_through_a_checkpoint():
+    rates = Rates(flops=9e14, bytes=4.5e11, latency=1e-5)
+    assert rates.state_dict() == {"flops": 9e14, "bytes": 4.5e11, "latency": 1e-5}
+    assert Rates.from_state_dict(rates.state_dict()) == rates
+    assert Rates.from_state_dict(DEFAULT_RATES.state_dict()) == DEFAULT_RATES
+    for state in ({}, {"flops": 1.0}, {**rates.state_dict(), "launch": 1.0}):
+        with pytest.raises(ValueError, match="rates have the keys bytes, flops, latency, got"):
+            Rates.from_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["flops", "bytes", "latency"])
+@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan, "1", None, True])
+def test_what_is_no_rate_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"rate '{name}' must be a positive number"):
+        Rates(**{name: value})
+
+
+def test_only_a_latency_may_be_zero():
+    assert Rates(latency=0).latency == 0
+    with pytest.raises(ValueError, match="rate 'flops'"):
+        Rates(flops=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"schedule": ()}, "at least one step"),
+        ({"restarts": (5,)}, "restarts lie between 1 and 4"),
+        ({"restarts": (0,)}, "restarts lie between 1 and 4"),
+        ({"share": 0.4}, "between 1/2 and 1"),
+        ({"gram_itemsize": 1}, "in 2 or 4 bytes"),
+    ],
+)
+def test_work_that_does_not_exist_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Work(**{"schedule": QUINTIC, "restarts": (3,), **settings})
+
+
+def test_cubic_without_restart_sums_once():
+    plan = planned(1, "gram_replicated", (), (64, 256), 1)
+    assert bucket_calls(plan, plan.buckets[0], ONCE) == {"all_reduce": 1}
+    assert bucket_flops(plan, plan.buckets[0], 0, ONCE) == 3 * 64**2 * 256 / 4 + 12 * 64**3

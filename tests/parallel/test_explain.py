@@ -1,0 +1,72 @@
+"""The table of a plan."""
+
+import re
+
+import pytest
+from hypothesis import given
+
+from megatron_eopt.orthogonalize import get_coefficients
+from megatron_eopt.parallel.cost import Rates, Work, bucket_cost, plan_cost
+from megatron_eopt.parallel.explain import explain
+from megatron_eopt.parallel.plan import make_plan
+from tests.parallel.plans import STANDARD, WORK, matrices, modes, some
+
+MIXED = [
+    *some(8, (4096, 16384), 1),
+    *some(1, (16384, 4096), 0),
+    *some(3, (48, 30), 0, ranks=1),
+    *some(5, (64, 64), None, group="dp"),
+]
+
+
+def rows(text):
+    """The lines of a table as lists of cells, which two spaces or more divide."""
+    return [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]
+
+
+def test_a_row_for_each_bucket_and_the_totals():
+    plan = make_plan(MIXED, "auto", WORK)
+    table = rows(explain(plan, WORK))
+    assert table[0] == ["matrices", "group", "scheme", "GFLOP", "MB sent", "collectives", "ms"]
+    of_buckets = {row[0]: row for row in table[2 : 2 + len(plan.buckets)]}
+    assert of_buckets["8 of 4096 x 16384"][1:3] == ["tp", "owner"]
+    assert of_buckets["1 of 16384 x 4096"][1:3] == ["tp", "gram_split"]
+    assert of_buckets["3 of 48 x 30"][1:3] == ["-", "local"]
+    assert of_buckets["4 of 64 x 64"][1:3] == ["dp", "share"]  # and the fifth by itself
+    cost = bucket_cost(plan, plan.buckets[0], WORK)
+    assert table[2][3:] == [
+        f"{cost.flops / 1e9:,.0f}",
+        f"{cost.bytes / 1e6:,.0f}",
+        str(cost.collectives),
+        f"{cost.seconds * 1e3:.3g}",
+    ]
+    totals = {row[0]: row for row in table[2 + len(plan.buckets) :]}
+    assert float(totals["all 17: this plan"][-1]) == pytest.approx(plan_cost(plan, WORK).seconds * 1e3, rel=5e-3)
+    for mode in ("duplicated", "distributed", "blockwise"):
+        other = plan_cost(make_plan(MIXED, mode, WORK), WORK)
+        assert float(totals[mode][-1]) == pytest.approx(other.seconds * 1e3, rel=5e-3)
+        assert int(totals[mode][-2]) == other.collectives
+
+
+def test_what_is_shared_stays_shared_in_the_comparison():
+    replicas = some(4, (4096, 4096), None, group="fsdp")
+    plan = make_plan(replicas, "auto", WORK, share_groups=frozenset({"fsdp"}))
+    table = {row[0]: row[1:] for row in rows(explain(plan, WORK))}
+    assert table["duplicated"] == table["all 4: this plan"]
+
+
+@given(matrices(), modes)
+def test_it_is_at_most_120_columns_wide(given_matrices, mode):
+    text = explain(make_plan(given_matrices, mode, WORK), WORK)
+    assert max(map(len, text.splitlines())) <= 120
+    large = make_plan(some(7, (2**17, 2**18), 0, ranks=8), mode, WORK)
+    assert max(map(len, explain(large, WORK).splitlines())) <= 120
+
+
+def test_what_was_assumed_is_said():
+    text = explain(make_plan([], "auto", WORK), WORK, Rates(flops=3e14, bytes=1e11, latency=1e-5))
+    assert "modelled at 300 TFLOP/s, 100 GB/s and 10 us a collective" in text
+    assert "5 steps, Gram form with 1 restart, 50% of a symmetric product computed" in text
+    assert "standard form only" in explain(make_plan([], "auto", STANDARD), STANDARD)
+    cubic = Work(schedule=get_coefficients("cubic5", 5), restarts=(), share=1.0)
+    assert "Gram form with 0 restarts, 100%" in explain(make_plan([], "auto", cubic), cubic)

@@ -1,0 +1,262 @@
+"""Plans: what they promise for any matrices, the scheme of each kind, and how they are compared."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_eopt.parallel.cost import Rates, cube_flops, plan_cost, whole_flops
+from megatron_eopt.parallel.pieces import Piece, cut_dimension, whole
+from megatron_eopt.parallel.plan import Bucket, Matrix, Plan, fingerprint, first_difference, make_plan
+from tests.parallel.plans import MODES, STANDARD, WORK, matrices, matrix, modes, quarters, rates, some, works
+
+OWNED = ("owner", "gram_split", "share")
+IDLE = ("local", "blockwise")
+
+
+def summary(plan):
+    """Scheme and number of each kind of matrix, whatever they are called."""
+    found = Counter()
+    for bucket in plan.buckets:
+        found[replace(plan.matrices[bucket.matrices[0]], name=""), bucket.scheme] += len(bucket.matrices)
+    return found
+
+
+def schemes(plan):
+    return [(bucket.scheme, len(bucket.matrices)) for bucket in plan.buckets]
+
+
+@given(matrices(), modes, works, rates)
+def test_every_matrix_is_in_one_bucket_of_its_kind(given_matrices, mode, work, speeds):
+    plan = make_plan(given_matrices, mode, work, speeds)
+    assert plan.matrices == tuple(given_matrices)
+    assert sorted(i for bucket in plan.buckets for i in bucket.matrices) == list(range(len(given_matrices)))
+    for bucket in plan.buckets:
+        first = plan.matrices[bucket.matrices[0]]
+        assert list(bucket.matrices) == sorted(bucket.matrices)
+        assert len({replace(plan.matrices[i], name="") for i in bucket.matrices}) == 1
+        assert len(bucket.owners) == (len(bucket.matrices) if bucket.scheme in OWNED else 0)
+        assert set(bucket.owners) <= set(range(first.ranks))
+
+
+@given(matrices(), modes, works, rates)
+def test_a_scheme_is_taken_where_it_can_serve(given_matrices, mode, work, speeds):
+    for bucket in (plan := make_plan(given_matrices, mode, work, speeds)).buckets:
+        first = plan.matrices[bucket.matrices[0]]
+        cut = cut_dimension(first.shape, first.pieces)
+        replicated = all(piece == whole(first.shape) for piece in first.pieces)
+        if first.ranks == 1 or 0 in first.shape:
+            assert bucket.scheme == "local"
+        elif replicated:
+            assert bucket.scheme == ("share" if first.group == "dp" else "local")
+        elif bucket.scheme.startswith("gram"):
+            assert mode in ("gram", "auto")
+            assert work.restarts is not None
+            assert first.shape[cut] == max(first.shape)
+        elif mode != "auto":
+            assert bucket.scheme in (mode, "owner")
+            assert bucket.scheme == mode or cut is None or mode == "gram"
+
+
+@given(matrices(), modes, works, rates)
+def test_owners_are_balanced(given_matrices, mode, work, speeds):
+    plan = make_plan(given_matrices, mode, work, speeds)
+    load, largest = {}, Counter()
+    for bucket in plan.buckets:
+        first = plan.matrices[bucket.matrices[0]]
+        if bucket.owners:
+            counts = Counter(dict.fromkeys(range(first.ranks), 0))
+            counts.update(bucket.owners)
+            assert max(counts.values()) - min(counts.values()) <= 1
+            # what pieces cost besides is uneven as they are
+            flops = (cube_flops if bucket.scheme == "gram_split" else whole_flops)(first.shape, work)
+            largest[first.group] = max(largest[first.group], flops)
+            ranks = load.setdefault(first.group, [0.0] * first.ranks)
+            for rank in range(first.ranks):
+                ranks[rank] += counts[rank] * flops
+    for group, ranks in load.items():
+        assert max(ranks) - min(ranks) <= largest[group] * (1 + 1e-9)
+
+
+def test_single_matrices_do_not_all_go_to_one_rank():
+    plan = make_plan([matrix(str(n), (1024 + 8 * n, 8192), 0) for n in range(8)], "owner", WORK)
+    assert len(plan.buckets) == 8
+    assert Counter(bucket.owners[0] for bucket in plan.buckets) == {0: 2, 1: 2, 2: 2, 3: 2}
+
+
+@given(matrices(), modes, works, rates, st.randoms())
+def test_a_plan_depends_on_nothing_else(given_matrices, mode, work, speeds, random):
+    plan = make_plan(given_matrices, mode, work, speeds)
+    again = make_plan(iter(given_matrices), mode, work, speeds)
+    assert again == plan
+    assert fingerprint(again) == fingerprint(plan)
+    shuffled = list(given_matrices)
+    random.shuffle(shuffled)
+    other = make_plan(shuffled, mode, work, speeds)
+    assert summary(other) == summary(plan)
+    assert [bucket.scheme for bucket in other.buckets] == [bucket.scheme for bucket in plan.buckets]
+    assert plan_cost(other, work, speeds) == plan_cost(plan, work, speeds)
+
+
+@given(matrices(), modes, works, rates)
+def test_what_exchanges_comes_first(given_matrices, mode, work, speeds):
+    idle = [bucket.scheme in IDLE for bucket in make_plan(given_matrices, mode, work, speeds).buckets]
+    assert idle == sorted(idle)
+
+
+@given(matrices(), works, rates)
+def test_auto_is_predicted_to_be_no_slower_than_what_it_may_choose(given_matrices, work, speeds):
+    seconds = {m: plan_cost(make_plan(given_matrices, m, work, speeds), work, speeds).seconds for m in MODES}
+    assert seconds["auto"] <= seconds["owner"] * (1 + 1e-9)
+
+
+@given(matrices(), modes, works, st.sampled_from(["tp", "expt_tp", "dp"]))
+def test_a_group_sees_the_same_plan_whatever_else_a_rank_has(given_matrices, mode, work, label):
+    plan = make_plan(given_matrices, mode, work)
+    alone = make_plan([m for m in given_matrices if m.group == label], mode, work)
+    assert fingerprint(plan, label) == fingerprint(alone, label)
+    assert first_difference(plan, alone, label) is None
+
+
+LONG, SHORT, SQUARE = ((4096, 16384), 1), ((16384, 4096), 1), ((4096, 4096), 0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "given_matrices", "work", "expected"),
+    [
+        ("gram", some(3, *LONG), WORK, [("gram_split", 3)]),
+        ("gram", some(1, *LONG), WORK, [("gram_split", 1)]),
+        ("gram", some(1, (1024, 8192), 1), WORK, [("gram_replicated", 1)]),
+        ("gram", some(4, (1024, 8192), 1), WORK, [("gram_replicated", 4)]),
+        ("gram", some(3, *SQUARE), WORK, [("gram_split", 3)]),
+        ("gram", some(3, *SHORT), WORK, [("owner", 3)]),
+        ("gram", some(3, *LONG), STANDARD, [("owner", 3)]),
+        ("distributed", some(3, *SHORT), WORK, [("distributed", 3)]),
+        ("auto", some(8, *LONG), WORK, [("owner", 8)]),
+        ("auto", some(9, *LONG), WORK, [("owner", 8), ("gram_split", 1)]),
+        ("auto", some(1, *LONG), WORK, [("gram_split", 1)]),
+        ("auto", some(1, (1024, 8192), 1), WORK, [("gram_replicated", 1)]),
+        ("auto", some(1, *SHORT), WORK, [("owner", 1)]),
+        ("auto", some(9, *LONG), STANDARD, [("owner", 8), ("distributed", 1)]),
+        ("auto", some(1, *LONG), STANDARD, [("distributed", 1)]),
+        ("auto", some(1, *SQUARE), STANDARD, [("owner", 1)]),
+        ("auto", some(5, (64, 64), 0), STANDARD, [("duplicated", 5)]),
+        ("auto", some(3, *LONG, ranks=1), WORK, [("local", 3)]),
+        ("auto", some(3, (64, 64), None, group="dp"), WORK, [("share", 3)]),
+        ("blockwise", some(3, (64, 64), None), WORK, [("local", 3)]),
+    ],
+)
+def test_schemes(mode, given_matrices, work, expected):
+    assert sorted(schemes(make_plan(given_matrices, mode, work)), reverse=True) == sorted(expected, reverse=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pieces_cut_along_both_dimensions(mode):
+    both = [Matrix("m", (40, 90), quarters((40, 90)))]
+    expected = mode if mode in ("blockwise", "duplicated") else "duplicated" if mode == "auto" else "owner"
+    assert schemes(make_plan(both, mode, WORK)) == [(expected, 1)]
+    large = [Matrix("m", (4096, 9216), quarters((4096, 9216)))]
+    assert schemes(make_plan(large, mode, WORK)) == [(mode if mode in ("blockwise", "duplicated") else "owner", 1)]
+
+
+def test_matrices_of_other_groups_pieces_or_item_sizes_are_other_buckets():
+    plan = make_plan(
+        [matrix("a"), matrix("b", group="expt_tp"), matrix("c", dim=0), matrix("d", itemsize=2), matrix("e")],
+        "owner",
+        WORK,
+    )
+    assert sorted(bucket.matrices for bucket in plan.buckets) == [(0, 4), (1,), (2,), (3,)]
+
+
+def test_who_shares_is_said_by_the_caller():
+    replicas = some(3, (64, 64), None, group="fsdp")
+    assert schemes(make_plan(replicas, "auto", WORK)) == [("local", 3)]
+    assert schemes(make_plan(replicas, "auto", WORK, share_groups=frozenset({"fsdp"}))) == [("share", 3)]
+
+
+def test_owner_beats_gram_where_the_wire_is_slow():
+    slow = Rates(bytes=3e9)
+    assert schemes(make_plan(some(1, *SQUARE), "auto", WORK)) == [("gram_split", 1)]
+    assert schemes(make_plan(some(1, *SQUARE), "auto", WORK, slow)) == [("owner", 1)]
+
+
+@pytest.mark.parametrize("mode", ["gram", "auto"])
+def test_a_matrix_alone_is_not_split_where_calls_are_slow(mode):
+    """No rank has a cube less by it: it saves the owner some bytes, for twice the collectives."""
+    assert schemes(make_plan(some(1, *LONG), mode, WORK, Rates(latency=1e-3))) == [("gram_replicated", 1)]
+
+
+def test_cubes_of_two_buckets_are_split_between_two_ranks():
+    plan = make_plan([*some(1, *LONG), *some(1, *SQUARE)], "gram", WORK)
+    assert [(bucket.scheme, bucket.owners) for bucket in plan.buckets] == [("gram_split", (0,)), ("gram_split", (1,))]
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (),
+        (Piece(0, 4, 0, 3),),
+        (Piece(0, 4, 0, 4), Piece(0, 4, 3, 6)),
+        (Piece(0, 4, 0, 3), Piece(0, 4, 3, 7)),
+        (Piece(0, 4, 0, 6), Piece(0, 4, 0, 6), Piece(0, 4, 0, 0)),
+        (Piece(0, 4, 4, 2), Piece(0, 4, 0, 6)),
+    ],
+)
+def test_pieces_that_do_not_tile_are_refused(pieces):
+    with pytest.raises(ValueError, match=r"the pieces of 'bad' do not tile its shape \(4, 6\)"):
+        make_plan([Matrix("bad", (4, 6), pieces)], "auto", WORK)
+
+
+def test_other_mistakes_are_refused():
+    with pytest.raises(ValueError, match="two matrices have the name 'a'"):
+        make_plan([matrix("a"), matrix("a")], "auto", WORK)
+    with pytest.raises(ValueError, match="'b' has 2 pieces, others of group 'tp' have 4"):
+        make_plan([matrix("a"), matrix("b", ranks=2)], "auto", WORK)
+    with pytest.raises(ValueError, match="unknown tp_mode 'exact': expected one of blockwise, duplicated"):
+        make_plan([], "exact", WORK)
+
+
+def test_nothing_is_planned():
+    assert make_plan([], "auto", WORK) == Plan((), ())
+
+
+def changed(plan, place, **what):
+    found = list(plan.matrices)
+    found[place] = replace(found[place], **what)
+    return replace(plan, matrices=tuple(found))
+
+
+def test_the_first_difference_is_named():
+    plan = make_plan([*some(4, *LONG), *some(4, *SQUARE)], "owner", WORK)
+    name = plan.matrices[1].name
+    first, second = plan.buckets
+    owners = replace(first, owners=(1, 0, *first.owners[2:]))
+    others = {
+        f"{name!r} has the shape (4096, 16384) in the one and (3, 4)": changed(plan, 1, shape=(3, 4)),
+        f"{name!r} has the pieces": changed(plan, 1, pieces=(whole((4096, 16384)),)),
+        f"{name!r} has the group 'tp' in the one and 'dp'": changed(plan, 1, group="dp"),
+        f"{name!r} has the itemsize 4 in the one and 2": changed(plan, 1, itemsize=2),
+        f"matrix 1 is {name!r} in the one and 'x'": changed(plan, 1, name="x"),
+        f"{plan.matrices[0].name!r} has the owner 0 in the one and 1": replace(plan, buckets=(owners, second)),
+        f"{plan.matrices[0].name!r} has the scheme 'owner' in the one and 'duplicated'": replace(
+            plan, buckets=(Bucket(first.matrices, "duplicated"), second)
+        ),
+        f"bucket 0 begins with {plan.matrices[0].name!r} in the one": replace(plan, buckets=(second, first)),
+        f"{plan.matrices[7].name!r} is in the first only": make_plan(plan.matrices[:7], "owner", WORK),
+    }
+    assert first_difference(plan, plan) is None
+    for message, other in others.items():
+        assert first_difference(plan, other).startswith(message)
+        assert fingerprint(other) != fingerprint(plan)
+    fewer = make_plan(plan.matrices[:7], "owner", WORK)
+    assert first_difference(fewer, plan) == f"{plan.matrices[7].name!r} is in the second only"
+
+
+def test_a_bucket_that_is_cut_in_two_is_a_difference():
+    plan = make_plan(some(4, *LONG), "duplicated", WORK)
+    halves = replace(plan, buckets=(Bucket((0, 1), "duplicated"), Bucket((2, 3), "duplicated")))
+    for mine, other in ((plan, halves), (halves, plan)):
+        assert first_difference(mine, other).startswith("bucket 0 ")
+    assert fingerprint(halves) != fingerprint(plan)

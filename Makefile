@@ -12,7 +12,7 @@ help:
 	@echo "make test       run the tests"
 	@echo "make test-full  run the tests with the long matrices"
 	@echo "make lint       check style and types"
-	@echo "make bench      time Newton-Schulz against emerging-optimizers"
+	@echo "make bench      time Newton-Schulz and tensor-parallel steps against emerging-optimizers"
 
 demo: venv
 	@$(PYTHON) examples/demo.py
@@ -30,6 +30,7 @@ lint: venv
 
 bench: venv
 	@$(PYTHON) benchmarks/newton_schulz.py
+	@$(PYTHON) benchmarks/tensor_parallel.py
 
 venv:
 	@scripts/bootstrap.sh

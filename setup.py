@@ -16,6 +16,7 @@ setup(
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_eopt", "megatron_eopt.*"]),
     package_data={"megatron_eopt": ["py.typed"]},
+    entry_points={"console_scripts": ["megatron-eopt = megatron_eopt.cli:main"]},
     install_requires=["torch>=2.6", "megatron-core>=0.17"],
     extras_require={
         # What megatron.training needs and does not declare (psutil to save, PyYAML up to 0.18), and our own tests.

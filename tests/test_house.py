@@ -17,7 +17,7 @@ FLOORS = [
     {"optimizers"},
     {"registry"},
     {"megatron", "cpu"},
-    {"", "run"},
+    {"", "run", "cli", "models"},
 ]
 # The routing by Megatron's ParamKey is asked of the room above, when it is called.
 LAZY = {("registry", "megatron")}

@@ -1,0 +1,148 @@
+"""Time one optimizer step on several ranks against emerging-optimizers, in one run: part of ``make bench``.
+
+The matrices are those of a model of four layers with grouped queries (hidden 512, ffn 1792), cut as Megatron cuts them:
+28 in all. The peer orthogonalizes them one after another; ours takes a whole step of the optimizer, with momentum,
+decay and the update of the parameters. Everyone takes turns; the time of a round is that of the slowest rank. Ranks are
+processes with one thread each, over gloo; with more ranks than cores they share them, which is said.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz_tp
+
+from megatron_eopt import TensorParallelMuon
+from megatron_eopt.parallel.exchange import counters
+
+OUT = Path(__file__).resolve().parent.parent / "bench-out"
+LAYERS = 4
+# rows, columns, and the dimension that is cut
+MATRICES = {
+    "q": (512, 512, 0),
+    "k": (128, 512, 0),
+    "v": (128, 512, 0),
+    "o": (512, 512, 1),
+    "gate": (1792, 512, 0),
+    "up": (1792, 512, 0),
+    "down": (512, 1792, 1),
+}
+OURS: dict[str, tuple[Any, str]] = {
+    "ours, duplicated": ("duplicated", "quintic"),
+    "ours, distributed": ("distributed", "quintic"),
+    "ours, owner": ("owner", "quintic"),
+    "ours, gram": ("gram", "quintic"),
+    "ours, owner, fast": ("owner", "cubic5"),
+    "ours, auto": ("auto", "quintic"),
+    "ours, auto, fast": ("auto", "cubic5"),
+    "ours, blockwise (not exact)": ("blockwise", "quintic"),
+}
+
+
+def parameters(rank: int, ranks: int) -> list[torch.nn.Parameter]:
+    """This rank's shards, with gradients and Megatron's attributes."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(LAYERS):
+        for rows, cols, dim in MATRICES.values():
+            matrix, gradient = (torch.randn(rows, cols, generator=generator) for _ in range(2))
+            parameter = torch.nn.Parameter(matrix.chunk(ranks, dim)[rank].contiguous())
+            parameter.grad = gradient.chunk(ranks, dim)[rank].contiguous()
+            parameter.tensor_model_parallel, parameter.partition_dim = True, dim  # type: ignore[attr-defined]
+            found.append(parameter)
+    return found
+
+
+def contestants(rank: int, ranks: int) -> dict[str, Callable[[], Any]]:
+    """Name -> one step."""
+    groups: Any = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD)
+    shards: list[tuple[Any, int]] = [(p.grad, p.partition_dim) for p in parameters(rank, ranks)]  # type: ignore[attr-defined]
+
+    def peer(tp_mode: Any) -> Callable[[], Any]:
+        group: Any = dist.group.WORLD
+        return lambda: [newton_schulz_tp(x, 5, "quintic", group, dim, tp_mode) for x, dim in shards]
+
+    steps = {f"emerging-optimizers, {tp_mode}": peer(tp_mode) for tp_mode in ("duplicated", "distributed")}
+    for name, (tp_mode, coefficient_type) in OURS.items():
+        optimizer = TensorParallelMuon(
+            parameters(rank, ranks),
+            fp32_matmul_prec="highest",
+            coefficient_type=coefficient_type,
+            tp_mode=tp_mode,
+            pg_collection=groups,
+            plan_rates="measure",  # the default ones are a GPU's
+        )
+        steps[name] = optimizer.step
+    return steps
+
+
+def measure(rank: int, ranks: int, rounds: int, folder: str) -> None:
+    """Run on every rank; rank 0 leaves the figures in ``folder``."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=5))
+    steps = contestants(rank, ranks)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    traffic = {}
+    for round_ in range(rounds + 1):
+        for name, step in steps.items():
+            dist.barrier()
+            counters.reset()
+            start = time.perf_counter()
+            step()
+            slowest = torch.tensor(time.perf_counter() - start)
+            traffic[name] = (dict(counters.calls), dict(counters.bytes))
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            if round_:
+                seconds[name].append(slowest.item())
+    if rank == 0:
+        medians = {name: statistics.median(values) for name, values in seconds.items()}
+        Path(folder, "figures.json").write_text(json.dumps({"seconds": medians, "traffic": traffic}))
+    dist.destroy_process_group()
+
+
+def run(ranks: int, rounds: int) -> dict[str, Any]:
+    """The figures at one number of ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(measure, (ranks, rounds, folder), nprocs=ranks)
+        figures: dict[str, Any] = json.loads(Path(folder, "figures.json").read_text())
+    cores = os.cpu_count() or 1
+    shared = f", which share {cores} cores" if ranks > cores else ""
+    print(f"\none step, 28 matrices, {ranks} ranks with one thread each{shared}; fp32, quintic unless said")
+    print(f"  {'':32}{'seconds':>10}{'times as fast':>16}   collectives")
+    best = min(value for name, value in figures["seconds"].items() if name.startswith("emerging"))
+    for name, value in figures["seconds"].items():
+        calls = ", ".join(f"{count} {kind}" for kind, count in figures["traffic"][name][0].items()) or "-"
+        print(f"  {name:32}{value:10.3f}{best / value:16.2f}   {calls if name.startswith('ours') else '(not counted)'}")
+    return {"ranks": ranks, **figures}
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=7, help="how often every step is timed")
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    figures = [run(ranks, arguments.rounds) for ranks in arguments.ranks]
+    OUT.mkdir(exist_ok=True)
+    path = OUT / "tensor_parallel.json"
+    machine = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
+    path.write_text(json.dumps({"machine": machine, "figures": figures}, indent=2))
+    print(f"\nWritten: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The command ``megatron-eopt``: ``plan`` shows what a step of a model will cost, without a GPU and without Megatron.
+
+``megatron-eopt plan --model llama3-70b --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4``, or the sizes
+of a model by the names of Megatron's flags.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import get_args
+
+from megatron_eopt.models import MODELS, Model, Parallel, matrices_of
+from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
+from megatron_eopt.orthogonalize.settings import NewtonSchulz
+from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
+from megatron_eopt.parallel.explain import explain
+from megatron_eopt.parallel.plan import TpMode, make_plan
+
+_NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
+_RANKS = {
+    "tensor": "--tensor-model-parallel-size",
+    "expert_tensor": "--expert-tensor-parallel-size",
+    "expert": "--expert-model-parallel-size",
+    "pipeline": "--pipeline-model-parallel-size",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command.
+
+    Args:
+        argv: the arguments after the program's name; None for those of the process.
+    """
+    parser = argparse.ArgumentParser(prog="megatron-eopt", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    plan = commands.add_parser(
+        "plan",
+        help="how the matrices of a model will be orthogonalized, and what that costs",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_model(plan)
+    _add_parallel(plan)
+    _add_muon(plan)
+    _add_rates(plan)
+    options = parser.parse_args(argv)
+    try:
+        print(_plan(options))
+    except ValueError as error:
+        plan.error(str(error))
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", choices=MODELS, help="its sizes, which the flags below override")
+    for field in fields(Model):
+        if field.name == "swiglu":
+            group.add_argument("--swiglu", action="store_true", default=None, help="fc1 has gate and up")
+        else:
+            group.add_argument(_flag(field.name), type=_positive)
+    group.add_argument("--split-gate-up", action="store_true", help="gate and up as two matrices; Megatron has one")
+
+
+def _add_parallel(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("ranks")
+    for name, flag in _RANKS.items():
+        group.add_argument(flag, dest=name, type=_positive, default=1)
+    group.add_argument(
+        "--data-parallel-size",
+        dest="data",
+        type=_positive,
+        default=1,
+        help="over which the layer-wise distributed optimizer deals whole parameters",
+    )
+
+
+def _add_muon(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("Muon")
+    group.add_argument("--muon-tp-mode", choices=get_args(TpMode), default="auto")
+    group.add_argument("--muon-coefficient-type", choices=get_supported_coefficient_types(), default="quintic")
+    group.add_argument("--muon-num-ns-steps", type=_positive, default=5)
+    group.add_argument("--dense", action="store_true", help="without kernels for symmetric products")
+    group.add_argument("--exchange-itemsize", type=int, choices=(2, 4), default=4, help="bytes of an update's entry")
+
+
+def _add_rates(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("rates of one rank")
+    group.add_argument("--tflops", type=float, default=DEFAULT_RATES.flops / 1e12, help="TFLOP/s")
+    group.add_argument("--bandwidth", type=float, default=DEFAULT_RATES.bytes / 1e9, help="GB/s sent")
+    group.add_argument("--latency", type=float, default=DEFAULT_RATES.latency * 1e6, help="us of a collective")
+
+
+def _plan(options: argparse.Namespace) -> str:
+    settings = NewtonSchulz(steps=options.muon_num_ns_steps, coefficient_type=options.muon_coefficient_type)
+    work = Work(schedule=settings.schedule, restarts=settings.restarts, share=1.0 if options.dense else 0.5)
+    rates = Rates(flops=options.tflops * 1e12, bytes=options.bandwidth * 1e9, latency=options.latency * 1e-6)
+    parallel = Parallel(**{field.name: getattr(options, field.name) for field in fields(Parallel)})
+    matrices = matrices_of(
+        _model(options),
+        parallel,
+        work,
+        split_gate_up=options.split_gate_up,
+        itemsize=options.exchange_itemsize,
+    )
+    return explain(make_plan(matrices, options.muon_tp_mode, work, rates), work, rates)
+
+
+def _model(options: argparse.Namespace) -> Model:
+    given = {field.name: getattr(options, field.name) for field in fields(Model)}
+    given = {name: value for name, value in given.items() if value is not None}
+    if options.model is not None:
+        return replace(MODELS[options.model], **given)
+    missing = [_flag(name) for name in _NEEDED if name not in given]
+    if missing:
+        raise ValueError(f"name a --model, or give {', '.join(missing)}")
+    return Model(**given)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
+    return value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""The matrices of a transformer that is given by Megatron's flags: for plans without a GPU, a model or Megatron."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_eopt.parallel.cost import Work, whole_flops
+from megatron_eopt.parallel.pieces import Shape, cut, cut_at, whole
+from megatron_eopt.parallel.plan import Matrix
+
+Parameter = tuple[Matrix, ...]
+"""The logical matrices of one parameter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A transformer, its fields named as Megatron's flags; every layer is alike.
+
+    Attributes:
+        kv_channels: columns of one head; None for ``hidden_size / num_attention_heads``.
+        num_query_groups: None for as many as heads.
+        num_experts: None for a dense model.
+        moe_ffn_hidden_size: of one expert; None for ``ffn_hidden_size``.
+        swiglu: whether ``linear_fc1`` has gate and up, fused.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int | None = None
+    kv_channels: int | None = None
+    swiglu: bool = False
+    num_experts: int | None = None
+    moe_ffn_hidden_size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """Over how many ranks a model lies.
+
+    Attributes:
+        tensor: tensor-parallel ranks.
+        expert_tensor: those of experts.
+        expert: expert-parallel ranks.
+        pipeline: pipeline stages.
+        data: data-parallel ranks, over which the layer-wise optimizer deals whole parameters.
+    """
+
+    tensor: int = 1
+    expert_tensor: int = 1
+    expert: int = 1
+    pipeline: int = 1
+    data: int = 1
+
+
+MODELS = {
+    # Grattafiori et al., The Llama 3 Herd of Models, arXiv 2407.21783, table 3.
+    "llama3-8b": Model(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_attention_heads=32,
+        num_query_groups=8,
+        swiglu=True,
+    ),
+    "llama3-70b": Model(
+        num_layers=80,
+        hidden_size=8192,
+        ffn_hidden_size=28672,
+        num_attention_heads=64,
+        num_query_groups=8,
+        swiglu=True,
+    ),
+    # Qwen Team, Qwen3 Technical Report, arXiv 2505.09388, and the published configuration.
+    "qwen3-30b-a3b": Model(
+        num_layers=48,
+        hidden_size=2048,
+        ffn_hidden_size=6144,
+        num_attention_heads=32,
+        num_query_groups=4,
+        kv_channels=128,
+        swiglu=True,
+        num_experts=128,
+        moe_ffn_hidden_size=768,
+    ),
+}
+
+
+def matrices_of(
+    model: Model, parallel: Parallel, work: Work, *, split_gate_up: bool = False, itemsize: int = 4
+) -> list[Matrix]:
+    """The logical matrices that the busiest data-parallel rank has of the longest pipeline stage.
+
+    Args:
+        model: the transformer; embeddings and the output layer are not Muon's.
+        parallel: over how many ranks.
+        work: the iteration, which says what is busy.
+        split_gate_up: treat gate and up as two matrices; Megatron has them as one.
+        itemsize: bytes of an entry of an update where it is exchanged.
+
+    Raises:
+        ValueError: for sizes that cannot be divided over the ranks.
+    """
+    dense: list[Parameter] = []
+    experts: list[Parameter] = []
+    for layer in range(-(-model.num_layers // parallel.pipeline)):
+        name = f"decoder.layers.{layer}"
+        dense += _attention(f"{name}.self_attention", model, parallel.tensor)
+        if model.num_experts is None:
+            dense += _mlp(f"{name}.mlp", model, model.ffn_hidden_size, parallel.tensor, "tp", split_gate_up)
+            continue
+        dense.append((_on_one_rank(f"{name}.mlp.router.weight", (model.num_experts, model.hidden_size)),))
+        columns = model.moe_ffn_hidden_size or model.ffn_hidden_size
+        for expert in range(_divided(model.num_experts, parallel.expert, "num_experts over expert-parallel ranks")):
+            at = f"{name}.mlp.experts.local_experts.{expert}"
+            experts += _mlp(at, model, columns, parallel.expert_tensor, "expt_tp", split_gate_up)
+    ranks = parallel.tensor * parallel.data
+    if experts:
+        ranks = _divided(ranks, parallel.expert_tensor * parallel.expert, "ranks of a stage over those of the experts")
+    own = _busiest(dense, parallel.data, work) + _busiest(experts, ranks, work)
+    return [replace(matrix, itemsize=itemsize) for parameter in own for matrix in parameter]
+
+
+def deal(parameters: Sequence[Parameter], ranks: int) -> list[list[Parameter]]:
+    """The parameters of each data-parallel rank: the largest first, dealt to and fro, as Megatron deals them."""
+    size = [sum(matrix.shape[0] * matrix.shape[1] for matrix in parameter) for parameter in parameters]
+    hands: list[list[Parameter]] = [[] for _ in range(ranks)]
+    for place, index in enumerate(sorted(range(len(parameters)), key=lambda index: -size[index])):
+        turn, rank = divmod(place, ranks)
+        hands[ranks - 1 - rank if turn % 2 else rank].append(parameters[index])
+    return hands
+
+
+def _busiest(parameters: Sequence[Parameter], ranks: int, work: Work) -> list[Parameter]:
+    def flops(hand: list[Parameter]) -> float:
+        return sum(whole_flops(matrix.shape, work) for parameter in hand for matrix in parameter)
+
+    return max(deal(parameters, ranks), key=flops)
+
+
+def _attention(name: str, model: Model, ranks: int) -> list[Parameter]:
+    """QKV, whose rows are interleaved by query group, and the output projection."""
+    heads = model.num_attention_heads
+    channels = model.kv_channels or _divided(model.hidden_size, heads, "hidden_size over num_attention_heads")
+    groups = model.num_query_groups or heads
+    rows = (_divided(heads, groups, "num_attention_heads over num_query_groups") * channels, channels, channels)
+    of_rank = _divided(groups * sum(rows), ranks, "rows of linear_qkv over tensor-parallel ranks")
+    parts, before = [], 0
+    for part, own in zip("qkv", rows, strict=True):
+        # Rows of this part above the first row of each rank: all of earlier groups, and some of the group it is in.
+        at = (divmod(rank * of_rank, sum(rows)) for rank in range(ranks + 1))
+        edges = [group * own + min(max(inside - before, 0), own) for group, inside in at]
+        shape = (groups * own, model.hidden_size)
+        parts.append(Matrix(f"{name}.linear_qkv.weight[{part}]", shape, cut_at(shape, 0, edges)))
+        before += own
+    return [tuple(parts), (_sharded(f"{name}.linear_proj.weight", (model.hidden_size, heads * channels), 1, ranks),)]
+
+
+def _mlp(name: str, model: Model, columns: int, ranks: int, group: str, split: bool) -> list[Parameter]:
+    """The first layer, with gate and up where there is one, and the second."""
+    hidden, first = model.hidden_size, f"{name}.linear_fc1.weight"
+    names = [f"{first}[gate]", f"{first}[up]"] if model.swiglu and split else [first]
+    rows = columns * 2 if model.swiglu and not split else columns
+    fc1 = tuple(_sharded(part, (rows, hidden), 0, ranks, group) for part in names)
+    return [fc1, (_sharded(f"{name}.linear_fc2.weight", (hidden, columns), 1, ranks, group),)]
+
+
+def _sharded(name: str, shape: Shape, dim: int, ranks: int, group: str = "tp") -> Matrix:
+    return Matrix(name, shape, cut(shape, dim, ranks), group)
+
+
+def _on_one_rank(name: str, shape: Shape) -> Matrix:
+    return Matrix(name, shape, (whole(shape),))
+
+
+def _divided(size: int, parts: int, what: str) -> int:
+    if size % parts:
+        raise ValueError(f"{what}: {size} is no multiple of {parts}")
+    return size // parts

@@ -132,9 +132,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             orthogonalize_fn=self.newton_schulz,
             scale_factor_fn=self._scale,
         )
-        self._graphed = GraphedUpdate(self._update) if cuda_graphs else None
+        self._graphed: GraphedUpdate | None = None
         if cuda_graphs:
             self._check_graphs()
+            self._graphed = GraphedUpdate(self._update)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices.
@@ -149,6 +150,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         """Take over a state, and with it what computed the symmetric products when it was saved."""
         super().load_state_dict(state_dict)
         self._planned = None
+        if self._graphed is not None:  # the momenta that it was captured with are gone
+            self._graphed = GraphedUpdate(self._update)
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
         """The update of one parameter, before the learning rate; sharded as the parameter is.

@@ -12,6 +12,8 @@ from torch import Tensor
 Scalar = float | Tensor
 """A number, or a tensor without dimensions on the device of the parameters."""
 
+_AT_ONCE = 16  # tensors
+
 
 def replace_rejected(gradients: Sequence[Tensor], momenta: Sequence[Tensor], accepted: Tensor) -> list[Tensor]:
     """The gradients, with the momentum in place of each not accepted: averaged with itself it stays as it is."""
@@ -39,6 +41,9 @@ def average(momenta: Sequence[Tensor], gradients: Sequence[Tensor], beta: float,
 
 
 def apply(parameters: Sequence[Tensor], updates: Sequence[Tensor], lr: Scalar, accepted: Tensor) -> None:
-    """``p -= lr * update``."""
-    steps = torch._foreach_mul(list(updates), (lr * accepted.double()).unbind())
-    torch._foreach_sub_(list(parameters), list(steps))
+    """``p -= lr * update``, for some at a time: the products are further tensors."""
+    factors = (lr * accepted.double()).unbind()
+    for start in range(0, len(parameters), _AT_ONCE):
+        part = slice(start, start + _AT_ONCE)
+        steps = torch._foreach_mul(list(updates[part]), factors[part])
+        torch._foreach_sub_(list(parameters[part]), list(steps))

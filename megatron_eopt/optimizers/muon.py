@@ -15,7 +15,9 @@ from megatron_eopt.optimizers.batch import Batch, GroupRates, local
 from megatron_eopt.optimizers.graphs import GraphedUpdate
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.skipping import Skipping
+from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients, composite_range, set_length
+from megatron_eopt.orthogonalize.ladder import RUNGS
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor, validate_scale_mode
 from megatron_eopt.orthogonalize.settings import NewtonSchulz
@@ -71,6 +73,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         data_parallel_group: ranks that all hold the same parameters and gradients (as under DDP): each orthogonalizes
             its share of those matrices that no other group cuts, and an all-gather hands the results out.
         plan_rates: of the cost model of ``auto``; ``measure`` measures them at start, and a checkpoint keeps them.
+        symmetric_products: what computes them: ``triton``, ``blocked`` (on a CPU) or ``torch``. By default what the
+            checkpoint says, else the fastest that serves here.
         cuda_graphs: capture the step as a CUDA graph and replay it; only where no parameter is sharded.
 
     Raises:
@@ -102,9 +106,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         cuda_graphs: bool = False,
         data_parallel_group: ProcessGroup | None = None,
         plan_rates: Rates | Literal["measure"] = DEFAULT_RATES,
+        symmetric_products: str | None = None,
     ) -> None:
         validate_tp_mode(tp_mode)
         validate_scale_mode(scale_mode)
+        if symmetric_products is not None:
+            check_choice("symmetric_products", symmetric_products, tuple(RUNGS))
         if not isinstance(plan_rates, Rates) and plan_rates != "measure":
             raise ValueError(f"plan_rates are Rates or 'measure', got {plan_rates!r}")
         self.newton_schulz = NewtonSchulz(
@@ -116,6 +123,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self.tp_mode = tp_mode
         self.data_parallel_group = data_parallel_group
         self.plan_rates = plan_rates
+        self.symmetric_products = symmetric_products
         self._planned: Planned | None = None
         self._note_short_schedule()
         super().__init__(
@@ -192,7 +200,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             ]
             device = local(parameters[0]).device
             planned = Planned(described, device, self.tp_mode, self.newton_schulz, self._scale, self._rates())
-            choice = planned.settle(self.param_groups[0].get(RUNG))
+            choice = planned.settle(self.symmetric_products, self.param_groups[0].get(RUNG))
             for group in self.param_groups:
                 group[RUNG] = choice.rung
                 group[RATES] = planned.rates.state_dict()
@@ -222,7 +230,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         # also without a gradient where others wait for this rank's part
         return super()._takes_part(place, parameter) or self.planned.shares(place)
 
-    def _orthogonalize(self, batches: Sequence[Batch], updates: Sequence[Tensor]) -> list[Tensor]:
+    def _orthogonalize(self, batches: Sequence[Batch], updates: list[Tensor]) -> list[Tensor]:
         if type(self).orthogonalize is not TensorParallelMuon.orthogonalize:
             return super()._orthogonalize(batches, updates)
         return self.planned.orthogonalize(updates, [place for batch in batches for place in batch.places])

@@ -272,8 +272,8 @@ class OrthogonalizedOptimizer(Optimizer):
         gradients = bulk.replace_rejected(gradients, batch.momenta, accepted)
         return bulk.average(batch.momenta, gradients, batch.settings[self.momentum_key], self.use_nesterov)
 
-    def _orthogonalize(self, batches: Sequence[Batch], updates: Sequence[Tensor]) -> list[Tensor]:
-        """The updates of all parameters of all batches, before the learning rate."""
+    def _orthogonalize(self, batches: Sequence[Batch], updates: list[Tensor]) -> list[Tensor]:
+        """The updates of all parameters of all batches, before the learning rate; the list may be emptied."""
         each = ((parameter, batch.settings) for batch in batches for parameter in batch.parameters)
         return [
             self.orthogonalize(parameter, update, **settings)

@@ -61,7 +61,7 @@ class Skipping:
         """
         present = self._present(tuple(gradient is not None for gradient in gradients))
         flags = torch.stack([present & self._finite(gradients), present, ~present]).int()
-        flags[2] -= 1  # the minimum of this is minus the maximum of the one above
+        flags[2] -= 1  # -1 where a gradient is present: its minimum tells of any rank, that of the row above of all
         if agree is not None:
             flags = agree(flags)
         accepted, on_all, on_some = flags[0] == 1, flags[1] == 1, flags[2] == -1

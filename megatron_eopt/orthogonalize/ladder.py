@@ -182,7 +182,7 @@ def restore(
     except (ValueError, RuntimeError) as error:
         raise RuntimeError(
             f"{error}. It is the rung of the checkpoint, and on another one the run would not go on bit-equal: "
-            "resume where it can serve, or choose anew"
+            f"resume where it can serve, or name one that serves here ({', '.join(rungs)}) as symmetric_products"
         ) from error
 
 

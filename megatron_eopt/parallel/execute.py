@@ -18,7 +18,7 @@ _Running = Generator[None, None, list[Tensor]]
 
 @torch.no_grad()
 def execute(
-    plan: Plan, shards: Sequence[Tensor], groups: Mapping[str, ProcessGroup], settings: NewtonSchulz, scale: Scale
+    plan: Plan, shards: list[Tensor], groups: Mapping[str, ProcessGroup], settings: NewtonSchulz, scale: Scale
 ) -> list[Tensor]:
     """This rank's pieces of the scaled orthogonal factors of all matrices.
 
@@ -27,13 +27,14 @@ def execute(
 
     Args:
         plan: the same on every rank of its groups.
-        shards: this rank's piece of each matrix, in the order of ``plan.matrices``; not written to.
+        shards: this rank's piece of each matrix, in the order of ``plan.matrices``. The tensors are not written to, but
+            the list is: each gives its place up for its result, so that it can be freed.
         groups: the ranks of each group that the plan names; those need no entry whose matrices exchange nothing.
         settings: of the iteration.
         scale: of a global matrix, from its rows and columns.
 
     Returns:
-        New tensors of the shapes and dtypes of ``shards``, in the same order.
+        ``shards``, now with new tensors of the same shapes and dtypes.
 
     Raises:
         ValueError: if there is not one shard for each matrix, or a group is missing.
@@ -42,7 +43,6 @@ def execute(
         raise ValueError(f"the plan has {len(plan.matrices)} matrices, got {len(shards)} shards")
     for bucket in plan.buckets:
         _check(bucket, plan, groups)
-    results = list(shards)
     at_work: list[tuple[Bucket, _Running]] = []
     waiting = list(reversed(plan.buckets))
     while waiting or at_work:
@@ -56,9 +56,9 @@ def execute(
                 still.append((bucket, running))
             else:
                 for index, result in zip(bucket.matrices, done, strict=True):
-                    results[index] = result
+                    shards[index] = result
         at_work = still
-    return results
+    return shards
 
 
 def _check(bucket: Bucket, plan: Plan, groups: Mapping[str, ProcessGroup]) -> None:

@@ -21,6 +21,8 @@ from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.measure import measured_rates
 from megatron_eopt.parallel.plan import Bucket, Matrix, Plan, TpMode, make_plan
 
+_MOST_PLANS = 1024  # that are kept: one for each set of parameters that took part in a step
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -107,15 +109,16 @@ class Planned:
         """The plan as a table: scheme, operations, bytes, collectives and predicted time of each bucket."""
         return explain(self.plan, self.work, self.rates)
 
-    def settle(self, rung: str | None = None) -> Choice:
+    def settle(self, rung: str | None = None, kept: str | None = None) -> Choice:
         """Agree with the other ranks on the plan and on what computes symmetric products; all ranks call it together.
 
         Args:
-            rung: of the ladder, from a checkpoint; None chooses.
+            rung: of the ladder, that the user asks for.
+            kept: that of the checkpoint, where he does not; with neither the fastest is chosen.
 
         Raises:
             ValueError: if the plan differs between ranks.
-            RuntimeError: if the rung of the checkpoint cannot serve.
+            RuntimeError: if the rung cannot serve on one of them.
         """
         same_plan(self.plan, self.groups, self._device)
         settings = self._settings
@@ -124,10 +127,10 @@ class Planned:
         grams = [gram_dtype(dtype, self._device) for dtype in products]
         known = {"fp32_precision": "tf32" if settings.fp32_matmul_prec == "high" else "ieee", "agree": self.lowest}
         served = list(dict.fromkeys(dtype for dtype in (*products, *grams) if dtype is not None))
-        if rung is None:
-            choice = choose(shapes, served, self._device, **known)  # type: ignore[arg-type]
+        if rung is None and kept is not None:
+            choice = restore({"rung": kept}, shapes, served, self._device, **known)  # type: ignore[arg-type]
         else:
-            choice = restore({"rung": rung}, shapes, served, self._device, **known)  # type: ignore[arg-type]
+            choice = choose(shapes, served, self._device, rung=rung, **known)  # type: ignore[arg-type]
         self._settings = replace(settings, products=choice.products)
         return choice
 
@@ -147,18 +150,19 @@ class Planned:
         """Whether other ranks wait for this one's part of a parameter."""
         return self._parameters[place].layout.ranks > 1
 
-    def orthogonalize(self, updates: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
+    def orthogonalize(self, updates: list[Tensor], places: Sequence[int]) -> list[Tensor]:
         """The orthogonal factors, scaled, of this rank's parts of parameters.
 
         Args:
-            updates: this rank's parts.
+            updates: this rank's parts; the list is emptied, so that each can be freed when its result is there.
             places: of their parameters, ascending. Of those that are shared with other ranks all ranks name the same.
         """
-        shards = []
-        for update, place in zip(updates, places, strict=True):
+        shards: list[Tensor] = []
+        for index, place in enumerate(places):
             shapes, piece = self._parameters[place].split_shapes, self._parameters[place].layout.piece
-            shards += [update] if shapes is None else split_piece(update, piece.top, shapes)
+            shards += [updates[index]] if shapes is None else split_piece(updates[index], piece.top, shapes)
         plan = self._plan_of(tuple(places))
+        updates.clear()
         factors = iter(execute(plan, shards, self.groups, self._settings, self._scale))
         results = []
         for place in places:
@@ -170,6 +174,8 @@ class Planned:
     def _plan_of(self, places: tuple[int, ...]) -> Plan:
         """What the plan says of the parameters at ``places``."""
         if places not in self._plans:
+            if len(self._plans) > _MOST_PLANS:
+                self._plans.clear()
             counts = [len(layouts) for layouts in self._layouts]
             owners = [place for place, count in enumerate(counts) for _ in range(count)]
             self._plans[places] = subset(self.plan, [i for i, place in enumerate(owners) if place in places])

@@ -26,7 +26,7 @@ def on_ranks(rank, ranks, cases):
         shards = own_parts(case, ranks, rank)
         before = [shard.clone() for shard in shards]
         counters.reset()
-        pieces = execute(plan, shards, groups, case.settings, scale)
+        pieces = execute(plan, list(shards), groups, case.settings, scale)
         assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(shards, before, strict=True))
         results.append(([piece.clone() for piece in pieces], dict(counters.calls), dict(counters.bytes)))
     together = [case for case in cases if case.settings == cases[0].settings]

@@ -66,7 +66,8 @@ def test_a_split_update_is_the_updates_of_its_matrices(shapes, groups, cols):
     for size in shapes:
         part = update.view(groups, sum(shapes), cols)[:, start : start + size].reshape(-1, cols)
         expected = muon_scale_factor(*part.shape) * newton_schulz(part)
-        torch.testing.assert_close(result[:, start : start + size].reshape(-1, cols), expected, rtol=1e-4, atol=1e-5)
+        # parts of equal size are computed as a stack, which rounds otherwise than one matrix
+        torch.testing.assert_close(result[:, start : start + size].reshape(-1, cols), expected, rtol=1e-4, atol=1e-4)
         start += size
 
 
@@ -161,3 +162,9 @@ def test_a_resumed_run_computes_symmetric_products_as_before():
     opt.load_state_dict(state)
     with pytest.raises(RuntimeError, match=r"'triton' of symmetric products cannot serve.*the rung of the"):
         opt.step()
+    other = TensorParallelMuon([p], symmetric_products="torch")
+    other.load_state_dict(state)
+    other.step()
+    assert other.param_groups[0]["symmetric_products"] == "torch"
+    with pytest.raises(ValueError, match="unknown symmetric_products 'cublas': expected one of triton, blocked, torch"):
+        TensorParallelMuon([p], symmetric_products="cublas")

@@ -132,8 +132,9 @@ def make_plan(
 
     - Matrices of one rank, and those without entries, are ``local``.
     - Matrices that every rank of a group holds whole are ``share``, or ``local`` if the group is not to share.
-    - Pieces are served by the scheme that is named. Where ``distributed`` or ``gram`` cannot serve them (both
-      dimensions are cut; for ``gram`` also the short side only, or the Gram form must not run), by ``owner``.
+    - Pieces are served by the scheme that is named. Where ``distributed`` or ``gram`` should not serve them (the short
+      side is cut, or both, and the Gram matrix would be that of the long one; for ``gram`` also where the Gram form
+      must not run), by ``owner``.
     - ``gram`` is ``gram_split`` for matrices with a short side over :data:`REPLICATED_ROWS` where that is predicted to
       be faster, else ``gram_replicated``.
     - ``auto`` takes what makes the busiest rank's predicted time over all buckets of a group least. For a bucket of B
@@ -195,16 +196,17 @@ def _options(
     cut = cut_dimension(matrix.shape, matrix.pieces)
     if mode in ("blockwise", "duplicated", "owner"):
         return by(mode)
+    along_long_side = cut is not None and matrix.shape[cut] == max(matrix.shape)
     if mode == "distributed":
-        return by("owner" if cut is None else "distributed")
+        return by("distributed" if along_long_side else "owner")
     grams: list[Scheme] = []
-    if work.restarts is not None and cut is not None and matrix.shape[cut] == max(matrix.shape):
+    if work.restarts is not None and along_long_side:
         grams.append("gram_replicated")
         if min(matrix.shape) > REPLICATED_ROWS:
             grams.append("gram_split")
     if mode == "gram":
         return by(*grams) or by("owner")
-    sums: list[Scheme] = grams if cut is None else [*grams, "distributed"]
+    sums: list[Scheme] = [*grams, "distributed"] if along_long_side else grams
     options = by("owner")
     rest = len(places) % matrix.ranks
     if 0 < rest < len(places):

@@ -46,6 +46,7 @@ def test_a_scheme_is_taken_where_it_can_serve(given_matrices, mode, work, speeds
     for bucket in (plan := make_plan(given_matrices, mode, work, speeds)).buckets:
         first = plan.matrices[bucket.matrices[0]]
         cut = cut_dimension(first.shape, first.pieces)
+        along_long_side = cut is not None and first.shape[cut] == max(first.shape)
         replicated = all(piece == whole(first.shape) for piece in first.pieces)
         if first.ranks == 1 or 0 in first.shape:
             assert bucket.scheme == "local"
@@ -54,10 +55,11 @@ def test_a_scheme_is_taken_where_it_can_serve(given_matrices, mode, work, speeds
         elif bucket.scheme.startswith("gram"):
             assert mode in ("gram", "auto")
             assert work.restarts is not None
-            assert first.shape[cut] == max(first.shape)
+            assert along_long_side
         elif mode != "auto":
             assert bucket.scheme in (mode, "owner")
-            assert bucket.scheme == mode or cut is None or mode == "gram"
+            assert bucket.scheme == mode or mode == "gram" or not along_long_side
+            assert bucket.scheme != "distributed" or along_long_side
 
 
 @given(matrices(), modes, works, rates)
@@ -133,7 +135,8 @@ LONG, SHORT, SQUARE = ((4096, 16384), 1), ((16384, 4096), 1), ((4096, 4096), 0)
         ("gram", some(3, *SQUARE), WORK, [("gram_split", 3)]),
         ("gram", some(3, *SHORT), WORK, [("owner", 3)]),
         ("gram", some(3, *LONG), STANDARD, [("owner", 3)]),
-        ("distributed", some(3, *SHORT), WORK, [("distributed", 3)]),
+        ("distributed", some(3, *SHORT), WORK, [("owner", 3)]),
+        ("distributed", some(3, *LONG), WORK, [("distributed", 3)]),
         ("auto", some(8, *LONG), WORK, [("owner", 8)]),
         ("auto", some(9, *LONG), WORK, [("owner", 8), ("gram_split", 1)]),
         ("auto", some(1, *LONG), WORK, [("gram_split", 1)]),

@@ -1,0 +1,7 @@
+"""What all tests share."""
+
+from hypothesis import settings
+
+# a deadline would make a test of values one of the machine's load
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")

@@ -14,21 +14,21 @@ def summary(output):
 
 
 @pytest.mark.parametrize(
-    ("model", "matrices"),
+    ("model", "matrices", "schemes"),
     [
-        # more ranks than query groups: a shard ends inside a group
-        (["--num-query-groups", 1], 12),
-        (["--attention-output-gate"], 14),
+        # more ranks than query groups: a shard ends inside a group; k and v are cut along their short side
+        (["--num-query-groups", 1], 12, "8 distributed and 4 owner"),
+        (["--attention-output-gate"], 14, "10 distributed and 4 owner"),
     ],
     ids=["one query group", "gated attention"],
 )
-def test_two_ranks_train_as_one(tmp_path, model, matrices):
+def test_two_ranks_train_as_one(tmp_path, model, matrices, schemes):
     (alone,), _ = train(tmp_path / "one", 1, *RUN, *model)
     for tp_mode in ("duplicated", "distributed", "auto"):
         ranks, output = train(tmp_path / tp_mode, 2, *RUN, *model, *TP2, "--muon-tp-mode", tp_mode)
         assert f"{matrices} matrices" in summary(output)
-        if tp_mode != "auto":
-            assert f"{matrices} {tp_mode} over 2 ranks (exact)" in summary(output)
+        expected = {"duplicated": f"{matrices} duplicated", "distributed": schemes, "auto": ""}[tp_mode]
+        assert f"{expected} over 2 ranks (exact)" in summary(output)
         for rank in ranks:
             assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-5)
             assert rank["grad_norms"] == pytest.approx(alone["grad_norms"], rel=1e-5)

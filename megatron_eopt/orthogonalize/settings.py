@@ -12,7 +12,7 @@ from megatron_eopt.orthogonalize.form import gram_dtype
 from megatron_eopt.orthogonalize.newton_schulz import MAX_BYTES, newton_schulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, product_dtype, validate_matmul_precision
 from megatron_eopt.orthogonalize.restarts import Restarts, restarts_for
-from megatron_eopt.orthogonalize.symmetric import Products
+from megatron_eopt.orthogonalize.symmetric import Products, default_products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,10 @@ class NewtonSchulz:
     def gram_dtype(self, x: Tensor) -> torch.dtype:
         """The dtype of the Gram form of a piece: as in one process, but fp32 where that would take the standard one."""
         return gram_dtype(product_dtype(x.dtype, self.fp32_matmul_prec), x.device) or torch.float32
+
+    def products_for(self, device: torch.device, dtype: torch.dtype) -> Products:
+        """What computes symmetric products in ``dtype``: those that are set, else what suits the device."""
+        return self.products or default_products(device, dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The orthogonal factor of a matrix, or of each in a stack.

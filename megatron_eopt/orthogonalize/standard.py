@@ -8,15 +8,13 @@ from torch import Tensor
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.symmetric import Dense, Products, square_work
 
-Watch = Callable[[int, Tensor], None]
-
 
 def iterate(
     X: Tensor,
     schedule: Sequence[Coefficients],
     all_reduce: Callable[[Tensor], Tensor] | None = None,
     products: Products | None = None,
-    watch: Watch | None = None,
+    watch: Callable[[int, Tensor], None] | None = None,
 ) -> Tensor:
     """Apply the polynomials of a schedule to a normalized ``X``, iterating on the Gram matrix of its rows.
 

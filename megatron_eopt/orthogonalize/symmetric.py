@@ -13,7 +13,6 @@ from torch import Tensor
 SMALLEST_BLOCKED = 512
 """Rows from which on :class:`Blocked` is taken for fp32 on a CPU: about where it begins to pay on two cores."""
 
-
 _CACHE_LINE = 64  # bytes
 
 

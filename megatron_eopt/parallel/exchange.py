@@ -1,13 +1,12 @@
 """The collectives, each counted: tests and benchmarks read :data:`counters`.
 
-Every function starts a collective and returns at once; :meth:`Pending.wait` gives its result, and raises what the
-backend raises: where a rank of the group is gone, the others end within the timeout of the group.
+Every function but :func:`lowest` starts a collective and returns at once; :meth:`Pending.wait` gives its result, and
+raises what the backend raises: where a rank of the group is gone, the others end within the timeout of the group.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -15,10 +14,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.parallel import traffic
-
-ReduceOp = Literal["sum", "min"]
-
-_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN}
 
 
 @dataclass
@@ -98,14 +93,14 @@ def all_gather(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
     return Pending(work, lambda: gathered.view(group.size(), *x.shape))
 
 
-def all_reduce(x: Tensor, group: ProcessGroup, op: ReduceOp = "sum") -> Pending[Tensor]:
-    """Sum, or minimum, over the ranks; bf16 and fp16 cross in fp32 and come back in their own dtype.
+def all_reduce(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
+    """Sum over the ranks; bf16 and fp16 cross in fp32 and come back in their own dtype.
 
     ``x`` may be written to: it is what is sent, where it is contiguous and needs no wider dtype.
     """
     wide = _wide(x)
     counters.count("all_reduce", traffic.all_reduce(wide.nbytes, group.size()))
-    work = dist.all_reduce(wide, op=_OPS[op], group=group, async_op=True)
+    work = dist.all_reduce(wide, group=group, async_op=True)
     return Pending(work, lambda: wide.to(x.dtype))
 
 
@@ -145,6 +140,24 @@ def broadcast(x: Tensor, src: int, group: ProcessGroup) -> Pending[Tensor]:
     return Pending(work, lambda: sent)
 
 
+def lowest(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Element-wise minimum of ``x`` over the ranks of a group, in a new tensor where ``x`` is; it is there on return.
+
+    Not among the exchanges that a plan predicts; counted as ``agree``, with the bytes of ``x``.
+    """
+    on_device = x.to(_device(group, x.device), copy=True)
+    counters.count("agree", on_device.nbytes)
+    dist.all_reduce(on_device, dist.ReduceOp.MIN, group=group)
+    return on_device.to(x.device)
+
+
 def _wide(x: Tensor) -> Tensor:
     """``x``, contiguous, in a dtype in which sums over ranks keep what the entries have."""
     return x.float().contiguous() if x.dtype in (torch.bfloat16, torch.float16) else x.contiguous()
+
+
+def _device(group: ProcessGroup, device: torch.device) -> torch.device:
+    """Where tensors of a collective have to be: on the GPU if the group knows no other."""
+    if device.type == "cpu" and dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.parallel.agree import lowest
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
-from megatron_eopt.parallel.exchange import all_gather, all_reduce
+from megatron_eopt.parallel.exchange import all_gather, all_reduce, lowest
 
 _ROUNDS = 5
 _SENT_BYTES = 2**22

@@ -13,8 +13,9 @@ from megatron_eopt.orthogonalize.ladder import Choice, choose, restore
 from megatron_eopt.orthogonalize.precision import product_dtype
 from megatron_eopt.orthogonalize.settings import NewtonSchulz
 from megatron_eopt.orthogonalize.symmetric import default_products
-from megatron_eopt.parallel.agree import lowest, same_plan
+from megatron_eopt.parallel.agree import same_plan
 from megatron_eopt.parallel.cost import Rates, Work
+from megatron_eopt.parallel.exchange import lowest
 from megatron_eopt.parallel.execute import execute
 from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.layout import Layout, split_layout

@@ -45,8 +45,8 @@ def collectives(rank, ranks):
     assert counted() == {"all_gather": (1, (ranks - 1) * 8 * ranks)}
 
     assert torch.equal(exchange.all_reduce(numbers.clone(), group).wait(), total)
-    assert torch.equal(exchange.all_reduce(numbers.clone(), group, "min").wait(), numbers - rank)
-    assert counted() == {"all_reduce": (2, 2 * 2 * (ranks - 1) * 8)}
+    assert torch.equal(exchange.lowest(numbers, group), numbers - rank)
+    assert counted() == {"all_reduce": (1, 2 * (ranks - 1) * 8), "agree": (1, 8 * ranks)}
 
     part = exchange.reduce_scatter(numbers.view(2 * ranks, 1), group).wait()
     assert torch.equal(part, total.view(ranks, 2, 1)[rank])

@@ -10,7 +10,6 @@ from megatron_eopt.orthogonalize.normalize import normalized
 from megatron_eopt.orthogonalize.precision import fp32_products, product_dtype
 from megatron_eopt.orthogonalize.settings import NewtonSchulz
 from megatron_eopt.orthogonalize.standard import iterate
-from megatron_eopt.orthogonalize.symmetric import default_products
 from megatron_eopt.parallel.exchange import all_reduce
 from megatron_eopt.parallel.pieces import cut_dimension
 from megatron_eopt.parallel.plan import Bucket, Matrix
@@ -43,7 +42,7 @@ def run(
         X = X.new_zeros(*X.shape[:-1], 1)
     X, _ = normalized(X, lambda squared: all_reduce(squared, group).wait())
     X = X.to(product_dtype(stack.dtype, settings.fp32_matmul_prec))
-    products = settings.products or default_products(X.device, X.dtype)
+    products = settings.products_for(X.device, X.dtype)
     with fp32_products(settings.fp32_matmul_prec):
         X = iterate(X, settings.schedule, lambda gram: all_reduce(gram, group).wait(), products)
     if stack.numel() == 0:

@@ -11,7 +11,7 @@ from megatron_eopt.orthogonalize.gram import factor
 from megatron_eopt.orthogonalize.normalize import nonzero
 from megatron_eopt.orthogonalize.precision import fp32_products
 from megatron_eopt.orthogonalize.settings import NewtonSchulz
-from megatron_eopt.orthogonalize.symmetric import Products, default_products, square_work
+from megatron_eopt.orthogonalize.symmetric import Products, square_work
 from megatron_eopt.parallel.exchange import all_gather, all_reduce, broadcast, reduce, reduce_scatter
 from megatron_eopt.parallel.owners import in_rounds
 from megatron_eopt.parallel.pieces import cut_dimension
@@ -109,7 +109,7 @@ def _run(
         )
     stack = torch.stack(list(shards))
     X = LocalGram(stack, transposed=dim == 0, dtype=settings.gram_dtype(stack))
-    products = settings.products or default_products(stack.device, X.dtype)
+    products = settings.products_for(stack.device, X.dtype)
     segments = _Segments(settings, settings.restarts, products, X.dtype, X.unit)
     del stack
     for segment in range(len(settings.restarts) + 1):

@@ -23,7 +23,7 @@ from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor, vali
 from megatron_eopt.orthogonalize.settings import NewtonSchulz
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.dtensor import layout_of_dtensor
-from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, layout_of, shared_out
+from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, layout_of, shared_out, split_layout
 from megatron_eopt.parallel.plan import TpMode, validate_tp_mode
 from megatron_eopt.parallel.planned import Parameter, Planned
 
@@ -178,6 +178,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             layout = layout_of(parameter, getattr(groups, "tp", None), getattr(groups, "expt_tp", None))
         sharers = self.data_parallel_group
         return layout if layout.ranks > 1 or sharers is None else shared_out(layout, sharers)
+
+    def matrix_layouts(self, parameter: Tensor) -> list[Layout]:
+        """Where the logical matrices of a parameter lie."""
+        layout, shapes = self.layout(parameter), self.split_shapes(parameter)
+        return [layout] if shapes is None else split_layout(layout, shapes)
 
     def split_shapes(self, parameter: Tensor) -> tuple[int, ...] | None:
         """Rows of each logical matrix in one query group of a fused parameter; None for any other."""

@@ -6,19 +6,20 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import check_split_shapes, merge_rows, split_rows
 from megatron_eopt.optimizers import bulk
 from megatron_eopt.optimizers.batch import Batch, GroupRates, local
 from megatron_eopt.optimizers.bulk import Scalar
 from megatron_eopt.optimizers.skipping import Skipping
+from megatron_eopt.optimizers.state import DescribedState, StateTensor
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
 
 MOMENTUM_BUFFER = "momentum_buffer"
 
 
-class OrthogonalizedOptimizer(Optimizer):
+class OrthogonalizedOptimizer(DescribedState):
     """Momentum, orthogonalized and scaled, as the update of matrices.
 
     For a parameter ``p`` with gradient ``g``, in this order:
@@ -145,17 +146,9 @@ class OrthogonalizedOptimizer(Optimizer):
                 f"{list(self.qkv_split_shapes)}, which are {sum(self.qkv_split_shapes)}"
             )
 
-    def init_state(self) -> None:
-        """Create the state of every parameter, with a gradient or not, as a checkpoint needs it before it can load."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self._momentum(parameter)
-
-    def _momentum(self, parameter: Tensor) -> Tensor:
-        state = self.state[parameter]
-        if MOMENTUM_BUFFER not in state:
-            state[MOMENTUM_BUFFER] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        return state[MOMENTUM_BUFFER]
+    def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
+        """The momentum."""
+        return [StateTensor(MOMENTUM_BUFFER)]
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -200,9 +193,6 @@ class OrthogonalizedOptimizer(Optimizer):
             raise ValueError(f"{type(self).__name__} steps on one device, but its parameters are on {devices}")
         return Skipping(self._names(), parameters[0].device)
 
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
     def _names(self) -> list[str]:
         """A name for every parameter, in the order of the groups: what torch was told, or where it stands."""
         return [
@@ -225,7 +215,7 @@ class OrthogonalizedOptimizer(Optimizer):
         for group in self.param_groups:
             taken = [(i, p) for i, p in enumerate(group["params"], first) if self._takes_part(i, p)]
             first += len(group["params"])
-            momenta = [local(self._momentum(p)) for _, p in taken]
+            momenta = [local(self._state_of(p)[MOMENTUM_BUFFER]) for _, p in taken]
             batches.append(
                 Batch(
                     places=[i for i, _ in taken],

@@ -5,7 +5,7 @@ Importing this package imports torch and not Megatron; :func:`activate` and :fun
 
 from typing import Any
 
-from megatron_eopt.optimizers import OrthogonalizedOptimizer, TensorParallelMuon
+from megatron_eopt.optimizers import Lion, OrthogonalizedOptimizer, TensorParallelAdaptiveMuon, TensorParallelMuon
 from megatron_eopt.registry import (
     EMERGING_OPTIMIZERS,
     EmergingOptimizerEntry,
@@ -17,7 +17,9 @@ from megatron_eopt.registry import (
 __all__ = [
     "EMERGING_OPTIMIZERS",
     "EmergingOptimizerEntry",
+    "Lion",
     "OrthogonalizedOptimizer",
+    "TensorParallelAdaptiveMuon",
     "TensorParallelMuon",
     "activate",
     "get_megatron_optimizer",

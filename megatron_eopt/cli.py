@@ -1,14 +1,16 @@
-"""The command ``megatron-eopt``: ``plan`` shows what a step of a model will cost, without a GPU and without Megatron.
+"""The command ``megatron-eopt``, without a GPU and without Megatron.
 
-``megatron-eopt plan --model llama3-70b --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4``, or the sizes
-of a model by the names of Megatron's flags.
+``plan`` shows what a step of a model will cost: ``megatron-eopt plan --model llama3-70b --tensor-model-parallel-size
+8``, or the sizes of a model by the names of Megatron's flags. ``verify-checkpoint DIR`` says what is in a checkpoint.
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import get_args
 
+from megatron_eopt.checkpoints.command import add_command, verify
 from megatron_eopt.models import MODELS, Model, Parallel, matrices_of
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.settings import NewtonSchulz
@@ -25,11 +27,14 @@ _RANKS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
         argv: the arguments after the program's name; None for those of the process.
+
+    Returns:
+        The exit status.
     """
     parser = argparse.ArgumentParser(prog="megatron-eopt", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -43,11 +48,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     _add_parallel(plan)
     _add_muon(plan)
     _add_rates(plan)
-    options = parser.parse_args(argv)
+    checkpoint = add_command(commands)
+    plan.set_defaults(parser=plan, run=_print_plan)
+    checkpoint.set_defaults(parser=checkpoint, run=verify)
+    given = list(sys.argv[1:] if argv is None else argv)
+    cut = given.index("--") if "--" in given else len(given)
+    options = parser.parse_args(given[:cut])
     try:
-        print(_plan(options))
+        status: int = options.run(options, given[cut + 1 :] if cut < len(given) else None)
     except ValueError as error:
-        plan.error(str(error))
+        options.parser.error(str(error))
+    return status
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -90,6 +101,13 @@ def _add_rates(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--latency", type=float, default=DEFAULT_RATES.latency * 1e6, help="us of a collective")
 
 
+def _print_plan(options: argparse.Namespace, rest: Sequence[str] | None) -> int:
+    if rest:
+        raise ValueError(f"nothing is expected after --, got {' '.join(rest)}")
+    print(_plan(options))
+    return 0
+
+
 def _plan(options: argparse.Namespace) -> str:
     settings = NewtonSchulz(steps=options.muon_num_ns_steps, coefficient_type=options.muon_coefficient_type)
     work = Work(schedule=settings.schedule, restarts=settings.restarts, share=1.0 if options.dense else 0.5)
@@ -128,4 +146,4 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -13,12 +13,15 @@ from typing import Any, overload
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
+from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types, validate_coefficient_type
 
 __all__ = [
     "EMERGING_OPTIMIZERS",
     "EmergingOptimizerEntry",
+    "adaptive_muon_config_to_kwargs",
     "create_emerging_optimizer",
     "default_adam_based_eopt_config_to_kwargs",
     "default_param_overrides_factory",
@@ -29,6 +32,7 @@ __all__ = [
     "get_supported_coefficient_types",
     "is_nonlinear_or_embedding",
     "kwargs_from_config",
+    "lion_config_to_kwargs",
     "list_optimizers",
     "muon_config_to_kwargs",
     "register_optimizer",
@@ -243,6 +247,27 @@ def muon_config_to_kwargs(config: Any, model_chunks: Sequence[Any], pg_collectio
     return kwargs
 
 
+def adaptive_muon_config_to_kwargs(config: Any, model_chunks: Sequence[Any], pg_collection: Any) -> dict[str, Any]:
+    """Those of Muon, and what :class:`~megatron_eopt.optimizers.adaptive_muon.TensorParallelAdaptiveMuon` has more."""
+    kwargs = muon_config_to_kwargs(config, model_chunks, pg_collection)
+    kwargs.update(kwargs_from_config(TensorParallelAdaptiveMuon, "adaptive_muon", config))
+    return kwargs
+
+
+def lion_config_to_kwargs(config: Any, model_chunks: Sequence[Any], pg_collection: Any) -> dict[str, Any]:
+    """Arguments of :class:`~megatron_eopt.optimizers.lion.Lion` from Megatron's config, which has betas for it.
+
+    Raises:
+        ValueError: if the config asks for another weight decay than the decoupled one.
+    """
+    if not getattr(config, "decoupled_weight_decay", True):
+        raise ValueError("lion has decoupled weight decay only: leave decoupled_weight_decay at True")
+    kwargs = kwargs_from_config(Lion, "lion", config)
+    if hasattr(config, "lion_beta1"):
+        kwargs["betas"] = (config.lion_beta1, config.lion_beta2)
+    return kwargs
+
+
 def default_adam_based_eopt_config_to_kwargs(
     eopt_name: str, config: Any, model_chunks: Sequence[Any], pg_collection: Any
 ) -> dict[str, Any]:
@@ -253,9 +278,17 @@ def default_adam_based_eopt_config_to_kwargs(
 
 
 register_optimizer("muon", EmergingOptimizerEntry(TensorParallelMuon, config_to_kwargs=muon_config_to_kwargs))
+register_optimizer(
+    "adaptive_muon",
+    EmergingOptimizerEntry(TensorParallelAdaptiveMuon, config_to_kwargs=adaptive_muon_config_to_kwargs),
+)
+register_optimizer(  # it takes parameters of any shape, so it owns them all
+    "lion", EmergingOptimizerEntry(Lion, config_to_kwargs=lion_config_to_kwargs, default_param_overrides={})
+)
 
 # The names that Megatron-Core gives them.
 _EMERGING_OPTIMIZERS = EMERGING_OPTIMIZERS
+_adaptive_muon_config_to_kwargs = adaptive_muon_config_to_kwargs
 _create_emerging_optimizer = create_emerging_optimizer
 _default_adam_based_eopt_config_to_kwargs = default_adam_based_eopt_config_to_kwargs
 _default_param_overrides_factory = default_param_overrides_factory

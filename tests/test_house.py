@@ -12,7 +12,7 @@ import megatron_eopt
 PACKAGE = Path(megatron_eopt.__file__).parent
 # From the bottom up; a room imports from its own floor and from those below.
 FLOORS = [
-    {"redirect", "orthogonalize", "matrices"},
+    {"redirect", "orthogonalize", "matrices", "checkpoints"},
     {"parallel"},
     {"optimizers"},
     {"registry"},

@@ -48,16 +48,20 @@ class Plain(torch.optim.SGD):
 
 
 def test_muon_is_there_and_the_dict_is_live():
-    assert registry.list_optimizers() == ["muon"]
+    own = registry.list_optimizers()
+    assert {"lion", "muon"} <= set(own)
     entry = registry.EmergingOptimizerEntry(Plain)
     registry.register_optimizer("plain", entry)
     assert registry.EMERGING_OPTIMIZERS["plain"] is registry.get_optimizer_entry("plain") is entry
-    assert registry.list_optimizers() == ["muon", "plain"]
+    assert registry.list_optimizers() == sorted([*own, "plain"])
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("mun", r"unknown optimizer 'mun' \(did you mean 'muon'\?\): registered are muon"), ("xyz", "'xyz': registered")],
+    [
+        ("mun", r"unknown optimizer 'mun' \(did you mean 'muon'\?\): registered are .*muon"),
+        ("xyz", "'xyz': registered"),
+    ],
 )
 def test_an_unknown_name_gives_the_nearest(name, message):
     with pytest.raises(ValueError, match=message):

@@ -5,12 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 import megatron.core.optimizer as core_optimizer
+from megatron.core import dist_checkpointing
 from megatron.core.optimizer import optimizer_config
 
 from megatron_eopt import registry
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, amend
+from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, amend, with_flags
+from megatron_eopt.megatron.checkpoints.loading import checked_load, checked_save
 from megatron_eopt.megatron.factory import checked
+from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.redirect import Redirection, Redirections
 
 _active: Redirections | None = None
@@ -45,7 +48,8 @@ def deactivate() -> None:
 def _all_redirections() -> list[Redirection]:
     training = releases.has_training()
     core = _registry_redirections() if releases.has_registry() else _redirections_of_0_17(training)
-    return [*core, _split_shapes_kept(), *_config_redirections(), *(_training_redirections() if training else [])]
+    anywhere = [_split_shapes_kept(), *_checkpoints_checked(), *_config_redirections()]
+    return [*core, *anywhere, *(_training_redirections() if training else [])]
 
 
 def _registry_redirections() -> list[Redirection]:
@@ -73,6 +77,7 @@ def _registry_redirections() -> list[Redirection]:
             for name in ("get_supported_coefficient_types", "validate_coefficient_type")
         ),
         *(_replace(module, "HAVE_EMERGING_OPTIMIZERS", True, available) for module in (theirs, core_optimizer)),
+        _replace(core_optimizer, "Lion", Lion, "Megatron builds the scalar optimizer beside Muon by this name"),
         Redirection(
             owner=core_optimizer,
             name="_get_megatron_emerging_optimizer",
@@ -112,6 +117,15 @@ def _split_shapes_kept() -> Redirection:
     )
 
 
+def _checkpoints_checked() -> list[Redirection]:
+    refused = "another optimizer's state is refused with its reason, or imported, before anything is read"
+    compared = "checksums of what is saved, which are compared when it is loaded"
+    return [
+        Redirection(owner=dist_checkpointing, name="load", make=checked_load, reason=refused),
+        Redirection(owner=dist_checkpointing, name="save", make=checked_save, reason=compared),
+    ]
+
+
 def _config_redirections() -> list[Redirection]:
     classes = {
         value
@@ -140,18 +154,21 @@ def _with_exact_tp_mode(init: Callable[..., None]) -> Callable[..., None]:
 
 def _training_redirections() -> list[Redirection]:
     import megatron.training.arguments as arguments
+    import megatron.training.training as training
 
-    # Names in Megatron's choices that only the emerging-optimizers package could build, where it is not installed.
-    known = {"adam", "sgd", *registry.EMERGING_OPTIMIZERS}
-    have = hasattr(core_optimizer, "Lion")
-    unavailable = frozenset() if have else frozenset({"lion", "soap", "adaptive_muon"} - known)
     return [
         Redirection(
             owner=arguments,
             name="add_megatron_arguments",
-            make=lambda original: lambda parser: amend(original(parser), unavailable),
+            make=lambda original: lambda parser: amend(original(parser), releases.unavailable()),
             reason="--optimizer and --muon-* take what our optimizers take, and refuse the rest when they are parsed",
-        )
+        ),
+        Redirection(
+            owner=training,
+            name="get_megatron_optimizer_config",
+            make=with_flags,
+            reason="what the flags of our optimizers say reaches the config, which has no fields for some of them",
+        ),
     ]
 
 

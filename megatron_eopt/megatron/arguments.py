@@ -1,14 +1,81 @@
 """What our optimizers change in Megatron's command line."""
 
 import argparse
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, get_args
 
+from megatron_eopt.optimizers.second_moment import Moment2Method
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.parallel.plan import TpMode
 from megatron_eopt.registry import list_optimizers
 
 DEFAULT_TP_MODE: TpMode = "duplicated"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag that Megatron has not: named ``--OPTIMIZER-SETTING``.
+
+    Attributes:
+        optimizer: the registered name; empty for a flag that speaks of all.
+        setting: what the optimizer's ``__init__`` calls it, where it is for that.
+        options: of argparse.
+        negated: whether the flag turns the setting off, and is ``--OPTIMIZER-no-SETTING``.
+    """
+
+    optimizer: str
+    setting: str
+    options: dict[str, Any]
+    negated: bool = False
+
+    @property
+    def name(self) -> str:
+        """As it is typed."""
+        words = (self.optimizer, "no" if self.negated else "", self.setting)
+        return "--" + "-".join(filter(None, words)).replace("_", "-")
+
+    @property
+    def dest(self) -> str:
+        """As Megatron's config has it, or would have it."""
+        return "_".join(filter(None, (self.optimizer, self.setting)))
+
+
+FLAGS = (
+    Flag(
+        "muon",
+        "momentum_from_adam",
+        {"action": "store_true", "help": "Where --load has a checkpoint of Adam's, its first moment is the momentum."},
+    ),
+    Flag(
+        "",
+        "checksums",
+        {"action": "store_false", "help": "Save no checksums in torch_dist checkpoints, and compare none on load."},
+        negated=True,
+    ),
+    Flag(
+        "",
+        "check_replicas",
+        {"action": "store_false", "help": "Do not compare parameters over data-parallel ranks before the first step."},
+        negated=True,
+    ),
+    Flag(
+        "adaptive_muon",
+        "moment2_method",
+        {"choices": get_args(Moment2Method), "default": "adamuon", "help": "What the second moment is taken of."},
+    ),
+    Flag("adaptive_muon", "beta2", {"type": float, "default": 0.95, "help": "Of the second moment, in [0, 1)."}),
+    Flag("adaptive_muon", "eps", {"type": float, "default": 1e-8, "help": "Bounds the division by it from below."}),
+    Flag(
+        "adaptive_muon",
+        "align_rms",
+        {"action": "store_false", "help": "Leave adamuon's update as large as the division makes it."},
+        negated=True,
+    ),
+)
+"""A line each; one that a later Megatron has itself is left to it."""
 
 
 def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozenset()) -> argparse.ArgumentParser:
@@ -18,6 +85,7 @@ def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozens
     - ``--muon-coefficient-type`` takes the known names only.
     - ``--muon-fp32-matmul-prec`` also takes highest.
     - ``--muon-tp-mode`` is exact where the user gives none.
+    - :data:`FLAGS` are added.
 
     Args:
         parser: Megatron's parser, with its arguments added.
@@ -28,7 +96,7 @@ def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozens
     """
     optimizer = _action(parser, "--optimizer")
     theirs = [name for name in optimizer.choices or () if name not in unavailable]
-    optimizer.choices = theirs + [name for name in list_optimizers() if name not in theirs]
+    optimizer.choices = theirs + [name for name in list_optimizers() if name not in unavailable.union(theirs)]
     _restrict(parser, "--muon-coefficient-type", get_supported_coefficient_types())
     _restrict(parser, "--muon-fp32-matmul-prec", get_args(MatmulPrecision))
     _restrict(parser, "--muon-tp-mode", get_args(TpMode))
@@ -39,7 +107,25 @@ def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozens
         "treats each shard as a matrix of its own. auto takes the cheapest exact way for each bucket of equal "
         "matrices. Default: %(default)s."
     )
+    group = parser.add_argument_group("megatron_eopt")
+    for flag in FLAGS:
+        if flag.optimizer not in unavailable and flag.name not in parser._option_string_actions:
+            group.add_argument(flag.name, dest=flag.dest, **flag.options)
     return parser
+
+
+def with_flags(make_config: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Megatron's ``get_megatron_optimizer_config``: what our flags say gets onto a config without such a field."""
+
+    @functools.wraps(make_config)
+    def make_config_with_flags(args: argparse.Namespace) -> Any:
+        config, overrides = make_config(args)
+        for flag in FLAGS:
+            if hasattr(args, flag.dest) and not hasattr(config, flag.dest):
+                setattr(config, flag.dest, getattr(args, flag.dest))
+        return config, overrides
+
+    return make_config_with_flags
 
 
 def _restrict(parser: argparse.ArgumentParser, flag: str, choices: tuple[Any, ...]) -> None:

@@ -7,6 +7,8 @@ import megatron.core.optimizer as core_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.checkpoints.attach import attach
+from megatron_eopt.megatron.checkpoints.replicas import check_before_first_step
 from megatron_eopt.megatron.summary import print_summary
 from megatron_eopt.megatron.tagging import refuse_second_axis, tag_fused_projections
 from megatron_eopt.registry import get_optimizer_entry
@@ -29,6 +31,10 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
         if getattr(config, "muon_split_qkv", False):
             tag_fused_projections(model_chunks, kwargs["pg_collection"])
         optimizer = build(config, model_chunks, *args, **kwargs)
+        attach(optimizer)
+        if getattr(config, "check_replicas", True):
+            groups = (getattr(kwargs["pg_collection"], name, None) for name in ("dp_cp", "expt_dp"))
+            check_before_first_step(optimizer, model_chunks, *groups)
         print_summary(optimizer)
         return optimizer
 
@@ -36,6 +42,8 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_config(name: str, config: Any, layer_wise: bool) -> None:
+    if name != "muon" and not releases.has_registry():
+        raise ValueError(f"optimizer {name!r} needs megatron-core 0.18 or later, found {releases.version()}")
     if config.fp16:
         raise ValueError(f"optimizer {name!r} does not run with fp16: take --bf16, or fp32")
     # where Megatron puts what --use-distributed-optimizer and dist_muon ask for, from 0.18 on; before it is an argument
@@ -45,7 +53,7 @@ def _check_config(name: str, config: Any, layer_wise: bool) -> None:
             f"Megatron-Core's layer-wise distributed optimizer, which --use-distributed-optimizer means with {name!r}, "
             f"runs with --bf16 only: add it, or leave --use-distributed-optimizer away"
         )
-    if name == "muon" and config.muon_scalar_optimizer not in releases.scalar_optimizers():
+    if name in ("muon", "adaptive_muon") and config.muon_scalar_optimizer not in releases.scalar_optimizers():
         raise ValueError(
             f"muon_scalar_optimizer {config.muon_scalar_optimizer!r} cannot be built with this Megatron-Core "
             f"({releases.version()}): expected one of {', '.join(releases.scalar_optimizers())}"

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -9,6 +10,7 @@ import megatron.core
 import megatron.core.optimizer as core_optimizer
 
 from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.registry import list_optimizers
 
 
 def version() -> str:
@@ -53,8 +55,21 @@ def check_supported() -> None:
         raise ImportError(f"megatron_eopt needs megatron-core 0.17 or later, found {version()}")
 
 
+def unavailable() -> frozenset[str]:
+    """Names for ``--optimizer``, Megatron's or registered, that cannot be built here.
+
+    Without a registry (0.17) these are all that Megatron-Core has no code for; its lion is from another package.
+    """
+    registered = list_optimizers()
+    if has_registry():
+        buildable = set(registered)
+    else:
+        buildable = {"muon", "lion"} if hasattr(core_optimizer, "Lion") else {"muon"}
+    return frozenset({"lion", "soap", "adaptive_muon", *registered} - buildable)
+
+
 def scalar_optimizers() -> tuple[str, ...]:
-    """What ``muon_scalar_optimizer`` may name: 0.18 reads it nowhere, and lion comes from a package of its own."""
+    """What ``muon_scalar_optimizer`` may name: 0.18 reads it nowhere, and the lion of 0.17 is from another package."""
     reads = not version().startswith("0.18.")
     return ("adam", "lion") if reads and hasattr(core_optimizer, "Lion") else ("adam",)
 
@@ -64,3 +79,16 @@ def muon_of_0_17(
 ) -> TensorParallelMuon:
     """:class:`TensorParallelMuon` under the argument names by which 0.17 calls its own."""
     return TensorParallelMuon(params, momentum=momentum_beta, nesterov=use_nesterov, tp_mode=mode, **settings)
+
+
+def is_plain_wrapper(optimizer: Any) -> bool:
+    """True for Megatron's wrapper of one torch optimizer that saves its state by the shapes of the parameters."""
+    wrapped = getattr(optimizer, "optimizer", None) is not None
+    return wrapped and type(optimizer).__name__ in ("FP32Optimizer", "Float16OptimizerWithFloat16Params")
+
+
+def wants_schedule_of_checkpoint() -> bool:
+    """Whether the user passed ``--use-checkpoint-opt_param-scheduler``, where ``megatron.training`` runs."""
+    variables = sys.modules.get("megatron.training.global_vars")
+    args = getattr(variables, "_GLOBAL_ARGS", None)
+    return bool(getattr(args, "use_checkpoint_opt_param_scheduler", False))

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.muon import RUNG, TensorParallelMuon
-from megatron_eopt.orthogonalize.scale import predicted_update_rms
 
 
 def print_summary(optimizer: Any) -> None:
@@ -61,16 +61,22 @@ def _how(muons: Sequence[TensorParallelMuon]) -> str:
                 counts[bucket.scheme.replace("_", " ")] += len(bucket.matrices)
                 ranks = max(ranks, plan.matrices[bucket.matrices[0]].ranks)
     settings = muon.newton_schulz
-    sizes = sorted(
-        {round(predicted_update_rms(*matrix.shape, muon.scale_mode, muon.extra_scale_factor), 3) for matrix in matrices}
-    )
+    sizes = sorted({round(muon.predicted_rms(*matrix.shape), 3) for matrix in matrices})
     name = settings.coefficient_type if isinstance(settings.coefficient_type, str) else "custom"
     listed = " and ".join(f"{count} {scheme}" for scheme, count in sorted(counts.items()))
     where = f"{listed} over {ranks} ranks" if counts else "none sharded"
+    rms = " to ".join(f"{size:g}" for size in dict.fromkeys((sizes[0], sizes[-1])))
     exactness = "an approximation" if "blockwise" in counts else "exact"
     return (
         f"{len(matrices)} matrices orthogonalized by {settings.steps} Newton-Schulz steps ({name}, "
         f"{settings.fp32_matmul_prec} precision, symmetric products by {muon.param_groups[0][RUNG]}), {where} "
-        f"({exactness}), update RMS {' to '.join(f'{size:g}' for size in dict.fromkeys((sizes[0], sizes[-1])))} "
+        f"({exactness}), {_second_moment(muon)}update RMS {rms} "
         f"(AdamW's is near 0.2)"
     )
+
+
+def _second_moment(muon: TensorParallelMuon) -> str:
+    if not isinstance(muon, TensorParallelAdaptiveMuon):
+        return ""
+    sizes = {"adamuon": "aligned" if muon.align_rms else "not aligned", "normuon": "aligned", "namo": "not aligned"}
+    return f"second moment by {muon.moment2_method} ({sizes[muon.moment2_method]} to Muon's size), first "

@@ -22,6 +22,7 @@ class Batch:
         parameters: in the order of the group.
         momenta: this rank's part of each momentum, and
         gradients: of each gradient, in the dtype of the momentum.
+        further: of what else is kept of each parameter and changed in a step.
         settings: of the group.
     """
 
@@ -29,6 +30,7 @@ class Batch:
     parameters: list[Tensor]
     momenta: list[Tensor]
     gradients: list[Tensor]
+    further: list[list[Tensor]]
     settings: dict[str, Any]
 
 

@@ -7,6 +7,7 @@ else of a group (momentum, number of steps) is a part of what was captured.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -72,8 +73,8 @@ class GraphedUpdate:
         def run() -> None:
             self._update(self._batches, self._accepted, static_rates)
 
-        # the runs before the capture change parameters and momenta, so these are put back
-        changed = [t for batch in batches for t in (*map(local, batch.parameters), *batch.momenta)]
+        # the runs before the capture change parameters and state, so these are put back
+        changed = [t for batch in batches for t in _changed(batch)]
         before = [t.clone() for t in changed]
         for _ in range(_WARM_UPS):
             run()
@@ -85,8 +86,13 @@ class GraphedUpdate:
         return [
             (
                 tuple(batch.places),
-                tuple(t.data_ptr() for t in (*map(local, batch.parameters), *batch.momenta)),
+                tuple(t.data_ptr() for t in _changed(batch)),
                 {key: value for key, value in batch.settings.items() if key not in ("lr", "weight_decay")},
             )
             for batch in batches
         ]
+
+
+def _changed(batch: Batch) -> list[Tensor]:
+    """What a step changes."""
+    return [*map(local, batch.parameters), *batch.momenta, *chain.from_iterable(batch.further)]

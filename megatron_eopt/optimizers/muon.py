@@ -19,7 +19,7 @@ from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients, composite_range, set_length
 from megatron_eopt.orthogonalize.ladder import RUNGS
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
-from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor, validate_scale_mode
+from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor, predicted_update_rms, validate_scale_mode
 from megatron_eopt.orthogonalize.settings import NewtonSchulz
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.dtensor import layout_of_dtensor
@@ -84,6 +84,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     momentum_key = "momentum"
     split_lengths = (3, 4)
+    carried_settings = frozenset({RUNG, RATES})
 
     def __init__(
         self,
@@ -139,6 +140,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             fp32_matmul_prec,
             orthogonalize_fn=self.newton_schulz,
             scale_factor_fn=self._scale,
+            **self._further_settings(),
         )
         self._graphed: GraphedUpdate | None = None
         if cuda_graphs:
@@ -160,6 +162,19 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self._planned = None
         if self._graphed is not None:  # the momenta that it was captured with are gone
             self._graphed = GraphedUpdate(self._update)
+
+    def settings(self) -> dict[str, Any]:
+        """What a checkpoint says of this optimizer to those who read it."""
+        settings = self.newton_schulz
+        return super().settings() | {
+            "coefficients": [list(each) for each in settings.schedule],
+            "fp32_matmul_prec": settings.fp32_matmul_prec,
+            "scale_mode": self.scale_mode,
+            "extra_scale_factor": self.extra_scale_factor,
+            "nesterov": self.use_nesterov,
+            "split_qkv": self.split_qkv,
+            "tp_mode": self.tp_mode,
+        }
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
         """The update of one parameter, before the learning rate; sharded as the parameter is.
@@ -204,7 +219,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
                 for name, p in zip(self._names(), parameters, strict=True)
             ]
             device = local(parameters[0]).device
-            planned = Planned(described, device, self.tp_mode, self.newton_schulz, self._scale, self._rates())
+            planned = Planned(described, device, self.tp_mode, self.newton_schulz, self._factor_scale, self._rates())
             choice = planned.settle(self.symmetric_products, self.param_groups[0].get(RUNG))
             for group in self.param_groups:
                 group[RUNG] = choice.rung
@@ -235,9 +250,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         # also without a gradient where others wait for this rank's part
         return super()._takes_part(place, parameter) or self.planned.shares(place)
 
-    def _orthogonalize(self, batches: Sequence[Batch], updates: list[Tensor]) -> list[Tensor]:
+    def _orthogonalize(
+        self, batches: Sequence[Batch], updates: list[Tensor], accepted: Sequence[Tensor]
+    ) -> list[Tensor]:
         if type(self).orthogonalize is not TensorParallelMuon.orthogonalize:
-            return super()._orthogonalize(batches, updates)
+            return super()._orthogonalize(batches, updates, accepted)
         return self.planned.orthogonalize(updates, [place for batch in batches for place in batch.places])
 
     def _run(self, batches: Sequence[Batch], accepted: Tensor, rates: GroupRates) -> None:
@@ -258,8 +275,20 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if refused:
             raise ValueError(f"cuda_graphs cannot work here: {refused}. Leave it off")
 
+    def predicted_rms(self, rows: int, cols: int) -> float:
+        """RMS of the entries of the first update of a matrix of full rank, before the learning rate."""
+        return predicted_update_rms(rows, cols, self.scale_mode, self.extra_scale_factor)
+
     def _scale(self, rows: int, cols: int) -> float:
         return self.extra_scale_factor * muon_scale_factor(rows, cols, self.scale_mode)
+
+    def _factor_scale(self, rows: int, cols: int) -> float:
+        """What the plan multiplies orthogonal factors by."""
+        return self._scale(rows, cols)
+
+    def _further_settings(self) -> dict[str, Any]:
+        """Settings of a subclass that each group may have a value of its own for."""
+        return {}
 
     def _check_split(self, qkv_split_shapes: Sequence[int] | None) -> tuple[int, ...] | None:
         # None is allowed here: each parameter may bring its own, which _check_qkv looks at.

@@ -12,7 +12,7 @@ from megatron_eopt.matrices import check_split_shapes, merge_rows, split_rows
 from megatron_eopt.optimizers import bulk
 from megatron_eopt.optimizers.batch import Batch, GroupRates, local
 from megatron_eopt.optimizers.bulk import Scalar
-from megatron_eopt.optimizers.skipping import Skipping
+from megatron_eopt.optimizers.skipping import Skipping, parameter_names, skipping_for
 from megatron_eopt.optimizers.state import DescribedState, StateTensor
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
 
@@ -188,18 +188,10 @@ class OrthogonalizedOptimizer(DescribedState):
 
     def _prepare(self, parameters: Sequence[Tensor]) -> Skipping:
         """What the first step needs, before it changes anything."""
-        devices = sorted({str(parameter.device) for parameter in parameters})
-        if len(devices) > 1:
-            raise ValueError(f"{type(self).__name__} steps on one device, but its parameters are on {devices}")
-        return Skipping(self._names(), parameters[0].device)
+        return skipping_for(self)
 
     def _names(self) -> list[str]:
-        """A name for every parameter, in the order of the groups: what torch was told, or where it stands."""
-        return [
-            group["param_names"][index] if "param_names" in group else _place(parameter, index, number)
-            for number, group in enumerate(self.param_groups)
-            for index, parameter in enumerate(group["params"])
-        ]
+        return parameter_names(self.param_groups)
 
     def _agree(self, flags: Tensor) -> Tensor:
         """Element-wise minimum over the ranks that share the parameters, which are in dimension 1."""
@@ -226,10 +218,15 @@ class OrthogonalizedOptimizer(DescribedState):
                         m if p.grad is None else local(p.grad).to(m.dtype)
                         for (_, p), m in zip(taken, momenta, strict=True)
                     ],
+                    further=[self._further_state(p) for _, p in taken],
                     settings={key: value for key, value in group.items() if key not in ("params", "param_names")},
                 )
             )
         return batches
+
+    def _further_state(self, parameter: Tensor) -> list[Tensor]:
+        """What is kept of a parameter beside its momentum, and changed in a step: this rank's part."""
+        return []
 
     def _run(self, batches: Sequence[Batch], accepted: Tensor, rates: GroupRates) -> None:
         self._update(batches, accepted, rates)
@@ -242,7 +239,7 @@ class OrthogonalizedOptimizer(DescribedState):
         for batch, of_batch, (lr, weight_decay) in zip(batches, accepted_of, rates, strict=True):
             updates += self._average(batch, of_batch, lr, weight_decay)
         with fp32_products(self.fp32_matmul_prec):
-            factors = self._orthogonalize(batches, updates)
+            factors = self._orthogonalize(batches, updates, accepted_of)
         done = 0
         for batch, of_batch, (lr, _) in zip(batches, accepted_of, rates, strict=True):
             if batch.places:
@@ -262,8 +259,16 @@ class OrthogonalizedOptimizer(DescribedState):
         gradients = bulk.replace_rejected(gradients, batch.momenta, accepted)
         return bulk.average(batch.momenta, gradients, batch.settings[self.momentum_key], self.use_nesterov)
 
-    def _orthogonalize(self, batches: Sequence[Batch], updates: list[Tensor]) -> list[Tensor]:
-        """The updates of all parameters of all batches, before the learning rate; the list may be emptied."""
+    def _orthogonalize(
+        self, batches: Sequence[Batch], updates: list[Tensor], accepted: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The updates of all parameters of all batches, before the learning rate.
+
+        Args:
+            batches: one for each group, some perhaps without parameters.
+            updates: what is orthogonalized, of one parameter after another; the list may be emptied.
+            accepted: for each batch, which of its parameters take part in this step.
+        """
         each = ((parameter, batch.settings) for batch in batches for parameter in batch.parameters)
         return [
             self.orthogonalize(parameter, update, **settings)
@@ -289,7 +294,3 @@ class OrthogonalizedOptimizer(DescribedState):
 
     def _orthogonalize_matrix(self, matrix: Tensor) -> Tensor:
         return self.orthogonalize_fn(matrix) * self.scale_factor_fn(*matrix.shape)
-
-
-def _place(parameter: Tensor, index: int, group: int) -> str:
-    return f"parameter {index} of group {group}, of shape {tuple(parameter.shape)}"

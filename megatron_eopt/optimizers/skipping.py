@@ -8,9 +8,11 @@ it: the step masks what is skipped, and what happened is read two steps later.
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +124,29 @@ class Skipping:
             "gradients are not finite, of %s: their steps are skipped, %s in all so far", _listed(skipped), total
         )
         self._reported = total
+
+
+def skipping_for(optimizer: Optimizer) -> Skipping:
+    """A count for all parameters of an optimizer.
+
+    Raises:
+        ValueError: if they are on several devices.
+    """
+    devices = sorted({str(parameter.device) for group in optimizer.param_groups for parameter in group["params"]})
+    if len(devices) > 1:
+        raise ValueError(f"{type(optimizer).__name__} steps on one device, but its parameters are on {devices}")
+    return Skipping(parameter_names(optimizer.param_groups), torch.device(devices[0]))
+
+
+def parameter_names(groups: Sequence[dict[str, Any]]) -> list[str]:
+    """A name for every parameter, in the order of the groups: what torch was told, or where it stands."""
+    return [
+        group["param_names"][index]
+        if "param_names" in group
+        else f"parameter {index} of group {number}, of shape {tuple(parameter.shape)}"
+        for number, group in enumerate(groups)
+        for index, parameter in enumerate(group["params"])
+    ]
 
 
 def _listed(names: Sequence[str] | dict[str, int], most: int = 5) -> str:

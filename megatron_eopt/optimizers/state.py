@@ -48,6 +48,13 @@ class StateTensor:
 class DescribedState(Optimizer):
     """An optimizer whose state is what :meth:`state_tensors` says: created, saved and loaded from that alone."""
 
+    carried_settings: frozenset[str] = frozenset()
+    """Settings of a group that the optimizer itself makes, and with which a resumed run has to go on."""
+
+    def settings(self) -> dict[str, Any]:
+        """What a checkpoint says of this optimizer to those who read it: plain values alone."""
+        return {key: value for key, value in self.defaults.items() if isinstance(value, str | int | float | bool)}
+
     @abstractmethod
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """What is kept for a parameter, in a fixed order and the same on all ranks that share it."""

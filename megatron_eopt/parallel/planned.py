@@ -20,7 +20,9 @@ from megatron_eopt.parallel.execute import execute
 from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.measure import measured_rates
+from megatron_eopt.parallel.pieces import whole
 from megatron_eopt.parallel.plan import Bucket, Matrix, Plan, TpMode, make_plan
+from megatron_eopt.parallel.statistics import Statistics, Wanted, reduce_statistics
 
 _MOST_PLANS = 1024  # that are kept: one for each set of parameters that took part in a step
 
@@ -87,6 +89,13 @@ class Planned:
         self.rates = rates or measured_rates(self.groups, device, self._product_dtypes()[0])
         self.plan: Plan = make_plan(self._matrices(), tp_mode, self.work, self.rates)
         self._plans = {tuple(range(len(parameters))): self.plan}
+        flat = iter(self.plan.matrices)
+        self._logical = [[next(flat) for _ in layouts] for layouts in self._layouts]
+        if tp_mode == "blockwise":
+            self._logical = [
+                [_alone(matrix, layout) for matrix, layout in zip(matrices, layouts, strict=True)]
+                for matrices, layouts in zip(self._logical, self._layouts, strict=True)
+            ]
 
     def _matrices(self) -> list[Matrix]:
         return [
@@ -158,19 +167,43 @@ class Planned:
             updates: this rank's parts; the list is emptied, so that each can be freed when its result is there.
             places: of their parameters, ascending. Of those that are shared with other ranks all ranks name the same.
         """
-        shards: list[Tensor] = []
-        for index, place in enumerate(places):
-            shapes, piece = self._parameters[place].split_shapes, self._parameters[place].layout.piece
-            shards += [updates[index]] if shapes is None else split_piece(updates[index], piece.top, shapes)
+        return [self.merge(*each) for each in zip(places, self.factors(updates, places), strict=True)]
+
+    def factors(self, updates: list[Tensor], places: Sequence[int]) -> list[list[Tensor]]:
+        """What :meth:`orthogonalize` puts together: for each parameter the factors of its logical matrices."""
+        shards = [part for update, place in zip(updates, places, strict=True) for part in self.split(place, update)]
         plan = self._plan_of(tuple(places))
         updates.clear()
         factors = iter(execute(plan, shards, self.groups, self._settings, self._scale))
-        results = []
-        for place in places:
-            parts = [next(factors) for _ in self._layouts[place]]
-            shapes, piece = self._parameters[place].split_shapes, self._parameters[place].layout.piece
-            results.append(parts[0] if shapes is None else merge_piece(parts, piece.top, piece.shape[0], shapes))
-        return results
+        return [[next(factors) for _ in self._layouts[place]] for place in places]
+
+    def split(self, place: int, x: Tensor) -> list[Tensor]:
+        """This rank's pieces of the logical matrices of a parameter, from its part ``x`` of the parameter."""
+        shapes, piece = self._parameters[place].split_shapes, self._parameters[place].layout.piece
+        return [x] if shapes is None else split_piece(x, piece.top, shapes)
+
+    def merge(self, place: int, parts: Sequence[Tensor]) -> Tensor:
+        """The inverse of :meth:`split`."""
+        shapes, piece = self._parameters[place].split_shapes, self._parameters[place].layout.piece
+        return parts[0] if shapes is None else merge_piece(parts, piece.top, piece.shape[0], shapes)
+
+    def matrices(self, places: Sequence[int]) -> list[list[Matrix]]:
+        """The logical matrices of parameters, as they are orthogonalized: ``blockwise`` makes each piece a matrix."""
+        return [self._logical[place] for place in places]
+
+    def statistics(self, wanted: Sequence[Wanted]) -> list[Statistics]:
+        """Statistics of :meth:`matrices`, with at most one all-reduce for each group; the same on all its ranks."""
+        places = {label: [i for i, one in enumerate(wanted) if one.matrix.group == label] for label in _labels(wanted)}
+        pending = {
+            label: reduce_statistics([wanted[i] for i in of_label], self.groups.get(label))
+            for label, of_label in places.items()
+        }
+        found = {
+            i: each
+            for label, of_label in places.items()
+            for i, each in zip(of_label, pending[label].wait(), strict=True)
+        }
+        return [found[i] for i in range(len(wanted))]
 
     def _plan_of(self, places: tuple[int, ...]) -> Plan:
         """What the plan says of the parameters at ``places``."""
@@ -181,6 +214,16 @@ class Planned:
             owners = [place for place, count in enumerate(counts) for _ in range(count)]
             self._plans[places] = subset(self.plan, [i for i, place in enumerate(owners) if place in places])
         return self._plans[places]
+
+
+def _alone(matrix: Matrix, layout: Layout) -> Matrix:
+    """This rank's piece as a matrix that no other rank has a part of."""
+    shape = layout.piece.shape
+    return replace(matrix, shape=shape, pieces=(whole(shape),), group="")
+
+
+def _labels(wanted: Sequence[Wanted]) -> list[str]:
+    return sorted({one.matrix.group for one in wanted})
 
 
 def _groups(parameters: Sequence[Parameter]) -> dict[str, ProcessGroup]:

@@ -2,16 +2,18 @@
 
 Run by the tests on one or more ranks, with Megatron's arguments. Enters Megatron the way that the installed release
 wants: 0.19 builds the model from the configuration, 0.18 from a provider, 0.17 parses in pretrain. Where RECORD names a
-folder, every rank leaves ``RANK.pt`` there: losses, gradient norms, and parameters and optimizer state as they were
-before the first step and after the last.
+folder, every rank leaves ``RANK.pt`` there: losses, gradient norms, parameters and optimizer state as they were before
+the first step and after the last, and the settings of the optimizers' groups at the end.
 """
 
 import inspect
 import os
+import re
 from functools import partial
 from pathlib import Path
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.training import get_args, pretrain
@@ -50,7 +52,7 @@ class Record:
 
     def __init__(self):
         self.losses, self.grad_norms, self.before, self.after = [], [], None, None
-        self.models, self.optimizer = {}, None
+        self.models, self.optimizer, self.groups = {}, None, []
         step = ChainedOptimizer.step
 
         def recorded_step(optimizer, *args, **kwargs):
@@ -63,35 +65,64 @@ class Record:
 
         ChainedOptimizer.step = recorded_step
 
+    def optimizers(self):
+        """The torch optimizers on this rank, without Megatron's wrappers."""
+        chained = [
+            inner for each in self.optimizer.chained_optimizers for inner in getattr(each, "chained_optimizers", [each])
+        ]
+        return [each.optimizer for each in chained if getattr(each, "optimizer", None) is not None]
+
     def snapshot(self):
-        """name -> {"parameter", "main", state keys} as copies, with how the parameter is cut."""
-        states = {}
-        for each in self.optimizer.chained_optimizers:
-            for inner in getattr(each, "chained_optimizers", [each]):
-                if getattr(inner, "optimizer", None) is not None:
-                    states.update(inner.optimizer.state)
+        """Name in the whole model -> {"parameter", "main" in bf16 where this rank updates it, state keys, "cut"}.
+
+        Tensors are copies. "cut" is the dimension along which tensor parallelism cuts the parameter and which of the
+        parts this is; (-1, 0) where it does not.
+        """
+        states = {parameter: state for each in self.optimizers() for parameter, state in each.state.items()}
         tensors = {}
         for model in self.models.values():
             for name, parameter in model.named_parameters():
-                main = getattr(parameter, "main_param", parameter)
-                kept = {key: value for key, value in states.get(main, {}).items() if torch.is_tensor(value)}
-                tensors[name] = {
-                    key: value.detach().clone()
-                    for key, value in {"parameter": parameter, "main": main, **kept}.items()
-                    if value is not None
-                }
-                tensors[name]["cut"] = (
-                    getattr(parameter, "partition_dim", -1)
-                    if getattr(parameter, "tensor_model_parallel", False)
-                    else -1
-                )
+                main = getattr(parameter, "main_param", None)
+                state = states.get(parameter if main is None else main, {})
+                found = {"parameter": parameter, "main": main, **state}
+                kept = {key: value.detach().clone() for key, value in found.items() if torch.is_tensor(value)}
+                tensors[global_name(name, model)] = {**kept, "cut": cut(parameter)}
         return tensors
+
+    def settings(self):
+        """The param groups of each optimizer, without the parameters and with plain values only."""
+        return [
+            [{key: value for key, value in group.items() if is_plain(value)} for group in each.param_groups]
+            for each in self.optimizers()
+        ]
 
     def save(self, folder):
         if self.optimizer is not None:
-            self.after = self.snapshot()
-        kept = {key: getattr(self, key) for key in ("losses", "grad_norms", "before", "after")}
+            self.after, self.groups = self.snapshot(), self.settings()
+        kept = {key: getattr(self, key) for key in ("losses", "grad_norms", "before", "after", "groups")}
         torch.save(kept, Path(folder) / f"{os.environ['RANK']}.pt")
+
+
+def is_plain(value):
+    return value is None or isinstance(value, int | float | str | tuple)
+
+
+def global_name(name, model):
+    """Name of a parameter without wrappers, its layer counted over pipeline stages and its expert over ranks."""
+    if (layer := re.match(r".*\.layers\.\d+(?=\.)", name)) is not None:
+        number = model.get_submodule(layer[0]).layer_number - 1
+        name = re.sub(r"\.layers\.\d+\.", f".layers.{number}.", name)
+    if (expert := re.search(r"local_experts\.(\d+)", name)) is not None:
+        per_rank = get_args().num_experts // parallel_state.get_expert_model_parallel_world_size()
+        number = parallel_state.get_expert_model_parallel_rank() * per_rank + int(expert[1])
+        name = name.replace(expert[0], f"local_experts.{number}")
+    return name.removeprefix("module.").removeprefix("module.")
+
+
+def cut(parameter):
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return -1, 0
+    return parameter.partition_dim, parallel_state.get_tensor_model_parallel_rank()
 
 
 record = Record()

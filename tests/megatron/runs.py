@@ -96,19 +96,46 @@ def assert_same(a, b):
             assert equal, (name, key)
 
 
-def assemble(snapshots):
-    """The snapshot of one rank from those of tensor-parallel ranks."""
-    whole = {}
-    for name, first in snapshots[0].items():
-        parts = [snapshot[name] for snapshot in snapshots]
-        whole[name] = {key: _joined(name, key, [part[key] for part in parts], first["cut"]) for key in first}
-    return whole
+def whole(snapshots):
+    """The snapshots of all ranks as one of the whole model: what any layout is compared with.
+
+    Ranks that have the same part of a parameter must agree bit for bit; where only one of them has its optimizer state,
+    as under the distributed optimizer, that is taken.
+    """
+    found = {}  # name -> which part -> what the ranks that have it recorded
+    for snapshot in snapshots:
+        for name, recorded in snapshot.items():
+            part = found.setdefault(name, {}).setdefault(recorded["cut"][1], {"cut": recorded["cut"]})
+            for key in recorded.keys() & part.keys() - {"cut"}:
+                assert torch.equal(recorded[key], part[key]), (name, key, "differs between replicas")
+            part.update(recorded)
+    return {name: _joined(name, [parts[index] for index in sorted(parts)]) for name, parts in found.items()}
 
 
-def _joined(name, key, parts, cut):
-    if key == "cut" or cut < 0 or parts[0].ndim == 0:
-        return parts[0]
+def _joined(name, parts):
+    first = parts[0]
+    return {key: _join(name, key, parts) for key in first if key != "cut"} | {"cut": first["cut"]}
+
+
+def _join(name, key, parts):
+    tensors = [part[key] for part in parts]
+    if len(tensors) == 1:
+        return tensors[0]
+    dim, shape = parts[0]["cut"][0], parts[0]["parameter"].shape
+    if tensors[0].ndim < len(shape):
+        # A statistic of rows or columns, or a scalar. No shard of the small GPT is square, so that its length says
+        # whether it lies along the side that is cut.
+        if tensors[0].ndim == 0 or len(tensors[0]) == shape[1 - dim]:
+            assert all(torch.equal(tensors[0], other) for other in tensors), (name, key, "differs between parts")
+            return tensors[0]
+        dim = 0
     if name.endswith("linear_fc1.weight"):  # each shard is a part of the gate over a part of the up projection
-        halves = zip(*(part.chunk(2, cut) for part in parts), strict=True)
-        return torch.cat([torch.cat(half, cut) for half in halves], cut)
-    return torch.cat(parts, cut)
+        halves = zip(*(tensor.chunk(2, dim) for tensor in tensors), strict=True)
+        return torch.cat([torch.cat(half, dim) for half in halves], dim)
+    return torch.cat(tensors, dim)
+
+
+def losses(ranks):
+    """The loss of each micro-batch in order, whichever rank took it: data-parallel ranks take turns."""
+    different = dict.fromkeys(tuple(rank["losses"]) for rank in ranks if rank["losses"])
+    return [loss for turn in zip(*different, strict=True) for loss in turn]

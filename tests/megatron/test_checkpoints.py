@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.megatron.runs import MUON, assemble, assert_same, train
+from tests.megatron.runs import MUON, assert_same, train, whole
 
 RUN = ["--num-layers", 2, *MUON, "--ckpt-format", "torch_dist"]
 TP2 = ["--tensor-model-parallel-size", 2]
@@ -33,7 +33,7 @@ def test_momentum_moves_from_two_ranks_to_one_and_back(tmp_path):
 
     two = go("two", 2, 3)
     one = go("one", 1, 4, load="two")
-    assert_same(one[0]["before"], assemble([each["after"] for each in two]))
+    assert_same(one[0]["before"], whole([each["after"] for each in two]))
     again = go("again", 2, 5, load="one")
-    assert_same(assemble([each["before"] for each in again]), one[0]["after"])
+    assert_same(whole([each["before"] for each in again]), one[0]["after"])
     assert all(loss < two[0]["losses"][0] for loss in again[0]["losses"])

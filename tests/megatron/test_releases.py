@@ -57,6 +57,19 @@ def test_more_ranks_than_query_groups(release, tmp_path):
     assert two[0]["losses"] == pytest.approx(alone["losses"], rel=1e-4)
 
 
+def test_lion_where_there_is_a_registry(release, tmp_path):
+    version, megatron = release
+    run = ["--num-layers", 2, "--optimizer", "lion", "--lr", "1e-3", "--min-lr", "1e-3", "--train-iters", 4]
+    if version < "0.18":
+        done = start(1, *SMALL_GPT, *run, megatron=megatron)
+        assert done.returncode != 0
+        assert "argument --optimizer: invalid choice: 'lion'" in done.stdout
+        return
+    (alone,), output = train(tmp_path / "run", 1, *run, megatron=megatron)
+    assert "megatron_eopt: Lion owns 15 parameters with 78,144 elements on this rank" in output
+    assert alone["losses"][-1] < alone["losses"][0]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -1,0 +1,1 @@
+"""State of our optimizers in Megatron's torch_dist checkpoints."""

@@ -1,0 +1,219 @@
+"""What a checkpoint has to hold before anything is read from it: other optimizers' state is refused, or imported."""
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories
+
+from megatron_eopt.checkpoints.contents import CheckpointError, read_contents
+from megatron_eopt.checkpoints.problems import check_files
+from megatron_eopt.megatron.checkpoints.attach import FORMAT
+from megatron_eopt.megatron.checkpoints.checksums import (
+    CHECKSUMS,
+    Sums,
+    changed,
+    checksums,
+    loaded_tensors,
+    saved_tensors,
+)
+from megatron_eopt.megatron.checkpoints.importing import FIRST_MOMENT, imports_adam, take_first_moments
+from megatron_eopt.megatron.checkpoints.parts import BLOCK, blocks_of, parts_of, put_back, taken_out
+from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
+
+# Under the distributed optimizer Megatron puts the number of the optimizer ahead.
+_STATE = re.compile(r"(chained_\d+\.)*optimizer\.state\.(?P<state>[^.]+)\.(?P<parameter>.+)")
+
+FRESH = "pass --no-load-optim to load the weights alone and start with fresh optimizer state"
+
+
+@dataclass
+class _Held:
+    """What a checkpoint holds.
+
+    Attributes:
+        shapes: by key, of every tensor, and
+        dtypes: likewise.
+        optimizer: the common state of ``optimizer``.
+        sums: checksums, empty where the checkpoint has none.
+        error: why it cannot be read.
+    """
+
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    optimizer: Any = None
+    sums: Sums = field(default_factory=dict)
+    error: str | None = None
+
+
+def checked_save(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``dist_checkpointing.save``: where optimizers of ours are saved, checksums of all tensors are, too."""
+
+    @functools.wraps(save)
+    def save_checked(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(part[BLOCK]["checksums"] for part in parts_of(sharded_state_dict)):
+            apply_factories(sharded_state_dict)  # as saving does
+            sharded_state_dict[CHECKSUMS] = checksums(saved_tensors(sharded_state_dict))
+        return save(sharded_state_dict, *args, **kwargs)
+
+    return save_checked
+
+
+def checked_load(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``dist_checkpointing.load``: where optimizers of ours are asked for, the checkpoint has to have them."""
+
+    @functools.wraps(load)
+    def load_checked(sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
+        parts = list(parts_of(sharded_state_dict))
+        if not parts:
+            return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        held = _held(checkpoint_dir)
+        imports = held.error is None and imports_adam(parts, held.shapes)
+        if imports:
+            take_first_moments(parts)
+        problem = held.error or _problem(parts, held, frozenset({"exp_avg_sq"}) if imports else frozenset())
+        if problem:
+            raise CheckpointError(f"{checkpoint_dir}: {problem}")
+        request = taken_out(sharded_state_dict)
+        result = load(request, checkpoint_dir, *args, **kwargs)
+        loaded = result[0] if isinstance(result, tuple) else result
+        if any(part[BLOCK]["checksums"] for part in parts):
+            _compare(held, request, loaded, checkpoint_dir)
+        loaded.pop(CHECKSUMS, None)
+        put_back(sharded_state_dict, loaded, held.optimizer)
+        return result
+
+    return load_checked
+
+
+def _compare(held: _Held, asked: Any, loaded: dict[str, Any], folder: str) -> None:
+    if not held.sums:
+        return
+    comparable = (
+        tensor
+        for tensor in loaded_tensors(asked, loaded)
+        if held.shapes.get(tensor.key) == tuple(tensor.global_shape) and held.dtypes[tensor.key] == tensor.dtype
+    )
+    keys = changed(held.sums, checksums(comparable))
+    if keys:
+        raise CheckpointError(
+            f"{folder}: {len(keys)} tensors are not what was saved, such as {keys[0]}: their bytes have changed since. "
+            f"megatron-eopt verify-checkpoint says where; load another checkpoint, or a good copy of this one"
+        )
+
+
+def _held(folder: str) -> _Held:
+    """Read by one rank; the same on all."""
+    held = _Held()
+    if dist.get_rank() == 0:
+        try:
+            contents = read_contents(Path(folder))
+            held.shapes = {key: tensor.shape for key, tensor in contents.tensors.items()}
+            held.dtypes = {key: tensor.dtype for key, tensor in contents.tensors.items()}
+            held.optimizer = contents.common.get("optimizer")
+            held.sums = contents.common.get(CHECKSUMS, {})
+            faults = [problem for problem in check_files(contents) if problem.severity == "error"]
+            held.error = f"{faults[0].what}. {faults[0].advice}" if faults else None
+        except CheckpointError as error:
+            held.error = str(error)
+    everywhere = [held]
+    dist.broadcast_object_list(everywhere, src=0)
+    return everywhere[0]
+
+
+def _sharded(part: Mapping[Any, Any]) -> list[ShardedTensor]:
+    """The tensors that a part asks for, those of factories among them."""
+    tensors = []
+    for value in nested_values(part):
+        built = nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value]
+        tensors += [each for each in built if isinstance(each, ShardedTensor)]
+    return tensors
+
+
+def _problem(parts: list[dict[Any, Any]], held: _Held, left: Set[str]) -> str | None:
+    """Why the checkpoint cannot serve; the same on every rank. States that are ``left`` need not be loaded."""
+    newer = [block["format"] for block in blocks_of(held.optimizer) if block.get("format", 0) > FORMAT]
+    if newer:
+        return (
+            f"it was written by a later release of megatron_eopt (format {newer[0]}; this one reads up to {FORMAT}): "
+            f"update the package"
+        )
+    if not any(_split(key)[0] for key in held.shapes):
+        return f"it holds no optimizer state (it was saved with --no-save-optim, or converted): {FRESH}"
+    own = [(part[BLOCK]["optimizer"], {t.key: tuple(t.global_shape) for t in _sharded(part)}) for part in parts]
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, own)
+    for of_ranks in zip(*everywhere, strict=True):
+        wanted = {key: shape for _, keys in of_ranks for key, shape in keys.items()}
+        problem = problem_of(of_ranks[0][0], wanted, held.shapes, left)
+        if problem:
+            return problem
+    return None
+
+
+def problem_of(
+    name: str,
+    wanted: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, tuple[int, ...]],
+    left: Set[str] = frozenset(),
+) -> str | None:
+    """Why a checkpoint cannot serve one optimizer.
+
+    Args:
+        name: of the optimizer.
+        wanted: key -> global shape, of every tensor that it loads on any rank.
+        stored: the same of the checkpoint, of models and of all optimizers.
+        left: states that need not be loaded.
+    """
+    states = {key: _split(key) for key in wanted}
+    parameters = {parameter for _, parameter in states.values()}
+    missing = sorted(wanted.keys() - stored.keys())
+    unused = sorted(
+        key
+        for key in stored.keys() - wanted.keys()
+        if _split(key)[1] in parameters and _split(key)[0] not in left | {""}
+    )
+    if missing or unused:
+        example = _split((missing or unused)[0])[1]
+        needs = sorted({state for state, parameter in states.values() if parameter == example})
+        has = sorted({_split(key)[0] for key in stored if _split(key)[1] == example} - {""})
+        if not has and example not in stored:
+            return (
+                f"{example} is not in it, nor are {len(missing) - 1} other tensors that this run needs: it is of "
+                f"another model"
+            )
+        return (
+            f"it holds {_listed(has)} for {example}, and {name} needs {_listed(needs)}: {_reason(set(has), set(needs))}"
+        )
+    for key, shape in wanted.items():
+        if stored[key] != shape:
+            return (
+                f"{key} has shape {stored[key]} in it, and this run needs {shape}: it is of another model, or of other "
+                f"settings of the optimizer; {FRESH}"
+            )
+    return None
+
+
+def _reason(has: set[str], needs: set[str]) -> str:
+    if "fp32_param" in has ^ needs:
+        saved, now = ("bf16", "fp32") if "fp32_param" in has else ("fp32", "bf16")
+        return f"it is of a run in {saved}, and this one is in {now}; resume in {saved}, or {FRESH}"
+    if MOMENTUM_BUFFER in needs and {FIRST_MOMENT, "exp_avg_sq"} <= has:
+        return f"Adam wrote it. Pass --muon-momentum-from-adam to make its first moment the momentum, or {FRESH}"
+    return f"another optimizer wrote it, or this one with other settings; resume with that one, or {FRESH}"
+
+
+def _split(key: str) -> tuple[str, str]:
+    """Name of the state and key of the parameter; an empty name for what is no state of a parameter."""
+    found = _STATE.fullmatch(key)
+    return (found["state"], found["parameter"]) if found else ("", key)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) or "no state"

@@ -1,0 +1,250 @@
+"""Muon whose orthogonal factors are normalized by a second moment, for parameters that may be sharded."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import ParamsT
+
+from megatron_eopt.optimizers import adaptive_step, second_moment
+from megatron_eopt.optimizers.adaptive_step import Part, tall
+from megatron_eopt.optimizers.batch import Batch, local
+from megatron_eopt.optimizers.muon import TensorParallelGroups, TensorParallelMuon
+from megatron_eopt.optimizers.second_moment import Moment2Method
+from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.orthogonalize.coefficients import Coefficients
+from megatron_eopt.orthogonalize.precision import MatmulPrecision
+from megatron_eopt.orthogonalize.scale import ScaleMode
+from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
+from megatron_eopt.parallel.layout import is_sharded
+from megatron_eopt.parallel.plan import Matrix, TpMode
+
+MOMENT2_BUFFER = "moment2_buffer"
+
+
+class TensorParallelAdaptiveMuon(TensorParallelMuon):
+    """Muon with a second moment of what it orthogonalizes: AdaMuon, NorMuon or NAMO.
+
+    ``O`` is the orthogonal factor of each whole logical matrix (m x n), ``G`` its gradient, ``g'`` its momentum after
+    the look-ahead:
+
+    - ``adamuon``: ``v <- EMA(O^2)``, ``U = O / (sqrt(v) + eps)``; with ``align_rms`` rescaled to the norm of ``O``.
+    - ``normuon``: ``v <- EMA(mean(O^2))`` over the short dimension, ``U = O rsqrt(max(v, eps))``, rescaled to the norm
+      of ``O``.
+    - ``namo``: ``v <- EMA(||G||^2)``, ``U = O ||g'|| / (sqrt(v) + eps)``.
+
+    The scale of Muon multiplies ``U``. Means and norms are those of the global matrix, in at most one all-reduce of a
+    step for each group of ranks, so the update at TP=k is the update at TP=1. A gradient that is not finite leaves the
+    second moment as it is, and a zero factor gives a zero update. See :mod:`~megatron_eopt.optimizers.second_moment`.
+
+    Args:
+        params: as in :class:`TensorParallelMuon`, and so are those that are not named here.
+        moment2_method: ``adamuon``, ``normuon`` or ``namo``.
+        beta2: of the second moment, in [0, 1); a group may have its own.
+        eps: above 0; a group may have its own. For normuon it bounds mean squares, which are near ``1 / max(m, n)``.
+        align_rms: whether the update of adamuon has Muon's size, as published with ``0.2 sqrt(m n)``, which is Muon's
+            with ``spectral`` and 0.2. Without, the first update is larger by ``sqrt(max(m, n) / (1 - beta2))``.
+
+    Raises:
+        ValueError: also for an unknown method, ``beta2`` or ``eps`` out of its range, namo with L2 decay, and for
+            normuon and namo with ``blockwise`` shards, normuon with sharded DTensors.
+        TypeError: for a subclass with an ``orthogonalize`` of its own.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 3e-4,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.01,
+        use_decoupled_weight_decay: bool = True,
+        split_qkv: bool = False,
+        is_qkv_fn: Callable[[Tensor], bool] | None = None,
+        qkv_split_shapes: Sequence[int] | None = None,
+        fp32_matmul_prec: MatmulPrecision = "medium",
+        coefficient_type: str | Sequence[Coefficients] = "quintic",
+        num_ns_steps: int = 5,
+        scale_mode: ScaleMode = "spectral",
+        extra_scale_factor: float = 1.0,
+        pg_collection: TensorParallelGroups | None = None,
+        tp_mode: TpMode = "duplicated",
+        moment2_method: Moment2Method = "adamuon",
+        beta2: float = 0.95,
+        eps: float = 1e-8,
+        align_rms: bool = True,
+        cuda_graphs: bool = False,
+        data_parallel_group: ProcessGroup | None = None,
+        plan_rates: Rates | Literal["measure"] = DEFAULT_RATES,
+        symmetric_products: str | None = None,
+    ) -> None:
+        check_choice("moment2_method", moment2_method, get_args(Moment2Method))
+        if type(self).orthogonalize is not TensorParallelMuon.orthogonalize:
+            raise TypeError(
+                f"{type(self).__name__} has an orthogonalize of its own, which maps one parameter to its update; the "
+                f"second moment needs the orthogonal factors of all matrices together, before they are scaled: "
+                f"override orthogonalize of TensorParallelMuon, or _orthogonalize here"
+            )
+        self.moment2_method = moment2_method
+        self.align_rms = align_rms
+        self._second_rates = {"beta2": beta2, "eps": eps}
+        super().__init__(
+            params,
+            lr,
+            momentum,
+            nesterov,
+            weight_decay,
+            use_decoupled_weight_decay,
+            split_qkv,
+            is_qkv_fn,
+            qkv_split_shapes,
+            fp32_matmul_prec,
+            coefficient_type,
+            num_ns_steps,
+            scale_mode,
+            extra_scale_factor,
+            pg_collection,
+            tp_mode,
+            cuda_graphs,
+            data_parallel_group,
+            plan_rates,
+            symmetric_products,
+        )
+
+    def _further_settings(self) -> dict[str, Any]:
+        return self._second_rates
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        name, method = type(self).__name__, self.moment2_method
+        if not 0 <= group["beta2"] < 1:
+            raise ValueError(f"{name}: beta2 must lie in [0, 1), got {group['beta2']}")
+        if not group["eps"] > 0:
+            raise ValueError(f"{name}: eps must be above 0, since {method} divides by it, got {group['eps']}")
+        if method == "namo" and not self.use_decoupled_weight_decay and group["weight_decay"]:
+            raise ValueError(
+                f"{name}: namo compares the norms of gradient and momentum, which L2 decay would add to: take "
+                f"use_decoupled_weight_decay=True, or weight_decay=0 instead of {group['weight_decay']}"
+            )
+        for parameter in group["params"]:
+            if method != "adamuon" and self.tp_mode == "blockwise" and self._is_cut(parameter):
+                raise ValueError(
+                    f"{name}: with tp_mode blockwise the statistics of {method} would be those of shards, which belong "
+                    f"to no matrix of the model and to no other number of ranks, for a sharded parameter of shape "
+                    f"{tuple(parameter.shape)}: take an exact tp_mode (auto, duplicated, ...), or adamuon"
+                )
+            if method == "normuon" and isinstance(parameter, DTensor) and self._is_cut(parameter):
+                raise ValueError(
+                    f"{name}: the statistics of normuon, one for each row or column, cannot be saved for DTensors "
+                    f"that are sharded, as that of shape {tuple(parameter.shape)} is: take adamuon or namo"
+                )
+
+    def _is_cut(self, parameter: Tensor) -> bool:
+        # blockwise needs no groups, so shards may be without one
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        layout = self.layout(parameter)
+        return layout.sharded or (self.pg_collection is None and is_sharded(parameter) and not alone)
+
+    def settings(self) -> dict[str, Any]:
+        """What a checkpoint says of this optimizer to those who read it."""
+        return super().settings() | {"moment2_method": self.moment2_method, "align_rms": self.align_rms}
+
+    def predicted_rms(self, rows: int, cols: int) -> float:
+        """RMS of the entries of the first update of a matrix of full rank, before the learning rate."""
+        group = self.param_groups[0]
+        return second_moment.predicted_first_rms(
+            super().predicted_rms(rows, cols),
+            self._scale(rows, cols),
+            self.moment2_method,
+            self.align_rms,
+            group["momentum"],
+            self.use_nesterov,
+            group["beta2"],
+        )
+
+    def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
+        """The momentum, and the second moment: of the parameter, or one for each of its logical matrices."""
+        tensors = super().state_tensors(parameter)
+        keys = self._moment_keys(parameter)
+        if self.moment2_method == "adamuon":
+            return [*tensors, StateTensor(keys[0], dtype=torch.float32)]
+        if self.moment2_method == "namo":
+            return [*tensors, *(StateTensor(key, (), part, torch.float32) for part, key in enumerate(keys))]
+        shapes = [layout.shape for layout in self.matrix_layouts(parameter)]
+        return [
+            *tensors,
+            *(
+                StateTensor(key, ("rows" if tall(shape) else "columns",), part, torch.float32)
+                for part, (key, shape) in enumerate(zip(keys, shapes, strict=True))
+            ),
+        ]
+
+    def _moment_keys(self, parameter: Tensor) -> list[str]:
+        shapes = self.split_shapes(parameter)
+        if shapes is None or self.moment2_method == "adamuon":
+            return [MOMENT2_BUFFER]
+        return [f"{MOMENT2_BUFFER}_{part}" for part in range(len(shapes))]
+
+    def _further_state(self, parameter: Tensor) -> list[Tensor]:
+        state = self._state_of(parameter)
+        return [local(state[key]) for key in self._moment_keys(parameter)]
+
+    def _factor_scale(self, rows: int, cols: int) -> float:
+        return 1.0  # the second moment is of the factor alone, and the scale comes after it
+
+    def _orthogonalize(
+        self, batches: Sequence[Batch], updates: list[Tensor], accepted: Sequence[Tensor]
+    ) -> list[Tensor]:
+        planned = self.planned
+        places = [place for batch in batches for place in batch.places]
+        norms = self._norms(batches, updates, places)
+        parts = list(self._parts(batches, accepted, planned.factors(updates, places), planned.matrices(places)))
+        flat = [part for of_place in parts for part in of_place]
+        if self.moment2_method == "adamuon":
+            directed = adaptive_step.adamuon(planned, places, parts, self.align_rms)
+        elif self.moment2_method == "normuon":
+            directed = adaptive_step.normuon(planned, flat)
+        else:
+            directed = adaptive_step.namo(flat, norms)
+        scaled = (
+            # the scale of a piece without entries may divide by zero
+            (x * (ratio * self._scale(*part.matrix.shape))).to(part.factor.dtype) if x.numel() else part.factor
+            for part, (x, ratio) in zip(flat, directed, strict=True)
+        )
+        return [planned.merge(place, [next(scaled) for _ in of]) for place, of in zip(places, parts, strict=True)]
+
+    def _norms(
+        self, batches: Sequence[Batch], updates: Sequence[Tensor], places: Sequence[int]
+    ) -> list[tuple[Tensor, ...]]:
+        """What namo needs of each logical matrix: the squared norms of its gradient and of what is orthogonalized."""
+        if self.moment2_method != "namo":
+            return []
+        matrices = [matrix for of_place in self.planned.matrices(places) for matrix in of_place]
+        gradients = [gradient for batch in batches for gradient in batch.gradients]
+        pieces = [
+            [part for place, x in zip(places, of_all, strict=True) for part in self.planned.split(place, x)]
+            for of_all in (gradients, updates)
+        ]
+        return adaptive_step.squared_norms(self.planned, matrices, *pieces)
+
+    def _parts(
+        self,
+        batches: Sequence[Batch],
+        accepted: Sequence[Tensor],
+        factors: Sequence[Sequence[Tensor]],
+        matrices: Sequence[Sequence[Matrix]],
+    ) -> Iterator[list[Part]]:
+        """The logical matrices of one parameter after another."""
+        of_place = zip(matrices, factors, strict=True)
+        for batch, flags in zip(batches, accepted, strict=True):
+            beta2, eps = batch.settings["beta2"], batch.settings["eps"]
+            # flags of a batch without parameters are those of another
+            for moments, flag in zip(batch.further, flags.unbind(), strict=False):
+                lying, pieces = next(of_place)
+                each = moments if len(moments) == len(lying) else moments * len(lying)
+                yield [Part(*part, flag, beta2, eps) for part in zip(lying, pieces, each, strict=True)]

@@ -1,0 +1,196 @@
+"""Lion: every entry of the update is the sign of an interpolated momentum."""
+
+from collections.abc import Callable, Sequence
+from itertools import batched
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from megatron_eopt.optimizers import bulk
+from megatron_eopt.optimizers.batch import local
+from megatron_eopt.optimizers.bulk import Scalar
+from megatron_eopt.optimizers.skipping import Skipping, parameter_names, skipping_for
+from megatron_eopt.optimizers.state import DescribedState, StateTensor
+
+EXP_AVG = "exp_avg"
+"""Name of the momentum: the one that Megatron-Core gives it where it creates the state itself."""
+
+# Tensors that are worked on together, the updates of which are in memory at a time. On a CPU it is one, which stays in
+# the cache from operation to operation.
+_AT_ONCE = 16
+
+
+class Lion(DescribedState):
+    """Lion [1]: the sign of an interpolated momentum, with decoupled weight decay.
+
+    For a parameter ``p`` with gradient ``g`` and momentum ``m``, in this order:
+
+    1. weight decay: ``p -= lr * weight_decay * p``;
+    2. ``p -= lr * sign(beta1 m + (1 - beta1) g)``;
+    3. ``m <- beta2 m + (1 - beta2) g``.
+
+    Every entry moves by ``lr``, or not at all where the interpolation is zero, so ``lr`` is usually 3 to 10 times
+    smaller than AdamW's and ``weight_decay`` as much larger. All of it is elementwise: parameters of any shape, and
+    shards and DTensors as they lie. Gradients are never written to, and a parameter without one is left as it is, and
+    so is one whose gradient is not finite: see :mod:`~megatron_eopt.optimizers.skipping`.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate, at least 0.
+        betas: ``beta1`` of the update and ``beta2`` of the momentum, each in [0, 1).
+        weight_decay: at least 0.
+        maximize: ascend instead of descend.
+
+    Raises:
+        ValueError: for a setting out of its range.
+
+    [1] Chen et al., Symbolic Discovery of Optimization Algorithms, arXiv 2302.06675.
+    """
+
+    # On the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
+    _skipping: Skipping | None = None
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Scalar = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what was pickled, or loaded: maybe of a Lion that knows no ``maximize``."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("maximize", False)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters.
+
+        Raises:
+            ValueError: for a setting out of its range.
+        """
+        super().add_param_group(param_group)
+        self._skipping = None
+        try:
+            self._check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        for key in ("lr", "weight_decay"):
+            if not group[key] >= 0:
+                raise ValueError(f"{type(self).__name__}: {key} must be at least 0, got {group[key]}")
+        betas = group["betas"]
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"{type(self).__name__}: betas must be two numbers in [0, 1), got {betas}")
+
+    def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
+        """The momentum."""
+        return [StateTensor(EXP_AVG)]
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter whose gradient is there and finite.
+
+        Args:
+            closure: computes the loss and the gradients anew; called once, with gradients enabled.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            ValueError: for a gradient that is sparse or complex, before anything is changed.
+            RuntimeError: if a gradient was not finite in several steps in a row.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parameters = self._parameters()
+        if not parameters:
+            return loss
+        self._check_gradients(parameters)
+        if self._skipping is None:
+            self._skipping = skipping_for(self)
+        gradients = [None if p.grad is None else local(p.grad) for p in parameters]
+        accepted = self._skipping.accept(gradients)
+        flags = iter(accepted.unbind())
+        at_once = 1 if accepted.device.type == "cpu" else _AT_ONCE
+        for group in self.param_groups:
+            of_group = [(p, next(flags)) for p in group["params"]]
+            for some in batched([(p, flag) for p, flag in of_group if p.grad is not None], at_once):
+                self._update([p for p, _ in some], torch.stack([flag for _, flag in some]), group)
+        return loss
+
+    def skipped_steps(self) -> dict[str, int]:
+        """Parameter -> steps that were left out because its gradient was not finite. Waits for the device."""
+        return {} if self._skipping is None else self._skipping.total
+
+    def _check_gradients(self, parameters: Sequence[Tensor]) -> None:
+        for index, parameter in enumerate(parameters):
+            gradient = parameter.grad
+            if gradient is None or (gradient.layout == torch.strided and not gradient.is_complex()):
+                continue
+            kind = "complex" if gradient.is_complex() else f"sparse ({gradient.layout})"
+            raise ValueError(
+                f"{type(self).__name__} takes real, dense gradients, but that of "
+                f"{parameter_names(self.param_groups)[index]} is {kind}"
+            )
+
+    def _update(self, parameters: Sequence[Tensor], accepted: Tensor, group: dict[str, Any]) -> None:
+        momenta = [local(self._state_of(p)[EXP_AVG]) for p in parameters]
+        gradients = [
+            local(p.grad).to(m.dtype)  # type: ignore[arg-type]  # those without a gradient are not among them
+            for p, m in zip(parameters, momenta, strict=True)
+        ]
+        if group["maximize"]:
+            gradients = list(torch._foreach_neg(gradients))
+        _lion(
+            [local(p) for p in parameters],
+            momenta,
+            gradients,
+            accepted,
+            lr=group["lr"],
+            betas=group["betas"],
+            weight_decay=group["weight_decay"],
+        )
+
+
+def _lion(
+    parameters: list[Tensor],
+    momenta: list[Tensor],
+    gradients: list[Tensor],
+    accepted: Tensor,
+    *,
+    lr: Scalar,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> None:
+    """One step of parameters and momenta, those not accepted excepted; does not wait for a GPU."""
+    beta1, beta2 = betas
+    gradients = bulk.replace_rejected(gradients, momenta, accepted)
+    updates = list(torch._foreach_lerp(momenta, gradients, 1 - beta1))
+    torch._foreach_sign_(updates)
+    torch._foreach_lerp_(momenta, gradients, 1 - beta2)
+    # a CPU has the answer at once, and then mostly nothing is to do
+    if accepted.device.type != "cpu" or not accepted.all():
+        torch._foreach_mul_(updates, accepted.unbind())
+    if weight_decay != 0:
+        bulk.decay(parameters, lr, weight_decay, accepted)
+    if isinstance(lr, Tensor):  # a number as alpha is not rounded to the dtype of the parameter, a factor would be
+        torch._foreach_mul_(updates, lr)
+        lr = 1.0
+    torch._foreach_add_(parameters, updates, alpha=-lr)

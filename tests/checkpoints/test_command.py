@@ -1,0 +1,99 @@
+"""The command: exit status for scripts, text for people, JSON for both."""
+
+import json
+
+import pytest
+
+from megatron_eopt.cli import main
+from tests.checkpoints.made import block, common, overwrite, save, tensors
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    state = common()
+    state["optimizer"][0]["megatron_eopt"] = block()
+    save(tmp_path / "iter_0000005", state=state)
+    return tmp_path
+
+
+def verify(capsys, *arguments):
+    status = main(["verify-checkpoint", *map(str, arguments)])
+    return status, *capsys.readouterr()
+
+
+def test_ok(capsys, folder):
+    status, out, err = verify(capsys, folder)
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[:3] == [
+        f"checkpoint  {folder / 'iter_0000005'}",
+        "iteration   5",
+        "saved by    Megatron-Core 0.19 or later; TP 1, PP 1; fp32",
+    ]
+    assert "optimizer   TensorParallelMuon (written down by megatron_eopt)" in lines
+    assert "  momentum_buffer     2 tensors, 192 entries float32, 768 bytes" in lines
+    assert "  lr 0.01, c of 1 steps" in lines
+    assert "group 0.0   lr 0.01, momentum 0.95" in lines
+    assert any(line.startswith("data        9 archives read") and "all finite" in line for line in lines)
+    assert lines[-1] == "OK"
+
+
+def test_json_says_the_same(capsys, folder):
+    status, out, _ = verify(capsys, folder, "--json")
+    said = json.loads(out)
+    assert (status, said["ok"], said["errors"], said["iteration"]) == (0, True, 0, 5)
+    muon = said["optimizers"][0]
+    assert muon["states"]["momentum_buffer"] == {"tensors": 2, "entries": 192, "bytes": 768, "dtypes": ["float32"]}
+    assert said["args"]["params_dtype"] == "torch.float32"
+
+
+def test_problems(capsys, folder):
+    values = tensors()
+    save(folder / "iter_0000005", values)
+    key = "mlp.fc1"
+    overwrite(folder / "iter_0000005", key, values[key], values[key] + 1)
+    status, out, _ = verify(capsys, folder)
+    assert status == 1
+    assert "error:      mlp.fc1 in __0_0.distcp" in out
+    assert out.splitlines()[-1] == "1 error"
+    assert json.loads(verify(capsys, folder, "--json")[1])["problems"][0]["severity"] == "error"
+    status, out, _ = verify(capsys, folder, "--no-data")
+    assert (status, "not read (--no-data)" in out) == (0, True)
+
+
+def test_warnings_are_no_errors(capsys, folder):
+    (folder / "iter_0000005" / "left.tmp").touch()
+    status, out, _ = verify(capsys, folder)
+    assert (status, out.splitlines()[-1]) == (0, "OK, 1 warning")
+
+
+def test_unreadable(capsys, tmp_path):
+    status, out, err = verify(capsys, tmp_path / "none")
+    assert (status, out) == (2, "")
+    assert "no such folder" in err
+    status, out, _ = verify(capsys, tmp_path / "none", "--json")
+    assert (status, json.loads(out)["ok"]) == (2, False)
+
+
+def test_flags_of_a_run(capsys, folder):
+    status, out, _ = verify(capsys, folder, "--", "--num-layers", "3", "--optimizer", "muon")
+    assert status == 1
+    assert "error:      another model: num_layers was 2 and is 3" in out
+    status, out, _ = verify(capsys, folder, "--json", "--", "--optimizer", "muon", "--other", "1")
+    assert (status, json.loads(out)["notes"][-1]) == (0, "not compared: --other")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--nonsense"], ["x", "--", "--num-layers", "two"], []], ids=["unknown", "flag", "none"]
+)
+def test_wrong_usage(capsys, arguments):
+    with pytest.raises(SystemExit) as stop:
+        verify(capsys, *arguments)
+    assert stop.value.code == 2
+
+
+def test_plan_takes_nothing_after_two_dashes(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "llama3-8b", "--", "--num-layers", "2"])
+    assert "nothing is expected after --" in capsys.readouterr().err

@@ -1,0 +1,188 @@
+"""Reading the metadata of a checkpoint: what it says, and what is refused with its reason."""
+
+import json
+import os
+import pickle
+from dataclasses import dataclass
+from enum import Enum
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megatron_eopt.checkpoints.contents import CheckpointError, newest, read_contents
+from megatron_eopt.checkpoints.pickles import Unknown, read_archive, read_layout
+from tests.checkpoints.made import common, save, tensors
+
+
+def test_what_it_says(tmp_path):
+    values = tensors()
+    contents = read_contents(save(tmp_path / "iter_0000005", values))
+    assert contents.tensors.keys() == values.keys()
+    for key, value in values.items():
+        tensor = contents.tensors[key]
+        assert (tensor.shape, tensor.dtype) == (tuple(value.shape), value.dtype)
+        assert tensor.bytes == value.numel() * 4
+        for chunk in tensor.chunks:
+            with (contents.folder / chunk.file).open("rb") as file:
+                file.seek(chunk.start)
+                assert file.read(2) == b"PK"
+    assert set(contents.objects) == {"rng_state/shard_0_1", "common_state/shard_0_1"}
+    assert contents.iteration == 5
+    assert contents.args["params_dtype"] == torch.float32
+    assert contents.release == "0.19 or later"
+
+
+def test_the_common_state_of_older_releases(tmp_path):
+    folder = save(tmp_path / "checkpoint", state={"iteration": 7})
+    torch.save({"iteration": 8}, folder / "common.pt")
+    contents = read_contents(folder)
+    assert (contents.iteration, contents.args) == (8, {})
+    assert contents.release == "0.18 or before"
+
+
+class Backend(Enum):
+    """Pickled by name, as Megatron's enums in the arguments."""
+
+    FLASH = 1
+
+
+def test_classes_that_are_not_there_cost_only_themselves(tmp_path, monkeypatch):
+    folder = save(tmp_path / "checkpoint", state=common(backend=Backend.FLASH, optimizer="muon"))
+    monkeypatch.delitem(globals(), "Backend")
+    args = read_contents(folder).args
+    assert repr(args["backend"]) == "tests.checkpoints.test_contents.Backend(1)"
+    assert args["optimizer"] == "muon"
+
+
+@dataclass
+class Called:
+    """Pickles itself as a call of any function."""
+
+    function: object
+    argument: object
+
+    def __reduce__(self):
+        return self.function, (self.argument,)
+
+
+def test_no_code_of_the_file_runs(tmp_path):
+    mark = tmp_path / "mark"
+    folder = save(tmp_path / "checkpoint")
+    (folder / ".metadata").write_bytes(pickle.dumps(Called(os.mkdir, str(mark))))
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read .*truncated, damaged or of another kind"):
+        read_contents(folder)
+    torch.save([{"args": Called(exec, f"open({str(mark)!r}, 'w')"), "iteration": 3}], folder / "common.pt")
+    with (folder / "common.pt").open("rb") as file:
+        (found,) = read_archive(file)
+    assert isinstance(found["args"], Unknown)
+    torch.save([{"args": Called(os.mkdir, str(mark))}], folder / "common.pt")
+    with (folder / "common.pt").open("rb") as file, pytest.raises(pickle.UnpicklingError):
+        read_archive(file)
+    assert not mark.exists()
+
+
+def test_reading_changes_no_setting(tmp_path):
+    before = set(torch.serialization.get_safe_globals())
+    read_contents(save(tmp_path / "checkpoint", state=common(backend=Backend.FLASH)))
+    assert set(torch.serialization.get_safe_globals()) == before
+
+
+def test_stand_ins_take_what_pickles_do():
+    class Odd(list):
+        pass
+
+    odd = Odd([1, 2])
+    odd.mark = 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.checkpoints.test_contents.Odd", Odd, raising=False)
+        Odd.__qualname__ = "Odd"
+        data = pickle.dumps({"a": odd, "b": 1})
+    import io
+
+    found = read_layout(io.BytesIO(data))
+    assert found["b"] == 1
+    assert isinstance(found["a"], Unknown)
+
+
+def refused(folder, *words):
+    with pytest.raises(CheckpointError) as error:
+        read_contents(newest(folder))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    refused(tmp_path / "none", "no such folder", "--save")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    refused(empty, "is empty")
+    (empty / "notes.txt").write_text("")
+    refused(empty, "is no checkpoint", "notes.txt")
+    (tmp_path / "legacy" / "mp_rank_00").mkdir(parents=True)
+    refused(tmp_path / "legacy", "legacy torch format", "--ckpt-convert-format torch_dist")
+
+
+def test_a_save_that_did_not_finish(tmp_path):
+    folder = save(tmp_path / "checkpoint")
+    (folder / "metadata.json").unlink()
+    refused(folder, "no metadata.json", "did not finish", "take the checkpoint before it")
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path / "other", no_dist=True)
+    refused(tmp_path / "other", "another program")
+
+
+def test_damaged_metadata(tmp_path):
+    folder = save(tmp_path / "checkpoint")
+    layout = (folder / ".metadata").read_bytes()
+    for size in (0, 1, len(layout) // 2, len(layout) - 1):
+        (folder / ".metadata").write_bytes(layout[:size])
+        refused(folder, ".metadata cannot be read", "take another checkpoint")
+    (folder / ".metadata").write_bytes(pickle.dumps([1]))
+    refused(folder, "it holds a list")
+    (folder / ".metadata").unlink()
+    refused(folder, "has no .metadata")
+    (folder / "metadata.json").write_text('{"sharded_backend": "fsdp_dtensor"}')
+    refused(folder, "'fsdp_dtensor'", "only torch_dist")
+    (folder / "metadata.json").write_text("{")
+    refused(folder, "metadata.json cannot be read")
+
+
+def test_a_damaged_common_state(tmp_path):
+    folder = save(tmp_path / "checkpoint")
+    (folder / "common.pt").write_bytes(b"nothing")
+    refused(folder, "common.pt: the common state", "cannot be read")
+    torch.save(3, folder / "common.pt")
+    refused(folder, "it holds a int")
+    (folder / "common.pt").unlink()
+    chunk = read_contents(folder).blobs["common_state/shard_0_1"]
+    os.truncate(folder / chunk.file, chunk.start + 40)
+    refused(folder, "the common state")
+
+
+def test_metadata_that_point_outside(tmp_path):
+    folder = save(tmp_path / "checkpoint")
+    with (folder / ".metadata").open("rb") as file:
+        layout = pickle.load(file)
+    for place in layout.storage_data.values():
+        place.relative_path = "../other.distcp"
+    (folder / ".metadata").write_bytes(pickle.dumps(layout))
+    refused(folder, "outside of the checkpoint")
+
+
+def test_the_newest_of_a_run(tmp_path):
+    for iteration in (5, 10):
+        save(tmp_path / f"iter_{iteration:07d}")
+    refused(tmp_path, "no save has finished", "iter_0000005, iter_0000010")
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text("10\n")
+    assert newest(tmp_path) == tmp_path / "iter_0000010"
+    assert newest(tmp_path / "iter_0000005") == tmp_path / "iter_0000005"
+    tracker.write_text("15")
+    refused(tmp_path, "says 15, and iter_0000015 is not there", "there are iter_0000005, iter_0000010")
+    tracker.write_text("ten")
+    refused(tmp_path, "says 'ten' instead of an iteration or 'release'")
+    tracker.write_text("release")
+    refused(tmp_path, "release is not there")
+    save(tmp_path / "release")
+    assert newest(tmp_path) == tmp_path / "release"
+    assert json.loads((newest(tmp_path) / "metadata.json").read_text())["sharded_backend"] == "torch_dist"

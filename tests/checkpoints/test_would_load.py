@@ -1,0 +1,154 @@
+"""Whether a run's flags would load a checkpoint: the model, the optimizer, the precision, the schedule."""
+
+import pytest
+import torch
+
+from megatron_eopt.checkpoints.contents import read_contents
+from megatron_eopt.checkpoints.flags import parse_flags
+from megatron_eopt.checkpoints.would_load import would_load
+from tests.checkpoints.made import common, save, tensors
+
+WHOLE = """--num-layers 2 --hidden-size 8 --ffn-hidden-size 12 --num-attention-heads 2 --swiglu --normalization RMSNorm
+    --position-embedding-type rope --untie-embeddings-and-output-weights --disable-bias-linear --optimizer muon
+    --lr 0.01 --min-lr 0.001 --lr-decay-style cosine --train-iters 10 --global-batch-size 4"""
+
+
+@pytest.fixture
+def compared(tmp_path):
+    def compare(flags, values=None, **saved):
+        contents = read_contents(save(tmp_path / "checkpoint", values, common(**saved)))
+        return would_load(contents, parse_flags(flags.split()))
+
+    return compare
+
+
+def errors(comparison):
+    assert all(problem.severity == "error" for problem in comparison.problems)
+    return " | ".join(f"{problem.what} -> {problem.advice}" for problem in comparison.problems)
+
+
+def test_the_same_run(compared):
+    same = compared(WHOLE)
+    assert (same.problems, same.notes) == ((), ())
+    assert compared("").problems == ()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--num-layers 4", "num_layers was 2 and is 4"),
+        ("--ffn-hidden-size 16", "ffn_hidden_size was 12 and is 16"),
+        ("--group-query-attention --num-query-groups 1", "num_query_groups was 2 and is 1"),
+        ("--num-experts 8", "num_experts was None and is 8"),
+        ("--normalization LayerNorm", "normalization was RMSNorm and is LayerNorm"),
+        ("--kv-channels 8", "kv_channels was 4 and is 8"),
+        ("--add-qkv-bias", "add_qkv_bias was False and is True"),
+    ],
+)
+def test_another_model(compared, flags, words):
+    assert f"another model: {words} -> give --{flags.split()[-1 if flags.startswith('--add') else -2][2:]}" in errors(
+        compared(f"{WHOLE} {flags}")
+    )
+
+
+def test_what_a_whole_command_line_leaves_out_has_megatrons_default(compared):
+    assert "swiglu was True and is False" in errors(compared(WHOLE.replace("--swiglu", "")))
+    said = errors(compared(WHOLE.replace("--disable-bias-linear", "")))
+    assert "add_bias_linear was False and is True -> give --disable-bias-linear as it was" in said
+    assert "the run wants adam" in errors(compared(WHOLE.replace("--optimizer muon", "")))
+
+
+def test_what_a_part_of_one_leaves_out_is_not_compared(compared):
+    part = compared("--lr 0.01")
+    assert part.problems == ()
+    assert "not a whole command line" in part.notes[0]
+    assert compared(f"{WHOLE} --num-layers 4 --use-checkpoint-args").problems == ()
+
+
+def test_flags_that_say_nothing_are_listed(compared):
+    notes = compared(f"{WHOLE} --data-path /x --foo 3 --data-path /y").notes
+    assert notes == ("not compared: --data-path, --foo",)
+    with pytest.raises(ValueError, match=r"the flags after --.*num-layers"):
+        parse_flags(["--num-layers", "two"])
+
+
+def test_sizes_may_change(compared):
+    found = compared(f"{WHOLE} --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2")
+    assert found.problems == ()
+    assert found.notes == ("TP 1 to 4, PP 1 to 2: torch_dist loads at any sizes",)
+
+
+ADAM, ADAPTIVE = ["exp_avg", "exp_avg_sq"], ["momentum_buffer", "moment2_buffer"]
+
+
+@pytest.mark.parametrize(
+    ("states", "was", "wanted", "words"),
+    [
+        (ADAM, "adam", "muon", "--muon-momentum-from-adam"),
+        (ADAPTIVE, "adaptive_muon", "muon", "second moments would be dropped"),
+        (["momentum_buffer"], "muon", "adaptive_muon", "something is missing -> keep --optimizer muon"),
+        (["momentum_buffer"], "muon", "adam", "it holds the state of muon, and the run wants adam"),
+        (["exp_avg"], "lion", "adam", "it holds the state of lion"),
+    ],
+)
+def test_another_optimizer(compared, states, was, wanted, words):
+    flags = WHOLE.replace("muon", wanted)
+    said = errors(compared(flags, tensors(states), optimizer=was))
+    assert words in said
+    assert "--no-load-optim" in said
+    assert compared(f"{flags} --no-load-optim", tensors(states), optimizer=was).problems == ()
+
+
+def test_adams_momentum_may_be_taken_by_name(compared):
+    assert compared(f"{WHOLE} --muon-momentum-from-adam", tensors(ADAM), optimizer="adam").problems == ()
+
+
+def test_old_names_of_an_optimizer(compared):
+    assert compared(WHOLE, optimizer="dist_muon").problems == ()
+    assert compared(WHOLE.replace("muon", "dist_muon")).problems == ()
+
+
+def test_another_second_moment(compared):
+    flags = WHOLE.replace("muon", "adaptive_muon") + " --adaptive-muon-moment2-method normuon"
+    saved = {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "adamuon"}
+    assert "was adamuon and is normuon" in errors(compared(flags, tensors(ADAPTIVE), **saved))
+
+
+def test_another_precision(compared):
+    assert "in half precision wants fp32_param" in errors(compared(f"{WHOLE} --bf16"))
+    assert "give --bf16" in errors(compared(WHOLE, tensors(dtype=torch.bfloat16), bf16=True))
+    assert compared(f"{WHOLE} --bf16", tensors(dtype=torch.bfloat16), bf16=True).problems == ()
+
+
+def test_another_schedule(compared):
+    said = errors(compared(f"{WHOLE} --lr 0.02 --train-iters 20"))
+    assert "lr was 0.01 and is 0.02; the schedule was 40 samples long and is 80" in said
+    assert "--override-opt-param-scheduler" in said
+    assert compared(f"{WHOLE} --lr 0.02 --override-opt-param-scheduler").problems == ()
+
+
+def test_settings_that_change_the_update_are_noted(compared):
+    assert compared(f"{WHOLE} --muon-momentum 0.9").notes == (
+        "--muon-momentum is 0.9 and was 0.95: the update changes from here on",
+    )
+
+
+def test_no_optimizer_to_load(compared):
+    values = {"norm": torch.ones(8)}
+    assert "the run wants optimizer state, and there is none" in errors(compared(WHOLE, values))
+    assert compared(f"{WHOLE} --finetune", values).problems == ()
+
+
+def test_the_distributed_optimizer(tmp_path):
+    values = {"norm": torch.ones(8), "optimizer.distributed.dp_group_idx_0.exp_avg": torch.ones(8)}
+    state = common(optimizer="adam") | {"content_metadata": {"distrib_optim_sharding_type": "dp_reshardable"}}
+    contents = read_contents(save(tmp_path / "checkpoint", values, state))
+
+    def said(flags):
+        return errors(would_load(contents, parse_flags(flags.split())))
+
+    assert said("--optimizer adam") == ""
+    assert "cannot change TP -> save it with --dist-ckpt-optim-fully-reshardable" in said(
+        "--tensor-model-parallel-size 2"
+    )
+    assert "Adam's lies in flat buckets (dp_reshardable)" in said("--optimizer muon")

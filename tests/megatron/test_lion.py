@@ -1,0 +1,93 @@
+"""Lion in real Megatron: as the optimizer of all parameters, and as the scalar optimizer beside Muon."""
+
+import pytest
+
+from megatron_eopt import registry
+from tests.megatron.runs import MUON, SMALL_GPT, UPSTREAM, assert_same, start, train
+
+LION = ["--num-layers", 2, "--optimizer", "lion", "--lr", "1e-3", "--min-lr", "1e-3", "--ckpt-format", "torch_dist"]
+BESIDE_MUON = ["--num-layers", 2, *MUON, "--muon-fp32-matmul-prec", "high", "--muon-scalar-optimizer", "lion"]
+TP2 = ["--tensor-model-parallel-size", 2]
+
+
+def summary(output):
+    (line,) = [line for line in output.splitlines() if line.startswith("megatron_eopt:")]
+    return line
+
+
+def kept(snapshot, key):
+    return [name for name, state in snapshot.items() if key in state]
+
+
+def test_two_ranks_train_as_one(tmp_path):
+    run = [*LION, "--train-iters", 6]
+    (alone,), output = train(tmp_path / "one", 1, *run)
+    assert summary(output) == "megatron_eopt: Lion owns 15 parameters with 78,144 elements on this rank"
+    assert alone["losses"][-1] < 0.95 * alone["losses"][0]
+    assert len(kept(alone["after"], "exp_avg")) == 15
+    ranks, output = train(tmp_path / "two", 2, *run, *TP2)
+    assert "Lion owns 15 parameters with 39,232 elements" in summary(output)
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert rank["grad_norms"] == pytest.approx(alone["grad_norms"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("run", "flags"),
+    [(LION, TP2), (LION, ["--bf16", "--use-distributed-optimizer"]), (BESIDE_MUON, TP2)],
+    ids=["tp", "distributed optimizer in bf16", "beside Muon"],
+)
+def test_four_steps_are_two_and_two(tmp_path, run, flags):
+    run = [*run, *flags, "--train-iters", 4]
+    straight, _ = train(tmp_path / "straight", 2, *run)
+    saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2]
+    first, _ = train(tmp_path / "first", 2, *run, *saved, "--exit-interval", 2)
+    second, _ = train(tmp_path / "second", 2, *run, "--load", tmp_path / "checkpoint")
+    for rank in range(2):
+        assert_same(second[rank]["before"], first[rank]["after"])
+        assert_same(second[rank]["after"], straight[rank]["after"])
+        assert first[rank]["losses"] + second[rank]["losses"] == straight[rank]["losses"]
+
+
+def test_the_distributed_optimizer_shares_parameters_out_and_trains_the_same(tmp_path):
+    run = [*LION, "--bf16", "--train-iters", 4]
+    plain, _ = train(tmp_path / "plain", 2, *run)
+    shared, output = train(tmp_path / "shared", 2, *run, "--use-distributed-optimizer")
+    assert "Lion owns 15 parameters" not in summary(output)  # rank 0 has a part of them
+    for one, other in zip(plain, shared, strict=True):
+        assert other["losses"] == pytest.approx(one["losses"], rel=1e-3)
+
+
+def test_beside_muon_it_equals_megatrons_own(tmp_path):
+    run = [*BESIDE_MUON, "--train-iters", 10, "--muon-tp-mode", "duplicated"]
+    (ours,), output = train(tmp_path / "ours", 1, *run)
+    (theirs,), _ = train(tmp_path / "theirs", 1, *run, program=UPSTREAM)
+    assert summary(output).endswith("; Lion owns 7 parameters with 16,704 elements on this rank")
+    assert len(kept(ours["after"], "exp_avg")) == 7
+    assert len(kept(ours["after"], "momentum_buffer")) == 8
+    assert ours["losses"][-1] < 0.6 * ours["losses"][0]
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
+
+
+def test_settings_come_from_its_own_flags():
+    from megatron.core.optimizer import OptimizerConfig
+
+    config = OptimizerConfig(optimizer="lion", lr=0.1, weight_decay=0.2, lion_beta1=0.8, adam_beta1=0.7)
+    kwargs = registry.lion_config_to_kwargs(config, [], None)
+    assert kwargs == {"lr": 0.1, "betas": (0.8, 0.98), "weight_decay": 0.2}
+    with pytest.raises(ValueError, match="lion has decoupled weight decay only"):
+        registry.lion_config_to_kwargs(OptimizerConfig(lr=0.1, decoupled_weight_decay=False), [], None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lion-beta1", "1.5"], "ValueError: Lion: betas must be two numbers in [0, 1), got (1.5, 0.98)"),
+        (["--fp16"], "ValueError: optimizer 'lion' does not run with fp16"),
+    ],
+)
+def test_what_cannot_run_is_refused_at_start(flags, message):
+    done = start(1, *SMALL_GPT, *LION, "--train-iters", 1, *flags)
+    assert done.returncode != 0
+    assert message in done.stdout
+    assert "iteration        1/" not in done.stdout

@@ -1,0 +1,109 @@
+"""Why a checkpoint is refused, and which settings a group goes on with: the rules alone, without a run."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_eopt.megatron.checkpoints.groups import compressed, has, merged, settings_after_load
+from megatron_eopt.megatron.checkpoints.loading import problem_of
+
+MODEL = {"decoder.weight": (2, 8, 4), "output.weight": (16, 4)}
+
+
+def states(parameter, *keys):
+    return {f"optimizer.state.{key}.{parameter}": MODEL[parameter] for key in keys}
+
+
+MUON = states("decoder.weight", "momentum_buffer")
+NORMUON = MUON | {"optimizer.state.moment2_buffer.decoder.weight": (2, 8)}
+ADAMUON = MUON | {"optimizer.state.moment2_buffer.decoder.weight": (2, 8, 4)}
+ADAM = states("decoder.weight", "exp_avg", "exp_avg_sq")
+FP32_COPY = states("decoder.weight", "fp32_param")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "stored", "message"),
+    [
+        (MUON, MUON, None),
+        (MUON, MUON | states("output.weight", "exp_avg"), None),  # of another optimizer beside it
+        (
+            MUON,
+            ADAM,
+            "it holds exp_avg, exp_avg_sq for decoder.weight, and Muon needs momentum_buffer: Adam wrote it. ",
+        ),
+        (NORMUON, MUON, "and Muon needs moment2_buffer, momentum_buffer: another optimizer wrote it, or this one with"),
+        (MUON, NORMUON, "it holds moment2_buffer, momentum_buffer for decoder.weight, and Muon needs momentum_buffer:"),
+        (ADAMUON, NORMUON, "shape (2, 8) in it, and this run needs (2, 8, 4): it is of another model, or of other set"),
+        (MUON | FP32_COPY, MUON, "it is of a run in fp32, and this one is in bf16; resume in fp32, or pass --no-load-"),
+        (MUON, MUON | FP32_COPY, "it is of a run in bf16, and this one is in fp32; resume in bf16, or pass --no-load-"),
+        (states("output.weight", "momentum_buffer"), MUON, "holds no state for output.weight, and Muon needs"),
+    ],
+)
+def test_reasons(wanted, stored, message):
+    found = problem_of("Muon", wanted, MODEL | stored)
+    assert found is None if message is None else message in found
+
+
+def test_another_model():
+    wanted = {"optimizer.state.momentum_buffer.encoder.weight": (2, 8, 4)}
+    assert "encoder.weight is not in it" in problem_of("Muon", wanted, MODEL | MUON)
+
+
+def test_second_moments_of_adam_may_be_left():
+    wanted = states("decoder.weight", "exp_avg")
+    assert problem_of("Muon", wanted, MODEL | ADAM, left={"exp_avg_sq"}) is None
+    assert "needs exp_avg:" in problem_of("Muon", wanted, MODEL | ADAM)
+
+
+PLACES = st.dictionaries(st.sampled_from("abc"), st.sets(st.integers(0, 40), min_size=1), max_size=3)
+
+
+@given(st.lists(PLACES, max_size=4))
+def test_names_of_all_ranks_are_those_of_each(ranks):
+    names = merged([compressed(places) for places in ranks])
+    for key in "abc":
+        there = {place for places in ranks for place in places.get(key, ())}
+        assert {place for place in range(45) if has(names, key, place)} == there
+        runs = names.get(key, [])
+        assert all(first < end for first, end in runs)
+        assert all(a[1] < b[0] for a, b in pairwise(runs))
+
+
+NOW = {"params": [1], "lr": 0.0, "weight_decay": 0.1, "max_lr": 1e-2, "min_lr": 0.0, "betas": (0.9, 0.95), "rung": "b"}
+THEN = {"lr": 3e-3, "weight_decay": 0.2, "max_lr": 1e-2, "min_lr": 0.0, "betas": [0.9, 0.95], "rung": "a"}
+
+
+def test_nothing_changed():
+    settings, changed = settings_after_load(NOW, [THEN], {"rung"})
+    assert changed == {}
+    assert settings == THEN | {"betas": (0.9, 0.95)}
+
+
+def test_what_the_user_changed_counts_and_is_named():
+    settings, changed = settings_after_load(NOW | {"betas": (0.9, 0.99)}, [THEN], {"rung"})
+    assert changed == {"betas": ([0.9, 0.95], (0.9, 0.99))}
+    assert (settings["betas"], settings["lr"], settings["rung"]) == ((0.9, 0.99), 3e-3, "a")
+
+
+def test_a_changed_schedule_does_not_go_on_where_the_old_one_stood():
+    settings, changed = settings_after_load(NOW | {"max_lr": 5e-3}, [THEN], {"rung"})
+    assert changed == {"max_lr": (1e-2, 5e-3)}
+    assert (settings["max_lr"], settings["lr"]) == (5e-3, 0.0)
+    settings, changed = settings_after_load(NOW | {"max_lr": 5e-3}, [THEN], {"rung"}, from_checkpoint=True)
+    assert changed == {}
+    assert (settings["max_lr"], settings["lr"]) == (1e-2, 3e-3)
+
+
+def test_a_step_count_is_carried_over_and_has_to_be_one():
+    settings, _ = settings_after_load(NOW, [THEN | {"step": 7}, THEN | {"step": 7}], frozenset())
+    assert settings["step"] == 7
+    with pytest.raises(ValueError, match=r"different 'step': \[7, 8\]; keep the groups of the run that saved"):
+        settings_after_load(NOW, [THEN | {"step": 7}, THEN | {"step": 8}], frozenset())
+
+
+def test_an_empty_group_stays_as_it_was_built():
+    settings, changed = settings_after_load(NOW, [], {"rung"})
+    assert changed == {}
+    assert settings == {key: value for key, value in NOW.items() if key != "params"}

@@ -1,0 +1,71 @@
+"""State moves between layouts unchanged, and training goes on as if the run had never moved."""
+
+import itertools
+
+import pytest
+
+from tests.megatron.runs import MUON, assert_same, losses, train, whole
+
+ADAPTIVE = ["--optimizer", "adaptive_muon", *MUON[2:], "--adaptive-muon-moment2-method"]
+OPTIMIZERS = {
+    "muon": MUON,
+    "adamuon": [*ADAPTIVE, "adamuon"],
+    "normuon": [*ADAPTIVE, "normuon"],
+    "namo": [*ADAPTIVE, "namo"],
+    "lion": ["--optimizer", "lion", "--lr", "1e-3", "--min-lr", "1e-3"],
+    "muon+lion": [*MUON, "--muon-scalar-optimizer", "lion"],
+}
+TP, PP, EP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--expert-model-parallel-size"
+TP_CHAIN = [(2, [TP, 2]), (1, []), (2, [TP, 2]), (4, [TP, 4])]
+SHARED = ["--use-distributed-optimizer"]
+BF16 = ["--bf16"]
+EXPERTS = ["--num-experts", 4, "--moe-token-dispatcher-type", "alltoall"]
+# Ranks and flags of the layouts that a run is in, one after the other, and the flags that it always has. All start with
+# the same weights, which on pipeline and expert ranks would be other random numbers.
+CHAINS = {
+    "TP": (TP_CHAIN, []),
+    "TP-bf16": (TP_CHAIN, BF16),
+    "PP": ([(1, []), (2, [PP, 2]), (1, [])], []),
+    "DP": ([(1, []), (2, []), (1, [])], []),
+    "DP-distributed": ([(2, SHARED), (1, SHARED), (2, SHARED)], BF16),
+    "EP": ([(1, []), (2, [EP, 2]), (1, [])], EXPERTS),
+}
+STEPS = 2  # in each layout
+ALWAYS = {("muon", "TP"), ("muon", "PP")}  # the others are run by `make test-full`
+MOVES = [
+    pytest.param(*one, id="-".join(one), marks=[] if one in ALWAYS else pytest.mark.full)
+    for one in itertools.product(OPTIMIZERS, CHAINS)
+]
+
+
+@pytest.fixture(scope="module")
+def unmoved(tmp_path_factory):
+    """(optimizer, flags of the model) -> losses of a run on one rank; each is made once."""
+    done = {}
+
+    def of(optimizer, model):
+        if (key := (optimizer, *model)) not in done:
+            done[key] = losses(train(tmp_path_factory.mktemp("unmoved") / "run", 1, *run(optimizer, model))[0])
+        return done[key]
+
+    return of
+
+
+def run(optimizer, model):
+    exact = ["--muon-fp32-matmul-prec", "highest", "--ckpt-format", "torch_dist"]
+    return ["--num-layers", 2, *model, *OPTIMIZERS[optimizer], *exact, "--train-iters", len(TP_CHAIN) * STEPS]
+
+
+@pytest.mark.parametrize(("optimizer", "chain"), MOVES)
+def test_a_run_moves(tmp_path, unmoved, optimizer, chain):
+    layouts, model = CHAINS[chain]
+    checkpoint = ["--save", tmp_path / "checkpoint", "--save-interval", STEPS, "--exit-interval", STEPS]
+    state, seen = None, []
+    for number, (ranks, layout) in enumerate(layouts):
+        load = ["--load", tmp_path / "checkpoint"] if number else []
+        recorded, _ = train(tmp_path / str(number), ranks, *run(optimizer, model), *layout, *checkpoint, *load)
+        if state is not None:
+            assert_same(whole([rank["before"] for rank in recorded]), state)
+        state = whole([rank["after"] for rank in recorded])
+        seen += losses(recorded)
+    assert seen == pytest.approx(unmoved(optimizer, model)[: len(seen)], rel=1e-2 if model is BF16 else 1e-4)

@@ -1,0 +1,106 @@
+"""State tensors of every described kind, cut over ranks: they tile a global tensor, the same at any number of ranks."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+
+from megatron_eopt.megatron.checkpoints.sharding import joined, sharded_state
+from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.parallel.layout import Layout, split_layout
+from megatron_eopt.parallel.pieces import cut, whole
+
+LAYERS, LAYER = 3, 1
+ROWS, COLS = 48, 32
+SPLIT = (16, 4, 4)
+
+
+def group(rank):
+    return SimpleNamespace(rank=lambda: rank)
+
+
+def parameter(dim, ranks, rank, swiglu):
+    """What Megatron's model says of one rank's part of the second of three stacked layers."""
+    shape = [ROWS, COLS]
+    offsets = [(0, LAYER, LAYERS)]
+    if dim is not None:
+        shape[dim] //= ranks
+        offsets.append((1 + dim, rank, ranks))
+    replica = (0, rank if dim is None else 0, 0)
+    data = torch.zeros(shape)
+    tensor = ShardedTensor.from_rank_offsets("fc1.weight", data, *offsets, replica_id=replica, prepend_axis_num=1)
+    return apply_swiglu_sharded_factory(tensor, offsets[:1]) if swiglu else tensor
+
+
+def layouts_of(dim, ranks, rank, split):
+    pieces = (whole((ROWS, COLS)),) if dim is None else cut((ROWS, COLS), dim, ranks)
+    layout = Layout((ROWS, COLS), pieces, group(rank) if dim is not None else None)
+    return split_layout(layout, SPLIT) if split else [layout]
+
+
+def global_state(tensor, layouts):
+    sides = dict(zip(("rows", "columns"), layouts[tensor.matrix].shape, strict=True))
+    shape = [dim if isinstance(dim, int) else sides[dim] for dim in tensor.dims]
+    return torch.arange(float(torch.Size(shape).numel())).view(shape)
+
+
+def local_part(tensor, state, layouts, swiglu, ranks, rank):
+    """This rank's part of a state whose rows are in the order of the model: all gates, then all ups."""
+    piece = layouts[tensor.matrix].piece
+    rows = list(range(piece.top, piece.bottom))
+    if swiglu and layouts[0].ranks > 1 and layouts[0].shape[1] == piece.shape[1]:
+        half = ROWS // 2 // ranks
+        rows = [start + rank * half + i for start in (0, ROWS // 2) for i in range(half)]
+    for axis, dim in enumerate(tensor.dims):
+        if dim == "rows":
+            state = state.index_select(axis, torch.tensor(rows, dtype=torch.long))
+        elif dim == "columns":
+            state = state.narrow(axis, piece.left, piece.shape[1])
+    return state.contiguous()
+
+
+DIMS = [("rows",), ("columns",), (), ("rows", 3), ("columns", 3), (5, 5), ("rows", "columns")]
+CASES = [
+    *((dims, dim, False, None) for dims in DIMS for dim in (0, 1, None)),
+    *((dims, dim, True, None) for dims in DIMS for dim in (0, None)),
+    *((dims, dim, False, matrix) for dims in DIMS for dim in (0, None) for matrix in range(3)),
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])  # 8: more ranks than the query groups of SPLIT, which are two
+@pytest.mark.parametrize(("dims", "dim", "swiglu", "matrix"), CASES, ids=str)
+def test_parts_tile_one_global_tensor(dims, dim, swiglu, matrix, ranks):
+    tensor = StateTensor("moment", dims, matrix or 0)
+    found = {}
+    for rank in range(ranks):
+        layouts = layouts_of(dim, ranks, rank, matrix is not None)
+        state = global_state(tensor, layouts)
+        local = local_part(tensor, state, layouts, swiglu, ranks, rank)
+        parts = sharded_state(tensor, local, parameter(dim, ranks, rank, swiglu), layouts)
+        for part in parts:
+            assert part.key == "optimizer.state.moment.fc1.weight"
+            assert part.global_offset[0] == LAYER
+            assert part.global_shape == (LAYERS, *(state.shape or (1,)))
+            assert part.data.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+            if is_main_replica(part.replica_id):
+                sides = zip(part.global_offset[1:], part.local_shape[1:], strict=True)
+                for place in itertools.product(*(range(start, start + size) for start, size in sides)):
+                    assert place not in found
+                    found[place] = part.data[0][
+                        tuple(x - s for x, s in zip(place, part.global_offset[1:], strict=True))
+                    ]
+        assert torch.equal(joined(tensor, [part.data for part in parts], tuple(local.shape)), local)
+    expected = global_state(tensor, layouts).view(state.shape or (1,))
+    assert len(found) == expected.numel()
+    assert all(expected[place] == value for place, value in found.items())
+
+
+def test_rows_beside_the_first_dimension_are_refused_where_their_order_depends_on_the_ranks():
+    tensor = StateTensor("left", ("rows", "rows"))
+    layouts = layouts_of(0, 2, 0, split=False)
+    data = torch.zeros(ROWS // 2, ROWS // 2)
+    with pytest.raises(ValueError, match=r"left of fc1.weight: rows .* dims \('rows', 'rows'\)"):
+        sharded_state(tensor, data, parameter(0, 2, 0, swiglu=True), layouts)

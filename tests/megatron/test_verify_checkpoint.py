@@ -1,0 +1,161 @@
+"""``megatron-eopt verify-checkpoint`` on what real Megatron saved: whole, and damaged in every way that disks know."""
+
+import io
+import os
+import shutil
+import zipfile
+import zlib
+
+import pytest
+import torch
+
+from megatron_eopt.checkpoints.contents import newest, read_contents
+from megatron_eopt.cli import main
+from tests.megatron.runs import MUON, SMALL_GPT, train
+
+RUN = ["--num-layers", "2", *MUON, "--train-iters", "4"]
+MOMENTUM = "optimizer.state.momentum_buffer.decoder.layers.mlp.linear_fc2.weight"
+
+
+@pytest.fixture(scope="module", params=["fp32", "bf16"])
+def saved(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    flags = [] if request.param == "fp32" else ["--bf16", "--tensor-model-parallel-size", "2"]
+    save = ["--ckpt-format", "torch_dist", "--save", folder / "checkpoint", "--save-interval", 2, "--exit-interval", 2]
+    train(folder / "run", 1 if request.param == "fp32" else 2, *RUN, *flags, *save)
+    return folder / "checkpoint", flags
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    return shutil.copytree(saved[0], tmp_path / "checkpoint")
+
+
+def verify(capsys, *arguments):
+    status = main(["verify-checkpoint", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def chunk_of(folder, key):
+    """File of the first chunk of a tensor, its bytes, and where the tensor's data lie in it."""
+    chunk = read_contents(newest(folder)).tensors[key].chunks[0]
+    file = newest(folder) / chunk.file
+    raw = bytearray(file.read_bytes())
+    archive = bytes(raw[chunk.start : chunk.start + chunk.length])
+    data = torch.load(io.BytesIO(archive)).numpy().tobytes()
+    return file, raw, chunk.start + archive.index(data), data
+
+
+def test_a_whole_one(saved, capsys):
+    folder, flags = saved
+    status, out, _ = verify(capsys, folder)
+    assert status == 0, out
+    assert "iteration   2\n" in out
+    assert "optimizer   TensorParallelMuon" in out
+    assert "momentum_buffer     4 tensors, 61,440 entries float32" in out
+    assert "exp_avg_sq          5 tensors, 16,704 entries float32" in out
+    assert ("fp32_param          9 tensors" in out) == bool(flags)
+    assert ("TP 2" in out) == bool(flags)
+    assert "all finite" in out
+    assert out.splitlines()[-1] == "OK"
+
+
+def test_the_same_run_would_load_it(saved, capsys):
+    folder, flags = saved
+    status, out, _ = verify(capsys, folder, "--no-data", "--", *SMALL_GPT, *RUN, *flags)
+    assert (status, out.splitlines()[-1]) == (0, "OK")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--num-layers", "4"], "num_layers was 2 and is 4"),
+        (["--normalization", "LayerNorm"], "normalization was RMSNorm and is LayerNorm"),
+        (["--ffn-hidden-size", "128"], "ffn_hidden_size was 96 and is 128"),
+        (["--num-query-groups", "1"], "num_query_groups was 2 and is 1"),
+        (["--optimizer", "adam"], "it holds the state of muon, and the run wants adam"),
+        (["--lr", "3e-3"], "lr was 0.01 and is 0.003"),
+    ],
+)
+def test_another_run_would_not(saved, capsys, flags, words):
+    folder, own = saved
+    status, out, _ = verify(capsys, folder, "--no-data", "--", *SMALL_GPT, *RUN, *own, *flags)
+    assert status == 1
+    assert words in out
+
+
+def test_a_missing_and_a_truncated_file(copy, capsys):
+    *others, file = sorted(newest(copy).glob("*.distcp"))
+    os.truncate(file, file.stat().st_size // 2)
+    status, out, _ = verify(capsys, copy)
+    assert (status, f"error:      {file.name} is truncated" in out) == (1, True)
+    file.unlink()
+    status, out, err = verify(capsys, copy)
+    if others:
+        assert (status, f"{file.name} is missing" in out) == (1, True)
+    else:  # the common state went with it
+        assert (status, "the common state" in err) == (2, True)
+
+
+def test_a_flipped_bit(copy, capsys):
+    file, raw, start, data = chunk_of(copy, MOMENTUM)
+    raw[start + len(data) // 2] ^= 4
+    file.write_bytes(raw)
+    status, out, _ = verify(capsys, copy)
+    assert status == 1
+    assert f"error:      {MOMENTUM} in {file.name}" in out
+    assert "Bad CRC-32" in out
+    assert verify(capsys, copy, "--no-data")[0] == 0
+
+
+def test_nan_in_the_momentum(copy, capsys):
+    file, raw, start, data = chunk_of(copy, MOMENTUM)
+    bad = torch.frombuffer(bytearray(data), dtype=torch.float32).clone()
+    bad[3] = torch.nan
+    raw[start : start + len(data)] = bad.numpy().tobytes()
+    old, new = (zlib.crc32(each).to_bytes(4, "little") for each in (data, bad.numpy().tobytes()))
+    file.write_bytes(bytes(raw).replace(old, new))
+    status, out, _ = verify(capsys, copy)
+    assert status == 1
+    assert f"error:      {MOMENTUM} has 1 NaN entries" in out
+
+
+def test_no_metadata(copy, capsys):
+    (newest(copy) / "metadata.json").unlink()
+    status, _, err = verify(capsys, copy)
+    assert (status, "no metadata.json" in err, "did not finish" in err) == (2, True, True)
+
+
+def test_truncated_metadata(copy, capsys):
+    layout = newest(copy) / ".metadata"
+    os.truncate(layout, layout.stat().st_size // 2)
+    status, _, err = verify(capsys, copy)
+    assert (status, ".metadata cannot be read" in err) == (2, True)
+
+
+def test_a_tracker_that_names_none(copy, capsys):
+    (copy / "latest_checkpointed_iteration.txt").write_text("4")
+    status, _, err = verify(capsys, copy)
+    assert (status, "iter_0000004 is not there; there are iter_0000002" in err) == (2, True)
+    status, out, _ = verify(capsys, copy / "iter_0000002")
+    assert (status, "iter_0000004 is not there" in out) == (1, True)
+
+
+def test_foreign_folders(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert "is empty" in verify(capsys, tmp_path / "empty")[2]
+    (tmp_path / "iter_0000001" / "mp_rank_00").mkdir(parents=True)
+    torch.save({}, tmp_path / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt")
+    status, _, err = verify(capsys, tmp_path / "iter_0000001")
+    assert (status, "legacy torch format" in err) == (2, True)
+
+
+def test_the_archives_have_checksums(saved):
+    """Megatron's writer leaves them on: what the command relies on."""
+    contents = read_contents(newest(saved[0]))
+    chunk = contents.tensors[MOMENTUM].chunks[0]
+    with (contents.folder / chunk.file).open("rb") as file:
+        file.seek(chunk.start)
+        archive = zipfile.ZipFile(io.BytesIO(file.read(chunk.length)))
+    assert all(entry.CRC for entry in archive.infolist())

@@ -16,8 +16,9 @@ BLOCK = "megatron_eopt"
 MAIN = "fp32_param"
 """The state key of the main copy in runs with bf16 or fp16."""
 
-_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
-_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
+# Under the distributed optimizer Megatron puts the number of the optimizer ahead.
+_STATE = re.compile(r"(?:chained_\d+\.)*optimizer\.state\.([^.]+)\.(.+)")
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)*optimizer\.")
 _FULL_SHAPE = {MAIN, "momentum_buffer", "exp_avg", "exp_avg_sq"}
 _ADAM = frozenset({"exp_avg", "exp_avg_sq"})
 _LION = frozenset({"exp_avg"})
@@ -74,12 +75,19 @@ def distributed_format(contents: Contents) -> str | None:
     return said or ("optimizer.distributed" if flat else None)
 
 
+def split_key(key: str) -> tuple[str, str]:
+    """Name of the state and key of the parameter; an empty name for what is no state of a parameter."""
+    match = _STATE.fullmatch(key)
+    return (match[1], match[2]) if match else ("", key)
+
+
 def state_keys(contents: Contents) -> dict[str, dict[str, StoredTensor]]:
     """Parameter key -> state key -> the tensor, for all that is kept per parameter."""
     kept: dict[str, dict[str, StoredTensor]] = {}
     for key, tensor in contents.tensors.items():
-        if match := _STATE.fullmatch(key):
-            kept.setdefault(match[2], {})[match[1]] = tensor
+        state, parameter = split_key(key)
+        if state:
+            kept.setdefault(parameter, {})[state] = tensor
     return kept
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from megatron_eopt.megatron.checkpoints.parts import BLOCK
+from megatron_eopt.checkpoints.states import BLOCK
 from megatron_eopt.megatron.checkpoints.sharding import state_key
 from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
 

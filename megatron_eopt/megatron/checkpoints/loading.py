@@ -1,7 +1,6 @@
 """What a checkpoint has to hold before anything is read from it: other optimizers' state is refused, or imported."""
 
 import functools
-import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 from megatron_eopt.checkpoints.contents import CheckpointError, read_contents
 from megatron_eopt.checkpoints.problems import check_files
+from megatron_eopt.checkpoints.states import MAIN, split_key
 from megatron_eopt.megatron.checkpoints.attach import FORMAT
 from megatron_eopt.megatron.checkpoints.checksums import (
     CHECKSUMS,
@@ -26,9 +26,6 @@ from megatron_eopt.megatron.checkpoints.checksums import (
 from megatron_eopt.megatron.checkpoints.importing import FIRST_MOMENT, imports_adam, take_first_moments
 from megatron_eopt.megatron.checkpoints.parts import BLOCK, blocks_of, parts_of, put_back, taken_out
 from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
-
-# Under the distributed optimizer Megatron puts the number of the optimizer ahead.
-_STATE = re.compile(r"(chained_\d+\.)*optimizer\.state\.(?P<state>[^.]+)\.(?P<parameter>.+)")
 
 FRESH = "pass --no-load-optim to load the weights alone and start with fresh optimizer state"
 
@@ -144,9 +141,13 @@ def _problem(parts: list[dict[Any, Any]], held: _Held, left: Set[str]) -> str | 
             f"it was written by a later release of megatron_eopt (format {newer[0]}; this one reads up to {FORMAT}): "
             f"update the package"
         )
-    if not any(_split(key)[0] for key in held.shapes):
+    if not any(split_key(key)[0] for key in held.shapes):
         return f"it holds no optimizer state (it was saved with --no-save-optim, or converted): {FRESH}"
-    own = [(part[BLOCK]["optimizer"], {t.key: tuple(t.global_shape) for t in _sharded(part)}) for part in parts]
+    own = [
+        # a vocabulary may be padded to another size
+        (part[BLOCK]["optimizer"], {t.key: None if t.allow_shape_mismatch else t.global_shape for t in _sharded(part)})
+        for part in parts
+    ]
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, own)
     for of_ranks in zip(*everywhere, strict=True):
@@ -159,7 +160,7 @@ def _problem(parts: list[dict[Any, Any]], held: _Held, left: Set[str]) -> str | 
 
 def problem_of(
     name: str,
-    wanted: Mapping[str, tuple[int, ...]],
+    wanted: Mapping[str, tuple[int, ...] | None],
     stored: Mapping[str, tuple[int, ...]],
     left: Set[str] = frozenset(),
 ) -> str | None:
@@ -167,22 +168,22 @@ def problem_of(
 
     Args:
         name: of the optimizer.
-        wanted: key -> global shape, of every tensor that it loads on any rank.
+        wanted: key -> global shape, of every tensor that it loads on any rank; None where any shape will do.
         stored: the same of the checkpoint, of models and of all optimizers.
         left: states that need not be loaded.
     """
-    states = {key: _split(key) for key in wanted}
+    states = {key: split_key(key) for key in wanted}
     parameters = {parameter for _, parameter in states.values()}
     missing = sorted(wanted.keys() - stored.keys())
     unused = sorted(
         key
         for key in stored.keys() - wanted.keys()
-        if _split(key)[1] in parameters and _split(key)[0] not in left | {""}
+        if split_key(key)[1] in parameters and split_key(key)[0] not in left | {""}
     )
     if missing or unused:
-        example = _split((missing or unused)[0])[1]
+        example = split_key((missing or unused)[0])[1]
         needs = sorted({state for state, parameter in states.values() if parameter == example})
-        has = sorted({_split(key)[0] for key in stored if _split(key)[1] == example} - {""})
+        has = sorted({split_key(key)[0] for key in stored if split_key(key)[1] == example} - {""})
         if not has and example not in stored:
             return (
                 f"{example} is not in it, nor are {len(missing) - 1} other tensors that this run needs: it is of "
@@ -192,7 +193,7 @@ def problem_of(
             f"it holds {_listed(has)} for {example}, and {name} needs {_listed(needs)}: {_reason(set(has), set(needs))}"
         )
     for key, shape in wanted.items():
-        if stored[key] != shape:
+        if shape is not None and stored[key] != shape:
             return (
                 f"{key} has shape {stored[key]} in it, and this run needs {shape}: it is of another model, or of other "
                 f"settings of the optimizer; {FRESH}"
@@ -201,18 +202,12 @@ def problem_of(
 
 
 def _reason(has: set[str], needs: set[str]) -> str:
-    if "fp32_param" in has ^ needs:
-        saved, now = ("bf16", "fp32") if "fp32_param" in has else ("fp32", "bf16")
+    if MAIN in has ^ needs:
+        saved, now = ("bf16", "fp32") if MAIN in has else ("fp32", "bf16")
         return f"it is of a run in {saved}, and this one is in {now}; resume in {saved}, or {FRESH}"
     if MOMENTUM_BUFFER in needs and {FIRST_MOMENT, "exp_avg_sq"} <= has:
         return f"Adam wrote it. Pass --muon-momentum-from-adam to make its first moment the momentum, or {FRESH}"
     return f"another optimizer wrote it, or this one with other settings; resume with that one, or {FRESH}"
-
-
-def _split(key: str) -> tuple[str, str]:
-    """Name of the state and key of the parameter; an empty name for what is no state of a parameter."""
-    found = _STATE.fullmatch(key)
-    return (found["state"], found["parameter"]) if found else ("", key)
 
 
 def _listed(names: list[str]) -> str:

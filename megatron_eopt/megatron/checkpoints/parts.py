@@ -9,8 +9,7 @@ common state of the whole checkpoint is given to each, which finds its groups by
 from collections.abc import Iterator
 from typing import Any
 
-BLOCK = "megatron_eopt"
-"""Where a checkpoint says what this package has saved, in the state of each of Megatron's optimizers."""
+from megatron_eopt.checkpoints.states import BLOCK
 
 PARTS = "optimizers of megatron_eopt"  # no name of Megatron's, so nothing is merged into it
 

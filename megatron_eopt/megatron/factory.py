@@ -11,6 +11,7 @@ from megatron_eopt.megatron.checkpoints.attach import attach
 from megatron_eopt.megatron.checkpoints.replicas import check_before_first_step
 from megatron_eopt.megatron.summary import print_summary
 from megatron_eopt.megatron.tagging import refuse_second_axis, tag_fused_projections
+from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.registry import get_optimizer_entry
 
 
@@ -25,10 +26,11 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
         if kwargs.get("pg_collection") is None:
             kwargs["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
         name = config.optimizer.removeprefix("dist_")
-        get_optimizer_entry(name)
+        orthogonalizes = issubclass(get_optimizer_entry(name).optimizer_cls, OrthogonalizedOptimizer)
         _check_config(name, config, kwargs.get("layer_wise_distributed_optimizer", False))
-        refuse_second_axis(model_chunks, kwargs["pg_collection"])
-        if getattr(config, "muon_split_qkv", False):
+        if orthogonalizes:
+            refuse_second_axis(model_chunks, kwargs["pg_collection"])
+        if orthogonalizes and getattr(config, "muon_split_qkv", False):
             tag_fused_projections(model_chunks, kwargs["pg_collection"])
         optimizer = build(config, model_chunks, *args, **kwargs)
         attach(optimizer)

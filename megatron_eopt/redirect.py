@@ -21,8 +21,8 @@ class Redirection:
     """One attribute to replace.
 
     Attributes:
-        owner: module or class that holds the attribute; the dotted name of a module, imported only when the redirection
-            is installed; or a mapping such as ``os.environ``, whose item ``name`` is replaced.
+        owner: module or class that holds the attribute; the dotted name of a module, or ``module:Class``, imported only
+            when the redirection is installed; or a mapping such as ``os.environ``, whose item ``name`` is replaced.
         name: name of the attribute; it need not exist.
         make: builds the replacement from the original (``None`` where the attribute did not exist).
         reason: why, in one line, for the user.
@@ -121,10 +121,16 @@ class Redirections:
 def _importable(owner: Any) -> bool:
     try:
         if isinstance(owner, str):
-            importlib.import_module(owner)
+            _imported(owner)
     except ImportError:
         return False
     return True
+
+
+def _imported(owner: str) -> Any:
+    module, _, attribute = owner.partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, attribute) if attribute else found
 
 
 def _followed(done: _Done) -> bool:
@@ -135,7 +141,7 @@ def _followed(done: _Done) -> bool:
 def _replace(redirection: Redirection) -> _Done:
     holder, name = redirection.owner, redirection.name
     if isinstance(holder, str):
-        holder = importlib.import_module(holder)
+        holder = _imported(holder)
     if isinstance(holder, MutableMapping):
         original = holder.get(name, _MISSING)
         seen = None if original is _MISSING else original

@@ -152,6 +152,11 @@ def read_contents(folder: Path) -> Contents:
     return Contents(folder, tensors, blobs, _common(folder, None if legacy else blobs.get(COMMON_KEY)), release)
 
 
+def is_legacy(folder: Path) -> bool:
+    """Whether a checkpoint's own folder is in Megatron's torch format, one file for each rank."""
+    return any(e.name.startswith("mp_rank_") or e.name.endswith("model_optim_rng.pt") for e in folder.iterdir())
+
+
 def _is_checkpoint_name(name: str) -> bool:
     return name == "release" or re.fullmatch(r"iter_\d+", name) is not None
 
@@ -162,7 +167,7 @@ def _refuse_what_is_none(folder: Path) -> None:
     names = sorted(each.name for each in folder.iterdir())
     if not names:
         raise CheckpointError(f"{folder} is empty: a save that never wrote anything; take another checkpoint")
-    if any(name.startswith("mp_rank_") or name.endswith("model_optim_rng.pt") for name in names):
+    if is_legacy(folder):
         raise CheckpointError(
             f"{folder} is in Megatron's legacy torch format ({names[0]}); only torch_dist is read here: load it and "
             "save it again with --ckpt-convert-format torch_dist"

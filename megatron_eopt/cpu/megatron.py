@@ -17,9 +17,27 @@ def _compile_helpers(real: Callable[[], None]) -> Callable[[], None]:
     return named_as(real, compile_helpers)
 
 
+def _forked_worker(real: Callable[..., Any]) -> Callable[..., Any]:
+    def init_persistent_async_worker(rank: int, mp_mode: str = "fork") -> Any:
+        return real(rank, "fork")
+
+    return named_as(real, init_persistent_async_worker)
+
+
+def _copied_for_writer(real: Callable[..., None]) -> Callable[..., None]:
+    def prepare_write_data(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        self.write_buckets = [
+            (file, key, (objects, [(item, tensor.clone()) for item, tensor in tensors]))
+            for file, key, (objects, tensors) in self.write_buckets
+        ]
+
+    return named_as(real, prepare_write_data)
+
+
 def _installed(module: str) -> bool:
     """Whether a module of Megatron's is there, found without importing its parents, as find_spec would."""
-    package, *rest = module.split(".")
+    package, *rest = module.partition(":")[0].split(".")
     spec = importlib.util.find_spec(package)
     roots: Any = spec.submodule_search_locations if spec else None
     return any(Path(root, *rest).with_suffix(".py").exists() for root in roots or ())
@@ -42,6 +60,19 @@ def redirections() -> list[Redirection]:
             " the weights would depend on it too",
             # megatron.training needs packages that megatron-core does not declare; without them nobody warms up
             required=False,
+        ),
+        Redirection(
+            owner="megatron.training.initialize",
+            name="init_persistent_async_worker",
+            make=_forked_worker,
+            reason="a new interpreter would write asynchronous saves without this backend, and the trainer wait for it",
+            required=False,
+        ),
+        Redirection(
+            owner="megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync",
+            name="prepare_write_data",
+            make=_copied_for_writer,
+            reason="a tensor that is on the host is not copied there, so an asynchronous save would write later steps",
         ),
     ]
     return [redirection for redirection in found if _installed(redirection.owner)]

@@ -11,6 +11,7 @@ from megatron.core.optimizer import optimizer_config
 from megatron_eopt import registry
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, amend, with_flags
+from megatron_eopt.megatron.checkpoints.finding import checked_base, checked_tracker
 from megatron_eopt.megatron.checkpoints.loading import checked_load, checked_save
 from megatron_eopt.megatron.factory import checked
 from megatron_eopt.optimizers.lion import Lion
@@ -154,9 +155,14 @@ def _with_exact_tp_mode(init: Callable[..., None]) -> Callable[..., None]:
 
 def _training_redirections() -> list[Redirection]:
     import megatron.training.arguments as arguments
+    import megatron.training.checkpointing as checkpointing
     import megatron.training.training as training
 
+    whole = "a checkpoint that is not whole is refused with its reason, whatever is damaged"
+    empty = "a save that was killed while it wrote the tracker file leaves it empty, and Megatron exits with status 0"
     return [
+        Redirection(owner=checkpointing, name="_load_base_checkpoint", make=checked_base, reason=whole),
+        Redirection(owner=checkpointing, name="read_metadata", make=checked_tracker, reason=empty),
         Redirection(
             owner=arguments,
             name="add_megatron_arguments",

@@ -87,8 +87,11 @@ def is_plain_wrapper(optimizer: Any) -> bool:
     return wrapped and type(optimizer).__name__ in ("FP32Optimizer", "Float16OptimizerWithFloat16Params")
 
 
+def training_args() -> Any:
+    """The arguments of ``megatron.training``; None where it does not run."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+
+
 def wants_schedule_of_checkpoint() -> bool:
-    """Whether the user passed ``--use-checkpoint-opt_param-scheduler``, where ``megatron.training`` runs."""
-    variables = sys.modules.get("megatron.training.global_vars")
-    args = getattr(variables, "_GLOBAL_ARGS", None)
-    return bool(getattr(args, "use_checkpoint_opt_param_scheduler", False))
+    """Whether the user passed ``--use-checkpoint-opt_param-scheduler``."""
+    return bool(getattr(training_args(), "use_checkpoint_opt_param_scheduler", False))

@@ -96,21 +96,21 @@ class DescribedState(Optimizer):
         """
         self._check_state(state_dict)
         super().load_state_dict(state_dict)
-        # torch casts what it loads to the dtype of the parameter
-        for index, parameter in enumerate(self._parameters()):
+        for parameter, saved in self._saved(state_dict):
             for tensor in self.state_tensors(parameter):
-                loaded = state_dict["state"].get(index, {}).get(tensor.key)
-                if loaded is not None and tensor.dtype not in (None, parameter.dtype):
+                loaded = saved.get(tensor.key)
+                if loaded is None:
+                    self.state[parameter][tensor.key] = self._zeros(parameter, tensor)
+                elif tensor.dtype not in (None, parameter.dtype):  # to which torch casts what it loads
                     self.state[parameter][tensor.key] = (
                         loaded.detach().clone().to(local(parameter).device, tensor.dtype)
                     )
 
     def _check_state(self, state_dict: dict[str, Any]) -> None:
-        for index, parameter in enumerate(self._parameters()):
-            saved = state_dict["state"].get(index)
-            if not saved:  # the parameter has not been stepped yet
-                continue
+        for parameter, saved in self._saved(state_dict):
             for tensor in self.state_tensors(parameter):
+                if tensor.key not in saved and not tensor.saved:
+                    continue
                 if tensor.key not in saved:
                     raise ValueError(
                         f"{type(self).__name__} needs {tensor.key!r} for the parameter of shape "
@@ -123,6 +123,13 @@ class DescribedState(Optimizer):
                         f"{tensor.key!r} has shape {tuple(saved[tensor.key].shape)}, expected {expected} for the "
                         f"parameter of shape {tuple(parameter.shape)}: the state is of another model or layout"
                     )
+
+    def _saved(self, state_dict: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
+        """Each parameter with what a state dict has of it, but for those that had made no step."""
+        places = [place for group in state_dict["param_groups"] for place in group["params"]]
+        state = state_dict["state"]
+        pairs = zip(self._parameters(), places, strict=False)  # of other groups torch says what is wrong
+        return [(parameter, state[place]) for parameter, place in pairs if state.get(place)]
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

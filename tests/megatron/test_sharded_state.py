@@ -5,13 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
+import megatron_eopt.cpu
 from megatron_eopt.megatron.checkpoints.sharding import joined, sharded_state
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.pieces import cut, whole
+from tests.distributed.ranks import run_ranks
 
 LAYERS, LAYER = 3, 1
 ROWS, COLS = 48, 32
@@ -22,10 +25,10 @@ def group(rank):
     return SimpleNamespace(rank=lambda: rank)
 
 
-def parameter(dim, ranks, rank, swiglu):
-    """What Megatron's model says of one rank's part of the second of three stacked layers."""
+def parameter(dim, ranks, rank, swiglu, layer=LAYER):
+    """What Megatron's model says of one rank's part of one of three stacked layers."""
     shape = [ROWS, COLS]
-    offsets = [(0, LAYER, LAYERS)]
+    offsets = [(0, layer, LAYERS)]
     if dim is not None:
         shape[dim] //= ranks
         offsets.append((1 + dim, rank, ranks))
@@ -96,6 +99,39 @@ def test_parts_tile_one_global_tensor(dims, dim, swiglu, matrix, ranks):
     expected = global_state(tensor, layouts).view(state.shape or (1,))
     assert len(found) == expected.numel()
     assert all(expected[place] == value for place, value in found.items())
+
+
+def kept(rank, ranks):
+    """For every case and layer a tensor, this rank's part, and what else says how it lies; keys differ by case."""
+    for number, (dims, dim, swiglu, matrix) in enumerate(CASES):
+        tensor = StateTensor(f"moment{number}", dims, matrix or 0)
+        layouts = layouts_of(dim, ranks, rank, matrix is not None)
+        local = local_part(tensor, global_state(tensor, layouts), layouts, swiglu, ranks, rank)
+        for layer in range(LAYERS):
+            name = f"{number} of layer {layer}"
+            yield name, tensor, local + 1000 * layer, parameter(dim, ranks, rank, swiglu, layer), layouts
+
+
+def save(rank, ranks, folder):
+    megatron_eopt.cpu.install()
+    dist_checkpointing.save({name: sharded_state(*rest) for name, *rest in kept(rank, ranks)}, folder)
+
+
+def load(rank, ranks, folder):
+    megatron_eopt.cpu.install()
+    asked = {
+        name: sharded_state(tensor, torch.zeros_like(local), *rest) for name, tensor, local, *rest in kept(rank, ranks)
+    }
+    loaded = dist_checkpointing.load(asked, folder)
+    for name, tensor, local, *_ in kept(rank, ranks):
+        assert torch.equal(joined(tensor, loaded.get(name, []), tuple(local.shape)), local), name
+    return len(asked)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_files_of_two_ranks_load_on_any_number(tmp_path, ranks):
+    run_ranks(save, 2, tmp_path)
+    assert run_ranks(load, ranks, tmp_path) == [LAYERS * len(CASES)] * ranks
 
 
 def test_rows_beside_the_first_dimension_are_refused_where_their_order_depends_on_the_ranks():

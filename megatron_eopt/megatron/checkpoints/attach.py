@@ -1,6 +1,5 @@
 """Megatron's optimizers save and load what is described: their own methods, wrapped one object at a time."""
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,8 +18,6 @@ from megatron_eopt.megatron.checkpoints.parts import BLOCK, GROUPS, torch_part
 from megatron_eopt.megatron.checkpoints.sharding import Sharded, joined, sharded_state
 from megatron_eopt.optimizers.batch import local
 from megatron_eopt.optimizers.state import DescribedState, StateTensor
-
-logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Grows when an older release could not read a checkpoint any more."""
@@ -79,14 +76,12 @@ class SavedState:
             self._load(state_dict)
             return
         block = state_dict.pop(BLOCK, {})
-        for index, tensor, key in self._special_tensors():
-            loaded = [
-                value
-                for value in nested_values(block.get("state", {}).get(index, {}).get(key, []))
-                if value is not None
-            ]
-            state = inner["state"].setdefault(index, {})
-            state[key] = joined(tensor, loaded, tuple(self._torch.state[self._parameter(index)][key].shape))
+        for index, parameter, tensor in self._described():
+            if tensor.dims is not None and tensor.saved:
+                parts = block.get("state", {}).get(index, {}).get(tensor.key, [])
+                shape = tuple(self._torch.state[parameter][tensor.key].shape)
+                state = inner["state"].setdefault(index, {})
+                state[tensor.key] = joined(tensor, [part for part in nested_values(parts) if part is not None], shape)
         settings = self._settings(theirs, block)
         packed = self._torch.state_dict()["param_groups"]
         groups = [{**each, "params": group["params"]} for each, group in zip(settings, packed, strict=True)]
@@ -178,7 +173,9 @@ class SavedState:
 
     def _without_special(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A copy of the state that has what lies as its parameter does, and what no description speaks of."""
-        hidden = {(index, key) for index, _, key in self._special_tensors(saved_only=False)}
+        hidden = {
+            (index, tensor.key) for index, _, tensor in self._described() if tensor.dims is not None or not tensor.saved
+        }
         state = {
             index: {key: value for key, value in values.items() if (index, key) not in hidden}
             for index, values in state_dict["state"].items()
@@ -186,29 +183,28 @@ class SavedState:
         return {**state_dict, "state": state}
 
     def _special(self, sharded: dict[int, Sharded]) -> dict[int, dict[str, list[ShardedTensor]]]:
+        """By parameter and key, what does not lie as its parameter does."""
         state: dict[int, dict[str, list[ShardedTensor]]] = {}
-        for index, tensor, key in self._special_tensors():
-            parameter = self._parameter(index)
-            assert isinstance(self._torch, DescribedState)
-            state.setdefault(index, {})[key] = sharded_state(
-                tensor, self._torch.state[parameter][key], sharded[index], self._torch.matrix_layouts(parameter)
-            )
+        for index, parameter, tensor in self._described():
+            if tensor.dims is not None and tensor.saved:
+                assert isinstance(self._torch, DescribedState)  # no other says what it keeps
+                state.setdefault(index, {})[tensor.key] = sharded_state(
+                    tensor,
+                    self._torch.state[parameter][tensor.key],
+                    sharded[index],
+                    self._torch.matrix_layouts(parameter),
+                )
         return state
 
-    def _special_tensors(self, saved_only: bool = True) -> Iterator[tuple[int, StateTensor, str]]:
-        """Place of the parameter, description and key of each tensor that does not lie as its parameter does."""
-        if not isinstance(self._torch, DescribedState):
-            return
-        for index, parameter in enumerate(self._parameters()):
-            for tensor in self._torch.state_tensors(parameter):
-                if (tensor.dims is not None and (tensor.saved or not saved_only)) or not (tensor.saved or saved_only):
-                    yield index, tensor, tensor.key
+    def _described(self) -> Iterator[tuple[int, Tensor, StateTensor]]:
+        """What the optimizer says that it keeps, with the parameter and its place; nothing of one that does not."""
+        if isinstance(self._torch, DescribedState):
+            for index, parameter in enumerate(self._parameters()):
+                for tensor in self._torch.state_tensors(parameter):
+                    yield index, parameter, tensor
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self._groups() for parameter in group["params"]]
-
-    def _parameter(self, index: int) -> Tensor:
-        return self._parameters()[index]
 
     def _model_parameters(self) -> list[Tensor]:
         """Those of the model, in the order of the torch optimizer's, which may be their fp32 copies."""

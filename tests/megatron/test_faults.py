@@ -1,0 +1,328 @@
+"""Saves that are cut off, and checkpoints that are damaged: the run goes on, or says why it does not."""
+
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_eopt.checkpoints.contents import newest, read_contents
+from megatron_eopt.cli import main
+from tests.megatron.runs import (
+    HERE,
+    LAUNCHER,
+    MUON,
+    ROOT,
+    SMALL_GPT,
+    assert_same,
+    free_port,
+    start,
+    train,
+    without_emerging_optimizers,
+)
+
+RUN = ["--num-layers", 2, "--ckpt-format", "torch_dist", "--train-iters", 6]
+ADAPTIVE = ["--optimizer", "adaptive_muon", *MUON[2:], "--adaptive-muon-moment2-method", "normuon"]
+EVERY_TWO = ["--save-interval", 2, "--save"]
+ASYNC = ["--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-worker"]
+TP2 = ["--tensor-model-parallel-size", 2]
+TRACKER = "latest_checkpointed_iteration.txt"
+MOMENTUM = "optimizer.state.momentum_buffer.decoder.layers.mlp.linear_fc2.weight"
+FAULTY = [*LAUNCHER[:-1], str(HERE / "faulty.py")]
+
+
+class Server:
+    """Runs of one rank in processes that have Megatron already."""
+
+    def __init__(self, hidden):
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(hidden), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, *FAULTY, "--serve"],
+            env=environment,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def start(self, folder, *arguments, fault=""):
+        """Train the small GPT; the exit status and the output. The run works in the subfolder ``directory``."""
+        (folder / "directory").mkdir(parents=True)
+        ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        environment = {**ranks, **address, "FAULT": fault, "RECORD": folder}
+        run = {
+            "arguments": [str(each) for each in (*SMALL_GPT, *RUN, *arguments)],
+            "environment": {key: str(value) for key, value in environment.items()},
+            "output": str(folder / "output"),
+            "directory": str(folder / "directory"),
+        }
+        print(json.dumps(run), file=self.process.stdin, flush=True)
+        return int(self.process.stdout.readline()), (folder / "output").read_text()
+
+    def train(self, folder, *arguments, fault=""):
+        """What a run recorded that ends as it should."""
+        status, output = self.start(folder, *arguments, fault=fault)
+        assert status == 0, output[-4000:]
+        return torch.load(folder / "0.pt")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    served = Server(without_emerging_optimizers(tmp_path_factory.mktemp("server") / "hidden"))
+    yield served
+    served.process.stdin.close()
+    assert served.process.wait(timeout=60) == 0
+
+
+@pytest.fixture(scope="module")
+def straight(server, tmp_path_factory):
+    """Checkpoints of iterations 2, 4 and 6, and what their run recorded."""
+    folder = tmp_path_factory.mktemp("straight")
+    return folder / "checkpoint", server.train(folder / "run", *MUON, *EVERY_TWO, folder / "checkpoint")
+
+
+@pytest.fixture
+def checkpoint(straight, tmp_path):
+    """A copy with those of iterations 2 and 4, to be damaged."""
+    folder = shutil.copytree(straight[0], tmp_path / "checkpoint", ignore=shutil.ignore_patterns("iter_0000006"))
+    (folder / TRACKER).write_text("4")
+    return folder
+
+
+def verify(capsys, folder):
+    status = main(["verify-checkpoint", str(folder)])
+    out, err = capsys.readouterr()
+    return status, out + err
+
+
+def assert_ends_as(resumed, straight):
+    assert_same(resumed["after"], straight["after"])
+    assert resumed["losses"] == straight["losses"][-len(resumed["losses"]) :]
+    assert resumed["grad_norms"] == straight["grad_norms"][-len(resumed["grad_norms"]) :]
+
+
+def files(folder):
+    """Every file below a folder, with a hash of its bytes."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("begins", "is empty: a save that never wrote anything"),
+        ("data", "has no metadata.json, which Megatron writes last"),
+        ("layout", "has no metadata.json, which Megatron writes last"),
+        ("complete", "OK"),
+    ],
+)
+def test_killed_while_saving(tmp_path, server, straight, capsys, fault, said):
+    folder = tmp_path / "checkpoint"
+    status, output = server.start(tmp_path / "killed", *MUON, *EVERY_TWO, folder, fault=fault)
+    assert status == -signal.SIGKILL, output[-3000:]
+    assert (folder / TRACKER).read_text() == "2"
+    status, report = verify(capsys, folder)
+    assert (status, report.splitlines()[-1]) == (0, "OK")
+    assert said in verify(capsys, folder / "iter_0000004")[1]
+    resumed = server.train(tmp_path / "resumed", *MUON, "--load", folder, *EVERY_TWO, folder)
+    assert len(resumed["grad_norms"]) == 4
+    assert_ends_as(resumed, straight[1])
+    assert_overwritten(folder, straight[0], capsys)
+
+
+def assert_overwritten(folder, straight, capsys):
+    """Nothing is left of a save that was cut off."""
+    assert files(folder).keys() == files(straight).keys()
+    for iteration in (2, 4, 6):
+        status, report = verify(capsys, folder / f"iter_000000{iteration}")
+        assert (status, "warning" in report) == (0, False), report
+
+
+def test_killed_while_the_tracker_is_written(tmp_path, server, straight, capsys):
+    """Opening has emptied it: Megatron alone ends with status 0 and without a step on every attempt to resume."""
+    folder = tmp_path / "checkpoint"
+    assert server.start(tmp_path / "killed", *MUON, *EVERY_TWO, folder, fault="tracker")[0] == -signal.SIGKILL
+    assert (folder / TRACKER).read_text() == ""
+    status, report = verify(capsys, folder)
+    assert status == 2
+    assert "says '' instead of an iteration or 'release'; there are iter_0000002, iter_0000004" in report
+    resumed = server.train(tmp_path / "resumed", *MUON, "--load", folder, *EVERY_TWO, folder)
+    assert len(resumed["grad_norms"]) in (2, 4)
+    assert_ends_as(resumed, straight[1])
+    assert_overwritten(folder, straight[0], capsys)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_of_two_ranks_killed_while_saving(tmp_path, capsys, monkeypatch, rank):
+    folder = tmp_path / "checkpoint"
+    run = [*RUN, *MUON, *TP2]
+    straight, _ = train(tmp_path / "straight", 2, *run)
+    with monkeypatch.context() as environment:
+        environment.setenv("FAULT", "data")
+        environment.setenv("FAULT_RANK", str(rank))
+        killed = start(2, *SMALL_GPT, *run, *EVERY_TWO, folder, program=FAULTY)
+    assert killed.returncode != 0
+    assert "SIGKILL" in killed.stdout
+    assert verify(capsys, folder)[0] == 0
+    resumed, _ = train(tmp_path / "resumed", 2, *run, "--load", folder, *EVERY_TWO, folder)
+    for one, other in zip(resumed, straight, strict=True):
+        assert len(one["grad_norms"]) == 4
+        assert_ends_as(one, other)
+    assert verify(capsys, folder / "iter_0000004")[0] == 0
+
+
+def test_the_first_of_several_saves_still_loads(tmp_path, server, straight):
+    resumed = server.train(tmp_path / "resumed", *MUON, "--load", straight[0], "--ckpt-step", 2)
+    assert len(resumed["grad_norms"]) == 4
+    assert_ends_as(resumed, straight[1])
+
+
+@pytest.mark.parametrize("optimizer", [MUON, ADAPTIVE], ids=["muon", "normuon"])
+def test_an_asynchronous_save_has_the_state_of_its_iteration(tmp_path, server, capsys, optimizer):
+    """Though the writer does not finish before two more steps have been made."""
+    folder = tmp_path / "checkpoint"
+    run = server.train(tmp_path / "run", *optimizer, *EVERY_TWO, folder, *ASYNC, fault="late")
+    assert "scheduled an async checkpoint save at iteration       4" in (tmp_path / "run" / "output").read_text()
+    assert verify(capsys, folder / "iter_0000004")[0] == 0
+    resumed = server.train(tmp_path / "resumed", *optimizer, "--load", folder, "--ckpt-step", 4)
+    assert len(resumed["grad_norms"]) == 2
+    assert_ends_as(resumed, run)
+
+
+def test_killed_while_the_asynchronous_writer_is_at_work(tmp_path, server, straight, capsys):
+    folder = tmp_path / "checkpoint"
+    status, output = server.start(tmp_path / "killed", *MUON, *EVERY_TWO, folder, *ASYNC, fault="late_data")
+    assert status == -signal.SIGKILL, output[-3000:]
+    assert verify(capsys, folder)[0] == 0
+    assert "has no metadata.json" in verify(capsys, folder / "iter_0000004")[1]
+    resumed = server.train(tmp_path / "resumed", *MUON, "--load", folder, *EVERY_TWO, folder, *ASYNC)
+    assert len(resumed["grad_norms"]) == 4
+    assert_ends_as(resumed, straight[1])
+    assert_overwritten(folder, straight[0], capsys)
+
+
+def missing(folder):
+    (newest(folder) / "__0_0.distcp").unlink()
+
+
+def truncated(folder):
+    file = newest(folder) / "__0_0.distcp"
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flipped(folder):
+    """One bit of a momentum."""
+    chunk = read_contents(newest(folder)).tensors[MOMENTUM].chunks[0]
+    file = newest(folder) / chunk.file
+    raw = bytearray(file.read_bytes())
+    archive = bytes(raw[chunk.start : chunk.start + chunk.length])
+    data = torch.load(io.BytesIO(archive)).numpy().tobytes()
+    raw[chunk.start + archive.index(data) + len(data) // 2] ^= 4
+    file.write_bytes(raw)
+
+
+def without_format(folder):
+    (newest(folder) / "metadata.json").unlink()
+
+
+def without_layout(folder):
+    (newest(folder) / ".metadata").unlink()
+
+
+def truncated_layout(folder):
+    file = newest(folder) / ".metadata"
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def tracker_of_another(folder):
+    (folder / TRACKER).write_text("9")
+
+
+def foreign(folder):
+    emptied(folder)
+    torch.save({"weight": torch.ones(2)}, folder / "iter_0000004" / "model.pt")
+
+
+def emptied(folder):
+    shutil.rmtree(folder / "iter_0000004")
+    (folder / "iter_0000004").mkdir()
+
+
+DAMAGES = [
+    (missing, ["__0_0.distcp", "No such file", "take another one"]),
+    (truncated, ["__0_0.distcp is truncated: ", "take another checkpoint"]),
+    (flipped, [MOMENTUM, "are not what was saved", "load another checkpoint"]),
+    (without_format, ["has no metadata.json, which Megatron writes last", "take the checkpoint before it"]),
+    (without_layout, ["has no .metadata", "copy it from where it is"]),
+    (truncated_layout, [".metadata cannot be read", "take another checkpoint"]),
+    (tracker_of_another, [TRACKER, "says 9, and iter_0000009 is not there; there are iter_0000002, iter_0000004"]),
+    (foreign, ["iter_0000004 is no checkpoint: it has model.pt"]),
+    (emptied, ["iter_0000004 is empty", "take another checkpoint"]),
+]
+
+
+def assert_refused(status, output, words):
+    assert status == 1, output[-4000:]
+    errors = [line.partition("CheckpointError: ")[2] for line in output.splitlines() if "CheckpointError: " in line]
+    assert errors, output[-2000:]
+    assert all(word in errors[0] for word in words), errors[0]
+    assert not re.search(r"iteration +\d+/", output)
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
+def test_a_damaged_checkpoint_is_refused(tmp_path, server, checkpoint, damage, words):
+    damage(checkpoint)
+    before = files(checkpoint)
+    status, output = server.start(tmp_path / "resumed", *MUON, "--load", checkpoint, *EVERY_TWO, checkpoint)
+    assert_refused(status, output, words)
+    assert files(checkpoint) == before
+
+
+def test_nan_in_the_momentum_is_refused(tmp_path, server, capsys):
+    folder = tmp_path / "checkpoint"
+    server.start(tmp_path / "run", *MUON, *EVERY_TWO, folder, "--exit-interval", 4, fault="nan")
+    status, report = verify(capsys, folder)
+    assert (status, f"{MOMENTUM} has 2 NaN entries" in report) == (1, True), report
+    before = files(folder)
+    status, output = server.start(tmp_path / "resumed", *MUON, "--load", folder)
+    assert_refused(status, output, ["momentum_buffer of decoder.layers.", "not finite", "Load an earlier checkpoint"])
+    assert files(folder) == before
+
+
+@pytest.mark.parametrize(("damage", "words"), [DAMAGES[0], DAMAGES[2]], ids=["missing", "flipped"])
+def test_two_ranks_refuse_together(checkpoint, damage, words):
+    damage(checkpoint)
+    before = files(checkpoint)
+    done = start(2, *SMALL_GPT, *RUN, *MUON, *TP2, "--load", checkpoint, timeout=120)
+    assert_refused(done.returncode, done.stdout, words)
+    assert files(checkpoint) == before
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [MUON, ADAPTIVE, [*ADAPTIVE, "--bf16", "--use-distributed-optimizer"]],
+    ids=["muon", "normuon", "normuon-distributed"],
+)
+def test_a_save_writes_nothing_elsewhere(tmp_path, server, optimizer):
+    folder = tmp_path / "checkpoint"
+    server.train(tmp_path / "run", *optimizer, *EVERY_TWO, folder, "--exit-interval", 2)
+    written = sorted(files(folder))
+    assert written == [f"iter_0000002/{name}" for name in (".metadata", "__0_0.distcp", "metadata.json")] + [TRACKER]
+    assert not list((tmp_path / "run" / "directory").iterdir())  # where it ran
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "run"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["0.pt", "directory", "output"]

@@ -165,7 +165,7 @@ def check(results, tp_modes):
                         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6, msg=str(what))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (3, 4))])
 def test_ranks_take_the_steps_of_one(world_size):
     results, bad, shared = zip(*run_ranks(on_all, world_size, MODES), strict=True)
     check(results, MODES)

@@ -226,7 +226,7 @@ def together_in_all_modes(rank, world_size):
     return {tp_mode: together(rank, world_size, tp_mode) for tp_mode in EXACT}
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_an_optimizer_of_many_matrices_takes_the_steps_of_one_rank(world_size):
     expected = together(0, 1, "duplicated")
     for result in run_ranks(together_in_all_modes, world_size):

@@ -23,11 +23,14 @@ def summary(output):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], "second moment by adamuon (aligned to Muon's size), first update RMS 0.2 ("),
+        pytest.param(
+            [], "second moment by adamuon (aligned to Muon's size), first update RMS 0.2 (", marks=pytest.mark.full
+        ),
         # 0.2 sqrt(max(rows, cols)) / sqrt(1 - 0.9) for sides of 64 to 192
-        (
+        pytest.param(
             ["--adaptive-muon-no-align-rms", "--adaptive-muon-beta2", 0.9, "--adaptive-muon-eps", 1e-3],
             "second moment by adamuon (not aligned to Muon's size), first update RMS 5.06 to 8.764 (",
+            marks=pytest.mark.full,
         ),
         (
             ["--adaptive-muon-moment2-method", "normuon"],

@@ -124,10 +124,10 @@ def files(folder):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("begins", "is empty: a save that never wrote anything"),
+        pytest.param("begins", "is empty: a save that never wrote anything", marks=pytest.mark.full),
         ("data", "has no metadata.json, which Megatron writes last"),
-        ("layout", "has no metadata.json, which Megatron writes last"),
-        ("complete", "OK"),
+        pytest.param("layout", "has no metadata.json, which Megatron writes last", marks=pytest.mark.full),
+        pytest.param("complete", "OK", marks=pytest.mark.full),
     ],
 )
 def test_killed_while_saving(tmp_path, server, straight, capsys, fault, said):
@@ -192,7 +192,7 @@ def test_the_first_of_several_saves_still_loads(tmp_path, server, straight):
     assert_ends_as(resumed, straight[1])
 
 
-@pytest.mark.parametrize("optimizer", [MUON, ADAPTIVE], ids=["muon", "normuon"])
+@pytest.mark.parametrize("optimizer", [pytest.param(MUON, marks=pytest.mark.full), ADAPTIVE], ids=["muon", "normuon"])
 def test_an_asynchronous_save_has_the_state_of_its_iteration(tmp_path, server, capsys, optimizer):
     """Though the writer does not finish before two more steps have been made."""
     folder = tmp_path / "checkpoint"
@@ -204,6 +204,7 @@ def test_an_asynchronous_save_has_the_state_of_its_iteration(tmp_path, server, c
     assert_ends_as(resumed, run)
 
 
+@pytest.mark.full
 def test_killed_while_the_asynchronous_writer_is_at_work(tmp_path, server, straight, capsys):
     folder = tmp_path / "checkpoint"
     status, output = server.start(tmp_path / "killed", *MUON, *EVERY_TWO, folder, *ASYNC, fault="late_data")
@@ -304,7 +305,9 @@ def test_nan_in_the_momentum_is_refused(tmp_path, server, capsys):
     assert files(folder) == before
 
 
-@pytest.mark.parametrize(("damage", "words"), [DAMAGES[0], DAMAGES[2]], ids=["missing", "flipped"])
+@pytest.mark.parametrize(
+    ("damage", "words"), [DAMAGES[0], pytest.param(*DAMAGES[2], marks=pytest.mark.full)], ids=["missing", "flipped"]
+)
 def test_two_ranks_refuse_together(checkpoint, damage, words):
     damage(checkpoint)
     before = files(checkpoint)
@@ -315,7 +318,10 @@ def test_two_ranks_refuse_together(checkpoint, damage, words):
 
 @pytest.mark.parametrize(
     "optimizer",
-    [MUON, ADAPTIVE, [*ADAPTIVE, "--bf16", "--use-distributed-optimizer"]],
+    [
+        *(pytest.param(flags, marks=pytest.mark.full) for flags in (MUON, ADAPTIVE)),
+        [*ADAPTIVE, "--bf16", "--use-distributed-optimizer"],
+    ],
     ids=["muon", "normuon", "normuon-distributed"],
 )
 def test_a_save_writes_nothing_elsewhere(tmp_path, server, optimizer):

@@ -72,6 +72,7 @@ def test_megatrons_own_muon_goes_on_here(tmp_path, saved):
     assert ours["losses"] == pytest.approx(straight["losses"][4:], rel=1e-5)
 
 
+@pytest.mark.full
 def test_other_settings_of_the_same_family_are_refused(saved):
     message = refused(saved(*MUON)[0], *ADAPTIVE, "normuon")
     assert "it holds momentum_buffer for decoder." in message
@@ -79,6 +80,7 @@ def test_other_settings_of_the_same_family_are_refused(saved):
     assert "resume with that one, or pass --no-load-optim" in message
 
 
+@pytest.mark.full
 def test_weights_alone_load_where_the_user_says_so(tmp_path, saved):
     checkpoint, muon = saved(*MUON)
     (adaptive,), _ = load(tmp_path, checkpoint, *ADAPTIVE, "namo", "--no-load-optim")

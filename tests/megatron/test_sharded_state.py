@@ -128,8 +128,8 @@ def load(rank, ranks, folder):
     return len(asked)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_files_of_two_ranks_load_on_any_number(tmp_path, ranks):
+@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.full)])
+def test_files_of_two_ranks_load_on_others(tmp_path, ranks):
     run_ranks(save, 2, tmp_path)
     assert run_ranks(load, ranks, tmp_path) == [LAYERS * len(CASES)] * ranks
 

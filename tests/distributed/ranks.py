@@ -1,5 +1,6 @@
 """Start several ranks over gloo on this machine and collect what they return."""
 
+import multiprocessing
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -7,6 +8,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+# Ranks fork from a process that has imported what they need: it takes longer than most of what they do.
+multiprocessing.set_forkserver_preload(["torch.distributed.tensor", "megatron_eopt"])
 
 
 def _rank(rank, function, world_size, folder, args):
@@ -28,5 +32,6 @@ def run_ranks(function, world_size, *args):
     """Call ``function(rank, world_size, *args)`` on every rank; its results in the order of the ranks."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        mp.spawn(_rank, (function, world_size, folder, args), nprocs=world_size)
+        arguments = (function, world_size, folder, args)
+        mp.start_processes(_rank, arguments, nprocs=world_size, start_method="forkserver")
         return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world_size)]

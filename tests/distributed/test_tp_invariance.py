@@ -102,7 +102,7 @@ def on_ranks(rank, world_size, precision):
     return results
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[2, 3, pytest.param(4, marks=pytest.mark.full)])
 def results(request):
     return run_ranks(on_ranks, request.param, "highest")
 

@@ -1,5 +1,7 @@
 """Start real Megatron runs on this machine and read what they recorded."""
 
+import atexit
+import json
 import os
 import socket
 import subprocess
@@ -45,28 +47,89 @@ def without_emerging_optimizers(folder):
     return folder
 
 
-def start(ranks, *arguments, program=LAUNCHER, megatron=None, record=None, timeout=240):
-    """Run a program under torchrun on loopback; the finished process, with its output as text.
+class _Forks:
+    """A process that has imported Megatron and forks for each run; started when it is first needed."""
 
-    ``megatron`` is a folder with another release of Megatron-Core than the installed one.
+    def __init__(self):
+        self._process = None
+
+    def run(self, ranks, arguments, record, timeout):
+        if self._process is None:
+            self._begin()
+        with tempfile.NamedTemporaryFile(suffix=".txt") as output:
+            environment = {
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(free_port()),
+                **({} if record is None else {"RECORD": str(record)}),
+            }
+            run = {
+                "ranks": ranks,
+                "arguments": arguments,
+                "environment": environment,
+                "output": output.name,
+                "seconds": timeout,
+            }
+            print(json.dumps(run), file=self._process.stdin, flush=True)
+            status = int(self._process.stdout.readline())
+            return subprocess.CompletedProcess(arguments, status, Path(output.name).read_text())
+
+    def _begin(self):
+        folder = tempfile.TemporaryDirectory()
+        path = [str(without_emerging_optimizers(Path(folder.name) / "hidden")), *_path()]
+        self._process = subprocess.Popen(
+            [sys.executable, *LAUNCHER[:-1], str(HERE / "forked.py")],
+            env=_environment(path) | {"LOCAL_WORLD_SIZE": "4"},  # the CPU backend counts its devices once
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        atexit.register(self._end, folder)
+
+    def _end(self, folder):
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+        folder.cleanup()
+
+
+_forks = _Forks()
+
+
+def _path(megatron=None):
+    return [str(each) for each in (megatron, ROOT, os.environ.get("PYTHONPATH")) if each]
+
+
+def _environment(path):
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "CUDA_VISIBLE_DEVICES": "",  # the CPU backend refuses to stand in for a GPU that is there
+    }
+
+
+def start(ranks, *arguments, program=LAUNCHER, megatron=None, record=None, timeout=240):
+    """Run a program on ranks of this machine, over loopback; the finished process, with its output as text.
+
+    The usual one forks from a process that has imported Megatron; any other is started by torchrun. ``megatron`` is a
+    folder with another release of Megatron-Core than the installed one.
     """
+    arguments = [*map(str, arguments)]
+    if program is LAUNCHER and megatron is None:
+        return _forks.run(ranks, arguments, record, timeout)
     with tempfile.TemporaryDirectory() as name:
-        path = [str(each) for each in (megatron, ROOT, os.environ.get("PYTHONPATH")) if each]
+        path = _path(megatron)
         if program is not UPSTREAM:
             path.insert(0, str(without_emerging_optimizers(Path(name) / "hidden")))
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "ignore",
-            "CUDA_VISIBLE_DEVICES": "",  # the CPU backend refuses to stand in for a GPU that is there
-        }
-        if record is not None:
-            environment["RECORD"] = str(record)
+        environment = _environment(path) | ({} if record is None else {"RECORD": str(record)})
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}"]
         address = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
         return subprocess.run(
-            [*torchrun, *address, *program, *map(str, arguments)],
+            [*torchrun, *address, *program, *arguments],
             env=environment,
             cwd=ROOT,
             stdout=subprocess.PIPE,

@@ -58,7 +58,6 @@ class SavedState:
             "checksums": bool(getattr(config, "checksums", True)),
         }
         if is_loading:
-            block["described"] = isinstance(self._torch, DescribedState)
             block["import_adam"] = bool(getattr(config, "muon_momentum_from_adam", False))
             # A run may have other groups than the one that saved: ours are put together in load_state_dict.
             torch_part(state_dict)[GROUPS] = []

@@ -82,9 +82,12 @@ def _completed(asked: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> di
     saved = list(_torch_states(common))
     inner[GROUPS] = [group for each in saved for group in each[GROUPS]]
     blocks = blocks_of(common)
-    steps = [each.get("common_step") for each in (*blocks, *(part.get("state", {}) for part in saved))]
-    steps = [step for step in steps if step is not None]
-    if steps and not asked[BLOCK]["described"]:
+    name = asked[BLOCK]["optimizer"]
+    counted = [(block["optimizer"], block["common_step"]) for block in blocks] or [
+        ("Adam", part.get("state", {}).get("common_step")) for part in saved
+    ]
+    steps = [step for of, step in counted if step is not None and (of == name or ("Adam" in of and "Adam" in name))]
+    if steps:
         inner["state"]["common_step"] = steps[0]
     groups = [group for block in blocks for group in block["groups"]]
     block = {"state": loaded.get(BLOCK, {}).get("state", {})} | ({"groups": groups} if groups else {})

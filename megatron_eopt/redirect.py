@@ -42,7 +42,8 @@ class Redirection:
         if isinstance(self.owner, MutableMapping):
             kind = "environment variable" if self.owner is os.environ else "entry"
             return f"{kind} {self.name}: {self.reason}"
-        return f"{getattr(self.owner, '__name__', self.owner)}.{self.name}: {self.reason}"
+        owner = str(getattr(self.owner, "__name__", self.owner)).replace(":", ".")
+        return f"{owner}.{self.name}: {self.reason}"
 
 
 @dataclass(frozen=True)

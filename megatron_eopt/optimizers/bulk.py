@@ -12,7 +12,8 @@ from torch import Tensor
 Scalar = float | Tensor
 """A number, or a tensor without dimensions on the device of the parameters."""
 
-_AT_ONCE = 16  # tensors
+AT_ONCE = 16
+"""Tensors whose further copies are in memory at a time."""
 
 
 def replace_rejected(gradients: Sequence[Tensor], momenta: Sequence[Tensor], accepted: Tensor) -> list[Tensor]:
@@ -43,7 +44,7 @@ def average(momenta: Sequence[Tensor], gradients: Sequence[Tensor], beta: float,
 def apply(parameters: Sequence[Tensor], updates: Sequence[Tensor], lr: Scalar, accepted: Tensor) -> None:
     """``p -= lr * update``, for some at a time: the products are further tensors."""
     factors = (lr * accepted.double()).unbind()
-    for start in range(0, len(parameters), _AT_ONCE):
-        part = slice(start, start + _AT_ONCE)
+    for start in range(0, len(parameters), AT_ONCE):
+        part = slice(start, start + AT_ONCE)
         steps = torch._foreach_mul(list(updates[part]), factors[part])
         torch._foreach_sub_(list(parameters[part]), list(steps))

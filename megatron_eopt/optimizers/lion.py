@@ -1,8 +1,8 @@
 """Lion: every entry of the update is the sign of an interpolated momentum."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import batched
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,18 +11,15 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import bulk
 from megatron_eopt.optimizers.batch import local
 from megatron_eopt.optimizers.bulk import Scalar
-from megatron_eopt.optimizers.skipping import Skipping, parameter_names, skipping_for
-from megatron_eopt.optimizers.state import DescribedState, StateTensor
+from megatron_eopt.optimizers.skipping import parameter_names
+from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.optimizers.stepping import SteppingOptimizer
 
 EXP_AVG = "exp_avg"
 """Name of the momentum: the one that Megatron-Core gives it where it creates the state itself."""
 
-# Tensors that are worked on together, the updates of which are in memory at a time. On a CPU it is one, which stays in
-# the cache from operation to operation.
-_AT_ONCE = 16
 
-
-class Lion(DescribedState):
+class Lion(SteppingOptimizer):
     """Lion [1]: the sign of an interpolated momentum, with decoupled weight decay.
 
     For a parameter ``p`` with gradient ``g`` and momentum ``m``, in this order:
@@ -49,9 +46,6 @@ class Lion(DescribedState):
     [1] Chen et al., Symbolic Discovery of Optimization Algorithms, arXiv 2302.06675.
     """
 
-    # On the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
-    _skipping: Skipping | None = None
-
     def __init__(
         self,
         params: ParamsT,
@@ -69,20 +63,6 @@ class Lion(DescribedState):
         for group in self.param_groups:
             group.setdefault("maximize", False)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters.
-
-        Raises:
-            ValueError: for a setting out of its range.
-        """
-        super().add_param_group(param_group)
-        self._skipping = None
-        try:
-            self._check_group(self.param_groups[-1])
-        except ValueError:
-            self.param_groups.pop()
-            raise
-
     def _check_group(self, group: dict[str, Any]) -> None:
         for key in ("lr", "weight_decay"):
             if not group[key] >= 0:
@@ -95,49 +75,14 @@ class Lion(DescribedState):
         """The momentum."""
         return [StateTensor(EXP_AVG)]
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter whose gradient is there and finite.
-
-        Args:
-            closure: computes the loss and the gradients anew; called once, with gradients enabled.
-
-        Returns:
-            What the closure returned.
-
-        Raises:
-            ValueError: for a gradient that is sparse or complex, before anything is changed.
-            RuntimeError: if a gradient was not finite in several steps in a row.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        parameters = self._parameters()
-        if not parameters:
-            return loss
-        self._check_gradients(parameters)
-        if self._skipping is None:
-            self._skipping = skipping_for(self)
-        gradients = [None if p.grad is None else local(p.grad) for p in parameters]
-        accepted = self._skipping.accept(gradients)
+    def _take(self, accepted: Tensor) -> None:
         flags = iter(accepted.unbind())
-        at_once = 1 if accepted.device.type == "cpu" else _AT_ONCE
+        # on a CPU one tensor stays in the cache from operation to operation
+        at_once = 1 if accepted.device.type == "cpu" else bulk.AT_ONCE
         for group in self.param_groups:
             of_group = [(p, next(flags)) for p in group["params"]]
             for some in batched([(p, flag) for p, flag in of_group if p.grad is not None], at_once):
                 self._update([p for p, _ in some], torch.stack([flag for _, flag in some]), group)
-        return loss
-
-    def skipped_steps(self) -> dict[str, int]:
-        """Parameter -> steps that were left out because its gradient was not finite. Waits for the device."""
-        return {} if self._skipping is None else self._skipping.total
 
     def _check_gradients(self, parameters: Sequence[Tensor]) -> None:
         for index, parameter in enumerate(parameters):

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,14 +12,15 @@ from megatron_eopt.matrices import check_split_shapes, merge_rows, split_rows
 from megatron_eopt.optimizers import bulk
 from megatron_eopt.optimizers.batch import Batch, GroupRates, local
 from megatron_eopt.optimizers.bulk import Scalar
-from megatron_eopt.optimizers.skipping import Skipping, parameter_names, skipping_for
-from megatron_eopt.optimizers.state import DescribedState, StateTensor
+from megatron_eopt.optimizers.skipping import parameter_names
+from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.optimizers.stepping import SteppingOptimizer
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
 
 MOMENTUM_BUFFER = "momentum_buffer"
 
 
-class OrthogonalizedOptimizer(DescribedState):
+class OrthogonalizedOptimizer(SteppingOptimizer):
     """Momentum, orthogonalized and scaled, as the update of matrices.
 
     For a parameter ``p`` with gradient ``g``, in this order:
@@ -82,7 +83,6 @@ class OrthogonalizedOptimizer(DescribedState):
         self.qkv_split_shapes = self._check_split(qkv_split_shapes) if split_qkv else None
         self.fp32_matmul_prec = fp32_matmul_prec
         self._set_functions(orthogonalize_fn, scale_factor_fn)
-        self._skipping: Skipping | None = None
         defaults = {"lr": lr, self.momentum_key: momentum_beta, "weight_decay": weight_decay, **kwargs}
         super().__init__(params, defaults)
 
@@ -103,21 +103,6 @@ class OrthogonalizedOptimizer(DescribedState):
         if self.is_qkv_fn is None:
             raise ValueError("split_qkv needs is_qkv_fn, which tells the fused parameters, got None")
         return check_split_shapes(qkv_split_shapes, self.split_lengths)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of matrices.
-
-        Raises:
-            ValueError: for a parameter that is not a matrix, or a setting out of its range.
-        """
-        super().add_param_group(param_group)
-        self._skipping = None
-        group = self.param_groups[-1]
-        try:
-            self._check_group(group)
-        except ValueError:
-            self.param_groups.pop()
-            raise
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
@@ -150,52 +135,11 @@ class OrthogonalizedOptimizer(DescribedState):
         """The momentum."""
         return [StateTensor(MOMENTUM_BUFFER)]
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter whose gradient is there and finite.
-
-        Args:
-            closure: computes the loss and the gradients anew; called once, with gradients enabled.
-
-        Returns:
-            What the closure returned.
-
-        Raises:
-            RuntimeError: if a gradient was not finite in several steps in a row.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        parameters = self._parameters()
-        if not parameters:
-            return loss
-        if self._skipping is None:
-            self._skipping = self._prepare(parameters)
-        accepted = self._skipping.accept([None if p.grad is None else local(p.grad) for p in parameters], self._agree)
+    def _take(self, accepted: Tensor) -> None:
         self._run(self._batches(), accepted, [(group["lr"], group["weight_decay"]) for group in self.param_groups])
-        return loss
-
-    def skipped_steps(self) -> dict[str, int]:
-        """Parameter -> steps that were left out because its gradient was not finite. Waits for the device."""
-        return {} if self._skipping is None else self._skipping.total
-
-    def _prepare(self, parameters: Sequence[Tensor]) -> Skipping:
-        """What the first step needs, before it changes anything."""
-        return skipping_for(self)
 
     def _names(self) -> list[str]:
         return parameter_names(self.param_groups)
-
-    def _agree(self, flags: Tensor) -> Tensor:
-        """Element-wise minimum over the ranks that share the parameters, which are in dimension 1."""
-        return flags
 
     def _takes_part(self, place: int, parameter: Tensor) -> bool:
         """Whether a parameter is worked on in this step; if it is not accepted, it stays as it is nevertheless."""

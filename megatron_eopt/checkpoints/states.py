@@ -49,9 +49,24 @@ class OptimizerState:
     parameters: tuple[str, ...]
 
 
+def parts_of(state_dict: Any) -> Iterator[dict[Any, Any]]:
+    """The state dicts of those of Megatron's optimizers that have our block."""
+    if isinstance(state_dict, dict):
+        if BLOCK in state_dict:
+            yield state_dict
+        else:
+            for value in state_dict.values():
+                yield from parts_of(value)
+
+
+def blocks_of(state_dict: Any) -> list[dict[str, Any]]:
+    """Our blocks."""
+    return [part[BLOCK] for part in parts_of(state_dict)]
+
+
 def blocks(contents: Contents) -> list[dict[str, Any]]:
     """What this package wrote into the common state, one for each of its optimizers."""
-    return [part[BLOCK] for _, part in _parts(contents) if isinstance(part.get(BLOCK), dict)]
+    return blocks_of(contents.common.get("optimizer"))
 
 
 def groups(contents: Contents) -> list[tuple[str, dict[str, Any]]]:

@@ -1,18 +1,14 @@
 """pretrain.py with a fault, in a process that may die of it. Run by test_faults.py, which says what in the environment.
 
 FAULT names a function below, which is installed on rank FAULT_RANK (0 if not set) and strikes in the save of iteration
-4. With ``--serve`` as the only argument, it reads runs of one rank from standard input and forks for each, so that
-Megatron is imported once.
+4.
 """
 
-import contextlib
 import functools
-import json
 import multiprocessing
 import os
 import runpy
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -98,11 +94,6 @@ def late_data():
     _in_writer(lambda stream: (wait(stream), stream.flush(), die()))
 
 
-def writer():
-    """The asynchronous writer alone is killed in its work."""
-    _in_writer(lambda stream: os.kill(os.getpid(), signal.SIGKILL))
-
-
 def nan():
     """One entry of each momentum is not a number, before it is saved."""
 
@@ -142,44 +133,9 @@ def _after_six_steps():
     return wait
 
 
-def quick():
-    @replaced(filesystem_async, "get_write_results_queue")
-    def get_write_results_queue(real, mp_mode=None):
-        return real("fork")  # a new interpreter would import Megatron once more in every run that saves
-
-
-def pretrain():
-    quick()
+if __name__ == "__main__":
     fault = os.environ.get("FAULT")
     if fault and os.environ["RANK"] == os.environ.get("FAULT_RANK", "0"):
         assert os.getpgrp() != os.getpgid(os.getppid()), "whoever started this would die too"
         globals()[fault]()
     runpy.run_path(str(Path(__file__).with_name("pretrain.py")), run_name="__main__")
-
-
-def serve():
-    """For each line of standard input, a JSON object, run what it says and print the exit status."""
-    for line in sys.stdin:
-        run = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            os.setsid()
-            signal.alarm(SECONDS)
-            for stream in (1, 2):
-                os.dup2(os.open(run["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-            os.chdir(run["directory"])
-            os.environ.update(run["environment"])
-            sys.argv[1:] = run["arguments"]
-            pretrain()
-            return
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
-        print(status, flush=True)
-
-
-if __name__ == "__main__":
-    if sys.argv[1:] == ["--serve"]:
-        serve()
-    else:
-        pretrain()

@@ -29,6 +29,7 @@ SMALL_GPT = """
 """.split()
 MUON = ["--optimizer", "muon", "--muon-nesterov", "--muon-momentum", "0.95", "--muon-extra-scale-factor", "0.2"]
 LAUNCHER = ["-m", "megatron_eopt.run", "--cpu", str(HERE / "pretrain.py")]
+FAULTY = [*LAUNCHER[:-1], str(HERE / "faulty.py")]
 UPSTREAM = [str(HERE / "upstream.py")]
 
 
@@ -53,21 +54,18 @@ class _Forks:
     def __init__(self):
         self._process = None
 
-    def run(self, ranks, arguments, record, timeout):
+    def run(self, program, ranks, arguments, environment, directory, timeout):
         if self._process is None:
             self._begin()
         with tempfile.NamedTemporaryFile(suffix=".txt") as output:
-            environment = {
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(free_port()),
-                **({} if record is None else {"RECORD": str(record)}),
-            }
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            size = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
             run = {
+                "program": program,
                 "ranks": ranks,
                 "arguments": arguments,
-                "environment": environment,
+                "environment": address | size | environment,
+                "directory": str(directory),
                 "output": output.name,
                 "seconds": timeout,
             }
@@ -112,26 +110,35 @@ def _environment(path):
     }
 
 
-def start(ranks, *arguments, program=LAUNCHER, megatron=None, record=None, timeout=240):
+def start(
+    ranks,
+    *arguments,
+    program=LAUNCHER,
+    megatron=None,
+    record=None,
+    timeout=240,
+    directory=ROOT,
+    environment=None,
+):
     """Run a program on ranks of this machine, over loopback; the finished process, with its output as text.
 
-    The usual one forks from a process that has imported Megatron; any other is started by torchrun. ``megatron`` is a
-    folder with another release of Megatron-Core than the installed one.
+    Those of the launcher fork from a process that has imported Megatron; any other is started by torchrun.
+    ``megatron`` is a folder with another release of Megatron-Core than the installed one.
     """
     arguments = [*map(str, arguments)]
-    if program is LAUNCHER and megatron is None:
-        return _forks.run(ranks, arguments, record, timeout)
+    environment = (environment or {}) | ({} if record is None else {"RECORD": str(record)})
+    if program in (LAUNCHER, FAULTY) and megatron is None:
+        return _forks.run(program[-1], ranks, arguments, environment, directory, timeout)
     with tempfile.TemporaryDirectory() as name:
         path = _path(megatron)
         if program is not UPSTREAM:
             path.insert(0, str(without_emerging_optimizers(Path(name) / "hidden")))
-        environment = _environment(path) | ({} if record is None else {"RECORD": str(record)})
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}"]
         address = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
         return subprocess.run(
             [*torchrun, *address, *program, *arguments],
-            env=environment,
-            cwd=ROOT,
+            env=_environment(path) | environment,
+            cwd=directory,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -139,10 +146,10 @@ def start(ranks, *arguments, program=LAUNCHER, megatron=None, record=None, timeo
         )
 
 
-def train(folder, ranks, *arguments, program=LAUNCHER, megatron=None):
-    """Train the small GPT; what each rank recorded, and the output."""
+def train(folder, ranks, *arguments, **how):
+    """Train the small GPT, started in the way that :func:`start` takes; what each rank recorded, and the output."""
     folder.mkdir(parents=True)
-    done = start(ranks, *SMALL_GPT, *arguments, program=program, megatron=megatron, record=folder)
+    done = start(ranks, *SMALL_GPT, *arguments, record=folder, **how)
     if done.returncode:
         said = [line for line in done.stdout.splitlines() if line.startswith("[rank")] or [done.stdout[-12000:]]
         raise AssertionError("\n".join([f"exit status {done.returncode}", *said[-40:]]))

@@ -2,13 +2,10 @@
 
 import hashlib
 import io
-import json
 import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,16 +13,12 @@ import torch
 from megatron_eopt.checkpoints.contents import newest, read_contents
 from megatron_eopt.cli import main
 from tests.megatron.runs import (
-    HERE,
-    LAUNCHER,
+    FAULTY,
     MUON,
-    ROOT,
     SMALL_GPT,
     assert_same,
-    free_port,
     start,
     train,
-    without_emerging_optimizers,
 )
 
 RUN = ["--num-layers", 2, "--ckpt-format", "torch_dist", "--train-iters", 6]
@@ -35,64 +28,28 @@ ASYNC = ["--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-wor
 TP2 = ["--tensor-model-parallel-size", 2]
 TRACKER = "latest_checkpointed_iteration.txt"
 MOMENTUM = "optimizer.state.momentum_buffer.decoder.layers.mlp.linear_fc2.weight"
-FAULTY = [*LAUNCHER[:-1], str(HERE / "faulty.py")]
 
 
-class Server:
-    """Runs of one rank in processes that have Megatron already."""
+def begun(folder, *arguments, fault=""):
+    """Train the small GPT on one rank, in the subfolder ``directory``; the exit status and the output."""
+    (folder / "directory").mkdir(parents=True)
+    how = {"program": FAULTY, "record": folder, "directory": folder / "directory", "environment": {"FAULT": fault}}
+    done = start(1, *SMALL_GPT, *RUN, *arguments, timeout=120, **how)
+    return done.returncode, done.stdout
 
-    def __init__(self, hidden):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(hidden), str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "ignore",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        self.process = subprocess.Popen(
-            [sys.executable, *FAULTY, "--serve"],
-            env=environment,
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
 
-    def start(self, folder, *arguments, fault=""):
-        """Train the small GPT; the exit status and the output. The run works in the subfolder ``directory``."""
-        (folder / "directory").mkdir(parents=True)
-        ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-        environment = {**ranks, **address, "FAULT": fault, "RECORD": folder}
-        run = {
-            "arguments": [str(each) for each in (*SMALL_GPT, *RUN, *arguments)],
-            "environment": {key: str(value) for key, value in environment.items()},
-            "output": str(folder / "output"),
-            "directory": str(folder / "directory"),
-        }
-        print(json.dumps(run), file=self.process.stdin, flush=True)
-        return int(self.process.stdout.readline()), (folder / "output").read_text()
-
-    def train(self, folder, *arguments, fault=""):
-        """What a run recorded that ends as it should."""
-        status, output = self.start(folder, *arguments, fault=fault)
-        assert status == 0, output[-4000:]
-        return torch.load(folder / "0.pt")
+def completed(folder, *arguments, fault=""):
+    """What a run recorded that ends as it should."""
+    status, output = begun(folder, *arguments, fault=fault)
+    assert status == 0, output[-4000:]
+    return torch.load(folder / "0.pt"), output
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    served = Server(without_emerging_optimizers(tmp_path_factory.mktemp("server") / "hidden"))
-    yield served
-    served.process.stdin.close()
-    assert served.process.wait(timeout=60) == 0
-
-
-@pytest.fixture(scope="module")
-def straight(server, tmp_path_factory):
+def straight(tmp_path_factory):
     """Checkpoints of iterations 2, 4 and 6, and what their run recorded."""
     folder = tmp_path_factory.mktemp("straight")
-    return folder / "checkpoint", server.train(folder / "run", *MUON, *EVERY_TWO, folder / "checkpoint")
+    return folder / "checkpoint", completed(folder / "run", *MUON, *EVERY_TWO, folder / "checkpoint")[0]
 
 
 @pytest.fixture
@@ -130,15 +87,15 @@ def files(folder):
         pytest.param("complete", "OK", marks=pytest.mark.full),
     ],
 )
-def test_killed_while_saving(tmp_path, server, straight, capsys, fault, said):
+def test_killed_while_saving(tmp_path, straight, capsys, fault, said):
     folder = tmp_path / "checkpoint"
-    status, output = server.start(tmp_path / "killed", *MUON, *EVERY_TWO, folder, fault=fault)
+    status, output = begun(tmp_path / "killed", *MUON, *EVERY_TWO, folder, fault=fault)
     assert status == -signal.SIGKILL, output[-3000:]
     assert (folder / TRACKER).read_text() == "2"
     status, report = verify(capsys, folder)
     assert (status, report.splitlines()[-1]) == (0, "OK")
     assert said in verify(capsys, folder / "iter_0000004")[1]
-    resumed = server.train(tmp_path / "resumed", *MUON, "--load", folder, *EVERY_TWO, folder)
+    resumed, _ = completed(tmp_path / "resumed", *MUON, "--load", folder, *EVERY_TWO, folder)
     assert len(resumed["grad_norms"]) == 4
     assert_ends_as(resumed, straight[1])
     assert_overwritten(folder, straight[0], capsys)
@@ -152,15 +109,15 @@ def assert_overwritten(folder, straight, capsys):
         assert (status, "warning" in report) == (0, False), report
 
 
-def test_killed_while_the_tracker_is_written(tmp_path, server, straight, capsys):
+def test_killed_while_the_tracker_is_written(tmp_path, straight, capsys):
     """Opening has emptied it: Megatron alone ends with status 0 and without a step on every attempt to resume."""
     folder = tmp_path / "checkpoint"
-    assert server.start(tmp_path / "killed", *MUON, *EVERY_TWO, folder, fault="tracker")[0] == -signal.SIGKILL
+    assert begun(tmp_path / "killed", *MUON, *EVERY_TWO, folder, fault="tracker")[0] == -signal.SIGKILL
     assert (folder / TRACKER).read_text() == ""
     status, report = verify(capsys, folder)
     assert status == 2
     assert "says '' instead of an iteration or 'release'; there are iter_0000002, iter_0000004" in report
-    resumed = server.train(tmp_path / "resumed", *MUON, "--load", folder, *EVERY_TWO, folder)
+    resumed, _ = completed(tmp_path / "resumed", *MUON, "--load", folder, *EVERY_TWO, folder)
     assert len(resumed["grad_norms"]) in (2, 4)
     assert_ends_as(resumed, straight[1])
     assert_overwritten(folder, straight[0], capsys)
@@ -168,16 +125,13 @@ def test_killed_while_the_tracker_is_written(tmp_path, server, straight, capsys)
 
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_of_two_ranks_killed_while_saving(tmp_path, capsys, monkeypatch, rank):
+def test_one_of_two_ranks_killed_while_saving(tmp_path, capsys, rank):
     folder = tmp_path / "checkpoint"
     run = [*RUN, *MUON, *TP2]
     straight, _ = train(tmp_path / "straight", 2, *run)
-    with monkeypatch.context() as environment:
-        environment.setenv("FAULT", "data")
-        environment.setenv("FAULT_RANK", str(rank))
-        killed = start(2, *SMALL_GPT, *run, *EVERY_TWO, folder, program=FAULTY)
-    assert killed.returncode != 0
-    assert "SIGKILL" in killed.stdout
+    fault = {"FAULT": "data", "FAULT_RANK": str(rank)}
+    killed = start(2, *SMALL_GPT, *run, *EVERY_TWO, folder, program=FAULTY, environment=fault)
+    assert killed.returncode == -signal.SIGKILL, killed.stdout[-3000:]
     assert verify(capsys, folder)[0] == 0
     resumed, _ = train(tmp_path / "resumed", 2, *run, "--load", folder, *EVERY_TWO, folder)
     for one, other in zip(resumed, straight, strict=True):
@@ -186,32 +140,32 @@ def test_one_of_two_ranks_killed_while_saving(tmp_path, capsys, monkeypatch, ran
     assert verify(capsys, folder / "iter_0000004")[0] == 0
 
 
-def test_the_first_of_several_saves_still_loads(tmp_path, server, straight):
-    resumed = server.train(tmp_path / "resumed", *MUON, "--load", straight[0], "--ckpt-step", 2)
+def test_the_first_of_several_saves_still_loads(tmp_path, straight):
+    resumed, _ = completed(tmp_path / "resumed", *MUON, "--load", straight[0], "--ckpt-step", 2)
     assert len(resumed["grad_norms"]) == 4
     assert_ends_as(resumed, straight[1])
 
 
 @pytest.mark.parametrize("optimizer", [pytest.param(MUON, marks=pytest.mark.full), ADAPTIVE], ids=["muon", "normuon"])
-def test_an_asynchronous_save_has_the_state_of_its_iteration(tmp_path, server, capsys, optimizer):
+def test_an_asynchronous_save_has_the_state_of_its_iteration(tmp_path, capsys, optimizer):
     """Though the writer does not finish before two more steps have been made."""
     folder = tmp_path / "checkpoint"
-    run = server.train(tmp_path / "run", *optimizer, *EVERY_TWO, folder, *ASYNC, fault="late")
-    assert "scheduled an async checkpoint save at iteration       4" in (tmp_path / "run" / "output").read_text()
+    run, output = completed(tmp_path / "run", *optimizer, *EVERY_TWO, folder, *ASYNC, fault="late")
+    assert "scheduled an async checkpoint save at iteration       4" in output
     assert verify(capsys, folder / "iter_0000004")[0] == 0
-    resumed = server.train(tmp_path / "resumed", *optimizer, "--load", folder, "--ckpt-step", 4)
+    resumed, _ = completed(tmp_path / "resumed", *optimizer, "--load", folder, "--ckpt-step", 4)
     assert len(resumed["grad_norms"]) == 2
     assert_ends_as(resumed, run)
 
 
 @pytest.mark.full
-def test_killed_while_the_asynchronous_writer_is_at_work(tmp_path, server, straight, capsys):
+def test_killed_while_the_asynchronous_writer_is_at_work(tmp_path, straight, capsys):
     folder = tmp_path / "checkpoint"
-    status, output = server.start(tmp_path / "killed", *MUON, *EVERY_TWO, folder, *ASYNC, fault="late_data")
+    status, output = begun(tmp_path / "killed", *MUON, *EVERY_TWO, folder, *ASYNC, fault="late_data")
     assert status == -signal.SIGKILL, output[-3000:]
     assert verify(capsys, folder)[0] == 0
     assert "has no metadata.json" in verify(capsys, folder / "iter_0000004")[1]
-    resumed = server.train(tmp_path / "resumed", *MUON, "--load", folder, *EVERY_TWO, folder, *ASYNC)
+    resumed, _ = completed(tmp_path / "resumed", *MUON, "--load", folder, *EVERY_TWO, folder, *ASYNC)
     assert len(resumed["grad_norms"]) == 4
     assert_ends_as(resumed, straight[1])
     assert_overwritten(folder, straight[0], capsys)
@@ -286,21 +240,21 @@ def assert_refused(status, output, words):
 
 
 @pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
-def test_a_damaged_checkpoint_is_refused(tmp_path, server, checkpoint, damage, words):
+def test_a_damaged_checkpoint_is_refused(tmp_path, checkpoint, damage, words):
     damage(checkpoint)
     before = files(checkpoint)
-    status, output = server.start(tmp_path / "resumed", *MUON, "--load", checkpoint, *EVERY_TWO, checkpoint)
+    status, output = begun(tmp_path / "resumed", *MUON, "--load", checkpoint, *EVERY_TWO, checkpoint)
     assert_refused(status, output, words)
     assert files(checkpoint) == before
 
 
-def test_nan_in_the_momentum_is_refused(tmp_path, server, capsys):
+def test_nan_in_the_momentum_is_refused(tmp_path, capsys):
     folder = tmp_path / "checkpoint"
-    server.start(tmp_path / "run", *MUON, *EVERY_TWO, folder, "--exit-interval", 4, fault="nan")
+    begun(tmp_path / "run", *MUON, *EVERY_TWO, folder, "--exit-interval", 4, fault="nan")
     status, report = verify(capsys, folder)
     assert (status, f"{MOMENTUM} has 2 NaN entries" in report) == (1, True), report
     before = files(folder)
-    status, output = server.start(tmp_path / "resumed", *MUON, "--load", folder)
+    status, output = begun(tmp_path / "resumed", *MUON, "--load", folder)
     assert_refused(status, output, ["momentum_buffer of decoder.layers.", "not finite", "Load an earlier checkpoint"])
     assert files(folder) == before
 
@@ -324,11 +278,11 @@ def test_two_ranks_refuse_together(checkpoint, damage, words):
     ],
     ids=["muon", "normuon", "normuon-distributed"],
 )
-def test_a_save_writes_nothing_elsewhere(tmp_path, server, optimizer):
+def test_a_save_writes_nothing_elsewhere(tmp_path, optimizer):
     folder = tmp_path / "checkpoint"
-    server.train(tmp_path / "run", *optimizer, *EVERY_TWO, folder, "--exit-interval", 2)
+    completed(tmp_path / "run", *optimizer, *EVERY_TWO, folder, "--exit-interval", 2)
     written = sorted(files(folder))
     assert written == [f"iter_0000002/{name}" for name in (".metadata", "__0_0.distcp", "metadata.json")] + [TRACKER]
     assert not list((tmp_path / "run" / "directory").iterdir())  # where it ran
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "run"]
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["0.pt", "directory", "output"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["0.pt", "directory"]

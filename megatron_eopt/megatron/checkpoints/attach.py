@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.checkpoints.contents import CheckpointError
+from megatron_eopt.checkpoints.states import BLOCK
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.checkpoints.groups import Names, Settings, compressed, has, merged, settings_after_load
-from megatron_eopt.megatron.checkpoints.parts import BLOCK, GROUPS, torch_part
-from megatron_eopt.megatron.checkpoints.sharding import Sharded, joined, sharded_state
+from megatron_eopt.megatron.checkpoints.parts import GROUPS, torch_part
+from megatron_eopt.megatron.checkpoints.sharding import Sharded, built, joined, sharded_state
 from megatron_eopt.optimizers.batch import local
 from megatron_eopt.optimizers.state import DescribedState, StateTensor
 
@@ -238,9 +239,7 @@ def _places(sharded: dict[int, Sharded]) -> dict[int, tuple[str, int]]:
 
 
 def _stacked_place(parameter: Sharded) -> int:
-    part = parameter
-    if not isinstance(part, ShardedTensor):
-        part = next(each for each in nested_values(parameter.build()) if isinstance(each, ShardedTensor))
+    part = built(parameter)[0]
     place = 0
     for axis in range(part.prepend_axis_num):
         place = place * part.global_shape[axis] + part.global_offset[axis]

@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 from megatron_eopt.checkpoints.contents import CheckpointError, read_contents
 from megatron_eopt.checkpoints.problems import check_files
-from megatron_eopt.checkpoints.states import MAIN, split_key
+from megatron_eopt.checkpoints.states import BLOCK, MAIN, blocks_of, parts_of, split_key
 from megatron_eopt.megatron.checkpoints.attach import FORMAT
 from megatron_eopt.megatron.checkpoints.checksums import (
     CHECKSUMS,
@@ -24,7 +24,8 @@ from megatron_eopt.megatron.checkpoints.checksums import (
     saved_tensors,
 )
 from megatron_eopt.megatron.checkpoints.importing import FIRST_MOMENT, imports_adam, take_first_moments
-from megatron_eopt.megatron.checkpoints.parts import BLOCK, blocks_of, parts_of, put_back, taken_out
+from megatron_eopt.megatron.checkpoints.parts import put_back, taken_out
+from megatron_eopt.megatron.checkpoints.sharding import built
 from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
 
 FRESH = "pass --no-load-optim to load the weights alone and start with fresh optimizer state"
@@ -126,11 +127,8 @@ def _held(folder: str) -> _Held:
 
 def _sharded(part: Mapping[Any, Any]) -> list[ShardedTensor]:
     """The tensors that a part asks for, those of factories among them."""
-    tensors = []
-    for value in nested_values(part):
-        built = nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value]
-        tensors += [each for each in built if isinstance(each, ShardedTensor)]
-    return tensors
+    asked = (value for value in nested_values(part) if isinstance(value, (ShardedTensor, ShardedTensorFactory)))
+    return [tensor for value in asked for tensor in built(value)]
 
 
 def _problem(parts: list[dict[Any, Any]], held: _Held, left: Set[str]) -> str | None:

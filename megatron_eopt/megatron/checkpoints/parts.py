@@ -9,27 +9,12 @@ common state of the whole checkpoint is given to each, which finds its groups by
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_eopt.checkpoints.states import BLOCK
+from megatron_eopt.checkpoints.states import BLOCK, blocks_of, parts_of
 
 PARTS = "optimizers of megatron_eopt"  # no name of Megatron's, so nothing is merged into it
 
 GROUPS = "param_groups"
 MAIN_PARAMETERS = "fp32_from_fp16_params"
-
-
-def parts_of(state_dict: Any) -> Iterator[dict[Any, Any]]:
-    """The state dicts of those of Megatron's optimizers that have our block."""
-    if isinstance(state_dict, dict):
-        if BLOCK in state_dict:
-            yield state_dict
-        else:
-            for value in state_dict.values():
-                yield from parts_of(value)
-
-
-def blocks_of(state_dict: Any) -> list[dict[str, Any]]:
-    """Our blocks."""
-    return [part[BLOCK] for part in parts_of(state_dict)]
 
 
 def torch_part(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -70,10 +70,15 @@ def state_key(key: str, parameter_key: str) -> str:
     return f"optimizer.state.{key}.{parameter_key}"
 
 
-def _parts(parameter: Sharded) -> list[ShardedTensor]:
+def built(parameter: Sharded) -> list[ShardedTensor]:
+    """The tensors that are saved of a parameter on this rank."""
     if isinstance(parameter, ShardedTensor):
         return [parameter]
-    parts = [part for part in nested_values(parameter.build()) if isinstance(part, ShardedTensor)]
+    return [part for part in nested_values(parameter.build()) if isinstance(part, ShardedTensor)]
+
+
+def _parts(parameter: Sharded) -> list[ShardedTensor]:
+    parts = built(parameter)
     rows = sum(part.local_shape[0] for part in parts)
     if rows != parameter.data.shape[0] or any(p.local_shape[1:] != parts[0].local_shape[1:] for p in parts):
         raise ValueError(f"{parameter.key} is saved in parts that are not cut along its rows: {parts}")

@@ -1,5 +1,6 @@
 """Reading the metadata of a checkpoint: what it says, and what is refused with its reason."""
 
+import argparse
 import json
 import os
 import pickle
@@ -86,6 +87,20 @@ def test_reading_changes_no_setting(tmp_path):
     before = set(torch.serialization.get_safe_globals())
     read_contents(save(tmp_path / "checkpoint", state=common(backend=Backend.FLASH)))
     assert set(torch.serialization.get_safe_globals()) == before
+
+
+def test_what_others_call_safe_is_so_afterwards(tmp_path):
+    """Megatron-Core up to 0.18 registers its classes once, and loads them with each checkpoint."""
+    torch.save(argparse.Namespace(lr=1), tmp_path / "args.pt")
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.add_safe_globals([argparse.Namespace])
+    try:
+        with (tmp_path / "args.pt").open("rb") as file:
+            assert read_archive(file).lr == 1
+        assert torch.load(tmp_path / "args.pt").lr == 1
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
 
 
 def test_stand_ins_take_what_pickles_do():

@@ -17,9 +17,9 @@ setup(
     packages=find_packages(include=["megatron_eopt", "megatron_eopt.*"]),
     package_data={"megatron_eopt": ["py.typed"]},
     entry_points={"console_scripts": ["megatron-eopt = megatron_eopt.cli:main"]},
-    install_requires=["torch>=2.6", "megatron-core>=0.17"],
+    install_requires=["torch>=2.6", "megatron-core>=0.17", "pyyaml"],
     extras_require={
-        # What megatron.training needs and does not declare (psutil to save, PyYAML up to 0.18), and our own tests.
+        # What megatron.training needs and does not declare (psutil to save), and our own tests.
         "test": [
             "emerging-optimizers==0.3.0",
             "hypothesis",
@@ -27,7 +27,6 @@ setup(
             "mypy",
             "psutil",
             "pytest",
-            "pyyaml",
             "ruff",
         ],
         "te": ["transformer-engine[pytorch]"],

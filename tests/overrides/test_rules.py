@@ -1,0 +1,265 @@
+"""Which of several entries wins for a parameter, and what is refused."""
+
+import pickle
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_eopt.overrides import Layer, OverrideError, Overruled, ParameterInfo, make_entry, match_counts, resolve
+from tests.overrides.made import KNOWN, model
+
+QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
+BIAS = "decoder.layers.0.self_attention.linear_qkv.bias"
+
+
+def entry(selector, source, layer=Layer.FILE, **settings):
+    return make_entry(selector, settings, layer, source, KNOWN)
+
+
+def resolved(*entries, name=QKV, optimizer="muon"):
+    return resolve(entries, model(), optimizer, known=KNOWN)[name]
+
+
+def refused(*entries, optimizer="muon", parameters=None):
+    with pytest.raises(OverrideError) as error:
+        resolve(entries, parameters or model(), optimizer, known=KNOWN)
+    return str(error.value).splitlines()
+
+
+def test_the_more_specific_entry_wins_key_by_key():
+    found = resolved(
+        entry("*", "a", lr=1.0, weight_decay=0.1),
+        entry("linear_qkv.*", "b", lr=2.0),
+        entry(QKV, "c", momentum=0.5),
+    )
+    assert found.settings == {"lr": 2.0, "momentum": 0.5, "weight_decay": 0.1}
+    assert found.sources == {"lr": "b", "momentum": "c", "weight_decay": "a"}
+    assert found.overruled == (Overruled("lr", 1.0, "a"),)
+
+
+def test_the_later_layer_wins_between_equally_specific_entries_only():
+    flags = entry("shape:matrix", "--muon-lr", Layer.FLAGS, lr=1.0)
+    assert resolved(flags, entry("shape:tall", "f:1", lr=2.0)).sources == {"lr": "--muon-lr"}
+    assert resolved(flags, entry("linear_qkv.weight", "f:1", lr=2.0)).sources == {"lr": "f:1"}
+    layers = [entry("*", layer.name, layer, lr=float(layer)) for layer in Layer]
+    for highest in Layer:
+        assert resolved(*reversed(layers[: highest + 1])).sources == {"lr": highest.name}
+
+
+def test_defaults_are_no_more_specific_than_a_shape():
+    def short(info):
+        return len(info.shape) == 1
+
+    defaults = entry(short, "defaults", Layer.DEFAULTS, optimizer="adam")
+    for selector, owner in [("*", "adam"), ("shape:vector", "lion"), ("re:bias", "lion"), (BIAS, "lion")]:
+        assert resolved(defaults, entry(selector, "f:1", optimizer="lion"), name=BIAS).settings["optimizer"] == owner
+    narrower = entry(BIAS, "more", Layer.DEFAULTS, optimizer="sgd")
+    assert resolved(defaults, narrower, name=BIAS).settings == {"optimizer": "sgd"}
+    assert resolved(defaults, narrower, entry("shape:vector", "f:1", optimizer="lion"), name=BIAS).sources == {
+        "optimizer": "f:1"
+    }
+
+
+def test_a_tie_is_an_error_that_names_both_places():
+    first, second = entry("*qkv*", "f:1", lr=1.0), entry("*lin*", "f:9", lr=2.0)
+    assert refused(second, first) == [
+        "lr: set to 1.0 by f:1 and 2.0 by f:9, which are equally specific: remove one, or narrow its selector, "
+        f"for {BIAS} and 3 more"
+    ]
+
+
+def test_equal_values_are_no_tie_and_a_narrower_entry_settles_one():
+    first, second = entry("*qkv*", "f:1", lr=1.0), entry("*lin*", "f:9", lr=1.0)
+    assert resolved(first, second).sources == {"lr": "f:1 and f:9"}
+    third = entry("*.linear_qkv.*", "f:5", lr=3.0)
+    assert resolved(first, entry("*lin*", "f:9", lr=2.0), third).sources == {"lr": "f:5"}
+
+
+def test_a_tie_of_owners_is_said_once():
+    assert refused(entry("attr:is_qkv", "a", optimizer="adam"), entry("attr:is_qkv", "b", optimizer="lion")) == [
+        "optimizer: set to 'adam' by a and 'lion' by b, which are equally specific: remove one, or narrow its "
+        f"selector, for {QKV} and 1 more"
+    ]
+
+
+def test_a_multiplier_multiplies_what_is_below_it_and_a_value_replaces_it():
+    wide, narrow = entry("*", "a", lr=0.5, min_lr=0.1), entry(QKV, "b", lr_mult=2.0)
+    found = resolved(wide, narrow)
+    assert found.settings == {"lr": 0.5, "lr_mult": 2.0, "min_lr": 0.1}
+    assert found.learning_rates(9.0, 0.9) == (1.0, 0.1)
+    found = resolved(entry("*", "a", lr_mult=2.0, wd_mult=0.0), entry(QKV, "b", lr=0.5))
+    assert found.settings == {"lr": 0.5, "wd_mult": 0.0}
+    assert found.overruled == (Overruled("lr_mult", 2.0, "a"),)
+    assert found.learning_rates(9.0, 0.25) == (0.5, 0.25)
+    assert found.decay(0.1) == 0
+    assert resolved(entry("*", "a", lr_mult=0.5)).learning_rates(1.0, 0.5) == (0.5, 0.25)
+    assert resolved(entry("*", "a", weight_decay=0.5), entry(QKV, "b", wd_mult=0.5)).decay(9.0) == 0.25
+    with pytest.raises(OverrideError, match=r"min_lr 0.9 is above lr 0.5 \(lr by b\): set both"):
+        found.learning_rates(9.0, 0.9)
+
+
+def test_a_value_and_a_multiplier_of_equal_rank_are_a_tie():
+    assert refused(entry("attr:is_qkv", "a", weight_decay=1.0), entry("attr:is_qkv", "b", wd_mult=0.0)) == [
+        "wd_mult: set are weight_decay by a and wd_mult by b, which are equally specific: keep one, "
+        f"for {QKV} and 1 more"
+    ]
+
+
+def test_an_exclusion_drops_what_is_below_it_and_refuses_the_rest():
+    wide, out = entry("*", "a", lr=1.0), entry("linear_qkv.weight", "b", exclude=True)
+    assert resolved(wide, out).settings == {"exclude": True}
+    assert resolved(wide, out, entry(QKV, "c", exclude=False)).as_tuple() == (("lr", 1.0),)
+    assert refused(wide, out, entry(QKV, "c", eps=1e-8, optimizer="adam")) == [
+        f"c: eps: b excludes the parameter, for {QKV}",
+        f"c: optimizer: b excludes the parameter, for {QKV}",
+    ]
+
+
+def test_an_owner_drops_what_it_has_not_and_is_below_it():
+    steps = entry("shape:matrix", "a", num_ns_steps=5, weight_decay=0.5)
+    assert resolved(steps).settings == {"num_ns_steps": 5, "weight_decay": 0.5}
+    found = resolved(steps, entry(QKV, "b", optimizer="adam"))
+    assert found.settings == {"optimizer": "adam", "weight_decay": 0.5}
+    assert found.overruled == (Overruled("num_ns_steps", 5, "a"),)
+    assert refused(entry("attr:is_qkv", "b", optimizer="adam"), entry("*qkv.weight", "a", num_ns_steps=5)) == [
+        "a: num_ns_steps: adam has no num_ns_steps: it is a setting of adaptive_muon and muon (b makes it the owner), "
+        f"for {QKV} and 1 more"
+    ]
+    assert refused(entry(BIAS, "a", betas=[0.9, 0.95])) == [
+        f"a: betas: muon has no betas: it is a setting of adam and lion, for {BIAS}"
+    ]
+
+
+def test_settings_by_owner_follow_the_owner():
+    entries = [
+        entry("shape:vector", "defaults", Layer.DEFAULTS, optimizer="adam"),
+        entry("shape:embedding", "defaults", Layer.DEFAULTS, optimizer="adam"),
+        entry("optimizer:muon", "--muon-lr", Layer.FLAGS, lr=0.5),
+        entry("optimizer:adam", "f:1", eps=1e-6),
+        entry("linear_proj.weight", "f:2", optimizer="adam"),
+    ]
+    found = resolve(entries, model(1), "muon", known=KNOWN)
+    assert found[QKV].settings == {"lr": 0.5}
+    assert found[BIAS].settings == {"eps": 1e-6, "optimizer": "adam"}
+    assert found[QKV.replace("qkv", "proj")].settings == {"eps": 1e-6, "optimizer": "adam"}
+    assert refused(entry("optimizer:muon", "f:1", optimizer="adam")) == [
+        "f:1: optimizer: cannot be set where the optimizer is asked for, by 'optimizer:muon'"
+    ]
+    assert refused(entry("optimizer:lion", "f:1", lr=1.0)) == [
+        "f:1: select: 'optimizer:lion' matches no parameter: owners are muon"
+    ]
+
+
+def test_values_of_several_entries_have_to_fit():
+    assert refused(entry("attr:is_qkv", "a", lr=0.1), entry(QKV, "b", min_lr=0.2)) == [
+        f"a and b: min_lr: 0.2 is above lr, which is 0.1, for {QKV}"
+    ]
+    assert refused(entry("attr:is_qkv", "a", coefficient_type="cubic5"), entry(QKV, "b", num_ns_steps=6)) == [
+        f"a and b: num_ns_steps: cubic5 is served in exactly 5 Newton-Schulz steps, got 6, for {QKV}"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("selector", "said"),
+    [
+        ("*.linear_qvk.weight", "'*.linear_qvk.weight' matches no parameter, did you mean 'linear_qkv.weight'?"),
+        ("layers.*.mlp.linear_fcl.weight", ", did you mean 'layers.*.mlp.linear_fc1.weight'?"),
+        ("decoder.layers.7.mlp.linear_fc2.weight", ", did you mean 'decoder.layers.0.mlp.linear_fc2.weight'?"),
+        ("Output_Layer.weight", "did you mean 'output_layer.weight'?"),
+        ("re:^output_layr", ", did you mean 'output_layer.weight'?"),
+        ("attr:is_qvk", ", did you mean 'is_qkv'?"),
+        ("nothing.like.it", "'nothing.like.it' matches no parameter"),
+        ({"name": "output*", "shape": "matrix"}, "no parameter is matched by all of 'output* and shape:matrix'"),
+        ({"name": "outptu_layer.weight", "shape": "embedding"}, "'outptu_layer.weight' matches no parameter, did"),
+    ],
+)
+def test_a_selector_that_matches_nothing_is_an_error_with_what_is_near(selector, said):
+    (line,) = refused(entry(selector, "f:1", lr=1.0))
+    assert line.startswith("f:1: select: ")
+    assert said in line
+
+
+def test_defaults_may_match_nothing_and_so_may_what_matches_on_another_rank():
+    assert resolve([entry("x", "d", Layer.DEFAULTS, lr=1.0)], model(), known=KNOWN)[QKV].settings == {}
+    elsewhere = [entry("x", "f:1", lr=1.0), entry("output_layer.weight", "f:2", lr=1.0)]
+    assert match_counts(elsewhere, model()) == [0, 1]
+    assert resolve(elsewhere, model(), matches=[4, 1], known=KNOWN)[QKV].settings == {}
+
+
+def test_names_have_to_differ():
+    assert refused(parameters=[ParameterInfo("x", (1,))] * 2) == [
+        "two parameters are named 'x': settings are by name, so names must differ"
+    ]
+
+
+def test_what_was_resolved_is_plain_data():
+    found = resolve([entry("*", "a", betas=[0.9, 0.95], lr=1)], model(), "lion", known=KNOWN)
+    assert pickle.loads(pickle.dumps(found)) == found
+    keys = {each.as_tuple() for each in found.values()}
+    assert sorted(keys) == [(("betas", (0.9, 0.95)), ("lr", 1.0))]
+
+
+SELECTORS = st.sampled_from(
+    [
+        "*",
+        "shape:matrix",
+        "shape:tall",
+        "attr:is_qkv",
+        "re:qkv",
+        "re:weight",
+        "*.weight",
+        "*qkv*",
+        QKV,
+        "optimizer:muon",
+    ]
+)
+SETTINGS = st.fixed_dictionaries(
+    {}, optional={"lr": st.sampled_from([0.1, 0.2]), "wd_mult": st.just(0.0), "extra_scale_factor": st.just(0.2)}
+).filter(bool)
+ENTRIES = st.lists(st.tuples(SELECTORS, SETTINGS, st.sampled_from(list(Layer))), max_size=6)
+
+
+def outcome(entries):
+    try:
+        return resolve(entries, model(1), "muon", known=KNOWN)
+    except OverrideError as error:
+        return sorted(str(error).splitlines())
+
+
+@given(ENTRIES, st.randoms(use_true_random=False))
+def test_the_order_of_entries_does_not_matter(written, shuffle: random.Random):
+    entries = [entry(s, f"f:{i}", layer, **settings) for i, (s, settings, layer) in enumerate(written)]
+    shuffled = list(entries)
+    shuffle.shuffle(shuffled)
+    assert outcome(entries) == outcome(shuffled)
+
+
+@given(ENTRIES)
+def test_each_setting_is_that_of_an_entry_that_nothing_outranks(written):
+    entries = [entry(s, f"f:{i}", layer, **settings) for i, (s, settings, layer) in enumerate(written)]
+    found = outcome(entries)
+    if isinstance(found, list):  # refused
+        return
+    for info in model(1):
+        info = ParameterInfo(info.name, info.shape, info.attributes, "muon")
+        here = [each for each in entries if each.selector.matches(info)]
+        assert set(found[info.name].settings) == {key for each in here for key in each.settings}
+        for key, value in found[info.name].settings.items():
+            claims = [each for each in here if key in each.settings]
+            top = max(each.order(info) for each in claims)
+            best = [each for each in claims if each.order(info) == top]
+            assert {each.settings[key] for each in best} == {value}
+            assert found[info.name].sources[key] == " and ".join(sorted(each.source for each in best))
+
+
+@given(ENTRIES, SELECTORS)
+def test_an_entry_that_sets_what_is_there_changes_nothing(written, selector):
+    """Saying again, at the lowest layer and for everything, what one parameter has changes nothing for it."""
+    entries = [entry(s, f"f:{i}", layer, **settings) for i, (s, settings, layer) in enumerate(written)]
+    found = outcome(entries)
+    if isinstance(found, list) or "lr" not in found[QKV].settings:
+        return
+    again = outcome([*entries, entry(QKV, "again", lr=found[QKV].settings["lr"])])
+    assert again[QKV].settings == found[QKV].settings

@@ -1,0 +1,73 @@
+"""The table of settings, and what a value of each may be."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from megatron_eopt.overrides import SETTINGS, Known, OverrideError, SettingError, check_setting, check_settings
+from tests.overrides.made import KNOWN
+
+DOCS = Path(__file__).parents[2] / "docs" / "overrides.md"
+
+
+@pytest.mark.parametrize(
+    ("key", "raw", "value"),
+    [
+        ("lr", 1, 1.0),
+        ("lr", 0, 0.0),
+        ("betas", [0, 0.5], (0.0, 0.5)),
+        ("betas", (0.9, 0.95), (0.9, 0.95)),
+        ("num_ns_steps", 5.0, 5),
+        ("split", True, "default"),
+        ("split", False, "none"),
+        ("split", "all", "all"),
+        ("exclude", False, False),
+        ("optimizer", "sgd", "sgd"),
+        ("coefficient_type", "aol", "aol"),
+    ],
+)
+def test_a_value_has_the_type_of_its_setting(key, raw, value):
+    found = check_setting(key, raw, KNOWN)
+    assert found == value
+    assert type(found) is type(value)
+    assert hash(found) == hash(value)
+
+
+@pytest.mark.parametrize("key", [key for key in SETTINGS if key not in ("exclude", "split")])
+@pytest.mark.parametrize("raw", [None, True, "", {}, [], -1, math.nan, math.inf, [0.5, 1.0], ["a", "b"]], ids=repr)
+def test_no_setting_takes(key, raw):
+    with pytest.raises(SettingError) as error:
+        check_setting(key, raw, KNOWN)
+    assert error.value.key == key
+
+
+def test_optimizers_say_themselves_what_they_take():
+    table = {key: setting.optimizers(KNOWN) for key, setting in SETTINGS.items()}
+    muons = ["adaptive_muon", "muon"]
+    assert table["lr"] == table["exclude"] == sorted(KNOWN.optimizers)
+    assert table["num_ns_steps"] == table["split"] == table["scale_mode"] == muons
+    assert table["eps"] == ["adam", "adaptive_muon"]
+    assert table["betas"] == ["adam", "lion"]
+    own = Known({"mine": frozenset({"betas"})}, ("none", "thirds"))
+    assert check_settings({"optimizer": "mine", "betas": (0, 0)}, own) == {"optimizer": "mine", "betas": (0.0, 0.0)}
+    assert check_setting("split", "thirds", own) == "thirds"
+    assert check_setting("split", "thirds", Known.registered(["thirds"])) == "thirds"
+    with pytest.raises(OverrideError, match=r"^momentum: mine has no momentum$"):
+        check_settings({"optimizer": "mine", "momentum": 0}, own)
+
+
+def test_all_mistakes_are_said():
+    with pytest.raises(OverrideError) as error:
+        check_settings({"lr": -1, "mometum": 0.9, "eps": 1}, KNOWN)
+    assert str(error.value).splitlines() == [
+        "lr: expected a number of at least 0, got -1",
+        "mometum: unknown setting, did you mean 'momentum'?",
+    ]
+
+
+def test_the_documentation_has_every_setting_as_it_is():
+    text = DOCS.read_text()
+    for setting in SETTINGS.values():
+        owners = "all" if setting.argument is None else ", ".join(setting.optimizers(KNOWN))
+        assert f"| `{setting.key}` | {setting.check.expected} | {owners} | {setting.meaning} |" in text

@@ -1,0 +1,194 @@
+"""Families are rows in short: nothing is lost, and ranks that agree merge to the same in any order."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_eopt.manifest.family import families, merged, rows
+from megatron_eopt.manifest.members import compressed, contains, count, expanded, join_name, label, split_name
+from tests.manifest.made import BIAS, QKV, any_rows, changed, model, muons, one_of_each_name, row
+
+INDICES = st.integers(0, 3).flatmap(lambda places: st.sets(st.tuples(*[st.integers(0, 4)] * places)))
+EXPERT = "decoder.layers.*.mlp.experts.local_experts.*.linear_fc1.weight"
+
+
+@given(any_rows(), st.randoms())
+def test_rows_come_back_from_families_whatever_their_order(found, order):
+    short = families(found)
+    back = rows(short)
+    assert sorted(map(repr, back)) == sorted(map(repr, found))
+    order.shuffle(found)
+    assert families(found) == short
+    assert families(back) == short
+
+
+def test_rows_that_say_the_same_are_one_family():
+    short = families(model(layers=12, experts=3))
+    patterns = {family.pattern: family for family in short}
+    assert len(patterns) == len(short) == 6
+    assert patterns[EXPERT].count == 36
+    assert patterns[EXPERT].label == EXPERT.replace("layers.*", "layers.{0-11}").replace("experts.*", "experts.{0-2}")
+    assert patterns[EXPERT].members == ((((0, 12),), ((0, 3),)),)
+
+
+def test_rows_are_sorted_by_the_numbers_in_their_names():
+    names = [each.name for each in rows(families(model(layers=11))) if "linear_fc2" in each.name]
+    assert names == [f"decoder.layers.{layer}.mlp.linear_fc2.weight" for layer in range(11)]
+
+
+def test_what_is_said_of_one_layer_makes_a_family_of_its_own():
+    short = families(changed(model(), "layers.2.mlp.linear_fc2", owner="adam"))
+    labels = {family.label: family.like.owner for family in short if "linear_fc2" in family.label}
+    assert labels == {
+        "decoder.layers.{0-1,3}.mlp.linear_fc2.weight": "muon",
+        "decoder.layers.2.mlp.linear_fc2.weight": "adam",
+    }
+
+
+@pytest.mark.parametrize(
+    "change", [{"settings": {"eps": 1.0}}, {"sources": {"lr": "a"}}, {"lr": 2.0}, {"tied_to": "x"}]
+)
+def test_rows_that_differ_in_anything_are_not_one_family(change):
+    assert len(families(changed(model(layers=2), "layers.1.mlp.linear_fc2", **change))) == len(families(model())) + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "numbers"),
+    [
+        ("decoder.layers.3.mlp.linear_fc1.weight", "decoder.layers.*.mlp.linear_fc1.weight", (3,)),
+        ("layers.10.experts.linear_fc2.weight7", "layers.*.experts.linear_fc2.weight*", (10, 7)),
+        ("experts.linear_fc2.bias12", "experts.linear_fc2.bias*", (12,)),
+        ("blocks.007.weight", "blocks.007.weight", ()),
+        ("0.conv2d.1", "*.conv2d.*", (0, 1)),
+        ("a.weight01", "a.weight01", ()),
+    ],
+)
+def test_numbers_of_layers_and_experts_are_found_and_no_others(name, pattern, numbers):
+    assert split_name(name) == (pattern, numbers)
+    assert join_name(pattern, numbers) == name
+
+
+def test_a_star_in_a_name_is_refused():
+    with pytest.raises(ValueError, match=r"'a\.\*\.b' has a '\*'"):
+        families([row("a.*.b", (2, 2))])
+
+
+def test_a_parameter_collected_twice_is_refused():
+    with pytest.raises(ValueError, match=rf"{QKV} is listed twice, both times owned by muon"):
+        families([*model(), *(each for each in model() if each.name == QKV)])
+    with pytest.raises(ValueError, match="twice, both times owned by nobody"):
+        merged([families([row("a", (2,), owner=None)]) * 2])
+
+
+@given(INDICES)
+def test_indices_come_back_from_members(indices):
+    members = compressed(indices)
+    assert expanded(members) == sorted(indices)
+    assert count(members) == len(indices)
+    assert all(contains(members, index) for index in indices)
+    assert not contains(members, (9, 9))
+
+
+@given(INDICES, INDICES)
+def test_members_are_equal_where_indices_are(one, other):
+    assert (compressed(one) == compressed(other)) == (one == other)
+
+
+def test_other_indices_are_not_contained():
+    members = compressed([(0, 1), (1, 0)])
+    assert [contains(members, index) for index in [(0, 0), (0, 1), (1, 0), (1, 1)]] == [False, True, True, False]
+    assert not contains(members, (0,))
+
+
+def test_labels_name_ranges():
+    assert label("a.*.b", compressed([(3,)])) == "a.3.b"
+    assert label("a.*.b", compressed([(0,), (1,), (4,), (7,), (8,)])) == "a.{0-1,4,7-8}.b"
+    diagonal = compressed([(n, n) for n in range(5)])
+    assert label("*.*", diagonal) == "0.0 and 1.1 and 2.2 and 2 more such blocks"
+
+
+@given(one_of_each_name(), st.lists(st.sets(st.integers(0, 29)), max_size=4), st.randoms())
+def test_merging_is_the_union_whatever_the_order_of_ranks(found, ranks, order):
+    parts = [families(found[place] for place in own if place < len(found)) for own in ranks]
+    union = families(found[place] for place in set().union(*ranks) if place < len(found))
+    whole = merged(parts)
+    assert whole == union
+    order.shuffle(parts)
+    assert merged(parts) == whole
+    assert merged([*parts, whole]) == merged([whole]) == whole
+    assert merged([merged(parts[:1]), merged(parts[1:])]) == whole
+
+
+@given(any_rows())
+def test_merging_keeps_two_owners_on_which_ranks_agree(found):
+    short = families(found)
+    assert merged([short, list(reversed(short))]) == short
+
+
+@given(one_of_each_name().filter(bool), st.data())
+def test_ranks_that_disagree_are_refused_with_both(found, data):
+    place = data.draw(st.integers(0, len(found) - 1))
+    other = list(found)
+    other[place] = replace(found[place], owner="lion")
+    with pytest.raises(ValueError, match="ranks disagree about") as error:
+        merged([families(found[:place]), families(found), families(other)])
+    owner = found[place].owner
+    assert f"about {found[place].name}: rank 1 says owner {owner!r}, and rank 2 says owner 'lion';" in str(error.value)
+
+
+def test_a_rank_with_a_further_owner_disagrees():
+    both = families([*model(), row(QKV, (128, 64))])
+    with pytest.raises(ValueError, match=r"rank 0 says owners \['muon'\], and rank 1 says owners \['adam', 'muon'\]"):
+        merged([families(model()), both])
+
+
+def test_a_disagreement_says_only_what_differs():
+    other = changed(model(), "layers.0.self_attention.linear_qkv.bias", lr=2.0, sources={"lr": "f:1"})
+    with pytest.raises(ValueError, match="ranks disagree") as error:
+        merged([families(model()), families(other)])
+    assert f"about {BIAS}: rank 0 says lr 0.001, sources {{}}, and rank 1 says lr 2.0, sources {{'lr': 'f:1'}};" in str(
+        error.value
+    )
+
+
+def test_pipeline_and_expert_ranks_make_the_whole_model():
+    whole = model(layers=8, experts=4)
+
+    def on(stage, part):
+        for each in whole:
+            numbers = split_name(each.name)[1]
+            layer, expert = (*numbers, None, None)[:2]
+            if (layer is None or layer // 2 == stage) and (expert is None or expert % 2 == part):
+                yield each
+
+    ranks = [families(on(stage, part)) for stage in range(4) for part in range(2)] * 3
+    random.Random(0).shuffle(ranks)
+    assert merged(ranks) == families(whole)
+
+
+def test_lists_become_tuples_and_the_order_of_settings_does_not_count():
+    one = row("a", [2, 3], settings={"betas": [0.9, 0.95], "eps": 1.0}, overruled=["x"])
+    other = row("a", (2, 3), settings={"eps": 1.0, "betas": (0.9, 0.95)}, overruled=("x",))
+    assert one == other
+    assert repr(one) == repr(other)
+    assert hash(one) == hash(other)
+
+
+def test_settings_that_are_no_plain_values_are_refused():
+    with pytest.raises(TypeError, match=r"setting 'split' of a holds Counter\(\) \(Counter\): expected text, a number"):
+        row("a", (2,), settings={"split": [Counter()]})
+
+
+@pytest.mark.parametrize("key", ["lr", "min_lr", "weight_decay", "state_bytes"])
+def test_rates_that_are_no_numbers_are_refused(key):
+    with pytest.raises(TypeError, match=rf"{key} of a is None \(NoneType\): expected a number"):
+        row("a", (2,), **{key: None})
+
+
+def test_matrices_are_kept():
+    (family,) = families(muons(f"layers.{n}.w", (4, 6), ("q", 2, 6), ("k", 2, 6)) for n in range(2))
+    assert [(matrix.name, matrix.rows, matrix.cols) for matrix in family.like.matrices] == [("q", 2, 6), ("k", 2, 6)]

@@ -13,6 +13,7 @@ from typing import Any, overload
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.muon import TensorParallelMuon
@@ -204,8 +205,13 @@ def create_emerging_optimizer(
 
 
 def is_nonlinear_or_embedding(param: Tensor) -> bool:
-    """True for a parameter that a matrix optimizer should leave to Adam: an embedding, an output layer, no matrix."""
-    return bool(getattr(param, "is_embedding_or_output_parameter", False)) or param.ndim != 2
+    """True for a parameter that a matrix optimizer should leave to Adam: an embedding, an output layer, no matrix.
+
+    A parameter of three dimensions is a stack of matrices where it is declared as one.
+    """
+    split = declared_split(param)
+    matrices = param.ndim == 2 or (param.ndim == 3 and split is not None and split.stacked is not None)
+    return bool(getattr(param, "is_embedding_or_output_parameter", False)) or not matrices
 
 
 def get_qkv_split_shapes(model_cfg: Any) -> list[int]:

@@ -1,7 +1,7 @@
 """The line that says which optimizer owns how many parameters and how they are orthogonalized."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
-from megatron_eopt.optimizers.muon import RUNG, TensorParallelMuon
+from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.planning import RUNG
+from megatron_eopt.parallel.pieces import Shape
 
 
 def print_summary(optimizer: Any) -> None:
@@ -49,10 +51,9 @@ def summary(optimizers: Sequence[Optimizer]) -> str:
 
 
 def _how(muons: Sequence[TensorParallelMuon]) -> str:
-    """How the matrices of Muon are orthogonalized: one optimizer, or one for experts beside it, with equal settings."""
+    """How the matrices of Muon are orthogonalized: one optimizer, or one for experts beside it, built alike."""
     muon = muons[0]
     plans = [each.planned.plan for each in muons]
-    matrices = [matrix for plan in plans for matrix in plan.matrices]
     counts = Counter[str]()
     ranks = 1
     for plan in plans:
@@ -60,19 +61,42 @@ def _how(muons: Sequence[TensorParallelMuon]) -> str:
             if bucket.scheme != "local":
                 counts[bucket.scheme.replace("_", " ")] += len(bucket.matrices)
                 ranks = max(ranks, plan.matrices[bucket.matrices[0]].ranks)
-    settings = muon.newton_schulz
-    sizes = sorted({round(muon.predicted_rms(*matrix.shape), 3) for matrix in matrices})
-    name = settings.coefficient_type if isinstance(settings.coefficient_type, str) else "custom"
+    iterations = Counter[tuple[int, str]]()
+    rms = set()
+    for each, group, shape in _matrices(muons):
+        settings = each.update_settings(group).newton_schulz
+        named = isinstance(settings.coefficient_type, str)
+        iterations[settings.steps, str(settings.coefficient_type) if named else "custom"] += 1
+        rms.add(round(each.predicted_rms(*shape, group), 3))
+    sizes = sorted(rms)
     listed = " and ".join(f"{count} {scheme}" for scheme, count in sorted(counts.items()))
     where = f"{listed} over {ranks} ranks" if counts else "none sharded"
-    rms = " to ".join(f"{size:g}" for size in dict.fromkeys((sizes[0], sizes[-1])))
+    listed_sizes = " to ".join(f"{size:g}" for size in dict.fromkeys((sizes[0], sizes[-1])))
     exactness = "an approximation" if "blockwise" in counts else "exact"
+    precision = f"{muon.newton_schulz.fp32_matmul_prec} precision, symmetric products by {muon.param_groups[0][RUNG]}"
     return (
-        f"{len(matrices)} matrices orthogonalized by {settings.steps} Newton-Schulz steps ({name}, "
-        f"{settings.fp32_matmul_prec} precision, symmetric products by {muon.param_groups[0][RUNG]}), {where} "
-        f"({exactness}), {_second_moment(muon)}update RMS {rms} "
+        f"{sum(iterations.values())} matrices orthogonalized by {_iterations(iterations)}, {precision}), {where} "
+        f"({exactness}), {_second_moment(muon)}update RMS {listed_sizes} "
         f"(AdamW's is near 0.2)"
     )
+
+
+def _matrices(muons: Sequence[TensorParallelMuon]) -> Iterator[tuple[TensorParallelMuon, dict[str, Any], Shape]]:
+    """Every logical matrix: its optimizer, its group and its shape."""
+    for muon in muons:
+        for group in muon.param_groups:
+            for parameter in group["params"]:
+                for layout in muon.matrix_layouts(parameter):
+                    yield muon, group, layout.shape
+
+
+def _iterations(counts: Mapping[tuple[int, str], int]) -> str:
+    """Steps and coefficients, with the number of matrices where these differ; a parenthesis is left open."""
+    steps = " or ".join(str(number) for number in sorted({number for number, _ in counts}))
+    if len(counts) == 1:
+        return f"{steps} Newton-Schulz steps ({next(iter(counts))[1]}"
+    listed = (f"{count} by {number} of {name}" for (number, name), count in sorted(counts.items()))
+    return f"{steps} Newton-Schulz steps ({', '.join(listed)}"
 
 
 def _second_moment(muon: TensorParallelMuon) -> str:

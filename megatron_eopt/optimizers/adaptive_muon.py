@@ -1,6 +1,6 @@
 """Muon whose orthogonal factors are normalized by a second moment, for parameters that may be sharded."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import adaptive_step, second_moment
 from megatron_eopt.optimizers.adaptive_step import Part, tall
 from megatron_eopt.optimizers.batch import Batch, local
+from megatron_eopt.optimizers.group_settings import UpdateSettings
 from megatron_eopt.optimizers.muon import TensorParallelGroups, TensorParallelMuon
 from megatron_eopt.optimizers.second_moment import Moment2Method
 from megatron_eopt.optimizers.state import StateTensor
@@ -23,6 +24,7 @@ from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.layout import is_sharded
 from megatron_eopt.parallel.plan import Matrix, TpMode
+from megatron_eopt.parallel.variants import Variant
 
 MOMENT2_BUFFER = "moment2_buffer"
 
@@ -93,6 +95,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         self.moment2_method = moment2_method
         self.align_rms = align_rms
         self._second_rates = {"beta2": beta2, "eps": eps}
+        self._keys: dict[Tensor, list[str]] = {}
         super().__init__(
             params,
             lr,
@@ -154,17 +157,24 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         """What a checkpoint says of this optimizer to those who read it."""
         return super().settings() | {"moment2_method": self.moment2_method, "align_rms": self.align_rms}
 
-    def predicted_rms(self, rows: int, cols: int) -> float:
-        """RMS of the entries of the first update of a matrix of full rank, before the learning rate."""
-        group = self.param_groups[0]
+    def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float:
+        """RMS of the entries of the first update of a matrix of full rank, before the learning rate.
+
+        Args:
+            rows: of the logical matrix.
+            cols: likewise.
+            group: the one it is in; None for one without settings of its own.
+        """
+        settings = self.update_settings(group or {})
+        rates = {**self.defaults, **(group or {})}
         return second_moment.predicted_first_rms(
-            super().predicted_rms(rows, cols),
-            self._scale(rows, cols),
+            settings.predicted_rms(rows, cols),
+            settings.scale(rows, cols),
             self.moment2_method,
             self.align_rms,
-            group["momentum"],
+            rates["momentum"],
             self.use_nesterov,
-            group["beta2"],
+            rates["beta2"],
         )
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
@@ -185,17 +195,20 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         ]
 
     def _moment_keys(self, parameter: Tensor) -> list[str]:
-        shapes = self.split_shapes(parameter)
-        if shapes is None or self.moment2_method == "adamuon":
-            return [MOMENT2_BUFFER]
-        return [f"{MOMENT2_BUFFER}_{part}" for part in range(len(shapes))]
+        # asked in every step, and a parameter may be many heads
+        if parameter not in self._keys:
+            one = self.moment2_method == "adamuon" or self.split_of(parameter).is_whole
+            count = 1 if one else len(self.matrix_layouts(parameter))
+            self._keys[parameter] = [MOMENT2_BUFFER if one else f"{MOMENT2_BUFFER}_{part}" for part in range(count)]
+        return self._keys[parameter]
 
     def _further_state(self, parameter: Tensor) -> list[Tensor]:
         state = self._state_of(parameter)
         return [local(state[key]) for key in self._moment_keys(parameter)]
 
-    def _factor_scale(self, rows: int, cols: int) -> float:
-        return 1.0  # the second moment is of the factor alone, and the scale comes after it
+    def _variant(self, settings: UpdateSettings) -> Variant:
+        # the second moment is of the factor alone, and the scale comes after it
+        return Variant(settings.iteration_name, settings.newton_schulz, lambda rows, cols: 1.0)
 
     def _orthogonalize(
         self, batches: Sequence[Batch], updates: list[Tensor], accepted: Sequence[Tensor]
@@ -213,7 +226,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
             directed = adaptive_step.namo(flat, norms)
         scaled = (
             # the scale of a piece without entries may divide by zero
-            (x * (ratio * self._scale(*part.matrix.shape))).to(part.factor.dtype) if x.numel() else part.factor
+            (x * (ratio * part.scale(*part.matrix.shape))).to(part.factor.dtype) if x.numel() else part.factor
             for part, (x, ratio) in zip(flat, directed, strict=True)
         )
         return [planned.merge(place, [next(scaled) for _ in of]) for place, of in zip(places, parts, strict=True)]
@@ -243,8 +256,9 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         of_place = zip(matrices, factors, strict=True)
         for batch, flags in zip(batches, accepted, strict=True):
             beta2, eps = batch.settings["beta2"], batch.settings["eps"]
+            scale = self.update_settings(batch.settings).scale
             # flags of a batch without parameters are those of another
             for moments, flag in zip(batch.further, flags.unbind(), strict=False):
                 lying, pieces = next(of_place)
                 each = moments if len(moments) == len(lying) else moments * len(lying)
-                yield [Part(*part, flag, beta2, eps) for part in zip(lying, pieces, each, strict=True)]
+                yield [Part(*part, flag, beta2, eps, scale) for part in zip(lying, pieces, each, strict=True)]

@@ -4,7 +4,7 @@ For each logical matrix a direction and a ratio, whose product takes the place o
 makes at most one all-reduce for each group of ranks. Nothing here waits for the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,7 +13,9 @@ from megatron_eopt.optimizers import second_moment
 from megatron_eopt.parallel.pieces import Shape
 from megatron_eopt.parallel.plan import Matrix
 from megatron_eopt.parallel.planned import Planned
+from megatron_eopt.parallel.sharing import SharedParameters
 from megatron_eopt.parallel.statistics import Statistics, Wanted
+from megatron_eopt.parallel.variants import Variants
 
 Directed = tuple[Tensor, Tensor | float]
 """A direction and a ratio."""
@@ -30,6 +32,7 @@ class Part:
         accepted: whether the parameter takes part.
         beta2: of its group, and
         eps: likewise.
+        scale: factor of its update, from the shape of the global matrix.
     """
 
     matrix: Matrix
@@ -38,6 +41,7 @@ class Part:
     accepted: Tensor
     beta2: float
     eps: float
+    scale: Callable[[int, int], float]
 
 
 def tall(shape: Shape) -> bool:
@@ -45,7 +49,9 @@ def tall(shape: Shape) -> bool:
     return shape[0] >= shape[1]
 
 
-def squared_norms(planned: Planned, matrices: Sequence[Matrix], *pieces: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+def squared_norms(
+    planned: SharedParameters, matrices: Sequence[Matrix], *pieces: Sequence[Tensor]
+) -> list[tuple[Tensor, ...]]:
     """For each matrix the squared norms of several tensors that lie as it does, in fp64.
 
     Args:
@@ -58,7 +64,9 @@ def squared_norms(planned: Planned, matrices: Sequence[Matrix], *pieces: Sequenc
     return [tuple(found[i :: len(matrices)]) for i in range(len(matrices))]
 
 
-def adamuon(planned: Planned, places: Sequence[int], parts: Sequence[Sequence[Part]], align: bool) -> list[Directed]:
+def adamuon(
+    planned: Planned | Variants, places: Sequence[int], parts: Sequence[Sequence[Part]], align: bool
+) -> list[Directed]:
     """AdaMuon: what is elementwise is of parameters, the norms of their logical matrices.
 
     Args:
@@ -79,7 +87,7 @@ def adamuon(planned: Planned, places: Sequence[int], parts: Sequence[Sequence[Pa
     return [(x, second_moment.alignment(*pair)) for x, pair in zip(directions, norms, strict=True)]
 
 
-def normuon(planned: Planned, parts: Sequence[Part]) -> list[Directed]:
+def normuon(planned: SharedParameters, parts: Sequence[Part]) -> list[Directed]:
     """NorMuon, with one reduction for two kinds of matrices.
 
     Where the short dimension is whole on every rank, this one has its means, and ``||O||`` and ``||U||`` are left to

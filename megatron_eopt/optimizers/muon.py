@@ -1,7 +1,6 @@
 """Muon for parameters that may be sharded over a tensor-parallel group."""
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch.distributed as dist
@@ -10,29 +9,22 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.matrices import check_split_shapes
+from megatron_eopt.matrices import Split, check_split_shapes
 from megatron_eopt.optimizers.batch import Batch, GroupRates, local
 from megatron_eopt.optimizers.graphs import GraphedUpdate
-from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
-from megatron_eopt.optimizers.skipping import Skipping
+from megatron_eopt.optimizers.group_settings import note_short_schedule, own_settings
+from megatron_eopt.optimizers.logical import check_declared, check_query_groups
+from megatron_eopt.optimizers.planning import PlannedOptimizer
 from megatron_eopt.orthogonalize.choices import check_choice
-from megatron_eopt.orthogonalize.coefficients import Coefficients, composite_range, set_length
+from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.ladder import RUNGS
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
-from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor, predicted_update_rms, validate_scale_mode
+from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.orthogonalize.settings import NewtonSchulz
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.dtensor import layout_of_dtensor
-from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, layout_of, shared_out, split_layout
+from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, layout_of, shared_out
 from megatron_eopt.parallel.plan import TpMode, validate_tp_mode
-from megatron_eopt.parallel.planned import Parameter, Planned
-
-logger = logging.getLogger(__name__)
-
-# Settings of a group with which a resumed run goes on, or it is not bit-equal: what computed symmetric products, and
-# the rates that the plan was made with.
-RUNG = "symmetric_products"
-RATES = "plan_rates"
 
 
 class TensorParallelGroups(Protocol):
@@ -42,13 +34,22 @@ class TensorParallelGroups(Protocol):
     expt_tp: ProcessGroup
 
 
-class TensorParallelMuon(OrthogonalizedOptimizer):
+class TensorParallelMuon(PlannedOptimizer):
     """Muon: the update is the orthogonal factor of the momentum, scaled by the shape of the matrix.
 
     The momentum is orthogonalized by Newton-Schulz iteration as a matrix of the model, wherever it lies: with every
     ``tp_mode`` but ``blockwise`` the update at TP=k is the update at TP=1, scale factor and QKV split included.
     DTensors (FSDP2, HSDP, tensor parallelism under them) are taken as they lie. Query groups of fused projections are
     interleaved, ``(groups, q + k + v, hidden)``, as Megatron stores them.
+
+    A group may have its own ``num_ns_steps``, ``coefficient_type``, ``scale_mode`` and ``extra_scale_factor``, as it
+    may have its own ``lr``; what it does not say is as given here::
+
+        TensorParallelMuon([{"params": a, "num_ns_steps": 10}, {"params": b, "extra_scale_factor": 0.5}])
+
+    The values travel with ``state_dict``. A changed one is in force in the next step, which all ranks plan anew; only a
+    step that was captured as a graph refuses it. Parameters of different settings are planned apart, and their plans
+    are executed one after another.
 
     Args:
         params: matrices, or groups of them; see :func:`megatron_eopt.parallel.layout.layout_of` for the attributes
@@ -84,7 +85,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     momentum_key = "momentum"
     split_lengths = (3, 4)
-    carried_settings = frozenset({RUNG, RATES})
 
     def __init__(
         self,
@@ -110,7 +110,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         symmetric_products: str | None = None,
     ) -> None:
         validate_tp_mode(tp_mode)
-        validate_scale_mode(scale_mode)
         if symmetric_products is not None:
             check_choice("symmetric_products", symmetric_products, tuple(RUNGS))
         if not isinstance(plan_rates, Rates) and plan_rates != "measure":
@@ -118,15 +117,14 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self.newton_schulz = NewtonSchulz(
             steps=num_ns_steps, coefficient_type=coefficient_type, fp32_matmul_prec=fp32_matmul_prec
         )
-        self.scale_mode = scale_mode
+        self.scale_mode: ScaleMode = scale_mode
         self.extra_scale_factor = extra_scale_factor
         self.pg_collection = pg_collection
         self.tp_mode = tp_mode
         self.data_parallel_group = data_parallel_group
         self.plan_rates = plan_rates
         self.symmetric_products = symmetric_products
-        self._planned: Planned | None = None
-        self._note_short_schedule()
+        note_short_schedule(self.newton_schulz)
         super().__init__(
             params,
             lr,
@@ -139,7 +137,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             qkv_split_shapes,
             fp32_matmul_prec,
             orthogonalize_fn=self.newton_schulz,
-            scale_factor_fn=self._scale,
+            scale_factor_fn=self.update_settings({}).scale,
             **self._further_settings(),
         )
         self._graphed: GraphedUpdate | None = None
@@ -155,9 +153,18 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         """
         super().add_param_group(param_group)
         self._planned = None
+        own = self.update_settings(param_group).newton_schulz
+        if own != self.newton_schulz:
+            note_short_schedule(own)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, and with it what computed the symmetric products when it was saved."""
+        """Take over a state, and with it what computed the symmetric products when it was saved.
+
+        Raises:
+            ValueError: also if a group of it has a setting out of its range; nothing is changed then.
+        """
+        for number, group in enumerate(state_dict["param_groups"]):
+            self._check_update_settings(group, number)
         super().load_state_dict(state_dict)
         self._planned = None
         if self._graphed is not None:  # the momenta that it was captured with are gone
@@ -166,6 +173,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def settings(self) -> dict[str, Any]:
         """What a checkpoint says of this optimizer to those who read it."""
         settings = self.newton_schulz
+        own = {number: each for number, each in enumerate(own_settings(self.param_groups)) if each}
         return super().settings() | {
             "coefficients": [list(each) for each in settings.schedule],
             "fp32_matmul_prec": settings.fp32_matmul_prec,
@@ -174,6 +182,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             "nesterov": self.use_nesterov,
             "split_qkv": self.split_qkv,
             "tp_mode": self.tp_mode,
+            **({"of_groups": own} if own else {}),
         }
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
@@ -194,11 +203,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         sharers = self.data_parallel_group
         return layout if layout.ranks > 1 or sharers is None else shared_out(layout, sharers)
 
-    def matrix_layouts(self, parameter: Tensor) -> list[Layout]:
-        """Where the logical matrices of a parameter lie."""
-        layout, shapes = self.layout(parameter), self.split_shapes(parameter)
-        return [layout] if shapes is None else split_layout(layout, shapes)
-
     def split_shapes(self, parameter: Tensor) -> tuple[int, ...] | None:
         """Rows of each logical matrix in one query group of a fused parameter; None for any other."""
         if not self._is_split(parameter):
@@ -206,49 +210,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         own = getattr(parameter, "qkv_split_shapes", None)
         return self.qkv_split_shapes if own is None else tuple(own)
 
-    @property
-    def planned(self) -> Planned:
-        """All parameters, and the plan of a step.
-
-        Settled when it is first asked for, by all ranks together, and again after a group was added.
-        """
-        if self._planned is None:
-            parameters = self._parameters()
-            described = [
-                Parameter(name, self.layout(p), self.split_shapes(p), local(p).dtype)
-                for name, p in zip(self._names(), parameters, strict=True)
-            ]
-            device = local(parameters[0]).device
-            planned = Planned(described, device, self.tp_mode, self.newton_schulz, self._factor_scale, self._rates())
-            choice = planned.settle(self.symmetric_products, self.param_groups[0].get(RUNG))
-            for group in self.param_groups:
-                group[RUNG] = choice.rung
-                group[RATES] = planned.rates.state_dict()
-            self._planned = planned
-        return self._planned
-
-    def explain(self) -> str:
-        """The plan of a step as a table."""
-        return self.planned.explain()
-
-    def _rates(self) -> Rates | None:
-        """Those of the checkpoint where they were measured; None where they have to be."""
-        if isinstance(self.plan_rates, Rates):
-            return self.plan_rates
-        known = self.param_groups[0].get(RATES)
-        return None if known is None else Rates.from_state_dict(known)
-
-    def _prepare(self, parameters: Sequence[Tensor]) -> Skipping:
-        skipping = super()._prepare(parameters)
-        _ = self.planned
-        return skipping
-
-    def _agree(self, flags: Tensor) -> Tensor:
-        return flags if self.tp_mode == "blockwise" else self.planned.agree(flags)
-
-    def _takes_part(self, place: int, parameter: Tensor) -> bool:
-        # also without a gradient where others wait for this rank's part
-        return super()._takes_part(place, parameter) or self.planned.shares(place)
+    def split_of(self, parameter: Tensor) -> Split:
+        """The logical matrices of a parameter: what its attribute declares, else what ``split_qkv`` makes of it."""
+        split = super().split_of(parameter)
+        return split.in_global_order() if isinstance(parameter, DTensor) else split
 
     def _orthogonalize(
         self, batches: Sequence[Batch], updates: list[Tensor], accepted: Sequence[Tensor]
@@ -262,6 +227,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             self._update(batches, accepted, rates)
         else:
             self._graphed(batches, accepted, rates)
+        self._count([place for batch in batches for place in batch.places])
 
     def _check_graphs(self) -> None:
         devices = {parameter.device.type for parameter in self._parameters()}
@@ -275,16 +241,15 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if refused:
             raise ValueError(f"cuda_graphs cannot work here: {refused}. Leave it off")
 
-    def predicted_rms(self, rows: int, cols: int) -> float:
-        """RMS of the entries of the first update of a matrix of full rank, before the learning rate."""
-        return predicted_update_rms(rows, cols, self.scale_mode, self.extra_scale_factor)
+    def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float:
+        """RMS of the entries of the first update of a matrix of full rank, before the learning rate.
 
-    def _scale(self, rows: int, cols: int) -> float:
-        return self.extra_scale_factor * muon_scale_factor(rows, cols, self.scale_mode)
-
-    def _factor_scale(self, rows: int, cols: int) -> float:
-        """What the plan multiplies orthogonal factors by."""
-        return self._scale(rows, cols)
+        Args:
+            rows: of the logical matrix.
+            cols: likewise.
+            group: the one it is in; None for one without settings of its own.
+        """
+        return self.update_settings(group or {}).predicted_rms(rows, cols)
 
     def _further_settings(self) -> dict[str, Any]:
         """Settings of a subclass that each group may have a value of its own for."""
@@ -296,21 +261,14 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _check_qkv(self, parameter: Tensor) -> None:
         shapes = check_split_shapes(self.split_shapes(parameter), self.split_lengths)
-        layout = self.layout(parameter)
-        if layout.shape[0] % sum(shapes):
-            raise ValueError(
-                f"a fused projection of {layout.shape[0]} rows is not a whole number of query groups {list(shapes)}, "
-                f"which have {sum(shapes)} rows"
-            )
-        if self.tp_mode == "blockwise" and _cut_inside_group(layout, shapes):
-            raise ValueError(
-                f"tp_mode blockwise cannot split a fused projection of {layout.shape[0]} rows over {layout.ranks} "
-                f"ranks, whose shards end inside a query group of {sum(shapes)} rows: take duplicated or distributed, "
-                f"or turn split_qkv off"
-            )
+        check_query_groups(shapes, self.layout(parameter), self.tp_mode == "blockwise")
+
+    def _check_declared(self, parameter: Tensor) -> None:
+        check_declared(parameter.shape, self.split_of(parameter), self.layout(parameter), self.tp_mode == "blockwise")
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
+        self._check_update_settings(group, len(self.param_groups) - 1)
         if self.tp_mode == "blockwise" or not dist.is_initialized() or dist.get_world_size() == 1:
             return
         for parameter in group["params"]:
@@ -321,23 +279,3 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
                     f"completes it: pass a pg_collection that has {name!r}, or tp_mode='blockwise' for the "
                     f"approximation that treats each shard as a matrix"
                 )
-
-    def _note_short_schedule(self) -> None:
-        settings = self.newton_schulz
-        first_rank = not dist.is_initialized() or dist.get_rank() == 0
-        if first_rank and settings.steps < set_length(settings.coefficient_type):
-            low, high = composite_range(settings.schedule)
-            logger.warning(
-                "%s Newton-Schulz steps of %s are fewer than were fitted together: singular values in [0.01, 1] "
-                "become %.2f to %.2f instead of 1",
-                settings.steps,
-                settings.coefficient_type,
-                low,
-                high,
-            )
-
-
-def _cut_inside_group(layout: Layout, split_shapes: Sequence[int] | None) -> bool:
-    return split_shapes is not None and any(
-        edge % sum(split_shapes) for piece in layout.pieces for edge in (piece.top, piece.bottom)
-    )

@@ -8,19 +8,20 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.matrices import check_split_shapes, merge_rows, split_rows
 from megatron_eopt.optimizers import bulk
 from megatron_eopt.optimizers.batch import Batch, GroupRates, local
 from megatron_eopt.optimizers.bulk import Scalar
+from megatron_eopt.optimizers.logical import LogicalMatrices
 from megatron_eopt.optimizers.skipping import parameter_names
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.stepping import SteppingOptimizer
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
+from megatron_eopt.parallel.layout import local_rows, on_one_rank
 
 MOMENTUM_BUFFER = "momentum_buffer"
 
 
-class OrthogonalizedOptimizer(SteppingOptimizer):
+class OrthogonalizedOptimizer(SteppingOptimizer, LogicalMatrices):
     """Momentum, orthogonalized and scaled, as the update of matrices.
 
     For a parameter ``p`` with gradient ``g``, in this order:
@@ -33,6 +34,9 @@ class OrthogonalizedOptimizer(SteppingOptimizer):
     Gradients are never written to, and a parameter without one is left as it is, and so is one whose gradient is not
     finite: see :mod:`~megatron_eopt.optimizers.skipping`. A step leaves every process-wide setting of torch as it found
     it.
+
+    A parameter whose attribute ``logical_matrices`` is a :class:`~megatron_eopt.matrices.Split` is orthogonalized and
+    scaled as the matrices that it declares, whatever ``split_qkv`` says; a stack of them may have three dimensions.
 
     Args:
         params: matrices, or groups of them.
@@ -55,9 +59,6 @@ class OrthogonalizedOptimizer(SteppingOptimizer):
 
     momentum_key = "momentum_beta"
     """Name of the momentum among the settings of a group."""
-
-    split_lengths: tuple[int, ...] = (3,)
-    """How many parts a fused projection may have."""
 
     def __init__(
         self,
@@ -99,11 +100,6 @@ class OrthogonalizedOptimizer(SteppingOptimizer):
         self.orthogonalize_fn = orthogonalize_fn or (lambda update: update)
         self.scale_factor_fn = scale_factor_fn or (lambda rows, cols: 1.0)
 
-    def _check_split(self, qkv_split_shapes: Sequence[int] | None) -> tuple[int, ...] | None:
-        if self.is_qkv_fn is None:
-            raise ValueError("split_qkv needs is_qkv_fn, which tells the fused parameters, got None")
-        return check_split_shapes(qkv_split_shapes, self.split_lengths)
-
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
         for key in ("lr", "weight_decay"):
@@ -112,24 +108,7 @@ class OrthogonalizedOptimizer(SteppingOptimizer):
         if not 0 <= group[self.momentum_key] < 1:
             raise ValueError(f"{name}: {self.momentum_key} must lie in [0, 1), got {group[self.momentum_key]}")
         for index, parameter in enumerate(group["params"]):
-            if parameter.ndim != 2:
-                raise ValueError(
-                    f"{name} orthogonalizes matrices, but parameter {index} of group {len(self.param_groups) - 1} has "
-                    f"shape {tuple(parameter.shape)}: give it to another optimizer (AdamW, say)"
-                )
-            if self._is_split(parameter):
-                self._check_qkv(parameter)
-
-    def _is_split(self, parameter: Tensor) -> bool:
-        return self.split_qkv and self.is_qkv_fn is not None and self.is_qkv_fn(parameter)
-
-    def _check_qkv(self, parameter: Tensor) -> None:
-        assert self.qkv_split_shapes is not None  # checked at construction
-        if parameter.size(0) != sum(self.qkv_split_shapes):
-            raise ValueError(
-                f"{type(self).__name__}: a fused projection of {parameter.size(0)} rows cannot be split into "
-                f"{list(self.qkv_split_shapes)}, which are {sum(self.qkv_split_shapes)}"
-            )
+            self._check_parameter(parameter, f"parameter {index} of group {len(self.param_groups) - 1}")
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum."""
@@ -230,11 +209,8 @@ class OrthogonalizedOptimizer(SteppingOptimizer):
         Returns:
             A tensor of the shape of ``grad``.
         """
-        if not self._is_split(p):
-            return self._orthogonalize_matrix(grad)
-        assert self.qkv_split_shapes is not None  # checked at construction
-        parts = split_rows(grad, self.qkv_split_shapes)
-        return merge_rows([self._orthogonalize_matrix(part) for part in parts], self.qkv_split_shapes)
+        rows = local_rows(on_one_rank((grad.shape[-2], grad.shape[-1])), self.split_of(p))
+        return rows.merge([self._orthogonalize_matrix(part) for part in rows.split(grad)])
 
     def _orthogonalize_matrix(self, matrix: Tensor) -> Tensor:
         return self.orthogonalize_fn(matrix) * self.scale_factor_fn(*matrix.shape)

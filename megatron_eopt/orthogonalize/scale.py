@@ -7,6 +7,15 @@ from megatron_eopt.orthogonalize.choices import check_choice
 
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
+PRESETS: dict[str, tuple[ScaleMode, float]] = {
+    "megatron": ("spectral", 1.0),
+    "match_adamw": ("spectral", 0.2),
+    "keller": ("shape_scaling", 1.0),
+    "unit_rms": ("unit_rms_norm", 1.0),
+}
+"""Name -> scale mode and further factor: Megatron's default; RMS 0.2, as AdamW's [1]; [3]; and for muP [2]. The numbers
+are those of :func:`muon_scale_factor`."""
+
 
 def validate_scale_mode(mode: str) -> None:
     """Check the name of a scale mode.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.matrices import part_rows
+from megatron_eopt.matrices import LocalRows, Split, query_key_value
 from megatron_eopt.parallel.pieces import Piece, Shape, cut, cut_dimension, whole
 
 
@@ -81,55 +81,76 @@ def is_sharded(parameter: Tensor) -> bool:
 
 
 def layout_of(parameter: Tensor, tp_group: ProcessGroup | None, expert_tp_group: ProcessGroup | None = None) -> Layout:
-    """The layout of a two-dimensional parameter, from the attributes that Megatron sets.
+    """The layout of a two-dimensional parameter, or of each matrix of a stack, from the attributes that Megatron sets.
 
     Args:
-        parameter: this rank's part, (rows x cols).
+        parameter: this rank's part, (rows x cols) or (matrices x rows x cols).
         tp_group: the tensor-parallel group, None for one rank.
         expert_tp_group: that of experts.
 
     Raises:
         ValueError: if ``partition_dim`` is not a dimension of a matrix.
     """
-    rows, cols = parameter.shape
+    rows, cols = parameter.shape[-2:]
+    ahead = parameter.ndim - 2
     expert = is_expert(parameter)
     group = expert_tp_group if expert else tp_group
     if not is_sharded(parameter) or group is None or group.size() == 1:
         return on_one_rank((rows, cols))
     dim: int = parameter.partition_dim  # type: ignore[attr-defined]
-    if dim not in (0, 1):
-        raise ValueError(f"partition_dim of a matrix is 0 or 1, got {dim} on a parameter of shape {(rows, cols)}")
+    if dim - ahead not in (0, 1):
+        kind = f"a stack of matrices is {ahead} or {ahead + 1}" if ahead else "a matrix is 0 or 1"
+        raise ValueError(f"partition_dim of {kind}, got {dim} on a parameter of shape {tuple(parameter.shape)}")
+    dim -= ahead
     shape = (rows * group.size(), cols) if dim == 0 else (rows, cols * group.size())
     return Layout(shape, cut(shape, dim, group.size()), group, "expt_tp" if expert else "tp")
 
 
-def split_layout(layout: Layout, split_shapes: Sequence[int]) -> list[Layout]:
-    """The layouts of the logical matrices of a fused parameter, whose rows are interleaved by query group.
+def split_layout(layout: Layout, split: Split | Sequence[int]) -> list[Layout]:
+    """The layouts of the logical matrices of a parameter, in the order of their names.
 
-    A piece may begin and end within a group: it holds consecutive rows of every logical matrix, of some perhaps none.
+    A piece of a fused parameter may begin and end anywhere: it holds consecutive rows of every logical matrix, of some
+    perhaps none.
 
     Args:
-        layout: of the fused matrix, (groups * sum(split_shapes)) x cols, cut along rows, columns, both or not at all.
-        split_shapes: rows of each logical matrix within one group.
+        layout: of the parameter, cut along rows, columns, both or not at all; where it is a stack, of each matrix.
+        split: what is declared of it, or the rows of each part in one group of a fused query, key and value projection.
 
     Raises:
-        ValueError: if the global matrix is not a whole number of groups.
+        ValueError: if the global matrix, or how it is cut, does not fit the declaration.
     """
-    rows, cols = layout.shape
-    groups, rest = divmod(rows, sum(split_shapes))
-    if rest:
-        raise ValueError(
-            f"{rows} rows over all ranks are not a multiple of the {sum(split_shapes)} of one query group "
-            f"{list(split_shapes)}: pass the rows of each part in one group, or turn QKV splitting off"
-        )
-    ranges = [part_rows(piece.top, piece.bottom, split_shapes) for piece in layout.pieces]
-    return [
+    split = split if isinstance(split, Split) else query_key_value(split)
+    if split.is_whole:
+        return [layout]
+    pattern = split.pattern(layout.shape[0], _shards(layout, split))
+    held = [pattern.held(piece.top, piece.bottom) for piece in layout.pieces]
+    layouts = [
         replace(
             layout,
-            shape=(groups * size, cols),
+            shape=(block.rows, layout.shape[1]),
             pieces=tuple(
-                Piece(*held[part], piece.left, piece.right) for held, piece in zip(ranges, layout.pieces, strict=True)
+                Piece(*rows[place], piece.left, piece.right) for rows, piece in zip(held, layout.pieces, strict=True)
             ),
         )
-        for part, size in enumerate(split_shapes)
+        for place, block in enumerate(pattern.blocks)
     ]
+    return layouts * (1 if split.stacked is None else split.stacked)
+
+
+def local_rows(layout: Layout, split: Split) -> LocalRows:
+    """What splits this rank's part of a parameter into its pieces of the logical matrices, and merges them.
+
+    Raises:
+        ValueError: as :func:`split_layout`.
+    """
+    piece = layout.piece
+    return split.local(layout.shape[0], piece.top, piece.bottom, _shards(layout, split))
+
+
+def _shards(layout: Layout, split: Split) -> int:
+    """Into how many shards the rows are cut, each with its part of every matrix."""
+    shards = layout.ranks if layout.dim == 0 else 1
+    rows = sorted({piece.shape[0] for piece in layout.pieces})
+    if split.order == "per_shard" and len(rows) > 1:
+        raise ValueError(f"shards that each have a part of every matrix are equal, got {rows} rows on several ranks")
+    return shards

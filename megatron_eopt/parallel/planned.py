@@ -1,50 +1,31 @@
 """Parameters that are orthogonalized together: their logical matrices, the plan, and its execution."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from megatron_eopt.matrices import merge_piece, split_piece
 from megatron_eopt.orthogonalize.form import gram_dtype
-from megatron_eopt.orthogonalize.ladder import Choice, choose, restore
+from megatron_eopt.orthogonalize.ladder import Agree, Choice, choose, restore
 from megatron_eopt.orthogonalize.precision import product_dtype
 from megatron_eopt.orthogonalize.settings import NewtonSchulz
-from megatron_eopt.orthogonalize.symmetric import default_products
+from megatron_eopt.orthogonalize.symmetric import Products, default_products
 from megatron_eopt.parallel.agree import same_plan
 from megatron_eopt.parallel.cost import Rates, Work
-from megatron_eopt.parallel.exchange import lowest
 from megatron_eopt.parallel.execute import execute
 from megatron_eopt.parallel.explain import explain
-from megatron_eopt.parallel.layout import Layout, split_layout
+from megatron_eopt.parallel.layout import Layout, local_rows, split_layout
 from megatron_eopt.parallel.measure import measured_rates
-from megatron_eopt.parallel.pieces import whole
+from megatron_eopt.parallel.pieces import Shape, whole
 from megatron_eopt.parallel.plan import Bucket, Matrix, Plan, TpMode, make_plan
-from megatron_eopt.parallel.statistics import Statistics, Wanted, reduce_statistics
+from megatron_eopt.parallel.sharing import Parameter, SharedParameters
 
 _MOST_PLANS = 1024  # that are kept: one for each set of parameters that took part in a step
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """What a plan has to know of a parameter.
-
-    Attributes:
-        name: the same on every rank, and unique.
-        layout: where it lies.
-        split_shapes: rows of each logical matrix within one query group; None for a parameter that is one matrix.
-        dtype: of its updates.
-    """
-
-    name: str
-    layout: Layout
-    split_shapes: tuple[int, ...] | None
-    dtype: torch.dtype
-
-
-class Planned:
+class Planned(SharedParameters):
     """The plan of a list of parameters, and what executes it.
 
     Args:
@@ -59,6 +40,7 @@ class Planned:
         ValueError: for two groups of ranks of the same name, and for pieces that are not those of a matrix.
 
     Attributes:
+        settings: of the iteration; what computes its symmetric products is among them when the plan is settled.
         plan: see :mod:`~megatron_eopt.parallel.plan`.
         work: what its costs were predicted with, and
         rates: likewise.
@@ -73,20 +55,14 @@ class Planned:
         scale: Callable[[int, int], float],
         rates: Rates | None = None,
     ) -> None:
-        self._parameters = list(parameters)
-        self._device = device
-        self._settings = settings
+        super().__init__(parameters, device)
+        self.settings = settings
         self._scale = scale
-        self._layouts = [
-            [p.layout] if p.split_shapes is None else split_layout(p.layout, p.split_shapes) for p in parameters
-        ]
-        self.groups = _groups(parameters)
-        self._sharers = {
-            label: torch.tensor([p.layout.label == label for p in parameters], device=device) for label in self.groups
-        }
+        self._layouts = [split_layout(p.layout, p.split) for p in parameters]
+        self._local = [local_rows(p.layout, p.split) for p in parameters]
         rows = max((min(layout.shape) for layouts in self._layouts for layout in layouts), default=0)
         self.work = _work(settings, device, rows)
-        self.rates = rates or measured_rates(self.groups, device, self._product_dtypes()[0])
+        self.rates = rates or measured_rates(self.groups, device, product_dtypes(parameters, settings)[0])
         self.plan: Plan = make_plan(self._matrices(), tp_mode, self.work, self.rates)
         self._plans = {tuple(range(len(parameters))): self.plan}
         flat = iter(self.plan.matrices)
@@ -100,20 +76,15 @@ class Planned:
     def _matrices(self) -> list[Matrix]:
         return [
             Matrix(
-                name if len(layouts) == 1 else f"{name}[{part}]",
+                f"{parameter.name}[{name}]" if name else parameter.name,
                 layout.shape,
                 layout.pieces,
                 layout.label,
                 parameter.dtype.itemsize,
             )
             for parameter, layouts in zip(self._parameters, self._layouts, strict=True)
-            for name in [parameter.name]
-            for part, layout in enumerate(layouts)
+            for name, layout in zip(parameter.split.names(parameter.layout.shape[0]), layouts, strict=True)
         ]
-
-    def _product_dtypes(self) -> list[torch.dtype]:
-        dtypes = sorted({parameter.dtype for parameter in self._parameters}, key=str)
-        return [product_dtype(dtype, self._settings.fp32_matmul_prec) for dtype in dtypes]
 
     def explain(self) -> str:
         """The plan as a table: scheme, operations, bytes, collectives and predicted time of each bucket."""
@@ -130,35 +101,22 @@ class Planned:
             ValueError: if the plan differs between ranks.
             RuntimeError: if the rung cannot serve on one of them.
         """
-        same_plan(self.plan, self.groups, self._device)
-        settings = self._settings
-        shapes = sorted({matrix.shape for matrix in self.plan.matrices if 0 not in matrix.shape})
-        products = self._product_dtypes()
-        grams = [gram_dtype(dtype, self._device) for dtype in products]
-        known = {"fp32_precision": "tf32" if settings.fp32_matmul_prec == "high" else "ieee", "agree": self.lowest}
-        served = list(dict.fromkeys(dtype for dtype in (*products, *grams) if dtype is not None))
-        if rung is None and kept is not None:
-            choice = restore({"rung": kept}, shapes, served, self._device, **known)  # type: ignore[arg-type]
-        else:
-            choice = choose(shapes, served, self._device, rung=rung, **known)  # type: ignore[arg-type]
-        self._settings = replace(settings, products=choice.products)
-        return choice
+        same_plan(self.plan, self.groups, self.device)
+        return choose_products([self], self.lowest, rung, kept)
 
-    def lowest(self, x: Tensor) -> Tensor:
-        """Element-wise minimum over the ranks of every group, one group after another."""
-        for label in sorted(self.groups):
-            x = lowest(x, self.groups[label])
-        return x
+    def product_shapes(self) -> set[Shape]:
+        """Shapes of the matrices whose symmetric products are computed."""
+        return {matrix.shape for matrix in self.plan.matrices if 0 not in matrix.shape}
 
-    def agree(self, flags: Tensor) -> Tensor:
-        """Element-wise minimum of ``flags`` (k x parameters) over the ranks that share each parameter."""
-        for label in sorted(self.groups):
-            flags = torch.where(self._sharers[label], lowest(flags, self.groups[label]), flags)
-        return flags
+    def product_dtypes(self) -> list[torch.dtype]:
+        """The dtypes in which symmetric products are computed, those of the standard form first."""
+        products = product_dtypes(self._parameters, self.settings)
+        grams = [gram_dtype(dtype, self.device) for dtype in products]
+        return [dtype for dtype in (*products, *grams) if dtype is not None]
 
-    def shares(self, place: int) -> bool:
-        """Whether other ranks wait for this one's part of a parameter."""
-        return self._parameters[place].layout.ranks > 1
+    def compute_by(self, products: Products) -> None:
+        """Let symmetric products be computed by what was chosen."""
+        self.settings = replace(self.settings, products=products)
 
     def orthogonalize(self, updates: list[Tensor], places: Sequence[int]) -> list[Tensor]:
         """The orthogonal factors, scaled, of this rank's parts of parameters.
@@ -174,36 +132,20 @@ class Planned:
         shards = [part for update, place in zip(updates, places, strict=True) for part in self.split(place, update)]
         plan = self._plan_of(tuple(places))
         updates.clear()
-        factors = iter(execute(plan, shards, self.groups, self._settings, self._scale))
+        factors = iter(execute(plan, shards, self.groups, self.settings, self._scale))
         return [[next(factors) for _ in self._layouts[place]] for place in places]
 
     def split(self, place: int, x: Tensor) -> list[Tensor]:
         """This rank's pieces of the logical matrices of a parameter, from its part ``x`` of the parameter."""
-        shapes, piece = self._parameters[place].split_shapes, self._parameters[place].layout.piece
-        return [x] if shapes is None else split_piece(x, piece.top, shapes)
+        return self._local[place].split(x)
 
     def merge(self, place: int, parts: Sequence[Tensor]) -> Tensor:
         """The inverse of :meth:`split`."""
-        shapes, piece = self._parameters[place].split_shapes, self._parameters[place].layout.piece
-        return parts[0] if shapes is None else merge_piece(parts, piece.top, piece.shape[0], shapes)
+        return self._local[place].merge(parts)
 
     def matrices(self, places: Sequence[int]) -> list[list[Matrix]]:
         """The logical matrices of parameters, as they are orthogonalized: ``blockwise`` makes each piece a matrix."""
         return [self._logical[place] for place in places]
-
-    def statistics(self, wanted: Sequence[Wanted]) -> list[Statistics]:
-        """Statistics of :meth:`matrices`, with at most one all-reduce for each group; the same on all its ranks."""
-        places = {label: [i for i, one in enumerate(wanted) if one.matrix.group == label] for label in _labels(wanted)}
-        pending = {
-            label: reduce_statistics([wanted[i] for i in of_label], self.groups.get(label))
-            for label, of_label in places.items()
-        }
-        found = {
-            i: each
-            for label, of_label in places.items()
-            for i, each in zip(of_label, pending[label].wait(), strict=True)
-        }
-        return [found[i] for i in range(len(wanted))]
 
     def _plan_of(self, places: tuple[int, ...]) -> Plan:
         """What the plan says of the parameters at ``places``."""
@@ -216,26 +158,38 @@ class Planned:
         return self._plans[places]
 
 
+def product_dtypes(parameters: Sequence[Parameter], settings: NewtonSchulz) -> list[torch.dtype]:
+    """The dtypes in which the products of the standard form are computed."""
+    dtypes = sorted({parameter.dtype for parameter in parameters}, key=str)
+    return [product_dtype(dtype, settings.fp32_matmul_prec) for dtype in dtypes]
+
+
+def choose_products(each: Sequence[Planned], agree: Agree, rung: str | None, kept: str | None) -> Choice:
+    """Choose what computes the symmetric products of several plans, equal on all ranks, and let each compute by it.
+
+    Args:
+        each: of one device and one precision.
+        agree: element-wise minimum over the ranks of all their groups.
+        rung: as for :meth:`Planned.settle`, and
+        kept: likewise.
+    """
+    shapes = sorted({shape for planned in each for shape in planned.product_shapes()})
+    dtypes = list(dict.fromkeys(dtype for planned in each for dtype in planned.product_dtypes()))
+    device, precision = each[0].device, each[0].settings.fp32_matmul_prec
+    fp32_precision: Literal["tf32", "ieee"] = "tf32" if precision == "high" else "ieee"
+    if rung is None and kept is not None:
+        choice = restore({"rung": kept}, shapes, dtypes, device, fp32_precision=fp32_precision, agree=agree)
+    else:
+        choice = choose(shapes, dtypes, device, rung=rung, fp32_precision=fp32_precision, agree=agree)
+    for planned in each:
+        planned.compute_by(choice.products)
+    return choice
+
+
 def _alone(matrix: Matrix, layout: Layout) -> Matrix:
     """This rank's piece as a matrix that no other rank has a part of."""
     shape = layout.piece.shape
     return replace(matrix, shape=shape, pieces=(whole(shape),), group="")
-
-
-def _labels(wanted: Sequence[Wanted]) -> list[str]:
-    return sorted({one.matrix.group for one in wanted})
-
-
-def _groups(parameters: Sequence[Parameter]) -> dict[str, ProcessGroup]:
-    groups: dict[str, ProcessGroup] = {}
-    for parameter in parameters:
-        layout = parameter.layout
-        if layout.group is not None and groups.setdefault(layout.label, layout.group) is not layout.group:
-            raise ValueError(
-                f"{parameter.name} lies on another group of ranks than parameters before it, but both are called "
-                f"{layout.label!r}: give the dimensions of one device mesh other names, or each mesh an optimizer"
-            )
-    return groups
 
 
 def _work(settings: NewtonSchulz, device: torch.device, rows: int) -> Work:

@@ -1,0 +1,177 @@
+"""What is declared of a parameter: which logical matrices its rows make, whatever the number of ranks."""
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from megatron_eopt.matrices.pattern import Block, LocalRows, Pattern
+
+Order = Literal["interleaved", "per_shard", "concatenated"]
+"""How the rows of the parts follow one another in the global parameter, the shards of all ranks in their order:
+
+- ``interleaved``: a group has its rows of each part, the groups follow one another; a shard may end within a group.
+- ``per_shard``: each shard has an equal share of every part, so the order depends on the number of shards. Where the
+  parameter is not cut along its rows this is ``concatenated``.
+- ``concatenated``: the parts follow one another, wherever the parameter is cut.
+"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a fused parameter that belong together.
+
+    Attributes:
+        name: of the logical matrix.
+        rows: in one group where parts are ``interleaved``, else in the global parameter; None for an equal share of
+            those that the other parts leave.
+        each: so many rows are a matrix of their own (a head): ``name 0``, ``name 1`` and so on.
+        inside: names and rows of the matrices that the part itself is the concatenation of, all shards together.
+    """
+
+    name: str
+    rows: int | None = None
+    each: int | None = None
+    inside: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Split:
+    """The logical matrices of a parameter, by its rows.
+
+    Attributes:
+        parts: in the order of the rows; none for a parameter that is one matrix.
+        order: see :data:`Order`.
+        stacked: a parameter of three dimensions is a stack of so many matrices (experts), each of which is split.
+
+    Raises:
+        ValueError: for an unknown order, two matrices of one name, numbers that are not positive integers, and parts
+            that do not go with the order.
+    """
+
+    parts: tuple[Part, ...] = ()
+    order: Order = "interleaved"
+    stacked: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.order not in get_args(Order):
+            raise ValueError(f"unknown order {self.order!r} of rows: expected one of {', '.join(get_args(Order))}")
+        names = [name for part in self.parts for name in ([each for each, _ in part.inside] or [part.name])]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"two logical matrices of one parameter are called {twice[0]!r}")
+        _check_positive("stacked", self.stacked)
+        for part in self.parts:
+            self._check_part(part)
+
+    def _check_part(self, part: Part) -> None:
+        _check_positive(f"rows of {part.name}", part.rows)
+        _check_positive(f"rows of each {part.name}", part.each)
+        for name, rows in part.inside:
+            _check_positive(f"rows of {name}", rows)
+        if part.each is not None and part.inside:
+            raise ValueError(
+                f"{part.name} is cut into equal matrices (each) or into named ones (inside), not into both"
+            )
+        if self.order != "interleaved":
+            return
+        if part.rows is None or part.inside:
+            raise ValueError(f"interleaved rows of {part.name} need their number in one group, and no matrices inside")
+        if part.each is not None and part.rows % part.each:
+            raise ValueError(f"{part.rows} rows of {part.name} in one group are no multiple of the {part.each} of each")
+
+    @property
+    def is_whole(self) -> bool:
+        """True for a parameter that is one matrix."""
+        return not self.parts and self.stacked is None
+
+    def names(self, rows: int) -> list[str]:
+        """Names of the logical matrices, the same at every number of ranks; one empty name for a whole parameter.
+
+        Args:
+            rows: of the global parameter, or of each of a stack.
+        """
+        names = [block.name for block in self.pattern(rows).blocks]
+        if self.stacked is None:
+            return names
+        return [f"expert {layer} {name}".rstrip() for layer in range(self.stacked) for name in names]
+
+    def pattern(self, rows: int, shards: int = 1) -> Pattern:
+        """Which rows are whose.
+
+        Args:
+            rows: of the global parameter, or of each of a stack.
+            shards: into so many the rows are cut by tensor parallelism.
+
+        Raises:
+            ValueError: for another number of rows than was declared, and for parts that cannot be cut so.
+        """
+        if not self.parts:
+            return Pattern((rows,), (Block("", 0, 0, rows),))
+        of_parts = self._rows(rows)
+        if self.order == "interleaved":
+            sizes = [part.rows or 0 for part in self.parts]
+        else:
+            repeats = shards if self.order == "per_shard" else 1
+            sizes = [_share(part.name, of_part, repeats) for part, of_part in zip(self.parts, of_parts, strict=True)]
+        blocks = [
+            block
+            for place, (part, of_part) in enumerate(zip(self.parts, of_parts, strict=True))
+            for block in _blocks(place, part, of_part)
+        ]
+        return Pattern(tuple(sizes), tuple(blocks))
+
+    def local(self, rows: int, top: int, bottom: int, shards: int = 1) -> LocalRows:
+        """What splits and merges the rows from ``top`` to ``bottom``; the rest as in :meth:`pattern`."""
+        return LocalRows(self.pattern(rows, shards), top, bottom, self.stacked)
+
+    def in_global_order(self) -> "Split":
+        """For a parameter whose global tensor is what one rank would hold, as that of a DTensor is."""
+        return replace(self, order="concatenated") if self.order == "per_shard" else self
+
+    @property
+    def _group(self) -> int:
+        return sum(part.rows or 0 for part in self.parts)
+
+    def _rows(self, rows: int) -> list[int]:
+        """Rows of each part in the global parameter."""
+        sizes = [part.rows for part in self.parts]
+        if self.order == "interleaved":
+            if rows % self._group or not rows:
+                raise ValueError(
+                    f"{rows} rows over all ranks are not a multiple of the {self._group} of one query group {sizes} "
+                    f"(or head): pass the rows of each part in one group, or turn the split off (QKV splitting, say)"
+                )
+            return [rows // self._group * (size or 0) for size in sizes]
+        shares = sizes.count(None)
+        left = rows - self._group
+        if (left <= 0 or left % shares) if shares else left:
+            declared = ", ".join(f"{part.name} {part.rows or 'the rest'}" for part in self.parts)
+            raise ValueError(f"{rows} rows over all ranks are not those declared: {declared}")
+        return [left // shares if size is None else size for size in sizes]
+
+
+def _share(name: str, rows: int, shards: int) -> int:
+    if rows % shards:
+        raise ValueError(f"{name} has {rows} rows, of which {shards} shards cannot have equal parts")
+    return rows // shards
+
+
+def _blocks(place: int, part: Part, rows: int) -> list[Block]:
+    """The logical matrices of one part."""
+    if part.each is not None:
+        if rows % part.each:
+            raise ValueError(f"{part.name} has {rows} rows, which are no multiple of the {part.each} of each matrix")
+        return [Block(f"{part.name} {i}", place, i * part.each, (i + 1) * part.each) for i in range(rows // part.each)]
+    inside = part.inside or ((part.name, rows),)
+    if sum(size for _, size in inside) != rows:
+        listed = ", ".join(f"{name} {size}" for name, size in inside)
+        raise ValueError(f"{part.name} has {rows} rows, which are not those of the matrices inside it: {listed}")
+    blocks, start = [], 0
+    for name, size in inside:
+        blocks.append(Block(name, place, start, start + size))
+        start += size
+    return blocks
+
+
+def _check_positive(what: str, number: int | None) -> None:
+    if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number <= 0):
+        raise ValueError(f"{what}: expected a positive integer, got {number!r}")

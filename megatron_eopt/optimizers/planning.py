@@ -1,0 +1,140 @@
+"""Optimizers that orthogonalize the matrices of all their groups together, by a plan."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from torch import Tensor
+
+from megatron_eopt.optimizers.batch import local
+from megatron_eopt.optimizers.group_settings import UpdateSettings, own_settings
+from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
+from megatron_eopt.optimizers.skipping import Skipping
+from megatron_eopt.orthogonalize.scale import ScaleMode
+from megatron_eopt.orthogonalize.settings import NewtonSchulz
+from megatron_eopt.parallel.cost import Rates
+from megatron_eopt.parallel.plan import TpMode
+from megatron_eopt.parallel.planned import Planned
+from megatron_eopt.parallel.sharing import Parameter
+from megatron_eopt.parallel.variants import Variant, Variants, plan_together
+
+# Settings of a group with which a resumed run goes on, or it is not bit-equal: what computed symmetric products, and
+# the rates that the plan was made with.
+RUNG = "symmetric_products"
+RATES = "plan_rates"
+
+
+class PlannedOptimizer(OrthogonalizedOptimizer):
+    """An optimizer whose updates follow a plan, which is made of what each group says of them.
+
+    Attributes:
+        newton_schulz: the iteration of groups that say nothing else of it,
+        scale_mode: likewise, and
+        extra_scale_factor: likewise.
+        tp_mode: what the user asked for.
+        plan_rates: of the cost model, or ``measure``.
+        symmetric_products: what the user wants to compute them; None for what the checkpoint says, or the fastest.
+        newton_schulz_calls: how many logical matrices the steps of this optimizer have orthogonalized since it was
+            made: those of which this rank has a part, whichever rank computed them. A matrix whose gradient was not
+            finite counts too: it is orthogonalized, and the result is left out.
+    """
+
+    carried_settings = frozenset({RUNG, RATES})
+
+    newton_schulz: NewtonSchulz
+    scale_mode: ScaleMode
+    extra_scale_factor: float
+    tp_mode: TpMode
+    plan_rates: Rates | Literal["measure"]
+    symmetric_products: str | None
+    newton_schulz_calls: int = 0
+
+    # On the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
+    _planned: Planned | Variants | None = None
+    _planned_for: object = None
+
+    @property
+    def planned(self) -> Planned | Variants:
+        """All parameters, and the plan of a step.
+
+        Settled when it is first asked for, by all ranks together, and again after a group was added or has other
+        settings of the iteration or the scale.
+        """
+        wanted = (self.newton_schulz, self.scale_mode, self.extra_scale_factor, own_settings(self.param_groups))
+        if self._planned is None or self._planned_for != wanted:
+            self._planned = self._settled()
+            self._planned_for = wanted
+        return self._planned
+
+    def explain(self) -> str:
+        """The plan of a step as a table."""
+        return self.planned.explain()
+
+    @property
+    def matrices_per_step(self) -> int:
+        """How many logical matrices this rank has a part of: so many a step orthogonalizes if all have gradients."""
+        return sum(len(self.matrix_layouts(parameter)) for parameter in self._parameters())
+
+    def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
+        """The iteration and the scale that the matrices of a group get.
+
+        Raises:
+            ValueError: if the group says what the optimizer would refuse.
+        """
+        return UpdateSettings(self.newton_schulz, self.scale_mode, self.extra_scale_factor).of_group(group)
+
+    @property
+    def proposed(self) -> Planned | Variants:
+        """What :attr:`planned` will be, before ranks agree on it: for a run that is only described. Made anew."""
+        parameters = self._parameters()
+        described = [
+            Parameter(name, self.layout(p), self.split_of(p), local(p).dtype)
+            for name, p in zip(self._names(), parameters, strict=True)
+        ]
+        settings = [self.update_settings(group) for group in self.param_groups]
+        variants = [
+            variant
+            for group, variant in zip(self.param_groups, map(self._variant, settings), strict=True)
+            for _ in group["params"]
+        ]
+        return plan_together(described, variants, local(parameters[0]).device, self.tp_mode, self._rates())
+
+    def _settled(self) -> Planned | Variants:
+        planned = self.proposed
+        choice = planned.settle(self.symmetric_products, self.param_groups[0].get(RUNG))
+        for group in self.param_groups:
+            group[RUNG] = choice.rung
+            group[RATES] = planned.rates.state_dict()
+        return planned
+
+    def _rates(self) -> Rates | None:
+        """Those of the checkpoint where they were measured; None where they have to be."""
+        if isinstance(self.plan_rates, Rates):
+            return self.plan_rates
+        known = self.param_groups[0].get(RATES)
+        return None if known is None else Rates.from_state_dict(known)
+
+    def _variant(self, settings: UpdateSettings) -> Variant:
+        """What the plan has to know of settings: the iteration, and what it multiplies orthogonal factors by."""
+        return Variant(settings.name, settings.newton_schulz, settings.scale)
+
+    def _count(self, places: Sequence[int]) -> None:
+        """Count the matrices of the parameters that were worked on in a step."""
+        self.newton_schulz_calls += sum(len(matrices) for matrices in self.planned.matrices(places))
+
+    def _prepare(self, parameters: Sequence[Tensor]) -> Skipping:
+        skipping = super()._prepare(parameters)
+        _ = self.planned
+        return skipping
+
+    def _agree(self, flags: Tensor) -> Tensor:
+        return flags if self.tp_mode == "blockwise" else self.planned.agree(flags)
+
+    def _takes_part(self, place: int, parameter: Tensor) -> bool:
+        # also without a gradient where others wait for this rank's part
+        return super()._takes_part(place, parameter) or self.planned.shares(place)
+
+    def _check_update_settings(self, group: Mapping[str, Any], number: int) -> None:
+        try:
+            self.update_settings(group)
+        except ValueError as error:
+            raise ValueError(f"{type(self).__name__}: group {number}: {error}") from error

@@ -1,0 +1,292 @@
+"""Groups with an iteration and a scale of their own do what optimizers with these settings would do, each alone."""
+
+import copy
+import logging
+
+import pytest
+import torch
+
+from megatron_eopt import TensorParallelAdaptiveMuon, TensorParallelMuon
+from megatron_eopt.megatron.summary import summary
+from megatron_eopt.optimizers.graphs import GraphedUpdate
+from tests.optimizers.test_muon import is_qkv, matrix
+
+COMMON = {
+    "lr": 0.1,
+    "fp32_matmul_prec": "highest",
+    "extra_scale_factor": 0.7,
+    "split_qkv": True,
+    "is_qkv_fn": is_qkv,
+    "qkv_split_shapes": (4, 2, 2),
+}
+OWN = [
+    {"num_ns_steps": 7, "coefficient_type": "polar_express"},
+    {"scale_mode": "unit_rms_norm", "extra_scale_factor": 0.5},
+    {},
+    {"coefficient_type": [(2.0, -1.5, 0.5)], "scale_mode": "shape_scaling"},
+]
+METHODS = [None, "adamuon", "adamuon not aligned", "normuon", "namo"]
+
+
+def optimizer(groups, method=None, **settings):
+    if method is None:
+        return TensorParallelMuon(groups, **{**COMMON, **settings})
+    name, *rest = method.split()
+    return TensorParallelAdaptiveMuon(groups, moment2_method=name, align_rms=not rest, **{**COMMON, **settings})
+
+
+def parameters(number=0):
+    """Of every group, in shapes that other groups have too; the first one has no gradient in some steps."""
+    return [
+        matrix(6, 10, number, is_quiet=True),
+        matrix(10, 6, number + 1),
+        matrix(16, 10, number + 2, is_qkv=True),
+    ]
+
+
+def grouped(own=OWN):
+    return [{"params": parameters(10 * number), **settings} for number, settings in enumerate(own)]
+
+
+def in_fp64(groups):
+    for p in (p for group in groups for p in group["params"]):
+        p.data = p.data.double()
+    return groups
+
+
+def step(made, seed):
+    for p in (p for group in made.param_groups for p in group["params"]):
+        gradient = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)) + p.detach()
+        p.grad = None if seed == 1 and hasattr(p, "is_quiet") else gradient
+    made.step()
+
+
+def weights(made):
+    return [p.detach().clone() for group in made.param_groups for p in group["params"]]
+
+
+def take_weights(made, other):
+    for p, q in zip((p for group in made.param_groups for p in group["params"]), weights(other), strict=True):
+        p.data.copy_(q)
+
+
+def assert_equal(actual, expected):
+    assert len(actual) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def stepped(made, seeds=range(3)):
+    for seed in seeds:
+        step(made, seed)
+    return weights(made)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_groups_are_what_optimizers_of_their_own_would_be(method):
+    groups = in_fp64(grouped())
+    alone = [optimizer(group["params"], method, **own) for group, own in zip(groups, OWN, strict=True)]
+    expected = [p for each in alone for p in stepped(each)]
+    actual = stepped(optimizer(in_fp64(grouped()), method))
+    if method is None:
+        assert_equal(actual, expected)
+    else:  # groups of one iteration are one stack, which rounds otherwise
+        assert all((a - b).abs().max() <= 1e-6 * b.abs().max() for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_groups_that_say_the_same_are_planned_and_computed_as_one(method):
+    plain = optimizer([{"params": group["params"]} for group in grouped()], method)
+    said = {"num_ns_steps": 5, "coefficient_type": "quintic", "scale_mode": "spectral", "extra_scale_factor": 0.7}
+    made = optimizer(grouped([said, {}, {"num_ns_steps": 5}, said]), method)
+    assert_equal(stepped(made), stepped(plain))
+    assert made.explain() == plain.explain()
+    assert len(made.planned.plan.buckets) == len(plain.planned.plan.buckets)
+
+
+def test_the_plan_says_what_each_setting_gets():
+    made = optimizer(grouped())
+    table = made.explain()
+    assert table.count("ms\n") == 4
+    assert "7 Newton-Schulz steps of polar_express, scale spectral times 0.7:\n" in table
+    assert "5 Newton-Schulz steps of quintic, scale unit_rms_norm times 0.5:\n" in table
+    assert "of ((2.0, -1.5, 0.5), (2.0, -1.5, 0.5), (2.0, -1.5, 0.5), (2.0, -1.5, 0.5), (2.0, -1.5, 0.5))" in table
+    names = [matrix.name.split(",")[0] for matrix in made.planned.plan.matrices]
+    assert names[4::5] == [f"parameter 2 of group {number}" for number in range(4)]
+    assert sorted(i for bucket in made.planned.plan.buckets for i in bucket.matrices) == list(range(20))
+    # the scale of an adaptive update comes after the plan
+    assert optimizer(grouped(), "namo").explain().count("ms\n") == 3
+
+
+WRONG = [
+    ({"scale_mode": "spectal"}, "unknown scale mode 'spectal': expected one of spectral, unit_rms_norm"),
+    ({"coefficient_type": "quintc"}, "unknown coefficient type 'quintc'"),
+    ({"coefficient_type": 3}, "unknown coefficient type 3"),
+    ({"coefficient_type": [(1.0, 2.0)]}, r"a coefficient set is a non-empty list of \(a, b, c\)"),
+    ({"num_ns_steps": 0}, "the number of Newton-Schulz steps must be an integer of at least 1, got 0"),
+    ({"num_ns_steps": None}, "the number of Newton-Schulz steps must be an integer of at least 1, got None"),
+    ({"num_ns_steps": 7}, "quintic has 5 polynomials .* so it cannot be served in 7 Newton-Schulz steps"),
+    ({"coefficient_type": "cubic5", "num_ns_steps": 4}, "cubic5 is served in exactly 5 Newton-Schulz steps, got 4"),
+    ({"extra_scale_factor": "0.2"}, "extra_scale_factor is a finite number, got '0.2'"),
+    ({"extra_scale_factor": float("nan")}, "extra_scale_factor is a finite number, got nan"),
+]
+
+
+@pytest.mark.parametrize(("own", "message"), WRONG)
+def test_wrong_settings_of_a_group_are_refused_by_the_number_of_the_group(own, message):
+    with pytest.raises(ValueError, match=f"TensorParallelMuon: group 1: {message}"):
+        optimizer([{"params": [matrix()]}, {"params": [matrix()], **own}])
+    made, untouched = optimizer(grouped()), optimizer(grouped())
+    step(made, 0), step(untouched, 0)
+    with pytest.raises(ValueError, match=f"group 4: {message}"):
+        made.add_param_group({"params": [matrix()], **own})
+    state = made.state_dict()
+    state["param_groups"][2].update(own)
+    with pytest.raises(ValueError, match=f"group 2: {message}"):
+        made.load_state_dict(state)
+    assert [set(group) for group in made.param_groups] == [set(group) for group in untouched.param_groups]
+    assert_equal(stepped(made), stepped(untouched))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"extra_scale_factor": None}, "finite number, got None"), ({"scale_mode": ["spectral"]}, "unknown scale mode")],
+)
+def test_the_constructor_refuses_what_groups_may_not_say(settings, message):
+    with pytest.raises(ValueError, match=message):
+        optimizer([matrix()], **settings)
+
+
+@pytest.mark.parametrize("method", [None, "normuon"])
+def test_settings_of_groups_travel_with_the_state(method):
+    made = optimizer(grouped(), method)
+    stepped(made)
+    state = copy.deepcopy(made.state_dict())
+    assert {key: state["param_groups"][0][key] for key in OWN[0]} == OWN[0]
+    assert {group["symmetric_products"] for group in state["param_groups"]} == {"torch"}
+    assert all(group["plan_rates"] == state["param_groups"][0]["plan_rates"] for group in state["param_groups"])
+    resumed = optimizer(grouped([{}] * 4), method)
+    stepped(resumed, [5])  # planned for equal settings
+    resumed.load_state_dict(state)
+    take_weights(resumed, made)
+    assert_equal(stepped(resumed, [3, 4]), stepped(made, [3, 4]))
+
+
+@pytest.mark.parametrize("method", [None, "adamuon"])
+def test_a_changed_setting_is_in_force_in_the_next_step(method):
+    # without a memory, so that a fresh optimizer does the same
+    memory = {"momentum": 0.0, **({} if method is None else {"beta2": 0.0})}
+    made = optimizer(grouped([{}] * 4), method, **memory)
+    stepped(made)
+    for own in (OWN, OWN[::-1], [{"extra_scale_factor": 0.25 * number} for number in range(4)]):
+        for group, settings in zip(made.param_groups, own, strict=True):
+            for key in ("num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor"):
+                group.pop(key, None)
+            group.update(settings)
+        fresh = optimizer(grouped(own), method, **memory)
+        take_weights(fresh, made)
+        assert_equal(stepped(made, [5]), stepped(fresh, [5]))
+
+
+def test_a_setting_that_was_changed_to_a_wrong_one_is_refused_before_anything_is_changed():
+    made = optimizer(grouped())
+    before = stepped(made)
+    momenta = [state["momentum_buffer"].clone() for state in made.state.values()]
+    made.param_groups[2]["num_ns_steps"] = 0
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        step(made, 3)
+    assert_equal(weights(made), before)
+    assert_equal([state["momentum_buffer"] for state in made.state.values()], momenta)
+
+
+def test_one_rung_serves_all_groups():
+    made = TensorParallelMuon(
+        [{"params": [matrix(8, 8)], "num_ns_steps": 10}, {"params": [matrix(8, 8)]}], symmetric_products="blocked"
+    )
+    step(made, 0)
+    assert [group["symmetric_products"] for group in made.param_groups] == ["blocked", "blocked"]
+    made.add_param_group({"params": [matrix(8, 8)], "scale_mode": "unit_rms_norm"})
+    step(made, 0)
+    assert made.param_groups[2]["symmetric_products"] == "blocked"
+    assert made.param_groups[2]["plan_rates"] == made.param_groups[0]["plan_rates"]
+
+
+def test_shorter_schedules_than_were_fitted_together_are_noted(caplog):
+    with caplog.at_level(logging.WARNING):
+        optimizer([{"params": [matrix()], "num_ns_steps": 5}, {"params": [matrix()], "num_ns_steps": 3}])
+    assert [record.getMessage()[:38] for record in caplog.records] == ["3 Newton-Schulz steps of quintic are f"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_first_update_has_the_size_predicted_for_its_group(method):
+    own = [{**settings, "weight_decay": 0.0, "momentum": 0.9 - number / 10} for number, settings in enumerate(OWN[:3])]
+    groups = [{"params": [matrix(12, 48, number)], **settings} for number, settings in enumerate(own)]
+    made = optimizer(groups, method, coefficient_type="cans", num_ns_steps=9)
+    before = weights(made)
+    step(made, 0)
+    for old, new, group in zip(before, weights(made), made.param_groups, strict=True):
+        actual = ((old - new) / 0.1).square().mean().sqrt().item()
+        assert actual == pytest.approx(made.predicted_rms(12, 48, group), rel=0.03)
+    assert made.update_settings(made.param_groups[1]).scale(12, 48) == 0.5 * 0.5
+    plain = optimizer([matrix()], method, coefficient_type="cans", num_ns_steps=9)
+    assert made.predicted_rms(12, 48) == plain.predicted_rms(12, 48)
+
+
+@pytest.mark.parametrize("method", [None, "normuon"])
+def test_matrices_that_took_part_are_counted(method):
+    made = optimizer(grouped(), method)
+    assert (made.newton_schulz_calls, made.matrices_per_step) == (0, 20)  # two, and q, k and v, in four groups
+    step(made, 0)
+    assert made.newton_schulz_calls == 20
+    step(made, 1)  # four without a gradient
+    assert made.newton_schulz_calls == 36
+    made.add_param_group({"params": [matrix()]})
+    assert made.matrices_per_step == 21
+    step(made, 2)
+    assert made.newton_schulz_calls == 57
+    made.orthogonalize(made.param_groups[0]["params"][0], torch.ones(6, 10))
+    for p in (p for group in made.param_groups for p in group["params"]):
+        p.grad = None
+    made.step()
+    assert made.newton_schulz_calls == 57
+    assert optimizer([matrix()]).newton_schulz_calls == 0
+
+
+def test_a_step_that_is_made_parameter_by_parameter_counts_too():
+    class Doubled(TensorParallelMuon):
+        def orthogonalize(self, p, grad, **group_settings):
+            return 2 * super().orthogonalize(p, grad, **group_settings)
+
+    made, plain = Doubled(grouped(), **COMMON), optimizer(grouped(), lr=0.2, weight_decay=0.005)
+    for actual, expected in zip(stepped(made, [0]), stepped(plain, [0]), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert made.newton_schulz_calls == 20
+
+
+def test_a_captured_step_is_the_step_of_all_groups_and_counts():
+    plain, captured = optimizer(grouped()), optimizer(grouped())
+    captured._graphed = GraphedUpdate(captured._update, lambda run: run)
+    for made in (plain, captured):
+        made.result = stepped(made, [0, 2, 3])
+        assert made.newton_schulz_calls == 60
+    assert_equal(captured.result, plain.result)
+    captured.param_groups[1]["scale_mode"] = "spectral"
+    with pytest.raises(RuntimeError, match="only learning rate and weight decay may change"):
+        step(captured, 4)
+    assert captured.newton_schulz_calls == 60
+    assert_equal(weights(captured), weights(plain))
+
+
+def test_a_checkpoint_says_which_groups_have_settings_of_their_own():
+    assert optimizer(grouped()).settings()["of_groups"] == {0: OWN[0], 1: OWN[1], 3: OWN[3]}
+    assert optimizer(grouped()).settings()["extra_scale_factor"] == 0.7
+    assert "of_groups" not in optimizer(grouped([{}, {}])).settings()
+
+
+def test_the_summary_says_how_many_matrices_get_what():
+    text = summary([optimizer(grouped())])
+    assert (
+        "20 matrices orthogonalized by 5 or 7 Newton-Schulz steps (5 by 5 of custom, 10 by 5 of quintic, 5 by 7 of "
+        "polar_express, highest precision, symmetric products by torch), none sharded (exact), update RMS 0.1 to 0.7 "
+    ) in text
+    text = summary([optimizer(grouped([{}, {"scale_mode": "unit_rms_norm"}]))])
+    assert "10 matrices orthogonalized by 5 Newton-Schulz steps (quintic, highest precision, " in text

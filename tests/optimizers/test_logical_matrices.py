@@ -1,0 +1,159 @@
+"""The update of a parameter that is made of several matrices is the updates of these matrices, stored separately."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_eopt import OrthogonalizedOptimizer, TensorParallelAdaptiveMuon, TensorParallelMuon
+from megatron_eopt.matrices import GATE_UP, WHOLE, concatenated, experts, interleaved, query_key_value
+from tests.matrices.models import kinds
+from tests.parallel.test_layout import Group
+
+KINDS = kinds()
+COLS = 24
+
+
+def parameter(x, split=None, **attributes):
+    result = torch.nn.Parameter(x.clone())
+    for name, value in attributes.items() if split is None else [*attributes.items(), ("logical_matrices", split)]:
+        setattr(result, name, value)
+    return result
+
+
+def stepped(optimizer, parameters, gradients, steps=2):
+    for step in range(steps):
+        for p, g in zip(parameters, gradients, strict=True):
+            p.grad = g * (1 + step)
+        optimizer.step()
+    return [p.detach() for p in parameters]
+
+
+def both_ways(kind, make):
+    """The fused parameter after some steps, the optimizer, and what it should be."""
+    weights, gradients = kind.whole(COLS), kind.whole(COLS, seed=1)
+    apart = [parameter(weight) for weight in weights]
+    (expected,) = kind.store(stepped(make(apart), apart, gradients), 1)
+    fused = parameter(kind.store(weights, 1)[0], kind.split)
+    optimizer = make([fused])
+    return stepped(optimizer, [fused], kind.store(gradients, 1))[0], optimizer, expected
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+def test_a_split_update_is_the_updates_of_its_matrices(name, precision):
+    def make(parameters):
+        return TensorParallelMuon(
+            parameters, lr=0.1, scale_mode="shape_scaling", weight_decay=0.2, fp32_matmul_prec=precision
+        )
+
+    actual, optimizer, expected = both_ways(KINDS[name], make)
+    assert torch.equal(actual, expected)  # the same stacks of the same numbers
+    (p,) = optimizer.param_groups[0]["params"]
+    assert [layout.shape for layout in optimizer.matrix_layouts(p)] == [
+        (r, COLS) for r in KINDS[name].matrices.values()
+    ]
+    names = [matrix.name for matrix in optimizer.planned.plan.matrices]
+    parameter_name = "parameter 0 of group 0, of shape " + str(tuple(p.shape))
+    assert names == [f"{parameter_name}[{n}]" if n else parameter_name for n in KINDS[name].matrices]
+    assert optimizer.state[p]["momentum_buffer"].shape == p.shape
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("method", ["adamuon", "normuon", "namo"])
+def test_second_moments_are_those_of_the_matrices(name, method):
+    def make(parameters):
+        return TensorParallelAdaptiveMuon(parameters, lr=0.1, moment2_method=method, fp32_matmul_prec="highest")
+
+    actual, optimizer, expected = both_ways(KINDS[name], make)
+    assert (actual - expected).abs().max() <= 1e-6 * expected.abs().max()
+    (p,) = optimizer.param_groups[0]["params"]
+    keys = [key for key in optimizer.state[p] if key.startswith("moment2")]
+    many = method != "adamuon" and not KINDS[name].split.is_whole
+    assert keys == ([f"moment2_buffer_{i}" for i in range(len(KINDS[name].matrices))] if many else ["moment2_buffer"])
+    restored = make([parameter(actual, KINDS[name].split)])
+    restored.load_state_dict(optimizer.state_dict())
+    (q,) = restored.param_groups[0]["params"]
+    assert all(torch.equal(restored.state[q][key], optimizer.state[p][key]) for key in optimizer.state[p])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_base_class_splits_too(name):
+    def make(parameters):
+        return OrthogonalizedOptimizer(
+            parameters,
+            0.1,
+            0.9,
+            True,
+            0.1,
+            True,
+            False,
+            None,
+            None,
+            "highest",
+            orthogonalize_fn=lambda x: x / x.norm(),
+            scale_factor_fn=lambda rows, cols: rows / cols,
+        )
+
+    actual, _, expected = both_ways(KINDS[name], make)
+    # the norm of single rows brought together by strides is summed in another order
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_what_a_parameter_declares_wins():
+    p = parameter(torch.ones(8, 4), WHOLE, is_qkv=True, qkv_split_shapes=[2, 1, 1])
+    settings = {"split_qkv": True, "is_qkv_fn": lambda p: p.is_qkv, "qkv_split_shapes": [4, 2, 2]}
+    assert TensorParallelMuon([p], **settings).split_of(p) == WHOLE
+    p.logical_matrices = GATE_UP
+    assert TensorParallelMuon([p], **settings).split_of(p) == TensorParallelMuon([p]).split_of(p) == GATE_UP
+    del p.logical_matrices
+    assert TensorParallelMuon([p], **settings).split_of(p) == query_key_value([2, 1, 1])
+    assert TensorParallelMuon([p]).split_of(p) == WHOLE
+
+
+@pytest.mark.parametrize(
+    ("shape", "split", "message"),
+    [
+        ((2, 4, 4), None, r"shape \(2, 4, 4\): give it to another optimizer \(AdamW, say\), or declare a stack of 2 m"),
+        ((2, 4, 4), GATE_UP, "declare a stack of 2 matrices"),
+        ((4, 4), experts(4), r"parameter 0 of group 0 has shape \(4, 4\): give it to another optimizer"),
+        ((2, 4, 4), experts(3), r"a parameter of shape \(2, 4, 4\) is declared as a stack of 3 matrices"),
+        (
+            (5, 4),
+            GATE_UP,
+            r"shape \(5, 4\) is not what was declared of it: 5 rows over all ranks are not those declared",
+        ),
+        ((8, 4), interleaved(q=2, k=1), r"declared of it: 8 rows .* one query group \[2, 1\]"),
+        ((8, 4), [2, 1, 1], r"logical_matrices of a parameter of shape \(8, 4\) has to be a Split, got list"),
+    ],
+)
+def test_a_parameter_that_is_another_than_declared_is_refused(shape, split, message):
+    opt = TensorParallelMuon([torch.nn.Parameter(torch.ones(2, 2))])
+    groups = len(opt.param_groups)
+    with pytest.raises(ValueError, match=message):
+        TensorParallelMuon([parameter(torch.ones(shape), split)])
+    with pytest.raises(ValueError, match=message.replace("group 0", "group 1")):
+        opt.add_param_group({"params": [parameter(torch.ones(shape), split)]})
+    assert len(opt.param_groups) == groups
+
+
+def test_blockwise_takes_pieces_for_matrices_where_each_rank_has_the_like():
+    groups = SimpleNamespace(tp=Group(2), expt_tp=Group(1))
+    sharded = {"tensor_model_parallel": True, "partition_dim": 0}
+    p = parameter(torch.randn(4, 6), GATE_UP, **sharded)
+    opt = TensorParallelMuon([p], pg_collection=groups, tp_mode="blockwise")
+    assert [layout.piece.shape for layout in opt.matrix_layouts(p)] == [(2, 6)] * 2
+    for split, rows in ((concatenated(kv=4, rope=4), 8), (interleaved(q=6, k=2), 8)):
+        p = parameter(torch.randn(4, 6), split, **sharded)
+        with pytest.raises(
+            ValueError, match=f"blockwise cannot split .* shards end inside the {rows} rows that hold all"
+        ):
+            TensorParallelMuon([p], pg_collection=groups, tp_mode="blockwise")
+        TensorParallelMuon([p], pg_collection=groups)
+
+
+def test_a_stack_cannot_be_cut_along_its_leading_dimension():
+    groups = SimpleNamespace(tp=Group(2), expt_tp=Group(2))
+    p = parameter(torch.ones(2, 4, 4), experts(2), tensor_model_parallel=True, partition_dim=0)
+    with pytest.raises(ValueError, match="partition_dim of a stack of matrices is 1 or 2, got 0"):
+        TensorParallelMuon([p], pg_collection=groups)

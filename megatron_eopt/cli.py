@@ -1,16 +1,24 @@
 """The command ``megatron-eopt``, without a GPU and without Megatron.
 
 ``plan`` shows what a step of a model will cost: ``megatron-eopt plan --model llama3-70b --tensor-model-parallel-size
-8``, or the sizes of a model by the names of Megatron's flags. ``verify-checkpoint DIR`` says what is in a checkpoint.
+8``, or the sizes of a model by the names of Megatron's flags. ``plan -- FLAGS`` takes those of a whole pretrain
+command, and also says who will own which parameter. ``verify-checkpoint DIR`` says what is in a checkpoint.
+``doctor`` says what is installed, and what of it works together.
 """
 
 import argparse
+import json
+import os
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import get_args
 
 from megatron_eopt.checkpoints.command import add_command, verify
+from megatron_eopt.doctor import command as doctor
+from megatron_eopt.manifest import table, to_json
 from megatron_eopt.models import MODELS, Model, Parallel, matrices_of
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.settings import NewtonSchulz
@@ -48,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_parallel(plan)
     _add_muon(plan)
     _add_rates(plan)
+    _add_run(plan)
     checkpoint = add_command(commands)
+    doctor.add_command(commands)
     plan.set_defaults(parser=plan, run=_print_plan)
     checkpoint.set_defaults(parser=checkpoint, run=verify)
     given = list(sys.argv[1:] if argv is None else argv)
@@ -101,11 +111,39 @@ def _add_rates(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--latency", type=float, default=DEFAULT_RATES.latency * 1e6, help="us of a collective")
 
 
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "with -- and the flags of a Megatron pretrain command, which say all of the above"
+    )
+    group.add_argument("--world-size", type=_positive, help="ranks of the run; as few as its parallel sizes allow")
+    group.add_argument("--full", action="store_true", help="a line for each parameter, not for all that are alike")
+    group.add_argument("--json", metavar="FILE", help="write who owns what there, too")
+
+
 def _print_plan(options: argparse.Namespace, rest: Sequence[str] | None) -> int:
-    if rest:
-        raise ValueError(f"nothing is expected after --, got {' '.join(rest)}")
+    if rest is not None:
+        return _print_planned_run(options, rest)
     print(_plan(options))
     return 0
+
+
+def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU stands in for the GPUs of the run, also on a machine that has one
+    from megatron_eopt.megatron.meta_plan import planned_run
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's, of packages that are not needed here
+        run = planned_run(flags, options.world_size)
+    print(table(run.families, full=options.full))
+    for explained in run.explained:
+        print(f"\n{explained}")
+    for note in run.notes:
+        print(f"\nnote: {note}")
+    for problem in run.problems:
+        print(f"\nproblem: {problem}")
+    if options.json is not None:
+        Path(options.json).write_text(json.dumps(to_json(run.families), indent=1) + "\n")
+    return 1 if run.problems else 0
 
 
 def _plan(options: argparse.Namespace) -> str:

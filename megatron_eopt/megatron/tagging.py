@@ -1,4 +1,4 @@
-"""Attributes on the model's parameters that say what an optimizer has to know, set and checked before it is built."""
+"""Attributes on the model's parameters that say what an optimizer has to know, set before it is built."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -31,24 +31,6 @@ def tag_fused_projections(model_chunks: Sequence[Any], pg_collection: Any) -> No
     for _, parameter, config in found:
         parameter.is_qkv = True  # type: ignore[attr-defined]
         parameter.qkv_split_shapes = get_qkv_split_shapes(config)  # type: ignore[attr-defined]
-
-
-def refuse_second_axis(model_chunks: Sequence[Any], pg_collection: Any) -> None:
-    """Refuse weights that are cut a second time, along dimension 0 (``--tensor-parallel-num-weight-shards``, 0.19).
-
-    Raises:
-        ValueError: naming the first such parameter.
-    """
-    # Whose axis it is cannot be told here: Megatron marks the parameters of experts only later.
-    groups = [getattr(pg_collection, name, None) for name in ("gtp_remat", "expt_gtp_remat")]
-    ranks = max((group.size() for group in groups if group is not None), default=1)
-    for chunk in model_chunks:
-        for name, parameter in chunk.named_parameters():
-            if getattr(parameter, "is_gtp_weight_remat", False) and ranks > 1:
-                raise ValueError(
-                    f"{name} is cut a second time over {ranks} ranks, which cannot be orthogonalized yet: "
-                    f"set --tensor-parallel-num-weight-shards (and the one of experts) to 1"
-                )
 
 
 def _fused_projections(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor, Any]]:

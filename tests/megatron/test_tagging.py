@@ -1,11 +1,11 @@
-"""What is marked on a model, and refused, before an optimizer is built."""
+"""What is marked on a model before an optimizer is built."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_eopt.megatron.tagging import refuse_second_axis, tag_fused_projections
+from megatron_eopt.megatron.tagging import tag_fused_projections
 from tests.parallel.test_layout import Group
 
 
@@ -52,15 +52,3 @@ def test_a_frozen_projection_is_left_alone():
     attention.linear_qkv.weight.requires_grad = False
     tag_fused_projections([attention], groups())
     assert not hasattr(attention.linear_qkv.weight, "is_qkv")
-
-
-def test_weights_that_are_cut_a_second_time_are_refused():
-    attention = Attention(64)
-    refuse_second_axis([attention], groups(gtp_remat=Group(2)))
-    attention.linear_proj.weight.is_gtp_weight_remat = True
-    refuse_second_axis([attention], groups(gtp_remat=Group(1)))
-    refuse_second_axis([attention], groups())
-    # experts are told apart later only, so both groups count
-    for cut in ({"gtp_remat": Group(2)}, {"gtp_remat": Group(1), "expt_gtp_remat": Group(2)}):
-        with pytest.raises(ValueError, match=r"linear_proj\.weight is cut a second time over 2 ranks"):
-            refuse_second_axis([attention], groups(**cut))

@@ -1,0 +1,146 @@
+"""What decides whether a run can work, known before its optimizer is built."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Run:
+    """The facts of a run.
+
+    Attributes:
+        optimizer: its name in the registry.
+        release: of Megatron-Core.
+        config: Megatron's ``OptimizerConfig``.
+        ddp: its ``DistributedDataParallelConfig``; None for a model that is not wrapped.
+        model: its ``TransformerConfig``; None if unknown.
+        args: the arguments of ``megatron.training``; None without it.
+        layer_wise: whether Megatron's layer-wise distributed optimizer is asked for, under any of its names.
+        orthogonalizes: whether the optimizer takes parameters for matrices.
+        leaves_scalars: whether it leaves what is no matrix to a scalar optimizer.
+        scalar_optimizers: what ``muon_scalar_optimizer`` may name in this release.
+        data_parallel: number of data-parallel ranks, those of context parallelism among them.
+        expert_data_parallel: the same of expert-parallel parameters; None where there are none.
+        wrapper: name of the class that wraps the model.
+        whole_matrices: whether Megatron laid the gradient buffers out so that no matrix is cut over their shards.
+        weight_shards: ranks over which ``--tensor-parallel-num-weight-shards`` cuts, or the one of experts.
+        cut_twice: name of the first parameter that is cut so.
+        expert_vector: name of the first expert-parallel parameter that goes to the scalar optimizer.
+        routes_optimizers: whether overrides give parameters another optimizer than the default routing does.
+        excludes: whether overrides exclude parameters from every optimizer.
+    """
+
+    optimizer: str
+    release: str
+    config: Any
+    ddp: Any = None
+    model: Any = None
+    args: Any = None
+    layer_wise: bool = False
+    orthogonalizes: bool = True
+    leaves_scalars: bool = True
+    scalar_optimizers: tuple[str, ...] = ("adam", "lion")
+    data_parallel: int = 1
+    expert_data_parallel: int | None = None
+    wrapper: str = ""
+    whole_matrices: bool = False
+    weight_shards: int = 1
+    cut_twice: str | None = None
+    expert_vector: str | None = None
+    routes_optimizers: bool = False
+    excludes: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        config: Any,
+        model_chunks: Sequence[Any],
+        pg_collection: Any,
+        *,
+        layer_wise: bool = False,
+        routes_optimizers: bool = False,
+        excludes: bool = False,
+    ) -> "Run":
+        """The facts of a run in this process.
+
+        Args:
+            config: Megatron's ``OptimizerConfig``.
+            model_chunks: the model, one module per virtual pipeline stage.
+            pg_collection: Megatron's ``ProcessGroupCollection``.
+            layer_wise: what the caller of Megatron-Core 0.17 passes; later releases have it in ``config``.
+            routes_optimizers: as the attribute.
+            excludes: as the attribute.
+
+        Raises:
+            ValueError: for an unknown optimizer.
+        """
+        # what needs Megatron is imported where Megatron is, so that the table can be read without it
+        from megatron_eopt.megatron import releases
+        from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
+        from megatron_eopt.registry import get_optimizer_entry, is_nonlinear_or_embedding
+
+        name = config.optimizer.removeprefix("dist_")
+        entry = get_optimizer_entry(name)
+        parameters = [(n, p) for chunk in model_chunks for n, p in chunk.named_parameters() if p.requires_grad]
+        experts = [(n, p) for n, p in parameters if not getattr(p, "allreduce", True)]
+        # Whose axis it is cannot be told here: Megatron marks the parameters of experts only later.
+        shards = [getattr(pg_collection, group, None) for group in ("gtp_remat", "expt_gtp_remat")]
+        return cls(
+            optimizer=name,
+            release=releases.version(),
+            config=config,
+            ddp=getattr(model_chunks[0], "ddp_config", None),
+            model=getattr(model_chunks[0], "config", None),
+            args=releases.training_args(),
+            layer_wise=layer_wise or name != config.optimizer or on(config, "use_layer_wise_distributed_optimizer"),
+            orthogonalizes=issubclass(entry.optimizer_cls, OrthogonalizedOptimizer),
+            leaves_scalars=bool(entry.default_param_overrides),
+            scalar_optimizers=releases.scalar_optimizers(),
+            data_parallel=_size(getattr(pg_collection, "dp_cp", None)),
+            expert_data_parallel=_size(getattr(pg_collection, "expt_dp", None)) if experts else None,
+            wrapper=type(model_chunks[0]).__name__,
+            whole_matrices=any(on(p, "is_managed_by_layer_wise_optimizer") for _, p in parameters),
+            weight_shards=max(map(_size, shards)),
+            cut_twice=next((n for n, p in parameters if on(p, "is_gtp_weight_remat")), None),
+            expert_vector=next((n for n, p in experts if is_nonlinear_or_embedding(p)), None),
+            routes_optimizers=routes_optimizers,
+            excludes=excludes,
+        )
+
+    @property
+    def has_registry(self) -> bool:
+        """Whether this release knows emerging optimizers by their names: from 0.18 on."""
+        return release_number(self.release) >= (0, 18)
+
+    @property
+    def scatters(self) -> bool:
+        """Whether each data-parallel rank is left with a shard of the summed gradients."""
+        return on(self.ddp, "use_distributed_optimizer") and self.data_parallel > 1
+
+    @property
+    def scalar(self) -> str | None:
+        """Name of the scalar optimizer; None where there is none, or none to choose."""
+        chooses = self.optimizer in ("muon", "adaptive_muon")
+        return getattr(self.config, "muon_scalar_optimizer", None) if chooses else None
+
+    @property
+    def scalars(self) -> str:
+        """The scalar optimizers there are, for messages."""
+        return ", ".join(self.scalar_optimizers)
+
+
+def on(settings: Any, name: str) -> bool:
+    """Whether a config has a field of this name that is set; configs may be None, and of any release."""
+    return bool(getattr(settings, name, False))
+
+
+def _size(group: Any) -> int:
+    return 1 if group is None else int(group.size())
+
+
+def release_number(release: str) -> tuple[int, int]:
+    """Its first two numbers, of ``0.19.2`` or ``0.20.0rc1``."""
+    major, minor = re.findall(r"\d+", release)[:2]
+    return int(major), int(minor)

@@ -1,0 +1,296 @@
+"""What cannot work is refused in one error before anything is changed; the table of what works is what docs show."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
+
+from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.run_facts import Run
+from megatron_eopt.megatron.support import RULES, refuse_unsupported, unsupported
+from megatron_eopt.megatron.support_matrix import FEATURES, RELEASES, support_matrix, support_table
+from tests.megatron.runs import MUON, SMALL_GPT, start
+from tests.parallel.test_layout import Group
+
+ROOT = Path(__file__).parent.parent.parent
+DISTRIBUTED = DistributedDataParallelConfig(use_distributed_optimizer=True)
+
+
+def config(optimizer="muon", **fields):
+    """Megatron's config; fields that its constructor would refuse with another optimizer than adam are set later."""
+    made = OptimizerConfig(optimizer=optimizer, lr=1e-3, bf16=True)
+    for name, value in fields.items():
+        assert hasattr(made, name), name
+        setattr(made, name, value)
+    return made
+
+
+def run(optimizer="muon", release="0.19.2", *, settings=None, **facts):
+    return Run(optimizer, release, config(optimizer, **(settings or {})), **facts)
+
+
+LION = {"optimizer": "lion", "orthogonalizes": False, "leaves_scalars": False}
+DEALT = {"layer_wise": True, "ddp": DISTRIBUTED, "data_parallel": 2, "whole_matrices": True}
+REFUSED = {
+    "an optimizer other than muon": (
+        run("adaptive_muon", "0.17.1"),
+        r"optimizer 'adaptive_muon' needs megatron-core 0\.18 or later, found 0\.17\.1: upgrade",
+    ),
+    "fp16": (
+        run(settings={"fp16": True, "bf16": False}),
+        r"optimizer 'muon' does not run with fp16.*: take --bf16, or fp32",
+    ),
+    "the layer-wise distributed optimizer without bf16": (
+        run(layer_wise=True, settings={"bf16": False}),
+        r"layer-wise distributed optimizer, which --use-distributed-optimizer means with 'muon', .*add --bf16",
+    ),
+    "a scalar optimizer that cannot be built": (
+        run(release="0.18.2", scalar_optimizers=("adam",), settings={"muon_scalar_optimizer": "lion"}),
+        r"muon_scalar_optimizer 'lion' cannot be built with this Megatron-Core \(0\.18\.2\): name one of adam",
+    ),
+    "weights cut a second time": (
+        run(cut_twice="mlp.linear_fc1.weight", weight_shards=4),
+        r"mlp\.linear_fc1\.weight is cut a second time over 4 ranks.*num-weight-shards",
+    ),
+    "use_distributed_optimizer without the layer-wise one": (
+        run(data_parallel=2, settings={"use_distributed_optimizer": True}),
+        r"use_distributed_optimizer cuts matrices by bytes.*use_layer_wise_distributed_optimizer",
+    ),
+    "gradients scattered without regard to matrices": (
+        run(ddp=DISTRIBUTED, data_parallel=2),
+        r"each of 2 data-parallel ranks gets a piece of the gradients.*wrap_model_chunks_with_ddp",
+    ),
+    "experts' biases under the layer-wise distributed optimizer": (
+        run(**DEALT, expert_vector="mlp.experts.linear_fc1.bias0"),
+        r"mlp\.experts\.linear_fc1\.bias0 is expert-parallel and no matrix.*--disable-bias-linear",
+    ),
+    "an optimizer of all parameters under the layer-wise distributed optimizer": (
+        run(**LION, **DEALT),
+        r"'lion' owns parameters that are no matrices.*--no-use-layer-wise-param-layout",
+    ),
+    "several instances of the distributed optimizer": (
+        run(ddp=DistributedDataParallelConfig(num_distributed_optimizer_instances=2)),
+        r"num_distributed_optimizer_instances is 2, .*set --num-distributed-optimizer-instances to 1",
+    ),
+    "overlap_param_gather_with_optimizer_step": (
+        run(settings={"overlap_param_gather_with_optimizer_step": True}),
+        r"needs an optimizer for each model chunk.*--overlap-param-gather works",
+    ),
+    "overlap_param_gather where a rank has no others to gather from": (
+        run(release="0.18.2", layer_wise=True, settings={"overlap_param_gather": True}),
+        r"in megatron-core 0\.18\.2 fails where all parameters, or those of experts, have one such rank",
+    ),
+    "Megatron-FSDP": (
+        run(ddp=DistributedDataParallelConfig(use_megatron_fsdp=True)),
+        r"Megatron-FSDP keeps shards.*take --use-distributed-optimizer",
+    ),
+    "torch FSDP2 in Megatron": (run(wrapper="TorchFullyShardedDataParallel"), r"do not support torch FSDP2"),
+    "optimizer_cpu_offload": (
+        run(settings={"optimizer_cpu_offload": True}),
+        r"moves nothing but the state of Adam to the CPU, not that of 'muon'",
+    ),
+    "use_precision_aware_optimizer": (
+        run(settings={"use_precision_aware_optimizer": True}),
+        r"use_precision_aware_optimizer is a way of Adam's",
+    ),
+    "optimizer_cuda_graph": (
+        run(settings={"optimizer_cuda_graph": True}),
+        r"replays the step with the learning rate of the iteration in which it was captured",
+    ),
+    "a loss scale in bf16": (run(settings={"loss_scale": 1024.0}), r"loss_scale 1024\.0 is applied or undone"),
+    "weight decay that is not decoupled, with lion": (
+        run(**LION, settings={"decoupled_weight_decay": False}),
+        r"lion has decoupled weight decay only",
+    ),
+    "parameters in fp8 or fp4": (
+        run(ddp=DistributedDataParallelConfig(fp8_param_gather=True)),
+        r"parameters in fp8 or fp4 are updated by.*--fp8-format without them",
+    ),
+    "another checkpoint format than torch_dist and torch": (
+        run(args=SimpleNamespace(ckpt_format="torch_dcp")),
+        r"ckpt_format 'torch_dcp' is not written with 'muon': take --ckpt-format torch_dist",
+    ),
+    "dump_param_to_param_group_map": (
+        run(args=SimpleNamespace(dump_param_to_param_group_map="map")),
+        r"nothing would be written: leave it away",
+    ),
+    "optimizers chosen by overrides": (
+        run(release="0.17.1", routes_optimizers=True),
+        r"overrides that give parameters another optimizer need megatron-core 0\.18 or later, found 0\.17\.1",
+    ),
+    "excluded parameters under the distributed optimizer": (
+        run(**DEALT, excludes=True),
+        r"overrides exclude parameters.*freeze them before the model is wrapped",
+    ),
+}
+
+
+def test_every_rule_is_tried_here():
+    assert list(REFUSED) == [rule.name for rule in RULES]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_with_what_works_instead(name):
+    refused, message = REFUSED[name]
+    assert [rule.name for rule in unsupported(refused)] == [name]
+    with pytest.raises(ValueError, match=message) as error:
+        refuse_unsupported(refused)
+    assert "\n" not in str(error.value)
+
+
+def plain_model():
+    return TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, fp8_param=False)
+
+
+@pytest.mark.parametrize(
+    "works",
+    [
+        run(ddp=DistributedDataParallelConfig(), model=plain_model(), data_parallel=8),
+        run(settings={"bf16": False, "loss_scale": 1024.0}),  # Megatron's fp32 optimizer has no loss scale
+        run(settings={"decoupled_weight_decay": False}),
+        run(settings={"loss_scale": 1.0}),
+        run("adaptive_muon", settings={"muon_scalar_optimizer": "lion"}),
+        run(**LION),
+        run(**LION, layer_wise=True, data_parallel=2),  # the way of 0.19's scripts: whole gradients on every rank
+        run(release="0.17.1", layer_wise=True, data_parallel=2, settings={"overlap_param_gather": True}),
+        run(**DEALT, settings={"overlap_param_gather": True}),
+        run(**DEALT, expert_data_parallel=1, settings={"overlap_param_gather": True}, release="0.18.2"),
+        run(ddp=DISTRIBUTED),  # one rank has all of every gradient
+        run(release="0.20.0rc1", layer_wise=True, settings={"overlap_param_gather": True}),
+        run("lion", cut_twice="weight", weight_shards=2, orthogonalizes=False),  # element by element, at any cut
+        run(args=SimpleNamespace(ckpt_format="torch", dump_param_to_param_group_map=None)),
+        run(excludes=True, routes_optimizers=True),
+    ],
+)
+def test_what_works_is_not_refused(works):
+    assert unsupported(works) == []
+    refuse_unsupported(works)
+
+
+def test_experts_of_one_rank_have_nobody_to_gather_from_in_0_17():
+    dealt = run(release="0.17.1", layer_wise=True, data_parallel=2, settings={"overlap_param_gather": True})
+    refuse_unsupported(replace(dealt, expert_data_parallel=2))
+    with pytest.raises(ValueError, match="or those of experts, have one such rank"):
+        refuse_unsupported(replace(dealt, expert_data_parallel=1))
+
+
+def test_one_error_names_all_that_was_found():
+    with pytest.raises(ValueError, match="cannot work") as error:
+        refuse_unsupported(run(layer_wise=True, settings={"bf16": False, "fp16": True, "optimizer_cuda_graph": True}))
+    first, *reasons = str(error.value).splitlines()
+    assert first == "this run cannot work with optimizer 'muon', for 3 reasons:"
+    assert [re.search(r"fp16|layer-wise|optimizer_cuda_graph", reason)[0] for reason in reasons] == [
+        "fp16",
+        "layer-wise",
+        "optimizer_cuda_graph",
+    ]
+
+
+class Model(torch.nn.Module):
+    def __init__(self, ddp_config=None):
+        super().__init__()
+        self.config, self.ddp_config = plain_model(), ddp_config
+        self.linear = torch.nn.Linear(4, 4)
+        self.experts = torch.nn.Linear(4, 4)
+
+
+def groups(dp=1, **more):
+    return SimpleNamespace(dp_cp=Group(dp), **more)
+
+
+def test_facts_are_read_from_the_model_and_its_configs():
+    model = Model(DISTRIBUTED)
+    for parameter in model.experts.parameters():
+        parameter.allreduce = False
+    settings = config("dist_muon")
+    found = Run.of(settings, [model], groups(2, expt_dp=Group(1)), excludes=True)
+    assert found == Run(
+        optimizer="muon",
+        release=releases.version(),
+        config=settings,
+        ddp=DISTRIBUTED,
+        model=model.config,
+        layer_wise=True,
+        scalar_optimizers=releases.scalar_optimizers(),
+        data_parallel=2,
+        expert_data_parallel=1,
+        wrapper="Model",
+        expert_vector="experts.bias",
+        excludes=True,
+    )
+    model.linear.weight.is_managed_by_layer_wise_optimizer = True
+    model.experts.bias.requires_grad = False
+    found = Run.of(config("lion"), [model], groups(2))
+    assert (found.layer_wise, found.orthogonalizes, found.leaves_scalars) == (False, False, False)
+    assert found.whole_matrices
+    assert found.expert_vector is None
+    assert Run.of(config(use_layer_wise_distributed_optimizer=True), [model], groups()).layer_wise
+    assert Run.of(config(), [model], groups(), layer_wise=True).layer_wise
+
+
+def test_weights_that_are_cut_a_second_time_are_refused():
+    def check(**cut):
+        refuse_unsupported(Run.of(config(), [model], groups(**cut)))
+
+    model = Model()
+    check(gtp_remat=Group(2))
+    model.linear.weight.is_gtp_weight_remat = True
+    check(gtp_remat=Group(1))
+    check()
+    # experts are told apart later only, so both groups count
+    for cut in ({"gtp_remat": Group(2)}, {"gtp_remat": Group(1), "expt_gtp_remat": Group(2)}):
+        with pytest.raises(ValueError, match=r"linear\.weight is cut a second time over 2 ranks"):
+            check(**cut)
+
+
+def test_the_matrix_says_what_the_rules_say():
+    works = {row.feature: row for row in support_matrix("0.19.2")}
+    assert works["--fp16"] == ("--fp16", "no", "take --bf16, or fp32")
+    assert works["--bf16"].works == "yes"
+    assert works["--muon-scalar-optimizer lion"].works == "yes"
+    old = {row.feature: row.works for row in support_matrix("0.17.1")}
+    assert old["--optimizer muon"] == "yes"
+    assert old["--optimizer adaptive_muon"] == "no"
+    assert old["--use-distributed-optimizer with --bf16"] == "no"
+    assert old["--optimizer dist_muon with --bf16"] == "yes"
+    for release in RELEASES:
+        assert [row.feature for row in support_matrix(release)] == [feature.name for feature in FEATURES]
+
+
+def test_the_page_shows_the_table():
+    page = (ROOT / "docs" / "support.md").read_text()
+    table = re.search(r"<!-- support -->\n\n(.*?)\n\n<!-- end -->", page, re.DOTALL)
+    assert table is not None
+    assert table[1] == support_table(), (
+        "docs/support.md is not what the code says; take support_table() of megatron_eopt.megatron.support_matrix"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "messages"),
+    [
+        (
+            ["--fp16", "--use-distributed-optimizer", "--dump-param-to-param-group-map", "map"],
+            ["for 3 reasons", "does not run with fp16", "--bf16 only", "nothing would be written"],
+        ),
+        (["--bf16", "--loss-scale", 1024], ["ValueError: loss_scale 1024.0 is applied or undone"]),
+        # by Megatron's own check of its arguments, before ours
+        (
+            ["--bf16", "--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"],
+            ["Megatron-FSDP does not support the muon"],
+        ),
+    ],
+    ids=["three at once", "loss scale", "Megatron-FSDP"],
+)
+def test_a_run_is_refused_at_start(flags, messages):
+    done = start(1, *SMALL_GPT, "--num-layers", 1, "--train-iters", 1, *MUON, *flags)
+    assert done.returncode != 0
+    for message in messages:
+        assert message in done.stdout
+    assert "iteration        1/" not in done.stdout

@@ -1,0 +1,248 @@
+"""What ``megatron-eopt doctor`` says where packages are there, missing, broken or others than their names say."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_eopt.cli import main
+from megatron_eopt.doctor.diagnosis import matrix, notes, problems
+from megatron_eopt.doctor.facts import Apex, Facts, Kernels, Megatron, Package
+from megatron_eopt.megatron.support_matrix import support_matrix
+from tests.megatron.runs import without_emerging_optimizers
+
+ROOT = Path(__file__).parent.parent
+HEALTHY = Facts(
+    python="3.12.3",
+    torch="2.9.0",
+    cuda="12.8",
+    gpu="NVIDIA H100",
+    eopt="0.1.0",
+    core=Package("0.19.2"),
+    triton=Package("3.5.0"),
+    transformer_engine=Package("2.8.0"),
+    apex=None,
+    emerging_optimizers=None,
+    megatron=Megatron(("lion", "muon"), "transformer_engine", None),
+    kernels=Kernels(),
+)
+
+
+def doctor(*folders, flags=("--json",)):
+    """A doctor of its own process, which finds the packages in ``folders`` first."""
+    path = os.pathsep.join(map(str, (*folders, ROOT)))
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_eopt.cli", "doctor", *flags],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, json.loads(done.stdout) if "--json" in flags else done.stdout
+
+
+def package(folder, name, init, **files):
+    """A package of this name in a folder for PYTHONPATH; files are given as ``subpackage__module=source``."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text(init)
+    for path, source in files.items():
+        file = folder.joinpath(name, *path.split("__")).with_suffix(".py")
+        file.parent.mkdir(exist_ok=True)
+        (file.parent / "__init__.py").touch()
+        file.write_text(source)
+    return folder
+
+
+def told(said):
+    return [f"{problem['what']}: {problem['do']}" for problem in said["problems"]]
+
+
+def test_the_versions_of_this_machine_are_told(tmp_path):
+    status, said = doctor(without_emerging_optimizers(tmp_path / "hidden"))
+    assert (status, said["ok"], said["problems"]) == (0, True, [])
+    facts = said["facts"]
+    assert facts["python"] == sys.version.split()[0]
+    assert facts["torch"] == torch.__version__
+    assert facts["core"] == {"version": version("megatron-core"), "error": None}
+    assert facts["megatron"]["optimizers"] == ["adaptive_muon", "lion", "muon"]
+    assert facts["megatron"]["training_error"] is None
+    assert facts["kernels"]["missing"] == "torch.cuda finds no GPU"
+    assert any("no GPU" in note for note in said["notes"])
+    assert [list(row.values()) for row in said["support"]] == [
+        list(row) for row in support_matrix(version("megatron-core"))
+    ]
+
+
+def test_the_same_as_text():
+    status, said = doctor(flags=())
+    assert status == 0
+    assert f"megatron-core        {version('megatron-core')}\n" in said
+    assert "apex                 not installed\n" in said
+    assert "--optimizer         adaptive_muon, lion, muon\n" in said
+    assert "no   --fp16: take --bf16, or fp32\n" in said
+    assert "yes  --bf16\n" in said
+    assert said.endswith("Problems\n  none\n")
+
+
+def test_in_this_process_no_setting_is_changed(capsys):
+    def seen():
+        return (
+            torch.get_float32_matmul_precision(),
+            torch.get_default_dtype(),
+            torch.get_num_threads(),
+            torch.is_grad_enabled(),
+            torch.random.get_rng_state().tolist(),
+            list(warnings.filters),
+            sys.stdout,
+        )
+
+    main(["doctor"])  # what its imports change, as Megatron's do, is not its own doing
+    capsys.readouterr()
+    before = seen()
+    assert main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"]
+    assert seen() == before
+
+
+def test_nothing_may_follow(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--", "--bf16"])
+    assert ended.value.code == 2
+    assert "nothing is expected after --, got --bf16" in capsys.readouterr().err
+
+
+def test_without_megatron(tmp_path):
+    # a module where the namespace package would be: there is no megatron.core in it
+    (tmp_path / "megatron.py").write_text("")
+    status, said = doctor(tmp_path)
+    assert status == 1
+    assert said["facts"]["core"] is None
+    assert said["support"] == []
+    assert told(said) == ["megatron-core is not installed: pip install megatron-core, 0.17 to 0.19 are supported"]
+    _, text = doctor(tmp_path, flags=())
+    assert "Adam beside them    unknown without Megatron-Core" in text
+
+
+def test_a_megatron_that_is_too_old(tmp_path):
+    package(tmp_path, "megatron", "", core__optimizer="")
+    (tmp_path / "megatron" / "core" / "__init__.py").write_text("__version__ = '0.16.1'\n")
+    status, said = doctor(tmp_path)
+    assert status == 1
+    assert told(said) == ["megatron-core 0.16.1 is too old: take one of 0.17 to 0.19"]
+    assert said["support"] == []
+
+
+def test_a_transformer_engine_that_cannot_be_imported(tmp_path):
+    package(tmp_path, "transformer_engine", "raise ImportError('libcudnn.so.9: cannot open shared object file')")
+    metadata = tmp_path / "transformer_engine-2.8.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.8.0\n")
+    status, said = doctor(tmp_path)
+    assert status == 1
+    engine, core = told(said)
+    assert engine == (
+        "Transformer Engine 2.8.0 cannot be imported: ImportError: libcudnn.so.9: cannot open shared object file: "
+        "reinstall it for this torch and CUDA, or uninstall it: Megatron fails with it, or takes another Adam"
+    )
+    # Megatron goes on without an engine, but not with one that cannot be imported
+    assert core.startswith(f"megatron-core {version('megatron-core')} cannot be imported: ImportError: libcudnn")
+    assert said["facts"]["megatron"] is None
+    assert said["support"]  # the version is known nevertheless
+
+
+def test_an_engine_whose_adam_cannot_be_imported():
+    engine = Package("2.8.0", "ModuleNotFoundError: No module named 'transformer_engine_torch'")
+    broken = replace(HEALTHY, transformer_engine=engine, megatron=Megatron(("muon",), "torch", None))
+    (problem,) = problems(broken)
+    assert problem.what.startswith("Transformer Engine 2.8.0 cannot be imported: ModuleNotFoundError")
+
+
+def test_the_other_apex(tmp_path):
+    package(tmp_path, "apex", "raise RuntimeError('not to be imported')", interfaces="")
+    status, said = doctor(tmp_path)
+    assert status == 1
+    assert said["facts"]["apex"]["nvidias"] is False
+    (problem,) = [problem for problem in told(said) if "apex" in problem]
+    assert "is not NVIDIA's: the name on PyPI belongs to another project" in problem
+    assert "pip uninstall apex" in problem
+
+
+def test_an_apex_without_its_extensions(tmp_path):
+    source = "class FusedAdam: ...\nclass FusedSGD: ...\n"
+    package(tmp_path, "apex", "", optimizers__fused_adam=source)
+    (tmp_path / "apex" / "optimizers" / "__init__.py").write_text("from apex.optimizers.fused_adam import *\n")
+    status, said = doctor(tmp_path)
+    assert status == 1
+    assert said["facts"]["megatron"]["adam"] == "apex"
+    (problem,) = told(said)
+    assert "was built without its CUDA extensions (amp_C), and its Adam cannot be made" in problem
+    (tmp_path / "amp_C.py").write_text("")
+    status, said = doctor(tmp_path)
+    assert (status, said["problems"]) == (0, [])
+    assert said["facts"]["apex"] == {"version": "", "nvidias": True, "compiled": True}
+
+
+def test_a_triton_that_cannot_be_imported(tmp_path):
+    (tmp_path / "triton.py").write_text("raise ImportError('libtriton.so')\n")
+    status, said = doctor(tmp_path)
+    assert status == 1
+    assert any(problem.startswith("triton cannot be imported: ImportError: libtriton.so") for problem in told(said))
+
+
+def test_megatron_training_needs_what_it_does_not_declare(tmp_path):
+    (tmp_path / "yaml.py").write_text("raise ImportError('No module named yaml')\n")
+    package(tmp_path, "psutil", "raise ImportError('No module named psutil')")
+    broken = Megatron(("muon",), "torch", "ImportError: No module named psutil")
+    (note, _) = notes(replace(HEALTHY, megatron=broken))
+    assert "megatron.training cannot be imported (ImportError: No module named psutil)" in note
+    assert "pip install psutil pyyaml" in note
+
+
+def test_a_healthy_machine_has_neither_problems_nor_notes():
+    assert problems(HEALTHY) == []
+    assert notes(HEALTHY) == []
+    assert matrix(HEALTHY) == support_matrix("0.19.2")
+
+
+@pytest.mark.parametrize(
+    ("found", "what", "do"),
+    [
+        ({"python": "3.11.9"}, "Python 3.11.9 is too old", "take 3.12 or newer"),
+        ({"torch": "2.5.1+cu124"}, "torch 2.5.1+cu124 is too old", "take 2.6 or newer"),
+        ({"apex": Apex("0.9.10.dev0", False, False)}, "apex 0.9.10.dev0 is not NVIDIA's", "pip uninstall apex"),
+        (
+            {"kernels": Kernels(failed="X X^T of (512, 2048) in torch.bfloat16 is off by 1.0e+00")},
+            "cannot be used on NVIDIA H100: X X^T of (512, 2048)",
+            "are computed by torch",
+        ),
+    ],
+)
+def test_problems_say_what_to_do(found, what, do):
+    (problem,) = problems(replace(HEALTHY, **found))
+    assert what in problem.what
+    assert do in problem.do
+
+
+def test_an_apex_that_megatron_does_not_take_is_no_problem():
+    assert problems(replace(HEALTHY, apex=Apex("0.1", nvidias=True, compiled=False))) == []
+
+
+def test_what_is_newer_than_what_was_tried_is_noted():
+    (note,) = notes(replace(HEALTHY, core=Package("0.20.0rc1")))
+    assert note == "megatron-core 0.20.0rc1 is newer than 0.19, the latest that was tried"
+
+
+def test_kernels_that_the_gpu_cannot_run_are_noted():
+    reason = "the GPU has compute capability 7.0, and 8.0 is needed"
+    (note,) = notes(replace(HEALTHY, kernels=Kernels(missing=reason)))
+    assert reason in note
+    assert problems(replace(HEALTHY, kernels=Kernels(missing=reason))) == []

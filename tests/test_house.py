@@ -12,12 +12,12 @@ import megatron_eopt
 PACKAGE = Path(megatron_eopt.__file__).parent
 # From the bottom up; a room imports from its own floor and from those below.
 FLOORS = [
-    {"redirect", "orthogonalize", "matrices", "checkpoints"},
+    {"redirect", "orthogonalize", "matrices", "checkpoints", "manifest"},
     {"parallel"},
     {"optimizers"},
-    {"registry"},
+    {"registry", "overrides"},
     {"megatron", "cpu"},
-    {"", "run", "cli", "models"},
+    {"", "run", "cli", "doctor", "models"},
 ]
 # The routing by Megatron's ParamKey is asked of the room above, when it is called.
 LAZY = {("registry", "megatron")}

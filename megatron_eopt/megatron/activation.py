@@ -9,11 +9,12 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer import optimizer_config
 
 from megatron_eopt import registry
+from megatron_eopt.matrices import ATTRIBUTE
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, amend, with_flags
 from megatron_eopt.megatron.checkpoints.finding import checked_base, checked_tracker
 from megatron_eopt.megatron.checkpoints.loading import checked_load, checked_save
-from megatron_eopt.megatron.factory import checked
+from megatron_eopt.megatron.factory import checked, with_registered
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.redirect import Redirection, Redirections
 
@@ -49,7 +50,7 @@ def deactivate() -> None:
 def _all_redirections() -> list[Redirection]:
     training = releases.has_training()
     core = _registry_redirections() if releases.has_registry() else _redirections_of_0_17(training)
-    anywhere = [_split_shapes_kept(), *_checkpoints_checked(), *_config_redirections()]
+    anywhere = [*_attributes_kept(), *_checkpoints_checked(), *_config_redirections()]
     return [*core, *anywhere, *(_training_redirections() if training else [])]
 
 
@@ -81,6 +82,12 @@ def _registry_redirections() -> list[Redirection]:
         _replace(core_optimizer, "Lion", Lion, "Megatron builds the scalar optimizer beside Muon by this name"),
         Redirection(
             owner=core_optimizer,
+            name="_get_megatron_optimizer_based_on_param_groups",
+            make=with_registered,
+            reason="Megatron builds one registered optimizer in a run, and overrides may name several",
+        ),
+        Redirection(
+            owner=core_optimizer,
             name="_get_megatron_emerging_optimizer",
             make=checked,
             reason="checks come before the model is touched, and one line says who owns what",
@@ -107,15 +114,16 @@ def _redirections_of_0_17(with_training: bool) -> list[Redirection]:
     ]
 
 
-def _split_shapes_kept() -> Redirection:
+def _attributes_kept() -> list[Redirection]:
     from megatron.core.tensor_parallel import layers
 
-    return Redirection(
-        owner=layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS,
-        name="qkv_split_shapes",
-        make=lambda default: default,
-        reason="up to 0.18 the fp32 copy of a bf16 projection would lose how its own attention is split",
-    )
+    reason = "the fp32 copy of a bf16 parameter would lose which logical matrices it is made of"
+    return [
+        Redirection(
+            owner=layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS, name=name, make=lambda default: default, reason=reason
+        )
+        for name in ("qkv_split_shapes", ATTRIBUTE)
+    ]
 
 
 def _checkpoints_checked() -> list[Redirection]:

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from megatron_eopt.megatron.fused import SplitName
 from megatron_eopt.optimizers.second_moment import Moment2Method
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
+from megatron_eopt.orthogonalize.scale import PRESETS
 from megatron_eopt.parallel.plan import TpMode
 from megatron_eopt.registry import list_optimizers
 
@@ -24,12 +26,14 @@ class Flag:
         setting: what the optimizer's ``__init__`` calls it, where it is for that.
         options: of argparse.
         negated: whether the flag turns the setting off, and is ``--OPTIMIZER-no-SETTING``.
+        attribute: of the config, where the constructor would take it for an argument of its own by the usual name.
     """
 
     optimizer: str
     setting: str
     options: dict[str, Any]
     negated: bool = False
+    attribute: str = ""
 
     @property
     def name(self) -> str:
@@ -40,10 +44,48 @@ class Flag:
     @property
     def dest(self) -> str:
         """As Megatron's config has it, or would have it."""
-        return "_".join(filter(None, (self.optimizer, self.setting)))
+        return self.attribute or "_".join(filter(None, (self.optimizer, self.setting)))
 
 
 FLAGS = (
+    Flag(
+        "muon",
+        "lr",
+        {"type": float, "help": "Largest rate of what it owns; --lr is for the rest."},
+        attribute="matrix_lr",
+    ),
+    Flag("muon", "min_lr", {"type": float, "help": "Smallest rate of what it owns."}, attribute="matrix_min_lr"),
+    Flag(
+        "muon",
+        "weight_decay",
+        {"type": float, "help": "Weight decay of what it owns."},
+        attribute="matrix_weight_decay",
+    ),
+    Flag(
+        "muon",
+        "preset",
+        {"choices": list(PRESETS), "help": "Size of the updates: sets --muon-scale-mode and its factor."},
+    ),
+    Flag(
+        "muon",
+        "split",
+        {
+            "choices": get_args(SplitName),
+            "default": "default",
+            "help": "Fused parameters: as Megatron, as one matrix, as all the matrices in them, or heads, too.",
+        },
+    ),
+    Flag("", "optimizer_overrides", {"metavar": "FILE", "help": "Settings of single parameters, in YAML or JSON."}),
+    Flag(
+        "",
+        "optimizer_manifest",
+        {
+            "choices": ("short", "full", "none"),
+            "default": "short",
+            "help": "Print who owns which parameter: a line for parameters that are alike, or one for each.",
+        },
+    ),
+    Flag("", "optimizer_manifest_file", {"metavar": "FILE", "help": "Write that as JSON, too."}),
     Flag(
         "muon",
         "momentum_from_adam",
@@ -120,12 +162,23 @@ def with_flags(make_config: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(make_config)
     def make_config_with_flags(args: argparse.Namespace) -> Any:
         config, overrides = make_config(args)
+        _refuse_without_effect(args)
         for flag in FLAGS:
             if hasattr(args, flag.dest) and not hasattr(config, flag.dest):
                 setattr(config, flag.dest, getattr(args, flag.dest))
         return config, overrides
 
     return make_config_with_flags
+
+
+def _refuse_without_effect(args: argparse.Namespace) -> None:
+    """Refuse settings that were asked for by name, where nothing here builds the optimizer."""
+    if getattr(args, "optimizer", None) in ("adam", "sgd") and getattr(args, "optimizer_overrides", None) is not None:
+        raise ValueError(
+            f"--optimizer-overrides {args.optimizer_overrides} would have no effect with --optimizer {args.optimizer}, "
+            f"which Megatron builds by itself: take an optimizer of this package ({', '.join(list_optimizers())}), in "
+            f"whose overrides 'optimizer: adam' gives parameters to Adam"
+        )
 
 
 def _restrict(parser: argparse.ArgumentParser, flag: str, choices: tuple[Any, ...]) -> None:

@@ -1,18 +1,40 @@
 """Building an optimizer for a Megatron model: what is checked before, what is printed after."""
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import megatron.core.optimizer as core_optimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_eopt.manifest import to_json
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.checkpoints.attach import attach
 from megatron_eopt.megatron.checkpoints.replicas import check_before_first_step
+from megatron_eopt.megatron.collecting import collect
+from megatron_eopt.megatron.declaring import declare, prove_in_first_step
+from megatron_eopt.megatron.fused import tag
+from megatron_eopt.megatron.overriding import (
+    excluded,
+    for_megatron,
+    owners,
+    refuse_other_buffers,
+    routed,
+    splits,
+    without_defaults,
+)
+from megatron_eopt.megatron.parameters import trainable
+from megatron_eopt.megatron.presets import with_preset
+from megatron_eopt.megatron.run_facts import Run
 from megatron_eopt.megatron.summary import print_summary
-from megatron_eopt.megatron.tagging import refuse_second_axis, tag_fused_projections
+from megatron_eopt.megatron.support import refuse_unsupported
+from megatron_eopt.megatron.tagging import tag_fused_projections
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
-from megatron_eopt.registry import get_optimizer_entry
+from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer, get_optimizer_entry
+
+_MEGATRONS_OWN = ("adam", "sgd", "lion")
 
 
 def checked(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,18 +44,31 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
         build: takes ``(config, model_chunks, ..., pg_collection=...)``.
     """
 
-    def build_checked(config: Any, model_chunks: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    def build_checked(
+        config: Any, model_chunks: Sequence[Any], config_overrides: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         if kwargs.get("pg_collection") is None:
             kwargs["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
         name = config.optimizer.removeprefix("dist_")
         orthogonalizes = issubclass(get_optimizer_entry(name).optimizer_cls, OrthogonalizedOptimizer)
-        _check_config(name, config, kwargs.get("layer_wise_distributed_optimizer", False))
-        if orthogonalizes:
-            refuse_second_axis(model_chunks, kwargs["pg_collection"])
+        layer_wise = kwargs.get("layer_wise_distributed_optimizer", False)
+        run = Run.of(config, model_chunks, kwargs["pg_collection"], layer_wise=layer_wise)
+        refuse_unsupported(run)
+        config = with_preset(config)
+        owned = owners(trainable(model_chunks, kwargs["pg_collection"]), config, config_overrides)
+        refuse_unsupported(
+            replace(run, routes_optimizers=routed(owned), excludes=any(each.owner is None for each in owned))
+        )
+        refuse_other_buffers(owned)
+        tag(splits(owned, getattr(config, "muon_split", "default")))
         if orthogonalizes and getattr(config, "muon_split_qkv", False):
             tag_fused_projections(model_chunks, kwargs["pg_collection"])
-        optimizer = build(config, model_chunks, *args, **kwargs)
-        attach(optimizer)
+        with without_defaults(name), excluded(owned):
+            optimizer = build(config, model_chunks, for_megatron(owned, config), *args, **kwargs)
+        manifest = collect(optimizer, owned, config, kwargs["pg_collection"])
+        declare(manifest.families, name, config, orthogonalizes)
+        attach(optimizer, to_json(manifest.families))
+        prove_in_first_step(optimizer, manifest.matrices_here)
         if getattr(config, "check_replicas", True):
             groups = (getattr(kwargs["pg_collection"], name, None) for name in ("dp_cp", "expt_dp"))
             check_before_first_step(optimizer, model_chunks, *groups)
@@ -43,23 +78,31 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
     return build_checked
 
 
-def _check_config(name: str, config: Any, layer_wise: bool) -> None:
-    if name != "muon" and not releases.has_registry():
-        raise ValueError(f"optimizer {name!r} needs megatron-core 0.18 or later, found {releases.version()}")
-    if config.fp16:
-        raise ValueError(f"optimizer {name!r} does not run with fp16: take --bf16, or fp32")
-    # where Megatron puts what --use-distributed-optimizer and dist_muon ask for, from 0.18 on; before it is an argument
-    layer_wise = layer_wise or getattr(config, "use_layer_wise_distributed_optimizer", False)
-    if (layer_wise or config.optimizer.startswith("dist_")) and not config.bf16:
-        raise ValueError(
-            f"Megatron-Core's layer-wise distributed optimizer, which --use-distributed-optimizer means with {name!r}, "
-            f"runs with --bf16 only: add it, or leave --use-distributed-optimizer away"
+def with_registered(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Megatron's builder of adam, sgd and lion: it builds every registered optimizer, too.
+
+    Args:
+        build: takes ``(config, model_chunks, param_groups, ...)``.
+    """
+
+    @functools.wraps(build)
+    def build_registered(config: Any, model_chunks: Sequence[Any], param_groups: list[Any], **kwargs: Any) -> Any:
+        if config.optimizer not in EMERGING_OPTIMIZERS or config.optimizer in _MEGATRONS_OWN:
+            return build(config, model_chunks, param_groups=param_groups, **kwargs)
+        groups = kwargs["pg_collection"]
+        optimizer, init_state = create_emerging_optimizer(config, param_groups, config.optimizer, model_chunks, groups)
+        if kwargs.get("skip_megatron_wrapping"):
+            return optimizer, init_state
+        wrapped = (
+            Float16OptimizerWithFloat16Params(optimizer, config, None, init_state)
+            if config.bf16
+            else FP32Optimizer(optimizer, config, init_state)
         )
-    if name in ("muon", "adaptive_muon") and config.muon_scalar_optimizer not in releases.scalar_optimizers():
-        raise ValueError(
-            f"muon_scalar_optimizer {config.muon_scalar_optimizer!r} cannot be built with this Megatron-Core "
-            f"({releases.version()}): expected one of {', '.join(releases.scalar_optimizers())}"
-        )
+        wrapped.grad_stats_parallel_group = kwargs["model_parallel_group"]
+        wrapped.tp_group, wrapped.expert_tp_group = groups.tp, groups.expt_tp
+        return wrapped
+
+    return build_registered
 
 
 def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *args: Any, **kwargs: Any) -> Any:

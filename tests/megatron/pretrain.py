@@ -125,6 +125,22 @@ def cut(parameter):
     return parameter.partition_dim, parallel_state.get_tensor_model_parallel_rank()
 
 
+class LatentAttention(torch.nn.Module):
+    """Causal attention whose values may be shorter than its keys: Megatron's own without Transformer Engine cannot."""
+
+    def __init__(self, softmax_scale=None, **described):
+        super().__init__()
+        self.softmax_scale = softmax_scale
+
+    def forward(self, query, key, value, attention_mask, **described):
+        """(sequence, batch, heads, channels) to (sequence, batch, all channels of all heads)."""
+        heads_first = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        result = torch.nn.functional.scaled_dot_product_attention(
+            *heads_first, is_causal=True, scale=self.softmax_scale
+        )
+        return result.permute(2, 0, 1, 3).flatten(2)
+
+
 record = Record()
 
 
@@ -175,6 +191,10 @@ def main():
     from megatron.training.arguments import parse_and_validate_args
 
     args = parse_and_validate_args()
+    if args.multi_latent_attention:
+        from megatron.core.models.backends import LocalSpecProvider
+
+        LocalSpecProvider.core_attention = lambda provider: LatentAttention
     if hasattr(argument_utils, "gpt_config_from_args"):  # 0.19
         config = argument_utils.pretrain_cfg_container_from_args(args, argument_utils.gpt_config_from_args(args))
         pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)

@@ -146,14 +146,20 @@ def start(
         )
 
 
-def train(folder, ranks, *arguments, **how):
-    """Train the small GPT, started in the way that :func:`start` takes; what each rank recorded, and the output."""
+def train(folder, ranks, *arguments, model=SMALL_GPT, **how):
+    """Train a model, started in the way that :func:`start` takes; what each rank recorded, and the output."""
     folder.mkdir(parents=True)
-    done = start(ranks, *SMALL_GPT, *arguments, record=folder, **how)
+    done = start(ranks, *model, *arguments, record=folder, **how)
     if done.returncode:
         said = [line for line in done.stdout.splitlines() if line.startswith("[rank")] or [done.stdout[-12000:]]
         raise AssertionError("\n".join([f"exit status {done.returncode}", *said[-40:]]))
     return [torch.load(folder / f"{rank}.pt") for rank in range(ranks)], done.stdout
+
+
+def summary(output):
+    """The line that says which optimizer owns how many parameters."""
+    (line,) = [line for line in output.splitlines() if line.startswith("megatron_eopt:") and " owns " in line]
+    return line
 
 
 def assert_same(a, b):

@@ -8,16 +8,11 @@ import pytest
 from megatron_eopt import TensorParallelAdaptiveMuon
 from megatron_eopt.megatron import activation
 from megatron_eopt.megatron.arguments import FLAGS
-from tests.megatron.runs import MUON, SMALL_GPT, start, train
+from tests.megatron.runs import MUON, SMALL_GPT, start, summary, train
 
 ADAPTIVE = ["--optimizer", "adaptive_muon", *MUON[2:]]
 RUN = ["--num-layers", 1, *ADAPTIVE, "--muon-fp32-matmul-prec", "highest", "--train-iters", 4]
 TP2 = ["--tensor-model-parallel-size", 2]
-
-
-def summary(output):
-    (line,) = [line for line in output.splitlines() if line.startswith("megatron_eopt:")]
-    return line
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from megatron_eopt.megatron import activation
-from tests.megatron.runs import MUON, SMALL_GPT, start, train
+from tests.megatron.runs import MUON, SMALL_GPT, start, summary, train
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_config_that_names_no_tp_mode_gets_an_exact_one(activated):
 def test_one_line_says_who_owns_what(tmp_path):
     run = ["--num-layers", 2, *MUON, "--tensor-model-parallel-size", 2, "--train-iters", 1]
     _, output = train(tmp_path / "run", 2, *run)
-    (line,) = [line for line in output.splitlines() if line.startswith("megatron_eopt:")]
+    line = summary(output)
     assert line == (
         "megatron_eopt: TensorParallelMuon owns 8 parameters with 30,720 elements on this rank, 12 matrices "
         "orthogonalized by 5 Newton-Schulz steps (quintic, medium precision, symmetric products by torch), "

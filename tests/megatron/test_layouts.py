@@ -2,15 +2,10 @@
 
 import pytest
 
-from tests.megatron.runs import MUON, assert_same, start, train
+from tests.megatron.runs import MUON, assert_same, start, summary, train
 
 RUN = ["--num-layers", 2, *MUON, "--muon-fp32-matmul-prec", "highest", "--train-iters", 4]
 TP2 = ["--tensor-model-parallel-size", 2]
-
-
-def summary(output):
-    (line,) = [line for line in output.splitlines() if line.startswith("megatron_eopt:")]
-    return line
 
 
 @pytest.mark.parametrize(

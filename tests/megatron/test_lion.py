@@ -3,16 +3,11 @@
 import pytest
 
 from megatron_eopt import registry
-from tests.megatron.runs import MUON, SMALL_GPT, UPSTREAM, start, train
+from tests.megatron.runs import MUON, SMALL_GPT, UPSTREAM, start, summary, train
 
 LION = ["--num-layers", 2, "--optimizer", "lion", "--lr", "1e-3", "--min-lr", "1e-3", "--ckpt-format", "torch_dist"]
 BESIDE_MUON = ["--num-layers", 2, *MUON, "--muon-fp32-matmul-prec", "high", "--muon-scalar-optimizer", "lion"]
 TP2 = ["--tensor-model-parallel-size", 2]
-
-
-def summary(output):
-    (line,) = [line for line in output.splitlines() if line.startswith("megatron_eopt:")]
-    return line
 
 
 def kept(snapshot, key):

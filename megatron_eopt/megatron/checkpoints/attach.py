@@ -1,6 +1,7 @@
 """Megatron's optimizers save and load what is described: their own methods, wrapped one object at a time."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK
+from megatron_eopt.manifest import compare, from_json
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.checkpoints.groups import Names, Settings, compressed, has, merged, settings_after_load
 from megatron_eopt.megatron.checkpoints.parts import GROUPS, torch_part
 from megatron_eopt.megatron.checkpoints.sharding import Sharded, built, joined, sharded_state
+from megatron_eopt.megatron.held import model_parameters
 from megatron_eopt.optimizers.batch import local
 from megatron_eopt.optimizers.state import DescribedState, StateTensor
 
@@ -29,10 +32,12 @@ class SavedState:
 
     Args:
         optimizer: Megatron's; its ``sharded_state_dict`` and ``load_state_dict`` are wrapped.
+        manifest: of the whole run, where this optimizer is the one that saves it.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, manifest: dict[str, Any] | None = None) -> None:
         self._megatron = optimizer
+        self._manifest = manifest
         self._torch: Optimizer = optimizer.optimizer
         self._save = optimizer.sharded_state_dict
         self._load = optimizer.load_state_dict
@@ -51,7 +56,7 @@ class SavedState:
             state_dict: dict[str, Any] = self._save(model_sharded_state_dict, is_loading, *args, **kwargs)
         finally:
             hook.remove()
-        sharded = get_param_id_to_sharded_param_map(model_sharded_state_dict, self._model_parameters())
+        sharded = get_param_id_to_sharded_param_map(model_sharded_state_dict, model_parameters(self._megatron))
         config = self._megatron.config
         block: dict[str, Any] = {
             "state": self._special(sharded),
@@ -65,6 +70,7 @@ class SavedState:
             self._places = _places(sharded)
         else:
             block |= self._about(sharded, torch_part(state_dict)["state"].get("common_step"))
+            block |= {} if self._manifest is None else {"manifest": self._manifest}
         state_dict[BLOCK] = block
         return state_dict
 
@@ -76,6 +82,7 @@ class SavedState:
             self._load(state_dict)
             return
         block = state_dict.pop(BLOCK, {})
+        self._report_changes(block.get("manifest"))
         for index, parameter, tensor in self._described():
             if tensor.dims is not None and tensor.saved:
                 parts = block.get("state", {}).get(index, {}).get(tensor.key, [])
@@ -86,12 +93,18 @@ class SavedState:
         packed = self._torch.state_dict()["param_groups"]
         groups = [{**each, "params": group["params"]} for each, group in zip(settings, packed, strict=True)]
         inner[GROUPS] = groups
-        # Before, since Megatron looks for the settings that its groups have; after, since it tells groups apart by some
-        # of them only, and mixes up those that differ in others.
-        self._set(settings)
-        self._load(state_dict)
-        self._set(settings)
+        with self._groups_in_order():
+            self._load(state_dict)
         self._check_finite()
+
+    @contextmanager
+    def _groups_in_order(self) -> Iterator[None]:
+        """Let Megatron take the groups as they come: it tells them apart by some settings, and mixes up the rest."""
+        self._megatron._filter_and_reorder_param_groups = lambda current, in_order: in_order
+        try:
+            yield
+        finally:
+            del self._megatron._filter_and_reorder_param_groups
 
     def _settings(self, theirs: list[Settings], block: dict[str, Any]) -> list[Settings]:
         """Those of each group after a load, from ours in the checkpoint, or from Megatron's where it wrote it."""
@@ -110,10 +123,6 @@ class SavedState:
             results.append(settings)
             self._report(number, changed)
         return results
-
-    def _set(self, settings: list[Settings]) -> None:
-        for group, each in zip(self._groups(), settings, strict=True):
-            group.update(each)
 
     def _check_finite(self) -> None:
         """A value that is not finite would stay in the state for ever, so nobody goes on with it, on any rank."""
@@ -146,6 +155,11 @@ class SavedState:
                 f"checkpoint has: {listed}",
                 flush=True,
             )
+
+    def _report_changes(self, saved: dict[str, Any] | None) -> None:
+        if self._manifest is not None and saved is not None and dist.get_rank() == 0:
+            for line in compare(from_json(saved), from_json(self._manifest)):
+                print(f"megatron_eopt: other than in the checkpoint: {line}", flush=True)
 
     def _about(self, sharded: dict[int, Sharded], step: Any) -> dict[str, Any]:
         """What says which optimizer this is, whose each group is and its settings: the same on every rank."""
@@ -206,16 +220,6 @@ class SavedState:
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self._groups() for parameter in group["params"]]
 
-    def _model_parameters(self) -> list[Tensor]:
-        """Those of the model, in the order of the torch optimizer's, which may be their fp32 copies."""
-        groups = (getattr(self._megatron, name, []) for name in ("fp32_from_float16_groups", "float16_groups"))
-        of_main = {
-            id(main): model
-            for mains, models in zip(*groups, strict=True)
-            for main, model in zip(mains, models, strict=True)
-        }
-        return [of_main.get(id(parameter), parameter) for parameter in self._parameters()]
-
     def _places_of_group(self, number: int) -> list[tuple[str, int]]:
         start = sum(len(group["params"]) for group in self._groups()[:number])
         return [self._places[index] for index in range(start, start + len(self._groups()[number]["params"]))]
@@ -224,13 +228,23 @@ class SavedState:
         return self._torch.param_groups
 
 
-def attach(optimizer: Any) -> None:
-    """Let every optimizer inside Megatron's wrappers save and load its state by its description."""
+def attach(optimizer: Any, manifest: dict[str, Any] | None = None) -> None:
+    """Let every optimizer inside Megatron's wrappers save and load its state by its description.
+
+    Args:
+        optimizer: Megatron's.
+        manifest: what the checkpoint says of the run, and what a run that loads it is compared with.
+    """
+    for number, each in enumerate(_plain_wrappers(optimizer)):
+        SavedState(each, manifest if number == 0 else None)
+
+
+def _plain_wrappers(optimizer: Any) -> Iterator[Any]:
     for each in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
         if hasattr(each, "chained_optimizers"):
-            attach(each)
+            yield from _plain_wrappers(each)
         elif releases.is_plain_wrapper(each):
-            SavedState(each)
+            yield each
 
 
 def _places(sharded: dict[int, Sharded]) -> dict[int, tuple[str, int]]:

@@ -20,6 +20,11 @@ them."""
 SCHEDULE = frozenset({"max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult"})
 """What the schedule starts from."""
 
+OVERRIDES = frozenset(
+    {"optimizer", "betas", "eps", "momentum", "num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor"}
+)
+"""What a user gives to single groups: where a run no longer has one of them, it goes on without."""
+
 _PARAMETERS = frozenset({"params", "param_names"})
 _STRUCTURE = frozenset({"is_expert_parallel", "default_config"})  # of the layout, and of how Megatron logs
 
@@ -68,7 +73,8 @@ def settings_after_load(
     result = {key: value for key, value in current.items() if key not in _PARAMETERS}
     if not saved:
         return result, {}
-    carried = carried | {"step"} | {key for group in saved for key in group if key not in current} - _PARAMETERS
+    gone = {key for group in saved for key in group if key not in current} - _PARAMETERS
+    carried = carried | {"step"} | (gone - OVERRIDES - SCHEDULE)
     for key in sorted(carried):
         values = [group[key] for group in saved if key in group]
         if any(value != values[0] for value in values):
@@ -78,7 +84,10 @@ def settings_after_load(
             )
         if values:
             result[key] = values[0]
-    changed = {}
+    changed: dict[str, tuple[Any, Any]] = {
+        key: (next(group[key] for group in saved if key in group), "the optimizer's own")
+        for key in sorted(gone & OVERRIDES)
+    }
     for key, value in result.items():
         values = [group[key] for group in saved if key in group]
         if key not in carried | SCHEDULED | _STRUCTURE and any(_differs(value, other) for other in values):

@@ -76,6 +76,7 @@ def _completed(asked: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> di
         inner["state"]["common_step"] = steps[0]
     groups = [group for block in blocks for group in block["groups"]]
     block = {"state": loaded.get(BLOCK, {}).get("state", {})} | ({"groups": groups} if groups else {})
+    block |= next(({"manifest": each["manifest"]} for each in blocks if "manifest" in each), {})
     if "optimizer" not in asked:
         return inner | {BLOCK: block}
     main = loaded.get(MAIN_PARAMETERS, [])

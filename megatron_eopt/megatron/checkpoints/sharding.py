@@ -16,7 +16,8 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
     """One state tensor whose shape is not that of its parameter, as what is saved and loaded of it on this rank.
 
     A factory's parts follow one another in the rows that this rank holds, in an order that depends on the
-    tensor-parallel size. So a dimension that goes along the rows is cut into the same parts, each in its own place.
+    tensor-parallel size. So where the parameter is one matrix, a dimension along its rows is cut into the same parts,
+    each in its own place. One of several logical matrices has places of its own at every size.
 
     Args:
         tensor: its description; ``dims`` is not None.
@@ -28,19 +29,20 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
         Views of ``data``, one behind the other along its first dimension; none where it is empty.
 
     Raises:
-        ValueError: for a parameter whose parts are not cut along its rows, and for rows in another than the first
-            dimension where there are several parts.
+        ValueError: for a parameter whose parts are not cut along its rows, and, where they are of one matrix, for rows
+            in another than the first dimension.
     """
     assert tensor.dims is not None
     parts = _parts(parameter)
-    if len(parts) > 1 and ("rows" in tensor.dims[1:] or (len(layouts) > 1 and "rows" in tensor.dims)):
+    in_parts = len(parts) > 1 and len(layouts) == 1
+    if in_parts and "rows" in tensor.dims[1:]:
         raise ValueError(
-            f"{tensor.key} of {parameter.key}: rows of a parameter that is saved in {len(parts)} parts have to be the "
-            f"first dimension of a state tensor, of the parameter as one matrix; got dims {tensor.dims}"
+            f"{tensor.key} of {parameter.key}: rows of a matrix that is saved in {len(parts)} parts have to be the "
+            f"first dimension of a state tensor; got dims {tensor.dims}"
         )
     layout = layouts[tensor.matrix]
     replica_id = _replica_id(parts[0].replica_id, _earlier_copies(tensor, layout), layout.ranks)
-    if tensor.dims[:1] != ("rows",) or len(parts) == 1:
+    if tensor.dims[:1] != ("rows",) or not in_parts:
         sides = {
             "rows": (layout.shape[0], layout.piece.top, layout.piece.bottom),
             "columns": (layout.shape[1], layout.piece.left, layout.piece.right),

@@ -1,0 +1,203 @@
+"""The manifest of an optimizer that Megatron has built: what it holds, not what it was asked to hold."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import prod
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from megatron_eopt.manifest import Family, LogicalMatrix, Row, families, merged, rows
+from megatron_eopt.manifest.checks import ADAMW_RMS
+from megatron_eopt.megatron.held import Held, held, owner_name
+from megatron_eopt.megatron.overriding import DEFAULT, Owned
+from megatron_eopt.optimizers.planning import PlannedOptimizer
+from megatron_eopt.optimizers.state import DescribedState, StateTensor
+from megatron_eopt.overrides import ParameterInfo
+from megatron_eopt.overrides.conditions import is_embedding
+from megatron_eopt.parallel.layout import is_expert, is_sharded
+
+_TIED = {"output_layer.weight": "embedding.word_embeddings.weight"}
+_FULL_TENSORS = {"adam": 2, "sgd": 1}
+_SHOWN_ELSEWHERE = {"optimizer", "lr", "min_lr", "lr_mult", "weight_decay", "wd_mult", "exclude"}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What was collected.
+
+    Attributes:
+        families: of all ranks.
+        matrices_here: how many logical matrices this rank has a part of.
+    """
+
+    families: list[Family]
+    matrices_here: int
+
+
+def collect(optimizer: Any, owned: Sequence[Owned], config: Any, pg_collection: Any) -> Manifest:
+    """All trainable parameters of all ranks, each with the optimizer that holds it; all ranks call it together.
+
+    Under a distributed optimizer a rank holds a part of the parameters only. One that no rank holds has no owner.
+
+    Args:
+        optimizer: Megatron's.
+        owned: of this rank.
+        config: Megatron's ``OptimizerConfig``.
+        pg_collection: Megatron's process groups.
+
+    Raises:
+        ValueError: if ranks say different things of one parameter.
+    """
+    found, without = rows_here(held(optimizer), owned, config, pg_collection)
+    return Manifest(_everywhere(families(found), families(without)), sum(len(each.matrices) for each in found))
+
+
+def rows_here(
+    holders: Iterable[Held], owned: Sequence[Owned], config: Any, pg_collection: Any, settled: bool = True
+) -> tuple[list[Row], list[Row]]:
+    """What is held on this rank, and what is in its part of the model and is not.
+
+    Args:
+        holders: the parameters that optimizers hold on this rank.
+        owned: as for :func:`collect`.
+        config: likewise.
+        pg_collection: likewise.
+        settled: whether other ranks are there to agree on plans.
+    """
+    of_parameter: dict[int, list[Held]] = {}
+    for each in holders:
+        of_parameter.setdefault(id(each.parameter), []).append(each)
+    logical = _logical_matrices(
+        {id(each.optimizer): each.optimizer for by in of_parameter.values() for each in by}, settled
+    )
+    sizes = {name: getattr(pg_collection, name).size() for name in ("tp", "expt_tp") if hasattr(pg_collection, name)}
+
+    def row(each: Owned, holder: Held | None) -> Row:
+        matrices = () if holder is None or holder.own is None else logical.get(id(holder.own), ())
+        return _row(each, holder, matrices, config, _layout(each.described.parameter, sizes))
+
+    by = [(each, of_parameter.get(id(each.described.parameter), [])) for each in owned]
+    found = [row(each, holder) for each, holders_of in by for holder in holders_of]
+    return found, [row(each, None) for each, holders_of in by if not holders_of]
+
+
+def _everywhere(found: list[Family], without: list[Family]) -> list[Family]:
+    """Those of all ranks: what one rank does not hold, another may."""
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (found, without))
+    owned = merged(each for each, _ in everywhere)
+    names = {row.name for row in rows(owned)}
+    nobody = rows(merged(each for _, each in everywhere))
+    return [*owned, *families(row for row in nobody if row.name not in names)]
+
+
+def _row(owned: Owned, holder: Held | None, matrices: tuple[LogicalMatrix, ...], config: Any, layout: str) -> Row:
+    parameter, info, resolved = owned.described.parameter, owned.described.info, owned.resolved
+    group = {} if holder is None else holder.group
+    name = None if holder is None else owner_name(holder.optimizer)
+    return Row(
+        name=info.name,
+        shape=info.shape,
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        owner=name,
+        reason=_reason(owned),
+        layout=layout,
+        matrices=matrices,
+        update_rms=_rms(holder, matrices, name),
+        lr=group.get("max_lr", config.lr) or 0.0,
+        min_lr=group.get("min_lr", config.min_lr) or 0.0,
+        weight_decay=group.get("end_wd", config.weight_decay) * group.get("wd_mult", 1.0),
+        settings={key: value for key, value in resolved.settings.items() if key not in _SHOWN_ELSEWHERE},
+        sources={key: place for key, place in resolved.sources.items() if not place.startswith(DEFAULT)},
+        overruled=tuple(f"{each.key} {each.value} by {each.source}" for each in resolved.overruled),
+        state_bytes=_state_bytes(info, holder, name),
+        tied_to=_TIED.get(info.name) if getattr(parameter, "shared_embedding", False) else None,
+        excluded=owned.owner is None,
+    )
+
+
+def _reason(owned: Owned) -> str:
+    if owned.owner is None:
+        return f"excluded by {owned.resolved.sources['exclude']}"
+    kind, source = _kind(owned.described.info), owned.resolved.sources.get("optimizer")
+    if source is None:
+        return kind
+    return f"{kind}, by default" if source.startswith(DEFAULT) else f"{kind}: {source}"
+
+
+def _kind(info: ParameterInfo) -> str:
+    if is_embedding(info):
+        return "embedding or output"
+    return {0: "scalar", 1: "vector", 2: "matrix"}.get(len(info.shape), "stack of matrices")
+
+
+def _layout(parameter: Tensor, sizes: Mapping[str, int]) -> str:
+    name = "expt_tp" if is_expert(parameter) else "tp"
+    ranks = sizes.get(name, 1)
+    if not is_sharded(parameter) or ranks == 1:
+        return "whole"
+    dim = parameter.partition_dim - parameter.ndim  # type: ignore[attr-defined]
+    return f"{'columns' if dim == -1 and parameter.ndim > 1 else 'rows'} over {name} {ranks}"
+
+
+def _rms(holder: Held | None, logical: Sequence[LogicalMatrix], name: str | None) -> float | None:
+    """The largest of the logical matrices, which have one each."""
+    if name == "adam":
+        return ADAMW_RMS
+    if name == "lion":
+        return 1.0
+    if holder is None or not isinstance(holder.optimizer, PlannedOptimizer) or not logical:
+        return None
+    settings = holder.optimizer.update_settings(holder.group)
+    return max(settings.predicted_rms(matrix.rows, matrix.cols) for matrix in logical)
+
+
+def _logical_matrices(optimizers: Mapping[int, Optimizer], settled: bool) -> dict[int, tuple[LogicalMatrix, ...]]:
+    """The logical matrices of each parameter (by its id), of optimizers that plan them."""
+    found = {}
+    for optimizer in optimizers.values():
+        if not isinstance(optimizer, PlannedOptimizer):
+            continue
+        plan = (optimizer.planned if settled else optimizer.proposed).plan
+        schemes = {i: bucket.scheme.replace("_", " ") for bucket in plan.buckets for i in bucket.matrices}
+        flat = iter(enumerate(plan.matrices))
+        for group in optimizer.param_groups:
+            scale = optimizer.update_settings(group).scale
+            for parameter in group["params"]:
+                own = islice(flat, len(optimizer.matrix_layouts(parameter)))
+                found[id(parameter)] = tuple(
+                    LogicalMatrix(_within(matrix.name), *matrix.shape, schemes[i], scale(*matrix.shape))
+                    for i, matrix in own
+                )
+    return found
+
+
+def _within(name: str) -> str:
+    """The name of a matrix within its parameter, from ``PARAMETER[NAME]``."""
+    return name.partition("[")[2].rstrip("]")
+
+
+def _state_bytes(info: ParameterInfo, holder: Held | None, name: str | None) -> int:
+    """Of the whole parameter's state."""
+    if holder is None:
+        return 0
+    elements = prod(info.shape)
+    optimizer, own = holder.optimizer, holder.own
+    if not isinstance(optimizer, DescribedState):
+        return _FULL_TENSORS.get(name or "", 0) * elements * 4
+    if own is None:  # shards of Lion's momentum, which is in fp32 there
+        return elements * 4
+    layouts = optimizer.matrix_layouts(own) if isinstance(optimizer, PlannedOptimizer) else []
+    tensors = optimizer.state_tensors(own)
+    return sum(_elements(tensor, elements, layouts) * (tensor.dtype or own.dtype).itemsize for tensor in tensors)
+
+
+def _elements(tensor: StateTensor, elements: int, layouts: Sequence[Any]) -> int:
+    if tensor.dims is None:
+        return elements
+    sides = dict(zip(("rows", "columns"), layouts[tensor.matrix].shape, strict=True)) if layouts else {}
+    return prod(dim if isinstance(dim, int) else sides[dim] for dim in tensor.dims)

@@ -1,0 +1,72 @@
+"""The manifest of a run at its start: checked, printed, written, and proved in the first step."""
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_eopt.manifest import Family, problems, table, to_json, warnings
+from megatron_eopt.megatron.held import held
+from megatron_eopt.optimizers.planning import PlannedOptimizer
+
+
+def declare(found: Sequence[Family], name: str, config: Any, orthogonalizes: bool) -> None:
+    """Check a manifest; print and write it on rank 0, as the config says.
+
+    Args:
+        found: of all ranks.
+        name: of the optimizer that the run asks for.
+        config: Megatron's ``OptimizerConfig``; ``optimizer_manifest`` is short, full or none, and
+            ``optimizer_manifest_file`` a path.
+        orthogonalizes: whether the optimizer of the run is for matrices.
+
+    Raises:
+        ValueError: for all that a run must not start with, on every rank.
+    """
+    wrong = problems(found, name, orthogonalizes)
+    if wrong:
+        raise ValueError("\n".join(["the optimizer does not own what it has to:", *wrong]))
+    if dist.get_rank() != 0:
+        return
+    form = getattr(config, "optimizer_manifest", "short")
+    if form != "none":
+        print(f"megatron_eopt: the owner of every trainable parameter\n{table(found, full=form == 'full')}", flush=True)
+    for each in warnings(found, config.muon_scale_mode):
+        print(f"megatron_eopt: warning: {each}", flush=True)
+    file = getattr(config, "optimizer_manifest_file", None)
+    if file is not None:
+        Path(file).write_text(json.dumps(to_json(found), indent=1) + "\n")
+
+
+def prove_in_first_step(optimizer: Any, matrices: int) -> None:
+    """Let the first ``optimizer.step`` count the matrices that it orthogonalizes: as many as the manifest says.
+
+    A step that Megatron leaves out, since the gradient is not finite, proves nothing; the next one does.
+
+    Args:
+        optimizer: Megatron's.
+        matrices: that this rank has a part of.
+    """
+    own = {id(each.optimizer): each.optimizer for each in held(optimizer)}
+    planned = [each for each in own.values() if isinstance(each, PlannedOptimizer)]
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def counted_step(*args: Any, **kwargs: Any) -> Any:
+        before = sum(each.newton_schulz_calls for each in planned)
+        result = step(*args, **kwargs)
+        calls = sum(each.newton_schulz_calls for each in planned) - before
+        if result[0]:
+            optimizer.step = step
+            if calls != matrices:
+                raise RuntimeError(
+                    f"{calls} matrices were orthogonalized in the first step on rank {dist.get_rank()}, and the "
+                    f"manifest has {matrices}: some parameters got no gradient. Freeze what is not trained before "
+                    f"Megatron wraps the model, or exclude it by an override"
+                )
+        return result
+
+    optimizer.step = counted_step

@@ -1,0 +1,192 @@
+"""The arguments of a Megatron run that is described and not made: Megatron's own parser, from a list of flags."""
+
+import io
+import logging
+import math
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+
+# What only a GPU or Transformer Engine can do: argument -> value that does without. No shape depends on any.
+_WITHOUT: dict[str, Any] = {
+    "transformer_impl": "local",
+    "use_cpu_initialization": True,
+    "init_model_with_meta_device": False,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "moe_router_padding_for_fp8": False,
+    "moe_router_padding_for_quantization": False,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_enable_deepep": False,
+    "moe_shared_expert_overlap": False,
+    "overlap_moe_expert_parallel_comm": False,
+    "use_transformer_engine_op_fuser": False,
+    "use_te_activation_func": False,
+    "tp_comm_overlap": False,
+    "delay_wgrad_compute": False,
+    "fine_grained_activation_offloading": False,
+    "cpu_offloading_num_layers": 0,
+    "recompute_activations": False,
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "distribute_saved_activations": False,
+    "enable_cuda_graph": False,
+    "external_cuda_graph": False,
+    "cuda_graph_impl": "none",
+    "te_rng_tracker": False,
+    "fp8": None,
+    "fp8_param_gather": False,
+    "fp4": None,
+    "fp4_param_gather": False,
+    "te_precision_config_file": None,
+    "non_persistent_ckpt_type": None,
+    "async_save": False,
+}
+_SECOND_AXIS = "--[expert-]tensor-parallel-num-weight-shards is for Transformer Engine's layers"
+_ELSEWHERE = {
+    "use_checkpoint_args": "--use-checkpoint-args takes the model's sizes from a checkpoint, and nothing is read here",
+    "yaml_cfg": "--yaml-cfg takes the place of the flags",
+    "hybrid_layer_pattern": "Megatron-Core makes hybrid models (--hybrid-layer-pattern) of Transformer Engine's layers",
+    "hybrid_override_pattern": "Megatron-Core makes hybrid models of Transformer Engine's layers",
+    "tensor_parallel_num_weight_shards": _SECOND_AXIS,
+    "expert_tensor_parallel_num_weight_shards": _SECOND_AXIS,
+    "use_megatron_fsdp": "FSDP cuts parameters in a way of its own",
+    "use_torch_fsdp2": "FSDP cuts parameters in a way of its own",
+}
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """Validated arguments.
+
+    Attributes:
+        args: Megatron's, changed where a GPU would be needed.
+        transformer_engine: whether the flags asked for its layers.
+        notes: what of the changes shows in the model, in lines for a user.
+    """
+
+    args: Namespace
+    transformer_engine: bool
+    notes: tuple[str, ...]
+
+
+def parsed(flags: Sequence[str], rank: int, world_size: int | None) -> Parsed:
+    """Parse and validate the flags of a pretrain command; nothing is read, written or started.
+
+    Args:
+        flags: as they follow the script's name, ``--tensor-model-parallel-size 8 ...``.
+        rank: whose arguments.
+        world_size: ranks of the run; None for as few as the parallel sizes allow.
+
+    Raises:
+        ValueError: for flags that Megatron refuses, or that speak of a model which cannot be described.
+    """
+    from megatron.training import arguments
+
+    with refused("refuses the flags"), _command_line(flags):
+        args = arguments.parse_args()
+    for name, reason in _ELSEWHERE.items():
+        if getattr(args, name, None):
+            raise ValueError(f"{reason}: such a run cannot be described without a GPU")
+    transformer_engine = args.transformer_impl != "local"
+    notes = _notes(args) if transformer_engine else ()
+    _without_gpu(args)
+    args.rank, args.world_size = rank, world_size or _smallest_world(args)
+    if not 0 <= rank < args.world_size:
+        raise ValueError(f"expected a rank below the world size {args.world_size}, got {rank}")
+    with refused("refuses the flags"):
+        arguments.validate_args(args)
+    _pad_vocabulary(args)
+    return Parsed(args, transformer_engine, notes)
+
+
+@contextmanager
+def refused(what: str) -> Iterator[None]:
+    """Raise as ValueError what Megatron raises or exits with inside, without the tables that it prints.
+
+    Args:
+        what: completes "Megatron-Core VERSION ...".
+    """
+    from megatron_eopt.megatron.releases import version
+
+    said, root = io.StringIO(), logging.getLogger()
+    handlers, disabled = list(root.handlers), root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(said):
+            yield
+    except SystemExit as error:
+        last = (said.getvalue().strip().splitlines() or [f"it exits with {error.code}"])[-1]
+        raise ValueError(f"Megatron-Core {version()} {what}: {last.partition('error: ')[2] or last}") from error
+    except (AssertionError, ImportError, RuntimeError, TypeError, ValueError) as error:
+        # an assertion of Megatron's that has no message is its own best description
+        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+        raise ValueError(f"Megatron-Core {version()} {what}: {reason}") from error
+    finally:
+        root.handlers[:] = handlers  # Megatron's first message adds one
+        logging.disable(disabled)
+
+
+@contextmanager
+def _command_line(flags: Sequence[str]) -> Iterator[None]:
+    # the only place from where Megatron's parser reads
+    before = sys.argv
+    sys.argv = ["pretrain", *flags]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def _notes(args: Namespace) -> tuple[str, ...]:
+    """How the names of local layers differ from those of Transformer Engine."""
+    notes = [
+        "layers are Megatron's local ones, not Transformer Engine's: a norm that TE keeps in the linear layer after it"
+        " (linear_qkv.layer_norm_weight) is a layer of its own here (input_layernorm.weight)"
+    ]
+    if args.num_experts and args.moe_grouped_gemm:
+        notes.append(
+            "grouped experts are layers of their own: what TE names experts.linear_fc1.weight0 is"
+            " experts.local_experts.0.linear_fc1.weight here"
+        )
+    return tuple(notes)
+
+
+def _without_gpu(args: Namespace) -> None:
+    for name, value in _WITHOUT.items():
+        if hasattr(args, name):
+            setattr(args, name, value)
+
+
+def _smallest_world(args: Namespace) -> int:
+    expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    dense = args.tensor_model_parallel_size * args.context_parallel_size
+    expert = expert_tensor * args.expert_model_parallel_size
+    instances = args.num_distributed_optimizer_instances
+    return math.lcm(dense, expert) * args.pipeline_model_parallel_size * instances
+
+
+def _pad_vocabulary(args: Namespace) -> None:
+    """What building the tokenizer would say of the vocabulary, without its files."""
+    from megatron.core.tokenizers.utils import build_tokenizer
+
+    if getattr(args, "padded_vocab_size", None) is not None:
+        return
+    if args.vocab_size is None:
+        raise ValueError(
+            "the size of the vocabulary is the tokenizer's, and no tokenizer is read here: add --vocab-size (of the "
+            "tokenizer), or --padded-vocab-size"
+        )
+    if args.tokenizer_type == "NullTokenizer":
+        build_tokenizer.build_tokenizer(args)
+    elif getattr(args, "pad_vocab_size", True):
+        args.padded_vocab_size = build_tokenizer.vocab_size_with_padding(args.vocab_size, args)

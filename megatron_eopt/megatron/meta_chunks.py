@@ -1,0 +1,170 @@
+"""The parts of a Megatron GPT on the meta device, by Megatron's own builders and with its local layers."""
+
+import copy
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils._device
+from torch.nn import Module, Parameter
+from torch.overrides import TorchFunctionMode
+
+from megatron_eopt.megatron.meta_arguments import Parsed
+from megatron_eopt.redirect import Redirection
+
+META = torch.device("meta")
+# Settings that torch's norms refuse; none is of consequence for their parameters.
+_NOT_TORCHS = (
+    "sequence_parallel",
+    "persist_layer_norm",
+    "layernorm_zero_centered_gamma",
+    "memory_efficient_layer_norm",
+)
+
+
+def model_chunks(found: Parsed, groups: Any) -> list[Module]:
+    """The model on this rank, one module per virtual pipeline stage, in the wrappers of training.
+
+    Args:
+        found: the arguments, with Megatron's parallel state initialized by them.
+        groups: Megatron's ``ProcessGroupCollection``.
+    """
+    with _OnMeta():
+        return [_wrapped(found.args, chunk) for chunk in _chunks(found, groups)]
+
+
+def layers_of_gpu() -> list[Redirection]:
+    """Let Megatron's local layers take the settings that only those of a GPU can follow."""
+    looked_at = "it is only looked at, so it may stand in for that of a GPU"
+    return [
+        Redirection(
+            owner="megatron.core.transformer.torch_norm:WrappedTorchNorm",
+            name="__new__",
+            make=_any_norm,
+            reason=looked_at,
+        ),
+        Redirection(
+            owner="megatron.core.transformer.dot_product_attention:DotProductAttention",
+            name="__init__",
+            make=_any_attention,
+            reason=looked_at,
+        ),
+    ]
+
+
+def _any_norm(real: Callable[..., Module]) -> Callable[..., Module]:
+    def new(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Module:
+        plain = copy.copy(config)
+        for name in _NOT_TORCHS:
+            setattr(plain, name, False)
+        norm = real(cls, plain, hidden_size, eps)
+        if config.sequence_parallel:
+            for parameter in norm.parameters():
+                parameter.sequence_parallel = True  # type: ignore[attr-defined]
+        return norm
+
+    return new
+
+
+def _any_attention(real: Callable[..., None]) -> Callable[..., None]:
+    def init(self: Any, config: Any, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any) -> None:
+        plain = copy.copy(config)
+        plain.context_parallel_size = 1
+        real(self, plain, *args, **kwargs)
+
+    return init
+
+
+class _OnMeta(TorchFunctionMode):
+    """Every tensor that is made is on the meta device, whichever device it was asked to be on."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in torch.utils._device._device_constructors():
+            kwargs["device"] = META
+        return func(*args, **kwargs)
+
+
+def _chunks(found: Parsed, groups: Any) -> Iterator[Module]:
+    from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+
+    build = _builder(found.args, groups)
+    rank, last = groups.pp.rank(), groups.pp.size() - 1
+    stages = found.args.virtual_pipeline_model_parallel_size if last else None
+    for stage in [None] if stages is None else range(stages):
+        first_part = rank == 0 and not stage
+        last_part = rank == last and (stages is None or stage == stages - 1)
+        chunk = build(pre_process=first_part, post_process=last_part, vp_stage=stage)
+        if found.transformer_engine:
+            _replicate_down_projections(chunk)
+        for parameter in chunk.parameters():
+            set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        yield chunk
+
+
+def _builder(args: Namespace, groups: Any) -> Callable[..., Module]:
+    from megatron.training import argument_utils
+
+    if not hasattr(argument_utils, "gpt_config_from_args"):  # before 0.19 the builder is the script's, not Megatron's
+        return _gpt_of_script(args, groups)
+    config = argument_utils.gpt_config_from_args(args)
+    builder = config.get_builder_cls()(config)
+    return lambda **stage: builder.build_model(groups, **stage)
+
+
+def _gpt_of_script(args: Namespace, groups: Any) -> Callable[..., Module]:
+    """What the pretrain_gpt.py of 0.17 and 0.18 builds."""
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    config = core_transformer_config_from_args(args)
+
+    def build(pre_process: bool, post_process: bool, vp_stage: int | None) -> Module:
+        spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, False, args.normalization, vp_stage=vp_stage)
+        prediction = None
+        if args.mtp_num_layers:
+            layers = gpt_layer_specs.get_gpt_decoder_layer_specs(config, False, args.normalization, vp_stage=vp_stage)
+            prediction = gpt_layer_specs.get_gpt_mtp_block_spec(config, layers[-1], False, vp_stage=vp_stage)
+        return GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            mtp_block_spec=prediction,
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            rotary_percent=args.rotary_percent,
+            rotary_base=args.rotary_base,
+            rope_scaling=args.use_rope_scaling,
+            vp_stage=vp_stage,
+            pg_collection=groups,
+        )
+
+    return build
+
+
+def _replicate_down_projections(chunk: Module) -> None:
+    """Make MLA's down projections whole on every tensor-parallel rank, as Transformer Engine's layers have them."""
+    for module in chunk.modules():
+        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+            layer = getattr(module, name, None)
+            if layer is None:
+                continue
+            whole = Parameter(layer.weight.new_empty(layer.output_size, layer.input_size))
+            marks = {"allreduce": True, "sequence_parallel": layer.config.sequence_parallel}
+            for mark, value in {**marks, "tensor_model_parallel": False}.items():
+                setattr(whole, mark, value)
+            layer.weight = whole
+
+
+def _wrapped(args: Namespace, chunk: Module) -> Module:
+    """The chunk in the wrappers of training, which make the names and the dtype; the outer one without its buffers."""
+    from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.utils import get_model_config
+
+    config = get_model_config(chunk)
+    return _BaseDataParallel(config, Float16Module(config, chunk) if args.fp16 or args.bf16 else chunk)

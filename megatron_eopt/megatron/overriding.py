@@ -1,0 +1,292 @@
+"""Settings of single parameters, from everything that may set them, and in the form that Megatron makes groups from."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.optimizer import get_standard_config_overrides
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+
+from megatron_eopt.matrices import Split, tag_declared
+from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.fused import SplitName, split_of
+from megatron_eopt.megatron.parameters import Described
+from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
+from megatron_eopt.overrides import (
+    Entry,
+    Known,
+    Layer,
+    OverrideError,
+    Resolved,
+    entries_from_dict,
+    entries_from_megatron,
+    make_entry,
+    match_counts,
+    read_overrides,
+    resolve,
+)
+from megatron_eopt.registry import EMERGING_OPTIMIZERS, get_optimizer_entry
+
+SPLITS = ("per_head",)
+"""Ways to split that Megatron's fused parameters know beyond those of every optimizer."""
+
+DEFAULT = "default of"
+"""What the place of a setting begins with that nobody has asked for."""
+
+# What a group of Megatron's has by the same name as an override.
+_PASSED_ON = ("betas", "eps", "momentum", "num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor")
+_LAYER_WISE = "is_managed_by_layer_wise_optimizer"
+_RATES = ("lr", "min_lr", "lr_mult")
+_MEGATRONS_RATES = {"lr": "max_lr", "min_lr": "min_lr", "lr_mult": "lr_mult"}
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A parameter with its settings.
+
+    Attributes:
+        described: the parameter.
+        resolved: its settings, and where each is from.
+        owner: name of the optimizer; None for a parameter that is excluded.
+    """
+
+    described: Described
+    resolved: Resolved
+    owner: str | None
+
+
+def owners(
+    parameters: Sequence[Described], config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] | None
+) -> list[Owned]:
+    """Every parameter with its owner and settings; all ranks call it together.
+
+    Args:
+        parameters: of this rank.
+        config: Megatron's ``OptimizerConfig``, on which our flags have put ``optimizer_overrides`` and others.
+        config_overrides: Megatron's, or selectors of this package in their place; None for Megatron's standard ones.
+
+    Raises:
+        OverrideError: as :func:`~megatron_eopt.overrides.resolve`, on all ranks.
+    """
+    everywhere: list[list[int]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everywhere, matches(parameters, config, config_overrides))
+    counts = [sum(of_entry) for of_entry in zip(*everywhere, strict=True)]
+    return owners_of(parameters, config, config_overrides, counts)
+
+
+def matches(
+    parameters: Sequence[Described], config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] | None
+) -> list[int]:
+    """How many parameters of this rank each entry selects."""
+    tag_declared((described.info.name, described.parameter) for described in parameters)
+    primary = config.optimizer.removeprefix("dist_")
+    entries = all_entries(config, primary, config_overrides)
+    return match_counts(entries, [described.info for described in parameters], primary)
+
+
+def owners_of(
+    parameters: Sequence[Described],
+    config: Any,
+    config_overrides: Mapping[Any, Mapping[str, Any]] | None,
+    counts: Sequence[int],
+) -> list[Owned]:
+    """:func:`owners` of one rank, where it is known how many parameters of all ranks each entry selects."""
+    primary = config.optimizer.removeprefix("dist_")
+    entries = all_entries(config, primary, config_overrides)
+    resolved = resolve(entries, [described.info for described in parameters], primary, counts, _known())
+    found = []
+    for described in parameters:
+        own = resolved[described.info.name]
+        excluded_by_user = own.settings.get("exclude")
+        found.append(Owned(described, own, None if excluded_by_user else own.settings.get("optimizer", primary)))
+    return found
+
+
+def all_entries(config: Any, primary: str, config_overrides: Mapping[Any, Mapping[str, Any]] | None) -> list[Entry]:
+    """Entries of all layers: the defaults of the optimizer and of Megatron, Python's, the file's and the flags'."""
+    known = _known()
+    standard = get_standard_config_overrides(config)
+    given = standard if config_overrides is None else config_overrides
+    theirs = {_signature(key): settings for key, settings in standard.items()}
+    own = {
+        key: settings
+        for key, settings in given.items()
+        if not isinstance(key, ParamKey) or (theirs.get(_signature(key)) != settings and not _of_mup(key))
+    }
+    defaults = {key: settings for key, settings in given.items() if key not in own}
+    return [
+        *_defaults(_routing(primary, config), primary, known),
+        *_defaults(defaults, "Megatron", known),
+        *entries_from_dict(own, Layer.PYTHON, "config_overrides", known),
+        *_asked_for(getattr(config, "optimizer_overrides", None), known),
+        *_from_flags(primary, config, known),
+    ]
+
+
+def _defaults(overrides: Mapping[Any, Mapping[str, Any]], whose: str, known: Known) -> list[Entry]:
+    entries = entries_from_megatron(overrides, Layer.DEFAULTS, known=known)
+    return [replace(entry, source=f"{DEFAULT} {whose}") for entry in entries]
+
+
+def _routing(primary: str, config: Any) -> dict[Any, dict[str, Any]]:
+    scalar = getattr(config, "muon_scalar_optimizer", "adam")
+    entry = get_optimizer_entry(primary)
+    return {
+        key: {**settings, "optimizer": scalar if settings.get("optimizer") == "adam" else settings["optimizer"]}
+        if primary in ("muon", "adaptive_muon") and "optimizer" in settings
+        else dict(settings)
+        for key, settings in entry.default_param_overrides.items()
+    }
+
+
+def _asked_for(overrides: Any, known: Known) -> list[Entry]:
+    if overrides is None:
+        return []
+    if isinstance(overrides, Mapping):
+        return entries_from_dict(overrides, Layer.PYTHON, "optimizer_overrides", known)
+    return read_overrides(overrides, known)
+
+
+def _from_flags(primary: str, config: Any, known: Known) -> Iterator[Entry]:
+    """``--muon-lr`` and its like, for what the run's optimizer owns."""
+    for setting in ("lr", "min_lr", "weight_decay"):
+        value = getattr(config, f"matrix_{setting}", None)
+        if value is None:
+            continue
+        flag = f"--muon-{setting}".replace("_", "-")
+        if primary not in ("muon", "adaptive_muon"):
+            raise OverrideError(f"{flag} is for muon and adaptive_muon, and the optimizer is {primary}: leave it away")
+        yield make_entry(f"optimizer:{primary}", {setting: value}, Layer.FLAGS, flag, known)
+
+
+def _known() -> Known:
+    return Known.registered(SPLITS)
+
+
+def _signature(key: Any) -> Any:
+    """What a ParamKey asks, with its functions by their names: two of them are never equal."""
+    if not isinstance(key, ParamKey):
+        return key
+    several = (_several(key.predicate), _several(key.with_name_predicate))
+    return (*map(_several, (key.name, key.attr)), *(tuple(each.name for each in some) for some in several))
+
+
+def _of_mup(key: ParamKey) -> bool:
+    """Whether it is Megatron's, for muP."""
+    predicates = (*_several(key.predicate), *_several(key.with_name_predicate))
+    return bool(predicates) and all(each.name.startswith("mup_") for each in predicates)
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,) if value else ()
+
+
+def routed(owned: Sequence[Owned]) -> bool:
+    """Whether somebody gave a parameter to an optimizer, beside the defaults."""
+    return any(not each.resolved.sources.get("optimizer", DEFAULT).startswith(DEFAULT) for each in owned)
+
+
+def splits(owned: Sequence[Owned], of_run: SplitName) -> list[tuple[Described, Split | None]]:
+    """The split of every parameter that is orthogonalized: its own setting's, else that of the run.
+
+    Raises:
+        ValueError: if nobody has said how a fused parameter is to be orthogonalized.
+    """
+    return [
+        (each.described, split_of(each.described, each.resolved.settings.get("split", of_run)))
+        for each in owned
+        if each.owner in EMERGING_OPTIMIZERS
+        and issubclass(EMERGING_OPTIMIZERS[each.owner].optimizer_cls, OrthogonalizedOptimizer)
+    ]
+
+
+def for_megatron(owned: Sequence[Owned], config: Any) -> dict[ParamKey, dict[str, Any]]:
+    """Megatron's overrides that give every parameter its settings, each in at most one of them.
+
+    Raises:
+        OverrideError: for a smallest learning rate above the largest.
+    """
+    primary = config.optimizer.removeprefix("dist_")
+    alike: dict[tuple[tuple[str, Any], ...], set[int]] = {}
+    for each in owned:
+        if each.owner is not None and (settings := group_settings(each, config, primary)):
+            alike.setdefault(tuple(sorted(settings.items())), set()).add(id(each.described.parameter))
+    return {
+        ParamKey(predicate=ParamPredicate(name=f"megatron_eopt {number}", fn=_among(places))): dict(settings)
+        for number, (settings, places) in enumerate(alike.items())
+    }
+
+
+def group_settings(owned: Owned, config: Any, primary: str) -> dict[str, Any]:
+    """What the group of a parameter says that is not the run's, in Megatron's words.
+
+    Raises:
+        OverrideError: for a smallest learning rate above the largest.
+    """
+    settings = owned.resolved.settings
+    group: dict[str, Any] = {key: settings[key] for key in _PASSED_ON if key in settings}
+    if owned.owner != primary and releases.has_registry():
+        group["optimizer"] = owned.owner
+    rates = [key for key in _RATES if key in settings]
+    if all(owned.resolved.sources[key].startswith(DEFAULT) for key in rates):
+        # Megatron's own need not be in order: under a constant schedule nobody reads the smallest rate
+        group |= {_MEGATRONS_RATES[key]: settings[key] for key in rates}
+    else:
+        group["max_lr"], group["min_lr"] = owned.resolved.learning_rates(config.lr, config.min_lr)
+    if "weight_decay" in settings:
+        group["start_wd"] = group["end_wd"] = settings["weight_decay"]
+    if "wd_mult" in settings:
+        group["wd_mult"] = settings["wd_mult"]
+    return group
+
+
+def _among(places: set[int]) -> Callable[[Any], bool]:
+    return lambda parameter: id(parameter) in places
+
+
+@contextmanager
+def without_defaults(name: str) -> Iterator[None]:
+    """While it is open, the registered optimizer routes nothing by itself: what it would route has been resolved."""
+    entry = EMERGING_OPTIMIZERS[name]
+    EMERGING_OPTIMIZERS[name] = replace(entry, default_param_overrides={})
+    try:
+        yield
+    finally:
+        EMERGING_OPTIMIZERS[name] = entry
+
+
+@contextmanager
+def excluded(owned: Sequence[Owned]) -> Iterator[None]:
+    """While it is open, no optimizer takes the parameters that are excluded; they get gradients, before as after."""
+    parameters = [each.described.parameter for each in owned if each.owner is None]
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+
+
+def refuse_other_buffers(owned: Sequence[Owned]) -> None:
+    """Refuse a parameter whose buffer was made for another kind of owner, as Megatron's layer-wise layout does.
+
+    Raises:
+        OverrideError: naming the parameters.
+    """
+    wrong = [
+        each
+        for each in owned
+        if (tagged := getattr(each.described.parameter, _LAYER_WISE, None)) is not None
+        and tagged != (each.owner in EMERGING_OPTIMIZERS and each.owner != "lion")
+    ]
+    if wrong:
+        first = wrong[0].described
+        laid_out = "a matrix optimizer" if getattr(first.parameter, _LAYER_WISE) else "Adam"
+        raise OverrideError(
+            f"{first.info.name} and {len(wrong) - 1} more are given to {wrong[0].owner or 'nobody'}, but Megatron laid "
+            f"their buffers out for {laid_out} before it read any override: leave these parameters where they are, or "
+            f"pass --no-use-layer-wise-param-layout"
+        )

@@ -1,0 +1,134 @@
+"""The logical matrices of real models: each is orthogonalized by itself, at every tensor-parallel size."""
+
+import json
+
+import pytest
+import torch
+
+from megatron_eopt.orthogonalize import newton_schulz
+from megatron_eopt.orthogonalize.scale import muon_scale_factor
+from tests.megatron.runs import HERE, MUON, SMALL_GPT, train, whole
+
+LR, DECAY, FACTOR = 1e-2, 0.1, 0.2
+PRECISE = [*MUON, "--muon-fp32-matmul-prec", "highest", "--weight-decay", DECAY]
+RUN = ["--num-layers", 1, "--train-iters", 1, *PRECISE]
+QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
+FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
+MLA = """--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 20 --qk-head-dim 12 --qk-pos-emb-head-dim 8
+    --v-head-dim 16 --rotary-scaling-factor 1""".split()
+
+
+def update(recorded):
+    """What the first step subtracted, beside the decay."""
+    before, after = recorded["before"], recorded["after"]
+    return {name: (1 - LR * DECAY) * before[name]["parameter"] - after[name]["parameter"] for name in after}
+
+
+def expected(momentum, rows):
+    """The update of matrices that are made of such rows of a parameter, each by itself."""
+    result = torch.full_like(momentum, torch.nan)
+    for of_matrix in rows:
+        part = momentum[of_matrix]
+        result[of_matrix] = (
+            LR * FACTOR * muon_scale_factor(*part.shape) * newton_schulz(part, fp32_matmul_prec="highest")
+        )
+    return result
+
+
+def assert_updated(found, name, rows):
+    """Matrices of such rows of a parameter were each orthogonalized by itself."""
+    wanted = expected(found["after"][name]["momentum_buffer"], rows)
+    rounding = 2**-23 * found["after"][name]["parameter"].abs().max().item()  # of the parameter that it is taken from
+    torch.testing.assert_close(update(found)[name], wanted, rtol=0, atol=5e-5 * wanted.abs().max().item() + rounding)
+
+
+def interleaved(rows, *sizes):
+    """Rows of each part of groups that follow one another."""
+    index = torch.arange(rows).view(-1, sum(sizes))
+    return [part.flatten() for part in index.split(sizes, dim=1)]
+
+
+def blocks(rows, *sizes):
+    """Rows of parts that follow one another."""
+    return list(torch.arange(rows).split(list(sizes)))
+
+
+def matrices(folder, name):
+    """Names and sizes of the matrices of a parameter, by the manifest."""
+    manifest = json.loads(folder.read_text())
+    (family,) = [each for each in manifest["families"] if each["pattern"] == name.replace(".0.", ".*.")]
+    return {matrix["name"]: (matrix["rows"], matrix["cols"]) for matrix in family["matrices"]}
+
+
+def recorded(ranks):
+    return {when: whole([rank[when] for rank in ranks]) for when in ("before", "after")}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+def test_a_gpt(tmp_path, ranks):
+    """Two query groups: at four ranks a shard ends inside of one."""
+    manifest = tmp_path / "manifest.json"
+    flags = ["--muon-split", "all", "--optimizer-manifest-file", manifest, "--tensor-model-parallel-size", ranks]
+    found = recorded(train(tmp_path / "run", ranks, *RUN, *flags)[0])
+    assert_updated(found, QKV, interleaved(128, 32, 16, 16))
+    assert_updated(found, FC1, blocks(192, 96, 96))
+    assert matrices(manifest, QKV) == {"q": (64, 64), "k": (32, 64), "v": (32, 64)}
+    assert matrices(manifest, FC1) == {"gate": (96, 64), "up": (96, 64)}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gated_attention_by_heads(tmp_path, ranks):
+    """Four heads of queries and of gates, two of keys and of values, in two groups."""
+    manifest = tmp_path / "manifest.json"
+    flags = ["--attention-output-gate", "--muon-split", "per_head", "--optimizer-manifest-file", manifest]
+    run = [*RUN, *flags, "--tensor-model-parallel-size", ranks]
+    found = recorded(train(tmp_path / "run", ranks, *run)[0])
+    assert_updated(found, QKV, torch.arange(192).split(16))
+    assert list(matrices(manifest, QKV)) == [
+        f"{part} {i}" for part, n in (("q", 4), ("gate", 4), ("k", 2), ("v", 2)) for i in range(n)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_latent_attention(tmp_path, ranks):
+    manifest = tmp_path / "manifest.json"
+    gpt = [flag for flag in SMALL_GPT if flag not in ("--group-query-attention", "--num-query-groups")]
+    gpt.remove("2")
+    run = [*RUN, *MLA, "--muon-split", "all", "--optimizer-manifest-file", manifest]
+    ranks_found, _ = train(tmp_path / "run", ranks, *run, "--tensor-model-parallel-size", ranks, model=gpt)
+    found = recorded(ranks_found)
+    attention = "decoder.layers.0.self_attention"
+    assert_updated(found, f"{attention}.linear_kv_down_proj.weight", blocks(28, 20, 8))
+    assert_updated(found, f"{attention}.linear_kv_up_proj.weight", interleaved(4 * 28, 12, 16))
+    assert_updated(found, f"{attention}.linear_q_up_proj.weight", blocks(80, 80))
+    assert matrices(manifest, f"{attention}.linear_kv_up_proj.weight") == {"k": (48, 20), "v": (64, 20)}
+
+
+@pytest.mark.parametrize("split", ["default", "all"])
+def test_statistics_of_logical_matrices_come_back_at_another_size(tmp_path, split):
+    """Gate and up of SwiGLU have rows of their own, whose order in the parameter depends on the number of ranks."""
+    adaptive = ["--optimizer", "adaptive_muon", "--adaptive-muon-moment2-method", "normuon", *PRECISE[2:]]
+    run = ["--num-layers", 1, "--train-iters", 4, "--ckpt-format", "torch_dist", *adaptive, "--muon-split", split]
+    (straight,), _ = train(tmp_path / "straight", 1, *run)
+    save = ["--exit-interval", 2, "--save-interval", 2, "--save", tmp_path / "checkpoint"]
+    train(tmp_path / "two", 2, *run, *save, "--tensor-model-parallel-size", 2)
+    (resumed,), _ = train(tmp_path / "one", 1, *run, "--load", tmp_path / "checkpoint")
+    assert resumed["losses"] == pytest.approx(straight["losses"][-len(resumed["losses"]) :], rel=1e-5)
+    for name, state in straight["after"].items():
+        for key, value in state.items():
+            if key != "cut":
+                torch.testing.assert_close(resumed["after"][name][key], value, rtol=1e-3, atol=1e-4)
+
+
+def test_a_declaration_of_the_users_own(tmp_path):
+    """By a name's pattern, before Megatron builds the optimizer."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import runpy\n"
+        "from megatron_eopt import matrices\n"
+        "matrices.declare('*.linear_fc2.weight', matrices.concatenated(first=16, rest=None))\n"
+        f"runpy.run_path({str(HERE / 'pretrain.py')!r}, run_name='__main__')\n"
+    )
+    program = ["-m", "megatron_eopt.run", "--cpu", str(script)]
+    (rank,), _ = train(tmp_path / "run", 1, *RUN, program=program)
+    assert_updated(rank, "decoder.layers.0.mlp.linear_fc2.weight", blocks(64, 16, 48))

@@ -1,0 +1,284 @@
+"""A described run: a model from flags, on the meta device, for any rank of any number of them.
+
+Run as a program, on ranks of its own, this file builds the same model for real, and leaves what it is made of.
+"""
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_eopt import cpu
+from megatron_eopt.megatron.meta_model import described_run, ranks_to_describe
+from tests.megatron.runs import MUON, ROOT, SMALL_GPT, start
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is in use")
+
+SMALL = [*SMALL_GPT, *MUON, "--num-layers", "4", "--train-iters", "1", "--global-batch-size", "16"]
+TIED = [flag for flag in SMALL if flag != "--untie-embeddings-and-output-weights"]
+EXPERTS = "--num-experts 4 --moe-layer-freq ([0,1]*2) --moe-ffn-hidden-size 48 --moe-router-topk 2".split()
+FOUR_RANKS = """--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2
+    --expert-tensor-parallel-size 1""".split()
+LLAMA_70B = """--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64
+    --group-query-attention --num-query-groups 8 --swiglu --normalization RMSNorm --position-embedding-type rope
+    --disable-bias-linear --untie-embeddings-and-output-weights --seq-length 8192 --max-position-embeddings 8192
+    --tokenizer-type HuggingFaceTokenizer --tokenizer-model nobody/nothing --vocab-size 128256 --bf16
+    --micro-batch-size 1 --global-batch-size 1024 --train-iters 10 --lr 1e-4 --optimizer muon --sequence-parallel
+    --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --context-parallel-size 2""".split()
+GROUPS = ("tp", "pp", "dp", "dp_cp", "ep", "expt_tp", "expt_dp")
+
+
+def contents(chunks, groups):
+    """What a rank holds, in plain values: per parameter its shape, dtype and marks; its place in each group."""
+    of_training = ("main_grad", "grad_added_to_main_grad")
+    parameters = [
+        {
+            name: (
+                list(parameter.shape),
+                str(parameter.dtype),
+                {key: value for key, value in vars(parameter).items() if key not in of_training},
+            )
+            for name, parameter in chunk.named_parameters()
+        }
+        for chunk in chunks
+    ]
+    places = {name: (getattr(groups, name).rank(), getattr(groups, name).size()) for name in GROUPS}
+    return {"parameters": parameters, "places": places}
+
+
+def settings(config, overrides):
+    plain = {key: repr(value) for key, value in vars(config).items() if key != "timers"}
+    return {"config": plain, "overrides": re.sub(" at 0x[0-9a-f]+", "", repr(overrides))}
+
+
+def shapes(run):
+    return {name: tuple(parameter.shape) for chunk in run.model_chunks for name, parameter in chunk.named_parameters()}
+
+
+def without(flags, name, values=1):
+    at = flags.index(name)
+    return flags[:at] + flags[at + 1 + values :]
+
+
+def test_equals_the_real_model_on_every_rank(tmp_path):
+    flags = [*TIED, *EXPERTS, *FOUR_RANKS, "--bf16", "--mtp-num-layers", "1"]
+    program = ["-m", "megatron_eopt.run", "--cpu", __file__]
+    done = start(4, *flags, program=program, record=tmp_path)
+    assert done.returncode == 0, done.stdout[-6000:]
+    for rank in range(4):
+        real = torch.load(tmp_path / f"{rank}.pt")
+        with described_run(flags, rank) as run:
+            assert run.args.world_size == 4
+            assert {parameter.device.type for chunk in run.model_chunks for parameter in chunk.parameters()} == {"meta"}
+            found = contents(run.model_chunks, run.pg_collection)
+            assert found["parameters"] == real["parameters"]
+            assert found["places"] == real["places"]
+            assert settings(run.optimizer_config, run.config_overrides) == real["settings"]
+
+
+def test_a_model_of_70_billion_parameters_needs_no_room():
+    code = (
+        "import json, resource, sys\n"
+        "from megatron_eopt.megatron.meta_model import described_run, ranks_to_describe\n"
+        "assert not [name for name in sys.modules if name.split('.')[0] == 'megatron']\n"
+        "flags, rank, ranks, shapes, sums = json.loads(sys.argv[1]), 0, None, {}, []\n"
+        "while ranks is None or rank in ranks:\n"
+        "    with described_run(flags, rank) as run:\n"
+        "        ranks = ranks_to_describe(run.args)\n"
+        "        parameters = list(run.model_chunks[0].named_parameters())\n"
+        "    shapes |= {name: list(parameter.shape) for name, parameter in parameters}\n"
+        "    sums.append(sum(parameter.numel() * (8 if parameter.ndim == 2 else 1) for _, parameter in parameters))\n"
+        "    later = [each for each in ranks if each > rank]\n"
+        "    rank = later[0] if later else -1\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "print(json.dumps({'ranks': ranks, 'kilobytes': used, 'shapes': shapes, 'sum': sum(sums)}))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(LLAMA_70B)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    (line,) = done.stdout.splitlines()  # Megatron's tables are kept back
+    found = json.loads(line)
+    assert found["ranks"] == [0, 16, 32, 48]
+    assert found["shapes"]["module.module.decoder.layers.0.mlp.linear_fc1.weight"] == [2 * 28672 // 8, 8192]
+    assert found["shapes"]["module.module.decoder.layers.19.self_attention.linear_qkv.weight"] == [10240 // 8, 8192]
+    # matrices of a layer, its two norms; embedding and output; the last norm
+    layer = 8192 * (8192 + 2 * 8 * 128) + 8192 * 8192 + 3 * 8192 * 28672 + 2 * 8192
+    vocabulary = 128256 + -128256 % (128 * 8)
+    assert found["sum"] == 80 * layer + 2 * vocabulary * 8192 + 8192
+    assert found["kilobytes"] < 1.5e6  # nearly all of it is torch and Megatron themselves
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes"),
+    [
+        (8, FOUR_RANKS),
+        (8, [*FOUR_RANKS, "--use-tp-pp-dp-mapping"]),
+        (16, [*FOUR_RANKS, "--expert-model-parallel-size", "4"]),
+        (8, [*FOUR_RANKS[:2], "--expert-model-parallel-size", "2"]),
+    ],
+)
+def test_described_ranks_hold_every_parameter_once(world, sizes):
+    places = []
+    for rank in range(world):
+        with described_run([*SMALL, *EXPERTS, *sizes], rank, world) as run:
+            places.append(contents([], run.pg_collection)["places"])
+            ranks = ranks_to_describe(run.args)
+    stages, experts = places[0]["pp"][1], places[0]["ep"][1]
+    held = [(places[rank]["pp"][0], places[rank]["ep"][0]) for rank in ranks]
+    assert held == [(stage, expert) for stage in range(stages) for expert in range(experts)]
+    assert {places[rank][name][0] for rank in ranks for name in ("expt_tp", "expt_dp")} == {0}
+    assert {places[rank][name][0] for rank in ranks[::experts] for name in ("tp", "dp")} == {0}
+
+
+def test_flags_that_need_a_gpu_or_files_change_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = ["--tensor-model-parallel-size", "2"]
+    with described_run([*SMALL, *sizes, "--bf16"]) as run:
+        expected = contents(run.model_chunks, run.pg_collection)
+        assert run.notes == ()
+    gpu = """--transformer-impl transformer_engine --fp8-format hybrid --tp-comm-overlap --sequence-parallel
+        --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --attention-backend flash
+        --save here --save-interval 5 --load nowhere --data-path nowhere --tensorboard-dir here""".split()
+    flags = [flag for flag in SMALL if not flag.startswith("--no-") or flag == "--no-create-attention-mask"]
+    with described_run([*flags, *sizes, "--bf16", *gpu]) as run:
+        found = contents(run.model_chunks, run.pg_collection)
+        assert "linear_qkv.layer_norm_weight" in run.notes[0]
+    for chunk in found["parameters"] + expected["parameters"]:
+        for _, _, marks in chunk.values():
+            marks.pop("sequence_parallel", None)
+    assert found == expected
+    assert not list(tmp_path.iterdir())
+
+
+def test_interleaved_stages_are_chunks():
+    flags = [*SMALL, "--num-layers", "8", "--pipeline-model-parallel-size", "4"]
+    with described_run([*flags, "--num-layers-per-virtual-pipeline-stage", "1"], rank=3) as run:
+        first, second = (dict(chunk.named_parameters()) for chunk in run.model_chunks)
+    assert [name for name in second.keys() - first.keys() if "layers" not in name] == [
+        "module.output_layer.weight"
+    ] or (second.keys() - first.keys() == {"module.output_layer.weight", "module.decoder.final_layernorm.weight"})
+    assert not [name for name in (*first, *second) if "embedding" in name]
+
+
+LATENT = """--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8
+    --v-head-dim 16 --tensor-model-parallel-size 2""".split()
+
+
+@pytest.mark.parametrize(("layers", "parts"), [("transformer_engine", 1), ("local", 2)])
+def test_down_projections_of_latent_attention_are_whole_with_transformer_engine(layers, parts):
+    flags = without(without(SMALL, "--group-query-attention", 0), "--num-query-groups")
+    with described_run([*flags, *LATENT, "--transformer-impl", layers]) as run:
+        found = shapes(run)
+    attention = "module.decoder.layers.0.self_attention"
+    assert found[f"{attention}.linear_q_down_proj.weight"] == (24 // parts, 64)
+    assert found[f"{attention}.linear_kv_down_proj.weight"] == ((16 + 8) // parts, 64)
+    assert found[f"{attention}.linear_q_up_proj.weight"] == (4 * (16 + 8) // 2, 24)
+
+
+def test_grouped_experts_are_named_in_a_note():
+    flags = [*SMALL, *EXPERTS, "--expert-model-parallel-size", "4", "--moe-grouped-gemm"]
+    with described_run([*flags, "--transformer-impl", "transformer_engine"], rank=2) as run:
+        assert "experts.linear_fc1.weight0" in run.notes[1]
+        found = {name: shape for name, shape in shapes(run).items() if "experts" in name and "layers.1." in name}
+    assert found == {
+        "module.decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight": (2 * 48, 64),
+        "module.decoder.layers.1.mlp.experts.local_experts.0.linear_fc2.weight": (64, 48),
+    }
+
+
+def process():
+    """What a described run could leave behind."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random as tracked
+    from megatron.training import arguments, global_vars, training
+
+    modules = (parallel_state, tracked, arguments, global_vars, training, torch, torch.cuda, dist)
+    return {
+        **{module.__name__: dict(vars(module)) for module in modules},
+        "state": (sys.argv[:], dict(os.environ), random.getstate(), torch.get_rng_state().tolist()),
+        "running": (dist.is_initialized(), cpu.installed()),
+    }
+
+
+def test_the_process_is_as_it_was_also_after_an_error():
+    with described_run(SMALL):
+        pass  # imports what it needs
+    before = process()
+    with described_run([*SMALL, *EXPERTS, *FOUR_RANKS], rank=3) as run:
+        assert dist.get_rank() == 3
+        assert process() != before
+    assert process() == before
+    with pytest.raises(KeyError), described_run(SMALL):
+        raise KeyError("the caller's own")
+    assert process() == before
+    with pytest.raises(ValueError, match="unrecognized arguments: --unknown"), described_run([*SMALL, "--unknown"]):
+        pass
+    assert process() == before
+    assert sum(parameter.numel() for parameter in run.model_chunks[0].parameters()) > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([*SMALL, "--optimizer", "moun"], "refuses the flags: argument --optimizer: invalid choice: 'moun'"),
+        ([*SMALL, "--num-attention-heads", "5"], r"refuses the flags: assert args.hidden_size % args.num_attention"),
+        ([*SMALL, "--tensor-model-parallel-size", "3"], r"cannot build this model .* must be a multiple of tensor_mod"),
+        (without(SMALL, "--vocab-size"), "no tokenizer is read here: add --vocab-size"),
+        ([*SMALL, "--use-checkpoint-args", "--load", "nowhere"], "takes the model's sizes from a checkpoint"),
+        ([*SMALL, "--hybrid-layer-pattern", "M*M*"], "hybrid models .*--hybrid-layer-pattern.* cannot be described"),
+        ([*SMALL, "--use-megatron-fsdp"], "FSDP cuts parameters in a way of its own"),
+        ([*SMALL, "--tensor-parallel-num-weight-shards", "2"], "num-weight-shards is for Transformer Engine's layers"),
+    ],
+)
+def test_what_cannot_be_described_is_refused(flags, message):
+    with pytest.raises(ValueError, match=message), described_run(flags):
+        pass
+
+
+def test_ranks_outside_of_the_world_are_refused():
+    with pytest.raises(ValueError, match="expected a rank below the world size 2, got 2"):
+        described_run([*SMALL, "--tensor-model-parallel-size", "2"], rank=2).__enter__()
+    with pytest.raises(ValueError, match=r"world size \(3\) is not divisible by total_model_size"):
+        described_run([*SMALL, "--tensor-model-parallel-size", "2"], world_size=3).__enter__()
+
+
+def test_a_process_that_takes_part_in_a_run_is_left_alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match=r"torch.distributed is initialized"), described_run(SMALL):
+            pass
+        assert dist.get_backend() == "gloo"
+    finally:
+        dist.destroy_process_group()
+
+
+def build():
+    """The real model, as megatron.training builds it before the optimizer."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training import argument_utils, training
+    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.initialize import initialize_megatron
+
+    args = parse_and_validate_args()
+    initialize_megatron()
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    config = argument_utils.gpt_config_from_args(args)
+    chunks = config.get_builder_cls()(config).build_distributed_models(
+        groups, ddp_config=training.get_megatron_ddp_config(args)
+    )
+    found = contents(chunks, groups) | {"settings": settings(*training.get_megatron_optimizer_config(args))}
+    torch.save(found, Path(os.environ["RECORD"]) / f"{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    build()

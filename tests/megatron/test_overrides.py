@@ -1,0 +1,158 @@
+"""Overrides in real runs: what they change, what they leave, and that they come through scheduler and resume."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from tests.megatron.runs import MUON, SMALL_GPT, assert_same, start, train
+
+RUN = ["--num-layers", 2, "--ckpt-format", "torch_dist", "--train-iters", 4, *MUON]
+COSINE = ["--lr", "1e-2", "--min-lr", "1e-3", "--lr-decay-style", "cosine", "--lr-decay-iters", 8]
+QKV = "decoder.layers.{}.self_attention.linear_qkv.weight"
+PROJ = "decoder.layers.{}.self_attention.linear_proj.weight"
+FC1, FC2 = "decoder.layers.{}.mlp.linear_fc1.weight", "decoder.layers.{}.mlp.linear_fc2.weight"
+
+
+@pytest.fixture
+def overrides(tmp_path):
+    """Writes entries to a file, and returns the flags that name it."""
+
+    def write(*entries):
+        file = tmp_path / "overrides.json"
+        file.write_text(json.dumps(list(entries)))
+        return ["--optimizer-overrides", file]
+
+    return write
+
+
+def changed(rank):
+    """Names of the parameters that training has changed."""
+    pairs = ((name, rank["before"][name]["parameter"], rank["after"][name]["parameter"]) for name in rank["after"])
+    return {name for name, before, after in pairs if not torch.equal(before, after)}
+
+
+def test_a_rate_of_zero_holds_one_parameter_and_no_other(tmp_path, overrides):
+    (rank,), _ = train(
+        tmp_path / "run", 1, *RUN, *overrides({"select": "layers.1.mlp.linear_fc1.weight", "lr": 0, "min_lr": 0})
+    )
+    assert rank["after"].keys() - changed(rank) == {FC1.format(1)}
+
+
+def test_names_are_those_of_the_whole_model_on_every_stage(tmp_path, overrides):
+    """On the second of two stages, layer 1 is layer 0 of the stage."""
+    flags = overrides({"select": "decoder.layers.1.*", "lr": 0, "min_lr": 0})
+    ranks, _ = train(tmp_path / "run", 2, *RUN, "--pipeline-model-parallel-size", 2, *flags)
+    held = {name for rank in ranks for name in rank["after"].keys() - changed(rank)}
+    assert held == {name for rank in ranks for name in rank["after"] if name.startswith("decoder.layers.1.")}
+    assert held
+
+
+def test_numbers_of_experts_are_those_of_the_whole_model(tmp_path, overrides):
+    moe = ["--num-experts", 4, "--moe-router-topk", 2, "--moe-ffn-hidden-size", 48]
+    flags = overrides({"select": "local_experts.3.*", "lr": 0, "min_lr": 0})
+    ranks, _ = train(tmp_path / "run", 2, *RUN, *moe, "--expert-model-parallel-size", 2, *flags)
+    held = {name for rank in ranks for name in rank["after"].keys() - changed(rank)}
+    assert held == {name for rank in ranks for name in rank["after"] if ".local_experts.3." in name}
+    assert len(held) == 4
+
+
+def test_an_excluded_parameter_keeps_its_value_and_has_no_state(tmp_path, overrides):
+    flags = overrides({"select": "layers.0.mlp.linear_fc2.weight", "exclude": True})
+    (rank,), _ = train(tmp_path / "run", 1, *RUN, *flags)
+    assert rank["after"].keys() - changed(rank) == {FC2.format(0)}
+    assert rank["after"][FC2.format(0)].keys() == {"parameter", "cut"}
+
+
+@pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
+def test_owners_are_those_asked_for_and_resume_as_they_were(tmp_path, overrides, precision):
+    flags = overrides(
+        {"select": "linear_proj.weight", "optimizer": "adam", "betas": [0.8, 0.9], "eps": 1e-6},
+        {"select": "linear_fc2.weight", "optimizer": "adaptive_muon", "momentum": 0.8},
+        {"select": "linear_fc1.weight", "num_ns_steps": 3, "scale_mode": "unit_rms_norm", "extra_scale_factor": 0.5},
+        {"select": "embedding.word_embeddings.weight", "optimizer": "muon"},
+    )
+    run = [*RUN, *COSINE, *precision, *flags]
+    (straight,), _ = train(tmp_path / "straight", 1, *run)
+    train(tmp_path / "first", 1, *run, "--exit-interval", 2, "--save-interval", 2, "--save", tmp_path / "checkpoint")
+    (resumed,), _ = train(tmp_path / "second", 1, *run, "--load", tmp_path / "checkpoint")
+    assert_same(resumed["after"], straight["after"])
+    assert resumed["grad_norms"] == straight["grad_norms"][2:]
+    assert resumed["groups"] == straight["groups"]
+    states = {
+        name: {key for key in found if key not in ("parameter", "main", "cut", "step")}
+        for name, found in straight["after"].items()
+    }
+    assert states[PROJ.format(0)] == {"exp_avg", "exp_avg_sq"}
+    assert states[FC2.format(1)] == {"momentum_buffer", "moment2_buffer"}
+    assert states[FC1.format(1)] == states["embedding.word_embeddings.weight"] == {"momentum_buffer"}
+    groups = [group for groups in straight["groups"] for group in groups]
+    assert [group["betas"] for group in groups if group.get("eps") == 1e-6] == [(0.8, 0.9)]
+    assert [group["momentum"] for group in groups if group.get("momentum") == 0.8] == [0.8]
+
+
+def test_matrices_have_a_rate_and_a_decay_of_their_own_through_scheduler_and_resume(tmp_path):
+    """The ratio of the rates is constant, and groups without decay stay so."""
+    own = ["--muon-lr", "4e-2", "--muon-min-lr", "4e-3", "--muon-weight-decay", "0.3"]
+    run = [*RUN, *COSINE, *own, "--weight-decay", "0.1"]
+    (straight,), _ = train(tmp_path / "straight", 1, *run)
+    save = ["--exit-interval", 2, "--save-interval", 2, "--save", tmp_path / "checkpoint"]
+    (half,), _ = train(tmp_path / "first", 1, *run, *save)
+    (resumed,), _ = train(tmp_path / "second", 1, *run, "--load", tmp_path / "checkpoint")
+    (overriding,), _ = train(
+        tmp_path / "third", 1, *run, "--load", tmp_path / "checkpoint", "--override-opt_param-scheduler"
+    )
+    for rank in (half, straight, resumed, overriding):
+        muon, adam = rank["groups"]
+        assert {group["lr"] for group in muon} == {4 * group["lr"] for group in adam}
+        assert {group["weight_decay"] for group in muon} == {0.3}
+        assert {group["weight_decay"] for group in adam} == {0.0, 0.1}
+    assert half["groups"][0][0]["lr"] > straight["groups"][0][0]["lr"]
+    assert_same(resumed["after"], straight["after"])
+    assert_same(overriding["after"], straight["after"])
+
+
+def test_settings_do_not_depend_on_tensor_parallelism(tmp_path, overrides):
+    flags = overrides(
+        {"select": "shape:tall", "lr_mult": 0.5},
+        {"select": "linear_fc1.weight", "num_ns_steps": 4, "split": "all"},
+        {"select": "linear_qkv.weight", "split": "per_head"},
+        {"select": "linear_proj.weight", "split": "none", "optimizer": "adaptive_muon"},
+    )
+    run = [*RUN, "--muon-fp32-matmul-prec", "highest", *flags]
+    (one,), _ = train(tmp_path / "one", 1, *run)
+    two, _ = train(tmp_path / "two", 2, *run, "--tensor-model-parallel-size", 2)
+    assert [[group["lr"] for group in groups] for groups in two[0]["groups"]] == [
+        [group["lr"] for group in groups] for groups in one["groups"]
+    ]
+    torch.testing.assert_close(torch.tensor(two[0]["losses"]), torch.tensor(one["losses"]), rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (
+            [{"select": "linear_fcl.weight", "lr": 1}],
+            r"overrides.json:1: select: .* matches no parameter, did you mean",
+        ),
+        (
+            [{"select": "*", "wieght_decay": 1}],
+            r"overrides.json:1: wieght_decay: unknown setting, did you mean 'weight_decay'",
+        ),
+        ([{"select": "*", "optimizer": "mun"}], r"unknown optimizer 'mun', did you mean 'muon'"),
+        ([{"select": "linear_fc1.weight", "min_lr": 1}], r"min_lr 1 is above lr 0.01"),
+    ],
+)
+def test_a_mistake_ends_the_run_before_it_begins(overrides, entries, message):
+    done = start(1, *SMALL_GPT, *RUN, *overrides(*entries))
+    assert done.returncode != 0
+    assert re.search(message, done.stdout), done.stdout[-3000:]
+    assert "iteration        1/" not in done.stdout
+
+
+def test_overrides_beside_megatrons_own_optimizer_are_refused(overrides):
+    run = [flag if flag != "muon" else "adam" for flag in RUN]
+    done = start(1, *SMALL_GPT, *run, *overrides({"select": "*", "lr": 1}))
+    assert done.returncode != 0
+    assert "would have no effect with --optimizer adam" in done.stdout

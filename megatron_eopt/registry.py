@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -106,6 +107,7 @@ class EmergingOptimizerEntry:
 
 EMERGING_OPTIMIZERS: dict[str, EmergingOptimizerEntry] = {}
 _BUILDERS: dict[str, Builder] = {}
+_BUILT: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
 
 
 @overload
@@ -185,8 +187,9 @@ def create_emerging_optimizer(
 
     Args:
         config: Megatron's ``OptimizerConfig``.
-        param_groups: parameter groups, as Megatron makes them.
-        eopt_name: name in the registry.
+        param_groups: parameter groups, as Megatron makes them. Where they name their ``optimizer``, that is built:
+            Megatron-Core 0.18 puts them apart by it, and then calls this with the name of the run's.
+        eopt_name: name in the registry, of groups that name none.
         model_chunks: the model, one module per virtual pipeline stage.
         pg_collection: Megatron's ``ProcessGroupCollection``.
 
@@ -196,12 +199,23 @@ def create_emerging_optimizer(
     Raises:
         ValueError: for an unknown name, and for what the optimizer refuses.
     """
+    names = {group.get("optimizer", eopt_name) for group in param_groups} or {eopt_name}
+    if len(names) > 1:
+        raise ValueError(f"groups of one optimizer name several: {', '.join(sorted(names))}; build each by itself")
+    eopt_name = names.pop()
     entry = get_optimizer_entry(eopt_name)
     if entry.config_to_kwargs is None:
         kwargs = default_adam_based_eopt_config_to_kwargs(eopt_name, config, model_chunks, pg_collection)
     else:
         kwargs = entry.config_to_kwargs(config, model_chunks, pg_collection)
-    return entry.optimizer_cls(param_groups, **kwargs), entry.init_state_fn
+    optimizer = entry.optimizer_cls(param_groups, **kwargs)
+    _BUILT[optimizer] = eopt_name
+    return optimizer, entry.init_state_fn
+
+
+def built_as(optimizer: Optimizer) -> str | None:
+    """The name under which :func:`create_emerging_optimizer` built an optimizer; None for any other."""
+    return _BUILT.get(optimizer)
 
 
 def is_nonlinear_or_embedding(param: Tensor) -> bool:

@@ -32,10 +32,12 @@ class Manifest:
     Attributes:
         families: of all ranks.
         matrices_here: how many logical matrices this rank has a part of.
+        misplaced: parameters of all ranks that another optimizer holds than was asked for, a line each.
     """
 
     families: list[Family]
     matrices_here: int
+    misplaced: list[str]
 
 
 def collect(optimizer: Any, owned: Sequence[Owned], config: Any, pg_collection: Any) -> Manifest:
@@ -53,7 +55,19 @@ def collect(optimizer: Any, owned: Sequence[Owned], config: Any, pg_collection: 
         ValueError: if ranks say different things of one parameter.
     """
     found, without = rows_here(held(optimizer), owned, config, pg_collection)
-    return Manifest(_everywhere(families(found), families(without)), sum(len(each.matrices) for each in found))
+    asked = {each.described.info.name: each.owner for each in owned}
+    misplaced = [
+        f"{row.name} was given to {asked[row.name] or 'nobody'} ({row.reason}), and {row.owner} holds it"
+        for row in found
+        if row.owner != asked[row.name]
+    ]
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (families(found), families(without), misplaced))
+    return Manifest(
+        _together([each for each, _, _ in everywhere], [each for _, each, _ in everywhere]),
+        sum(len(each.matrices) for each in found),
+        sorted({line for _, _, lines in everywhere for line in lines}),
+    )
 
 
 def rows_here(
@@ -85,14 +99,11 @@ def rows_here(
     return found, [row(each, None) for each, holders_of in by if not holders_of]
 
 
-def _everywhere(found: list[Family], without: list[Family]) -> list[Family]:
+def _together(held_by_ranks: Sequence[list[Family]], without: Sequence[list[Family]]) -> list[Family]:
     """Those of all ranks: what one rank does not hold, another may."""
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, (found, without))
-    owned = merged(each for each, _ in everywhere)
-    names = {row.name for row in rows(owned)}
-    nobody = rows(merged(each for _, each in everywhere))
-    return [*owned, *families(row for row in nobody if row.name not in names)]
+    found = merged(held_by_ranks)
+    names = {row.name for row in rows(found)}
+    return [*found, *families(row for row in rows(merged(without)) if row.name not in names)]
 
 
 def _row(owned: Owned, holder: Held | None, matrices: tuple[LogicalMatrix, ...], config: Any, layout: str) -> Row:

@@ -2,22 +2,22 @@
 
 import functools
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_eopt.manifest import Family, problems, table, to_json, warnings
+from megatron_eopt.manifest import problems, table, to_json, warnings
+from megatron_eopt.megatron.collecting import Manifest
 from megatron_eopt.megatron.held import held
 from megatron_eopt.optimizers.planning import PlannedOptimizer
 
 
-def declare(found: Sequence[Family], name: str, config: Any, orthogonalizes: bool) -> None:
+def declare(manifest: Manifest, name: str, config: Any, orthogonalizes: bool) -> None:
     """Check a manifest; print and write it on rank 0, as the config says.
 
     Args:
-        found: of all ranks.
+        manifest: of all ranks.
         name: of the optimizer that the run asks for.
         config: Megatron's ``OptimizerConfig``; ``optimizer_manifest`` is short, full or none, and
             ``optimizer_manifest_file`` a path.
@@ -26,7 +26,8 @@ def declare(found: Sequence[Family], name: str, config: Any, orthogonalizes: boo
     Raises:
         ValueError: for all that a run must not start with, on every rank.
     """
-    wrong = problems(found, name, orthogonalizes)
+    found = manifest.families
+    wrong = [*problems(found, name, orthogonalizes), *manifest.misplaced]
     if wrong:
         raise ValueError("\n".join(["the optimizer does not own what it has to:", *wrong]))
     if dist.get_rank() != 0:

@@ -66,7 +66,7 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
         with without_defaults(name), excluded(owned):
             optimizer = build(config, model_chunks, for_megatron(owned, config), *args, **kwargs)
         manifest = collect(optimizer, owned, config, kwargs["pg_collection"])
-        declare(manifest.families, name, config, orthogonalizes)
+        declare(manifest, name, config, orthogonalizes)
         attach(optimizer, to_json(manifest.families))
         prove_in_first_step(optimizer, manifest.matrices_here)
         if getattr(config, "check_replicas", True):

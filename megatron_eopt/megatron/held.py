@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.registry import EMERGING_OPTIMIZERS
+from megatron_eopt.registry import built_as
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,11 @@ def model_parameters(wrapper: Any) -> list[Tensor]:
 
 
 def owner_name(optimizer: Optimizer) -> str:
-    """The name by which a run asks for a torch optimizer: the registered one, or adam or sgd whoever implements it."""
-    for name, entry in EMERGING_OPTIMIZERS.items():
-        if type(optimizer) is entry.optimizer_cls:
-            return name
+    """The name by which a run asks for a torch optimizer: the registered one, or that of its kind."""
+    name = built_as(optimizer)
     kind = type(optimizer).__name__
-    return next((name for name in ("adam", "sgd") if name in kind.lower()), kind)
+    known = ("adam", "sgd", "lion", "muon")  # which Megatron builds by itself, Muon up to 0.17
+    return name or next((name for name in known if name in kind.lower()), kind)
 
 
 def _held_whole(wrapper: Any) -> Iterator[Held]:

@@ -106,3 +106,38 @@ def test_adam_is_left_as_it_is(release, tmp_path):
     (ours,), _ = train(tmp_path / "ours", 1, *run, megatron=megatron)
     (theirs,), _ = train(tmp_path / "theirs", 1, *run, program=UPSTREAM, megatron=megatron)
     assert_same(ours["after"], theirs["after"])
+
+
+def test_overrides_change_what_they_name_and_resume(release, tmp_path):
+    """Groups that differ in their rate alone, which these releases would not tell apart when they load."""
+    version, megatron = release
+    file = tmp_path / "overrides.yaml"
+    file.write_text(
+        "- {select: layers.1.mlp.linear_fc1.weight, lr: 0, min_lr: 0}\n- {select: linear_proj.weight, lr_mult: 0.5}\n"
+        + ("- {select: linear_fc2.weight, optimizer: adaptive_muon}\n" if version >= "0.18" else "")
+    )
+    run = [*TP2, *muon(version), "--ckpt-format", "torch_dist", "--train-iters", 4, "--optimizer-overrides", file]
+    straight, output = train(tmp_path / "straight", 2, *run, megatron=megatron)
+    assert "the owner of every trainable parameter" in output
+    saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2, "--exit-interval", 2]
+    train(tmp_path / "first", 2, *run, *saved, megatron=megatron)
+    resumed, _ = train(tmp_path / "second", 2, *run, "--load", tmp_path / "checkpoint", megatron=megatron)
+    for rank in range(2):
+        assert_same(resumed[rank]["after"], straight[rank]["after"])
+    before, after = straight[0]["before"], straight[0]["after"]
+    held = {name for name in after if (before[name]["parameter"] == after[name]["parameter"]).all()}
+    assert held == {"decoder.layers.1.mlp.linear_fc1.weight"}
+    assert ("moment2_buffer" in after["decoder.layers.0.mlp.linear_fc2.weight"]) == (version >= "0.18")
+
+
+def test_another_optimizer_for_single_parameters_needs_a_registry(release, tmp_path):
+    version, megatron = release
+    if version >= "0.18":
+        return  # test_overrides_change_what_they_name_and_resume
+    file = tmp_path / "overrides.yaml"
+    file.write_text("- {select: linear_proj.weight, optimizer: adam}\n")
+    done = start(
+        2, *SMALL_GPT, *TP2, *muon(version), "--train-iters", 1, "--optimizer-overrides", file, megatron=megatron
+    )
+    assert done.returncode != 0
+    assert "overrides that give parameters another optimizer need megatron-core 0.18 or later" in done.stdout

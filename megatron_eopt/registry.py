@@ -18,6 +18,7 @@ from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types, validate_coefficient_type
 
 __all__ = [
@@ -211,6 +212,12 @@ def create_emerging_optimizer(
     optimizer = entry.optimizer_cls(param_groups, **kwargs)
     _BUILT[optimizer] = eopt_name
     return optimizer, entry.init_state_fn
+
+
+def orthogonalizes(name: str) -> bool:
+    """Whether an optimizer is for matrices, by what is registered under its name."""
+    entry = EMERGING_OPTIMIZERS.get(name)
+    return entry is not None and issubclass(entry.optimizer_cls, OrthogonalizedOptimizer)
 
 
 def built_as(optimizer: Optimizer) -> str | None:

@@ -11,9 +11,10 @@ from megatron_eopt.manifest import problems, table, to_json, warnings
 from megatron_eopt.megatron.collecting import Manifest
 from megatron_eopt.megatron.held import held
 from megatron_eopt.optimizers.planning import PlannedOptimizer
+from megatron_eopt.registry import orthogonalizes
 
 
-def declare(manifest: Manifest, name: str, config: Any, orthogonalizes: bool) -> None:
+def declare(manifest: Manifest, name: str, config: Any) -> None:
     """Check a manifest; print and write it on rank 0, as the config says.
 
     Args:
@@ -21,13 +22,12 @@ def declare(manifest: Manifest, name: str, config: Any, orthogonalizes: bool) ->
         name: of the optimizer that the run asks for.
         config: Megatron's ``OptimizerConfig``; ``optimizer_manifest`` is short, full or none, and
             ``optimizer_manifest_file`` a path.
-        orthogonalizes: whether the optimizer of the run is for matrices.
 
     Raises:
         ValueError: for all that a run must not start with, on every rank.
     """
     found = manifest.families
-    wrong = [*problems(found, name, orthogonalizes), *manifest.misplaced]
+    wrong = [*problems(found, name, orthogonalizes(name)), *manifest.misplaced]
     if wrong:
         raise ValueError("\n".join(["the optimizer does not own what it has to:", *wrong]))
     if dist.get_rank() != 0:

@@ -31,8 +31,7 @@ from megatron_eopt.megatron.run_facts import Run
 from megatron_eopt.megatron.summary import print_summary
 from megatron_eopt.megatron.support import refuse_unsupported
 from megatron_eopt.megatron.tagging import tag_fused_projections
-from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
-from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer, get_optimizer_entry
+from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer, orthogonalizes
 
 _MEGATRONS_OWN = ("adam", "sgd", "lion")
 
@@ -50,7 +49,6 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
         if kwargs.get("pg_collection") is None:
             kwargs["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
         name = config.optimizer.removeprefix("dist_")
-        orthogonalizes = issubclass(get_optimizer_entry(name).optimizer_cls, OrthogonalizedOptimizer)
         layer_wise = kwargs.get("layer_wise_distributed_optimizer", False)
         run = Run.of(config, model_chunks, kwargs["pg_collection"], layer_wise=layer_wise)
         refuse_unsupported(run)
@@ -61,12 +59,12 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
         )
         refuse_other_buffers(owned)
         tag(splits(owned, getattr(config, "muon_split", "default")))
-        if orthogonalizes and getattr(config, "muon_split_qkv", False):
+        if orthogonalizes(name) and getattr(config, "muon_split_qkv", False):
             tag_fused_projections(model_chunks, kwargs["pg_collection"])
         with without_defaults(name), excluded(owned):
             optimizer = build(config, model_chunks, for_megatron(owned, config), *args, **kwargs)
         manifest = collect(optimizer, owned, config, kwargs["pg_collection"])
-        declare(manifest, name, config, orthogonalizes)
+        declare(manifest, name, config)
         attach(optimizer, to_json(manifest.families))
         prove_in_first_step(optimizer, manifest.matrices_here)
         if getattr(config, "check_replicas", True):
@@ -89,6 +87,11 @@ def with_registered(build: Callable[..., Any]) -> Callable[..., Any]:
     def build_registered(config: Any, model_chunks: Sequence[Any], param_groups: list[Any], **kwargs: Any) -> Any:
         if config.optimizer not in EMERGING_OPTIMIZERS or config.optimizer in _MEGATRONS_OWN:
             return build(config, model_chunks, param_groups=param_groups, **kwargs)
+        if config.use_distributed_optimizer:
+            raise ValueError(
+                f"{config.optimizer} beside another optimizer cannot have whole matrices where Megatron lays its buffers "
+                f"out for one: pass --no-use-layer-wise-param-layout, or leave --use-distributed-optimizer away"
+            )
         groups = kwargs["pg_collection"]
         optimizer, init_state = create_emerging_optimizer(config, param_groups, config.optimizer, model_chunks, groups)
         if kwargs.get("skip_megatron_wrapping"):

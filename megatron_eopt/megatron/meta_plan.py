@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from megatron_eopt.manifest import Family, families, merged, problems
 from megatron_eopt.megatron.meta_model import described_run, ranks_to_describe
+from megatron_eopt.registry import orthogonalizes
 
 
 @dataclass(frozen=True)
@@ -51,4 +52,4 @@ def planned_run(flags: Sequence[str], world_size: int | None = None) -> PlannedR
             found.append(families(optimizers.rows()))
             explained = explained or optimizers.explained()
     together = merged(found)
-    return PlannedRun(together, explained, problems(together, name, bool(explained)), notes)
+    return PlannedRun(together, explained, problems(together, name, orthogonalizes(name)), notes)

@@ -13,7 +13,6 @@ from megatron_eopt.matrices import Split, tag_declared
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.fused import SplitName, split_of
 from megatron_eopt.megatron.parameters import Described
-from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.overrides import (
     Entry,
     Known,
@@ -27,7 +26,7 @@ from megatron_eopt.overrides import (
     read_overrides,
     resolve,
 )
-from megatron_eopt.registry import EMERGING_OPTIMIZERS, get_optimizer_entry
+from megatron_eopt.registry import EMERGING_OPTIMIZERS, get_optimizer_entry, orthogonalizes
 
 SPLITS = ("per_head",)
 """Ways to split that Megatron's fused parameters know beyond those of every optimizer."""
@@ -197,8 +196,7 @@ def splits(owned: Sequence[Owned], of_run: SplitName) -> list[tuple[Described, S
     return [
         (each.described, split_of(each.described, each.resolved.settings.get("split", of_run)))
         for each in owned
-        if each.owner in EMERGING_OPTIMIZERS
-        and issubclass(EMERGING_OPTIMIZERS[each.owner].optimizer_cls, OrthogonalizedOptimizer)
+        if each.owner is not None and orthogonalizes(each.owner)
     ]
 
 

@@ -1,0 +1,159 @@
+"""What fused parameters of Megatron's modules are made of, where no real run on a CPU has them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_eopt.matrices import ATTRIBUTE, WHOLE, concatenated, declare, experts, tag_declared, undeclare
+from megatron_eopt.megatron.fused import fused, split_of
+from megatron_eopt.megatron.parameters import trainable
+from megatron_eopt.registry import is_nonlinear_or_embedding
+from tests.parallel.test_layout import Group
+
+HIDDEN = 16
+
+
+def groups(tp=1, expt_tp=1):
+    return SimpleNamespace(tp=Group(tp), expt_tp=Group(expt_tp))
+
+
+class Linear(nn.Module):
+    """A linear layer whose rows are cut over so many ranks."""
+
+    def __init__(self, rows, ranks=1):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows // ranks, HIDDEN))
+        self.weight.tensor_model_parallel = ranks > 1
+        self.weight.partition_dim = 0 if ranks > 1 else -1
+
+
+class Owner(nn.Module):
+    """A module of Megatron's with one linear layer, a config and what else is read of it."""
+
+    def __init__(self, name, linear, **said):
+        super().__init__()
+        setattr(self, name, linear)
+        self.config = SimpleNamespace(gated_linear_unit=False, moe_mlp_glu_interleave_size=None)
+        for key, value in said.items():
+            setattr(self, key, value)
+
+
+def described(owner, path="mixer", tp=1):
+    (found,) = trainable([nn.ModuleDict({path: owner})], groups(tp))
+    return found
+
+
+def rows_of(owner, split="all", tp=1):
+    """Name -> rows of the matrices of the global parameter."""
+    parameter = described(owner, tp=tp)
+    found, rows = split_of(parameter, split), parameter.info.shape[0]
+    return {block.name: block.rows for block in found.pattern(rows).blocks}
+
+
+def mamba(ranks):
+    return Owner("in_proj", Linear(2 * 64 + 2 * 4 * 8 + 16, ranks), d_inner=64, ngroups=4, d_state=8, nheads=16)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_state_space_layer(ranks):
+    assert rows_of(mamba(ranks), tp=ranks) == {"z": 64, "x": 64, "B": 32, "C": 32, "dt": 16}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_linear_attention_of_either_release(ranks):
+    expected = {"query": 32, "key": 32, "value": 64, "z": 64, "beta": 8, "alpha": 8}
+    sizes = tuple(size // ranks for size in expected.values())
+    newer = {"in_proj_split_names": list(expected), "in_proj_split_sections": sizes, "tp_size": ranks}
+    older = {"qk_dim": 32, "v_dim": 64, "num_value_heads": 8}
+    for said in (newer, older):
+        assert rows_of(Owner("in_proj", Linear(208, ranks), **said), tp=ranks) == expected
+
+
+def test_a_fused_layout_that_nobody_declared_ends_the_start():
+    with pytest.raises(
+        ValueError, match=r"mixer\.in_proj\.weight is fused of z, x, B, C and dt of a state-space layer"
+    ):
+        split_of(described(mamba(1)), "default")
+    unknown = described(Owner("in_proj", Linear(48)))
+    with pytest.raises(
+        ValueError, match=r"parts that this package does not know.*\(split: none\).*\(optimizer: adam\)"
+    ):
+        split_of(unknown, "default")
+    assert split_of(unknown, "none") == WHOLE
+
+
+def test_what_the_user_declared_wins():
+    parameter = described(mamba(1))
+    own = concatenated(first=16, rest=None)
+    declare("mixer.in_proj.*", own)
+    try:
+        tag_declared([(parameter.info.name, parameter.parameter)])
+    finally:
+        undeclare("mixer.in_proj.*")
+    assert {split_of(parameter, name) for name in ("default", "none", "all", "per_head")} == {own}
+
+
+def test_cross_attention():
+    query, both = (Owner(name, Linear(rows)) for name, rows in (("linear_q", 64), ("linear_kv", 128)))
+    for owner in (query, both):
+        owner.config.kv_channels = 16
+    assert rows_of(query) == {"": 64}
+    assert rows_of(query, "per_head") == {"q 0": 16, "q 1": 16, "q 2": 16, "q 3": 16}
+    assert rows_of(both) == {"k": 64, "v": 64}
+    assert list(rows_of(both, "per_head")) == [f"{part} {i}" for part in "kv" for i in range(4)]
+
+
+def test_latent_attention_with_one_down_projection():
+    owner = Owner("linear_qkv_down_proj", Linear(24 + 20 + 8))
+    owner.config.q_lora_rank, owner.config.kv_lora_rank, owner.config.qk_pos_emb_head_dim = 24, 20, 8
+    assert rows_of(owner) == {"q": 24, "kv": 20, "k_rope": 8}
+
+
+def test_gate_and_up_of_experts_by_turns():
+    owner = Owner("linear_fc1", Linear(64))
+    owner.config.gated_linear_unit, owner.config.moe_mlp_glu_interleave_size = True, 8
+    experts_own, dense = described(owner, "experts"), described(owner, "mlp")
+    assert split_of(experts_own, "all").pattern(64).sizes == (8, 8)
+    assert split_of(dense, "all").pattern(64).sizes == (32, 32)
+    assert split_of(dense, "default") is None
+
+
+def test_one_matrix_stays_one():
+    owner = Owner("linear_proj", Linear(64))
+    assert fused(described(owner)) is None
+    assert split_of(described(owner), "per_head") is None
+
+
+class GroupedLinear(nn.Module):
+    """As Transformer Engine's: a weight for each expert of this rank."""
+
+    def __init__(self, count):
+        super().__init__()
+        for number in range(count):
+            setattr(self, f"weight{number}", nn.Parameter(torch.empty(8, HIDDEN)))
+
+
+class EPGroup(Group):
+    def rank(self):
+        return 1
+
+
+def test_names_of_grouped_experts_and_layers_are_global():
+    block = nn.Module()
+    layer = nn.Module()
+    layer.layer_number = 7
+    layer.experts = Owner("linear_fc1", GroupedLinear(2), num_local_experts=2, ep_group=EPGroup(2))
+    block.layers = nn.ModuleList([layer])
+    names = [each.info.name for each in trainable([nn.ModuleDict({"module": block})], groups())]
+    assert names == ["layers.6.experts.linear_fc1.weight2", "layers.6.experts.linear_fc1.weight3"]
+
+
+def test_stacked_experts_are_matrices_once_they_are_declared():
+    parameter = nn.Parameter(torch.empty(4, 8, HIDDEN))
+    assert is_nonlinear_or_embedding(parameter)
+    setattr(parameter, ATTRIBUTE, experts(4))
+    assert not is_nonlinear_or_embedding(parameter)
+    parameter.is_embedding_or_output_parameter = True
+    assert is_nonlinear_or_embedding(parameter)

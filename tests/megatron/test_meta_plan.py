@@ -1,0 +1,66 @@
+"""``plan -- FLAGS``: what it says is what the run will print, for every parallel layout, without a run."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron_eopt.cli import main
+from tests.megatron.runs import MUON, ROOT, SMALL_GPT, start, train
+
+RUN = ["--num-layers", 2, *MUON, "--train-iters", 1]
+MOE = ["--num-experts", 4, "--moe-router-topk", 2, "--moe-ffn-hidden-size", 48]
+
+
+def planned(folder, *flags, ranks):
+    """The manifest by the command, run by itself: it asks for a process that takes part in nothing."""
+    file = folder / "planned.json"
+    own = ["plan", "--json", file, "--world-size", ranks, "--", *SMALL_GPT, *flags]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_eopt.cli", *map(str, own)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(file.read_text()), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, ["--tensor-model-parallel-size", 2, "--muon-split", "all"]),
+        (2, ["--pipeline-model-parallel-size", 2, "--muon-preset", "match_adamw"]),
+        (2, [*MOE, "--expert-model-parallel-size", 2, "--bf16", "--muon-lr", "1e-3", "--muon-min-lr", "1e-4"]),
+        (2, ["--bf16", "--use-distributed-optimizer", "--muon-scalar-optimizer", "lion"]),
+    ],
+    ids=["TP", "PP", "EP", "distributed optimizer"],
+)
+def test_the_manifest_is_that_of_the_run(tmp_path, ranks, layout):
+    flags = [*RUN, *layout]
+    if "match_adamw" in layout:
+        flags = [flag for flag in flags if flag not in ("--muon-extra-scale-factor", "0.2")]
+    train(tmp_path / "run", ranks, *flags, "--optimizer-manifest-file", tmp_path / "of_run.json")
+    found, output = planned(tmp_path, *flags, ranks=ranks)
+    assert found == json.loads((tmp_path / "of_run.json").read_text())
+    assert "this plan" in output
+
+
+def test_what_the_run_would_be_refused_for(tmp_path, capsys):
+    overrides = tmp_path / "overrides.json"
+    overrides.write_text(json.dumps({"linear_fcl.weight": {"lr": 1}}))
+    with pytest.raises(SystemExit):
+        main(["plan", "--", *map(str, [*SMALL_GPT, *RUN, "--optimizer-overrides", overrides])])
+    assert "did you mean 'linear_fc1.weight'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", "--", *map(str, [*SMALL_GPT, *RUN[:2], "--train-iters", 1, "--optimizer", "adam"])])
+    assert "--optimizer adam is built by Megatron alone" in capsys.readouterr().err
+
+
+def test_a_model_without_matrices_for_muon_is_a_problem(tmp_path, capsys):
+    overrides = tmp_path / "overrides.json"
+    overrides.write_text(json.dumps({"shape:matrix": {"optimizer": "adam"}}))
+    flags = [*map(str, [*SMALL_GPT, *RUN, "--optimizer-overrides", overrides])]
+    assert main(["plan", "--", *flags]) == 1
+    assert "problem: --optimizer muon orthogonalizes matrices" in capsys.readouterr().out
+    done = start(1, *flags)
+    assert done.returncode != 0
+    assert "--optimizer muon orthogonalizes matrices" in done.stdout

@@ -128,6 +128,12 @@ def _print_plan(options: argparse.Namespace, rest: Sequence[str] | None) -> int:
 
 
 def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int:
+    plan: argparse.ArgumentParser = options.parser
+    names = {action.dest: action.option_strings[0] for action in plan._actions}  # there is no public way
+    given = {names[name] for name, value in vars(options).items() if name in names and value != plan.get_default(name)}
+    without_effect = sorted(given - {"--world-size", "--full", "--json"})
+    if without_effect:
+        raise ValueError(f"{', '.join(without_effect)} would have no effect: the flags after -- say all of the run")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU stands in for the GPUs of the run, also on a machine that has one
     from megatron_eopt.megatron.meta_plan import planned_run
 

@@ -89,8 +89,8 @@ def with_registered(build: Callable[..., Any]) -> Callable[..., Any]:
             return build(config, model_chunks, param_groups=param_groups, **kwargs)
         if config.use_distributed_optimizer:
             raise ValueError(
-                f"{config.optimizer} beside another optimizer cannot have whole matrices where Megatron lays buffers out "
-                f"for one: pass --no-use-layer-wise-param-layout, or leave --use-distributed-optimizer away"
+                f"{config.optimizer} beside another optimizer cannot have whole matrices where Megatron lays buffers "
+                f"out for one: pass --no-use-layer-wise-param-layout, or leave --use-distributed-optimizer away"
             )
         groups = kwargs["pg_collection"]
         optimizer, init_state = create_emerging_optimizer(config, param_groups, config.optimizer, model_chunks, groups)

@@ -91,9 +91,3 @@ def test_wrong_usage(capsys, arguments):
     with pytest.raises(SystemExit) as stop:
         verify(capsys, *arguments)
     assert stop.value.code == 2
-
-
-def test_plan_takes_nothing_after_two_dashes(capsys):
-    with pytest.raises(SystemExit):
-        main(["plan", "--model", "llama3-8b", "--", "--num-layers", "2"])
-    assert "nothing is expected after --" in capsys.readouterr().err

@@ -55,6 +55,12 @@ def test_what_the_run_would_be_refused_for(tmp_path, capsys):
     assert "--optimizer adam is built by Megatron alone" in capsys.readouterr().err
 
 
+def test_flags_on_both_sides_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "llama3-8b", "--tensor-model-parallel-size", "2", "--", "--num-layers", "2"])
+    assert "--model, --tensor-model-parallel-size would have no effect" in capsys.readouterr().err
+
+
 def test_a_model_without_matrices_for_muon_is_a_problem(tmp_path, capsys):
     overrides = tmp_path / "overrides.json"
     overrides.write_text(json.dumps({"shape:matrix": {"optimizer": "adam"}}))

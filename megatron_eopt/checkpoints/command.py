@@ -12,8 +12,9 @@ from megatron_eopt.checkpoints.data import check_data, check_manifest
 from megatron_eopt.checkpoints.flags import parse_flags
 from megatron_eopt.checkpoints.problems import check_layout
 from megatron_eopt.checkpoints.report import summary, text, verdict
-from megatron_eopt.checkpoints.states import check_states
+from megatron_eopt.checkpoints.states import blocks, check_states
 from megatron_eopt.checkpoints.would_load import would_load
+from megatron_eopt.manifest import from_json, table
 
 OK, PROBLEMS, UNREADABLE = 0, 1, 2
 
@@ -29,6 +30,7 @@ def add_command(commands: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="a checkpoint, or what a run's --save named")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument("--manifest", action="store_true", help="also who owned which parameter in the run that saved")
     parser.add_argument("--no-data", action="store_true", help="metadata only: quick at any size")
     return parser
 
@@ -66,5 +68,15 @@ def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
         problems += comparison.problems
         said["notes"] = list(comparison.notes)
     said.update(verdict(problems))
-    print(json.dumps(said, indent=1) if options.json else text(said))
+    report = text(said)
+    if options.manifest:
+        said["manifest"] = next((block["manifest"] for block in blocks(contents) if "manifest" in block), None)
+        report = f"{_manifest(said['manifest'])}\n\n{report}"
+    print(json.dumps(said, indent=1) if options.json else report)
     return OK if said["ok"] else PROBLEMS
+
+
+def _manifest(saved: dict[str, Any] | None) -> str:
+    if saved is None:
+        return "no manifest: another package, or an earlier release of this one, has saved it"
+    return table(from_json(saved))

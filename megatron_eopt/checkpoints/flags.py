@@ -12,7 +12,7 @@ _INTEGERS = """num-layers hidden-size ffn-hidden-size num-attention-heads num-qu
     global-batch-size muon-num-ns-steps""".split()
 _NUMBERS = "lr min-lr weight-decay muon-momentum muon-extra-scale-factor".split()
 _WORDS = """normalization position-embedding-type optimizer adaptive-muon-moment2-method muon-scalar-optimizer
-    lr-decay-style muon-scale-mode muon-coefficient-type muon-tp-mode ckpt-format""".split()
+    lr-decay-style muon-scale-mode muon-coefficient-type muon-tp-mode muon-split muon-preset ckpt-format""".split()
 _SWITCHES = """swiglu untie-embeddings-and-output-weights group-query-attention add-qkv-bias qk-layernorm
     attention-output-gate multi-latent-attention moe-shared-expert-gate bf16 fp16 no-load-optim finetune
     use-checkpoint-args override-opt-param-scheduler use-checkpoint-opt_param-scheduler muon-nesterov

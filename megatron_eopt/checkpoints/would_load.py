@@ -14,7 +14,7 @@ _MODEL = """num_layers hidden_size ffn_hidden_size num_attention_heads num_query
     attention_output_gate multi_latent_attention q_lora_rank kv_lora_rank num_experts moe_ffn_hidden_size
     moe_shared_expert_intermediate_size moe_shared_expert_gate mtp_num_layers""".split()
 _MUON = """muon_momentum muon_nesterov muon_scale_mode muon_extra_scale_factor muon_coefficient_type muon_num_ns_steps
-    muon_tp_mode""".split()
+    muon_tp_mode muon_split muon_preset""".split()
 _SIZES = {
     "tensor_model_parallel_size": "TP",
     "pipeline_model_parallel_size": "PP",

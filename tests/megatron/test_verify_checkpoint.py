@@ -1,6 +1,7 @@
 """``megatron-eopt verify-checkpoint`` on what real Megatron saved: whole, and damaged in every way that disks know."""
 
 import io
+import json
 import os
 import shutil
 import zipfile
@@ -11,6 +12,7 @@ import torch
 
 from megatron_eopt.checkpoints.contents import newest, read_contents
 from megatron_eopt.cli import main
+from megatron_eopt.manifest import from_json
 from tests.megatron.runs import MUON, SMALL_GPT, train
 
 RUN = ["--num-layers", "2", *MUON, "--train-iters", "4"]
@@ -45,6 +47,19 @@ def chunk_of(folder, key):
     archive = bytes(raw[chunk.start : chunk.start + chunk.length])
     data = torch.load(io.BytesIO(archive)).numpy().tobytes()
     return file, raw, chunk.start + archive.index(data), data
+
+
+def test_who_owned_what(saved, capsys):
+    """The table that the run printed, and as JSON what it was printed from."""
+    folder = saved[0]
+    status, out, _ = verify(capsys, folder, "--manifest")
+    lines = [line.split() for line in out.splitlines()]
+    (qkv,) = [words for words in lines if words[:1] == ["decoder.layers.*.self_attention.linear_qkv.weight"]]
+    assert qkv[1:5] == ["2", "128x64", "muon", "matrix"]
+    assert ["muon", "8", "61,440", "12", "0.246"] in lines
+    said = json.loads(verify(capsys, folder, "--manifest", "--json")[1])
+    assert {family.like.owner for family in from_json(said["manifest"])} == {"adam", "muon"}
+    assert (status, said["ok"]) == (0, True)
 
 
 def test_a_whole_one(saved, capsys):

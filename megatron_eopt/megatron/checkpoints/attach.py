@@ -157,9 +157,15 @@ class SavedState:
             )
 
     def _report_changes(self, saved: dict[str, Any] | None) -> None:
-        if self._manifest is not None and saved is not None and dist.get_rank() == 0:
-            for line in compare(from_json(saved), from_json(self._manifest)):
-                print(f"megatron_eopt: other than in the checkpoint: {line}", flush=True)
+        """Say what changed since the save. Nothing is decided by it, so one that cannot be read ends no run."""
+        if self._manifest is None or saved is None or dist.get_rank() != 0:
+            return
+        try:
+            changes = compare(from_json(saved), from_json(self._manifest))
+        except ValueError as error:
+            changes = [f"not known, since {error}"]
+        for line in changes:
+            print(f"megatron_eopt: other than in the checkpoint: {line}", flush=True)
 
     def _about(self, sharded: dict[int, Sharded], step: Any) -> dict[str, Any]:
         """What says which optimizer this is, whose each group is and its settings: the same on every rank."""

@@ -14,7 +14,7 @@ from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, amend, with_flags
 from megatron_eopt.megatron.checkpoints.finding import checked_base, checked_tracker
 from megatron_eopt.megatron.checkpoints.loading import checked_load, checked_save
-from megatron_eopt.megatron.factory import checked, with_registered
+from megatron_eopt.megatron.factory import allowing_owners, checked, with_registered
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.redirect import Redirection, Redirections
 
@@ -80,6 +80,12 @@ def _registry_redirections() -> list[Redirection]:
         ),
         *(_replace(module, "HAVE_EMERGING_OPTIMIZERS", True, available) for module in (theirs, core_optimizer)),
         _replace(core_optimizer, "Lion", Lion, "Megatron builds the scalar optimizer beside Muon by this name"),
+        Redirection(
+            owner=core_optimizer,
+            name="check_config_overrides_consistency",
+            make=allowing_owners,
+            reason="overrides may name the optimizer of a parameter, which Megatron refuses",
+        ),
         Redirection(
             owner=core_optimizer,
             name="_get_megatron_optimizer_based_on_param_groups",

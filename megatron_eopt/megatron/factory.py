@@ -1,7 +1,7 @@
 """Building an optimizer for a Megatron model: what is checked before, what is printed after."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -74,6 +74,23 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
         return optimizer
 
     return build_checked
+
+
+def allowing_owners(check: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Megatron's check of overrides, which takes an optimizer of a parameter's own for a mistake."""
+
+    @functools.wraps(check)
+    def check_rest(config: Any, config_overrides: Any) -> Any:
+        if config_overrides is None or config.optimizer.removeprefix("dist_") not in EMERGING_OPTIMIZERS:
+            return check(config, config_overrides)
+        rest = {
+            key: {name: value for name, value in settings.items() if name != "optimizer"}
+            for key, settings in config_overrides.items()
+            if isinstance(settings, Mapping)  # what is none is refused with the rest, by its place
+        }
+        return check(config, rest)
+
+    return check_rest
 
 
 def with_registered(build: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,8 @@ megatron_eopt.cpu.install()
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.optimizer import OptimizerConfig  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides  # noqa: E402
+from megatron.core.optimizer.optimizer_config import ParamKey  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
@@ -29,7 +30,9 @@ def main():
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
-    model = GPTModel(config, get_gpt_layer_local_spec(), 64, 16, position_embedding_type="rope")
+    model, other = (
+        GPTModel(config, get_gpt_layer_local_spec(), 64, 16, position_embedding_type="rope") for _ in range(2)
+    )
     optimizer = megatron_eopt.get_megatron_optimizer(
         OptimizerConfig(optimizer="muon", lr=1e-2, muon_extra_scale_factor=0.2), [model]
     )
@@ -44,7 +47,39 @@ def main():
     assert losses[-1] < 0.7 * losses[0], losses
     with pytest.raises(ValueError, match=r"unknown optimizer 'mun' \(did you mean 'muon'\?\)"):
         megatron_eopt.get_megatron_optimizer(OptimizerConfig(optimizer="mun", lr=1e-2), [model])
+    overrides_from_python(other)
     torch.distributed.destroy_process_group()
+
+
+def overrides_from_python(model):
+    """Megatron's keys and this package's beside one another, one of them for another optimizer."""
+    config = OptimizerConfig(optimizer="muon", lr=1e-2, min_lr=1e-3, weight_decay=0.1)
+    config.optimizer_overrides = {"layers.1.mlp.linear_fc1.weight": {"lr_mult": 0.5}}
+    overrides = {
+        **get_standard_config_overrides(config),
+        ParamKey(name="*linear_proj.weight"): {"optimizer": "adam", "betas": (0.8, 0.9)},
+        "shape:embedding": {"wd_mult": 0.5},
+    }
+    optimizer = megatron_eopt.get_megatron_optimizer(config, [model], overrides)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = {
+        names[id(parameter)]: (type(each.optimizer).__name__, group)
+        for each in optimizer.chained_optimizers
+        for group in each.optimizer.param_groups
+        for parameter in group["params"]
+    }
+    owners = {name: owner for name, (owner, _) in groups.items()}
+    assert {owners[f"decoder.layers.{i}.self_attention.linear_proj.weight"] for i in (0, 1)} == {"AdamW"}
+    assert {owners[f"decoder.layers.{i}.self_attention.linear_qkv.weight"] for i in (0, 1)} == {"TensorParallelMuon"}
+    assert groups["decoder.layers.0.self_attention.linear_proj.weight"][1]["betas"] == (0.8, 0.9)
+    rates = {name: (group["max_lr"], group["min_lr"]) for name, (_, group) in groups.items()}
+    assert rates["decoder.layers.1.mlp.linear_fc1.weight"] == (5e-3, 5e-4)
+    assert rates["decoder.layers.0.mlp.linear_fc1.weight"] == (1e-2, 1e-3)
+    decays = {name: group["wd_mult"] for name, (_, group) in groups.items()}
+    assert decays["embedding.word_embeddings.weight"] == 0.5
+    assert decays["decoder.final_layernorm.weight"] == 0.0
+    with pytest.raises(ValueError, match=r"config_overrides\['linear_fcl.weight'\]: select: .* did you mean"):
+        megatron_eopt.get_megatron_optimizer(config, [model], {"linear_fcl.weight": {"lr": 1.0}})
 
 
 if __name__ == "__main__":

@@ -130,6 +130,24 @@ def test_overrides_change_what_they_name_and_resume(release, tmp_path):
     assert ("moment2_buffer" in after["decoder.layers.0.mlp.linear_fc2.weight"]) == (version >= "0.18")
 
 
+def test_an_owner_whose_buffers_are_laid_out_for_another_is_refused(release, tmp_path):
+    """0.18 lays the buffers of matrices out before it reads any override."""
+    version, megatron = release
+    if version < "0.18":
+        return  # refused anyway: test_another_optimizer_for_single_parameters_needs_a_registry
+    file = tmp_path / "overrides.yaml"
+    file.write_text("- {select: linear_proj.weight, optimizer: adam}\n")
+    run = ["--num-layers", 2, *muon(version), "--bf16", "--use-distributed-optimizer", "--train-iters", 1]
+    done = start(2, *SMALL_GPT, *run, "--optimizer-overrides", file, megatron=megatron)
+    assert done.returncode != 0
+    assert "linear_proj.weight and 1 more are given to adam, but Megatron laid their buffers out for a" in done.stdout
+    moved, output = train(
+        tmp_path / "run", 2, *run, "--optimizer-overrides", file, "--no-use-layer-wise-param-layout", megatron=megatron
+    )
+    assert "matrix: " in output
+    assert len(moved[0]["losses"]) == 1
+
+
 def test_another_optimizer_for_single_parameters_needs_a_registry(release, tmp_path):
     version, megatron = release
     if version >= "0.18":

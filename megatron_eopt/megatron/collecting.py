@@ -12,8 +12,9 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.manifest import Family, LogicalMatrix, Row, families, merged, rows
 from megatron_eopt.manifest.checks import ADAMW_RMS
+from megatron_eopt.megatron.entries import DEFAULT
 from megatron_eopt.megatron.held import Held, held, owner_name
-from megatron_eopt.megatron.overriding import DEFAULT, Owned
+from megatron_eopt.megatron.overriding import Owned
 from megatron_eopt.optimizers.planning import PlannedOptimizer
 from megatron_eopt.optimizers.state import DescribedState, StateTensor
 from megatron_eopt.overrides import ParameterInfo

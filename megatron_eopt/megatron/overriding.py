@@ -1,4 +1,4 @@
-"""Settings of single parameters, from everything that may set them, and in the form that Megatron makes groups from."""
+"""Every parameter with its owner and its settings, also in the form that Megatron makes groups from."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -6,33 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
 from megatron_eopt.matrices import Split, tag_declared
 from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.entries import DEFAULT, all_entries, known_names
 from megatron_eopt.megatron.fused import SplitName, split_of
 from megatron_eopt.megatron.parameters import Described
-from megatron_eopt.overrides import (
-    Entry,
-    Known,
-    Layer,
-    OverrideError,
-    Resolved,
-    entries_from_dict,
-    entries_from_megatron,
-    make_entry,
-    match_counts,
-    read_overrides,
-    resolve,
-)
-from megatron_eopt.registry import EMERGING_OPTIMIZERS, get_optimizer_entry, orthogonalizes
-
-SPLITS = ("per_head",)
-"""Ways to split that Megatron's fused parameters know beyond those of every optimizer."""
-
-DEFAULT = "default of"
-"""What the place of a setting begins with that nobody has asked for."""
+from megatron_eopt.overrides import OverrideError, Resolved, match_counts, resolve
+from megatron_eopt.registry import EMERGING_OPTIMIZERS, orthogonalizes
 
 # What a group of Megatron's has by the same name as an override.
 _PASSED_ON = ("betas", "eps", "momentum", "num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor")
@@ -94,92 +76,13 @@ def owners_of(
     """:func:`owners` of one rank, where it is known how many parameters of all ranks each entry selects."""
     primary = config.optimizer.removeprefix("dist_")
     entries = all_entries(config, primary, config_overrides)
-    resolved = resolve(entries, [described.info for described in parameters], primary, counts, _known())
+    resolved = resolve(entries, [described.info for described in parameters], primary, counts, known_names())
     found = []
     for described in parameters:
         own = resolved[described.info.name]
         excluded_by_user = own.settings.get("exclude")
         found.append(Owned(described, own, None if excluded_by_user else own.settings.get("optimizer", primary)))
     return found
-
-
-def all_entries(config: Any, primary: str, config_overrides: Mapping[Any, Mapping[str, Any]] | None) -> list[Entry]:
-    """Entries of all layers: the defaults of the optimizer and of Megatron, Python's, the file's and the flags'."""
-    known = _known()
-    standard = get_standard_config_overrides(config)
-    given = standard if config_overrides is None else config_overrides
-    theirs = {_signature(key): settings for key, settings in standard.items()}
-    own = {
-        key: settings
-        for key, settings in given.items()
-        if not isinstance(key, ParamKey) or (theirs.get(_signature(key)) != settings and not _of_mup(key))
-    }
-    defaults = {key: settings for key, settings in given.items() if key not in own}
-    return [
-        *_defaults(_routing(primary, config), primary, known),
-        *_defaults(defaults, "Megatron", known),
-        *entries_from_dict(own, Layer.PYTHON, "config_overrides", known),
-        *_asked_for(getattr(config, "optimizer_overrides", None), known),
-        *_from_flags(primary, config, known),
-    ]
-
-
-def _defaults(overrides: Mapping[Any, Mapping[str, Any]], whose: str, known: Known) -> list[Entry]:
-    entries = entries_from_megatron(overrides, Layer.DEFAULTS, known=known)
-    return [replace(entry, source=f"{DEFAULT} {whose}") for entry in entries]
-
-
-def _routing(primary: str, config: Any) -> dict[Any, dict[str, Any]]:
-    scalar = getattr(config, "muon_scalar_optimizer", "adam")
-    entry = get_optimizer_entry(primary)
-    return {
-        key: {**settings, "optimizer": scalar if settings.get("optimizer") == "adam" else settings["optimizer"]}
-        if primary in ("muon", "adaptive_muon") and "optimizer" in settings
-        else dict(settings)
-        for key, settings in entry.default_param_overrides.items()
-    }
-
-
-def _asked_for(overrides: Any, known: Known) -> list[Entry]:
-    if overrides is None:
-        return []
-    if isinstance(overrides, Mapping):
-        return entries_from_dict(overrides, Layer.PYTHON, "optimizer_overrides", known)
-    return read_overrides(overrides, known)
-
-
-def _from_flags(primary: str, config: Any, known: Known) -> Iterator[Entry]:
-    """``--muon-lr`` and its like, for what the run's optimizer owns."""
-    for setting in ("lr", "min_lr", "weight_decay"):
-        value = getattr(config, f"matrix_{setting}", None)
-        if value is None:
-            continue
-        flag = f"--muon-{setting}".replace("_", "-")
-        if primary not in ("muon", "adaptive_muon"):
-            raise OverrideError(f"{flag} is for muon and adaptive_muon, and the optimizer is {primary}: leave it away")
-        yield make_entry(f"optimizer:{primary}", {setting: value}, Layer.FLAGS, flag, known)
-
-
-def _known() -> Known:
-    return Known.registered(SPLITS)
-
-
-def _signature(key: Any) -> Any:
-    """What a ParamKey asks, with its functions by their names: two of them are never equal."""
-    if not isinstance(key, ParamKey):
-        return key
-    several = (_several(key.predicate), _several(key.with_name_predicate))
-    return (*map(_several, (key.name, key.attr)), *(tuple(each.name for each in some) for some in several))
-
-
-def _of_mup(key: ParamKey) -> bool:
-    """Whether it is Megatron's, for muP."""
-    predicates = (*_several(key.predicate), *_several(key.with_name_predicate))
-    return bool(predicates) and all(each.name.startswith("mup_") for each in predicates)
-
-
-def _several(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, tuple | list) else (value,) if value else ()
 
 
 def routed(owned: Sequence[Owned]) -> bool:

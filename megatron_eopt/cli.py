@@ -143,6 +143,8 @@ def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int
     print(table(run.families, full=options.full))
     for explained in run.explained:
         print(f"\n{explained}")
+    for warning in run.warnings:
+        print(f"\nwarning: {warning}")
     for note in run.notes:
         print(f"\nnote: {note}")
     for problem in run.problems:

@@ -13,6 +13,7 @@ from megatron_eopt.matrices import ATTRIBUTE
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, amend, with_flags
 from megatron_eopt.megatron.checkpoints.finding import checked_base, checked_tracker
+from megatron_eopt.megatron.checkpoints.layers import named_apart
 from megatron_eopt.megatron.checkpoints.loading import checked_load, checked_save
 from megatron_eopt.megatron.factory import allowing_owners, checked, with_registered
 from megatron_eopt.optimizers.lion import Lion
@@ -173,9 +174,11 @@ def _training_redirections() -> list[Redirection]:
     import megatron.training.training as training
 
     whole = "a checkpoint that is not whole is refused with its reason, whatever is damaged"
+    apart = "layers whose parameters have different owners cannot be stacked into one tensor"
     empty = "a save that was killed while it wrote the tracker file leaves it empty, and Megatron exits with status 0"
     return [
         Redirection(owner=checkpointing, name="_load_base_checkpoint", make=checked_base, reason=whole),
+        Redirection(owner=checkpointing, name="_build_sharded_state_dict_metadata", make=named_apart, reason=apart),
         Redirection(owner=checkpointing, name="read_metadata", make=checked_tracker, reason=empty),
         Redirection(
             owner=arguments,

@@ -163,6 +163,7 @@ def with_flags(make_config: Callable[..., Any]) -> Callable[..., Any]:
     def make_config_with_flags(args: argparse.Namespace) -> Any:
         config, overrides = make_config(args)
         _refuse_without_effect(args)
+        _warn_without_effect(args)
         for flag in FLAGS:
             if hasattr(args, flag.dest) and not hasattr(config, flag.dest):
                 setattr(config, flag.dest, getattr(args, flag.dest))
@@ -179,6 +180,21 @@ def _refuse_without_effect(args: argparse.Namespace) -> None:
             f"which Megatron builds by itself: take an optimizer of this package ({', '.join(list_optimizers())}), in "
             f"whose overrides 'optimizer: adam' gives parameters to Adam"
         )
+
+
+def _warn_without_effect(args: argparse.Namespace) -> None:
+    """Say which of Muon's flags, of those that Megatron has not, another optimizer leaves without effect."""
+    if getattr(args, "optimizer", None) not in ("adam", "sgd") or getattr(args, "rank", 0) != 0:
+        return
+    given = [flag.name for flag in FLAGS if flag.optimizer and _is_given(flag, getattr(args, flag.dest, None))]
+    if given:
+        print(
+            f"megatron_eopt: warning: {', '.join(given)} without effect, with --optimizer {args.optimizer}", flush=True
+        )
+
+
+def _is_given(flag: Flag, value: Any) -> bool:
+    return value is False if flag.negated else value not in (None, False, flag.options.get("default"))
 
 
 def _restrict(parser: argparse.ArgumentParser, flag: str, choices: tuple[Any, ...]) -> None:

@@ -23,7 +23,7 @@ from megatron_eopt.parallel.layout import is_expert, is_sharded
 
 _TIED = {"output_layer.weight": "embedding.word_embeddings.weight"}
 _FULL_TENSORS = {"adam": 2, "sgd": 1}
-_SHOWN_ELSEWHERE = {"optimizer", "lr", "min_lr", "lr_mult", "weight_decay", "wd_mult", "exclude"}
+_SHOWN_ELSEWHERE = {"optimizer", "lr", "min_lr", "weight_decay", "exclude"}
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,7 @@ def _together(held_by_ranks: Sequence[list[Family]], without: Sequence[list[Fami
 
 def _row(owned: Owned, holder: Held | None, matrices: tuple[LogicalMatrix, ...], config: Any, layout: str) -> Row:
     parameter, info, resolved = owned.described.parameter, owned.described.info, owned.resolved
+    sources = {key: place for key, place in resolved.sources.items() if not place.startswith(DEFAULT)}
     group = {} if holder is None else holder.group
     name = None if holder is None else owner_name(holder.optimizer)
     return Row(
@@ -123,8 +124,8 @@ def _row(owned: Owned, holder: Held | None, matrices: tuple[LogicalMatrix, ...],
         lr=group.get("max_lr", config.lr) or 0.0,
         min_lr=group.get("min_lr", config.min_lr) or 0.0,
         weight_decay=group.get("end_wd", config.weight_decay) * group.get("wd_mult", 1.0),
-        settings={key: value for key, value in resolved.settings.items() if key not in _SHOWN_ELSEWHERE},
-        sources={key: place for key, place in resolved.sources.items() if not place.startswith(DEFAULT)},
+        settings={key: value for key, value in resolved.settings.items() if key in sources.keys() - _SHOWN_ELSEWHERE},
+        sources=sources,
         overruled=tuple(f"{each.key} {each.value} by {each.source}" for each in resolved.overruled),
         state_bytes=_state_bytes(info, holder, name),
         tied_to=_TIED.get(info.name) if getattr(parameter, "shared_embedding", False) else None,

@@ -12,12 +12,14 @@ from megatron_eopt.overrides import (
     Known,
     Layer,
     OverrideError,
+    ParameterInfo,
     entries_from_dict,
     entries_from_megatron,
     make_entry,
     read_overrides,
 )
-from megatron_eopt.registry import get_optimizer_entry
+from megatron_eopt.overrides.conditions import is_matrix
+from megatron_eopt.registry import get_optimizer_entry, orthogonalizes
 
 # A way to split that Megatron's fused parameters know beyond those of every optimizer.
 _SPLITS = ("per_head",)
@@ -41,6 +43,7 @@ def all_entries(config: Any, primary: str, config_overrides: Mapping[Any, Mappin
     return [
         *_defaults(_routing(primary, config), primary, known),
         *_defaults(defaults, "Megatron", known),
+        *_mup_of_others(defaults, known),
         *entries_from_dict(own, Layer.PYTHON, "config_overrides", known),
         *_asked_for(getattr(config, "optimizer_overrides", None), known),
         *_from_flags(primary, config, known),
@@ -100,6 +103,19 @@ def _of_mup(key: ParamKey) -> bool:
     """Whether it is Megatron's, for muP."""
     predicates = (*_several(key.predicate), *_several(key.with_name_predicate))
     return bool(predicates) and all(each.name.startswith("mup_") for each in predicates)
+
+
+def _mup_of_others(defaults: Mapping[Any, Mapping[str, Any]], known: Known) -> Iterator[Entry]:
+    """Megatron's rates of muP, for hidden matrices that an override gives to Adam."""
+    for key, settings in defaults.items():
+        rates = {name: settings[name] for name in ("max_lr", "min_lr") if name in settings}
+        if rates and isinstance(key, ParamKey) and _of_mup(key):
+            yield from _defaults({_hidden_of_others: rates}, "Megatron", known)
+
+
+def _hidden_of_others(info: ParameterInfo) -> bool:
+    """A hidden matrix that no matrix optimizer owns: Megatron's muP leaves it out, for it looks at the shape alone."""
+    return is_matrix(info) and info.optimizer is not None and not orthogonalizes(info.optimizer)
 
 
 def _several(value: Any) -> tuple[Any, ...]:

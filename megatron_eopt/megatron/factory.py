@@ -11,21 +11,23 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_eopt.manifest import to_json
 from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.checkpoints import layers
 from megatron_eopt.megatron.checkpoints.attach import attach
 from megatron_eopt.megatron.checkpoints.replicas import check_before_first_step
 from megatron_eopt.megatron.collecting import collect
 from megatron_eopt.megatron.declaring import declare, prove_in_first_step
-from megatron_eopt.megatron.fused import tag
+from megatron_eopt.megatron.fused import SplitName, tag
 from megatron_eopt.megatron.overriding import (
     excluded,
     for_megatron,
+    on_all_ranks,
     owners,
     refuse_other_buffers,
     routed,
     splits,
     without_defaults,
 )
-from megatron_eopt.megatron.parameters import trainable
+from megatron_eopt.megatron.parameters import frozen_names, trainable
 from megatron_eopt.megatron.presets import with_preset
 from megatron_eopt.megatron.run_facts import Run
 from megatron_eopt.megatron.summary import print_summary
@@ -58,13 +60,16 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
             replace(run, routes_optimizers=routed(owned), excludes=any(each.owner is None for each in owned))
         )
         refuse_other_buffers(owned)
-        tag(splits(owned, getattr(config, "muon_split", "default")))
+        of_run: SplitName = getattr(config, "muon_split", "default")
+        split, overrides = on_all_ranks(lambda: (splits(owned, of_run), for_megatron(owned, config)))
+        tag(split)
         if orthogonalizes(name) and getattr(config, "muon_split_qkv", False):
             tag_fused_projections(model_chunks, kwargs["pg_collection"])
         with without_defaults(name), excluded(owned):
-            optimizer = build(config, model_chunks, for_megatron(owned, config), *args, **kwargs)
+            optimizer = build(config, model_chunks, overrides, *args, **kwargs)
         manifest = collect(optimizer, owned, config, kwargs["pg_collection"])
         declare(manifest, name, config)
+        layers.settle(manifest.families, frozen_names(model_chunks))
         attach(optimizer, to_json(manifest.families))
         prove_in_first_step(optimizer, manifest.matrices_here)
         if getattr(config, "check_replicas", True):

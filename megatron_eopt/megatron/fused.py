@@ -24,6 +24,8 @@ from megatron_eopt.registry import get_qkv_split_shapes
 SplitName = Literal["none", "default", "all", "per_head"]
 """How fused parameters are split: not at all; as Megatron does; wherever it is geometrically right; and into heads."""
 
+_BY_SETTING = "logical_matrices_by_setting"
+
 type Kind = Callable[[Any, str], "Fused | None"]
 
 
@@ -72,9 +74,8 @@ def split_of(described: Described, name: SplitName) -> Split | None:
     Raises:
         ValueError: if nobody has said how a fused parameter is to be orthogonalized.
     """
-    own = declared_split(described.parameter)
-    if own is not None:
-        return own
+    if is_declared(described):
+        return declared_split(described.parameter)
     found = fused(described)
     if found is None:
         return None
@@ -88,11 +89,21 @@ def split_of(described: Described, name: SplitName) -> Split | None:
     return split
 
 
+def is_declared(described: Described) -> bool:
+    """Whether its user declared the matrices of a parameter, and not an earlier :func:`tag`."""
+    return declared_split(described.parameter) is not None and not hasattr(described.parameter, _BY_SETTING)
+
+
 def tag(splits: Iterable[tuple[Described, Split | None]]) -> None:
-    """Put the splits on the parameters, as the attribute that the optimizers read."""
+    """Put the splits on the parameters, as the attribute that the optimizers read; what an earlier call put is gone."""
     for described, split in splits:
-        if split is not None:
-            setattr(described.parameter, ATTRIBUTE, split)
+        if is_declared(described):
+            continue
+        for name, value in ((ATTRIBUTE, split), (_BY_SETTING, True)):
+            if split is not None:
+                setattr(described.parameter, name, value)
+            elif hasattr(described.parameter, name):
+                delattr(described.parameter, name)
 
 
 def _parent(described: Described) -> Any:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.manifest import Row
+from megatron_eopt.manifest import Family, Row, warnings
 from megatron_eopt.megatron.collecting import rows_here
 from megatron_eopt.megatron.fused import tag
 from megatron_eopt.megatron.held import Held
@@ -15,6 +15,8 @@ from megatron_eopt.megatron.meta_model import DescribedRun
 from megatron_eopt.megatron.overriding import group_settings, matches, owners_of, splits
 from megatron_eopt.megatron.parameters import Described, trainable
 from megatron_eopt.megatron.presets import with_preset
+from megatron_eopt.megatron.run_facts import Run
+from megatron_eopt.megatron.support import refuse_unsupported
 from megatron_eopt.megatron.tagging import tag_fused_projections
 from megatron_eopt.optimizers.planning import PlannedOptimizer
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
@@ -56,6 +58,7 @@ class DescribedOptimizers:
     """
 
     def __init__(self, run: DescribedRun, counts: Sequence[int]) -> None:
+        refuse_unsupported(Run.of(run.optimizer_config, run.model_chunks, run.pg_collection))
         self._run, self._config = run, with_preset(run.optimizer_config)
         self._owned = owners_of(_parameters(run), self._config, run.config_overrides, counts)
         tag(splits(self._owned, getattr(self._config, "muon_split", "default")))
@@ -95,6 +98,10 @@ class DescribedOptimizers:
         """The plan of every optimizer that has one."""
         planning = (each for each in self._optimizers if isinstance(each, PlannedOptimizer))
         return [f"{type(each).__name__}\n{each.proposed.explain()}" for each in planning]
+
+    def warnings(self, found: Sequence[Family]) -> list[str]:
+        """What the run will warn of."""
+        return warnings(found, self._config.muon_scale_mode)
 
 
 def _main(parameter: Tensor, config: Any) -> Tensor:

@@ -16,12 +16,14 @@ class PlannedRun:
         families: the manifest, as the run will print it.
         explained: the plan of each optimizer on the first rank, as a table.
         problems: what the run will end on at its start.
+        warnings: what it will warn of.
         notes: on the names of parameters.
     """
 
     families: list[Family]
     explained: list[str]
     problems: list[str]
+    warnings: list[str]
     notes: tuple[str, ...]
 
 
@@ -52,4 +54,6 @@ def planned_run(flags: Sequence[str], world_size: int | None = None) -> PlannedR
             found.append(families(optimizers.rows()))
             explained = explained or optimizers.explained()
     together = merged(found)
-    return PlannedRun(together, explained, problems(together, name, orthogonalizes(name)), notes)
+    return PlannedRun(
+        together, explained, problems(together, name, orthogonalizes(name)), optimizers.warnings(together), notes
+    )

@@ -11,8 +11,9 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron_eopt.matrices import Split, tag_declared
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.entries import DEFAULT, all_entries, known_names
-from megatron_eopt.megatron.fused import SplitName, split_of
+from megatron_eopt.megatron.fused import SplitName, is_declared, split_of
 from megatron_eopt.megatron.parameters import Described
+from megatron_eopt.orthogonalize.coefficients import get_coefficients
 from megatron_eopt.overrides import OverrideError, Resolved, match_counts, resolve
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, orthogonalizes
 
@@ -54,7 +55,26 @@ def owners(
     everywhere: list[list[int]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everywhere, matches(parameters, config, config_overrides))
     counts = [sum(of_entry) for of_entry in zip(*everywhere, strict=True)]
-    return owners_of(parameters, config, config_overrides, counts)
+    return on_all_ranks(lambda: owners_of(parameters, config, config_overrides, counts))
+
+
+def on_all_ranks[T](decide: Callable[[], T]) -> T:
+    """What is decided on this rank; a mistake on one rank ends all, so that none waits for another.
+
+    Raises:
+        OverrideError: for that of the first rank that made one.
+    """
+    error = None
+    try:
+        decided = decide()
+    except ValueError as found:
+        error = str(found)
+    everywhere: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, error)
+    for found_there in everywhere:
+        if found_there is not None:
+            raise OverrideError(found_there)
+    return decided
 
 
 def matches(
@@ -80,9 +100,23 @@ def owners_of(
     found = []
     for described in parameters:
         own = resolved[described.info.name]
+        _check_iteration(described, own, config)
         excluded_by_user = own.settings.get("exclude")
         found.append(Owned(described, own, None if excluded_by_user else own.settings.get("optimizer", primary)))
     return found
+
+
+def _check_iteration(described: Described, resolved: Resolved, config: Any) -> None:
+    """Steps and coefficients that go together, one of which may be the run's."""
+    own = {key: resolved.settings[key] for key in ("num_ns_steps", "coefficient_type") if key in resolved.settings}
+    if not own:
+        return
+    steps = own.get("num_ns_steps", config.muon_num_ns_steps)
+    try:
+        get_coefficients(own.get("coefficient_type", config.muon_coefficient_type), steps)
+    except ValueError as error:
+        places = " and ".join(sorted({resolved.sources[key] for key in own}))
+        raise OverrideError(f"{described.info.name}: {places}: {error}") from None
 
 
 def routed(owned: Sequence[Owned]) -> bool:
@@ -97,10 +131,20 @@ def splits(owned: Sequence[Owned], of_run: SplitName) -> list[tuple[Described, S
         ValueError: if nobody has said how a fused parameter is to be orthogonalized.
     """
     return [
-        (each.described, split_of(each.described, each.resolved.settings.get("split", of_run)))
+        (each.described, _split(each, of_run))
         for each in owned
         if each.owner is not None and orthogonalizes(each.owner)
     ]
+
+
+def _split(owned: Owned, of_run: SplitName) -> Split | None:
+    own, described = owned.resolved.settings.get("split"), owned.described
+    if own is not None and is_declared(described):
+        raise OverrideError(
+            f"{described.info.name}: split {own} by {owned.resolved.sources['split']} would have no effect, since its "
+            f"matrices are declared: remove one of the two"
+        )
+    return split_of(described, own or of_run)
 
 
 def for_megatron(owned: Sequence[Owned], config: Any) -> dict[ParamKey, dict[str, Any]]:
@@ -135,7 +179,11 @@ def group_settings(owned: Owned, config: Any, primary: str) -> dict[str, Any]:
         # Megatron's own need not be in order: under a constant schedule nobody reads the smallest rate
         group |= {_MEGATRONS_RATES[key]: settings[key] for key in rates}
     else:
-        group["max_lr"], group["min_lr"] = owned.resolved.learning_rates(config.lr, config.min_lr)
+        try:
+            group["max_lr"], group["min_lr"] = owned.resolved.learning_rates(config.lr, config.min_lr)
+        except OverrideError as error:
+            run = f"what no override sets is --lr {config.lr:g} and --min-lr {config.min_lr:g}"
+            raise OverrideError(f"{owned.described.info.name}: {error}; {run}") from None
     if "weight_decay" in settings:
         group["start_wd"] = group["end_wd"] = settings["weight_decay"]
     if "wd_mult" in settings:

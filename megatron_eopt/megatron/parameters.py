@@ -38,7 +38,14 @@ def trainable(model_chunks: Sequence[Any], pg_collection: Any) -> list[Described
         Described(parameter, _info(name, parameter, pg_collection), chunk, module, path)
         for chunk in model_chunks
         for name, parameter, module, path in _named(chunk)
+        if parameter.requires_grad
     ]
+
+
+def frozen_names(model_chunks: Sequence[Any]) -> list[str]:
+    """Global names of the parameters that require no gradient."""
+    named = (each for chunk in model_chunks for each in _named(chunk))
+    return [name for name, parameter, _, _ in named if not parameter.requires_grad]
 
 
 def _named(chunk: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module, str]]:
@@ -46,9 +53,8 @@ def _named(chunk: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module, str]]:
     numbers = dict(_numbers(chunk))
     modules = dict(chunk.named_modules())
     for name, parameter in chunk.named_parameters():
-        if parameter.requires_grad:
-            path, _, last = name.rpartition(".")
-            yield _global_name(path, last, numbers), parameter, modules[path], path
+        path, _, last = name.rpartition(".")
+        yield _global_name(path, last, numbers), parameter, modules[path], path
 
 
 def _numbers(chunk: nn.Module) -> Iterator[tuple[str, int]]:

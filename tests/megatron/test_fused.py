@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron_eopt.matrices import ATTRIBUTE, WHOLE, concatenated, declare, experts, tag_declared, undeclare
-from megatron_eopt.megatron.fused import fused, split_of
+from megatron_eopt.megatron.fused import fused, is_declared, split_of, tag
 from megatron_eopt.megatron.parameters import trainable
 from megatron_eopt.registry import is_nonlinear_or_embedding
 from tests.parallel.test_layout import Group
@@ -93,6 +93,17 @@ def test_what_the_user_declared_wins():
     finally:
         undeclare("mixer.in_proj.*")
     assert {split_of(parameter, name) for name in ("default", "none", "all", "per_head")} == {own}
+
+
+def test_a_second_optimizer_of_the_same_model_splits_as_it_is_asked():
+    parameter = described(mamba(1))
+    tag([(parameter, split_of(parameter, "all"))])
+    assert split_of(parameter, "none") == WHOLE
+    tag([(parameter, WHOLE)])
+    assert getattr(parameter.parameter, ATTRIBUTE) == WHOLE
+    tag([(parameter, None)])
+    assert not hasattr(parameter.parameter, ATTRIBUTE)
+    assert not is_declared(parameter)
 
 
 def test_cross_attention():

@@ -7,7 +7,7 @@ import torch
 
 from megatron_eopt.orthogonalize import newton_schulz
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
-from tests.megatron.runs import HERE, MUON, SMALL_GPT, train, whole
+from tests.megatron.runs import HERE, MUON, SMALL_GPT, start, train, whole
 
 LR, DECAY, FACTOR = 1e-2, 0.1, 0.2
 PRECISE = [*MUON, "--muon-fp32-matmul-prec", "highest", "--weight-decay", DECAY]
@@ -132,3 +132,9 @@ def test_a_declaration_of_the_users_own(tmp_path):
     program = ["-m", "megatron_eopt.run", "--cpu", str(script)]
     (rank,), _ = train(tmp_path / "run", 1, *RUN, program=program)
     assert_updated(rank, "decoder.layers.0.mlp.linear_fc2.weight", blocks(64, 16, 48))
+    overrides = tmp_path / "overrides.json"
+    overrides.write_text('[{"select": "linear_fc2.weight", "split": "none"}]')
+    done = start(1, *SMALL_GPT, *RUN, "--optimizer-overrides", overrides, program=program)
+    assert done.returncode != 0
+    assert "linear_fc2.weight: split none by" in done.stdout
+    assert "would have no effect, since its matrices are declared" in done.stdout

@@ -53,6 +53,16 @@ def test_what_the_run_would_be_refused_for(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--", *map(str, [*SMALL_GPT, *RUN[:2], "--train-iters", 1, "--optimizer", "adam"])])
     assert "--optimizer adam is built by Megatron alone" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", "--", *map(str, [*SMALL_GPT, *RUN, "--use-distributed-optimizer"])])
+    assert "--bf16" in capsys.readouterr().err
+
+
+def test_what_the_run_would_warn_of(capsys):
+    flags = [flag for flag in RUN if flag not in ("--muon-extra-scale-factor", "0.2")]
+    assert main(["plan", "--", *map(str, [*SMALL_GPT, *flags])]) == 0
+    assert "warning: " in (out := capsys.readouterr().out)
+    assert "--muon-preset match_adamw" in out
 
 
 def test_flags_on_both_sides_are_refused(capsys):

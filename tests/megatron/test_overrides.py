@@ -156,3 +156,39 @@ def test_overrides_beside_megatrons_own_optimizer_are_refused(overrides):
     done = start(1, *SMALL_GPT, *run, *overrides({"select": "*", "lr": 1}))
     assert done.returncode != 0
     assert "would have no effect with --optimizer adam" in done.stdout
+
+
+def test_mistakes_of_one_stage_end_all(overrides):
+    """Those that only the rank finds that has the parameter, named with it."""
+    flags = overrides(
+        {"select": "layers.1.mlp.linear_fc1.weight", "num_ns_steps": 7},
+        {"select": "layers.1.*.linear_proj.weight", "lr": 1e-3},
+    )
+    done = start(2, *SMALL_GPT, *RUN, "--pipeline-model-parallel-size", 2, *flags)
+    assert done.returncode != 0
+    assert done.stdout.count("OverrideError: decoder.layers.1.mlp.linear_fc1.weight: ") == 2
+    assert "overrides.json:1: quintic has 5 polynomials" in done.stdout
+    done = start(1, *SMALL_GPT, *RUN, *overrides({"select": "layers.1.*.linear_proj.weight", "lr": 1e-3}))
+    assert "linear_proj.weight: min_lr 0.01 is above lr 0.001" in done.stdout
+    assert "what no override sets is --lr 0.01 and --min-lr 0.01" in done.stdout
+
+
+def test_a_checkpoint_whose_layers_were_alike_is_refused_where_they_differ(tmp_path, overrides):
+    save = ["--exit-interval", 2, "--save-interval", 2, "--save", tmp_path / "checkpoint"]
+    train(tmp_path / "first", 1, *RUN, *save)
+    flags = overrides({"select": "layers.1.mlp.linear_fc2.weight", "exclude": True})
+    done = start(1, *SMALL_GPT, *RUN, *flags, "--load", tmp_path / "checkpoint")
+    assert done.returncode != 0
+    assert "it stacks the state of all layers (optimizer.state." in done.stdout
+    (rank,), _ = train(tmp_path / "second", 1, *RUN, *flags, "--load", tmp_path / "checkpoint", "--no-load-optim")
+    assert FC2.format(1) not in changed(rank)
+
+
+def test_experts_of_one_layer_that_differ_cannot_be_saved(tmp_path, overrides):
+    moe = ["--num-experts", 4, "--moe-router-topk", 2, "--moe-ffn-hidden-size", 48]
+    flags = overrides({"select": "local_experts.3.*", "exclude": True})
+    run = [*SMALL_GPT, *RUN, *moe, *flags]
+    done = start(1, *run, "--save", tmp_path / "checkpoint", "--save-interval", 2)
+    assert done.returncode != 0
+    assert "experts of one layer (decoder.layers.0.mlp.experts.local_experts.*.linear_fc1.weight)" in done.stdout
+    assert start(1, *run).returncode == 0

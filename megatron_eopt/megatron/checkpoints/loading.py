@@ -24,6 +24,7 @@ from megatron_eopt.megatron.checkpoints.checksums import (
     saved_tensors,
 )
 from megatron_eopt.megatron.checkpoints.importing import FIRST_MOMENT, imports_adam, take_first_moments
+from megatron_eopt.megatron.checkpoints.layers import stacked_problem
 from megatron_eopt.megatron.checkpoints.parts import put_back, taken_out
 from megatron_eopt.megatron.checkpoints.sharding import built
 from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
@@ -76,6 +77,7 @@ def checked_load(load: Callable[..., Any]) -> Callable[..., Any]:
         if imports:
             take_first_moments(parts)
         problem = held.error or _problem(parts, held, frozenset({"exp_avg_sq"}) if imports else frozenset())
+        problem = problem or stacked_problem(key for key in held.shapes if split_key(key)[0])
         if problem:
             raise CheckpointError(f"{checkpoint_dir}: {problem}")
         request = taken_out(sharded_state_dict)

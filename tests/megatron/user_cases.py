@@ -1,0 +1,155 @@
+"""pretrain.py after something that users do, or that breaks, was done to Megatron. Run by the tests of users' cases.
+
+DO names functions below, separated by blanks; what follows a colon is the function's argument.
+"""
+
+import functools
+import json
+import math
+import os
+import re
+import runpy
+from pathlib import Path
+
+import megatron.core.optimizer as core_optimizer
+import megatron.training.training as training
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import ChainedOptimizer
+
+from megatron_eopt.megatron.summary import torch_optimizers
+from megatron_eopt.optimizers.muon import TensorParallelMuon
+
+_WATCHED = ("lr", "max_lr", "min_lr", "weight_decay", "wd_mult", "optimizer")
+_steps = []  # one entry for each step of the optimizer that is over
+
+
+def replaced(owner, name):
+    """A decorator that puts a function, which gets the real one as its first argument, in the place of a real one."""
+
+    def install(new):
+        real = getattr(owner, name)
+        setattr(owner, name, functools.wraps(real)(lambda *args, **kwargs: new(real, *args, **kwargs)))
+
+    return install
+
+
+def watch():
+    """Print for every step a line with the matrices that were orthogonalized in all so far, and what groups say."""
+
+    @replaced(ChainedOptimizer, "step")
+    def step(real, self):
+        result = real(self)
+        optimizers = list(torch_optimizers(self))
+        said = {
+            "rank": int(os.environ["RANK"]),
+            "calls": sum(getattr(each, "newton_schulz_calls", 0) for each in optimizers),
+            "groups": [
+                {"of": type(each).__name__} | {key: group[key] for key in _WATCHED if key in group}
+                for each in optimizers
+                for group in each.param_groups
+            ],
+        }
+        print(f"\nwatched {json.dumps(said)}", flush=True)
+        return result
+
+
+def freeze(pattern):
+    """Parameters whose names have the pattern require no gradient, as soon as the model is there."""
+
+    @replaced(GPTModel, "__init__")
+    def init(real, self, *args, **kwargs):
+        real(self, *args, **kwargs)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(re.search(pattern, name) is None)
+
+
+def forget_one():
+    """Megatron leaves the last parameter out of the groups that it makes."""
+
+    @replaced(core_optimizer, "_get_param_groups")
+    def groups(real, *args):
+        found = real(*args)
+        found[-1]["params"].pop()
+        return found
+
+
+def own_twice():
+    """Megatron puts Adam's first matrix into Muon's group, too."""
+
+    @replaced(core_optimizer, "_get_param_groups")
+    def groups(real, *args):
+        found = real(*args)
+        muons = next(group for group in found if "optimizer" not in group)
+        adams = (parameter for group in found if group is not muons for parameter in group["params"])
+        muons["params"].append(next(parameter for parameter in adams if parameter.ndim == 2))
+        return found
+
+
+def skip_a_matrix():
+    """Muon passes over its first parameter in silence."""
+
+    @replaced(TensorParallelMuon, "_takes_part")
+    def takes_part(real, self, place, parameter):
+        return place > 0 and real(self, place, parameter)
+
+
+def lose_a_gradient():
+    """Muon's first parameter has no gradient in any step."""
+
+    @replaced(TensorParallelMuon, "step")
+    def step(real, self, *args):
+        self.param_groups[0]["params"][0].grad = None
+        return real(self, *args)
+
+
+def multiply_loss(factor, only_in=None):
+    """The loss is so many times larger, or nan; in all steps, or in one."""
+
+    @replaced(GPTModel, "forward")
+    def forward(real, *args, **kwargs):
+        losses = real(*args, **kwargs)
+        return losses * float(factor) if only_in in (None, str(_step())) else losses
+
+
+def multiply_gradient(pattern, factor, only_in):
+    """The gradients of parameters whose names have the pattern are so many times larger, or nan, in one step."""
+
+    @replaced(GPTModel, "__init__")
+    def init(real, self, *args, **kwargs):
+        real(self, *args, **kwargs)
+        for name, parameter in self.named_parameters():
+            if re.search(pattern, name):
+                parameter.register_hook(lambda gradient: gradient * (float(factor) if only_in == str(_step()) else 1))
+
+
+def skip_above(norm):
+    """Megatron leaves out the steps with a larger norm of the gradient; it has no flag for that."""
+
+    @replaced(training, "get_megatron_optimizer_config")
+    def config(real, args):
+        found, overrides = real(args)
+        found.grad_norm_skip_threshold = float(norm)
+        return found, overrides
+
+
+def _step():
+    """The number of the step that is made, from 1."""
+    return len(_steps) + 1
+
+
+def main():
+    for each in os.environ["DO"].split():
+        name, *arguments = each.split(":")
+        globals()[name](*arguments)
+
+    @replaced(ChainedOptimizer, "step")
+    def step(real, self):
+        updated, norm, zeros = real(self)
+        _steps.append(True)
+        return updated, math.nan if norm is None else norm, zeros  # None: of a step that was not finite
+
+    runpy.run_path(str(Path(__file__).with_name("pretrain.py")), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -30,6 +30,7 @@ SMALL_GPT = """
 MUON = ["--optimizer", "muon", "--muon-nesterov", "--muon-momentum", "0.95", "--muon-extra-scale-factor", "0.2"]
 LAUNCHER = ["-m", "megatron_eopt.run", "--cpu", str(HERE / "pretrain.py")]
 FAULTY = [*LAUNCHER[:-1], str(HERE / "faulty.py")]
+CASES = [*LAUNCHER[:-1], str(HERE / "user_cases.py")]
 UPSTREAM = [str(HERE / "upstream.py")]
 
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron_eopt.orthogonalize import newton_schulz
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
-from tests.megatron.runs import HERE, MUON, SMALL_GPT, start, train, whole
+from tests.megatron.runs import CASES, HERE, MUON, SMALL_GPT, start, train, whole
 
 LR, DECAY, FACTOR = 1e-2, 0.1, 0.2
 PRECISE = [*MUON, "--muon-fp32-matmul-prec", "highest", "--weight-decay", DECAY]
@@ -102,6 +102,39 @@ def test_latent_attention(tmp_path, ranks):
     assert_updated(found, f"{attention}.linear_kv_up_proj.weight", interleaved(4 * 28, 12, 16))
     assert_updated(found, f"{attention}.linear_q_up_proj.weight", blocks(80, 80))
     assert matrices(manifest, f"{attention}.linear_kv_up_proj.weight") == {"k": (48, 20), "v": (64, 20)}
+
+
+MIXER = {"program": CASES, "environment": {"DO": "mamba"}}
+IN_PROJ = {"z": 128, "x": 128, "B": 16, "C": 16, "dt": 8}
+
+
+def test_a_state_space_layer_has_to_be_declared():
+    done = start(1, *SMALL_GPT, *RUN, **MIXER)
+    assert done.returncode != 0
+    assert "decoder.mixer.in_proj.weight is fused of z, x, B, C and dt of a state-space layer" in done.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_state_space_layer(tmp_path, ranks):
+    """Each shard has its part of every matrix."""
+    manifest, name = tmp_path / "manifest.json", "decoder.mixer.in_proj.weight"
+    flags = ["--muon-split", "all", "--optimizer-manifest-file", manifest, "--tensor-model-parallel-size", ranks]
+    found = recorded(train(tmp_path / "run", ranks, *RUN, *flags, **MIXER)[0])
+    shards = torch.arange(sum(IN_PROJ.values())).view(ranks, -1)
+    parts = shards.split([size // ranks for size in IN_PROJ.values()], dim=1)
+    assert_updated(found, name, [part.flatten() for part in parts])
+    assert matrices(manifest, name) == {part: (size, 64) for part, size in IN_PROJ.items()}
+
+
+def test_statistics_of_a_state_space_layer_move_to_another_size(tmp_path):
+    adaptive = ["--optimizer", "adaptive_muon", "--adaptive-muon-moment2-method", "normuon", *PRECISE[2:]]
+    run = ["--num-layers", 1, "--train-iters", 4, "--ckpt-format", "torch_dist", *adaptive, "--muon-split", "all"]
+    tp2 = ["--tensor-model-parallel-size", 2]
+    straight, _ = train(tmp_path / "straight", 2, *run, *tp2, **MIXER)
+    save = ["--exit-interval", 2, "--save-interval", 2, "--save", tmp_path / "checkpoint"]
+    train(tmp_path / "two", 2, *run, *tp2, *save, **MIXER)
+    (resumed,), _ = train(tmp_path / "one", 1, *run, "--load", tmp_path / "checkpoint", **MIXER)
+    assert resumed["losses"] == pytest.approx(straight[0]["losses"][-len(resumed["losses"]) :], rel=1e-5)
 
 
 @pytest.mark.parametrize("split", ["default", "all"])

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from megatron_eopt.manifest import from_json, rows
-from tests.megatron.runs import HERE, LAUNCHER, MUON, SMALL_GPT, assert_same, start, train
+from tests.megatron.runs import CASES, MUON, SMALL_GPT, assert_same, start, train
 from tests.megatron.test_logical_matrices import MLA
 
-CASES = [*LAUNCHER[:-1], str(HERE / "user_cases.py")]
 RUN = ["--num-layers", 2, "--train-iters", 1, *MUON]
 TIED = [flag for flag in SMALL_GPT if flag != "--untie-embeddings-and-output-weights"]
 LATENT = SMALL_GPT.copy()

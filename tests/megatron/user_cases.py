@@ -15,6 +15,11 @@ import megatron.core.optimizer as core_optimizer
 import megatron.training.training as training
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gather_from_tensor_model_parallel_region,
+)
 
 from megatron_eopt.megatron.summary import torch_optimizers
 from megatron_eopt.optimizers.muon import TensorParallelMuon
@@ -61,6 +66,36 @@ def freeze(pattern):
         real(self, *args, **kwargs)
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(re.search(pattern, name) is None)
+
+
+def mamba():
+    """A mixer of Megatron's Mamba layers beside the decoder's layers, whose input projection the loss depends on.
+
+    What follows the projection needs kernels for a GPU, so it is left out.
+    """
+    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+
+    mamba_mixer.HAVE_MAMBA_SSM = mamba_mixer.HAVE_EINOPS = mamba_context_parallel.HAVE_EINOPS = True
+
+    @replaced(GPTModel, "__init__")
+    def init(real, self, *args, **kwargs):
+        real(self, *args, **kwargs)
+        linears = mamba_mixer.MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+        self.config.mamba_state_dim, self.config.mamba_head_dim, self.config.mamba_num_groups = 8, 16, 2
+        self.decoder.mixer = mamba_mixer.MambaMixer(
+            self.config,
+            linears,
+            self.config.hidden_size,
+            rmsnorm=False,
+            layer_number=1,
+            pg_collection=self.pg_collection,
+        )
+
+    @replaced(GPTModel, "forward")
+    def forward(real, self, tokens, *args, **kwargs):
+        hidden = self.embedding(tokens, None)
+        projected, _ = self.decoder.mixer.in_proj(hidden)
+        return real(self, tokens, *args, **kwargs) + gather_from_tensor_model_parallel_region(projected).square().mean()
 
 
 def forget_one():

@@ -15,7 +15,7 @@ import torch
 from megatron_eopt.cli import main
 from megatron_eopt.doctor.diagnosis import matrix, notes, problems
 from megatron_eopt.doctor.facts import Apex, Facts, Kernels, Megatron, Package
-from megatron_eopt.megatron.support_matrix import support_matrix
+from megatron_eopt.megatron.support.matrix import support_matrix
 from tests.megatron.runs import without_emerging_optimizers
 
 ROOT = Path(__file__).parent.parent

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from megatron_eopt.doctor.facts import Facts
-from megatron_eopt.megatron.support_matrix import RELEASES, Row, support_matrix
+from megatron_eopt.megatron.support.matrix import RELEASES, Row, support_matrix
 
 OLDEST_PYTHON = (3, 12)
 OLDEST_TORCH = (2, 6)

@@ -29,9 +29,9 @@ from megatron_eopt.megatron.overriding import (
 )
 from megatron_eopt.megatron.parameters import frozen_names, trainable
 from megatron_eopt.megatron.presets import with_preset
-from megatron_eopt.megatron.run_facts import Run
 from megatron_eopt.megatron.summary import print_summary
-from megatron_eopt.megatron.support import refuse_unsupported
+from megatron_eopt.megatron.support.facts import Run
+from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.tagging import tag_fused_projections
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer, orthogonalizes
 

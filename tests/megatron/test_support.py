@@ -12,9 +12,9 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.run_facts import Run
-from megatron_eopt.megatron.support import RULES, refuse_unsupported, unsupported
-from megatron_eopt.megatron.support_matrix import FEATURES, RELEASES, support_matrix, support_table
+from megatron_eopt.megatron.support.facts import Run
+from megatron_eopt.megatron.support.matrix import FEATURES, RELEASES, support_matrix, support_table
+from megatron_eopt.megatron.support.rules import RULES, refuse_unsupported, unsupported
 from tests.megatron.runs import MUON, SMALL_GPT, start
 from tests.parallel.test_layout import Group
 
@@ -268,7 +268,7 @@ def test_the_page_shows_the_table():
     table = re.search(r"<!-- support -->\n\n(.*?)\n\n<!-- end -->", page, re.DOTALL)
     assert table is not None
     assert table[1] == support_table(), (
-        "docs/support.md is not what the code says; take support_table() of megatron_eopt.megatron.support_matrix"
+        "docs/support.md is not what the code says; take support_table() of megatron_eopt.megatron.support.matrix"
     )
 
 

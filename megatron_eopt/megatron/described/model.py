@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from megatron_eopt import cpu
-from megatron_eopt.megatron.meta_arguments import Parsed, parsed, refused
-from megatron_eopt.megatron.meta_chunks import layers_of_gpu, model_chunks
+from megatron_eopt.megatron.described.arguments import Parsed, parsed, refused
+from megatron_eopt.megatron.described.chunks import layers_of_gpu, model_chunks
 from megatron_eopt.redirect import Redirection, Redirections
 
 # Their global variables are what a run leaves behind.

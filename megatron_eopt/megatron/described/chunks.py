@@ -10,7 +10,7 @@ import torch.utils._device
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
-from megatron_eopt.megatron.meta_arguments import Parsed
+from megatron_eopt.megatron.described.arguments import Parsed
 from megatron_eopt.redirect import Redirection
 
 META = torch.device("meta")

@@ -8,7 +8,7 @@ releases lack some, so that nothing of Megatron is imported here.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_eopt.megatron.run_facts import Run, on, release_number
+from megatron_eopt.megatron.support.facts import Run, on, release_number
 
 
 @dataclass(frozen=True)

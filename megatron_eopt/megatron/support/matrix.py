@@ -4,8 +4,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
-from megatron_eopt.megatron.run_facts import Run, release_number
-from megatron_eopt.megatron.support import unsupported
+from megatron_eopt.megatron.support.facts import Run, release_number
+from megatron_eopt.megatron.support.rules import unsupported
 
 RELEASES = ("0.19", "0.18", "0.17")
 """The supported ones, the latest first."""

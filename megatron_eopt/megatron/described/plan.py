@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_eopt.manifest import Family, families, merged, problems
-from megatron_eopt.megatron.meta_model import described_run, ranks_to_describe
+from megatron_eopt.megatron.described.model import described_run, ranks_to_describe
 from megatron_eopt.registry import orthogonalizes
 
 
@@ -39,7 +39,7 @@ def planned_run(flags: Sequence[str], world_size: int | None = None) -> PlannedR
     """
     with described_run(flags, 0, world_size) as run:
         # only now: importing Megatron may need what stands in for a GPU
-        from megatron_eopt.megatron.meta_optimizers import DescribedOptimizers, matches_here
+        from megatron_eopt.megatron.described.optimizers import DescribedOptimizers, matches_here
 
         ranks, notes, name = ranks_to_describe(run.args), run.notes, run.args.optimizer.removeprefix("dist_")
         counts = matches_here(run)

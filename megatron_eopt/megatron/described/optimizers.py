@@ -9,14 +9,14 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.manifest import Family, Row, warnings
 from megatron_eopt.megatron.collecting import rows_here
+from megatron_eopt.megatron.described.model import DescribedRun
 from megatron_eopt.megatron.fused import tag
 from megatron_eopt.megatron.held import Held
-from megatron_eopt.megatron.meta_model import DescribedRun
 from megatron_eopt.megatron.overriding import group_settings, matches, owners_of, splits
 from megatron_eopt.megatron.parameters import Described, trainable
 from megatron_eopt.megatron.presets import with_preset
-from megatron_eopt.megatron.run_facts import Run
-from megatron_eopt.megatron.support import refuse_unsupported
+from megatron_eopt.megatron.support.facts import Run
+from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.tagging import tag_fused_projections
 from megatron_eopt.optimizers.planning import PlannedOptimizer
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer

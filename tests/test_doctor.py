@@ -82,6 +82,15 @@ def test_the_versions_of_this_machine_are_told(tmp_path):
     ]
 
 
+def test_the_release_is_told_where_megatron_lies_in_a_repository(tmp_path):
+    """It adds the commit of that repository to its version."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import megatron.core\nmegatron.core.__version__ = megatron.core.__version__.partition('+')[0] + '+9d57dbc'\n"
+    )
+    _, said = doctor(tmp_path, without_emerging_optimizers(tmp_path / "hidden"))
+    assert said["facts"]["core"]["version"] == version("megatron-core")
+
+
 def test_the_same_as_text():
     status, said = doctor(flags=())
     assert status == 0

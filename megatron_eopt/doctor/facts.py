@@ -129,8 +129,9 @@ def _package(distribution: str, module: str, *further: str) -> Package | None:
     if not _found(module):
         return None
     error = next(filter(None, map(_import_error, (module, *further))), None)
-    said = getattr(sys.modules.get(module), "__version__", None)
-    return Package(str(said or _version(distribution) or ""), error)
+    said = str(getattr(sys.modules.get(module), "__version__", None) or _version(distribution) or "")
+    # Megatron adds the commit of whatever git repository it lies in, a project with a .venv for instance
+    return Package(said.partition("+")[0] if module == "megatron.core" else said, error)
 
 
 def _found(module: str) -> bool:

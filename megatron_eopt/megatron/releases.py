@@ -14,8 +14,9 @@ from megatron_eopt.registry import list_optimizers
 
 
 def version() -> str:
-    """The release that is imported."""
-    return megatron.core.__version__
+    """The release that is imported, without the commit that it adds of whatever git repository it lies in."""
+    number: str = megatron.core.__version__.partition("+")[0]
+    return number
 
 
 def has_registry() -> bool:

@@ -28,9 +28,9 @@ DEFAULT = "default of"
 """What the place of a setting begins with that nobody has asked for."""
 
 
-def all_entries(config: Any, primary: str, config_overrides: Mapping[Any, Mapping[str, Any]] | None) -> list[Entry]:
+def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] | None) -> list[Entry]:
     """Entries of all layers: the defaults of the optimizer and of Megatron, Python's, the file's and the flags'."""
-    known = known_names()
+    known, primary = known_names(), config.optimizer.removeprefix("dist_")
     standard = get_standard_config_overrides(config)
     given = standard if config_overrides is None else config_overrides
     theirs = {_signature(key): settings for key, settings in standard.items()}

@@ -56,12 +56,15 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
         refuse_unsupported(run)
         config = with_preset(config)
         owned = owners(trainable(model_chunks, kwargs["pg_collection"]), config, config_overrides)
-        refuse_unsupported(
-            replace(run, routes_optimizers=routed(owned), excludes=any(each.owner is None for each in owned))
-        )
-        refuse_other_buffers(owned)
         of_run: SplitName = getattr(config, "muon_split", "default")
-        split, overrides = on_all_ranks(lambda: (splits(owned, of_run), for_megatron(owned, config)))
+
+        def decide() -> tuple[Any, Any]:
+            excludes = any(each.owner is None for each in owned)
+            refuse_unsupported(replace(run, routes_optimizers=routed(owned), excludes=excludes))
+            refuse_other_buffers(owned)
+            return splits(owned, of_run), for_megatron(owned, config)
+
+        split, overrides = on_all_ranks(decide)
         tag(split)
         if orthogonalizes(name) and getattr(config, "muon_split_qkv", False):
             tag_fused_projections(model_chunks, kwargs["pg_collection"])

@@ -108,10 +108,7 @@ def tag(splits: Iterable[tuple[Described, Split | None]]) -> None:
 
 def _parent(described: Described) -> Any:
     """The module that has the linear layer, whose config says how it is fused."""
-    module = described.chunk
-    for part in described.path.split(".")[:-1]:
-        module = getattr(module, part)
-    return module
+    return described.chunk.get_submodule(described.path.rpartition(".")[0])
 
 
 def _query_key_value(owner: Any, name: str) -> Fused:

@@ -14,7 +14,7 @@ from megatron_eopt.megatron.entries import DEFAULT, all_entries, known_names
 from megatron_eopt.megatron.fused import SplitName, is_declared, split_of
 from megatron_eopt.megatron.parameters import Described
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
-from megatron_eopt.overrides import OverrideError, Resolved, match_counts, resolve
+from megatron_eopt.overrides import Entry, OverrideError, Resolved, match_counts, resolve
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, orthogonalizes
 
 # What a group of Megatron's has by the same name as an override.
@@ -52,10 +52,11 @@ def owners(
     Raises:
         OverrideError: as :func:`~megatron_eopt.overrides.resolve`, on all ranks.
     """
+    entries = all_entries(config, config_overrides)
     everywhere: list[list[int]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everywhere, matches(parameters, config, config_overrides))
+    dist.all_gather_object(everywhere, matches(parameters, config, entries))
     counts = [sum(of_entry) for of_entry in zip(*everywhere, strict=True)]
-    return on_all_ranks(lambda: owners_of(parameters, config, config_overrides, counts))
+    return on_all_ranks(lambda: owners_of(parameters, config, entries, counts))
 
 
 def on_all_ranks[T](decide: Callable[[], T]) -> T:
@@ -77,25 +78,18 @@ def on_all_ranks[T](decide: Callable[[], T]) -> T:
     return decided
 
 
-def matches(
-    parameters: Sequence[Described], config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] | None
-) -> list[int]:
+def matches(parameters: Sequence[Described], config: Any, entries: Sequence[Entry]) -> list[int]:
     """How many parameters of this rank each entry selects."""
     tag_declared((described.info.name, described.parameter) for described in parameters)
-    primary = config.optimizer.removeprefix("dist_")
-    entries = all_entries(config, primary, config_overrides)
-    return match_counts(entries, [described.info for described in parameters], primary)
+    infos = [described.info for described in parameters]
+    return match_counts(entries, infos, config.optimizer.removeprefix("dist_"))
 
 
 def owners_of(
-    parameters: Sequence[Described],
-    config: Any,
-    config_overrides: Mapping[Any, Mapping[str, Any]] | None,
-    counts: Sequence[int],
+    parameters: Sequence[Described], config: Any, entries: Sequence[Entry], counts: Sequence[int]
 ) -> list[Owned]:
     """:func:`owners` of one rank, where it is known how many parameters of all ranks each entry selects."""
     primary = config.optimizer.removeprefix("dist_")
-    entries = all_entries(config, primary, config_overrides)
     resolved = resolve(entries, [described.info for described in parameters], primary, counts, known_names())
     found = []
     for described in parameters:

@@ -21,23 +21,21 @@ class Described:
         parameter: itself, or this rank's part of it.
         info: what selectors see: its global name and shape, and the attributes that Megatron set.
         chunk: the model chunk that has it.
-        module: the module that it belongs to, and
-        path: where that lies in the chunk.
+        path: where the module that it belongs to lies in the chunk.
     """
 
     parameter: Tensor
     info: ParameterInfo
     chunk: Any
-    module: nn.Module
     path: str
 
 
 def trainable(model_chunks: Sequence[Any], pg_collection: Any) -> list[Described]:
     """All parameters that require a gradient, in the order of the model; one that is used twice comes once."""
     return [
-        Described(parameter, _info(name, parameter, pg_collection), chunk, module, path)
+        Described(parameter, _info(name, parameter, pg_collection), chunk, path)
         for chunk in model_chunks
-        for name, parameter, module, path in _named(chunk)
+        for name, parameter, path in _named(chunk)
         if parameter.requires_grad
     ]
 
@@ -45,16 +43,15 @@ def trainable(model_chunks: Sequence[Any], pg_collection: Any) -> list[Described
 def frozen_names(model_chunks: Sequence[Any]) -> list[str]:
     """Global names of the parameters that require no gradient."""
     named = (each for chunk in model_chunks for each in _named(chunk))
-    return [name for name, parameter, _, _ in named if not parameter.requires_grad]
+    return [name for name, parameter, _ in named if not parameter.requires_grad]
 
 
-def _named(chunk: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module, str]]:
-    """Global name, parameter, its module and where that is."""
+def _named(chunk: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
+    """Global name, parameter, and where its module is."""
     numbers = dict(_numbers(chunk))
-    modules = dict(chunk.named_modules())
     for name, parameter in chunk.named_parameters():
         path, _, last = name.rpartition(".")
-        yield _global_name(path, last, numbers), parameter, modules[path], path
+        yield _global_name(path, last, numbers), parameter, path
 
 
 def _numbers(chunk: nn.Module) -> Iterator[tuple[str, int]]:

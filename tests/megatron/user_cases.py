@@ -3,7 +3,6 @@
 DO names functions below, separated by blanks; what follows a colon is the function's argument.
 """
 
-import functools
 import json
 import math
 import os
@@ -23,19 +22,10 @@ from megatron.core.tensor_parallel import (
 
 from megatron_eopt.megatron.summary import torch_optimizers
 from megatron_eopt.optimizers.muon import TensorParallelMuon
+from tests.megatron.faulty import replaced
 
 _WATCHED = ("lr", "max_lr", "min_lr", "weight_decay", "wd_mult", "optimizer")
 _steps = []  # one entry for each step of the optimizer that is over
-
-
-def replaced(owner, name):
-    """A decorator that puts a function, which gets the real one as its first argument, in the place of a real one."""
-
-    def install(new):
-        real = getattr(owner, name)
-        setattr(owner, name, functools.wraps(real)(lambda *args, **kwargs: new(real, *args, **kwargs)))
-
-    return install
 
 
 def watch():

@@ -10,6 +10,7 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.manifest import Family, Row, warnings
 from megatron_eopt.megatron.collecting import rows_here
 from megatron_eopt.megatron.described.model import DescribedRun
+from megatron_eopt.megatron.entries import all_entries
 from megatron_eopt.megatron.fused import tag
 from megatron_eopt.megatron.held import Held
 from megatron_eopt.megatron.overriding import group_settings, matches, owners_of, splits
@@ -35,7 +36,7 @@ def matches_here(run: DescribedRun) -> list[int]:
             f"--optimizer {run.args.optimizer} is built by Megatron alone, and there is no plan: take an optimizer of "
             f"this package, such as muon"
         )
-    return matches(_parameters(run), run.optimizer_config, run.config_overrides)
+    return matches(_parameters(run), run.optimizer_config, all_entries(run.optimizer_config, run.config_overrides))
 
 
 def _parameters(run: DescribedRun) -> list[Described]:
@@ -60,7 +61,8 @@ class DescribedOptimizers:
     def __init__(self, run: DescribedRun, counts: Sequence[int]) -> None:
         refuse_unsupported(Run.of(run.optimizer_config, run.model_chunks, run.pg_collection))
         self._run, self._config = run, with_preset(run.optimizer_config)
-        self._owned = owners_of(_parameters(run), self._config, run.config_overrides, counts)
+        entries = all_entries(self._config, run.config_overrides)
+        self._owned = owners_of(_parameters(run), self._config, entries, counts)
         tag(splits(self._owned, getattr(self._config, "muon_split", "default")))
         if getattr(self._config, "muon_split_qkv", False):
             tag_fused_projections(run.model_chunks, run.pg_collection)

@@ -78,8 +78,7 @@ class Run:
         """
         # what needs Megatron is imported where Megatron is, so that the table can be read without it
         from megatron_eopt.megatron import releases
-        from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
-        from megatron_eopt.registry import get_optimizer_entry, is_nonlinear_or_embedding
+        from megatron_eopt.registry import get_optimizer_entry, is_nonlinear_or_embedding, orthogonalizes
 
         name = config.optimizer.removeprefix("dist_")
         entry = get_optimizer_entry(name)
@@ -95,7 +94,7 @@ class Run:
             model=getattr(model_chunks[0], "config", None),
             args=releases.training_args(),
             layer_wise=layer_wise or name != config.optimizer or on(config, "use_layer_wise_distributed_optimizer"),
-            orthogonalizes=issubclass(entry.optimizer_cls, OrthogonalizedOptimizer),
+            orthogonalizes=orthogonalizes(name),
             leaves_scalars=bool(entry.default_param_overrides),
             scalar_optimizers=releases.scalar_optimizers(),
             data_parallel=_size(getattr(pg_collection, "dp_cp", None)),

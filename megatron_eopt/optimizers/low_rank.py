@@ -1,0 +1,252 @@
+"""What is kept of weights of low rank, and which parameters and settings an optimizer of them can have."""
+
+from collections.abc import Iterable, Sequence
+from math import inf
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron_eopt.matrices import check_split_shapes, declared_split
+from megatron_eopt.optimizers.checks import check_real_and_dense
+from megatron_eopt.optimizers.factor_plan import is_tall
+from megatron_eopt.optimizers.logical import LogicalMatrices, check_query_groups
+from megatron_eopt.optimizers.muon import TensorParallelGroups
+from megatron_eopt.optimizers.skipping import parameter_names
+from megatron_eopt.optimizers.state import Dim, StateTensor
+from megatron_eopt.optimizers.stepping import SteppingOptimizer
+from megatron_eopt.orthogonalize.spectral import start_vector
+from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, layout_of
+
+FACTOR_A, FACTOR_B = "factor_A", "factor_B"
+MOMENTUM_A, MOMENTUM_B = "momentum_buffer_A", "momentum_buffer_B"
+U_A, U_B = "u_A", "u_B"
+PROJECTED = "projected"
+"""1 where the factors are those of the weight, 0 before the first step."""
+
+MOMENTUM, U = "momentum_buffer", "u"
+"""Of a parameter that is a factor itself."""
+
+_OF_OTHERS = ("scale_mode", "extra_scale_factor")
+
+
+def factor_pairs(pairs: Iterable[Sequence[Any]], **settings: Any) -> dict[str, Any]:
+    """A group of parameters that are factors themselves, for a model that computes with them::
+
+        Spectron([factor_pairs([(layer.up, layer.down) for layer in layers], lr=0.01), {"params": dense_weights}])
+
+    Args:
+        pairs: the two factors of each weight, in any order and orientation (``A`` and ``B``, or ``A`` and ``B^T`` as
+            two linear layers hold them), each a parameter or its name and it.
+        **settings: of the group.
+
+    Raises:
+        ValueError: for what is not two parameters.
+    """
+    params = []
+    for place, pair in enumerate(pairs):
+        if len(pair) != 2:
+            raise ValueError(f"a pair has two factors, got {len(pair)} in pair {place}")
+        params += list(pair)
+    return {"params": params, "pairs": True, **settings}
+
+
+class LowRankState(SteppingOptimizer, LogicalMatrices):
+    """The state of an optimizer whose weights are products of factors, and the checks of its groups.
+
+    Attributes:
+        pg_collection: the process groups of sharded parameters.
+    """
+
+    split_lengths = (3, 4)
+
+    pg_collection: TensorParallelGroups | None
+
+    # On the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
+    _groups_of: dict[Tensor, dict[str, Any]] | None = None
+
+    def group_of(self, parameter: Tensor) -> dict[str, Any]:
+        """The group of a parameter."""
+        # Megatron puts its fp32 copies in the place of parameters
+        if self._groups_of is None or parameter not in self._groups_of:
+            self._groups_of = {p: group for group in self.param_groups for p in group["params"]}
+        return self._groups_of[parameter]
+
+    def layout(self, parameter: Tensor) -> Layout:
+        """Where a parameter lies."""
+        groups = self.pg_collection
+        return layout_of(parameter, getattr(groups, "tp", None), getattr(groups, "expt_tp", None))
+
+    def split_shapes(self, parameter: Tensor) -> tuple[int, ...] | None:
+        """Rows of each logical matrix in one query group of a fused parameter; None for any other."""
+        own = getattr(parameter, "qkv_split_shapes", None)
+        if own is None or not self._is_split(parameter):
+            return super().split_shapes(parameter)
+        return tuple(own)
+
+    def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
+        """Factors, their momenta and singular vectors, for each logical matrix; of a factor what it has of these."""
+        dtype, group = wide_dtype(parameter), self.group_of(parameter)
+        if group["pairs"]:
+            side: Dim = "rows" if is_tall(self.layout(parameter)) else "columns"
+            return [StateTensor(MOMENTUM, dtype=dtype), StateTensor(U, (side,), 0, dtype)]
+        rank = group["rank"]
+        described = [StateTensor(PROJECTED, (), 0, dtype)]
+        for part, end in enumerate(self.key_ends(parameter)):
+            described += [
+                StateTensor(FACTOR_A + end, ("rows", rank), part, dtype),
+                StateTensor(FACTOR_B + end, ("columns", rank), part, dtype),
+                StateTensor(MOMENTUM_A + end, ("rows", rank), part, dtype),
+                StateTensor(MOMENTUM_B + end, ("columns", rank), part, dtype),
+                StateTensor(U_A + end, ("rows",), part, dtype),
+                StateTensor(U_B + end, ("columns",), part, dtype),
+            ]
+        return described
+
+    def _check_kept_ranks(self) -> None:
+        for parameter, state in self.state.items():
+            kept = next((x.shape[1] for key, x in state.items() if key.startswith(FACTOR_A)), None)
+            rank = self.group_of(parameter)["rank"]
+            if kept not in (None, rank):
+                raise ValueError(
+                    f"{type(self).__name__} keeps factors of rank {kept} for the parameter of shape "
+                    f"{tuple(parameter.shape)}, whose group now has rank {rank}: set it back, the rank cannot change"
+                )
+
+    def key_ends(self, parameter: Tensor) -> list[str]:
+        """What the keys of each logical matrix end with: nothing where the parameter is one matrix."""
+        if self.split_of(parameter).is_whole:
+            return [""]
+        return [f"_{part}" for part in range(len(self.matrix_layouts(parameter)))]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of matrices, or of pairs of factors.
+
+        Raises:
+            ValueError: for a parameter that the optimizer cannot have, or a setting out of its range.
+        """
+        self._groups_of = None
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state.
+
+        Raises:
+            ValueError: if the groups, their ranks or the shapes are others, or if a tensor is missing; nothing is
+                changed then.
+        """
+        for number, (own, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=False)):
+            for key in ("rank", "pairs"):
+                if saved.get(key) != own[key]:
+                    raise ValueError(
+                        f"{type(self).__name__}: group {number} has {key}={own[key]}, but the state was saved with "
+                        f"{saved.get(key)}: build the optimizer as it was"
+                    )
+        super().load_state_dict(state_dict)
+        self._groups_of = None
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        state = self.state[parameter]
+        if state:
+            return state
+        state = super()._state_of(parameter)
+        layouts = self.matrix_layouts(parameter)
+        for tensor in self.state_tensors(parameter):
+            if tensor.dims in (("rows",), ("columns",)):
+                layout = layouts[tensor.matrix]
+                place, dim = layout.piece, 0 if tensor.dims == ("rows",) else 1
+                start, end = ((place.top, place.bottom), (place.left, place.right))[dim]
+                state[tensor.key].copy_(start_vector(layout.shape[dim])[start:end])
+        return state
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        name, number = type(self).__name__, len(self.param_groups) - 1
+        for key in ("lr", "weight_decay"):
+            if not 0 <= group[key] < inf:
+                raise ValueError(f"{name}: {key} must be a finite number of at least 0, got {group[key]}")
+        if not 0 <= group["momentum_beta"] < 1:
+            raise ValueError(f"{name}: momentum_beta must lie in [0, 1), got {group['momentum_beta']}")
+        check_count(f"{name}: rank", group["rank"])
+        for key in _OF_OTHERS:
+            if key in group:
+                raise ValueError(f"{name}: group {number} has {key}, but the size of an update follows from lr alone")
+        names = parameter_names(self.param_groups)[-len(group["params"]) :]
+        for index, (parameter, called) in enumerate(zip(group["params"], names, strict=True)):
+            if not parameter.is_floating_point():
+                raise ValueError(f"{name} takes real, floating-point matrices, but {called} is {parameter.dtype}")
+            if isinstance(parameter, DTensor):
+                raise ValueError(f"{name} does not take DTensors, but {called} is one: give it to TensorParallelMuon")
+            self._check_parameter(parameter, f"parameter {index} of group {number}")
+            self._check_ranks(parameter)
+            if not group["pairs"]:
+                self._check_rank(parameter, called, group["rank"])
+        if group["pairs"]:
+            self._check_pairs(group["params"], names)
+
+    def _check_rank(self, parameter: Tensor, called: str, rank: int) -> None:
+        of_matrices = self.split_of(parameter).names(self.layout(parameter).shape[0])
+        layouts = self.matrix_layouts(parameter)
+        for place, layout in enumerate(layouts):
+            if rank > min(layout.shape):
+                part = f" ({of_matrices[place]})" if len(layouts) > 1 else ""
+                raise ValueError(
+                    f"{type(self).__name__}: rank must lie in [1, {min(layout.shape)}] for {called}{part}, a matrix "
+                    f"{layout.shape}, got {rank}: give it a group with a rank of its own, or another optimizer"
+                )
+
+    def _check_pairs(self, params: Sequence[Tensor], names: Sequence[str]) -> None:
+        name = type(self).__name__
+        if len(params) % 2:
+            raise ValueError(f"{name}: a group of pairs has an even number of factors, got {len(params)}")
+        for parameter, called in zip(params, names, strict=True):
+            layout = self.layout(parameter)
+            if declared_split(parameter) is not None or self._is_split(parameter):
+                raise ValueError(f"{name}: {called} is a factor of a pair, and cannot be split into logical matrices")
+            if layout.sharded and layout.dim != (0 if is_tall(layout) else 1):
+                raise ValueError(
+                    f"{name}: {called}, a factor {layout.shape}, is cut along its rank: cut it along its long side, or "
+                    f"keep it whole"
+                )
+        for a, b, of_a, of_b in zip(params[::2], params[1::2], names[::2], names[1::2], strict=True):
+            shapes = self.layout(a).shape, self.layout(b).shape
+            if min(shapes[0]) not in shapes[1] or min(shapes[1]) not in shapes[0]:
+                raise ValueError(
+                    f"{name}: {of_a} and {of_b} are no factors of one weight: {shapes[0]} and {shapes[1]} have no "
+                    f"rank in common"
+                )
+
+    def _check_ranks(self, parameter: Tensor) -> None:
+        group = "expt_tp" if is_expert(parameter) else "tp"
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        if not alone and is_sharded(parameter) and getattr(self.pg_collection, group, None) is None:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} is marked as sharded, but no process group completes "
+                f"it: pass a pg_collection that has {group!r}"
+            )
+
+    def _check_split(self, qkv_split_shapes: Sequence[int] | None) -> tuple[int, ...] | None:
+        # None is allowed here: each parameter may bring its own, which _check_qkv looks at.
+        return None if qkv_split_shapes is None and self.is_qkv_fn else super()._check_split(qkv_split_shapes)
+
+    def _check_qkv(self, parameter: Tensor) -> None:
+        check_query_groups(check_split_shapes(self.split_shapes(parameter), self.split_lengths), self.layout(parameter))
+
+    def _check_gradients(self, parameters: Sequence[Tensor]) -> None:
+        check_real_and_dense(type(self).__name__, parameters, parameter_names(self.param_groups))
+
+
+def check_count(what: str, value: object) -> None:
+    """Check that a setting is a positive integer.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{what} must be an integer of at least 1, got {value!r}")
+
+
+def wide_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of what is kept of a parameter: fp32, or fp64 for an fp64 one."""
+    return torch.promote_types(parameter.dtype, torch.float32)

@@ -1,0 +1,299 @@
+"""Schedule-Free AdamW: gradients are taken at one point, and what is evaluated is the average of another one's path."""
+
+from collections.abc import Sequence
+from itertools import batched
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from megatron_eopt.optimizers import bulk
+from megatron_eopt.optimizers.batch import local
+from megatron_eopt.optimizers.bulk import Scalar
+from megatron_eopt.optimizers.checks import check_adam_settings, check_real_and_dense
+from megatron_eopt.optimizers.skipping import parameter_names
+from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.optimizers.stepping import SteppingOptimizer
+from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.parallel.layout import Layout, on_one_rank
+
+Variant = Literal["kempnerforge", "schedulefree"]
+
+Z, EXP_AVG_SQ, X, KEPT = "z", "exp_avg_sq", "x", "y"
+
+SCHEDULE = "schedule"
+"""Name of three numbers in fp64: steps so far, sum of the weights, largest learning rate so far."""
+
+TRAIN_MODE = "train_mode"
+"""Setting of a group: whether its parameters are at ``y``."""
+
+# Below it x is stored: y has too little of x in it, and its rounding is multiplied by 1 / beta1.
+_LEAST_BETA1 = 0.5
+
+
+class ScheduleFreeAdamW(SteppingOptimizer):
+    """AdamW without a schedule of the learning rate [1]: use it with a constant one.
+
+    Three points belong to a parameter. ``z`` makes the steps; ``x`` is the average of its path, which is what to
+    evaluate and to export; gradients are taken at ``y = (1 - beta1) z + beta1 x``. **The parameter is at y while
+    training, and at x between** :meth:`eval_params` **and** :meth:`train_params`; :attr:`live` says at which.
+
+    In step ``k`` with gradient ``g`` and ``l = lr * min(1, k / warmup_steps)``:
+
+    1. ``v <- beta2 v + (1 - beta2) g^2``, ``u = g / (sqrt(v / (1 - beta2^k)) + eps)``;
+    2. ``z``, decay and the weight ``w`` of the step:
+
+       - ``kempnerforge``: ``z <- (1 - l weight_decay) (z - l u)``, ``w = l`` (times ``1 - beta1``, which cancels);
+       - ``schedulefree``, the authors' package: ``z <- z - l (u + weight_decay y)``, ``w`` = (largest ``l`` so far)^2;
+    3. ``x <- x + (z - x) w / sum(w)``; ``y`` follows.
+
+    Kept are ``z`` and ``v``, in fp32 (fp64 for fp64 parameters). ``x`` follows from ``y`` and ``z``, and is kept too
+    where ``y`` is rounded (parameters of 16 bits) or ``beta1`` is below 0.5. Steps are counted for each parameter, and
+    those that are left out do not count. All of it is elementwise: parameters of any shape, shards and DTensors as they
+    lie. Betas stay as they are once steps were made.
+
+    A state dict is of the mode in which it is taken, and goes with parameters saved at the same time: in evaluation it
+    holds ``y`` as well, and :meth:`train_params` after a load goes on bit for bit.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate, at least 0.
+        betas: ``beta1`` of the point of gradients and ``beta2`` of their squares, each in [0, 1).
+        eps: added to the root of ``v``, above 0.
+        weight_decay: at least 0.
+        warmup_steps: steps of a parameter in which the rate grows linearly, at least 0.
+        variant: ``kempnerforge`` or ``schedulefree``.
+        maximize: ascend instead of descend.
+
+    Raises:
+        ValueError: for a setting out of its range, or for a group that is added between :meth:`eval_params` and
+            :meth:`train_params`.
+
+    [1] Defazio et al., The Road Less Scheduled, arXiv 2405.15682.
+    """
+
+    carried_settings = frozenset({TRAIN_MODE})
+
+    # Parameters whose z is known to have begun; on the class, because torch leaves attributes out of pickles.
+    _begun: set[Tensor] | None = None
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Scalar = 0.025,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        variant: Variant = "kempnerforge",
+        *,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "warmup_steps": warmup_steps}
+        super().__init__(params, {**defaults, "variant": variant, "maximize": maximize})
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        name = type(self).__name__
+        check_adam_settings(name, group)
+        warmup = group["warmup_steps"]
+        if not isinstance(warmup, int) or warmup < 0:
+            raise ValueError(f"{name}: warmup_steps must be a whole number of at least 0, got {warmup!r}")
+        check_choice(f"variant of {name}", group["variant"], get_args(Variant))
+        if self.live == "x":
+            raise ValueError(f"{name}: parameters are at x, for evaluation: call train_params() before adding a group")
+        group[TRAIN_MODE] = True
+
+    @property
+    def live(self) -> Literal["x", "y"]:
+        """At which point the parameters are: ``y``, where gradients are taken, or ``x``, for evaluation and export."""
+        return "y" if all(group.get(TRAIN_MODE, True) for group in self.param_groups) else "x"
+
+    @torch.no_grad()
+    def eval_params(self) -> None:
+        """Set the parameters to ``x``, for evaluation and export; nothing happens where they are."""
+        for group in self.param_groups:
+            for parameter in group["params"] if group[TRAIN_MODE] else ():
+                self._begun_state(parameter)  # of all, as train_params() asks for it
+                average = self.average(parameter)
+                self.state[parameter][KEPT] = parameter.detach().clone()
+                parameter.copy_(average)
+            group[TRAIN_MODE] = False
+
+    @torch.no_grad()
+    def train_params(self) -> None:
+        """Set the parameters back to ``y``, bit for bit, for training; nothing happens where they are."""
+        for group in self.param_groups:
+            for parameter in group["params"] if not group[TRAIN_MODE] else ():
+                parameter.copy_(self.state[parameter].pop(KEPT))
+            group[TRAIN_MODE] = True
+
+    @torch.no_grad()
+    def average(self, parameter: Tensor) -> Tensor:
+        """``x`` of a parameter, in the dtype of the parameter and as it lies: a copy."""
+        if KEPT in self.state.get(parameter, {}) or not self.state.get(parameter):
+            return parameter.detach().clone()
+        state = self._begun_state(parameter)
+        if X in state:
+            return state[X].to(parameter.dtype, copy=True)
+        beta1 = self._group_of(parameter)["betas"][0]
+        return state[Z] + (parameter.detach() - state[Z]) / beta1
+
+    def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
+        """``z``, ``v``, the numbers of the schedule, ``x`` where it cannot be derived, and in evaluation ``y``."""
+        group = self._group_of(parameter)
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        derived = parameter.dtype == wide and group["betas"][0] >= _LEAST_BETA1
+        return [
+            StateTensor(Z, dtype=wide),
+            StateTensor(EXP_AVG_SQ, dtype=wide),
+            StateTensor(SCHEDULE, dims=(3,), dtype=torch.float64),
+            *([] if derived else [StateTensor(X, dtype=wide)]),
+            *([] if group[TRAIN_MODE] else [StateTensor(KEPT)]),
+        ]
+
+    def matrix_layouts(self, parameter: Tensor) -> list[Layout]:
+        """One, whatever the shape: nothing of the state is cut otherwise than the parameter."""
+        return [on_one_rank((parameter.numel(), 1))]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state, and the mode in which it was taken; the parameters are those saved with it.
+
+        Raises:
+            ValueError: if the groups or the shapes are others, or if a tensor is missing; nothing is changed then.
+        """
+        before = [(group, group[TRAIN_MODE]) for group in self.param_groups]
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            group[TRAIN_MODE] = saved.get(TRAIN_MODE, True)  # of it depends what a state has
+        try:
+            super().load_state_dict(state_dict)
+        except Exception:
+            for group, mode in before:
+                group[TRAIN_MODE] = mode
+            raise
+        self._begun = None
+
+    def _check_gradients(self, parameters: Sequence[Tensor]) -> None:
+        if self.live == "x":
+            raise RuntimeError(
+                f"{type(self).__name__} steps with gradients taken at y, but the parameters are at x, for evaluation: "
+                f"call train_params() before the forward pass"
+            )
+        check_real_and_dense(type(self).__name__, parameters, parameter_names(self.param_groups))
+
+    def _take(self, accepted: Tensor) -> None:
+        flags = iter(accepted.unbind())
+        # on a CPU one tensor stays in the cache from operation to operation
+        at_once = 1 if accepted.device.type == "cpu" else bulk.AT_ONCE
+        for group in self.param_groups:
+            of_group = [(p, next(flags)) for p in group["params"]]
+            taken = [(p, self._begun_state(p), flag) for p, flag in of_group if p.grad is not None]
+            for stored in (True, False):
+                for some in batched([each for each in taken if (X in each[1]) == stored], at_once):
+                    parameters, states, of_some = zip(*some, strict=True)
+                    self._update(parameters, states, torch.stack(of_some), group)
+
+    def _update(
+        self, parameters: Sequence[Tensor], states: Sequence[dict[str, Any]], accepted: Tensor, group: dict[str, Any]
+    ) -> None:
+        """One step of some parameters, of which all have an ``x`` or none has."""
+        ys, zs, xs = ([local(point) for point in some] for some in (parameters, _all(states, Z), _all(states, X)))
+        beta1, beta2 = group["betas"]
+        schedules = _all(states, SCHEDULE)
+        schedule, rates, shares = _advance(
+            torch.stack(schedules), accepted, group["lr"], group["warmup_steps"], group["variant"]
+        )
+        torch._foreach_copy_(schedules, schedule.unbind())
+        gradients = [local(p.grad) for p in parameters]  # type: ignore[arg-type]  # here all have one
+        squares = [local(v) for v in _all(states, EXP_AVG_SQ)]
+        corrections = 1 - beta2 ** schedule[:, 0].clamp(min=1)
+        steps = _directions(gradients, squares, accepted, beta2, corrections, group["eps"])
+        if group["maximize"]:
+            torch._foreach_neg_(steps)
+        # in 16 bits y is rounded, and z would decay by its rounding
+        decayed = list(torch._foreach_lerp(zs, xs, beta1)) if xs and group["variant"] == "schedulefree" else ys
+        _scale_and_decay(steps, decayed, zs, rates, group["weight_decay"], group["variant"])
+        _move(ys, zs, xs, steps, shares, beta1)
+
+    def _begun_state(self, parameter: Tensor) -> dict[str, Any]:
+        """The state of a parameter, whose ``z`` and ``x`` are the parameter itself before its first step."""
+        state = self._state_of(parameter)
+        self._begun = set() if self._begun is None else self._begun
+        if parameter not in self._begun:
+            new = state[SCHEDULE][0] == 0
+            for key in {Z, X} & state.keys():
+                point = local(state[key])
+                point.copy_(torch.where(new, local(parameter).to(point.dtype), point))
+            self._begun.add(parameter)
+        return state
+
+    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
+        return next(group for group in self.param_groups if any(parameter is each for each in group["params"]))
+
+
+def _all(states: Sequence[dict[str, Any]], key: str) -> list[Tensor]:
+    return [state[key] for state in states if key in state]
+
+
+def _advance(
+    schedule: Tensor, accepted: Tensor, lr: Scalar, warmup_steps: int, variant: Variant
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One step of the schedules (parameters x 3), and the rate and the share of ``z`` in ``x``: 0 if not accepted."""
+    steps = schedule[:, 0] + 1
+    rates = lr * ((steps / warmup_steps).clamp(max=1) if warmup_steps else torch.ones_like(steps))
+    largest = torch.maximum(schedule[:, 2], rates)
+    weights = rates if variant == "kempnerforge" else largest.square()
+    total = schedule[:, 1] + weights
+    shares = torch.where(total > 0, weights / total, 0.0)  # rates may all have been zero
+    advanced = torch.stack([steps, total, largest], dim=1)
+    return torch.where(accepted[:, None], advanced, schedule), rates * accepted, shares * accepted
+
+
+def _directions(
+    gradients: list[Tensor], squares: list[Tensor], accepted: Tensor, beta2: float, corrections: Tensor, eps: float
+) -> list[Tensor]:
+    """``g / (sqrt(v / (1 - beta2^k)) + eps)`` after ``v`` was updated; 0 for those not accepted, whose ``v`` stays."""
+    gradients = [g.to(v.dtype) for g, v in zip(gradients, squares, strict=True)]
+    # a CPU has the answer at once, and then mostly nothing is to do
+    if accepted.device.type != "cpu" or not accepted.all():
+        gradients = [torch.where(flag, g, 0.0) for g, flag in zip(gradients, accepted.unbind(), strict=True)]
+    new = list(torch._foreach_mul(gradients, gradients))
+    torch._foreach_clamp_max_(new, [torch.finfo(v.dtype).max for v in squares])  # an infinity would stay for ever
+    torch._foreach_lerp_(squares, bulk.replace_rejected(new, squares, accepted), 1 - beta2)
+    roots = list(torch._foreach_div(squares, corrections.unbind()))
+    torch._foreach_sqrt_(roots)
+    torch._foreach_add_(roots, eps)
+    return list(torch._foreach_div(gradients, roots))
+
+
+def _scale_and_decay(
+    steps: list[Tensor], ys: list[Tensor], zs: list[Tensor], rates: Tensor, weight_decay: float, variant: Variant
+) -> None:
+    """Make directions what is subtracted from ``z``, decay included, in place."""
+    if weight_decay != 0 and variant == "schedulefree":
+        torch._foreach_add_(steps, ys, alpha=weight_decay)
+    torch._foreach_mul_(steps, rates.unbind())
+    if weight_decay != 0 and variant == "kempnerforge":
+        after = torch._foreach_sub(zs, steps)
+        torch._foreach_mul_(after, (rates * weight_decay).unbind())
+        torch._foreach_add_(steps, after)
+
+
+def _move(
+    ys: list[Tensor], zs: list[Tensor], xs: list[Tensor], steps: list[Tensor], shares: Tensor, beta1: float
+) -> None:
+    """``z -= step``, ``x += share (z - x)``, ``y = (1 - beta1) z + beta1 x``.
+
+    Without an ``x``: ``y += share (z - y) - (1 - beta1 (1 - share)) step``, of ``z`` before its step.
+    """
+    if xs:
+        torch._foreach_sub_(zs, steps)
+    averages = xs or ys
+    towards = torch._foreach_sub(zs, averages)
+    torch._foreach_mul_(towards, shares.unbind())
+    torch._foreach_add_(averages, towards)
+    if xs:
+        torch._foreach_copy_(ys, torch._foreach_lerp(zs, xs, beta1))
+    else:
+        torch._foreach_sub_(ys, torch._foreach_mul(steps, (1 - beta1 * (1 - shares)).unbind()))
+        torch._foreach_sub_(zs, steps)

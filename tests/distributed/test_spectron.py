@@ -1,0 +1,254 @@
+"""Spectron at TP=k takes the steps of one rank, and the factors that ranks hold in common are the same to the bit."""
+
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from megatron_eopt.matrices import GATE_UP, experts
+from megatron_eopt.optimizers.spectron import Spectron, factor_pairs
+from megatron_eopt.parallel.exchange import counters
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_tp_invariance import sharded
+
+STEPS = 4
+RANK = 4
+TOLERANCE = 1e-6
+"""Of the largest entry: what partial sums round otherwise."""
+
+CALLS = 2 * (1 + 2 * 2 + 1)
+"""All-reduces of a step, in each of two groups: of gradients, two for each power iteration, and of the quotients."""
+
+CASES = {
+    "tall along rows": ((48, 20), sharded(0)),
+    "tall along columns": ((48, 20), sharded(1)),
+    "wide along rows": ((20, 48), sharded(0)),
+    "wide along columns": ((20, 48), sharded(1)),
+    # a rank holds fewer rows than the factors have columns
+    "few rows": ((6, 30), sharded(0)),
+    "fused qkv": ((4 * 16, 24), sharded(0, qkv_split_shapes=[8, 4, 4])),
+    "fused qkv along columns": ((4 * 16, 24), sharded(1, qkv_split_shapes=[8, 4, 4])),
+    # shards end inside the group, and some hold nothing of k or v
+    "one query group": ((48, 20), sharded(0, qkv_split_shapes=[32, 8, 8])),
+    "expert": ((20, 48), {"partition_dim": 1, "expert_tp": True}),
+    "stacked experts": ((2, 16, 20), sharded(1, logical_matrices=experts(2))),
+    "replicated": ((20, 12), {}),
+}
+PAIRS = {
+    "A": ((48, RANK), sharded(0)),
+    "B": ((20, RANK), {}),
+    "C": ((20, RANK), {}),
+    "D transposed": ((RANK, 48), sharded(1)),
+}
+
+
+def cut(x, attributes, rank, world_size):
+    """This rank's part of a global matrix."""
+    if world_size == 1 or "partition_dim" not in attributes:
+        return x.clone()
+    return x.chunk(world_size, attributes["partition_dim"])[rank].contiguous()
+
+
+def groups_of(world_size):
+    return SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD) if world_size > 1 else None
+
+
+def made(rank, world_size, cases, generator):
+    parameters = {}
+    for name, (shape, attributes) in cases.items():
+        whole = torch.randn(shape, generator=generator)
+        parameters[name] = torch.nn.Parameter(cut(whole, attributes, rank, world_size))
+        for key, value in attributes.items():
+            if world_size > 1 or key in ("qkv_split_shapes", "logical_matrices"):
+                setattr(parameters[name], key, value)
+    return parameters
+
+
+def built(parameters, pairs, world_size, **settings):
+    several = list(parameters.items())
+    return Spectron(
+        [
+            {"params": several[:4], "weight_decay": 0.2},
+            factor_pairs(list(zip(list(pairs.items())[::2], list(pairs.items())[1::2], strict=True))),
+            {"params": several[4:], "rank": 3, "lr": 0.1},
+        ],
+        lr=0.05,
+        rank=RANK,
+        momentum_beta=0.8,
+        split_qkv=True,
+        is_qkv_fn=lambda p: hasattr(p, "qkv_split_shapes"),
+        fp32_matmul_prec="highest",
+        num_power_iterations=2,
+        pg_collection=groups_of(world_size),
+        **settings,
+    )
+
+
+def steps(optimizer, parameters, cases, rank, world_size, numbers, bad_at=None):
+    for step in numbers:
+        generator = torch.Generator().manual_seed(100 + step)
+        for name, (shape, attributes) in cases.items():
+            gradient = cut(torch.randn(shape, generator=generator), attributes, rank, world_size)
+            parameters[name].grad = gradient
+        if step == bad_at and rank == world_size - 1:
+            parameters["tall along rows"].grad[0, 0] = torch.nan
+        counters.reset()
+        optimizer.step()
+    return dict(counters.calls)
+
+
+def trained(rank, world_size, tp_mode, numbers=range(STEPS), bad_at=None):
+    generator = torch.Generator().manual_seed(0)
+    parameters, pairs = made(rank, world_size, CASES, generator), made(rank, world_size, PAIRS, generator)
+    optimizer = built(parameters, pairs, world_size, tp_mode=tp_mode)
+    everything, cases = {**parameters, **pairs}, {**CASES, **PAIRS}
+    calls = steps(optimizer, everything, cases, rank, world_size, numbers, bad_at)
+    return optimizer, everything, calls
+
+
+def on_ranks(rank, world_size, tp_modes):
+    results = {}
+    for tp_mode in tp_modes:
+        optimizer, parameters, calls = trained(rank, world_size, tp_mode)
+        found = {name: (p.detach(), dict(optimizer.state[p])) for name, p in parameters.items()}
+        results[tp_mode] = found, calls, optimizer.projection_errors
+    _, parameters, _ = trained(rank, world_size, "duplicated", bad_at=1)
+    results["bad"] = {name: p.detach() for name, p in parameters.items()}
+    return results, resumed(rank, world_size), refused(rank)
+
+
+def resumed(rank, world_size):
+    """Whether a state that was saved and loaded on every rank goes on as if it had not been."""
+    straight = trained(rank, world_size, "auto", range(4))[1]
+    first, parameters, _ = trained(rank, world_size, "auto", range(2))
+    cases = {**CASES, **PAIRS}
+    second = built(
+        {name: parameters[name] for name in CASES},
+        {name: parameters[name] for name in PAIRS},
+        world_size,
+        tp_mode="auto",
+    )
+    second.load_state_dict(first.state_dict())
+    steps(second, parameters, cases, rank, world_size, range(2, 4))
+    return all(torch.equal(parameters[name], straight[name]) for name in cases)
+
+
+def refused(rank):
+    """What a weight of which one rank alone has bad entries does, and a factor that is cut along its rank."""
+    p, q, r = (torch.nn.Parameter(torch.ones(shape)) for shape in ((8, 6), (8, 2), (9, 4)))
+    p.tensor_model_parallel, p.partition_dim = True, 0
+    q.tensor_model_parallel, q.partition_dim = True, 1
+    mesh = init_device_mesh("cpu", (2,))
+    if rank == 1:
+        p.data[0, 0] = torch.nan
+    p.grad = torch.ones(8, 6)
+    messages = []
+    for call in (
+        lambda: Spectron([p], rank=2, pg_collection=groups_of(2)).step(),
+        lambda: Spectron([p], rank=2),
+        lambda: Spectron([factor_pairs([(q, r)])], pg_collection=groups_of(2)),
+        lambda: Spectron([torch.nn.Parameter(distribute_tensor(r.detach(), mesh, [Shard(0)]))], rank=2),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def assert_close(actual, expected, what):
+    assert actual.shape == expected.shape, what
+    if actual.numel():
+        error = (actual - expected).abs().max()
+        assert error <= TOLERANCE * expected.abs().max(), (what, float(error / expected.abs().max()))
+
+
+TP_MODES = ("duplicated", "auto", "distributed")
+
+
+def test_two_ranks_step_as_one():
+    results = run_ranks(on_ranks, 2, TP_MODES)
+    of_one, alone, _ = trained(0, 1, "duplicated")
+    optimizer, without_bad, _ = trained(0, 1, "duplicated", bad_at=1)
+    assert optimizer.skipped_steps() == {"tall along rows": 1}
+    for rank, (found, same, messages) in enumerate(results):
+        for tp_mode in TP_MODES:
+            parameters, calls, errors = found[tp_mode]
+            for name, (_, attributes) in {**CASES, **PAIRS}.items():
+                expected = cut(alone[name].detach(), attributes, rank, 2)
+                assert_close(parameters[name][0], expected, (tp_mode, rank, name))
+            for name in ("tall along rows", "wide along columns", "expert"):
+                for key, value in of_one.state[alone[name]].items():
+                    dim = {"A": 0, "B": 1}.get(key.rpartition("_")[2])
+                    parts = value.chunk(2) if dim == CASES[name][1]["partition_dim"] else (value, value)
+                    assert_close(parameters[name][1][key], parts[rank], (tp_mode, rank, name, key))
+            if tp_mode == "duplicated":
+                assert calls["all_reduce"] == CALLS
+            assert list(errors) == list(CASES)
+        for name, (_, attributes) in {**CASES, **PAIRS}.items():
+            assert_close(found["bad"][name], cut(without_bad[name].detach(), attributes, rank, 2), (rank, name))
+        assert same
+        assert "cannot take factors from parameter 0 of group 0" in messages[0]
+        assert "marked as sharded, but no process group completes it" in messages[1]
+        assert "a factor (8, 4), is cut along its rank" in messages[2]
+        assert "Spectron does not take DTensors, but parameter 0 of group 0" in messages[3]
+
+
+def test_what_ranks_hold_in_common_is_the_same_to_the_bit():
+    (first, *_), (second, *_) = run_ranks(on_ranks, 2, ("duplicated",))
+    states = [result["duplicated"][0] for result in (first, second)]
+    for name, (shape, attributes) in CASES.items():
+        dim = attributes["partition_dim"] - len(shape) + 2 if "partition_dim" in attributes else None
+        for key, value in states[0][name][1].items():
+            other = states[1][name][1][key]
+            side = {"A": 0, "B": 1}.get(next((part for part in key.split("_") if part in ("A", "B")), None))
+            if side is None or dim is None or side != dim:
+                assert torch.equal(value, other), (name, key)
+            elif value.numel():
+                assert value.shape != other.shape or not torch.equal(value, other), (name, key)
+
+
+def test_four_ranks_step_as_one():
+    _, alone, _ = trained(0, 1, "duplicated")
+    # six rows and twenty columns do not fall to four ranks as the cases are
+    kept = {name: case for name, case in {**CASES, **PAIRS}.items() if name != "few rows"}
+    for rank, found in enumerate(run_ranks(on_four, 4)):
+        for name, (_, attributes) in kept.items():
+            assert_close(found[name], cut(alone[name].detach(), attributes, rank, 4), (rank, name))
+
+
+def on_four(rank, world_size):
+    generator = torch.Generator().manual_seed(0)
+    cases = {**CASES, "few rows": (CASES["few rows"][0], {})}
+    parameters, pairs = made(rank, world_size, cases, generator), made(rank, world_size, PAIRS, generator)
+    optimizer = built(parameters, pairs, world_size, tp_mode="auto")
+    everything = {**parameters, **pairs}
+    steps(optimizer, everything, {**cases, **PAIRS}, rank, world_size, range(STEPS))
+    return {name: p.detach() for name, p in everything.items()}
+
+
+def gate_and_up(rank, world_size):
+    """A SwiGLU's first layer, of which each shard has an equal part of gate and up."""
+    generator = torch.Generator().manual_seed(0)
+    gate, up, of_gate, of_up = (torch.randn(16, 12, generator=generator) for _ in range(4))
+
+    def joined(*parts):
+        return torch.cat([part.chunk(world_size)[rank] for part in parts])
+
+    p = torch.nn.Parameter(joined(gate, up))
+    p.logical_matrices = GATE_UP
+    if world_size > 1:
+        p.tensor_model_parallel, p.partition_dim = True, 0
+    optimizer = Spectron([p], lr=0.05, rank=3, fp32_matmul_prec="highest", pg_collection=groups_of(world_size))
+    for _ in range(STEPS):
+        p.grad = joined(of_gate, of_up)
+        optimizer.step()
+    return p.detach()
+
+
+def test_gate_and_up_have_factors_of_their_own():
+    gate, up = gate_and_up(0, 1).chunk(2)
+    for rank, found in enumerate(run_ranks(gate_and_up, 2)):
+        assert_close(found, torch.cat([gate.chunk(2)[rank], up.chunk(2)[rank]]), rank)

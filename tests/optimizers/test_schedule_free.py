@@ -1,0 +1,445 @@
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from megatron_eopt.optimizers.schedule_free import ScheduleFreeAdamW
+from tests.distributed.ranks import run_ranks
+from tests.optimizers.test_lion import SHAPES, parameters, run, set_gradients
+
+VARIANTS = ("kempnerforge", "schedulefree")
+SETTINGS = {"lr": 0.05, "betas": (0.9, 0.99), "weight_decay": 0.1, "warmup_steps": 5}
+
+
+def reference_steps(p, gradients, variant, lr=0.025, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, warmup_steps=0):
+    """The algorithm for one tensor in fp64, from the definitions of its three points."""
+    z = x = y = p.detach().double()
+    v, total, largest = torch.zeros_like(z), 0.0, 0.0
+    for k, g in enumerate(gradients, 1):
+        g = g.double()
+        rate = lr * (min(1.0, k / warmup_steps) if warmup_steps else 1.0)
+        v = betas[1] * v + (1 - betas[1]) * g**2
+        u = g / ((v / (1 - betas[1] ** k)).sqrt() + eps)
+        if variant == "kempnerforge":
+            z = (z - rate * u) * (1 - rate * weight_decay)
+            weight = rate * (1 - betas[0])
+        else:
+            z = z - rate * (u + weight_decay * y)
+            largest = max(largest, rate)
+            weight = largest**2
+        total += weight
+        x = x + (z - x) * weight / total if total else x
+        y = (1 - betas[0]) * z + betas[0] * x
+    return x, y, z, v
+
+
+def follows(shapes, steps, dtype, variant, tolerance, **settings):
+    params = parameters(shapes, dtype)
+    before, gradients = copy.deepcopy(params), [[] for _ in params]
+    optimizer = ScheduleFreeAdamW(params, variant=variant, **settings)
+    for step in range(steps):
+        set_gradients(params, step)
+        for seen, p in zip(gradients, params, strict=True):
+            seen.append(p.grad.clone())
+        optimizer.step()
+        assert all(torch.equal(p.grad, seen[-1]) for seen, p in zip(gradients, params, strict=True))
+    rounding = {torch.bfloat16: 2**-8, torch.float16: 2**-11}.get(dtype, 0.0)  # of what is seen, once
+    for p, first, seen in zip(params, before, gradients, strict=True):
+        x, y, z, v = reference_steps(first, seen, variant, **settings)
+        state = optimizer.state[p]
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        assert p.dtype == dtype
+        assert state["z"].dtype == state["exp_avg_sq"].dtype == wide
+        for found, expected, rounded in [
+            (p.detach(), y, rounding),
+            (optimizer.average(p), x, rounding),
+            (state["z"], z, 0.0),
+            (state["exp_avg_sq"], v, 0.0),
+        ]:
+            torch.testing.assert_close(found.double(), expected, rtol=tolerance + rounded, atol=tolerance)
+    return optimizer, params
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("settings", [SETTINGS, {}, {"betas": (0.3, 0.9)}, {"betas": (0.0, 0.0), "warmup_steps": 30}])
+def test_twenty_steps_follow_the_formula(variant, settings):
+    follows(SHAPES, 20, torch.float32, variant, 1e-6, **settings)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_twenty_steps_of_fp64_parameters_follow_it_in_fp64(variant):
+    follows(SHAPES, 20, torch.float64, variant, 1e-12, **SETTINGS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parameters_of_16_bits_follow_it_as_fp32_ones_do_but_for_one_rounding(variant, dtype):
+    # also after many steps, in which a point kept in 16 bits stands still
+    follows(SHAPES, 200, dtype, variant, 2e-6, **SETTINGS)
+
+
+def test_fp32_parameters_keep_two_tensors_and_16_bits_or_small_betas_one_more():
+    p, q = parameters([(3, 2)]), parameters([(3, 2)], torch.bfloat16)
+    optimizer = ScheduleFreeAdamW([*p, *q])
+    optimizer.add_param_group({"params": parameters([(4,)]), "betas": (0.1, 0.9)})
+    optimizer.init_state()
+    states = [set(optimizer.state[each]) for group in optimizer.param_groups for each in group["params"]]
+    assert states == [{"z", "exp_avg_sq", "schedule"}] + [{"z", "x", "exp_avg_sq", "schedule"}] * 2
+
+
+def test_the_variants_are_not_the_same():
+    ours, theirs = parameters(), parameters()
+    for variant, params in zip(VARIANTS, (ours, theirs), strict=True):
+        run(ScheduleFreeAdamW(params, variant=variant, **SETTINGS), params, range(10))
+    assert (ours[0] - theirs[0]).abs().max() > 1e-3
+
+
+def test_a_decay_alone_is_of_z_or_at_y():
+    p, q = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+    for variant, each in zip(VARIANTS, (p, q), strict=True):
+        optimizer = ScheduleFreeAdamW([each], lr=0.5, betas=(0.5, 0.9), weight_decay=0.5, variant=variant)
+        each.grad = torch.zeros(1)
+        optimizer.step()  # z = x = y = 3/4
+        optimizer.step()  # of z and y alike while they are equal: z = 9/16, x = 21/32, y = 39/64
+        each.grad = torch.full((1,), 1e-30)
+        optimizer.step()
+    assert p.item() == pytest.approx((27 / 64 + (21 / 32 * 2 + 27 / 64) / 3) / 2)
+    z = 9 / 16 - 39 / 256
+    assert q.item() == pytest.approx((z + (21 / 32 * 2 + z) / 3) / 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_evaluation_is_at_x_and_training_goes_on_at_y_bit_for_bit(dtype):
+    straight, params = parameters(dtype=dtype), parameters(dtype=dtype)
+    run(ScheduleFreeAdamW(straight, **SETTINGS), straight, range(6))
+    optimizer = ScheduleFreeAdamW(params, **SETTINGS)
+    assert optimizer.live == "y"
+    for step in range(6):
+        before, averages = copy.deepcopy(params), [optimizer.average(p) for p in params]
+        optimizer.eval_params()
+        optimizer.eval_params()  # changes nothing
+        assert optimizer.live == "x"
+        assert all(torch.equal(p, x) for p, x in zip(params, averages, strict=True))
+        assert all(torch.equal(optimizer.average(p), x) for p, x in zip(params, averages, strict=True))
+        assert step < 2 or not torch.equal(params[0], before[0])  # of one step all points are z
+        optimizer.train_params()
+        optimizer.train_params()
+        assert optimizer.live == "y"
+        assert all(torch.equal(p, y) for p, y in zip(params, before, strict=True))
+        run(optimizer, params, [step])
+    assert all(torch.equal(p, q) for p, q in zip(params, straight, strict=True))
+
+
+def test_a_step_at_x_is_an_error_before_anything_changes():
+    params = parameters()
+    optimizer = ScheduleFreeAdamW(params)
+    run(optimizer, params, [0])
+    optimizer.eval_params()
+    before = copy.deepcopy(params)
+    with pytest.raises(RuntimeError, match=r"gradients taken at y, but the parameters are at x.*call train_params\(\)"):
+        run(optimizer, params, [1])
+    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+    with pytest.raises(ValueError, match=r"parameters are at x, .*: call train_params\(\) before adding a group"):
+        optimizer.add_param_group({"params": parameters([(2,)])})
+    assert len(optimizer.param_groups) == 1
+
+
+def through_state_dict(optimizer, params):
+    new = ScheduleFreeAdamW(copy.deepcopy(params), betas=(0.8, 0.8))
+    new.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
+    return new
+
+
+def over_an_optimizer_at_x(optimizer, params):
+    resumed = copy.deepcopy(params)
+    new = ScheduleFreeAdamW(resumed)
+    run(new, resumed, [7])
+    new.eval_params()
+    new.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for p, q in zip(resumed, params, strict=True):
+        p.data.copy_(q)
+    return new
+
+
+@pytest.mark.parametrize("evaluating", [False, True], ids=["at y", "at x"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        through_state_dict,
+        over_an_optimizer_at_x,
+        lambda optimizer, params: copy.deepcopy(optimizer),
+        lambda optimizer, params: pickle.loads(pickle.dumps(optimizer)),
+    ],
+    ids=["state_dict", "over x", "deepcopy", "pickle"],
+)
+def test_a_restored_optimizer_goes_on_bit_for_bit_within_warmup(way, variant, dtype, evaluating):
+    settings = {**SETTINGS, "variant": variant}
+    straight, stopped = parameters(dtype=dtype), parameters(dtype=dtype)
+    whole = ScheduleFreeAdamW(straight, **settings)
+    run(whole, straight, range(8))
+    first = ScheduleFreeAdamW(stopped, **settings)
+    run(first, stopped, range(3))
+    if evaluating:
+        first.eval_params()
+    second = way(first, stopped)
+    resumed = second.param_groups[0]["params"]
+    assert second.live == ("x" if evaluating else "y")
+    assert all(p is not q and torch.equal(p, q) for p, q in zip(resumed, stopped, strict=True))
+    second.train_params()
+    run(second, resumed, range(3, 8))
+    for p, q in zip(resumed, straight, strict=True):
+        assert torch.equal(p, q)
+        assert set(second.state[p]) == set(whole.state[q])
+        assert all(torch.equal(second.state[p][key], value) for key, value in whole.state[q].items())
+        assert second.state[p]["schedule"].dtype == torch.float64
+
+
+def test_a_state_that_lacks_y_is_refused_and_nothing_is_changed():
+    params = parameters()
+    optimizer = ScheduleFreeAdamW(params)
+    run(optimizer, params, [0])
+    optimizer.eval_params()
+    state = copy.deepcopy(optimizer.state_dict())
+    del state["state"][0]["y"]
+    optimizer.train_params()
+    with pytest.raises(ValueError, match="ScheduleFreeAdamW needs 'y' for the parameter of shape"):
+        optimizer.load_state_dict(state)
+    assert optimizer.live == "y"
+    run(optimizer, params, [1])
+
+
+def test_weights_loaded_before_the_first_step_are_where_it_begins():
+    params, expected = parameters(), parameters()
+    run(ScheduleFreeAdamW(expected, **SETTINGS), expected, range(3))
+    others = [torch.nn.Parameter(torch.full_like(p, 9.0)) for p in params]
+    optimizer = ScheduleFreeAdamW(others, **SETTINGS)
+    optimizer.init_state()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # a checkpoint of step 0
+    for p, q in zip(others, params, strict=True):
+        p.data.copy_(q)
+    run(optimizer, others, range(3))
+    assert all(torch.equal(p, q) for p, q in zip(others, expected, strict=True))
+
+
+def test_a_checkpoint_of_step_0_begins_anew():
+    params, expected = parameters(), parameters()
+    run(ScheduleFreeAdamW(expected, **SETTINGS), expected, range(3))
+    optimizer = ScheduleFreeAdamW(params, **SETTINGS)
+    optimizer.init_state()
+    at_start = copy.deepcopy(optimizer.state_dict())
+    run(optimizer, params, range(3, 6))
+    optimizer.load_state_dict(at_start)
+    for p, q in zip(params, parameters(), strict=True):
+        p.data.copy_(q)
+    run(optimizer, params, range(3))
+    assert all(torch.equal(p, q) for p, q in zip(params, expected, strict=True))
+
+
+@pytest.mark.parametrize(("variant", "weights"), [("kempnerforge", [4, 4, 1, 1]), ("schedulefree", [1, 1, 1, 1])])
+def test_steps_at_a_lower_rate_weigh_less_or_as_much(variant, weights):
+    (p,) = parameters([(6, 4)])
+    optimizer = ScheduleFreeAdamW([p], variant=variant)
+    points = []
+    for step, lr in enumerate([0.4, 0.4, 0.1, 0.1]):
+        optimizer.param_groups[0]["lr"] = lr
+        run(optimizer, [p], [step])
+        points.append(optimizer.state[p]["z"].clone())
+    expected = sum(weight * z for weight, z in zip(weights, points, strict=True)) / sum(weights)
+    torch.testing.assert_close(optimizer.average(p), expected, rtol=2e-6, atol=2e-6)
+
+
+def test_groups_have_settings_of_their_own():
+    settings = [
+        {"lr": 0.1, "betas": (0.5, 0.6), "weight_decay": 0.3, "eps": 1e-2, "warmup_steps": 0, "variant": VARIANTS[1]},
+        {"lr": 0.01, "betas": (0.9, 0.99), "warmup_steps": 3, "eps": 1e-8, "variant": VARIANTS[0]},
+    ]
+    params, before, gradients = parameters(), parameters(), [[] for _ in SHAPES]
+    optimizer = ScheduleFreeAdamW([{"params": params[:2], **settings[0]}, {"params": params[2:4]}], **settings[1])
+    optimizer.add_param_group({"params": params[4:], **settings[0]})
+    for step in range(4):
+        run(optimizer, params, [step])
+        for seen, p in zip(gradients, params, strict=True):
+            seen.append(p.grad)
+    for index, which in enumerate((0, 0, 1, 1, 0)):
+        _, y, _, _ = reference_steps(before[index], gradients[index], **settings[which])
+        torch.testing.assert_close(params[index].detach().double(), y, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_learning_rate_of_zero_changes_nothing_and_a_later_one_counts(dtype):
+    params = parameters([(6, 4)], dtype)
+    optimizer = ScheduleFreeAdamW(params, lr=0.0, weight_decay=0.1)
+    before = copy.deepcopy(params)
+    run(optimizer, params, range(2))
+    assert torch.equal(params[0], before[0])
+    optimizer.param_groups[0]["lr"] = 0.05
+    run(optimizer, params, [2])
+    # the first weight above zero: all points are z
+    torch.testing.assert_close(optimizer.average(params[0]), optimizer.state[params[0]]["z"].to(dtype))
+    assert not torch.equal(params[0], before[0])
+
+
+def test_a_learning_rate_as_a_tensor():
+    ours, plain = parameters(), parameters()
+    run(ScheduleFreeAdamW(ours, **{**SETTINGS, "lr": torch.tensor(0.01)}), ours, range(3))
+    run(ScheduleFreeAdamW(plain, **{**SETTINGS, "lr": 0.01}), plain, range(3))
+    for p, q in zip(ours, plain, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+def test_maximize_goes_the_other_way():
+    ours, mirrored = parameters(), parameters()
+    a, b = ScheduleFreeAdamW(ours, maximize=True, **SETTINGS), ScheduleFreeAdamW(mirrored, **SETTINGS)
+    for step in range(3):
+        set_gradients(ours, step)
+        set_gradients(mirrored, step, scale=-1.0)
+        a.step()
+        b.step()
+    assert all(torch.equal(p, q) for p, q in zip(ours, mirrored, strict=True))
+
+
+def test_the_closure_has_gradients_and_its_loss_is_returned():
+    (p,) = parameters([(6, 4)])
+    optimizer = ScheduleFreeAdamW([p])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        expected = p.square().sum().item()
+        assert optimizer.step(closure).item() == expected
+    assert p.square().sum() < expected
+
+
+def test_a_parameter_without_gradient_is_left_as_it_is_and_its_steps_do_not_count():
+    p, q = parameters([(6, 4), (5,)])
+    late = copy.deepcopy(q)
+    optimizer = ScheduleFreeAdamW([p, q], **SETTINGS)
+    for step in range(3):
+        set_gradients([p], step)
+        optimizer.step()
+    assert torch.equal(q, late)
+    optimizer.eval_params()
+    assert torch.equal(q, late)
+    optimizer.train_params()
+    set_gradients([q], 5)
+    set_gradients([late], 5)
+    optimizer.step()
+    ScheduleFreeAdamW([late], **SETTINGS).step()
+    assert torch.equal(q, late)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_gradient_that_is_not_finite_is_as_if_its_step_had_not_been(bad, dtype):
+    def go(steps, bad_at=None):
+        params = parameters([(6, 4), (5,)], dtype)
+        optimizer = ScheduleFreeAdamW(params, **SETTINGS)
+        for step in steps:
+            set_gradients(params, step)
+            if step == bad_at:
+                params[0].grad[2, 1] = bad
+            optimizer.step()
+        return params, optimizer
+
+    for at, steps in [(1, (2, 3)), (2, (1, 3))]:
+        (p, q), optimizer = go((1, 2, 3), bad_at=at)
+        (expected_p, _), without = go(steps)
+        (_, expected_q), _ = go((1, 2, 3))
+        assert torch.equal(p, expected_p)
+        for key, value in without.state[expected_p].items():
+            assert torch.equal(optimizer.state[p][key], value)
+        assert torch.equal(q, expected_q)
+        assert optimizer.skipped_steps() == {"parameter 0 of group 0, of shape (6, 4)": 1}
+
+
+def test_a_gradient_whose_square_is_beyond_fp32_does_not_stop_the_parameter_for_ever():
+    (p,) = parameters([(6, 4)])
+    optimizer = ScheduleFreeAdamW([p], betas=(0.9, 0.5))
+    p.grad = torch.full_like(p, 1e25)
+    optimizer.step()
+    assert p.isfinite().all()
+    run(optimizer, [p], range(150))
+    before = p.detach().clone()
+    run(optimizer, [p], range(150, 151))
+    assert not torch.equal(p, before)
+    assert p.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1.0}, r"ScheduleFreeAdamW: lr must be a finite number of at least 0, got -1\.0"),
+        ({"lr": math.nan}, "lr must be a finite number of at least 0, got nan"),
+        ({"weight_decay": -0.1}, r"weight_decay must be a finite number of at least 0, got -0\.1"),
+        ({"betas": (1.0, 0.9)}, r"betas must be two numbers in \[0, 1\), got \(1\.0, 0\.9\)"),
+        ({"betas": (0.9,)}, r"betas must be two numbers in \[0, 1\), got \(0\.9,\)"),
+        ({"eps": 0.0}, r"eps must be a finite number above 0, got 0\.0"),
+        ({"warmup_steps": -1}, "warmup_steps must be a whole number of at least 0, got -1"),
+        ({"warmup_steps": 0.5}, r"warmup_steps must be a whole number of at least 0, got 0\.5"),
+        ({"variant": "x"}, "unknown variant of ScheduleFreeAdamW 'x': expected one of kempnerforge, schedulefree"),
+    ],
+)
+def test_wrong_settings_are_refused_at_construction_and_in_a_new_group(settings, message):
+    p, q = parameters([(6, 4), (5,)])
+    with pytest.raises(ValueError, match=message):
+        ScheduleFreeAdamW([p], **settings)
+    optimizer = ScheduleFreeAdamW([p])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [q], **settings})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("parameter", "gradient", "message"),
+    [
+        (torch.ones(5, 3), torch.ones(5, 3).to_sparse(), r"parameter 1 .* is sparse \(torch\.sparse_coo\)"),
+        (torch.ones(5, dtype=torch.complex64), torch.ones(5, dtype=torch.complex64), "parameter 1 .* is complex"),
+    ],
+)
+def test_a_gradient_of_another_kind_is_refused_before_anything_changes(parameter, gradient, message):
+    (p,) = parameters([(6, 4)])
+    q = torch.nn.Parameter(parameter)
+    optimizer = ScheduleFreeAdamW([p, q])
+    set_gradients([p], 1)
+    q.grad = gradient
+    before = p.detach().clone()
+    with pytest.raises(ValueError, match=f"takes real, dense gradients, but that of {message}"):
+        optimizer.step()
+    assert torch.equal(p, before)
+    assert not optimizer.state
+
+
+def _distributed_steps(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    shapes = [(5, 4), (7,), (1, 3)]  # uneven, and empty on one rank
+    params = [torch.nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in parameters(shapes)]
+    optimizer = ScheduleFreeAdamW(params, **SETTINGS)
+    for step in range(3):
+        whole = parameters(shapes)
+        set_gradients(whole, step)
+        for p, q in zip(params, whole, strict=True):
+            p.grad = distribute_tensor(q.grad, mesh, [Shard(0)])
+        optimizer.step()
+    trained = [p.full_tensor().detach().clone() for p in params]
+    optimizer.eval_params()
+    return list(zip(trained, [p.full_tensor().detach() for p in params], strict=True))
+
+
+def test_dtensors_train_as_on_one_rank():
+    params = parameters([(5, 4), (7,), (1, 3)])
+    optimizer = ScheduleFreeAdamW(params, **SETTINGS)
+    run(optimizer, params, range(3))
+    for found in run_ranks(_distributed_steps, 2):
+        for (y, x), alone in zip(found, params, strict=True):
+            assert torch.equal(y, alone)
+            assert torch.equal(x, optimizer.average(alone))

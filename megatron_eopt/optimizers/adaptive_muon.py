@@ -4,10 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import adaptive_step, second_moment
@@ -16,13 +14,13 @@ from megatron_eopt.optimizers.batch import Batch, local
 from megatron_eopt.optimizers.group_settings import UpdateSettings
 from megatron_eopt.optimizers.muon import TensorParallelGroups, TensorParallelMuon
 from megatron_eopt.optimizers.second_moment import Moment2Method
+from megatron_eopt.optimizers.skipping import parameter_names
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
-from megatron_eopt.parallel.layout import is_sharded
 from megatron_eopt.parallel.plan import Matrix, TpMode
 from megatron_eopt.parallel.variants import Variant
 
@@ -53,10 +51,14 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
             with ``spectral`` and 0.2. Without, the first update is larger by ``sqrt(max(m, n) / (1 - beta2))``.
 
     Raises:
-        ValueError: also for an unknown method, ``beta2`` or ``eps`` out of its range, namo with L2 decay, and for
-            normuon and namo with ``blockwise`` shards, normuon with sharded DTensors.
+        ValueError: also for an unknown method, ``beta2`` or ``eps`` out of its range, namo with L2 decay, for normuon
+            and namo with ``blockwise`` shards, and for normuon with DTensors that are cut along rows and columns, or
+            whose logical matrices are cut as no placement says.
         TypeError: for a subclass with an ``orthogonalize`` of its own.
     """
+
+    # On the class, because it is left out of pickles and copies.
+    _keys: dict[Tensor, list[str]] | None = None
 
     def __init__(
         self,
@@ -95,7 +97,6 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         self.moment2_method = moment2_method
         self.align_rms = align_rms
         self._second_rates = {"beta2": beta2, "eps": eps}
-        self._keys: dict[Tensor, list[str]] = {}
         super().__init__(
             params,
             lr,
@@ -134,24 +135,21 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
                 f"{name}: namo compares the norms of gradient and momentum, which L2 decay would add to: take "
                 f"use_decoupled_weight_decay=True, or weight_decay=0 instead of {group['weight_decay']}"
             )
-        for parameter in group["params"]:
+        names = parameter_names(self.param_groups)[-len(group["params"]) :]
+        for parameter, called in zip(group["params"], names, strict=True):
             if method != "adamuon" and self.tp_mode == "blockwise" and self._is_cut(parameter):
                 raise ValueError(
                     f"{name}: with tp_mode blockwise the statistics of {method} would be those of shards, which belong "
                     f"to no matrix of the model and to no other number of ranks, for a sharded parameter of shape "
                     f"{tuple(parameter.shape)}: take an exact tp_mode (auto, duplicated, ...), or adamuon"
                 )
-            if method == "normuon" and isinstance(parameter, DTensor) and self._is_cut(parameter):
+            if method == "normuon" and len(self.layout(parameter).cut_dims) > 1:
                 raise ValueError(
-                    f"{name}: the statistics of normuon, one for each row or column, cannot be saved for DTensors "
-                    f"that are sharded, as that of shape {tuple(parameter.shape)} is: take adamuon or namo"
+                    f"{name}: the statistics of normuon, one for each row or column, need one of them whole, but "
+                    f"{called}, a matrix {self.layout(parameter).shape}, is cut along both: shard one dimension of it "
+                    f"alone, or take adamuon or namo"
                 )
-
-    def _is_cut(self, parameter: Tensor) -> bool:
-        # blockwise needs no groups, so shards may be without one
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
-        layout = self.layout(parameter)
-        return layout.sharded or (self.pg_collection is None and is_sharded(parameter) and not alone)
+            self._check_placements(parameter, called)
 
     def settings(self) -> dict[str, Any]:
         """What a checkpoint says of this optimizer to those who read it."""
@@ -196,6 +194,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
 
     def _moment_keys(self, parameter: Tensor) -> list[str]:
         # asked in every step, and a parameter may be many heads
+        self._keys = {} if self._keys is None else self._keys
         if parameter not in self._keys:
             one = self.moment2_method == "adamuon" or self.split_of(parameter).is_whole
             count = 1 if one else len(self.matrix_layouts(parameter))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import batched
 
 import torch
 from torch import Tensor
@@ -62,21 +63,13 @@ class FactorPlan:
         described: the parameters, in the same order on every rank.
         device: of the momenta.
         tp_mode: how factors that are cut are orthogonalized.
-        rung: what computed symmetric products when the state was saved; None chooses the fastest.
-
-    Raises:
-        ValueError: if the plan differs between ranks.
-        RuntimeError: if the rung cannot serve on one of them.
 
     Attributes:
         weights: of each parameter.
-        planned: the plan.
-        rung: what computes symmetric products.
+        planned: the plan, which ranks have to :meth:`settle` before it is executed.
     """
 
-    def __init__(
-        self, described: Sequence[Described], device: torch.device, tp_mode: TpMode, rung: str | None = None
-    ) -> None:
+    def __init__(self, described: Sequence[Described], device: torch.device, tp_mode: TpMode) -> None:
         self.weights: list[Weight] = []
         factors: list[Parameter] = []
         for one in described:
@@ -91,7 +84,26 @@ class FactorPlan:
         variants = [one.variant for one, weight in zip(described, self.weights, strict=True) for _ in weight.factors]
         self._precision = described[0].variant.settings.fp32_matmul_prec
         self.planned = plan_together(factors, variants, device, tp_mode, DEFAULT_RATES)
-        self.rung = self.planned.settle(None, rung).rung
+
+    def settle(self, rung: str | None = None) -> str:
+        """Agree with the other ranks on the plan and on what computes symmetric products.
+
+        Args:
+            rung: what computed them when the state was saved; None chooses the fastest.
+
+        Raises:
+            ValueError: if the plan differs between ranks.
+            RuntimeError: if the rung cannot serve on one of them.
+        """
+        return self.planned.settle(None, rung).rung
+
+    def schemes(self, weight: Weight) -> list[str]:
+        """How the factors of each logical matrix of a parameter are orthogonalized: that of the one which is cut."""
+        plan = self.planned.plan
+        of_factor = {i: bucket.scheme.replace("_", " ") for bucket in plan.buckets for i in bucket.matrices}
+        factors = [of_factor[weight.first + number] for number in range(len(weight.factors))]
+        both = batched(factors, max(1, len(factors) // len(weight.matrices)))
+        return [next((scheme for scheme in each if scheme != "local"), "local") for each in both]
 
     def orthogonalize(self, momenta: list[Tensor], places: list[int]) -> list[Tensor]:
         """The orthogonal factors of this rank's rows of momenta, given in the order of their places."""

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_eopt.optimizers.batch import local
 from megatron_eopt.optimizers.factor_plan import Described, FactorPlan, Weight, is_tall
 from megatron_eopt.optimizers.factor_step import Factor, Pair, RankSums, factor_gradients, project, step_pairs
 from megatron_eopt.optimizers.group_settings import UpdateSettings, own_settings
+from megatron_eopt.optimizers.logical import DescribedMatrix
 from megatron_eopt.optimizers.low_rank import (
     FACTOR_A,
     FACTOR_B,
@@ -97,6 +99,25 @@ class FactoredOptimizer(LowRankState):
         """The plan by which factors are orthogonalized, as a table. All ranks ask together."""
         return self._planned().planned.explain()
 
+    @property
+    def matrices_updated(self) -> int:
+        """All of them are updated."""
+        return self.newton_schulz_calls
+
+    def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
+        """The logical matrices of each parameter; the size of their updates follows from the factors."""
+        plan = self._planned() if settled else self._proposed()
+        described = {}
+        for parameter, weight in zip(self._parameters(), plan.weights, strict=True):
+            names = self.split_of(parameter).names(self.layout(parameter).shape[0])
+            named = zip(names, weight.matrices, plan.schemes(weight), strict=True)
+            described[parameter] = [DescribedMatrix(name, each.shape, how, 1.0, None) for name, each, how in named]
+        return described
+
+    def explain_proposed(self) -> str:
+        """What :meth:`explain` will say, before ranks agree."""
+        return self._proposed().planned.explain()
+
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         try:
@@ -113,24 +134,28 @@ class FactoredOptimizer(LowRankState):
         wanted = own_settings(self.param_groups), [group["rank"] for group in self.param_groups]
         if self._plan is None or self._planned_for != wanted:
             self._check_kept_ranks()
-            described = [
-                Described(
-                    one.name,
-                    one.layout,
-                    one.split,
-                    None if group["pairs"] else group["rank"],
-                    one.dtype,
-                    self._variant(group),
-                )
-                for one, group in zip(self._described(), map(self.group_of, self._parameters()), strict=True)
-            ]
-            device = self._parameters()[0].device
-            self._plan = FactorPlan(described, device, self.tp_mode, self.param_groups[0].get(RUNG))
+            self._plan = self._proposed()
+            rung = self._plan.settle(self.param_groups[0].get(RUNG))
             self._planned_for = wanted
             self._weights = dict(zip(self._parameters(), self._plan.weights, strict=True))
             for group in self.param_groups:
-                group[RUNG] = self._plan.rung
+                group[RUNG] = rung
         return self._plan
+
+    def _proposed(self) -> FactorPlan:
+        """The plan, before ranks agree on it."""
+        described = [
+            Described(
+                one.name,
+                one.layout,
+                one.split,
+                None if group["pairs"] else group["rank"],
+                one.dtype,
+                self._variant(group),
+            )
+            for one, group in zip(self._described(), map(self.group_of, self._parameters()), strict=True)
+        ]
+        return FactorPlan(described, self._parameters()[0].device, self.tp_mode)
 
     def _described(self) -> list[Parameter]:
         named = zip(parameter_names(self.param_groups), self._parameters(), strict=True)
@@ -180,13 +205,17 @@ class FactoredOptimizer(LowRankState):
         waiting = [p for p in waiting if not self.group_of(p)["pairs"]]
         self._done |= {p for p in waiting if (state := self.state.get(p)) and bool(state[PROJECTED])}
         new = [p for p in waiting if p not in self._done and self.group_of(p)["lr"] > 0 and bool(flags[p])]
-        if not new:
-            return
+        if new:
+            self._take_factors(new)
+        for parameter in waiting:
+            self._state_of(parameter)  # also with lr=0: torch loads a checkpoint into what such a step makes
+
+    def _take_factors(self, new: Sequence[Tensor]) -> None:
         known = [self._weights[p] for p in new]
         ranks = [self.group_of(p)["rank"] for p in new]
         found = iter(
             project(
-                (piece.to(wide_dtype(p)) for p, w in zip(new, known, strict=True) for piece in w.rows.split(p)),
+                (piece.to(wide_dtype(p)) for p, w in zip(new, known, strict=True) for piece in w.rows.split(local(p))),
                 [layout for w in known for layout in w.matrices],
                 [rank for rank, w in zip(ranks, known, strict=True) for _ in w.matrices],
                 [w.first // 2 + turn for w in known for turn in range(len(w.matrices))],
@@ -197,8 +226,8 @@ class FactoredOptimizer(LowRankState):
         for parameter, of_parameter in factors.items():
             state = self._state_of(parameter)
             for end, (A, B, _) in zip(self.key_ends(parameter), of_parameter, strict=True):
-                state[FACTOR_A + end].copy_(A)
-                state[FACTOR_B + end].copy_(B)
+                local(state[FACTOR_A + end]).copy_(A)
+                local(state[FACTOR_B + end]).copy_(B)
             state[PROJECTED].fill_(1)
         self._done |= factors.keys()
 
@@ -227,10 +256,10 @@ class FactoredOptimizer(LowRankState):
         """The gradients of the factors of each weight."""
         pieces, factors, labels = [], [], []
         for parameter in weights:
-            weight, state = self._weights[parameter], self.state[parameter]
+            weight = self._weights[parameter]
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            pieces += weight.rows.split(gradient)
-            factors += [(state[FACTOR_A + end], state[FACTOR_B + end]) for end in self.key_ends(parameter)]
+            pieces += weight.rows.split(local(gradient))
+            factors += [self._factors(parameter, end) for end in self.key_ends(parameter)]
             labels += [layout.label for layout in weight.factors]
         found = iter(factor_gradients(pieces, factors, labels, sums))
         return {p: [next(found) for _ in self._weights[p].matrices] for p in weights}
@@ -242,7 +271,7 @@ class FactoredOptimizer(LowRankState):
             keys = ((FACTOR_A, MOMENTUM_A, U_A), (FACTOR_B, MOMENTUM_B, U_B))
             factors = []
             for number, (of_factor, gradient) in enumerate(zip(keys, of_part, strict=True), 2 * part):
-                value, momentum, u = (state[key + end] for key in of_factor)
+                value, momentum, u = (local(state[key + end]) for key in of_factor)
                 label = weight.factors[number].label
                 factors.append(Factor(weight.first + number, value, momentum, u, gradient, label))
             yield _pair(factors, accepted, group)
@@ -256,17 +285,22 @@ class FactoredOptimizer(LowRankState):
             for parameter in both:
                 weight, state = self._weights[parameter], self._state_of(parameter)
                 gradient = state[MOMENTUM] if parameter.grad is None else parameter.grad
-                of_factor = (parameter, state[MOMENTUM], gradient)
+                of_factor = [local(x) for x in (parameter, state[MOMENTUM], gradient)]
                 value, momentum, gradient = of_factor if is_tall(weight.matrices[0]) else (x.mT for x in of_factor)
-                factors.append(Factor(weight.first, value, momentum, state[U], gradient, weight.factors[0].label))
+                label = weight.factors[0].label
+                factors.append(Factor(weight.first, value, momentum, local(state[U]), gradient, label))
             yield _pair(factors, flags[both[0]] & flags[both[1]], group)
 
     def _write(self, parameter: Tensor, changed: Tensor) -> None:
         """``W = A B^T`` where it changed."""
+        products = [A @ B.mT for A, B in (self._factors(parameter, end) for end in self.key_ends(parameter))]
+        whole, before = self._weights[parameter].rows.merge(products), local(parameter)
+        before.copy_(torch.where(changed, whole.to(before.dtype), before))
+
+    def _factors(self, parameter: Tensor, end: str) -> tuple[Tensor, Tensor]:
+        """This rank's rows of both factors of one logical matrix."""
         state = self.state[parameter]
-        products = [state[FACTOR_A + end] @ state[FACTOR_B + end].mT for end in self.key_ends(parameter)]
-        whole = self._weights[parameter].rows.merge(products)
-        parameter.copy_(torch.where(changed, whole.to(parameter.dtype), parameter))
+        return local(state[FACTOR_A + end]), local(state[FACTOR_B + end])
 
 
 def _pair(factors: Sequence[Factor], accepted: Tensor, group: Mapping[str, Any]) -> Pair:

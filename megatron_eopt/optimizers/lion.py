@@ -11,7 +11,6 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import bulk
 from megatron_eopt.optimizers.batch import local
 from megatron_eopt.optimizers.bulk import Scalar
-from megatron_eopt.optimizers.skipping import parameter_names
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.stepping import SteppingOptimizer
 
@@ -83,17 +82,6 @@ class Lion(SteppingOptimizer):
             of_group = [(p, next(flags)) for p in group["params"]]
             for some in batched([(p, flag) for p, flag in of_group if p.grad is not None], at_once):
                 self._update([p for p, _ in some], torch.stack([flag for _, flag in some]), group)
-
-    def _check_gradients(self, parameters: Sequence[Tensor]) -> None:
-        for index, parameter in enumerate(parameters):
-            gradient = parameter.grad
-            if gradient is None or (gradient.layout == torch.strided and not gradient.is_complex()):
-                continue
-            kind = "complex" if gradient.is_complex() else f"sparse ({gradient.layout})"
-            raise ValueError(
-                f"{type(self).__name__} takes real, dense gradients, but that of "
-                f"{parameter_names(self.param_groups)[index]} is {kind}"
-            )
 
     def _update(self, parameters: Sequence[Tensor], accepted: Tensor, group: dict[str, Any]) -> None:
         momenta = [local(self._state_of(p)[EXP_AVG]) for p in parameters]

@@ -1,6 +1,7 @@
 """The logical matrices of parameters: what says which there are, where they lie, and checks before the first step."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -8,6 +9,26 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.matrices import WHOLE, Split, check_split_shapes, declared_split, query_key_value
 from megatron_eopt.optimizers.state import DescribedState
 from megatron_eopt.parallel.layout import Layout, on_one_rank, split_layout
+from megatron_eopt.parallel.pieces import Shape
+
+
+@dataclass(frozen=True)
+class DescribedMatrix:
+    """What an optimizer says of one logical matrix.
+
+    Attributes:
+        name: within its parameter, empty where that is one matrix.
+        shape: of the global matrix.
+        scheme: how the ranks that have it compute its update.
+        scale: what multiplies the orthogonal factor, or whatever stands in its place.
+        rms: of the entries of the first update, before the learning rate; None where it is not known before.
+    """
+
+    name: str
+    shape: Shape
+    scheme: str
+    scale: float
+    rms: float | None
 
 
 class LogicalMatrices(DescribedState):
@@ -25,6 +46,26 @@ class LogicalMatrices(DescribedState):
 
     split_lengths: tuple[int, ...] = (3,)
     """How many parts a fused projection may have."""
+
+    pairs_rows: bool = False
+    """Whether the state pairs rows with rows, so that their order, which may follow the ranks, is a part of it."""
+
+    @property
+    def matrices_updated(self) -> int:
+        """How many of the :meth:`described_matrices` the steps have updated since the optimizer was made."""
+        return 0
+
+    def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
+        """The logical matrices of each parameter; none of an optimizer that does not count what it updates.
+
+        Args:
+            settled: whether other ranks are there to agree on plans.
+        """
+        return {}
+
+    def explain_proposed(self) -> str | None:
+        """The plan of a step as a table, before ranks agree on it; None for an optimizer that has none."""
+        return None
 
     def layout(self, parameter: Tensor) -> Layout:
         """Where a parameter lies; of a stack, where each of its matrices does."""

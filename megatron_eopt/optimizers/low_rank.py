@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.matrices import check_split_shapes, declared_split
-from megatron_eopt.optimizers.checks import check_real_and_dense
+from megatron_eopt.matrices import Split, check_split_shapes, declared_split
+from megatron_eopt.optimizers.batch import local
 from megatron_eopt.optimizers.factor_plan import is_tall
 from megatron_eopt.optimizers.logical import LogicalMatrices, check_query_groups
 from megatron_eopt.optimizers.muon import TensorParallelGroups
@@ -18,6 +18,7 @@ from megatron_eopt.optimizers.skipping import parameter_names
 from megatron_eopt.optimizers.state import Dim, StateTensor
 from megatron_eopt.optimizers.stepping import SteppingOptimizer
 from megatron_eopt.orthogonalize.spectral import start_vector
+from megatron_eopt.parallel.dtensor import layout_of_dtensor
 from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, layout_of
 
 FACTOR_A, FACTOR_B = "factor_A", "factor_B"
@@ -76,6 +77,8 @@ class LowRankState(SteppingOptimizer, LogicalMatrices):
 
     def layout(self, parameter: Tensor) -> Layout:
         """Where a parameter lies."""
+        if isinstance(parameter, DTensor):
+            return layout_of_dtensor(parameter)
         groups = self.pg_collection
         return layout_of(parameter, getattr(groups, "tp", None), getattr(groups, "expt_tp", None))
 
@@ -85,6 +88,11 @@ class LowRankState(SteppingOptimizer, LogicalMatrices):
         if own is None or not self._is_split(parameter):
             return super().split_shapes(parameter)
         return tuple(own)
+
+    def split_of(self, parameter: Tensor) -> Split:
+        """The logical matrices of a parameter: what its attribute declares, else what ``split_qkv`` makes of it."""
+        split = super().split_of(parameter)
+        return split.in_global_order() if isinstance(parameter, DTensor) else split
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Factors, their momenta and singular vectors, for each logical matrix; of a factor what it has of these."""
@@ -158,7 +166,7 @@ class LowRankState(SteppingOptimizer, LogicalMatrices):
                 layout = layouts[tensor.matrix]
                 place, dim = layout.piece, 0 if tensor.dims == ("rows",) else 1
                 start, end = ((place.top, place.bottom), (place.left, place.right))[dim]
-                state[tensor.key].copy_(start_vector(layout.shape[dim])[start:end])
+                local(state[tensor.key]).copy_(start_vector(layout.shape[dim])[start:end])
         return state
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -176,10 +184,9 @@ class LowRankState(SteppingOptimizer, LogicalMatrices):
         for index, (parameter, called) in enumerate(zip(group["params"], names, strict=True)):
             if not parameter.is_floating_point():
                 raise ValueError(f"{name} takes real, floating-point matrices, but {called} is {parameter.dtype}")
-            if isinstance(parameter, DTensor):
-                raise ValueError(f"{name} does not take DTensors, but {called} is one: give it to TensorParallelMuon")
             self._check_parameter(parameter, f"parameter {index} of group {number}")
             self._check_ranks(parameter)
+            self._check_cut(parameter, called)
             if not group["pairs"]:
                 self._check_rank(parameter, called, group["rank"])
         if group["pairs"]:
@@ -204,10 +211,10 @@ class LowRankState(SteppingOptimizer, LogicalMatrices):
             layout = self.layout(parameter)
             if declared_split(parameter) is not None or self._is_split(parameter):
                 raise ValueError(f"{name}: {called} is a factor of a pair, and cannot be split into logical matrices")
-            if layout.sharded and layout.dim != (0 if is_tall(layout) else 1):
+            if (1 if is_tall(layout) else 0) in layout.cut_dims:
                 raise ValueError(
-                    f"{name}: {called}, a factor {layout.shape}, is cut along its rank: cut it along its long side, or "
-                    f"keep it whole"
+                    f"{name}: {called}, a factor {layout.shape}, is cut along its rank: cut it along its long side "
+                    f"(under FSDP2 a shard_placement_fn says so), or keep it whole"
                 )
         for a, b, of_a, of_b in zip(params[::2], params[1::2], names[::2], names[1::2], strict=True):
             shapes = self.layout(a).shape, self.layout(b).shape
@@ -226,15 +233,22 @@ class LowRankState(SteppingOptimizer, LogicalMatrices):
                 f"it: pass a pg_collection that has {group!r}"
             )
 
+    def _check_cut(self, parameter: Tensor, called: str) -> None:
+        layout = self.layout(parameter)
+        if len(layout.cut_dims) > 1:
+            raise ValueError(
+                f"{type(self).__name__} takes matrices that are cut along their rows or along their columns, but "
+                f"{called}, a matrix {layout.shape}, is cut along both: shard one dimension of it alone, or give it to "
+                f"TensorParallelMuon"
+            )
+        self._check_placements(parameter, called)
+
     def _check_split(self, qkv_split_shapes: Sequence[int] | None) -> tuple[int, ...] | None:
         # None is allowed here: each parameter may bring its own, which _check_qkv looks at.
         return None if qkv_split_shapes is None and self.is_qkv_fn else super()._check_split(qkv_split_shapes)
 
     def _check_qkv(self, parameter: Tensor) -> None:
         check_query_groups(check_split_shapes(self.split_shapes(parameter), self.split_lengths), self.layout(parameter))
-
-    def _check_gradients(self, parameters: Sequence[Tensor]) -> None:
-        check_real_and_dense(type(self).__name__, parameters, parameter_names(self.param_groups))
 
 
 def check_count(what: str, value: object) -> None:

@@ -1,6 +1,6 @@
 """Muon for parameters that may be sharded over a tensor-parallel group."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.matrices import Split, check_split_shapes
 from megatron_eopt.optimizers.batch import Batch, GroupRates, local
 from megatron_eopt.optimizers.graphs import GraphedUpdate
-from megatron_eopt.optimizers.group_settings import note_short_schedule, own_settings
+from megatron_eopt.optimizers.group_settings import note_short_schedule
 from megatron_eopt.optimizers.logical import check_declared, check_query_groups
 from megatron_eopt.optimizers.planning import PlannedOptimizer
 from megatron_eopt.orthogonalize.choices import check_choice
@@ -86,6 +86,9 @@ class TensorParallelMuon(PlannedOptimizer):
     momentum_key = "momentum"
     split_lengths = (3, 4)
 
+    # On the class, because it is left out of pickles and copies.
+    _graphed: GraphedUpdate | None = None
+
     def __init__(
         self,
         params: ParamsT,
@@ -140,10 +143,9 @@ class TensorParallelMuon(PlannedOptimizer):
             scale_factor_fn=self.update_settings({}).scale,
             **self._further_settings(),
         )
-        self._graphed: GraphedUpdate | None = None
+        self.cuda_graphs = cuda_graphs
         if cuda_graphs:
             self._check_graphs()
-            self._graphed = GraphedUpdate(self._update)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices.
@@ -167,13 +169,12 @@ class TensorParallelMuon(PlannedOptimizer):
             self._check_update_settings(group, number)
         super().load_state_dict(state_dict)
         self._planned = None
-        if self._graphed is not None:  # the momenta that it was captured with are gone
-            self._graphed = GraphedUpdate(self._update)
+        self._graphed = None  # the momenta that it was captured with are gone
 
     def settings(self) -> dict[str, Any]:
         """What a checkpoint says of this optimizer to those who read it."""
         settings = self.newton_schulz
-        own = {number: each for number, each in enumerate(own_settings(self.param_groups)) if each}
+        own = {number: each for number, each in enumerate(self._own_settings()) if each}
         return super().settings() | {
             "coefficients": [list(each) for each in settings.schedule],
             "fp32_matmul_prec": settings.fp32_matmul_prec,
@@ -223,10 +224,11 @@ class TensorParallelMuon(PlannedOptimizer):
         return self.planned.orthogonalize(updates, [place for batch in batches for place in batch.places])
 
     def _run(self, batches: Sequence[Batch], accepted: Tensor, rates: GroupRates) -> None:
-        if self._graphed is None:
-            self._update(batches, accepted, rates)
-        else:
+        if self.cuda_graphs:
+            self._graphed = self._graphed or GraphedUpdate(self._update)
             self._graphed(batches, accepted, rates)
+        else:
+            self._update(batches, accepted, rates)
         self._count([place for batch in batches for place in batch.places])
 
     def _check_graphs(self) -> None:
@@ -241,19 +243,15 @@ class TensorParallelMuon(PlannedOptimizer):
         if refused:
             raise ValueError(f"cuda_graphs cannot work here: {refused}. Leave it off")
 
-    def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float:
-        """RMS of the entries of the first update of a matrix of full rank, before the learning rate.
-
-        Args:
-            rows: of the logical matrix.
-            cols: likewise.
-            group: the one it is in; None for one without settings of its own.
-        """
-        return self.update_settings(group or {}).predicted_rms(rows, cols)
-
     def _further_settings(self) -> dict[str, Any]:
         """Settings of a subclass that each group may have a value of its own for."""
         return {}
+
+    def _is_cut(self, parameter: Tensor) -> bool:
+        """Whether a rank has a part of a parameter only, also where ``blockwise`` is told of no groups."""
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        layout = self.layout(parameter)
+        return layout.sharded or (self.pg_collection is None and is_sharded(parameter) and not alone)
 
     def _check_split(self, qkv_split_shapes: Sequence[int] | None) -> tuple[int, ...] | None:
         # None is allowed here: each parameter may bring its own, which _check_qkv looks at.

@@ -97,8 +97,8 @@ class OrthogonalizedOptimizer(SteppingOptimizer, LogicalMatrices):
             warnings.warn(f"{name} has no orthogonalize_fn: updates are not orthogonalized", stacklevel=4)
         if scale_factor_fn is None:
             warnings.warn(f"{name} has no scale_factor_fn: updates are not scaled", stacklevel=4)
-        self.orthogonalize_fn = orthogonalize_fn or (lambda update: update)
-        self.scale_factor_fn = scale_factor_fn or (lambda rows, cols: 1.0)
+        self.orthogonalize_fn = orthogonalize_fn or _identity
+        self.scale_factor_fn = scale_factor_fn or _one
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
@@ -163,12 +163,7 @@ class OrthogonalizedOptimizer(SteppingOptimizer, LogicalMatrices):
             updates += self._average(batch, of_batch, lr, weight_decay)
         with fp32_products(self.fp32_matmul_prec):
             factors = self._orthogonalize(batches, updates, accepted_of)
-        done = 0
-        for batch, of_batch, (lr, _) in zip(batches, accepted_of, rates, strict=True):
-            if batch.places:
-                of_group = factors[done : done + len(batch.places)]
-                bulk.apply([local(p) for p in batch.parameters], of_group, lr, of_batch)
-            done += len(batch.places)
+        self._apply(batches, factors, [lr for lr, _ in rates], accepted_of)
 
     def _average(self, batch: Batch, accepted: Tensor, lr: Scalar, weight_decay: Scalar) -> list[Tensor]:
         if not batch.places:
@@ -198,6 +193,23 @@ class OrthogonalizedOptimizer(SteppingOptimizer, LogicalMatrices):
             for (parameter, settings), update in zip(each, updates, strict=True)
         ]
 
+    def _apply(
+        self, batches: Sequence[Batch], updates: Sequence[Tensor], lrs: Sequence[Scalar], accepted: Sequence[Tensor]
+    ) -> None:
+        """Let all parameters of all batches take their steps.
+
+        Args:
+            batches: one for each group, some perhaps without parameters.
+            updates: of one parameter after another, before the learning rate.
+            lrs: the learning rate of each batch.
+            accepted: for each batch, which of its parameters take part in this step.
+        """
+        of_parameters = iter(updates)
+        for batch, lr, of_batch in zip(batches, lrs, accepted, strict=True):
+            if batch.places:
+                of_group = [next(of_parameters) for _ in batch.places]
+                bulk.apply([local(p) for p in batch.parameters], of_group, lr, of_batch)
+
     def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
         """The update of one parameter, before the learning rate; the method for subclasses to override.
 
@@ -214,3 +226,12 @@ class OrthogonalizedOptimizer(SteppingOptimizer, LogicalMatrices):
 
     def _orthogonalize_matrix(self, matrix: Tensor) -> Tensor:
         return self.orthogonalize_fn(matrix) * self.scale_factor_fn(*matrix.shape)
+
+
+# functions with a name can be pickled
+def _identity(update: Tensor) -> Tensor:
+    return update
+
+
+def _one(rows: int, cols: int) -> float:
+    return 1.0

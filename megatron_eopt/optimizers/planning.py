@@ -1,12 +1,14 @@
 """Optimizers that orthogonalize the matrices of all their groups together, by a plan."""
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, Literal
 
 from torch import Tensor
 
 from megatron_eopt.optimizers.batch import local
 from megatron_eopt.optimizers.group_settings import UpdateSettings, own_settings
+from megatron_eopt.optimizers.logical import DescribedMatrix
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.skipping import Skipping
 from megatron_eopt.orthogonalize.scale import ScaleMode
@@ -59,7 +61,7 @@ class PlannedOptimizer(OrthogonalizedOptimizer):
         Settled when it is first asked for, by all ranks together, and again after a group was added or has other
         settings of the iteration or the scale.
         """
-        wanted = (self.newton_schulz, self.scale_mode, self.extra_scale_factor, own_settings(self.param_groups))
+        wanted = (self.newton_schulz, self.scale_mode, self.extra_scale_factor, self._own_settings())
         if self._planned is None or self._planned_for != wanted:
             self._planned = self._settled()
             self._planned_for = wanted
@@ -69,10 +71,52 @@ class PlannedOptimizer(OrthogonalizedOptimizer):
         """The plan of a step as a table."""
         return self.planned.explain()
 
+    def explain_proposed(self) -> str:
+        """What :meth:`explain` will say, before ranks agree."""
+        return self.proposed.explain()
+
     @property
     def matrices_per_step(self) -> int:
         """How many logical matrices this rank has a part of: so many a step orthogonalizes if all have gradients."""
         return sum(len(self.matrix_layouts(parameter)) for parameter in self._parameters())
+
+    @property
+    def matrices_updated(self) -> int:
+        """All that are planned are orthogonalized."""
+        return self.newton_schulz_calls
+
+    def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
+        """The logical matrices of each parameter, by the plan."""
+        plan = (self.planned if settled else self.proposed).plan
+        schemes = {i: bucket.scheme.replace("_", " ") for bucket in plan.buckets for i in bucket.matrices}
+        flat = iter(enumerate(plan.matrices))
+        return {
+            parameter: [
+                DescribedMatrix(
+                    within(matrix.name),
+                    matrix.shape,
+                    schemes[i],
+                    self.update_settings(group).scale(*matrix.shape),
+                    self.predicted_rms(*matrix.shape, group),
+                )
+                for i, matrix in islice(flat, len(self.matrix_layouts(parameter)))
+            ]
+            for group in self.param_groups
+            for parameter in group["params"]
+        }
+
+    def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
+        """RMS of the entries of the first update of a matrix of full rank, before the learning rate.
+
+        Args:
+            rows: of the logical matrix.
+            cols: likewise.
+            group: the one it is in; None for one without settings of its own.
+
+        Returns:
+            None where it depends on the gradients.
+        """
+        return self.update_settings(group or {}).predicted_rms(rows, cols)
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
         """The iteration and the scale that the matrices of a group get.
@@ -117,6 +161,10 @@ class PlannedOptimizer(OrthogonalizedOptimizer):
         """What the plan has to know of settings: the iteration, and what it multiplies orthogonal factors by."""
         return Variant(settings.name, settings.newton_schulz, settings.scale)
 
+    def _own_settings(self) -> list[dict[str, Any]]:
+        """What each group says of its updates: where that changes, the plan is made anew."""
+        return own_settings(self.param_groups)
+
     def _count(self, places: Sequence[int]) -> None:
         """Count the matrices of the parameters that were worked on in a step."""
         self.newton_schulz_calls += sum(len(matrices) for matrices in self.planned.matrices(places))
@@ -138,3 +186,8 @@ class PlannedOptimizer(OrthogonalizedOptimizer):
             self.update_settings(group)
         except ValueError as error:
             raise ValueError(f"{type(self).__name__}: group {number}: {error}") from error
+
+
+def within(name: str) -> str:
+    """The name of a matrix within its parameter, from ``PARAMETER[NAME]``."""
+    return name.partition("[")[2].rstrip("]")

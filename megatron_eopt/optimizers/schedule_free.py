@@ -1,24 +1,26 @@
 """Schedule-Free AdamW: gradients are taken at one point, and what is evaluated is the average of another one's path."""
 
+import logging
 from collections.abc import Sequence
 from itertools import batched
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import bulk
 from megatron_eopt.optimizers.batch import local
 from megatron_eopt.optimizers.bulk import Scalar
-from megatron_eopt.optimizers.checks import check_adam_settings, check_real_and_dense
-from megatron_eopt.optimizers.skipping import parameter_names
+from megatron_eopt.optimizers.checks import check_adam_settings
+from megatron_eopt.optimizers.schedule_free_step import Variant, advance, directions, move, scale_and_decay
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.stepping import SteppingOptimizer
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.parallel.layout import Layout, on_one_rank
 
-Variant = Literal["kempnerforge", "schedulefree"]
+logger = logging.getLogger(__name__)
 
 Z, EXP_AVG_SQ, X, KEPT = "z", "exp_avg_sq", "x", "y"
 
@@ -74,7 +76,11 @@ class ScheduleFreeAdamW(SteppingOptimizer):
     """
 
     carried_settings = frozenset({TRAIN_MODE})
+    live_key = KEPT
 
+    # The rates of the groups in the first step that had one, until a change of them was warned of;
+    _constant: list[float | None] | None = None
+    _warned: bool = False
     # Parameters whose z is known to have begun; on the class, because torch leaves attributes out of pickles.
     _begun: set[Tensor] | None = None
 
@@ -139,6 +145,10 @@ class ScheduleFreeAdamW(SteppingOptimizer):
         beta1 = self._group_of(parameter)["betas"][0]
         return state[Z] + (parameter.detach() - state[Z]) / beta1
 
+    def exported(self, parameter: Tensor) -> Tensor:
+        """``x``: see :meth:`average`."""
+        return self.average(parameter)
+
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """``z``, ``v``, the numbers of the schedule, ``x`` where it cannot be derived, and in evaluation ``y``."""
         group = self._group_of(parameter)
@@ -179,9 +189,29 @@ class ScheduleFreeAdamW(SteppingOptimizer):
                 f"{type(self).__name__} steps with gradients taken at y, but the parameters are at x, for evaluation: "
                 f"call train_params() before the forward pass"
             )
-        check_real_and_dense(type(self).__name__, parameters, parameter_names(self.param_groups))
+        super()._check_gradients(parameters)
+
+    def _warn_of_schedule(self) -> None:
+        """Say once, on the first rank, that the rate changes; one that is a tensor is not looked at."""
+        rates = [None if isinstance(group["lr"], Tensor) else group["lr"] for group in self.param_groups]
+        known = self._constant if self._constant and len(self._constant) == len(rates) else [None] * len(rates)
+        self._constant = [rate if first is None else first for first, rate in zip(known, rates, strict=True)]
+        if self._warned or self._constant == rates:
+            return
+        self._warned = True
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            number = next(i for i, rate in enumerate(rates) if rate != self._constant[i])
+            logger.warning(
+                "%s needs no schedule of the learning rate, and that of group %s went from %g to %g: take a constant "
+                "rate, and its own warmup_steps",
+                type(self).__name__,
+                number,
+                self._constant[number],
+                rates[number],
+            )
 
     def _take(self, accepted: Tensor) -> None:
+        self._warn_of_schedule()
         flags = iter(accepted.unbind())
         # on a CPU one tensor stays in the cache from operation to operation
         at_once = 1 if accepted.device.type == "cpu" else bulk.AT_ONCE
@@ -200,20 +230,20 @@ class ScheduleFreeAdamW(SteppingOptimizer):
         ys, zs, xs = ([local(point) for point in some] for some in (parameters, _all(states, Z), _all(states, X)))
         beta1, beta2 = group["betas"]
         schedules = _all(states, SCHEDULE)
-        schedule, rates, shares = _advance(
+        schedule, rates, shares = advance(
             torch.stack(schedules), accepted, group["lr"], group["warmup_steps"], group["variant"]
         )
         torch._foreach_copy_(schedules, schedule.unbind())
         gradients = [local(p.grad) for p in parameters]  # type: ignore[arg-type]  # here all have one
         squares = [local(v) for v in _all(states, EXP_AVG_SQ)]
         corrections = 1 - beta2 ** schedule[:, 0].clamp(min=1)
-        steps = _directions(gradients, squares, accepted, beta2, corrections, group["eps"])
+        steps = directions(gradients, squares, accepted, beta2, corrections, group["eps"])
         if group["maximize"]:
             torch._foreach_neg_(steps)
         # in 16 bits y is rounded, and z would decay by its rounding
         decayed = list(torch._foreach_lerp(zs, xs, beta1)) if xs and group["variant"] == "schedulefree" else ys
-        _scale_and_decay(steps, decayed, zs, rates, group["weight_decay"], group["variant"])
-        _move(ys, zs, xs, steps, shares, beta1)
+        scale_and_decay(steps, decayed, zs, rates, group["weight_decay"], group["variant"])
+        move(ys, zs, xs, steps, shares, beta1)
 
     def _begun_state(self, parameter: Tensor) -> dict[str, Any]:
         """The state of a parameter, whose ``z`` and ``x`` are the parameter itself before its first step."""
@@ -233,67 +263,3 @@ class ScheduleFreeAdamW(SteppingOptimizer):
 
 def _all(states: Sequence[dict[str, Any]], key: str) -> list[Tensor]:
     return [state[key] for state in states if key in state]
-
-
-def _advance(
-    schedule: Tensor, accepted: Tensor, lr: Scalar, warmup_steps: int, variant: Variant
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of the schedules (parameters x 3), and the rate and the share of ``z`` in ``x``: 0 if not accepted."""
-    steps = schedule[:, 0] + 1
-    rates = lr * ((steps / warmup_steps).clamp(max=1) if warmup_steps else torch.ones_like(steps))
-    largest = torch.maximum(schedule[:, 2], rates)
-    weights = rates if variant == "kempnerforge" else largest.square()
-    total = schedule[:, 1] + weights
-    shares = torch.where(total > 0, weights / total, 0.0)  # rates may all have been zero
-    advanced = torch.stack([steps, total, largest], dim=1)
-    return torch.where(accepted[:, None], advanced, schedule), rates * accepted, shares * accepted
-
-
-def _directions(
-    gradients: list[Tensor], squares: list[Tensor], accepted: Tensor, beta2: float, corrections: Tensor, eps: float
-) -> list[Tensor]:
-    """``g / (sqrt(v / (1 - beta2^k)) + eps)`` after ``v`` was updated; 0 for those not accepted, whose ``v`` stays."""
-    gradients = [g.to(v.dtype) for g, v in zip(gradients, squares, strict=True)]
-    # a CPU has the answer at once, and then mostly nothing is to do
-    if accepted.device.type != "cpu" or not accepted.all():
-        gradients = [torch.where(flag, g, 0.0) for g, flag in zip(gradients, accepted.unbind(), strict=True)]
-    new = list(torch._foreach_mul(gradients, gradients))
-    torch._foreach_clamp_max_(new, [torch.finfo(v.dtype).max for v in squares])  # an infinity would stay for ever
-    torch._foreach_lerp_(squares, bulk.replace_rejected(new, squares, accepted), 1 - beta2)
-    roots = list(torch._foreach_div(squares, corrections.unbind()))
-    torch._foreach_sqrt_(roots)
-    torch._foreach_add_(roots, eps)
-    return list(torch._foreach_div(gradients, roots))
-
-
-def _scale_and_decay(
-    steps: list[Tensor], ys: list[Tensor], zs: list[Tensor], rates: Tensor, weight_decay: float, variant: Variant
-) -> None:
-    """Make directions what is subtracted from ``z``, decay included, in place."""
-    if weight_decay != 0 and variant == "schedulefree":
-        torch._foreach_add_(steps, ys, alpha=weight_decay)
-    torch._foreach_mul_(steps, rates.unbind())
-    if weight_decay != 0 and variant == "kempnerforge":
-        after = torch._foreach_sub(zs, steps)
-        torch._foreach_mul_(after, (rates * weight_decay).unbind())
-        torch._foreach_add_(steps, after)
-
-
-def _move(
-    ys: list[Tensor], zs: list[Tensor], xs: list[Tensor], steps: list[Tensor], shares: Tensor, beta1: float
-) -> None:
-    """``z -= step``, ``x += share (z - x)``, ``y = (1 - beta1) z + beta1 x``.
-
-    Without an ``x``: ``y += share (z - y) - (1 - beta1 (1 - share)) step``, of ``z`` before its step.
-    """
-    if xs:
-        torch._foreach_sub_(zs, steps)
-    averages = xs or ys
-    towards = torch._foreach_sub(zs, averages)
-    torch._foreach_mul_(towards, shares.unbind())
-    torch._foreach_add_(averages, towards)
-    if xs:
-        torch._foreach_copy_(ys, torch._foreach_lerp(zs, xs, beta1))
-    else:
-        torch._foreach_sub_(ys, torch._foreach_mul(steps, (1 - beta1 * (1 - shares)).unbind()))
-        torch._foreach_sub_(zs, steps)

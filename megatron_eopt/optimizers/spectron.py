@@ -18,17 +18,6 @@ from megatron_eopt.parallel.plan import TpMode, validate_tp_mode
 
 __all__ = ["Spectron", "factor_pairs"]
 
-_ATTRIBUTES = (
-    "newton_schulz",
-    "num_power_iterations",
-    "split_qkv",
-    "is_qkv_fn",
-    "qkv_split_shapes",
-    "pg_collection",
-    "tp_mode",
-)
-"""Those that a copy and a pickle keep."""
-
 
 class Spectron(FactoredOptimizer):
     """Spectron [1]: ``W = A B^T`` of rank ``r``, whose factors take orthogonalized steps of a bounded product.
@@ -62,6 +51,9 @@ class Spectron(FactoredOptimizer):
     in one all-reduce for all matrices, ``mA`` for its orthogonal factor as ``tp_mode`` says, and ``2 k + 1`` small
     all-reduces for ``k`` power iterations.
 
+    DTensors (FSDP2, HSDP, tensor parallelism) are taken as they lie, where they are cut along rows or along columns;
+    what is kept of them are DTensors too, which torch's checkpoints load on any number of ranks.
+
     A group may have its own ``lr``, ``rank``, ``momentum_beta``, ``weight_decay``, ``num_ns_steps`` and
     ``coefficient_type``; the rank is settled when the state is created.
 
@@ -84,8 +76,9 @@ class Spectron(FactoredOptimizer):
             ``auto``, all exact: see :mod:`~megatron_eopt.parallel.plan`.
 
     Raises:
-        ValueError: for a setting out of its range, a parameter that is no matrix, a DTensor, a split that does not fit,
-            or shards without a group; in the first step for a weight that is zero or not finite, before any is changed.
+        ValueError: for a setting out of its range, a parameter that is no matrix or is cut along both dimensions, a
+            split that does not fit, or shards without a group; in the first step for a weight that is zero or not
+            finite, before any is changed.
 
     [1] Spectron, arXiv 2602.12429.
     """
@@ -123,10 +116,6 @@ class Spectron(FactoredOptimizer):
         self.tp_mode = tp_mode
         defaults = {"lr": lr, "rank": rank, "momentum_beta": momentum_beta, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "pairs": False})
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What is pickled and copied; process groups cannot be."""
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in _ATTRIBUTES}}
 
     def settings(self) -> dict[str, Any]:
         """What a checkpoint says of this optimizer to those who read it."""

@@ -6,10 +6,17 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.optimizers.batch import local
+from megatron_eopt.optimizers.dtensor_state import SIDES, check_placements, cut_like, is_cut_like, placements_like
 from megatron_eopt.parallel.layout import Layout
+from megatron_eopt.parallel.pieces import Shape
+
+Lying = tuple[tuple[int, ...], tuple[int, ...] | None, tuple[Placement, ...] | None]
+"""Shape of a tensor; of a DTensor also that of this rank's part, and its placements."""
 
 Dim = Literal["rows", "columns"] | int
 
@@ -23,6 +30,7 @@ class StateTensor:
         dims: None for a tensor of the shape of the parameter, which lies as the parameter does. Otherwise one entry per
             dimension: ``rows`` or ``columns`` for one as long as those of the logical matrix and cut as they are, or a
             number for one that every rank has whole; ``()`` is a scalar, the same on all ranks that share the matrix.
+            Of a DTensor, what is along rows or columns is a DTensor on the same mesh, and what is not a plain tensor.
         matrix: which logical matrix of the parameter ``dims`` speaks of.
         dtype: None for that of the parameter.
         saved: whether a checkpoint holds it; False where it is computed anew after a load.
@@ -40,8 +48,15 @@ class StateTensor:
         Args:
             layouts: of the logical matrices of the parameter.
         """
+        return self._shape(layouts[self.matrix].piece.shape)
+
+    def global_shape(self, layouts: list[Layout]) -> tuple[int, ...]:
+        """The shape over all ranks, likewise."""
+        return self._shape(layouts[self.matrix].shape)
+
+    def _shape(self, of_matrix: Shape) -> tuple[int, ...]:
         assert self.dims is not None
-        sides = dict(zip(("rows", "columns"), layouts[self.matrix].piece.shape, strict=True))
+        sides = dict(zip(SIDES, of_matrix, strict=True))
         return tuple(dim if isinstance(dim, int) else sides[dim] for dim in self.dims)
 
 
@@ -51,9 +66,16 @@ class DescribedState(Optimizer):
     carried_settings: frozenset[str] = frozenset()
     """Settings of a group that the optimizer itself makes, and with which a resumed run has to go on."""
 
+    live_key: str | None = None
+    """Where a checkpoint holds a parameter itself, if the model's part of it holds what is :meth:`exported`."""
+
     def settings(self) -> dict[str, Any]:
         """What a checkpoint says of this optimizer to those who read it: plain values alone."""
         return {key: value for key, value in self.defaults.items() if isinstance(value, str | int | float | bool)}
+
+    def exported(self, parameter: Tensor) -> Tensor:
+        """What is evaluated and exported in the place of a parameter, as it lies."""
+        return parameter.detach()
 
     @abstractmethod
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
@@ -81,12 +103,33 @@ class DescribedState(Optimizer):
         dtype = tensor.dtype or parameter.dtype
         if tensor.dims is None:
             return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
-        return torch.zeros(self._shape(parameter, tensor), dtype=dtype, device=local(parameter).device)
+        layouts = self.matrix_layouts(parameter)
+        part = torch.zeros(tensor.local_shape(layouts), dtype=dtype, device=parameter.device)
+        if is_cut_like(parameter, tensor.dims):
+            return cut_like(parameter, tensor.dims, part, tensor.global_shape(layouts))
+        return part
 
-    def _shape(self, parameter: Tensor, tensor: StateTensor) -> tuple[int, ...]:
+    def _expected(self, parameter: Tensor, tensor: StateTensor) -> Lying:
+        """How a state tensor lies."""
         if tensor.dims is None:
-            return tuple(parameter.shape)
-        return tensor.local_shape(self.matrix_layouts(parameter))
+            return _lying(parameter)
+        layouts = self.matrix_layouts(parameter)
+        part = tensor.local_shape(layouts)
+        if is_cut_like(parameter, tensor.dims):
+            return tensor.global_shape(layouts), part, placements_like(parameter, tensor.dims)
+        return part, None, None
+
+    def _check_placements(self, parameter: Tensor, called: str) -> None:
+        """Refuse a DTensor whose state cannot be saved; to be called by all ranks, before there is any state.
+
+        Raises:
+            ValueError: naming it, if no placement says how a state tensor of it is cut.
+        """
+        along = [x for x in self.state_tensors(parameter) if is_cut_like(parameter, x.dims or ())]
+        if along:
+            described = [(tensor.key, tensor.matrix) for tensor in along]
+            where = f"{type(self).__name__}: {called}"
+            check_placements(where, parameter, self.matrix_layouts(parameter), described)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state.
@@ -117,11 +160,12 @@ class DescribedState(Optimizer):
                         f"{tuple(parameter.shape)}, but the state has {sorted(saved)}: it is of another optimizer, or "
                         f"of other settings of this one"
                     )
-                expected = self._shape(parameter, tensor)
-                if tuple(saved[tensor.key].shape) != expected:
+                found, expected = _lying(saved[tensor.key]), self._expected(parameter, tensor)
+                if found != expected:
+                    how = _HOW_TO_LOAD if found[0] == expected[0] else ""
                     raise ValueError(
-                        f"{tensor.key!r} has shape {tuple(saved[tensor.key].shape)}, expected {expected} for the "
-                        f"parameter of shape {tuple(parameter.shape)}: the state is of another model or layout"
+                        f"{tensor.key!r} has shape {_told(found)}, expected {_told(expected)} for the parameter of "
+                        f"shape {tuple(parameter.shape)}: the state is of another model or layout{how}"
                     )
 
     def _saved(self, state_dict: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
@@ -133,3 +177,18 @@ class DescribedState(Optimizer):
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
+
+
+_HOW_TO_LOAD = (
+    "; torch.distributed.checkpoint.state_dict.set_optimizer_state_dict spreads it over the ranks as their parameters"
+)
+
+
+def _lying(x: Tensor) -> Lying:
+    shape = tuple(x.shape)
+    return (shape, tuple(local(x).shape), tuple(x.placements)) if isinstance(x, DTensor) else (shape, None, None)
+
+
+def _told(lying: Lying) -> str:
+    shape, part, placements = lying
+    return f"{shape}" if part is None else f"{shape}, of which placements {placements} put {part} on this rank"

@@ -2,14 +2,43 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_eopt.optimizers.batch import local
-from megatron_eopt.optimizers.skipping import Skipping, skipping_for
+from megatron_eopt.optimizers.skipping import Skipping, parameter_names, skipping_for
 from megatron_eopt.optimizers.state import DescribedState
+
+
+@dataclass
+class Ranks:
+    """Process groups on their way into a copy, which shares them."""
+
+    it: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Ranks":
+        """The same."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Refuse to be pickled.
+
+        Raises:
+            TypeError: saying what to do.
+        """
+        raise TypeError(
+            "an optimizer with process groups cannot be pickled, since they belong to this process: save its "
+            "state_dict(), and load it into an optimizer that is built with the groups of the new process"
+        )
+
+
+def _shared(value: Any) -> Any:
+    groups = vars(value).values() if hasattr(value, "__dict__") else ()
+    return Ranks(value) if any(isinstance(each, ProcessGroup) for each in (value, *groups)) else value
 
 
 class SteppingOptimizer(DescribedState):
@@ -21,6 +50,18 @@ class SteppingOptimizer(DescribedState):
 
     # On the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
     _skipping: Skipping | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled and copied: torch's part, and the attributes of this object but those that start with ``_``.
+
+        A copy shares the process groups; they cannot be pickled.
+        """
+        own = {key: value for key, value in vars(self).items() if not key.startswith("_")}
+        return {key: _shared(value) for key, value in own.items()} | super().__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`__getstate__` gave, or what ``load_state_dict`` loads."""
+        super().__setstate__({key: value.it if isinstance(value, Ranks) else value for key, value in state.items()})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters.
@@ -83,7 +124,16 @@ class SteppingOptimizer(DescribedState):
         """Make the step, of the parameters for which ``accepted``, on their device, is True."""
 
     def _check_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Refuse, by a ``ValueError``, gradients that the optimizer cannot take."""
+        """Refuse, by a ``ValueError``, gradients that the optimizer cannot take: no optimizer takes sparse ones."""
+        for place, parameter in enumerate(parameters):
+            gradient = parameter.grad
+            if gradient is None or (gradient.layout == torch.strided and not gradient.is_complex()):
+                continue
+            kind = "complex" if gradient.is_complex() else f"sparse ({gradient.layout})"
+            raise ValueError(
+                f"{type(self).__name__} takes real, dense gradients, but that of "
+                f"{parameter_names(self.param_groups)[place]} is {kind}"
+            )
 
     def _prepare(self, parameters: Sequence[Tensor]) -> Skipping:
         """What the first step needs, before it changes anything."""

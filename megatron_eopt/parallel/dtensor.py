@@ -56,11 +56,10 @@ def layout_of_dtensor(x: DTensor, shape: Shape | None = None) -> Layout:
     leading = _leading_dims(tuple(x.shape), shape)
     if leading is None:
         raise ValueError(f"{found} is no matrix of shape {shape}: its rows have to be a product of leading dimensions")
-    dims = [i for i, placement in enumerate(placements) if not isinstance(placement, Replicate) and mesh.size(i) > 1]
+    dims = _cut_mesh_dims(x)
     if not dims:
         return on_one_rank(shape)
-    cuts = tuple((placements[i].dim, mesh.size(i), getattr(placements[i], "split_factor", 1)) for i in dims)  # type: ignore[attr-defined]
-    pieces = _pieces(tuple(x.shape), leading, cuts)
+    pieces = _pieces(tuple(x.shape), leading, _cuts(x, dims))
     if pieces is None:
         raise ValueError(
             f"{found}: a rank holds several separate parts of the matrix {shape}; use an order of shards that leaves "
@@ -76,6 +75,36 @@ def layout_of_dtensor(x: DTensor, shape: Shape | None = None) -> Layout:
     if local.numel() != layout.piece.numel:
         raise ValueError(f"{found}: this rank holds {tuple(local)}, but by its placements {layout.piece}")
     return layout
+
+
+def lies_alike(x: DTensor, layout: Layout) -> bool:
+    """Whether a matrix that is cut by the placements of ``x`` lies as a layout says; the same answer on all ranks.
+
+    Args:
+        x: cut along rows where its first dimension is, along columns where another one is.
+        layout: of one of the logical matrices of ``x``, whose shape it has.
+    """
+    dims = _cut_mesh_dims(x)
+    if not dims or layout.group is None:
+        return not layout.sharded
+    pieces = _pieces(layout.shape, 1, tuple((min(dim, 1), *rest) for dim, *rest in _cuts(x, dims)))
+    if pieces is None:
+        return False
+    own = next(ranks for ranks in _partition(x.device_mesh, dims) if dist.get_rank() in ranks)
+    held = dict(zip(own, pieces, strict=True))
+    pairs = zip(dist.get_process_group_ranks(layout.group), layout.pieces, strict=True)
+    # where nothing is held, the place of it says nothing
+    return all(held[rank] == piece or (held[rank].shape == piece.shape and not piece.numel) for rank, piece in pairs)
+
+
+def _cut_mesh_dims(x: DTensor) -> list[int]:
+    """The mesh dimensions that cut a DTensor."""
+    return [i for i, each in enumerate(x.placements) if not isinstance(each, Replicate) and x.device_mesh.size(i) > 1]
+
+
+def _cuts(x: DTensor, mesh_dims: Sequence[int]) -> tuple[Cut, ...]:
+    shards = [(x.placements[i], x.device_mesh.size(i)) for i in mesh_dims]
+    return tuple((shard.dim, ranks, getattr(shard, "split_factor", 1)) for shard, ranks in shards)  # type: ignore[attr-defined]
 
 
 def _leading_dims(shape: tuple[int, ...], matrix: Shape) -> int | None:

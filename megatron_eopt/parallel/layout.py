@@ -51,6 +51,11 @@ class Layout:
         """The dimension that is cut in the order of the ranks; None where none is, or both are."""
         return cut_dimension(self.shape, self.pieces)
 
+    @property
+    def cut_dims(self) -> frozenset[int]:
+        """The dimensions of which some rank holds a part only, in whatever order."""
+        return frozenset(i for i in (0, 1) if any(piece.shape[i] != self.shape[i] for piece in self.pieces))
+
 
 def on_one_rank(shape: Shape) -> Layout:
     """The layout of a matrix that each rank has whole, and treats as its own."""

@@ -22,6 +22,7 @@ class Wanted:
         column_means: the mean of each column.
         of_squares: take these means of the squares of the entries.
         squared_norm: the sum of the squares of all entries.
+        inner: this rank's piece of another matrix that lies as this one does, whose inner product with it is wanted.
     """
 
     matrix: Matrix
@@ -30,6 +31,7 @@ class Wanted:
     column_means: bool = False
     of_squares: bool = False
     squared_norm: bool = False
+    inner: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,13 @@ class Statistics:
         row_means: (rows,) of this rank's rows, in fp32.
         column_means: (cols,) of this rank's columns, in fp32.
         squared_norm: (), in fp64.
+        inner_product: the sum of the products of entries in the same places; (), in fp64.
     """
 
     row_means: Tensor | None
     column_means: Tensor | None
     squared_norm: Tensor | None
+    inner_product: Tensor | None
 
 
 def reduce_statistics(wanted: Sequence[Wanted], group: ProcessGroup | None) -> Pending[list[Statistics]]:
@@ -91,6 +95,7 @@ class _Sums:
             "rows": any(of_rows and of_cols != cols for of_rows, of_cols in shapes),
             "cols": any(of_cols and of_rows != rows for of_rows, of_cols in shapes),
             "norm": not replicated,
+            "inner": not replicated,
         }
         self._local = self._sums()
         self.crossing = [self._spread(name, sums) for name, sums in self._local.items() if self._cross[name]]
@@ -104,6 +109,8 @@ class _Sums:
                 sums[name] = wanted.x.sum(dim, dtype=torch.float64)
         if wanted.squared_norm:
             sums["norm"] = torch.linalg.vector_norm(wanted.x, dtype=torch.float64).square()[None]
+        if wanted.inner is not None:
+            sums["inner"] = (wanted.x.double() * wanted.inner).sum()[None]
         return sums
 
     def _own(self, name: str) -> slice:
@@ -113,7 +120,7 @@ class _Sums:
     def _spread(self, name: str, sums: Tensor) -> Tensor:
         """The sums in their places among those of the global matrix."""
         rows, cols = self._wanted.matrix.shape
-        everything = sums.new_zeros({"rows": rows, "cols": cols, "norm": 1}[name])
+        everything = sums.new_zeros({"rows": rows, "cols": cols}.get(name, 1))
         everything[self._own(name)] = sums
         return everything
 
@@ -128,4 +135,5 @@ class _Sums:
             row_means=(sums["rows"] / cols).float() if "rows" in sums else None,
             column_means=(sums["cols"] / rows).float() if "cols" in sums else None,
             squared_norm=sums["norm"][0] if "norm" in sums else None,
+            inner_product=sums["inner"][0] if "inner" in sums else None,
         )

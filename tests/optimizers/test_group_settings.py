@@ -264,6 +264,7 @@ def test_a_step_that_is_made_parameter_by_parameter_counts_too():
 
 def test_a_captured_step_is_the_step_of_all_groups_and_counts():
     plain, captured = optimizer(grouped()), optimizer(grouped())
+    captured.cuda_graphs = True
     captured._graphed = GraphedUpdate(captured._update, lambda run: run)
     for made in (plain, captured):
         made.result = stepped(made, [0, 2, 3])

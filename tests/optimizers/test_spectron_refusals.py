@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_eopt.optimizers.spectron import factor_pairs
-from tests.optimizers.test_spectron import SHAPES, parameters, run, set_gradients, spectron
+from tests.optimizers.spectrons import SHAPES, parameters, run, set_gradients, spectron
 
 
 def test_a_pair_has_two_factors():

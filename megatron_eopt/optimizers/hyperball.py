@@ -1,0 +1,217 @@
+"""Muon on a hyperball: every matrix keeps the norm that it starts with."""
+
+from collections.abc import Sequence
+from math import inf
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from megatron_eopt.optimizers.batch import Batch, local
+from megatron_eopt.optimizers.bulk import Scalar
+from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.optimizers.transport import MeasuredMuon, Transport, spelled_out, there
+from megatron_eopt.orthogonalize.normalize import nonzero
+from megatron_eopt.parallel.plan import Matrix
+from megatron_eopt.parallel.statistics import Statistics, Wanted
+
+RADIUS = "radius"
+"""What is kept of each logical matrix."""
+
+
+class MuonHyperball(MeasuredMuon):
+    """Muon whose matrices move on spheres, so that neither they nor their relative steps need weight decay [1].
+
+    For each logical matrix ``W``, where ``R`` is the Frobenius norm that it has before the first step, ``O`` the
+    orthogonal factor of its momentum as in :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`, and
+    ``normalize(X) = X / ||X||_F``::
+
+        W <- R normalize(W - lr R normalize(O))
+
+    A step turns the matrix by an angle of about ``lr``, whatever its size and shape. Norms are those of the global
+    matrix, from one all-reduce of a step for each group of ranks. ``R`` is a state in fp64, found in the first step and
+    saved, so a parameter in bf16 strays from its sphere by its rounding alone, which does not add up; but it needs fp32
+    for steps smaller than that rounding, as Megatron keeps it.
+
+    A matrix stays as it is, bit for bit, where ``lr`` or the update is zero, where the step would end in the center,
+    and where its gradient is missing or not finite.
+
+    Args:
+        params: matrices, or groups of them, each of which may have its own ``lr``, ``momentum``, ``num_ns_steps`` and
+            ``coefficient_type``. Parameters are not scaled, so they are to have their initial values by the first step.
+        lr: learning rate, at least 0: the length of a step relative to the norm of its matrix.
+        momentum: of the exponential moving average, in [0, 1).
+        nesterov: whether to look ahead.
+        weight_decay: 0, since a decay along the matrix is undone by the return to its norm; here for those who fill it
+            from a config.
+        **transport: see :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`.
+
+    Raises:
+        ValueError: as by Muon; for a weight decay, for scale settings, and with ``blockwise`` for shards. In the first
+            step, before anything is changed, for a matrix whose norm is zero or not finite.
+
+    [1] Wen et al., Fantastic Pretraining Optimizers and Where to Find Them 2.1: Hyperball Optimization (2025).
+    """
+
+    size_rule = "lr times the norm of the matrix"
+    decays_weights = False
+
+    # On the class, because they are left out of pickles and copies.
+    _radii_found: bool = False
+    _keys: dict[Tensor, list[str]] | None = None
+
+    @spelled_out
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 0.01,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.0,
+        **transport: Unpack[Transport],
+    ) -> None:
+        super().__init__(params, lr, momentum, nesterov, weight_decay, **transport)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of matrices, whose norms are found in the next step.
+
+        Raises:
+            ValueError: for a parameter that is not a matrix, or a setting out of its range.
+        """
+        super().add_param_group(param_group)
+        self._radii_found = False
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state, and with it the norms that the matrices keep.
+
+        Raises:
+            ValueError: also if a group of it has a setting out of its range; nothing is changed then.
+        """
+        super().load_state_dict(state_dict)
+        self._radii_found = False  # of parameters that had made no step
+
+    def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
+        """The momentum, and the norm of each logical matrix; zero as long as it was not measured."""
+        radii = [StateTensor(key, (), part, torch.float64) for part, key in enumerate(self._radius_keys(parameter))]
+        return [*super().state_tensors(parameter), *radii]
+
+    def _radius_keys(self, parameter: Tensor) -> list[str]:
+        # asked in every step, and a parameter may be many heads
+        self._keys = {} if self._keys is None else self._keys
+        if parameter not in self._keys:
+            whole, count = self.split_of(parameter).is_whole, len(self.matrix_layouts(parameter))
+            self._keys[parameter] = [RADIUS] if whole else [f"{RADIUS}_{part}" for part in range(count)]
+        return self._keys[parameter]
+
+    def _further_state(self, parameter: Tensor) -> list[Tensor]:
+        state = self._state_of(parameter)
+        return [state[key] for key in self._radius_keys(parameter)]
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        self._refuse_weight_decay(_INSTEAD)
+
+    def _take(self, accepted: Tensor) -> None:
+        self._refuse_weight_decay(_INSTEAD)
+        if not self._radii_found:
+            self._find_radii()
+            self._radii_found = True
+        super()._take(accepted)
+
+    def _find_radii(self) -> None:
+        """Measure the matrices that were not yet; all ranks come here together."""
+        parameters = self._parameters()
+        pieces = self._pieces(range(len(parameters)), [local(parameter) for parameter in parameters])
+        found = self.planned.statistics([Wanted(matrix=matrix, x=x, squared_norm=True) for matrix, x in pieces])
+        radii = [radius for parameter in parameters for radius in self._further_state(parameter)]
+        # what is 0 was not measured yet, unless the matrix has no entries
+        new = [
+            (radius, matrix, there(statistics.squared_norm).sqrt())
+            for radius, (matrix, _), statistics in zip(radii, pieces, found, strict=True)
+            if 0 not in matrix.shape and not radius
+        ]
+        for _, matrix, norm in new:
+            if not 0 < norm < inf:
+                raise ValueError(
+                    f"{type(self).__name__} keeps the norm that a matrix starts with, and that of {matrix.name} is "
+                    f"{norm:g}: initialize it, or give it to another optimizer (AdamW, say)"
+                )
+        for radius, _, norm in new:
+            radius.copy_(norm)
+
+    def _apply(
+        self, batches: Sequence[Batch], updates: Sequence[Tensor], lrs: Sequence[Scalar], accepted: Sequence[Tensor]
+    ) -> None:
+        places = [place for batch in batches for place in batch.places]
+        weights = self._pieces(places, [local(p) for batch in batches for p in batch.parameters])
+        factors = self._pieces(places, updates)
+        wanted = [
+            each
+            for (matrix, weight), (_, factor) in zip(weights, factors, strict=True)
+            for each in (
+                Wanted(matrix=matrix, x=weight, squared_norm=True, inner=factor),
+                Wanted(matrix=matrix, x=factor, squared_norm=True),
+            )
+        ]
+        found = iter(self.planned.statistics(wanted))
+        settings = (
+            (radius, lr, flag)
+            for batch, lr, flags in zip(batches, lrs, accepted, strict=True)
+            # flags of a batch without parameters are those of another
+            for radii, flag in zip(batch.further, flags.unbind(), strict=False)
+            for radius in radii
+        )
+        moved = (
+            on_sphere(weight, factor, next(found), next(found), *of_matrix)
+            for (_, weight), (_, factor), of_matrix in zip(weights, factors, settings, strict=True)
+        )
+        for batch in batches:
+            for place, parameter, radii in zip(batch.places, batch.parameters, batch.further, strict=True):
+                local(parameter).copy_(self.planned.merge(place, [next(moved) for _ in radii]))
+
+    def _pieces(self, places: Sequence[int], of_parameters: Sequence[Tensor]) -> list[tuple[Matrix, Tensor]]:
+        """The logical matrices of parameters, each with this rank's piece."""
+        planned = self.planned
+        return [
+            each
+            for place, matrices, x in zip(places, planned.matrices(places), of_parameters, strict=True)
+            for each in zip(matrices, planned.split(place, x), strict=True)
+        ]
+
+
+_INSTEAD = "it keeps the norm of every matrix, whatever decays"
+_NEAR_CENTER = 1e-12  # of the squared norm: what a step leaves of a matrix there is rounding, and so is its direction
+
+
+def on_sphere(
+    weight: Tensor,
+    factor: Tensor,
+    of_weight: Statistics,
+    of_factor: Statistics,
+    radius: Tensor,
+    lr: Scalar,
+    accepted: Tensor,
+) -> Tensor:
+    """One rank's piece of ``R normalize(W - lr R normalize(O))``; of ``W`` where it stays. Waits for no device.
+
+    The norm of the difference follows from those of its terms, so that one reduction is enough; in fp64, where what
+    they cancel does not matter.
+
+    Args:
+        weight: the piece of ``W``, and
+        factor: of ``O``, in any floating dtype. The difference is rounded to that of ``W`` at its end alone.
+        of_weight: the squared norm of ``W`` and its inner product with ``O``.
+        of_factor: the squared norm of ``O``.
+        radius: ``R``, ().
+        lr: learning rate.
+        accepted: whether the parameter takes part, ().
+    """
+    squared_weight, inner = there(of_weight.squared_norm), there(of_weight.inner_product)
+    squared_factor = there(of_factor.squared_norm)
+    step = lr * radius / nonzero(squared_factor.sqrt())
+    squared = (squared_weight - 2 * step * inner + step.square() * squared_factor).clamp(min=0)
+    moves = accepted & (step != 0) & (squared_factor > 0) & (squared > _NEAR_CENTER * squared_weight)
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    moved = (weight.to(wide) - step * factor.to(wide)) * (radius / nonzero(squared.sqrt()))
+    return torch.where(moves, moved.to(weight.dtype), weight)

@@ -1,0 +1,81 @@
+"""PolarGrad: orthogonal factors of the momentum, as large as its nuclear norm."""
+
+from collections.abc import Sequence
+from typing import Unpack
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from megatron_eopt.optimizers.batch import Batch
+from megatron_eopt.optimizers.transport import MeasuredMuon, Transport, spelled_out, there
+from megatron_eopt.parallel.statistics import Wanted
+
+
+class PolarGrad(MeasuredMuon):
+    """PolarGrad [1] with the momentum first: steepest descent in the spectral norm, where Muon only has its direction.
+
+    For each logical matrix ``W`` with gradient ``g``, in this order:
+
+    1. weight decay: ``W -= lr * weight_decay * W``;
+    2. ``M <- momentum M + (1 - momentum) g``, the paper's exponential moving average;
+    3. the polar decomposition ``M = U H``: ``U`` by Newton-Schulz, and ``tr(H) = <M, U>``, the nuclear norm of ``M``;
+    4. ``W -= lr * <M, U> * U``.
+
+    So steps become smaller with the gradients, and a loss times 2 is an ``lr`` times 2. ``<M, U>`` is that of whole
+    matrices, from one all-reduce of a step for each group of ranks. Where Newton-Schulz leaves singular values ``s`` in
+    place of 1, it weighs those of ``M`` by ``s``; ``coefficient_type="polar_express"`` with 8 steps leaves 1.
+
+    Where they lie, and gradients that are missing or not finite, are treated as by
+    :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`.
+
+    Args:
+        params: matrices, or groups of them, each of which may have its own ``lr``, ``momentum``, ``weight_decay``,
+            ``num_ns_steps`` and ``coefficient_type``.
+        lr: learning rate, at least 0.
+        momentum: of the exponential moving average, in [0, 1).
+        nesterov: whether ``(1 - momentum) g + momentum M`` takes the place of ``M`` in 3 and 4, as in Muon.
+        weight_decay: at least 0.
+        **transport: see :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`.
+
+    Raises:
+        ValueError: as by Muon; for scale settings, and with ``blockwise`` for shards.
+
+    [1] Lau, Long and Su, PolarGrad: A Class of Matrix-Gradient Optimizers from a Unifying Preconditioning Perspective,
+    arXiv 2505.21799.
+    """
+
+    size_rule = "the nuclear norm of the momentum"
+
+    @spelled_out
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 3e-4,
+        momentum: float = 0.95,
+        nesterov: bool = False,
+        weight_decay: float = 0.01,
+        **transport: Unpack[Transport],
+    ) -> None:
+        super().__init__(params, lr, momentum, nesterov, weight_decay, **transport)
+
+    def _orthogonalize(
+        self, batches: Sequence[Batch], updates: list[Tensor], accepted: Sequence[Tensor]
+    ) -> list[Tensor]:
+        planned = self.planned
+        places = [place for batch in batches for place in batch.places]
+        momenta = list(updates)
+        factors = super()._orthogonalize(batches, updates, accepted)
+        of_places = [planned.split(*each) for each in zip(places, factors, strict=True)]
+        polar = [factor for of_place in of_places for factor in of_place]
+        wanted = [
+            Wanted(matrix=matrix, x=x, inner=factor)
+            for matrix, x, factor in zip(
+                [matrix for of_place in planned.matrices(places) for matrix in of_place],
+                [x for place, momentum in zip(places, momenta, strict=True) for x in planned.split(place, momentum)],
+                polar,
+                strict=True,
+            )
+        ]
+        found = zip(polar, planned.statistics(wanted), strict=True)
+        sized = (factor * there(statistics.inner_product) for factor, statistics in found)
+        return [planned.merge(place, [next(sized) for _ in of]) for place, of in zip(places, of_places, strict=True)]

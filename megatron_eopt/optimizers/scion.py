@@ -1,0 +1,111 @@
+"""Scion for hidden matrices: steps to the extreme points of a spectral-norm ball."""
+
+from collections.abc import Mapping
+from math import inf
+from typing import Any, Unpack
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from megatron_eopt.optimizers.group_settings import UpdateSettings
+from megatron_eopt.optimizers.transport import RuledMuon, Transport, spelled_out
+
+RADIUS = "radius"
+"""Setting of a group."""
+
+
+class Scion(RuledMuon):
+    """Scion [1] for hidden matrices: conditional gradient steps in the operator norm from RMS to RMS.
+
+    For each logical matrix ``W`` (rows x cols, outputs x inputs) with gradient ``g``, in this order:
+
+    1. ``d <- momentum d + (1 - momentum) g``; the paper's ``alpha`` is ``1 - momentum``;
+    2. ``U V^T``, the orthogonal factor of ``d``, makes the update ``O = radius * sqrt(rows / cols) * U V^T``;
+    3. constrained: ``W <- (1 - lr) W - lr O``; unconstrained: ``W <- W - lr O``.
+
+    ``-O`` is the paper's ``lmo(d)`` for the ball ``sqrt(cols / rows) ||W||_2 <= radius``, the norm that it gives hidden
+    matrices. (For inputs that are no activations, such as images, it has ``max(1, sqrt(rows / cols))``.) Constrained
+    steps are those of Frank-Wolfe: a matrix that starts in the ball stays in it, but for the errors of Newton-Schulz,
+    and one that starts outside comes nearer by the factor ``1 - lr`` in each step. It stands in the place of weight
+    decay. Since bf16 parameters lose a factor nearer to 1 than ``2^-9``, keep these in fp32, as Megatron does.
+
+    The paper's norms of other parameters are elementwise, and their steps go by signs: give embeddings, output layers
+    and vectors to :class:`~megatron_eopt.optimizers.signum.Signum` in a group with an ``lr`` of its own, or to AdamW.
+
+    Where they lie, and gradients that are missing or not finite, are treated as by
+    :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`.
+
+    Args:
+        params: matrices, or groups of them, each of which may have its own ``lr``, ``momentum``, ``radius``,
+            ``num_ns_steps`` and ``coefficient_type``.
+        lr: learning rate, at least 0; in [0, 1] where constrained.
+        momentum: of the exponential moving average, in [0, 1).
+        radius: ``rho``, above 0; 50 is the paper's for the hidden matrices of its GPT, with rates near ``2^-12``.
+        constrained: whether the ball bounds the matrices (the paper's Scion), or the steps alone (its unconstrained
+            Scion).
+        weight_decay: 0; here for those who fill it from a config.
+        **transport: see :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`.
+
+    Raises:
+        ValueError: as by Muon; for ``lr`` or ``radius`` out of its range, a weight decay, and scale settings.
+
+    [1] Pethick et al., Training Deep Learning Models with Norm-Constrained LMOs, arXiv 2502.07529.
+    """
+
+    size_rule = "radius * sqrt(rows / cols)"
+    decays_weights = False
+
+    @spelled_out
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 3e-4,
+        momentum: float = 0.9,
+        *,
+        radius: float = 50.0,
+        constrained: bool = True,
+        weight_decay: float = 0.0,
+        **transport: Unpack[Transport],
+    ) -> None:
+        self.radius = radius
+        self.constrained = constrained
+        super().__init__(params, lr, momentum, nesterov=False, weight_decay=weight_decay, **transport)
+
+    def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
+        """The iteration of the matrices of a group, and its radius.
+
+        Raises:
+            ValueError: for what the optimizer would refuse, a radius out of its range, and scale settings.
+        """
+        of_group, radius = super().update_settings(group), group.get(RADIUS, self.radius)
+        if not 0 < radius < inf:
+            raise ValueError(f"radius must be a finite number above 0, got {radius}")
+        return UpdateSettings(of_group.newton_schulz, "unit_rms_norm", radius)
+
+    def settings(self) -> dict[str, Any]:
+        """What a checkpoint says of this optimizer to those who read it."""
+        return super().settings() | {"constrained": self.constrained}
+
+    def _further_settings(self) -> dict[str, Any]:
+        return {RADIUS: self.radius}
+
+    def _own_settings(self) -> list[dict[str, Any]]:
+        groups = zip(super()._own_settings(), self.param_groups, strict=True)
+        return [{**own, RADIUS: group[RADIUS]} for own, group in groups]
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        if self.constrained and not 0 <= group["lr"] <= 1:
+            raise ValueError(
+                f"{type(self).__name__}: lr must lie in [0, 1], since a constrained step goes that part of the way to "
+                f"the boundary, got {group['lr']}"
+            )
+        super()._check_group(group)
+        self._refuse_weight_decay(_INSTEAD)
+
+    def _take(self, accepted: Tensor) -> None:
+        self._refuse_weight_decay(_INSTEAD)
+        decay = 1.0 if self.constrained else 0.0
+        self._run(self._batches(), accepted, [(group["lr"], decay) for group in self.param_groups])
+
+
+_INSTEAD = "constrained=True bounds matrices by their radius"

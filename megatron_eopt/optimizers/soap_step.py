@@ -1,0 +1,118 @@
+"""SOAP's step of one matrix: what becomes of its moments, its factors and its bases, and where it goes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.optimizers.soap_eigenbasis import (
+    eigenbasis,
+    from_basis,
+    refreshed,
+    to_basis,
+    update_factor,
+    whitened,
+)
+
+CLOCK = "clock"
+"""Setting of a group: steps of the optimizer so far, by which bases are refreshed."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """What is kept of the rows or of the columns of a matrix: its factor and its basis, (length x length) each."""
+
+    factor: Tensor
+    basis: Tensor
+
+
+@dataclass(frozen=True)
+class Preconditioned:
+    """A whole matrix, or any tensor that has no side, as a step sees it.
+
+    Attributes:
+        gradient: in the dtype of the rest.
+        momentum: Adam's first moment, and
+        squares: his second one, in the bases. Both are changed in place, and so is what sides have.
+        sides: of the rows and of the columns; None for one without a factor.
+    """
+
+    gradient: Tensor
+    momentum: Tensor
+    squares: Tensor
+    sides: tuple[Side | None, Side | None] = (None, None)
+
+    @property
+    def factored(self) -> bool:
+        """Whether it has a factor."""
+        return self.sides != (None, None)
+
+    @property
+    def bases(self) -> tuple[Tensor | None, Tensor | None]:
+        """Of the rows and of the columns."""
+        left, right = (None if side is None else side.basis for side in self.sides)
+        return left, right
+
+
+def update_of(
+    matrix: Preconditioned, steps: Tensor, accepted: Tensor, settings: Mapping[str, Any], first: bool
+) -> Tensor | None:
+    """The update of a matrix, before the learning rate; None where the gradient makes the bases alone.
+
+    Args:
+        matrix: whose gradient is zero where it is not accepted.
+        steps: gradients that were accepted, this one included; without dimensions.
+        accepted: False leaves all that is kept as it is.
+        settings: of the group.
+        first: whether there are no bases so far; only with an accepted gradient.
+    """
+    of_previous = matrix.factored and settings["basis_of"] == "previous"
+    if matrix.factored and (first or not of_previous):
+        _absorb(matrix, steps, accepted, settings, first)
+    if of_previous and first:
+        return None
+    update = _adam(matrix, (steps - int(of_previous)).clamp(min=1), accepted, settings)
+    if of_previous:
+        _absorb(matrix, steps, accepted, settings, first)
+    return update
+
+
+def _absorb(matrix: Preconditioned, steps: Tensor, accepted: Tensor, settings: Mapping[str, Any], first: bool) -> None:
+    """Let a gradient into the factors of a matrix, and refresh the bases where it is time, or make them."""
+    beta, gradient = settings["shampoo_beta"], matrix.gradient
+    weight = (1 - beta) / (1 - beta ** steps.clamp(min=1))
+    # both before a factor changes
+    roots = [gradient, gradient.mT]
+    if settings["use_kl_shampoo"] and not first:
+        roots = [
+            x if other is None else whitened(x, other.factor, other.basis)
+            for x, other in zip(roots, reversed(matrix.sides), strict=True)
+        ]
+    refreshes = settings[CLOCK] % settings["precondition_frequency"] == 0
+    for dim, (side, root) in enumerate(zip(matrix.sides, roots, strict=True)):
+        if side is None:
+            continue
+        divisor = gradient.shape[1 - dim] if settings["use_kl_shampoo"] else 1
+        update_factor(side.factor, root, divisor, weight, accepted)
+        if first:
+            side.basis.copy_(eigenbasis(side.factor))
+        elif refreshes:
+            new, order = refreshed(side.factor, side.basis, settings["basis_method"])
+            squares = matrix.squares
+            squares.copy_(torch.where(accepted, squares.index_select(dim, order), squares))
+            side.basis.copy_(torch.where(accepted, new, side.basis))
+
+
+def _adam(matrix: Preconditioned, moments: Tensor, accepted: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    """Adam's update in the bases of a matrix, of the moments that take in its gradient where it is accepted."""
+    beta1, beta2 = settings["betas"]
+    gradient, momentum, squares = matrix.gradient, matrix.momentum, matrix.squares
+    momentum.lerp_(torch.where(accepted, gradient, momentum), 1 - beta1)
+    # an infinity would stay for ever
+    new = to_basis(gradient, *matrix.bases).square().clamp(max=torch.finfo(squares.dtype).max)
+    squares.lerp_(torch.where(accepted, new, squares), 1 - beta2)
+    update = to_basis(momentum, *matrix.bases) / (1 - beta1**moments)
+    update /= (squares / (1 - beta2**moments)).sqrt() + settings["eps"]
+    return from_basis(update, *matrix.bases)

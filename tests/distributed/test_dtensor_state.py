@@ -1,0 +1,299 @@
+"""State of DTensors: torch's distributed checkpoints save all of it, and load it on any number of ranks."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from megatron_eopt import TensorParallelAdaptiveMuon
+from megatron_eopt.optimizers.batch import local
+from megatron_eopt.optimizers.spectron import Spectron, factor_pairs
+from tests.distributed.ranks import run_ranks
+
+STEPS = 5
+FULL = StateDictOptions(full_state_dict=True)
+QKV = [4, 2, 2]
+
+# On four ranks rows and columns are cut unevenly, and one rank holds nothing of "few" and "narrow".
+CASES = {
+    "tall_by_rows": ((10, 7), Shard(0)),
+    "tall_by_columns": ((10, 7), Shard(1)),
+    "wide_by_rows": ((7, 10), Shard(0)),
+    "wide_by_columns": ((7, 10), Shard(1)),
+    "few": ((3, 9), Shard(0)),
+    "narrow": ((9, 3), Shard(1)),
+    "fused_by_rows": ((32, 6), Shard(0)),
+    "fused_by_columns": ((16, 10), Shard(1)),
+    "replicated": ((8, 6), Replicate()),
+}
+PAIRS = {
+    "up": ((10, 3), Shard(0)),
+    "down": ((7, 3), Replicate()),
+    "up_transposed": ((3, 9), Shard(1)),
+    "other": ((6, 3), Shard(0)),
+}
+
+
+class Model(nn.Module):
+    """Parameters as FSDP2 leaves them, or whole ones where there is no mesh."""
+
+    def __init__(self, mesh=None, along=lambda placement: [placement]):
+        super().__init__()
+        self.spread = lambda x, placement: (
+            x if mesh is None else distribute_tensor(x, mesh, along(placement), src_data_rank=None)
+        )
+        generator = torch.Generator().manual_seed(0)
+        for name, (shape, placement) in {**CASES, **PAIRS}.items():
+            parameter = nn.Parameter(self.spread(torch.randn(shape, generator=generator), placement))
+            if name.startswith("fused"):
+                parameter.qkv_split_shapes = QKV
+            self.register_parameter(name, parameter)
+
+    def train_by(self, optimizer, steps):
+        for step in steps:
+            generator = torch.Generator().manual_seed(1 + step)
+            for name, (shape, placement) in {**CASES, **PAIRS}.items():
+                self.get_parameter(name).grad = self.spread(torch.randn(shape, generator=generator), placement)
+            optimizer.step()
+        optimizer.zero_grad()
+
+    def whole(self):
+        full = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in self.named_parameters()}
+        return {name: p.detach().clone() for name, p in full.items()}
+
+
+SPLIT = {"split_qkv": True, "is_qkv_fn": lambda p: hasattr(p, "qkv_split_shapes"), "fp32_matmul_prec": "highest"}
+
+
+def spectron(model):
+    matrices = [model.get_parameter(name) for name in CASES]
+    pairs = [model.get_parameter(name) for name in PAIRS]
+    groups = [{"params": matrices}, factor_pairs(zip(pairs[::2], pairs[1::2], strict=True), lr=0.1)]
+    return Spectron(groups, lr=0.05, rank=2, momentum_beta=0.8, tp_mode="auto", **SPLIT)
+
+
+def adaptive(method):
+    def build(model):
+        return TensorParallelAdaptiveMuon(model.parameters(), lr=0.05, moment2_method=method, tp_mode="auto", **SPLIT)
+
+    return build
+
+
+OPTIMIZERS = {"spectron": spectron, "normuon": adaptive("normuon"), "namo": adaptive("namo")}
+
+
+def full_state(model, optimizer):
+    # what is whole on every rank is given out as it is, and training goes on
+    return copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FULL)["state"])
+
+
+def save(model, optimizer, folder):
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=folder)
+
+
+def load(model, optimizer, folder):
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+def trained(build, *model, steps=STEPS):
+    made = Model(*model)
+    optimizer = build(made)
+    made.train_by(optimizer, range(steps))
+    return made, optimizer
+
+
+def check_parts(optimizer):
+    """That this rank's part of each state tensor has the shape that its description says."""
+    for parameter, state in optimizer.state.items():
+        for tensor in optimizer.state_tensors(parameter):
+            if tensor.dims is not None:
+                part = tuple(local(state[tensor.key]).shape)
+                assert part == tensor.local_shape(optimizer.matrix_layouts(parameter)), tensor
+
+
+def on_four(rank, world_size, folder):
+    """Save after two steps on one mesh dimension; train on meshes of two; and what is refused."""
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    saved, found = {}, {}
+    for name, build in OPTIMIZERS.items():
+        model, optimizer = trained(build, line, steps=2)
+        check_parts(optimizer)
+        save(model, optimizer, folder / name / "4")
+        saved[name] = full_state(model, optimizer), model.whole()
+    meshes = {
+        "hsdp": lambda placement: [Replicate(), placement],
+        # as FSDP2 over tensor parallelism cuts rows: both dimensions of the mesh cut the same dimension
+        "over tp": lambda placement: [
+            _StridedShard(placement.dim, split_factor=2) if isinstance(placement, Shard) else placement,
+            placement,
+        ],
+    }
+    for mesh, along in meshes.items():
+        for name, build in OPTIMIZERS.items():
+            model, optimizer = trained(build, square, along)
+            check_parts(optimizer)
+            found[mesh, name] = full_state(model, optimizer), model.whole()
+    return saved, found, refused(line, square)
+
+
+def refused(line, square):
+    def parameter(mesh, placements, shape=(16, 8), **attributes):
+        made = nn.Parameter(distribute_tensor(torch.ones(shape), mesh, placements, src_data_rank=None))
+        for key, value in attributes.items():
+            setattr(made, key, value)
+        return made
+
+    fused = parameter(line, [Shard(0)], qkv_split_shapes=QKV)
+    both = parameter(square, [Shard(0), Shard(1)])
+    short = parameter(line, [Shard(0)], (3, 16))
+    whole = nn.Parameter(torch.ones(16, 8))
+    plain, cut = (Spectron([("weight", p)], rank=2) for p in (whole, parameter(line, [Shard(0)])))
+    plain.init_state()
+    cut.init_state()
+    # namo keeps one number for each logical matrix, however its rows lie
+    TensorParallelAdaptiveMuon([fused], moment2_method="namo", **SPLIT)
+    return [
+        message_of(call)
+        for call in (
+            lambda: Spectron([("fused", fused)], rank=2, **SPLIT),
+            lambda: TensorParallelAdaptiveMuon([("fused", fused)], moment2_method="normuon", **SPLIT),
+            lambda: Spectron([("both", both)], rank=2),
+            lambda: TensorParallelAdaptiveMuon([("both", both)], moment2_method="normuon"),
+            lambda: Spectron([factor_pairs([(("short", short), ("whole", whole))])]),
+            lambda: cut.load_state_dict(plain.state_dict()),
+            lambda: plain.load_state_dict(cut.state_dict()),
+        )
+    ]
+
+
+def message_of(call):
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+def on_two(rank, world_size, folder):
+    """Train from the start; make state in both ways; and load what four ranks saved, go on with it and save."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    straight, loaded, saved, fresh = {}, {}, {}, {}
+    for name, build in OPTIMIZERS.items():
+        model, optimizer = trained(build, mesh)
+        straight[name] = full_state(model, optimizer), model.whole()
+
+        described = Model(mesh)
+        optimizer = build(described)
+        optimizer.init_state()
+        expected = full_state(described, optimizer)
+        model = Model(mesh)
+        optimizer = build(model)
+        fresh[name] = full_state(model, optimizer), model.whole(), expected
+
+        load(model, optimizer, folder / name / "4")
+        loaded[name] = full_state(model, optimizer), model.whole()
+        model.train_by(optimizer, range(2, 4))
+        save(model, optimizer, folder / name / "2")
+        saved[name] = full_state(model, optimizer), model.whole()
+        whole = get_optimizer_state_dict(model, optimizer, options=FULL)
+        again = build(model)
+        set_optimizer_state_dict(model, again, whole, options=FULL)
+        assert_equal(full_state(model, again), saved[name][0])
+    return straight, loaded, saved, fresh
+
+
+def assert_equal(found, expected):
+    """Compare values of parameters, or of their states, bit for bit."""
+    assert found.keys() == expected.keys()
+    for key, value in found.items():
+        if isinstance(value, dict):
+            assert_equal(value, expected[key])
+        else:
+            assert torch.equal(value, expected[key]), key
+
+
+def assert_close(found, expected, what):
+    """The same up to what sums over ranks round otherwise."""
+    assert found.keys() == expected.keys(), what
+    for key, value in found.items():
+        if isinstance(value, dict):
+            assert_close(value, expected[key], (*what, key))
+        else:
+            assert value.shape == expected[key].shape, (*what, key)
+            error = (value - expected[key]).abs().max()
+            assert error <= 1e-5 * expected[key].abs().max(), (*what, key, float(error))
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """What four ranks found, then two ranks, and where both saved."""
+    folder = tmp_path_factory.mktemp("saved")
+    return run_ranks(on_four, 4, folder), run_ranks(on_two, 2, folder), folder
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_ranks_train_to_the_parameters_and_the_state_of_one_process(ran, name):
+    four, two, _ = ran
+    model, optimizer = trained(OPTIMIZERS[name])
+    expected = full_state(model, optimizer), model.whole()
+    for rank, (straight, *_) in enumerate(two):
+        for found, wanted in zip(straight[name], expected, strict=True):
+            assert_close(found, wanted, (name, rank))
+    for rank, (_, on_meshes, _) in enumerate(four):
+        for mesh in ("hsdp", "over tp"):
+            for found, wanted in zip(on_meshes[mesh, name], expected, strict=True):
+                assert_close(found, wanted, (mesh, name, rank))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_four_ranks_saved_goes_on_with_two_ranks_and_then_one(ran, name):
+    four, two, folder = ran
+    for _, loaded, _, _ in two:
+        for found, saved in zip(loaded[name], four[0][0][name], strict=True):
+            assert_equal(found, saved)
+    model = Model()
+    optimizer = OPTIMIZERS[name](model)
+    load(model, optimizer, folder / name / "2")
+    for found, saved in zip((full_state(model, optimizer), model.whole()), two[0][2][name], strict=True):
+        assert_equal(found, saved)
+    model.train_by(optimizer, range(4, STEPS))
+    assert_close(model.whole(), trained(OPTIMIZERS[name])[0].whole(), (name,))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_that_torch_makes_by_a_step_is_that_of_the_start(ran, name):
+    _, two, _ = ran
+    for _, _, _, fresh in two:
+        state, parameters, expected = fresh[name]
+        assert_equal(parameters, Model().whole())
+        for key in PAIRS if name == "spectron" else ():  # whose power iteration goes on at any rate
+            assert state[key].pop("u").isfinite().all()
+            expected[key].pop("u")
+        assert_equal(state, expected)
+
+
+def test_what_cannot_be_saved_is_refused_on_every_rank(ran):
+    four, _, _ = ran
+    put = "(16, 2), of which placements (Shard(dim=0),) put (4, 2) on this rank"
+    for _, _, messages in four:
+        for message, key in zip(messages, ("factor_A_0", "moment2_buffer_0"), strict=False):
+            assert "fused is a DTensor of shape (16, 8) with placements (Shard(dim=0),), which cut its" in message
+            assert f"(4, 8), (0, 8), (4, 8), (0, 8): no placement says that of '{key}', and it could not" in message
+            assert "Shard it along columns, or so that each rank has as many whole groups of rows" in message
+        assert "Spectron takes matrices that are cut along their rows or along their columns, but both" in messages[2]
+        assert "need one of them whole, but both, a matrix (16, 8), is cut along both" in messages[3]
+        assert "short, a factor (3, 16), is cut along its rank" in messages[4]
+        assert f"'factor_A' has shape (16, 2), expected {put} for the parameter of shape (16, 8)" in messages[5]
+        assert "set_optimizer_state_dict spreads it over the ranks" in messages[5]
+        assert f"'factor_A' has shape {put}, expected (16, 2) for" in messages[6]

@@ -1,0 +1,248 @@
+"""Scion, PolarGrad, MuonHyperball and Signum on two ranks take the steps of one."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from megatron_eopt.optimizers.hyperball import MuonHyperball
+from megatron_eopt.optimizers.polar_grad import PolarGrad
+from megatron_eopt.optimizers.scion import Scion
+from megatron_eopt.optimizers.signum import Signum
+from megatron_eopt.parallel.exchange import counters
+from megatron_eopt.parallel.plan import Matrix
+from megatron_eopt.parallel.statistics import Wanted, reduce_statistics
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_adaptive_invariance import cut
+from tests.distributed.test_statistics import layouts, matrix_of, part_of
+from tests.distributed.test_tp_invariance import SHAPES, sharded
+
+STEPS = 4
+KINDS = {"scion": Scion, "polar_grad": PolarGrad, "hyperball": MuonHyperball}
+MODES = ("duplicated", "owner", "auto", "distributed", "gram")
+CASES = {
+    **{f"{kind} dim {dim}": (shape, sharded(dim)) for kind, shape in SHAPES.items() for dim in (0, 1)},
+    "fused qkv": ((6 * 16, 48), sharded(0, qkv_split_shapes=[8, 4, 4])),
+    # the shard ends inside the group, and one rank holds nothing of k and v
+    "one query group": ((48, 40), sharded(0, qkv_split_shapes=[32, 8, 8])),
+    "expert": ((36, 96), {"partition_dim": 1, "expert_tp": True}),
+    "replicated": ((40, 24), {}),
+    "zero": ((48, 36), sharded(0)),
+}
+PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "replicated": Replicate()}
+
+
+def trained(rank, world_size, kind, steps=range(STEPS), state=None, start=None, **settings):
+    """Some steps of one optimizer of all cases; it, its parameters by name, and the collectives of the last step."""
+    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD) if world_size > 1 else None
+    parameters = {}
+    for index, (name, (shape, attributes)) in enumerate(CASES.items()):
+        # in fp64, where the iteration does not multiply rounding to what could be taken for an error
+        whole = torch.randn(shape, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+        p = torch.nn.Parameter(cut(whole, attributes, rank, world_size) if start is None else start[name].clone())
+        for key, value in attributes.items():
+            if groups is not None or key == "qkv_split_shapes":
+                setattr(p, key, value)
+        parameters[name] = p
+    several = list(parameters.values())
+    opt = KINDS[kind](
+        [{"params": several[:3], "momentum": 0.5}, {"params": several[3:], "lr": 0.02}],
+        lr=0.05,
+        momentum=0.8,
+        split_qkv=True,
+        is_qkv_fn=lambda p: hasattr(p, "qkv_split_shapes"),
+        pg_collection=groups,
+        **settings,
+    )
+    if state is not None:
+        opt.load_state_dict(copy.deepcopy(state))
+    for step in steps:
+        for index, (name, (shape, attributes)) in enumerate(CASES.items()):
+            generator = torch.Generator().manual_seed(1000 * step + index)
+            gradient = torch.randn(shape, generator=generator, dtype=torch.float64) * (name != "zero")
+            parameters[name].grad = cut(gradient, attributes, rank, world_size)
+        counters.reset()
+        opt.step()
+    return opt, parameters, dict(counters.calls)
+
+
+def found(parameters):
+    return {name: p.detach() for name, p in parameters.items()}
+
+
+def in_all_modes(rank, world_size):
+    results = {}
+    for kind in KINDS:
+        for tp_mode in MODES:
+            _, parameters, calls = trained(rank, world_size, kind, tp_mode=tp_mode)
+            results[kind, tp_mode] = found(parameters), calls
+        _, parameters, _ = trained(rank, 1, kind, data_parallel_group=dist.group.WORLD)
+        results[kind, "shared out"] = found(parameters)
+        first, parameters, _ = trained(rank, world_size, kind, range(2))
+        state = first.state_dict(), found(parameters)
+        _, parameters, _ = trained(rank, world_size, kind, range(2, STEPS), *state)
+        results[kind, "resumed"] = found(parameters)
+    return results
+
+
+def of_dtensors(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("fsdp",))
+    results = {}
+    for kind, cls in (KINDS | {"signum": Signum}).items():
+        for name, placement in PLACEMENTS.items():
+            p, gradients = dtensor_case()
+            q = torch.nn.Parameter(distribute_tensor(p.detach(), mesh, [placement], src_data_rank=None))
+            opt = cls([q], lr=0.05)
+            for gradient in gradients:
+                q.grad = distribute_tensor(gradient, mesh, [placement], src_data_rank=None)
+                opt.step()
+            results[kind, name] = q.full_tensor().detach()
+    return results
+
+
+def dtensor_case():
+    generator = torch.Generator().manual_seed(0)
+    p, *gradients = (torch.randn(11, 7, generator=generator, dtype=torch.float64) for _ in range(STEPS))
+    return torch.nn.Parameter(p), gradients
+
+
+def left_out(rank, world_size):
+    """What stays bit for bit where one rank has a gradient that is not finite, or none has one."""
+    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD)
+    results = {}
+    for kind, cls in KINDS.items():
+        parameters = [torch.nn.Parameter(torch.eye(12, 4) + rank) for _ in range(2)]
+        for p in parameters:
+            p.tensor_model_parallel, p.partition_dim = True, 0
+        opt = cls(parameters, lr=0.05, pg_collection=groups, tp_mode="auto")
+        same = []
+        for step in range(4):
+            for p in parameters:
+                p.grad = torch.randn(12, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+            if step == 1:
+                parameters[0].data.mul_(1.5)  # off the sphere, if it is on one
+            if step in (1, 2) and rank == step - 1:
+                parameters[0].grad[1, 1] = torch.nan
+            if step == 3:
+                parameters[0].grad = None
+            before = [p.detach().clone() for p in parameters]
+            opt.step()
+            same.append([torch.equal(*pair) for pair in zip(before, parameters, strict=True)])
+        results[kind] = same
+    return results
+
+
+def refused(rank, world_size):
+    """What is said of blockwise shards, and of a matrix that is zero on both ranks."""
+    messages = {}
+    for groups in (None, SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)):
+        for kind, cls in KINDS.items():
+            p = torch.nn.Parameter(torch.eye(6, 4))
+            p.tensor_model_parallel, p.partition_dim = True, 0
+            try:
+                cls([p], pg_collection=groups, tp_mode="blockwise")
+            except ValueError as error:
+                messages[kind, groups is None] = str(error)
+    p = torch.nn.Parameter(torch.zeros(6, 4))
+    p.tensor_model_parallel, p.partition_dim = True, 0
+    half = torch.nn.Parameter(torch.full((6, 4), float(rank)))  # zero on one rank alone
+    half.tensor_model_parallel, half.partition_dim = True, 0
+    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD)
+    opt = MuonHyperball([half, p], lr=0.05, pg_collection=groups)
+    half.grad, p.grad = torch.ones(6, 4), torch.ones(6, 4)
+    with pytest.raises(ValueError, match=r"parameter 1 of group 0, of shape \(6, 4\) is 0: initialize it"):
+        opt.step()
+    assert torch.equal(half, torch.full((6, 4), float(rank)))
+    return messages
+
+
+def inner_products(rank, world_size):
+    """Of two matrices in every layout that there is, and in two dtypes."""
+    matrices = [Matrix(name, *layout) for name, layout in ((n, ((14, 22), p)) for n, p in layouts(world_size).items())]
+    x, y = matrix_of(0), matrix_of(1, dtype=torch.bfloat16)
+    kept = x.double().clone()
+    wanted = [
+        Wanted(matrix=matrix, x=part_of(x.to(dtype), piece), inner=part_of(y, piece))
+        for matrix in matrices
+        for piece in [matrix.pieces[rank]]
+        for dtype in (torch.float32, torch.float64)
+    ]
+    counters.reset()
+    statistics = reduce_statistics(wanted, dist.group.WORLD).wait()
+    assert counters.calls == {"all_reduce": 1}
+    for each in statistics:
+        assert (each.inner_product.dtype, each.squared_norm) == (torch.float64, None)
+        torch.testing.assert_close(each.inner_product, (kept * y.double()).sum(), rtol=1e-12, atol=0)
+    assert reduce_statistics([Wanted(matrix=matrices[0], x=wanted[0].x)], None).wait()[0].inner_product is None
+
+
+def on_all(rank, world_size):
+    # in one go, since it takes seconds to start ranks
+    inner_products(rank, world_size)
+    return (
+        in_all_modes(rank, world_size),
+        of_dtensors(rank, world_size),
+        left_out(rank, world_size),
+        refused(rank, world_size),
+    )
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_ranks(on_all, 2)
+
+
+def assert_close(actual, expected, what):
+    assert actual.shape == expected.shape, what
+    if actual.numel():
+        error = (actual - expected).abs().max()
+        # what the iteration makes of rounding, 493 * 2^-53, with an ample margin for other orders of summation
+        assert error <= 1e-11 * expected.abs().max(), (what, float(error))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_take_the_steps_of_one(results, kind):
+    _, alone, _ = trained(0, 1, kind)
+    for rank, (in_modes, *_) in enumerate(results):
+        for name, (_, attributes) in CASES.items():
+            expected = cut(alone[name].detach(), attributes, rank, 2)
+            for mode in MODES:
+                assert_close(in_modes[kind, mode][0][name], expected, (mode, rank, name))
+            assert_close(in_modes[kind, "shared out"][name], alone[name].detach(), (rank, name))
+            assert torch.equal(in_modes[kind, "resumed"][name], in_modes[kind, "duplicated"][0][name])
+        # parameters are gathered, so what is summed are statistics: of the groups tp and expt_tp
+        sums = 0 if kind == "scion" else 2
+        assert in_modes[kind, "duplicated"][1].get("all_reduce", 0) == sums
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "signum"])
+def test_dtensors_take_the_steps_of_one_rank(results, kind):
+    p, gradients = dtensor_case()
+    opt = (KINDS | {"signum": Signum})[kind]([p], lr=0.05)
+    for gradient in gradients:
+        p.grad = gradient
+        opt.step()
+    for _, of_placements, *_ in results:
+        for name in PLACEMENTS:
+            assert_close(of_placements[kind, name], p.detach(), (kind, name))
+
+
+def test_a_step_that_is_left_out_is_left_out_on_all_ranks(results):
+    for _, _, same, _ in results:
+        for of_kind in same.values():
+            assert of_kind == [[False, False], [True, False], [True, False], [True, False]]
+        assert same.keys() == KINDS.keys()
+
+
+def test_blockwise_is_for_scion_alone(results):
+    for *_, messages in results:
+        assert messages.keys() == {(kind, alone) for kind in ("polar_grad", "hyperball") for alone in (True, False)}
+        for (kind, _), message in messages.items():
+            assert message.startswith(
+                f"{KINDS[kind].__name__}: with tp_mode blockwise the norms would be those of shards"
+            )
+            assert message.endswith("(6, 4): take an exact tp_mode (auto, duplicated, ...)")

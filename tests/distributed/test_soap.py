@@ -1,0 +1,229 @@
+"""SOAP at TP=k takes the steps of one rank, and keeps the same factors and bases on every rank, to the bit."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from megatron_eopt.matrices import GATE_UP, experts
+from megatron_eopt.optimizers import soap
+from megatron_eopt.optimizers.skipping import Skipping
+from megatron_eopt.optimizers.soap import SOAP
+from megatron_eopt.parallel.exchange import counters
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_tp_invariance import sharded
+
+STEPS = 7
+TOLERANCE = 1e-5
+"""Of the largest entry."""
+
+MAX_DIM = 48
+CASES = {
+    "in fp64": ((24, 8), sharded(0)),
+    **{
+        f"{kind} along dim {dim}": (shape, sharded(dim))
+        for kind, shape in {"square": (24, 24), "tall": (48, 20), "wide": (20, 48)}.items()
+        for dim in (0, 1)
+    },
+    "long side cut": ((60, 8), sharded(0)),
+    "short side cut": ((60, 8), sharded(1)),
+    "no factor": ((60, 52), sharded(0)),
+    "fused qkv": ((4 * 16, 24), sharded(0, qkv_split_shapes=[8, 4, 4])),
+    "fused qkv along columns": ((4 * 16, 24), sharded(1, qkv_split_shapes=[8, 4, 4])),
+    # shards end inside the group, and some hold nothing of k or v
+    "one query group": ((48, 20), sharded(0, qkv_split_shapes=[32, 8, 8])),
+    "q without factor": ((64, 52), sharded(0, qkv_split_shapes=[56, 4, 4])),
+    "gate and up": ((32, 12), sharded(0, logical_matrices=GATE_UP)),
+    "stacked experts": ((2, 16, 20), sharded(1, logical_matrices=experts(2))),
+    "expert": ((20, 48), {"partition_dim": 1, "expert_tp": True}),
+    "replicated": ((20, 12), {}),
+    "bias": ((24,), sharded(0)),
+    "scale": ((5,), {}),
+}
+VARIANTS = [
+    {},
+    {"basis_method": "eigh", "fp32_matmul_prec": "high"},
+    {"use_kl_shampoo": True},
+    {"use_kl_shampoo": True, "basis_of": "current", "maximize": True},
+]
+
+
+def cut(x, attributes, rank, world_size):
+    """This rank's part of a global tensor."""
+    if world_size == 1 or "partition_dim" not in attributes:
+        return x.clone()
+    if attributes.get("logical_matrices") == GATE_UP:
+        return torch.cat([half.chunk(world_size)[rank] for half in x.chunk(2)])
+    return x.chunk(world_size, attributes["partition_dim"])[rank].contiguous()
+
+
+def drawn(name, generator, rank, world_size):
+    """This rank's part of random entries, the same for every number of ranks."""
+    shape, attributes = CASES[name]
+    x = cut(torch.randn(shape, generator=generator), attributes, rank, world_size)
+    return x.double() if name == "in fp64" else x
+
+
+def made(rank, world_size):
+    generator = torch.Generator().manual_seed(0)
+    parameters = {}
+    for name, (_, attributes) in CASES.items():
+        parameters[name] = torch.nn.Parameter(drawn(name, generator, rank, world_size))
+        for key, value in attributes.items():
+            if world_size > 1 or key in ("qkv_split_shapes", "logical_matrices"):
+                setattr(parameters[name], key, value)
+    return parameters
+
+
+def built(parameters, world_size, **settings):
+    several = list(parameters.items())
+    return SOAP(
+        [{"params": several[:7], "weight_decay": 0.2}, {"params": several[7:], "lr": 0.1, "precondition_frequency": 3}],
+        lr=0.05,
+        precondition_frequency=2,
+        max_dim=MAX_DIM,
+        split_qkv=True,
+        is_qkv_fn=lambda p: hasattr(p, "qkv_split_shapes"),
+        pg_collection=SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD) if world_size > 1 else None,
+        **settings,
+    )
+
+
+def set_gradients(parameters, rank, world_size, step):
+    generator = torch.Generator().manual_seed(100 + step)
+    for name, p in parameters.items():
+        p.grad = drawn(name, generator, rank, world_size)
+
+
+def trained(rank, world_size, settings, numbers=range(STEPS), bad=None):
+    """A model after some steps; at the fourth the last rank has bad gradients for the parameters of these names."""
+    parameters = made(rank, world_size)
+    optimizer = built(parameters, world_size, **settings)
+    for step in numbers:
+        set_gradients(parameters, rank, world_size, step)
+        if bad and step == 3 and rank == world_size - 1:
+            for name in bad:
+                parameters[name].grad.view(-1)[0] = torch.nan
+        optimizer.step()
+    return optimizer, parameters
+
+
+def result(optimizer, parameters):
+    return {name: (p.detach(), dict(optimizer.state[p])) for name, p in parameters.items()}
+
+
+BAD = ["tall along dim 0", "fused qkv", "bias"]
+
+
+def on_ranks(rank, world_size):
+    found = [result(*trained(rank, world_size, settings)) for settings in VARIANTS]
+    optimizer, parameters = trained(rank, world_size, {}, bad=BAD)
+    return found, result(optimizer, parameters), optimizer.skipped_steps()
+
+
+def on_two(rank, world_size):
+    whole_take, report = soap.take, Skipping._report
+    counters.reset()
+    trained(rank, world_size, {}, range(1))
+    calls = dict(counters.calls)
+    soap.take = partial(whole_take, most_bytes=4 * 3 * 48 * 20 * 2)
+    counters.reset()
+    in_small_buckets = result(*trained(rank, world_size, {}))
+    gathers = counters.calls["all_gather"]
+    soap.take = whole_take
+    refused = without_gradients(rank, world_size, ["tall along dim 0"] if rank else [])
+    Skipping._report = lambda self: None  # as on a GPU, where what happened is known two steps later
+    later = without_gradients(rank, world_size, ["tall along dim 0"] if rank else [])
+    nowhere = without_gradients(rank, world_size, ["tall along dim 0", "expert"])
+    Skipping._report = report
+    return on_ranks(rank, world_size), calls, (in_small_buckets, gathers), refused, later, nowhere, no_group()
+
+
+def without_gradients(rank, world_size, names):
+    """What two steps without some of the gradients leave of a model, and what they say."""
+    optimizer, parameters = trained(rank, world_size, {}, range(2))
+    said = ""
+    for step in (2, 3):
+        set_gradients(parameters, rank, world_size, step)
+        for name in names:
+            parameters[name].grad = None
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            said = str(error)
+            break
+    return result(optimizer, parameters), said
+
+
+def no_group():
+    """What is said of shards that no group completes; a vector needs none."""
+    p, bias = torch.nn.Parameter(torch.ones(4, 3)), torch.nn.Parameter(torch.ones(4))
+    for each in (p, bias):
+        each.tensor_model_parallel, each.partition_dim = True, 0
+    optimizer = SOAP([bias])
+    try:
+        optimizer.add_param_group({"params": [p]})
+    except ValueError as error:
+        return str(error)
+
+
+def assert_close(actual, expected, what):
+    assert actual.shape == expected.shape, what
+    if actual.numel():
+        error = (actual.double() - expected.double()).abs().max()
+        assert error <= TOLERANCE * expected.abs().max(), (what, float(error / expected.abs().max()))
+
+
+def assert_equals(found, expected, rank, world_size, what):
+    """Parameters and state of a rank are its parts of those of one rank."""
+    for name, (_, attributes) in CASES.items():
+        (p, state), (whole, of_whole) = found[name], expected[name]
+        assert_close(p, cut(whole, attributes, rank, world_size), (what, rank, name))
+        assert set(state) == set(of_whole)
+        for key, value in of_whole.items():
+            value = cut(value, attributes, rank, world_size) if key.startswith("exp_avg") else value
+            assert_close(state[key], value, (what, rank, name, key))
+
+
+def assert_same_to_the_bit(ranks):
+    """What every rank keeps whole is the same on all."""
+    for name, (_, state) in ranks[0].items():
+        for key, value in state.items():
+            if not key.startswith("exp_avg"):
+                assert all(torch.equal(other[name][1][key], value) for other in ranks[1:]), (name, key)
+
+
+def assert_ranks_equal_one(of_ranks, world_size):
+    for place, settings in enumerate(VARIANTS):
+        expected = result(*trained(0, 1, settings))
+        for rank, (found, _, _) in enumerate(of_ranks):
+            assert_equals(found[place], expected, rank, world_size, settings)
+        assert_same_to_the_bit([found[place] for found, _, _ in of_ranks])
+    expected = result(*trained(0, 1, {}, bad=BAD))
+    for rank, (_, found, skipped) in enumerate(of_ranks):
+        assert_equals(found, expected, rank, world_size, "bad")
+        assert skipped == dict.fromkeys(BAD, 1)
+
+
+def test_two_ranks_step_as_one():
+    found = run_ranks(on_two, 2)
+    assert_ranks_equal_one([of_rank[0] for of_rank in found], 2)
+    straight, two = (result(*trained(0, 1, {}, range(steps))) for steps in (STEPS, 2))
+    four = result(*trained(0, 1, {}, range(4)))
+    for rank, (_, calls, (in_small_buckets, gathers), refused, later, nowhere, no_group) in enumerate(found):
+        # one for each group of ranks and dtype
+        assert calls == {"all_gather": 3, "agree": 2}
+        assert gathers > 3 * STEPS
+        assert_equals(in_small_buckets, straight, rank, 2, "small buckets")
+        assert "parameter 0 of group 1, of shape (4, 3) is marked as sharded, but no process group" in no_group
+        model, said = refused
+        assert "tall along dim 0 has a gradient on some of the ranks that share it, none on others" in said
+        assert_equals(model, two, rank, 2, "refused")
+        for (model, said), names in ((later, ["tall along dim 0"]), (nowhere, ["tall along dim 0", "expert"])):
+            assert not said
+            assert_equals(model, {**four, **{name: two[name] for name in names}}, rank, 2, names)
+
+
+def test_four_ranks_step_as_one():
+    assert_ranks_equal_one(run_ranks(on_ranks, 4), 4)

@@ -1,0 +1,249 @@
+"""SOAP takes the steps of one rank with DTensors: FSDP2, HSDP and meshes of two dimensions, cut evenly or not."""
+
+import torch
+import torch.distributed.checkpoint as checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from megatron_eopt.matrices import GATE_UP, heads
+from megatron_eopt.optimizers.soap import SOAP
+from megatron_eopt.parallel.exchange import counters
+from tests.distributed.ranks import run_ranks
+
+STEPS = 7
+TOLERANCE = 1e-5
+"""Of the largest entry."""
+
+SHAPES = {
+    "even": (24, 16),
+    "uneven": (13, 9),
+    "wide": (7, 30),
+    "one row": (1, 12),
+    "long": (40, 10),
+    "gate and up": (18, 11),
+    "heads": (15, 8),
+    "vector": (7,),
+    "scalar": (),
+}
+SPLITS = {"gate and up": GATE_UP, "heads": heads("q", 5)}
+SETTINGS = {"lr": 0.05, "precondition_frequency": 2, "max_dim": 30, "use_kl_shampoo": True}
+# of sides that the first gradients span: where they do not, rounding makes the basis
+OF_MODEL = {**SETTINGS, "max_dim": 9}
+
+
+def placements_of(kind, name):
+    """How a parameter is cut: what cannot be is replicated."""
+    short = {"vector": 1, "scalar": 0}.get(name, 2)
+    return [each if isinstance(each, Replicate) or each.dim < short else Replicate() for each in kind]
+
+
+def wholes():
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def gradients(step):
+    generator = torch.Generator().manual_seed(100 + step)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def made(spread):
+    parameters = {name: torch.nn.Parameter(spread(name, x)) for name, x in wholes().items()}
+    for name, split in SPLITS.items():
+        parameters[name].logical_matrices = split
+    return parameters, SOAP(list(parameters.items()), **SETTINGS)
+
+
+def steps(optimizer, parameters, spread, numbers, bad=None):
+    for step in numbers:
+        for name, x in gradients(step).items():
+            parameters[name].grad = spread(name, x)
+        if step == bad:
+            parameters["uneven"].grad.to_local().fill_(torch.nan)
+        optimizer.step()
+
+
+def full(x):
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+
+
+def result(optimizer, parameters):
+    return {
+        name: (full(p), {key: full(value) for key, value in optimizer.state[p].items()})
+        for name, p in parameters.items()
+    }
+
+
+def spread_over(mesh, kind):
+    return lambda name, x: distribute_tensor(x, mesh, placements_of(kind, name))
+
+
+def model_of(rank, world_size, shape, kinds):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+    found = []
+    for kind in kinds:
+        spread = spread_over(mesh, kind)
+        parameters, optimizer = made(spread)
+        counters.reset()
+        steps(optimizer, parameters, spread, range(STEPS))
+        found.append((result(optimizer, parameters), dict(counters.calls)))
+    return found
+
+
+def on_two(rank, world_size, folder):
+    found = model_of(rank, world_size, (2,), [[Shard(0)], [Shard(1)], [Replicate()]])
+    mesh = init_device_mesh("cpu", (2,))
+    spread = spread_over(mesh, [Shard(0)])
+    parameters, optimizer = made(spread)
+    steps(optimizer, parameters, spread, range(5), bad=3 if rank else None)
+    return found, result(optimizer, parameters), goes_on(mesh, spread), sharded_model(rank, folder), refused(mesh)
+
+
+def on_four(rank, world_size, folder):
+    kinds = [[Replicate(), Shard(0)], [Shard(0), Shard(0)], [Shard(0), Shard(1)]]
+    return model_of(rank, world_size, (2, 2), kinds), loaded(rank, world_size, folder)
+
+
+def refused(mesh):
+    x = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])
+    partial = DTensor.from_local(torch.ones(6, 4), mesh, [Partial()])
+    stack = distribute_tensor(torch.ones(2, 6, 4), mesh, [Shard(0)])
+    said = []
+    for each in (partial, stack):
+        optimizer = SOAP([x])
+        try:
+            optimizer.add_param_group({"params": [each]})
+        except ValueError as error:
+            said.append((len(optimizer.param_groups), str(error)))
+    return said
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(9, 13), torch.nn.Linear(13, 3)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def goes_on(mesh, spread):
+    """Whether an optimizer's state dict goes on bit for bit in a new optimizer."""
+    straight, whole = made(spread)
+    steps(whole, straight, spread, range(6))
+    parameters, first = made(spread)
+    steps(first, parameters, spread, range(3))
+    second = SOAP(list(parameters.items()), **SETTINGS)
+    second.load_state_dict(first.state_dict())
+    steps(second, parameters, spread, range(3, 6))
+    return all(torch.equal(full(p), full(straight[name])) for name, p in parameters.items())
+
+
+def losses(model, optimizer, numbers, rank=0, world_size=1):
+    generator = torch.Generator().manual_seed(5)
+    batches = torch.randn(8, 32, 9, generator=generator)
+    found = []
+    for step in numbers:
+        optimizer.zero_grad()
+        loss = model(batches[step].chunk(world_size)[rank]).square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def sharded_model(rank, folder):
+    """Losses under FSDP2, which saves what it has after four steps."""
+    model = Model()
+    for layer in (model.first, model.second, model):
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = SOAP(model.parameters(), **OF_MODEL)
+    first = losses(model, optimizer, range(4), rank, 2)
+    checkpoint.save(
+        {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)},
+        checkpoint_id=folder,
+    )
+    return first + losses(model, optimizer, range(4, 8), rank, 2)
+
+
+def loaded(rank, world_size, folder):
+    """Losses of so many ranks from what was saved on."""
+    model = Model()
+    if world_size > 1:
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    optimizer = SOAP(model.parameters(), **OF_MODEL)
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    checkpoint.load(state, checkpoint_id=folder, no_dist=world_size == 1)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    return losses(model, optimizer, range(4, 8), rank, world_size)
+
+
+def on_one(name, x):
+    return x
+
+
+def assert_close(actual, expected, what):
+    assert actual.shape == expected.shape, what
+    error = (actual.double() - expected.double()).abs().max()
+    assert error <= TOLERANCE * expected.abs().max(), (what, float(error / expected.abs().max()))
+
+
+def assert_equal_one(found, numbers, leave_out=()):
+    parameters, optimizer = made(on_one)
+    steps(optimizer, parameters, on_one, numbers)
+    for name, (whole, state) in result(optimizer, parameters).items():
+        if name not in leave_out:
+            assert_close(found[name][0], whole, name)
+            assert list(found[name][1]) == list(state)
+            for key, value in state.items():
+                assert_close(found[name][1][key], value, (name, key))
+
+
+def assert_same_to_the_bit(of_ranks):
+    for name, (p, state) in of_ranks[0].items():
+        for other, of_other in (found[name] for found in of_ranks[1:]):
+            assert torch.equal(p, other), name
+            assert all(torch.equal(value, of_other[key]) for key, value in state.items()), name
+
+
+def test_ranks_step_as_one(tmp_path):
+    of_two = run_ranks(on_two, 2, tmp_path)
+    parameters, optimizer = made(on_one)
+    steps(optimizer, parameters, on_one, range(3))
+    before = result(optimizer, parameters)["uneven"][0]
+    for found, after_bad, resumed, _, said in of_two:
+        for (model, calls), gathers in zip(found, (STEPS, STEPS, 0), strict=True):
+            assert_equal_one(model, range(STEPS))
+            assert calls.get("all_gather", 0) == gathers
+        assert_equal_one(after_bad, range(5), leave_out=["uneven"])
+        # the fourth gradient is left out, the fifth taken
+        assert after_bad["uneven"][1]["steps"] == 4
+        assert not torch.equal(after_bad["uneven"][0], before)
+        assert after_bad["uneven"][0].isfinite().all()
+        assert resumed
+        assert [groups for groups, _ in said] == [1, 1]
+        assert "SOAP cannot lay parameter 0 of group 1" in said[0][1]
+        assert "only Replicate and Shard can be laid out" in said[0][1]
+        assert "declare a stack of 2 matrices" in said[1][1]
+    of_four = run_ranks(on_four, 4, tmp_path)
+    for found, _ in of_four:
+        for model, _ in found:
+            assert_equal_one(model, range(STEPS))
+    for of_ranks in (of_two, of_four):
+        for place in range(3):
+            assert_same_to_the_bit([found[0][place][0] for found in of_ranks])
+    model = Model()
+    whole = torch.tensor(losses(model, SOAP(model.parameters(), **OF_MODEL), range(8)))
+    assert whole[-1] < whole[0]
+    of_mean = [[each[3] for each in of_two], [each[1] for each in of_four], [loaded(0, 1, tmp_path)]]
+    for found, expected in zip(of_mean, (whole, whole[4:], whole[4:]), strict=True):
+        torch.testing.assert_close(torch.tensor(found).mean(0), expected, rtol=1e-4, atol=0)

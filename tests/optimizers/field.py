@@ -1,0 +1,63 @@
+"""What the tests of Scion, PolarGrad and MuonHyperball share: matrices, gradients, and orthogonal factors in fp64."""
+
+import torch
+
+SHAPES = {"tall": (12, 7), "wide": (7, 12), "square": (8, 8)}
+
+QUINTIC = [
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+]
+
+# The largest error of an entry of a parameter after 20 steps, relative to the largest entry. In fp64 it is rounding. In
+# fp32 the five quintic steps multiply the rounding of a direction of the momentum as they do its singular value: by up
+# to 493, the product of their first coefficients, where that is near zero. So a factor may be off by 493 * 2^-24 = 3e-5
+# there, and the steps of these tests are so small against the parameter that a few such factors leave 7e-7 of it.
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6}
+
+
+def matrix(rows=6, cols=4, seed=0, dtype=torch.float32, **attributes):
+    p = torch.nn.Parameter(torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(dtype))
+    for name, value in attributes.items():
+        setattr(p, name, value)
+    return p
+
+
+def gradient(p, seed):
+    return torch.randn(p.shape, generator=torch.Generator().manual_seed(1000 + seed)).to(p.dtype)
+
+
+def run(opt, p, seeds):
+    for seed in seeds:
+        p.grad = gradient(p, seed)
+        opt.step()
+
+
+def factor(x, schedule=QUINTIC):
+    """What Newton-Schulz makes of ``x``, by its singular values; a zero matrix stays zero."""
+    u, s, vh = torch.linalg.svd(x, full_matrices=False)
+    s = s / s.norm().clamp(min=1e-300)
+    for a, b, c in schedule:
+        s = a * s + b * s**3 + c * s**5
+    return u * s @ vh
+
+
+def assert_close(actual, expected, tolerance):
+    error = (actual.double() - expected).abs().max() / expected.abs().max()
+    assert error <= tolerance, float(error)
+
+
+def assert_close_in_bf16(actual, before, expected, roundings):
+    """What bf16 parameters can follow of a way in fp64.
+
+    A rounding is off by 2^-9 of an entry at most, and evenly so, which makes 2^-9 / sqrt(3) of the norm; these errors
+    are independent. Momenta and five products in bf16 turn a step, by 2^-6 where a matrix is not nearly singular.
+    """
+    way = (expected - before).norm()
+    bound = roundings**0.5 * 2**-9 / 3**0.5 * max(before.norm(), expected.norm()) + 2**-6 * way
+    error = (actual.double() - expected).norm()
+    assert error <= bound, (float(error), float(bound))
+    assert way > 10 * bound, (float(way), float(bound))

@@ -1,0 +1,63 @@
+"""SOAP written out for one tensor, and settings that tests of it share."""
+
+import torch
+
+SHAPES = [(6, 4), (4, 6), (5, 5), (5,), (), (0, 3)]
+SETTINGS = {"lr": 0.01, "betas": (0.9, 0.95), "shampoo_beta": 0.8, "weight_decay": 0.1, "precondition_frequency": 3}
+
+
+def reference_steps(
+    p,
+    gradients,
+    lr=3e-3,
+    betas=(0.95, 0.95),
+    shampoo_beta=0.95,
+    eps=1e-8,
+    weight_decay=0.01,
+    precondition_frequency=10,
+    basis_method="qr",
+    basis_of="previous",
+    use_kl_shampoo=False,
+    max_dim=10000,
+):
+    """The algorithm for one tensor in fp64, from arXiv 2409.11321 (algorithm 3) and, for KL, 2509.03378."""
+    p = p.detach().double()
+    m, v, moments = torch.zeros_like(p), torch.zeros_like(p), 0
+    dims = [dim for dim, size in enumerate(p.shape) if p.ndim == 2 and p.numel() and size <= max_dim]
+    F, Q = {}, {}
+
+    def rotate(x, back=False):
+        left, right = (Q.get(dim, torch.eye(x.shape[dim], dtype=x.dtype)) for dim in (0, 1)) if Q else (None, None)
+        return x if left is None else left @ x @ right.T if back else left.T @ x @ right
+
+    def absorb(t, g):
+        nonlocal v
+        values = {dim: (Q[dim].T @ F[dim] @ Q[dim]).diag() for dim in Q}
+        inverse = {dim: Q[dim] @ (x.clamp(min=1e-6 * x.max()) ** -1).diag() @ Q[dim].T for dim, x in values.items()}
+        for dim in dims:
+            h = g if dim == 0 else g.T
+            middle = inverse.get(1 - dim, torch.eye(h.shape[1], dtype=h.dtype)) / h.shape[1] if use_kl_shampoo else None
+            new = h @ h.T if middle is None else h @ middle @ h.T
+            total = sum(shampoo_beta**i for i in range(t))  # an average of all gradients so far, newer ones heavier
+            F[dim] = new if t == 1 else ((total - 1) * F[dim] + new) / total
+            if t == 1:
+                Q[dim] = torch.linalg.eigh(F[dim])[1].flip(1)
+            elif t % precondition_frequency == 0:
+                order = (Q[dim].T @ F[dim] @ Q[dim]).diag().argsort(descending=True)
+                v = v[order] if dim == 0 else v[:, order]
+                eigh = basis_method == "eigh"
+                Q[dim] = torch.linalg.eigh(F[dim])[1].flip(1) if eigh else torch.linalg.qr(F[dim] @ Q[dim][:, order])[0]
+
+    for t, g in enumerate(gradients, 1):
+        g = g.double()
+        if basis_of == "current" or t == 1:
+            absorb(t, g)
+        if not (dims and basis_of == "previous" and t == 1):
+            moments += 1
+            m = betas[0] * m + (1 - betas[0]) * g
+            v = betas[1] * v + (1 - betas[1]) * rotate(g) ** 2
+            n = rotate(m) / (1 - betas[0] ** moments) / ((v / (1 - betas[1] ** moments)).sqrt() + eps)
+            p = p * (1 - lr * weight_decay) - lr * rotate(n, back=True)
+        if basis_of == "previous" and t > 1:
+            absorb(t, g)
+    return p

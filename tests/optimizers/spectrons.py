@@ -1,0 +1,102 @@
+"""Small parameters for Spectron, their gradients, and its formulas written out."""
+
+import torch
+
+from megatron_eopt.matrices import concatenated, experts
+from megatron_eopt.optimizers.spectron import Spectron
+from megatron_eopt.orthogonalize.spectral import start_vector
+
+SHAPES = [(24, 16), (10, 40), (18, 18)]
+QUINTIC = [
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+]
+
+
+def parameters(shapes=SHAPES, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def set_gradients(params, step):
+    for index, p in enumerate(params):
+        generator = torch.Generator().manual_seed(1000 * step + index)
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def run(optimizer, params, steps):
+    for step in steps:
+        set_gradients(params, step)
+        optimizer.step()
+
+
+def spectron(params, **settings):
+    return Spectron(params, **{"rank": 4, "fp32_matmul_prec": "highest", **settings})
+
+
+def fused(kind):
+    """A parameter of several matrices, these as parameters of their own, and the settings for it."""
+    parts = parameters([(16, 12), (8, 12), (8, 12)]) if kind != "experts" else parameters([(8, 12)] * 3)
+    if kind == "experts":
+        whole = torch.nn.Parameter(torch.stack([p.detach() for p in parts]))
+        whole.logical_matrices = experts(3)
+        return whole, parts, torch.stack, {}
+    if kind == "declared":
+        whole = torch.nn.Parameter(torch.cat([p.detach() for p in parts]))
+        whole.logical_matrices = concatenated(gate=16, up=8, further=8)
+        return whole, parts, torch.cat, {}
+
+    def interleaved(each):
+        return torch.cat([part for group in range(2) for part in (x.chunk(2)[group] for x in each)])
+
+    whole = torch.nn.Parameter(interleaved([p.detach() for p in parts]))
+    settings = {"split_qkv": True, "is_qkv_fn": lambda p: p is whole, "qkv_split_shapes": [8, 4, 4]}
+    return whole, parts, interleaved, settings
+
+
+def orthogonal(M):
+    X = M / M.norm()
+    for a, b, c in QUINTIC:
+        S = X.T @ X
+        X = a * X + X @ (b * S + c * S @ S)
+    return X
+
+
+def largest(W, u, steps):
+    for _ in range(steps):
+        v = W.T @ u
+        v = v / v.norm()
+        u = W @ v
+        u = u / u.norm()
+    return u @ W @ v, u
+
+
+def factor_steps(factors, gradients, lr, beta=0.9, wd=0.01, power=1):
+    """Spectron from the formulas, in fp64; ``gradients`` has for each step what maps A, B to theirs."""
+    A, B = (X.double() for X in factors)
+    mA, mB = torch.zeros_like(A), torch.zeros_like(B)
+    uA, uB = start_vector(len(A)).double(), start_vector(len(B)).double()
+    for of_step in gradients:
+        gA, gB = of_step(A, B)
+        A, B = A - lr * wd * A, B - lr * wd * B
+        mA, mB = beta * mA + (1 - beta) * gA, beta * mB + (1 - beta) * gB
+        (sA, uA), (sB, uB) = largest(A, uA, power), largest(B, uB, power)
+        rate = lr / (sA + sB + 1)
+        A, B = A - rate * orthogonal(mA), B - rate * orthogonal(mB)
+    return A, B
+
+
+def reference_steps(W, gradients, lr, rank=4, **settings):
+    U, S, Vh = torch.linalg.svd(W.detach().double())
+    factors = U[:, :rank] * S[:rank].sqrt(), Vh[:rank].T * S[:rank].sqrt()
+    of_steps = [lambda A, B, G=G: (G.double() @ B, G.double().T @ A) for G in gradients]
+    A, B = factor_steps(factors, of_steps, lr, **settings)
+    return A @ B.T
+
+
+def assert_close(actual, expected, tolerance):
+    error = (actual.detach().double() - expected).abs().max() / expected.abs().max()
+    assert error <= tolerance, float(error)

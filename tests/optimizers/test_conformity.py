@@ -1,0 +1,194 @@
+"""What torch promises of every optimizer: closures, groups, state dicts, copies, schedulers, refusals."""
+
+import copy
+import io
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.optimizers.family import CLASSES, ELEMENTWISE, build
+
+every = pytest.mark.parametrize("name", CLASSES)
+
+
+def matrices(count=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(6, 4, generator=generator)) for _ in range(count)]
+
+
+def take(optimizer, steps, start=0):
+    """Steps with gradients that depend on the number of the step alone."""
+    for step in range(start, start + steps):
+        generator = torch.Generator().manual_seed(100 + step)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+
+
+def parameters(optimizer):
+    return [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+
+
+def assert_equal(one, other):
+    for a, b in zip(parameters(one), parameters(other), strict=True):
+        assert torch.equal(a, b)
+
+
+@every
+def test_a_closure_is_called_once_with_gradients_enabled(name):
+    own, other = matrices(1), matrices(1)
+    target = torch.ones(6, 4)
+    called = []
+
+    def closure():
+        called.append(torch.is_grad_enabled())
+        closed.zero_grad()
+        loss = (own[0] - target).square().sum()
+        loss.backward()
+        return loss
+
+    closed, plain = build(name, own), build(name, other)
+    loss = closed.step(closure)
+    other[0].grad = 2 * (other[0].detach() - target)
+    assert plain.step() is None
+    assert called == [True]
+    torch.testing.assert_close(loss, (matrices(1)[0] - target).square().sum())
+    torch.testing.assert_close(own[0], other[0])
+
+
+@every
+def test_groups_have_settings_of_their_own(name):
+    together, apart = matrices(2), matrices(2)
+    both = build(name, [{"params": together[:1], "lr": 0.02}, {"params": together[1:]}])
+    alone = [build(name, apart[:1], lr=0.02), build(name, apart[1:])]
+    for step in range(3):
+        for ours, theirs in zip(together, apart, strict=True):
+            ours.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+            theirs.grad = ours.grad.clone()
+        both.step()
+        for each in alone:
+            each.step()
+    for ours, theirs in zip(together, apart, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)  # a stack rounds otherwise than one matrix
+
+
+@every
+def test_a_group_that_is_added_is_stepped(name):
+    first, second = matrices(2)
+    optimizer = build(name, [first])
+    take(optimizer, 2)
+    optimizer.add_param_group({"params": [second], "lr": 0.5 if name != "spectron" else 0.05})
+    before = second.detach().clone()
+    take(optimizer, 3, start=2)
+    assert not torch.equal(second, before)
+    with pytest.raises(ValueError, match="lr must"):
+        optimizer.add_param_group({"params": matrices(1, seed=5), "lr": -1.0})
+    assert len(optimizer.param_groups) == 2
+
+
+@every
+def test_a_state_dict_goes_on_bit_for_bit(name):
+    optimizer = build(name, matrices())
+    take(optimizer, 3)
+    file = io.BytesIO()
+    torch.save({"optimizer": optimizer.state_dict(), "parameters": parameters(optimizer)}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other = build(name, [torch.nn.Parameter(p) for p in saved["parameters"]], lr=0.3)
+    other.load_state_dict(saved["optimizer"])
+    assert other.param_groups[0]["lr"] == 0.01
+    for each in (optimizer, other):
+        take(each, 3, start=3)
+    assert_equal(optimizer, other)
+
+
+@every
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copy_is_another_optimizer_that_does_the_same(name, steps, way):
+    optimizer = build(name, matrices())
+    take(optimizer, steps)
+    other = way(optimizer)
+    kept = parameters(other)
+    take(optimizer, 3, start=steps)
+    for one, before in zip(parameters(other), kept, strict=True):
+        assert torch.equal(one, before)
+    take(other, 3, start=steps)
+    assert_equal(optimizer, other)
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if name not in ELEMENTWISE])
+def test_a_copy_shares_the_process_groups_which_are_not_pickled(name):
+    groups = SimpleNamespace(tp=dist.ProcessGroup(0, 1), expt_tp=None)
+    optimizer = build(name, matrices(), pg_collection=groups)
+    other = copy.deepcopy(optimizer)
+    for each in (optimizer, other):
+        take(each, 2)
+    assert_equal(optimizer, other)
+    with pytest.raises(TypeError, match=r"an optimizer with process groups cannot be pickled.*state_dict"):
+        pickle.dumps(optimizer)
+
+
+@pytest.mark.parametrize("name", ["lion", "signum", "schedule_free_adamw", "soap"])
+def test_maximize_is_the_step_of_the_negated_gradient(name):
+    up, down = matrices(1), matrices(1)
+    for step in range(3):
+        gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+        up[0].grad, down[0].grad = gradient, -gradient
+        if step == 0:
+            ascends, descends = build(name, up, maximize=True), build(name, down)
+        ascends.step()
+        descends.step()
+        assert torch.equal(up[0].grad, gradient)
+    torch.testing.assert_close(up[0], down[0], rtol=0, atol=0)
+
+
+@every
+def test_schedulers_of_torch_set_the_rate_of_the_next_step(name):
+    scheduled, by_hand = build(name, matrices()), build(name, matrices())
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(scheduled, T_0=2)
+    for step in range(5):
+        by_hand.param_groups[0]["lr"] = scheduler.get_last_lr()[0]
+        for each in (scheduled, by_hand):
+            take(each, 1, start=step)
+        scheduler.step()
+    assert_equal(scheduled, by_hand)
+
+
+@every
+def test_a_rate_may_be_a_tensor(name):
+    number, tensor = build(name, matrices()), build(name, matrices(), lr=torch.tensor(0.01))
+    for each in (number, tensor):
+        take(each, 3)
+    for a, b in zip(parameters(number), parameters(tensor), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@every
+def test_gradients_of_another_kind_are_refused_before_anything_changes(name):
+    first, second = matrices()
+    optimizer = build(name, [first, second])
+    take(optimizer, 1)
+    before = parameters(optimizer)
+    second.grad = torch.ones(6, 4).to_sparse()
+    with pytest.raises(ValueError, match=r"takes real, dense gradients, but that of .* is sparse"):
+        optimizer.step()
+    for a, b in zip(parameters(optimizer), before, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if name not in (*ELEMENTWISE, "soap")])
+def test_vectors_are_refused_where_matrices_are_needed(name):
+    with pytest.raises(ValueError, match=r"matrices, but .* has shape \(4,\)"):
+        build(name, [torch.nn.Parameter(torch.zeros(4))])
+
+
+@every
+@pytest.mark.parametrize(("setting", "value"), [("lr", -0.1), ("weight_decay", -0.1)])
+def test_settings_out_of_range_are_refused_with_their_value(name, setting, value):
+    with pytest.raises(ValueError, match=f"{setting} .*got -0.1"):
+        build(name, matrices(), **{setting: value})

@@ -1,0 +1,133 @@
+"""Signum against its formula written out, and against Lion with one beta."""
+
+import copy
+import pickle
+
+import emerging_optimizers.scalar_optimizers as oracle
+import pytest
+import torch
+
+from megatron_eopt.optimizers.signum import Signum
+from tests.optimizers.test_lion import SHAPES, parameters, run, set_gradients
+
+
+def reference(p, gradients, lr, momentum, weight_decay):
+    """Algorithm 1 of arXiv 1802.04434 in fp64, with decoupled decay; what is kept is rounded to the dtype of ``p``."""
+    kept = p.dtype
+    p, m = p.detach().double().clone(), torch.zeros_like(p, dtype=torch.float64)
+    for g in gradients:
+        m = (momentum * m + (1 - momentum) * g.double()).to(kept).double()
+        p = (p - lr * weight_decay * p).to(kept).double()
+        p = (p - lr * m.sign()).to(kept).double()
+    return p.to(kept), m.to(kept)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rtol", "atol"),
+    # near a tie of bf16 the reference rounds to another neighbour than we do, which is a fifth of a step at most
+    [(torch.float32, 1e-6, 1e-6), (torch.bfloat16, 2**-7, 2e-3)],
+)
+def test_twenty_steps_follow_the_formula(dtype, rtol, atol):
+    settings = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}
+    params = parameters(dtype=dtype)
+    before, gradients = copy.deepcopy(params), [[] for _ in params]
+    opt = Signum(params, **settings)
+    for step in range(20):
+        set_gradients(params, step)
+        for seen, p in zip(gradients, params, strict=True):
+            seen.append(p.grad.clone())
+        opt.step()
+    for p, first, seen in zip(params, before, gradients, strict=True):
+        expected, momentum = reference(first, seen, **settings)
+        torch.testing.assert_close(p.detach(), expected, rtol=rtol, atol=atol)
+        torch.testing.assert_close(opt.state[p]["exp_avg"], momentum, rtol=rtol, atol=atol)
+        assert list(opt.state[p]) == ["exp_avg"]
+
+
+def test_equals_lion_of_emerging_optimizers_with_one_beta():
+    ours, theirs = parameters(), parameters()
+    run(Signum(ours, lr=0.01, momentum=0.8, weight_decay=0.1), ours, range(20))
+    with torch.compiler.set_stance("force_eager"):  # theirs is compiled, which takes longer than the steps
+        run(oracle.Lion(theirs, lr=0.01, betas=(0.8, 0.8), weight_decay=0.1), theirs, range(20))
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+def test_without_momentum_it_is_sign_sgd():
+    params = parameters()
+    before = copy.deepcopy(params)
+    run(Signum(params, lr=0.5, momentum=0.0), params, [3])
+    for p, first in zip(params, before, strict=True):
+        torch.testing.assert_close(p.detach(), first.detach() - 0.5 * p.grad.sign())
+
+
+def test_the_defaults_and_the_settings_of_groups():
+    p, q = parameters([(6, 4), (5,)])
+    opt = Signum([{"params": [p]}, {"params": [q], "momentum": 0.5, "lr": 0.1}])
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in opt.param_groups]
+    assert groups == [
+        {"lr": 1e-4, "momentum": 0.9, "weight_decay": 0.0, "maximize": False},
+        {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.0, "maximize": False},
+    ]
+    run(opt, [p, q], [0])
+    torch.testing.assert_close(opt.state[p]["exp_avg"], 0.1 * p.grad)
+    torch.testing.assert_close(opt.state[q]["exp_avg"], 0.5 * q.grad)
+
+
+def through_state_dict(optimizer, params):
+    new = Signum(copy.deepcopy(params))
+    new.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return new
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        through_state_dict,
+        lambda optimizer, params: copy.deepcopy(optimizer),
+        lambda optimizer, params: pickle.loads(pickle.dumps(optimizer)),
+    ],
+    ids=["state_dict", "deepcopy", "pickle"],
+)
+def test_a_restored_optimizer_goes_on_bit_for_bit(way):
+    settings = {"lr": 0.01, "momentum": 0.8, "weight_decay": 0.1}
+    straight, stopped = parameters(), parameters()
+    run(Signum(straight, **settings), straight, range(6))
+    first = Signum(stopped, **settings)
+    run(first, stopped, range(3))
+    second = way(first, stopped)
+    resumed = second.param_groups[0]["params"]
+    run(second, resumed, range(3, 6))
+    assert all(torch.equal(p, q) for p, q in zip(resumed, straight, strict=True))
+
+
+def test_a_gradient_that_is_not_finite_leaves_its_parameter_as_it_is():
+    p, q = parameters(SHAPES[:2])
+    opt = Signum([p, q], lr=0.1, weight_decay=0.5)
+    run(opt, [p, q], [1])
+    before, momentum, other = p.detach().clone(), opt.state[p]["exp_avg"].clone(), q.detach().clone()
+    set_gradients([p, q], 2)
+    p.grad[2, 1] = torch.nan
+    opt.step()
+    assert torch.equal(p, before)
+    assert torch.equal(opt.state[p]["exp_avg"], momentum)
+    assert not torch.equal(q, other)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1.0}, r"Signum: lr must be at least 0, got -1\.0"),
+        ({"weight_decay": -0.1}, r"Signum: weight_decay must be at least 0, got -0\.1"),
+        ({"momentum": 1.0}, r"Signum: momentum must lie in \[0, 1\), got 1\.0"),
+        ({"momentum": float("nan")}, r"Signum: momentum must lie in \[0, 1\), got nan"),
+    ],
+)
+def test_wrong_settings_are_refused_at_construction_and_in_a_new_group(settings, message):
+    p, q = parameters([(6, 4), (5,)])
+    with pytest.raises(ValueError, match=message):
+        Signum([p], **settings)
+    opt = Signum([p])
+    with pytest.raises(ValueError, match=message):
+        opt.add_param_group({"params": [q], **settings})
+    assert len(opt.param_groups) == 1

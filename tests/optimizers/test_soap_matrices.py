@@ -1,0 +1,75 @@
+"""A parameter of several logical matrices takes the steps that these would take by themselves."""
+
+import pytest
+import torch
+
+from megatron_eopt.matrices import GATE_UP, concatenated, experts, heads, query_key_value
+from megatron_eopt.optimizers.soap import SOAP
+from tests.optimizers.soap_reference import SETTINGS
+from tests.optimizers.test_lion import parameters, run, set_gradients
+
+STEPS = 7
+
+
+def by_group(shapes):
+    def parts(x):
+        return [part.reshape(-1, x.size(1)) for part in x.view(-1, sum(shapes), x.size(1)).split(shapes, 1)]
+
+    return parts
+
+
+CASES = {
+    "gate and up": ((12, 5), GATE_UP, lambda x: x.chunk(2)),
+    "query groups": ((16, 6), query_key_value([4, 2, 2]), by_group([4, 2, 2])),
+    "heads": ((9, 4), heads("q", 3), lambda x: x.chunk(3)),
+    "one longer than max_dim": ((14, 9), concatenated(long=9, short=5), lambda x: x.split([9, 5])),
+    "stack": ((3, 5, 4), experts(3), lambda x: x.unbind()),
+    "stack of one": ((1, 5, 4), experts(1), lambda x: x.unbind()),
+    "stack of gate and up": ((2, 6, 4), experts(2, GATE_UP), lambda x: [half for one in x for half in one.chunk(2)]),
+}
+
+
+def assert_steps_as(p, parts, optimizer, **settings):
+    alone = [torch.nn.Parameter(part.clone()) for part in parts(p.detach())]
+    separate = SOAP(alone, max_dim=8, **SETTINGS)
+    for step in range(STEPS):
+        set_gradients([p], step)
+        for each, gradient in zip(alone, parts(p.grad), strict=True):
+            each.grad = gradient.clone()
+        optimizer.step()
+        separate.step()
+    for each, part in zip(alone, parts(p.detach()), strict=True):
+        assert torch.equal(each, part)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_declared_matrices_step_as_parameters_of_their_own(name):
+    shape, split, parts = CASES[name]
+    (p,) = parameters([shape])
+    p.logical_matrices = split
+    assert_steps_as(p, parts, SOAP([p], max_dim=8, **SETTINGS))
+
+
+@pytest.mark.parametrize("shapes", [[4, 2, 2], [4, 4, 2, 2]])
+def test_fused_projections_are_split_where_that_is_asked_for(shapes):
+    p, q, bias = parameters([(2 * sum(shapes), 6), (2 * sum(shapes), 6), (2 * sum(shapes),)])
+    q.qkv_split_shapes = [1, 1, 2 * sum(shapes) - 2]
+    settings = {"split_qkv": True, "is_qkv_fn": lambda p: True, "qkv_split_shapes": shapes, "max_dim": 8, **SETTINGS}
+    assert_steps_as(p, by_group(shapes), SOAP([p, q, bias], **settings))
+    assert_steps_as(q, by_group(q.qkv_split_shapes), SOAP([q, bias], **settings))
+    optimizer = SOAP([p, bias], **{**settings, "split_qkv": False})
+    run(optimizer, [p, bias], range(2))
+    assert {key for key in optimizer.state[p] if key.startswith("Q")} == {"Q_R"}
+    assert set(optimizer.state[bias]) == {"exp_avg", "exp_avg_sq", "steps"}
+
+
+def test_each_matrix_has_the_sides_that_are_short_enough():
+    p, q, r = parameters([(16, 6), (12, 9), (2, 8, 9)])
+    p.logical_matrices, q.logical_matrices, r.logical_matrices = query_key_value([12, 2, 2]), GATE_UP, experts(2)
+    optimizer = SOAP([p, q, r], max_dim=8)
+    optimizer.init_state()
+    keys = [{key: tuple(x.shape) for key, x in optimizer.state[each].items() if key[0] in "LR"} for each in (p, q, r)]
+    assert keys[0] == {"R_0": (6, 6), "L_1": (2, 2), "R_1": (6, 6), "L_2": (2, 2), "R_2": (6, 6)}
+    assert keys[1] == {"L_0": (6, 6), "L_1": (6, 6)}
+    assert keys[2] == {"L_0": (8, 8), "L_1": (8, 8)}
+    assert optimizer.settings()["split_qkv"] is False

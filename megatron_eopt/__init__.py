@@ -1,11 +1,26 @@
-"""Muon and its relatives for Megatron-Core: tensor-parallel, exact, resumable, nothing silent.
+"""Muon and its relatives for Megatron-Core and plain torch: parallel, exact, resumable, nothing silent.
 
 Importing this package imports torch and not Megatron; :func:`activate` and :func:`get_megatron_optimizer` do.
 """
 
 from typing import Any
 
-from megatron_eopt.optimizers import Lion, OrthogonalizedOptimizer, TensorParallelAdaptiveMuon, TensorParallelMuon
+from megatron_eopt.optimizers import (
+    SOAP,
+    Lion,
+    MuonHyperball,
+    OrthogonalizedOptimizer,
+    PolarGrad,
+    ScheduleFreeAdamW,
+    Scion,
+    Signum,
+    Spectron,
+    TensorParallelAdaptiveMuon,
+    TensorParallelMuon,
+    factor_pairs,
+)
+from megatron_eopt.optimizers.hybrid import Muon
+from megatron_eopt.plain import OptimizerConfig, build_optimizer
 from megatron_eopt.registry import (
     EMERGING_OPTIMIZERS,
     EmergingOptimizerEntry,
@@ -16,12 +31,23 @@ from megatron_eopt.registry import (
 
 __all__ = [
     "EMERGING_OPTIMIZERS",
+    "SOAP",
     "EmergingOptimizerEntry",
     "Lion",
+    "Muon",
+    "MuonHyperball",
+    "OptimizerConfig",
     "OrthogonalizedOptimizer",
+    "PolarGrad",
+    "ScheduleFreeAdamW",
+    "Scion",
+    "Signum",
+    "Spectron",
     "TensorParallelAdaptiveMuon",
     "TensorParallelMuon",
     "activate",
+    "build_optimizer",
+    "factor_pairs",
     "get_megatron_optimizer",
     "get_optimizer_entry",
     "list_optimizers",

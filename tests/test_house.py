@@ -16,7 +16,7 @@ FLOORS = [
     {"parallel"},
     {"optimizers"},
     {"registry", "overrides"},
-    {"megatron", "cpu"},
+    {"megatron", "cpu", "plain"},
     {"", "run", "cli", "doctor", "models"},
 ]
 # The routing by Megatron's ParamKey is asked of the room above, when it is called.

@@ -5,11 +5,12 @@ import torch
 
 from megatron_eopt import registry
 from megatron_eopt.optimizers import TensorParallelMuon
+from megatron_eopt.registry import table
 
 
 @pytest.fixture(autouse=True)
 def _restore(monkeypatch):
-    monkeypatch.setattr(registry, "_BUILDERS", dict(registry._BUILDERS))
+    monkeypatch.setattr(table, "_BUILDERS", dict(table._BUILDERS))
     before = dict(registry.EMERGING_OPTIMIZERS)
     yield
     registry.EMERGING_OPTIMIZERS.clear()
@@ -48,17 +49,18 @@ class Plain(torch.optim.SGD):
 
 
 def test_muon_is_there_and_the_dict_is_live():
-    assert registry.list_optimizers() == ["adaptive_muon", "lion", "muon"]
+    before = registry.list_optimizers()
+    assert {"adaptive_muon", "lion", "muon"} < set(before) == set(registry.EMERGING_OPTIMIZERS)
     entry = registry.EmergingOptimizerEntry(Plain)
     registry.register_optimizer("plain", entry)
     assert registry.EMERGING_OPTIMIZERS["plain"] is registry.get_optimizer_entry("plain") is entry
-    assert registry.list_optimizers() == ["adaptive_muon", "lion", "muon", "plain"]
+    assert registry.list_optimizers() == sorted([*before, "plain"])
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mun", r"unknown optimizer 'mun' \(did you mean 'muon'\?\): registered are adaptive_muon, lion, muon"),
+        ("mun", r"unknown optimizer 'mun' \(did you mean 'muon'\?\): registered are adaptive_muon, lion, "),
         ("xyz", "'xyz': registered"),
     ],
 )

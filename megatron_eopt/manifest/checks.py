@@ -14,16 +14,19 @@ ADAMW_RMS = 0.2
 FAR = 4.0
 """An update that is more than so many times larger or smaller than AdamW's is warned of."""
 
+_SCALED = ("muon", "adaptive_muon")
+"""Optimizers whose updates have the size that scale settings say."""
+
 _TIED = ("owner", "lr", "min_lr", "weight_decay", "settings")
 
 
-def problems(found: Iterable[Family] | Iterable[Row], optimizer: str, orthogonalizes: bool) -> list[str]:
+def problems(found: Iterable[Family] | Iterable[Row], optimizer: str, for_matrices: bool) -> list[str]:
     """Errors that a start fails on, each with what was found, what was expected and what to do.
 
     Args:
         found: of all ranks together; two rows of one name with different owners are one of the errors.
         optimizer: of the run, as ``--optimizer`` names it.
-        orthogonalizes: whether that optimizer is for matrices, so that one without any does nothing of what it is for.
+        for_matrices: whether that optimizer is for matrices, so that one without any does nothing of what it is for.
 
     Raises:
         ValueError: for rows that are equal, see :func:`~megatron_eopt.manifest.family.families`.
@@ -33,7 +36,7 @@ def problems(found: Iterable[Family] | Iterable[Row], optimizer: str, orthogonal
         *_unowned(listed),
         *_owned_twice(listed),
         *_drifting_ties(listed),
-        *(_without_matrices(listed, optimizer) if orthogonalizes else ()),
+        *(_without_matrices(listed, optimizer) if for_matrices else ()),
     ]
 
 
@@ -108,7 +111,7 @@ def _without_matrices(found: Sequence[Family], optimizer: str) -> Iterator[str]:
         owned[owner_in_words(family.like.owner)] += family.count
     owners = ", ".join(f"{owner} owns {number:,}" for owner, number in sorted(owned.items())) or "none is trainable"
     yield (
-        f"--optimizer {optimizer} orthogonalizes matrices, and none is its own on any rank (parameters: {owners}): "
+        f"--optimizer {optimizer} is for matrices, and none is its own on any rank (parameters: {owners}): "
         f"expected at least one; see the reasons in the manifest, change the overrides or what is frozen, or take "
         f"--optimizer adam"
     )
@@ -128,11 +131,13 @@ def _far_from_adam(found: Sequence[Family], scale_mode: str) -> Iterator[str]:
         factors = _span([size / ADAMW_RMS for size in sizes])
         # for other modes the size depends on the shape, which one factor cannot undo
         factor = " or --muon-extra-scale-factor 0.2" if mode == "spectral" else ""
+        scaled = owner in _SCALED
+        what = f"{owner} with scale mode {mode}" if scaled else owner
+        advice = f"take --muon-preset match_adamw{factor}, or" if scaled else "set --muon-lr for it, or"
         yield (
-            f"{owner} with scale mode {mode} makes updates of RMS {_span(sizes)}, {factors} times Adam's "
-            f"{ADAMW_RMS:g}, for {_some(members)}: a learning rate that is right for Adam is too "
-            f"{'large' if large else 'small'} by that; take --muon-preset match_adamw{factor}, or keep it if lr "
-            f"{_span([family.like.lr for family in members])} is chosen for it"
+            f"{what} makes updates of RMS {_span(sizes)}, {factors} times Adam's {ADAMW_RMS:g}, for {_some(members)}: "
+            f"a learning rate that is right for Adam is too {'large' if large else 'small'} by that; {advice} keep it "
+            f"if lr {_span([family.like.lr for family in members])} is chosen for it"
         )
 
 

@@ -12,6 +12,7 @@ from megatron_eopt import registry
 from megatron_eopt.matrices import ATTRIBUTE
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, amend, with_flags
+from megatron_eopt.megatron.averaging import averaged
 from megatron_eopt.megatron.checkpoints.finding import checked_base, checked_tracker
 from megatron_eopt.megatron.checkpoints.layers import named_apart
 from megatron_eopt.megatron.checkpoints.loading import checked_load, checked_save
@@ -191,6 +192,12 @@ def _training_redirections() -> list[Redirection]:
             name="get_megatron_optimizer_config",
             make=with_flags,
             reason="what the flags of our optimizers say reaches the config, which has no fields for some of them",
+        ),
+        Redirection(
+            owner=training,
+            name="evaluate",
+            make=averaged,
+            reason="Schedule-Free trains at one point and is evaluated at another",
         ),
     ]
 

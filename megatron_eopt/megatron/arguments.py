@@ -3,121 +3,15 @@
 import argparse
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, get_args
 
-from megatron_eopt.megatron.fused import SplitName
-from megatron_eopt.optimizers.second_moment import Moment2Method
+from megatron_eopt.megatron.flags import FLAGS, Flag
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
-from megatron_eopt.orthogonalize.scale import PRESETS
 from megatron_eopt.parallel.plan import TpMode
-from megatron_eopt.registry import list_optimizers
+from megatron_eopt.registry import list_optimizers, takes_matrices
 
 DEFAULT_TP_MODE: TpMode = "duplicated"
-
-
-@dataclass(frozen=True)
-class Flag:
-    """A flag that Megatron has not: named ``--OPTIMIZER-SETTING``.
-
-    Attributes:
-        optimizer: the registered name; empty for a flag that speaks of all.
-        setting: what the optimizer's ``__init__`` calls it, where it is for that.
-        options: of argparse.
-        negated: whether the flag turns the setting off, and is ``--OPTIMIZER-no-SETTING``.
-        attribute: of the config, where the constructor would take it for an argument of its own by the usual name.
-    """
-
-    optimizer: str
-    setting: str
-    options: dict[str, Any]
-    negated: bool = False
-    attribute: str = ""
-
-    @property
-    def name(self) -> str:
-        """As it is typed."""
-        words = (self.optimizer, "no" if self.negated else "", self.setting)
-        return "--" + "-".join(filter(None, words)).replace("_", "-")
-
-    @property
-    def dest(self) -> str:
-        """As Megatron's config has it, or would have it."""
-        return self.attribute or "_".join(filter(None, (self.optimizer, self.setting)))
-
-
-FLAGS = (
-    Flag(
-        "muon",
-        "lr",
-        {"type": float, "help": "Largest rate of what it owns; --lr is for the rest."},
-        attribute="matrix_lr",
-    ),
-    Flag("muon", "min_lr", {"type": float, "help": "Smallest rate of what it owns."}, attribute="matrix_min_lr"),
-    Flag(
-        "muon",
-        "weight_decay",
-        {"type": float, "help": "Weight decay of what it owns."},
-        attribute="matrix_weight_decay",
-    ),
-    Flag(
-        "muon",
-        "preset",
-        {"choices": list(PRESETS), "help": "Size of the updates: sets --muon-scale-mode and its factor."},
-    ),
-    Flag(
-        "muon",
-        "split",
-        {
-            "choices": get_args(SplitName),
-            "default": "default",
-            "help": "Fused parameters: as Megatron, as one matrix, as all the matrices in them, or heads, too.",
-        },
-    ),
-    Flag("", "optimizer_overrides", {"metavar": "FILE", "help": "Settings of single parameters, in YAML or JSON."}),
-    Flag(
-        "",
-        "optimizer_manifest",
-        {
-            "choices": ("short", "full", "none"),
-            "default": "short",
-            "help": "Print who owns which parameter: a line for parameters that are alike, or one for each.",
-        },
-    ),
-    Flag("", "optimizer_manifest_file", {"metavar": "FILE", "help": "Write that as JSON, too."}),
-    Flag(
-        "muon",
-        "momentum_from_adam",
-        {"action": "store_true", "help": "Where --load has a checkpoint of Adam's, its first moment is the momentum."},
-    ),
-    Flag(
-        "",
-        "checksums",
-        {"action": "store_false", "help": "Save no checksums in torch_dist checkpoints, and compare none on load."},
-        negated=True,
-    ),
-    Flag(
-        "",
-        "check_replicas",
-        {"action": "store_false", "help": "Do not compare parameters over data-parallel ranks before the first step."},
-        negated=True,
-    ),
-    Flag(
-        "adaptive_muon",
-        "moment2_method",
-        {"choices": get_args(Moment2Method), "default": "adamuon", "help": "What the second moment is taken of."},
-    ),
-    Flag("adaptive_muon", "beta2", {"type": float, "default": 0.95, "help": "Of the second moment, in [0, 1)."}),
-    Flag("adaptive_muon", "eps", {"type": float, "default": 1e-8, "help": "Bounds the division by it from below."}),
-    Flag(
-        "adaptive_muon",
-        "align_rms",
-        {"action": "store_false", "help": "Leave adamuon's update as large as the division makes it."},
-        negated=True,
-    ),
-)
-"""A line each; one that a later Megatron has itself is left to it."""
 
 
 def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozenset()) -> argparse.ArgumentParser:
@@ -127,7 +21,7 @@ def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozens
     - ``--muon-coefficient-type`` takes the known names only.
     - ``--muon-fp32-matmul-prec`` also takes highest.
     - ``--muon-tp-mode`` is exact where the user gives none.
-    - :data:`FLAGS` are added.
+    - :data:`~megatron_eopt.megatron.flags.FLAGS` are added.
 
     Args:
         parser: Megatron's parser, with its arguments added.
@@ -183,14 +77,16 @@ def _refuse_without_effect(args: argparse.Namespace) -> None:
 
 
 def _warn_without_effect(args: argparse.Namespace) -> None:
-    """Say which of Muon's flags, of those that Megatron has not, another optimizer leaves without effect."""
-    if getattr(args, "optimizer", None) not in ("adam", "sgd") or getattr(args, "rank", 0) != 0:
-        return
-    given = [flag.name for flag in FLAGS if flag.optimizer and _is_given(flag, getattr(args, flag.dest, None))]
+    """Say which flags of single optimizers the run's own leaves without effect."""
+    name = getattr(args, "optimizer", "").removeprefix("dist_")
+    if getattr(args, "rank", 0) != 0 or getattr(args, "optimizer_overrides", None) is not None:
+        return  # overrides may give some parameters to any optimizer
+    others = [flag for flag in FLAGS if flag.optimizer not in ("", name)]
+    if takes_matrices(name):
+        others = [flag for flag in others if not flag.shared]
+    given = [flag.name for flag in others if _is_given(flag, getattr(args, flag.dest, None))]
     if given:
-        print(
-            f"megatron_eopt: warning: {', '.join(given)} without effect, with --optimizer {args.optimizer}", flush=True
-        )
+        print(f"megatron_eopt: warning: {', '.join(given)} without effect, with --optimizer {name}", flush=True)
 
 
 def _is_given(flag: Flag, value: Any) -> bool:

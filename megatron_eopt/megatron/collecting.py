@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from math import prod
 from typing import Any
 
@@ -15,13 +14,14 @@ from megatron_eopt.manifest.checks import ADAMW_RMS
 from megatron_eopt.megatron.entries import DEFAULT
 from megatron_eopt.megatron.held import Held, held, owner_name
 from megatron_eopt.megatron.overriding import Owned
-from megatron_eopt.optimizers.planning import PlannedOptimizer
+from megatron_eopt.optimizers.logical import DescribedMatrix, LogicalMatrices
 from megatron_eopt.optimizers.state import DescribedState, StateTensor
 from megatron_eopt.overrides import ParameterInfo
 from megatron_eopt.overrides.conditions import is_embedding
 from megatron_eopt.parallel.layout import is_expert, is_sharded
 
 _TIED = {"output_layer.weight": "embedding.word_embeddings.weight"}
+_RMS = {"adam": ADAMW_RMS, "soap": ADAMW_RMS, "schedule_free_adamw": ADAMW_RMS, "lion": 1.0, "signum": 1.0}
 _FULL_TENSORS = {"adam": 2, "sgd": 1}
 _SHOWN_ELSEWHERE = {"optimizer", "lr", "min_lr", "weight_decay", "exclude"}
 
@@ -86,18 +86,28 @@ def rows_here(
     of_parameter: dict[int, list[Held]] = {}
     for each in holders:
         of_parameter.setdefault(id(each.parameter), []).append(each)
-    logical = _logical_matrices(
+    described = _described_matrices(
         {id(each.optimizer): each.optimizer for by in of_parameter.values() for each in by}, settled
     )
     sizes = {name: getattr(pg_collection, name).size() for name in ("tp", "expt_tp") if hasattr(pg_collection, name)}
 
     def row(each: Owned, holder: Held | None) -> Row:
-        matrices = () if holder is None or holder.own is None else logical.get(id(holder.own), ())
+        matrices = [] if holder is None or holder.own is None else described.get(id(holder.own), [])
         return _row(each, holder, matrices, config, _layout(each.described.parameter, sizes))
 
     by = [(each, of_parameter.get(id(each.described.parameter), [])) for each in owned]
     found = [row(each, holder) for each, holders_of in by for holder in holders_of]
     return found, [row(each, None) for each, holders_of in by if not holders_of]
+
+
+def _described_matrices(optimizers: Mapping[int, Optimizer], settled: bool) -> dict[int, list[DescribedMatrix]]:
+    """What the optimizers say of the logical matrices of each parameter (by its id)."""
+    return {
+        id(parameter): matrices
+        for optimizer in optimizers.values()
+        if isinstance(optimizer, LogicalMatrices)
+        for parameter, matrices in optimizer.described_matrices(settled).items()
+    }
 
 
 def _together(held_by_ranks: Sequence[list[Family]], without: Sequence[list[Family]]) -> list[Family]:
@@ -107,7 +117,7 @@ def _together(held_by_ranks: Sequence[list[Family]], without: Sequence[list[Fami
     return [*found, *families(row for row in rows(merged(without)) if row.name not in names)]
 
 
-def _row(owned: Owned, holder: Held | None, matrices: tuple[LogicalMatrix, ...], config: Any, layout: str) -> Row:
+def _row(owned: Owned, holder: Held | None, matrices: Sequence[DescribedMatrix], config: Any, layout: str) -> Row:
     parameter, info, resolved = owned.described.parameter, owned.described.info, owned.resolved
     sources = {key: place for key, place in resolved.sources.items() if not place.startswith(DEFAULT)}
     group = {} if holder is None else holder.group
@@ -119,8 +129,8 @@ def _row(owned: Owned, holder: Held | None, matrices: tuple[LogicalMatrix, ...],
         owner=name,
         reason=_reason(owned),
         layout=layout,
-        matrices=matrices,
-        update_rms=_rms(holder, matrices, name),
+        matrices=tuple(LogicalMatrix(each.name, *each.shape, each.scheme, each.scale) for each in matrices),
+        update_rms=_rms([each.rms for each in matrices], name),
         lr=group.get("max_lr", config.lr) or 0.0,
         min_lr=group.get("min_lr", config.min_lr) or 0.0,
         weight_decay=group.get("end_wd", config.weight_decay) * group.get("wd_mult", 1.0),
@@ -157,41 +167,10 @@ def _layout(parameter: Tensor, sizes: Mapping[str, int]) -> str:
     return f"{'columns' if dim == -1 and parameter.ndim > 1 else 'rows'} over {name} {ranks}"
 
 
-def _rms(holder: Held | None, logical: Sequence[LogicalMatrix], name: str | None) -> float | None:
-    """The largest of the logical matrices, which have one each."""
-    if name == "adam":
-        return ADAMW_RMS
-    if name == "lion":
-        return 1.0
-    if holder is None or not isinstance(holder.optimizer, PlannedOptimizer) or not logical:
-        return None
-    settings = holder.optimizer.update_settings(holder.group)
-    return max(settings.predicted_rms(matrix.rows, matrix.cols) for matrix in logical)
-
-
-def _logical_matrices(optimizers: Mapping[int, Optimizer], settled: bool) -> dict[int, tuple[LogicalMatrix, ...]]:
-    """The logical matrices of each parameter (by its id), of optimizers that plan them."""
-    found = {}
-    for optimizer in optimizers.values():
-        if not isinstance(optimizer, PlannedOptimizer):
-            continue
-        plan = (optimizer.planned if settled else optimizer.proposed).plan
-        schemes = {i: bucket.scheme.replace("_", " ") for bucket in plan.buckets for i in bucket.matrices}
-        flat = iter(enumerate(plan.matrices))
-        for group in optimizer.param_groups:
-            scale = optimizer.update_settings(group).scale
-            for parameter in group["params"]:
-                own = islice(flat, len(optimizer.matrix_layouts(parameter)))
-                found[id(parameter)] = tuple(
-                    LogicalMatrix(_within(matrix.name), *matrix.shape, schemes[i], scale(*matrix.shape))
-                    for i, matrix in own
-                )
-    return found
-
-
-def _within(name: str) -> str:
-    """The name of a matrix within its parameter, from ``PARAMETER[NAME]``."""
-    return name.partition("[")[2].rstrip("]")
+def _rms(of_matrices: Sequence[float | None], name: str | None) -> float | None:
+    """The largest of the logical matrices, which have one each; of what has none, that of its optimizer."""
+    known = [size for size in of_matrices if size is not None]
+    return max(known) if known else _RMS.get(name or "")
 
 
 def _state_bytes(info: ParameterInfo, holder: Held | None, name: str | None) -> int:
@@ -204,7 +183,7 @@ def _state_bytes(info: ParameterInfo, holder: Held | None, name: str | None) -> 
         return _FULL_TENSORS.get(name or "", 0) * elements * 4
     if own is None:  # shards of Lion's momentum, which is in fp32 there
         return elements * 4
-    layouts = optimizer.matrix_layouts(own) if isinstance(optimizer, PlannedOptimizer) else []
+    layouts = optimizer.matrix_layouts(own) if isinstance(optimizer, LogicalMatrices) else []
     tensors = optimizer.state_tensors(own)
     return sum(_elements(tensor, elements, layouts) * (tensor.dtype or own.dtype).itemsize for tensor in tensors)
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megatron_eopt.manifest import problems, table, to_json, warnings
 from megatron_eopt.megatron.collecting import Manifest
 from megatron_eopt.megatron.held import held
-from megatron_eopt.optimizers.planning import PlannedOptimizer
-from megatron_eopt.registry import orthogonalizes
+from megatron_eopt.optimizers.logical import LogicalMatrices
+from megatron_eopt.registry import takes_matrices
 
 
 def declare(manifest: Manifest, name: str, config: Any) -> None:
@@ -27,7 +27,7 @@ def declare(manifest: Manifest, name: str, config: Any) -> None:
         ValueError: for all that a run must not start with, on every rank.
     """
     found = manifest.families
-    wrong = [*problems(found, name, orthogonalizes(name)), *manifest.misplaced]
+    wrong = [*problems(found, name, takes_matrices(name)), *manifest.misplaced]
     if wrong:
         raise ValueError("\n".join(["the optimizer does not own what it has to:", *wrong]))
     if dist.get_rank() != 0:
@@ -43,28 +43,30 @@ def declare(manifest: Manifest, name: str, config: Any) -> None:
 
 
 def prove_in_first_step(optimizer: Any, matrices: int) -> None:
-    """Let the first ``optimizer.step`` count the matrices that it orthogonalizes: as many as the manifest says.
+    """Let the first ``optimizer.step`` count the matrices that it updates: as many as the manifest says.
 
-    A step that Megatron leaves out, since the gradient is not finite, proves nothing; the next one does.
+    A step that Megatron leaves out, since the gradient is not finite, proves nothing; the next one does. So it is with
+    too few in a step at a learning rate of zero, as warmups begin with: there may be nothing to compute.
 
     Args:
         optimizer: Megatron's.
         matrices: that this rank has a part of.
     """
     own = {id(each.optimizer): each.optimizer for each in held(optimizer)}
-    planned = [each for each in own.values() if isinstance(each, PlannedOptimizer)]
+    counting = [each for each in own.values() if isinstance(each, LogicalMatrices)]
     step = optimizer.step
 
     @functools.wraps(step)
     def counted_step(*args: Any, **kwargs: Any) -> Any:
-        before = sum(each.newton_schulz_calls for each in planned)
+        before = sum(each.matrices_updated for each in counting)
         result = step(*args, **kwargs)
-        calls = sum(each.newton_schulz_calls for each in planned) - before
-        if result[0]:
+        calls = sum(each.matrices_updated for each in counting) - before
+        at_rest = any(group["lr"] == 0 for each in counting for group in each.param_groups)
+        if result[0] and (calls == matrices or not at_rest):
             optimizer.step = step
             if calls != matrices:
                 raise RuntimeError(
-                    f"{calls} matrices were orthogonalized in the first step on rank {dist.get_rank()}, and the "
+                    f"{calls} matrices were updated in the first step on rank {dist.get_rank()}, and the "
                     f"manifest has {matrices}: some parameters got no gradient. Freeze what is not trained before "
                     f"Megatron wraps the model, or exclude it by an override"
                 )

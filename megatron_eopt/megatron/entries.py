@@ -19,7 +19,7 @@ from megatron_eopt.overrides import (
     read_overrides,
 )
 from megatron_eopt.overrides.conditions import is_matrix
-from megatron_eopt.registry import get_optimizer_entry, orthogonalizes
+from megatron_eopt.registry import decays_weights, get_optimizer_entry, list_optimizers, takes_matrices
 
 # A way to split that Megatron's fused parameters know beyond those of every optimizer.
 _SPLITS = ("per_head",)
@@ -44,6 +44,7 @@ def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] |
         *_defaults(_routing(primary, config), primary, known),
         *_defaults(defaults, "Megatron", known),
         *_mup_of_others(defaults, known),
+        *_without_decay(known),
         *entries_from_dict(own, Layer.PYTHON, "config_overrides", known),
         *_asked_for(getattr(config, "optimizer_overrides", None), known),
         *_from_flags(primary, config, known),
@@ -60,10 +61,17 @@ def _routing(primary: str, config: Any) -> dict[Any, dict[str, Any]]:
     entry = get_optimizer_entry(primary)
     return {
         key: {**settings, "optimizer": scalar if settings.get("optimizer") == "adam" else settings["optimizer"]}
-        if primary in ("muon", "adaptive_muon") and "optimizer" in settings
+        if takes_matrices(primary) and "optimizer" in settings
         else dict(settings)
         for key, settings in entry.default_param_overrides.items()
     }
+
+
+def _without_decay(known: Known) -> Iterator[Entry]:
+    """No weight decay for what optimizers own that have none: the run's is for the rest."""
+    for name in list_optimizers():
+        if not decays_weights(name):
+            yield make_entry(f"optimizer:{name}", {"weight_decay": 0.0}, Layer.DEFAULTS, f"{DEFAULT} {name}", known)
 
 
 def _asked_for(overrides: Any, known: Known) -> list[Entry]:
@@ -81,8 +89,8 @@ def _from_flags(primary: str, config: Any, known: Known) -> Iterator[Entry]:
         if value is None:
             continue
         flag = f"--muon-{setting}".replace("_", "-")
-        if primary not in ("muon", "adaptive_muon"):
-            raise OverrideError(f"{flag} is for muon and adaptive_muon, and the optimizer is {primary}: leave it away")
+        if not takes_matrices(primary):
+            raise OverrideError(f"{flag} is for optimizers of matrices, and {primary} is for all: leave it away")
         yield make_entry(f"optimizer:{primary}", {setting: value}, Layer.FLAGS, flag, known)
 
 
@@ -115,7 +123,7 @@ def _mup_of_others(defaults: Mapping[Any, Mapping[str, Any]], known: Known) -> I
 
 def _hidden_of_others(info: ParameterInfo) -> bool:
     """A hidden matrix that no matrix optimizer owns: Megatron's muP leaves it out, for it looks at the shape alone."""
-    return is_matrix(info) and info.optimizer is not None and not orthogonalizes(info.optimizer)
+    return is_matrix(info) and info.optimizer is not None and not takes_matrices(info.optimizer)
 
 
 def _several(value: Any) -> tuple[Any, ...]:

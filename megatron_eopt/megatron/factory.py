@@ -11,6 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_eopt.manifest import to_json
 from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.averaging import remember
 from megatron_eopt.megatron.checkpoints import layers
 from megatron_eopt.megatron.checkpoints.attach import attach
 from megatron_eopt.megatron.checkpoints.replicas import check_before_first_step
@@ -33,7 +34,7 @@ from megatron_eopt.megatron.summary import print_summary
 from megatron_eopt.megatron.support.facts import Run
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.tagging import tag_fused_projections
-from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer, orthogonalizes
+from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer, takes_matrices
 
 _MEGATRONS_OWN = ("adam", "sgd", "lion")
 
@@ -60,13 +61,14 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
 
         def decide() -> tuple[Any, Any]:
             excludes = any(each.owner is None for each in owned)
-            refuse_unsupported(replace(run, routes_optimizers=routed(owned), excludes=excludes))
+            names = frozenset(each.owner for each in owned if each.owner is not None)
+            refuse_unsupported(replace(run, routes_optimizers=routed(owned), excludes=excludes, owners=names))
             refuse_other_buffers(owned)
             return splits(owned, of_run), for_megatron(owned, config)
 
         split, overrides = on_all_ranks(decide)
         tag(split)
-        if orthogonalizes(name) and getattr(config, "muon_split_qkv", False):
+        if takes_matrices(name) and getattr(config, "muon_split_qkv", False):
             tag_fused_projections(model_chunks, kwargs["pg_collection"])
         with without_defaults(name), excluded(owned):
             optimizer = build(config, model_chunks, overrides, *args, **kwargs)
@@ -74,6 +76,7 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
         declare(manifest, name, config)
         layers.settle(manifest.families, frozen_names(model_chunks))
         attach(optimizer, to_json(manifest.families))
+        remember(optimizer, model_chunks)
         prove_in_first_step(optimizer, manifest.matrices_here)
         if getattr(config, "check_replicas", True):
             groups = (getattr(kwargs["pg_collection"], name, None) for name in ("dp_cp", "expt_dp"))

@@ -11,14 +11,17 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron_eopt.matrices import Split, tag_declared
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.entries import DEFAULT, all_entries, known_names
-from megatron_eopt.megatron.fused import SplitName, is_declared, split_of
+from megatron_eopt.megatron.fused import SplitName, fused, is_declared, split_of
 from megatron_eopt.megatron.parameters import Described
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
 from megatron_eopt.overrides import Entry, OverrideError, Resolved, match_counts, resolve
-from megatron_eopt.registry import EMERGING_OPTIMIZERS, orthogonalizes
+from megatron_eopt.registry import EMERGING_OPTIMIZERS, pairs_rows, takes_matrices
 
 # What a group of Megatron's has by the same name as an override.
-_PASSED_ON = ("betas", "eps", "momentum", "num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor")
+_PASSED_ON = (
+    *("betas", "eps", "momentum", "rank"),
+    *("num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor"),
+)
 _LAYER_WISE = "is_managed_by_layer_wise_optimizer"
 _RATES = ("lr", "min_lr", "lr_mult")
 _MEGATRONS_RATES = {"lr": "max_lr", "min_lr": "min_lr", "lr_mult": "lr_mult"}
@@ -127,7 +130,7 @@ def splits(owned: Sequence[Owned], of_run: SplitName) -> list[tuple[Described, S
     return [
         (each.described, _split(each, of_run))
         for each in owned
-        if each.owner is not None and orthogonalizes(each.owner)
+        if each.owner is not None and takes_matrices(each.owner)
     ]
 
 
@@ -138,7 +141,21 @@ def _split(owned: Owned, of_run: SplitName) -> Split | None:
             f"{described.info.name}: split {own} by {owned.resolved.sources['split']} would have no effect, since its "
             f"matrices are declared: remove one of the two"
         )
-    return split_of(described, own or of_run)
+    if owned.owner is None or not pairs_rows(owned.owner):
+        return split_of(described, own or of_run)
+    asked = own or of_run
+    if (
+        asked == "none"
+        and not is_declared(described)
+        and (found := fused(described))
+        and found.matrices.order == "per_shard"
+    ):
+        raise OverrideError(
+            f"{described.info.name} holds {found.what} in an order that follows the tensor-parallel ranks, and what "
+            f"{owned.owner} keeps of its rows would be of no other size: let it be split (split: all), or give it to "
+            f"another optimizer"
+        )
+    return split_of(described, "all" if asked == "default" else asked)
 
 
 def for_megatron(owned: Sequence[Owned], config: Any) -> dict[ParamKey, dict[str, Any]]:
@@ -223,7 +240,7 @@ def refuse_other_buffers(owned: Sequence[Owned]) -> None:
         each
         for each in owned
         if (tagged := getattr(each.described.parameter, _LAYER_WISE, None)) is not None
-        and tagged != (each.owner in EMERGING_OPTIMIZERS and each.owner != "lion")
+        and tagged != (each.owner is not None and takes_matrices(each.owner))
     ]
     if wrong:
         first = wrong[0].described

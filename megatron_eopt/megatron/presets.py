@@ -13,12 +13,19 @@ def with_preset(config: Any) -> Any:
     """The config with what its ``muon_preset`` says; the same object where it has none.
 
     Raises:
-        ValueError: for an unknown preset, and where the config also has a scale mode or a factor that contradicts it.
+        ValueError: for an unknown preset, with an optimizer whose updates have a size of their own, and where the
+            config also has a scale mode or a factor that contradicts it.
     """
     preset = getattr(config, "muon_preset", None)
     if preset is None:
         return config
     check_choice("preset", preset, tuple(PRESETS))
+    name = config.optimizer.removeprefix("dist_")
+    if name not in ("muon", "adaptive_muon"):
+        raise ValueError(
+            f"--muon-preset {preset} is for muon and adaptive_muon, and updates of {name} have a size of their own: "
+            f"leave it away"
+        )
     given = (config.muon_scale_mode, config.muon_extra_scale_factor)
     if given not in (_DEFAULT, PRESETS[preset]):
         mode, factor = PRESETS[preset]

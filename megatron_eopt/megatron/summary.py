@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
+from megatron_eopt.optimizers.factored import FactoredOptimizer
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.planning import RUNG
 from megatron_eopt.parallel.pieces import Shape
@@ -37,12 +38,16 @@ def summary(optimizers: Sequence[Optimizer]) -> str:
     """One line on what each optimizer owns on this rank."""
     kinds: dict[str, list[Tensor]] = {}
     muons: dict[str, list[TensorParallelMuon]] = {}
+    factored: dict[str, list[FactoredOptimizer]] = {}
     for optimizer in optimizers:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         kinds.setdefault(type(optimizer).__name__, []).extend(parameters)
         if isinstance(optimizer, TensorParallelMuon) and parameters:
             muons.setdefault(type(optimizer).__name__, []).append(optimizer)
+        if isinstance(optimizer, FactoredOptimizer) and parameters:
+            factored.setdefault(type(optimizer).__name__, []).append(optimizer)
     notes = {name: _how(found) for name, found in muons.items()}
+    notes |= {name: _factored(found) for name, found in factored.items()}
     return "; ".join(
         f"{name} owns {len(parameters)} parameters with {sum(p.numel() for p in parameters):,} elements on this rank"
         + (f", {notes[name]}" if name in notes else "")
@@ -62,23 +67,31 @@ def _how(muons: Sequence[TensorParallelMuon]) -> str:
                 counts[bucket.scheme.replace("_", " ")] += len(bucket.matrices)
                 ranks = max(ranks, plan.matrices[bucket.matrices[0]].ranks)
     iterations = Counter[tuple[int, str]]()
-    rms = set()
+    rms: set[float] = set()
     for each, group, shape in _matrices(muons):
         settings = each.update_settings(group).newton_schulz
         named = isinstance(settings.coefficient_type, str)
         iterations[settings.steps, str(settings.coefficient_type) if named else "custom"] += 1
-        rms.add(round(each.predicted_rms(*shape, group), 3))
-    sizes = sorted(rms)
+        size = each.predicted_rms(*shape, group)
+        rms |= set() if size is None else {round(size, 3)}
     listed = " and ".join(f"{count} {scheme}" for scheme, count in sorted(counts.items()))
     where = f"{listed} over {ranks} ranks" if counts else "none sharded"
-    listed_sizes = " to ".join(f"{size:g}" for size in dict.fromkeys((sizes[0], sizes[-1])))
+    sizes = " to ".join(f"{size:g}" for size in sorted({min(rms), max(rms)})) if rms else "not known before the steps"
     exactness = "an approximation" if "blockwise" in counts else "exact"
     precision = f"{muon.newton_schulz.fp32_matmul_prec} precision, symmetric products by {muon.param_groups[0][RUNG]}"
     return (
         f"{sum(iterations.values())} matrices orthogonalized by {_iterations(iterations)}, {precision}), {where} "
-        f"({exactness}), {_second_moment(muon)}update RMS {listed_sizes} "
+        f"({exactness}), {_second_moment(muon)}update RMS {sizes} "
         f"(AdamW's is near 0.2)"
     )
+
+
+def _factored(optimizers: Sequence[FactoredOptimizer]) -> str:
+    """What becomes of the weights, for those who did not ask for low rank."""
+    count = sum(each.matrices_per_step for each in optimizers)
+    ranks = sorted({group["rank"] for each in optimizers for group in each.param_groups})
+    listed = " or ".join(map(str, ranks))
+    return f"{count} matrices, each the product of two factors of rank {listed} from the first step on"
 
 
 def _matrices(muons: Sequence[TensorParallelMuon]) -> Iterator[tuple[TensorParallelMuon, dict[str, Any], Shape]]:

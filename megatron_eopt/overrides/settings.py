@@ -186,6 +186,7 @@ _TABLE = (
         "scale_mode",
     ),
     Setting("extra_scale_factor", Number(above=True), "multiplies the update", "extra_scale_factor"),
+    Setting("rank", Number(low=1, whole=True), "of the factors that a weight becomes", "rank"),
     Setting(
         "split",
         Choice("split", listing(SPLITS), lambda known: known.splits, ("none", "default")),

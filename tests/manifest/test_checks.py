@@ -7,9 +7,9 @@ from megatron_eopt.manifest.family import families, merged
 from tests.manifest.made import BIAS, EMBEDDING, QKV, changed, model, row
 
 
-def found(rows, optimizer="muon", orthogonalizes=True):
-    lines = problems(rows, optimizer, orthogonalizes)
-    assert problems(families(rows), optimizer, orthogonalizes) == lines
+def found(rows, optimizer="muon", for_matrices=True):
+    lines = problems(rows, optimizer, for_matrices)
+    assert problems(families(rows), optimizer, for_matrices) == lines
     return lines
 
 
@@ -101,16 +101,16 @@ def test_an_optimizer_for_matrices_that_owns_none_is_an_error():
     rows = [*changed(model(layers=1, experts=0), "", owner="adam", matrices=()), row("frozen", (2,), owner=None)]
     lines = problems(changed(rows, "frozen", excluded=True), "muon", True)
     assert [line.split(":")[0] for line in lines] == [
-        "--optimizer muon orthogonalizes matrices, and none is its own on any rank (parameters"
+        "--optimizer muon is for matrices, and none is its own on any rank (parameters"
     ]
     assert "(parameters: adam owns 5, nobody owns 1): expected at least one" in lines[0]
-    assert found(rows[:-1], "adam", orthogonalizes=False) == []
+    assert found(rows[:-1], "adam", for_matrices=False) == []
     assert "none is trainable" in problems([], "muon", True)[0]
 
 
 def test_matrices_of_another_optimizer_do_not_count():
     (line,) = found(changed(model(), "", owner="adam"))
-    assert line.startswith("--optimizer muon orthogonalizes matrices, and none is its own on any rank")
+    assert line.startswith("--optimizer muon is for matrices, and none is its own on any rank")
 
 
 def test_matrices_on_another_rank_are_enough():

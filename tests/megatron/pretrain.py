@@ -40,8 +40,16 @@ class Sequences(torch.utils.data.Dataset):
         }
 
 
+class Validation(Sequences):
+    """The same four again and again: every evaluation sees the same."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index % 4)
+
+
 def datasets(num_samples, vp_stage=None):
-    return Sequences(num_samples[0]), None, None
+    train, valid, _ = num_samples
+    return Sequences(train), Validation(valid) if valid else None, None
 
 
 datasets.is_distributed = True
@@ -147,7 +155,8 @@ record = Record()
 def loss_func(mask, output):
     losses, mask = output.float().view(-1), mask.view(-1).float()
     total, count = (losses * mask).sum(), mask.sum().detach().to(torch.int)
-    record.losses.append((total.detach() / count).item())
+    if torch.is_grad_enabled():  # evaluation has losses of its own
+        record.losses.append((total.detach() / count).item())
     return total, count, {"lm loss": torch.cat([total.detach().view(1), count.view(1).float()])}
 
 

@@ -35,7 +35,8 @@ def run(optimizer="muon", release="0.19.2", *, settings=None, **facts):
     return Run(optimizer, release, config(optimizer, **(settings or {})), **facts)
 
 
-LION = {"optimizer": "lion", "orthogonalizes": False, "leaves_scalars": False}
+LION = {"optimizer": "lion", "takes_matrices": False, "leaves_scalars": False}
+AVERAGING = LION | {"optimizer": "schedule_free_adamw"}
 DEALT = {"layer_wise": True, "ddp": DISTRIBUTED, "data_parallel": 2, "whole_matrices": True}
 REFUSED = {
     "an optimizer other than muon": (
@@ -104,9 +105,9 @@ REFUSED = {
         r"replays the step with the learning rate of the iteration in which it was captured",
     ),
     "a loss scale in bf16": (run(settings={"loss_scale": 1024.0}), r"loss_scale 1024\.0 is applied or undone"),
-    "weight decay that is not decoupled, with lion": (
+    "weight decay that is not decoupled": (
         run(**LION, settings={"decoupled_weight_decay": False}),
-        r"lion has decoupled weight decay only",
+        r"lion and all optimizers but muon",
     ),
     "parameters in fp8 or fp4": (
         run(ddp=DistributedDataParallelConfig(fp8_param_gather=True)),
@@ -115,6 +116,14 @@ REFUSED = {
     "another checkpoint format than torch_dist and torch": (
         run(args=SimpleNamespace(ckpt_format="torch_dcp")),
         r"ckpt_format 'torch_dcp' is not written with 'muon': take --ckpt-format torch_dist",
+    ),
+    "Schedule-Free under the distributed optimizer": (
+        run("muon", layer_wise=True, owners=frozenset({"muon", "schedule_free_adamw"})),
+        r"schedule_free_adamw evaluates and saves at the average.*leave --use-distributed-optimizer away",
+    ),
+    "Schedule-Free whose average could not be saved beside what it trains": (
+        run(**AVERAGING, args=SimpleNamespace(no_save_optim=True)),
+        r"goes on from its state, which this run would not save: leave --no-save-optim away",
     ),
     "dump_param_to_param_group_map": (
         run(args=SimpleNamespace(dump_param_to_param_group_map="map")),
@@ -163,7 +172,7 @@ def plain_model():
         run(**DEALT, expert_data_parallel=1, settings={"overlap_param_gather": True}, release="0.18.2"),
         run(ddp=DISTRIBUTED),  # one rank has all of every gradient
         run(release="0.20.0rc1", layer_wise=True, settings={"overlap_param_gather": True}),
-        run("lion", cut_twice="weight", weight_shards=2, orthogonalizes=False),  # element by element, at any cut
+        run("lion", cut_twice="weight", weight_shards=2, takes_matrices=False),  # element by element, at any cut
         run(args=SimpleNamespace(ckpt_format="torch", dump_param_to_param_group_map=None)),
         run(excludes=True, routes_optimizers=True),
     ],
@@ -227,7 +236,7 @@ def test_facts_are_read_from_the_model_and_its_configs():
     model.linear.weight.is_managed_by_layer_wise_optimizer = True
     model.experts.bias.requires_grad = False
     found = Run.of(config("lion"), [model], groups(2))
-    assert (found.layer_wise, found.orthogonalizes, found.leaves_scalars) == (False, False, False)
+    assert (found.layer_wise, found.takes_matrices, found.leaves_scalars) == (False, False, False)
     assert found.whole_matrices
     assert found.expert_vector is None
     assert Run.of(config(use_layer_wise_distributed_optimizer=True), [model], groups()).layer_wise

@@ -127,7 +127,7 @@ def test_each_step_orthogonalizes_the_matrices_of_the_manifest(tmp_path, layout,
 def test_a_matrix_that_is_left_out_ends_the_run_in_its_first_step(what):
     done = start(1, *SMALL_GPT, *RUN, program=CASES, environment={"DO": what})
     assert done.returncode != 0
-    assert "11 matrices were orthogonalized in the first step on rank 0, and the manifest has 12" in done.stdout
+    assert "11 matrices were updated in the first step on rank 0, and the manifest has 12" in done.stdout
     assert "iteration        1/" not in done.stdout
 
 
@@ -136,7 +136,7 @@ def test_a_matrix_that_is_left_out_ends_the_run_in_its_first_step(what):
     [
         ("forget_one", r"nobody owns \S+ .*expected one optimizer for every trainable parameter"),
         ("own_twice", r"embedding\S+ is listed 2 times, as owned by adam .* and muon .*expected one owner"),
-        ("freeze:layers", r"--optimizer muon orthogonalizes matrices, and none is its own .*adam owns 3\)"),
+        ("freeze:layers", r"--optimizer muon is for matrices, and none is its own .*adam owns 3\)"),
         ("freeze:.", r"none is its own on any rank \(parameters: none is trainable\)"),
     ],
 )
@@ -152,7 +152,7 @@ def test_muon_without_a_matrix_is_refused(tmp_path):
     overrides.write_text(json.dumps([{"select": "decoder.*", "optimizer": "adam"}]))
     done = start(1, *SMALL_GPT, *RUN, "--optimizer-overrides", overrides)
     assert done.returncode != 0
-    assert "--optimizer muon orthogonalizes matrices, and none is its own on any rank" in done.stdout
+    assert "--optimizer muon is for matrices, and none is its own on any rank" in done.stdout
 
 
 def assert_resumes_as(straight, folder, run, **how):

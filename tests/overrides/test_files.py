@@ -177,7 +177,8 @@ WRONG = {
     ),
     "not of this optimizer": (
         entry("optimizer: lion\nmomentum: 0.9"),
-        "3: momentum: lion has no momentum: it is a setting of adaptive_muon, muon and sgd",
+        "3: momentum: lion has no momentum: it is a setting of adaptive_muon, muon, "
+        "muon_hyperball, polargrad, scion, sgd and signum",
     ),
     "twice": (entry("lr: 0.1\neps: 1\nlr: 0.2"), "4: lr: is here a second time, the first is on line 2"),
     "two mistakes": (

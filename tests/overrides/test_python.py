@@ -81,8 +81,8 @@ def test_megatrons_dicts():
             "overrides['shape:x']: select: unknown shape 'x': expected vector, matrix, tall, wide, square, stack, "
             "embedding or expert\n"
             "overrides['y']: no settings: expected one or more of optimizer, lr, min_lr, lr_mult, weight_decay, "
-            "wd_mult, betas, eps, momentum, num_ns_steps, coefficient_type, scale_mode, extra_scale_factor, split, "
-            "exclude",
+            "wd_mult, betas, eps, momentum, num_ns_steps, coefficient_type, scale_mode, extra_scale_factor, rank, "
+            "split, exclude",
         ),
     ],
 )

@@ -124,11 +124,11 @@ def test_an_owner_drops_what_it_has_not_and_is_below_it():
     assert found.settings == {"optimizer": "adam", "weight_decay": 0.5}
     assert found.overruled == (Overruled("num_ns_steps", 5, "a"),)
     assert refused(entry("attr:is_qkv", "b", optimizer="adam"), entry("*qkv.weight", "a", num_ns_steps=5)) == [
-        "a: num_ns_steps: adam has no num_ns_steps: it is a setting of adaptive_muon and muon (b makes it the owner), "
-        f"for {QKV} and 1 more"
+        "a: num_ns_steps: adam has no num_ns_steps: it is a setting of adaptive_muon, muon, muon_hyperball, polargrad, "
+        f"scion and spectron (b makes it the owner), for {QKV} and 1 more"
     ]
     assert refused(entry(BIAS, "a", betas=[0.9, 0.95])) == [
-        f"a: betas: muon has no betas: it is a setting of adam and lion, for {BIAS}"
+        f"a: betas: muon has no betas: it is a setting of adam, lion, schedule_free_adamw and soap, for {BIAS}"
     ]
 
 

@@ -45,10 +45,14 @@ def test_no_setting_takes(key, raw):
 def test_optimizers_say_themselves_what_they_take():
     table = {key: setting.optimizers(KNOWN) for key, setting in SETTINGS.items()}
     muons = ["adaptive_muon", "muon"]
+    relatives = [*muons, "muon_hyperball", "polargrad", "scion"]
     assert table["lr"] == table["exclude"] == sorted(KNOWN.optimizers)
-    assert table["num_ns_steps"] == table["split"] == table["scale_mode"] == muons
-    assert table["eps"] == ["adam", "adaptive_muon"]
-    assert table["betas"] == ["adam", "lion"]
+    assert table["scale_mode"] == muons
+    assert table["num_ns_steps"] == [*relatives, "spectron"]
+    assert table["split"] == [*relatives, "soap", "spectron"]
+    assert table["eps"] == ["adam", "adaptive_muon", "schedule_free_adamw", "soap"]
+    assert table["betas"] == ["adam", "lion", "schedule_free_adamw", "soap"]
+    assert table["rank"] == ["spectron"]
     own = Known({"mine": frozenset({"betas"})}, ("none", "thirds"))
     assert check_settings({"optimizer": "mine", "betas": (0, 0)}, own) == {"optimizer": "mine", "betas": (0.0, 0.0)}
     assert check_setting("split", "thirds", own) == "thirds"

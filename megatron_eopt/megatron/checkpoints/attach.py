@@ -16,6 +16,7 @@ from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK
 from megatron_eopt.manifest import compare, from_json
 from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.checkpoints.exporting import Exporting
 from megatron_eopt.megatron.checkpoints.groups import Names, Settings, compressed, has, merged, settings_after_load
 from megatron_eopt.megatron.checkpoints.parts import GROUPS, torch_part
 from megatron_eopt.megatron.checkpoints.sharding import Sharded, built, joined, sharded_state
@@ -39,6 +40,7 @@ class SavedState:
         self._megatron = optimizer
         self._manifest = manifest
         self._torch: Optimizer = optimizer.optimizer
+        self._exporting = Exporting(optimizer)
         self._save = optimizer.sharded_state_dict
         self._load = optimizer.load_state_dict
         optimizer.sharded_state_dict = self.sharded_state_dict
@@ -71,6 +73,7 @@ class SavedState:
         else:
             block |= self._about(sharded, torch_part(state_dict)["state"].get("common_step"))
             block |= {} if self._manifest is None else {"manifest": self._manifest}
+            self._exporting.put_into(model_sharded_state_dict)
         state_dict[BLOCK] = block
         return state_dict
 
@@ -93,7 +96,7 @@ class SavedState:
         packed = self._torch.state_dict()["param_groups"]
         groups = [{**each, "params": group["params"]} for each, group in zip(settings, packed, strict=True)]
         inner[GROUPS] = groups
-        with self._groups_in_order():
+        with self._groups_in_order(), self._exporting.taken_out(inner["state"]):
             self._load(state_dict)
         self._check_finite()
 
@@ -200,6 +203,8 @@ class SavedState:
             index: {key: value for key, value in values.items() if (index, key) not in hidden}
             for index, values in state_dict["state"].items()
         }
+        for index, trained in self._exporting.trained().items():
+            state[index] |= trained
         return {**state_dict, "state": state}
 
     def _special(self, sharded: dict[int, Sharded]) -> dict[int, dict[str, list[ShardedTensor]]]:
@@ -241,14 +246,15 @@ def attach(optimizer: Any, manifest: dict[str, Any] | None = None) -> None:
         optimizer: Megatron's.
         manifest: what the checkpoint says of the run, and what a run that loads it is compared with.
     """
-    for number, each in enumerate(_plain_wrappers(optimizer)):
+    for number, each in enumerate(plain_wrappers(optimizer)):
         SavedState(each, manifest if number == 0 else None)
 
 
-def _plain_wrappers(optimizer: Any) -> Iterator[Any]:
+def plain_wrappers(optimizer: Any) -> Iterator[Any]:
+    """Those of Megatron's optimizers, of one or of a chain, that hold a torch optimizer of whole parameters."""
     for each in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
         if hasattr(each, "chained_optimizers"):
-            yield from _plain_wrappers(each)
+            yield from plain_wrappers(each)
         elif releases.is_plain_wrapper(each):
             yield each
 

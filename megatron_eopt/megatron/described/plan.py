@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megatron_eopt.manifest import Family, families, merged, problems
 from megatron_eopt.megatron.described.model import described_run, ranks_to_describe
-from megatron_eopt.registry import orthogonalizes
+from megatron_eopt.registry import takes_matrices
 
 
 @dataclass(frozen=True)
@@ -55,5 +55,5 @@ def planned_run(flags: Sequence[str], world_size: int | None = None) -> PlannedR
             explained = explained or optimizers.explained()
     together = merged(found)
     return PlannedRun(
-        together, explained, problems(together, name, orthogonalizes(name)), optimizers.warnings(together), notes
+        together, explained, problems(together, name, takes_matrices(name)), optimizers.warnings(together), notes
     )

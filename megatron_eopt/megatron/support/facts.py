@@ -18,7 +18,7 @@ class Run:
         model: its ``TransformerConfig``; None if unknown.
         args: the arguments of ``megatron.training``; None without it.
         layer_wise: whether Megatron's layer-wise distributed optimizer is asked for, under any of its names.
-        orthogonalizes: whether the optimizer takes parameters for matrices.
+        takes_matrices: whether the optimizer takes parameters for matrices.
         leaves_scalars: whether it leaves what is no matrix to a scalar optimizer.
         scalar_optimizers: what ``muon_scalar_optimizer`` may name in this release.
         data_parallel: number of data-parallel ranks, those of context parallelism among them.
@@ -30,6 +30,7 @@ class Run:
         expert_vector: name of the first expert-parallel parameter that goes to the scalar optimizer.
         routes_optimizers: whether overrides give parameters another optimizer than the default routing does.
         excludes: whether overrides exclude parameters from every optimizer.
+        owners: the optimizers that own parameters; none where that is not known yet.
     """
 
     optimizer: str
@@ -39,7 +40,7 @@ class Run:
     model: Any = None
     args: Any = None
     layer_wise: bool = False
-    orthogonalizes: bool = True
+    takes_matrices: bool = True
     leaves_scalars: bool = True
     scalar_optimizers: tuple[str, ...] = ("adam", "lion")
     data_parallel: int = 1
@@ -51,6 +52,7 @@ class Run:
     expert_vector: str | None = None
     routes_optimizers: bool = False
     excludes: bool = False
+    owners: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -78,7 +80,7 @@ class Run:
         """
         # what needs Megatron is imported where Megatron is, so that the table can be read without it
         from megatron_eopt.megatron import releases
-        from megatron_eopt.registry import get_optimizer_entry, is_nonlinear_or_embedding, orthogonalizes
+        from megatron_eopt.registry import get_optimizer_entry, is_nonlinear_or_embedding, takes_matrices
 
         name = config.optimizer.removeprefix("dist_")
         entry = get_optimizer_entry(name)
@@ -94,7 +96,7 @@ class Run:
             model=getattr(model_chunks[0], "config", None),
             args=releases.training_args(),
             layer_wise=layer_wise or name != config.optimizer or on(config, "use_layer_wise_distributed_optimizer"),
-            orthogonalizes=orthogonalizes(name),
+            takes_matrices=takes_matrices(name),
             leaves_scalars=bool(entry.default_param_overrides),
             scalar_optimizers=releases.scalar_optimizers(),
             data_parallel=_size(getattr(pg_collection, "dp_cp", None)),

@@ -67,13 +67,16 @@ def _shared(**facts: Any) -> Callable[[tuple[int, int]], Facts]:
     return by_release
 
 
-_LION = {"optimizer": "lion", "orthogonalizes": False, "leaves_scalars": False}
+_LION = {"optimizer": "lion", "takes_matrices": False, "leaves_scalars": False}
+_AVERAGING = _LION | {"optimizer": "schedule_free_adamw"}
 _WHOLE = "whole matrices are shared out over data-parallel ranks"
 
 FEATURES = (
     Feature("--optimizer muon"),
     Feature("--optimizer adaptive_muon", _always(optimizer="adaptive_muon")),
     Feature("--optimizer lion", _always(**_LION)),
+    Feature("--optimizer spectron, soap, muon_hyperball, scion, polargrad", _always(optimizer="soap")),
+    Feature("--optimizer signum, schedule_free_adamw", _always(**_AVERAGING)),
     Feature("--muon-scalar-optimizer lion", _config(muon_scalar_optimizer="lion")),
     Feature("fp32", _config(bf16=False)),
     Feature("--bf16"),
@@ -86,6 +89,7 @@ FEATURES = (
     Feature("--use-distributed-optimizer with --bf16", _shared(), _WHOLE),
     Feature("--use-distributed-optimizer in fp32", _shared(config=SimpleNamespace(use_distributed_optimizer=True))),
     Feature("--use-distributed-optimizer with lion", _shared(**_LION)),
+    Feature("--use-distributed-optimizer with schedule_free_adamw", _shared(**_AVERAGING)),
     Feature(
         "--use-distributed-optimizer with biases in experts", _shared(expert_vector="a bias"), "as in any other model"
     ),
@@ -105,13 +109,16 @@ FEATURES = (
     Feature("--optimizer-cpu-offload", _config(optimizer_cpu_offload=True)),
     Feature("--use-precision-aware-optimizer", _config(use_precision_aware_optimizer=True)),
     Feature("--optimizer-cuda-graph", _config(optimizer_cuda_graph=True)),
-    Feature("decoupled_weight_decay=False with muon", _config(decoupled_weight_decay=False)),
+    Feature("decoupled_weight_decay=False with muon, adaptive_muon", _config(decoupled_weight_decay=False)),
     Feature(
-        "decoupled_weight_decay=False with lion",
+        "decoupled_weight_decay=False with any other",
         _always(config=SimpleNamespace(bf16=True, decoupled_weight_decay=False), **_LION),
     ),
     Feature("--ckpt-format torch_dist", _always(args=SimpleNamespace(ckpt_format="torch_dist"))),
     Feature("--ckpt-format torch_dcp, fsdp_dtensor", _always(args=SimpleNamespace(ckpt_format="torch_dcp"))),
+    Feature(
+        "--no-save-optim with schedule_free_adamw", _always(args=SimpleNamespace(no_save_optim=True), **_AVERAGING)
+    ),
     Feature("--async-save", note="with --ckpt-format torch_dist"),
     Feature("--dump-param-to-param-group-map", _always(args=SimpleNamespace(dump_param_to_param_group_map="a file"))),
     Feature("overrides that give parameters another optimizer", _always(routes_optimizers=True)),

@@ -44,6 +44,10 @@ def _low_precision_parameters(run: Run) -> bool:
     return any(on(settings, name) for settings, *names in places for name in names)
 
 
+def _averages(run: Run) -> bool:
+    return "schedule_free_adamw" in (run.optimizer, *run.owners)
+
+
 RULES = (
     Rule(
         "an optimizer other than muon",
@@ -74,7 +78,7 @@ RULES = (
         "weights cut a second time",
         "{run.cut_twice} is cut a second time over {run.weight_shards} ranks, which cannot be orthogonalized yet",
         "set --tensor-parallel-num-weight-shards (and the one of experts) to 1",
-        lambda run: run.orthogonalizes and run.cut_twice is not None and run.weight_shards > 1,
+        lambda run: run.takes_matrices and run.cut_twice is not None and run.weight_shards > 1,
     ),
     Rule(
         "use_distributed_optimizer without the layer-wise one",
@@ -180,10 +184,14 @@ RULES = (
         ),
     ),
     Rule(
-        "weight decay that is not decoupled, with lion",
-        "lion has decoupled weight decay only, and decoupled_weight_decay is False",
+        "weight decay that is not decoupled",
+        "lion and all optimizers but muon and adaptive_muon have decoupled weight decay only, and "
+        "decoupled_weight_decay is False",
         "leave decoupled_weight_decay at True, or take muon with adam beside it",
-        lambda run: not getattr(run.config, "decoupled_weight_decay", True) and "lion" in (run.optimizer, run.scalar),
+        lambda run: (
+            not getattr(run.config, "decoupled_weight_decay", True)
+            and (run.optimizer not in ("muon", "adaptive_muon") or run.scalar == "lion")
+        ),
     ),
     Rule(
         "parameters in fp8 or fp4",
@@ -197,6 +205,22 @@ RULES = (
         "ckpt_format {run.args.ckpt_format!r} is not written with {run.optimizer!r}",
         "take --ckpt-format torch_dist",
         lambda run: getattr(run.args, "ckpt_format", "torch_dist") not in ("torch_dist", "torch"),
+    ),
+    Rule(
+        "Schedule-Free under the distributed optimizer",
+        "schedule_free_adamw evaluates and saves at the average of each parameter, which a data-parallel rank of the "
+        "distributed optimizer has of its own parameters only",
+        "leave --use-distributed-optimizer away",
+        lambda run: _averages(run) and run.layer_wise,
+    ),
+    Rule(
+        "Schedule-Free whose average could not be saved beside what it trains",
+        "schedule_free_adamw saves the average as the model and goes on from its state, which this run would not save",
+        "leave --no-save-optim away, and take --ckpt-format torch_dist",
+        lambda run: (
+            _averages(run)
+            and (on(run.args, "no_save_optim") or getattr(run.args, "ckpt_format", "torch_dist") == "torch")
+        ),
     ),
     Rule(
         "dump_param_to_param_group_map",

@@ -1,8 +1,4 @@
-"""Which optimizers there are: name -> what is needed to build one for Megatron, and the builders of plain torch.
-
-The functions have the names and signatures of Megatron-Core's ``core.optimizer.emerging_optimizers``, whose underscored
-names are aliases here.
-"""
+"""The tables themselves: name -> what is needed to build an optimizer for Megatron, and the builders of plain torch."""
 
 import difflib
 import inspect
@@ -11,36 +7,9 @@ from dataclasses import dataclass
 from typing import Any, overload
 from weakref import WeakKeyDictionary
 
-from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.matrices import declared_split
-from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
-from megatron_eopt.optimizers.lion import Lion
-from megatron_eopt.optimizers.muon import TensorParallelMuon
-from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
-from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types, validate_coefficient_type
-
-__all__ = [
-    "EMERGING_OPTIMIZERS",
-    "EmergingOptimizerEntry",
-    "adaptive_muon_config_to_kwargs",
-    "create_emerging_optimizer",
-    "default_adam_based_eopt_config_to_kwargs",
-    "default_param_overrides_factory",
-    "eopt_init_state_fn",
-    "get_optimizer_builder",
-    "get_optimizer_entry",
-    "get_qkv_split_shapes",
-    "get_supported_coefficient_types",
-    "is_nonlinear_or_embedding",
-    "kwargs_from_config",
-    "lion_config_to_kwargs",
-    "list_optimizers",
-    "muon_config_to_kwargs",
-    "register_optimizer",
-    "validate_coefficient_type",
-]
+from megatron_eopt.optimizers.logical import LogicalMatrices
 
 InitStateFn = Callable[..., None]
 ConfigToKwargs = Callable[[Any, Sequence[Any], Any], dict[str, Any]]
@@ -214,36 +183,27 @@ def create_emerging_optimizer(
     return optimizer, entry.init_state_fn
 
 
-def orthogonalizes(name: str) -> bool:
+def takes_matrices(name: str) -> bool:
     """Whether an optimizer is for matrices, by what is registered under its name."""
     entry = EMERGING_OPTIMIZERS.get(name)
-    return entry is not None and issubclass(entry.optimizer_cls, OrthogonalizedOptimizer)
+    return entry is not None and issubclass(entry.optimizer_cls, LogicalMatrices)
+
+
+def pairs_rows(name: str) -> bool:
+    """Whether the state of an optimizer for matrices pairs rows with rows, by what is registered under its name."""
+    entry = EMERGING_OPTIMIZERS.get(name)
+    return entry is not None and bool(getattr(entry.optimizer_cls, "pairs_rows", False))
+
+
+def decays_weights(name: str) -> bool:
+    """Whether an optimizer has a weight decay, by what is registered under its name; any other is taken to have one."""
+    entry = EMERGING_OPTIMIZERS.get(name)
+    return entry is None or bool(getattr(entry.optimizer_cls, "decays_weights", True))
 
 
 def built_as(optimizer: Optimizer) -> str | None:
     """The name under which :func:`create_emerging_optimizer` built an optimizer; None for any other."""
     return _BUILT.get(optimizer)
-
-
-def is_nonlinear_or_embedding(param: Tensor) -> bool:
-    """True for a parameter that a matrix optimizer should leave to Adam: an embedding, an output layer, no matrix.
-
-    A parameter of three dimensions is a stack of matrices where it is declared as one.
-    """
-    split = declared_split(param)
-    matrices = param.ndim == 2 or (param.ndim == 3 and split is not None and split.stacked is not None)
-    return bool(getattr(param, "is_embedding_or_output_parameter", False)) or not matrices
-
-
-def get_qkv_split_shapes(model_cfg: Any) -> list[int]:
-    """Rows of ``[q, k, v]`` in one query group of a fused projection, ``[q, gate, k, v]`` with an output gate.
-
-    Args:
-        model_cfg: Megatron's ``TransformerConfig``.
-    """
-    query_rows = model_cfg.num_attention_heads // model_cfg.num_query_groups * model_cfg.kv_channels
-    queries = [query_rows, query_rows] if getattr(model_cfg, "attention_output_gate", False) else [query_rows]
-    return [*queries, model_cfg.kv_channels, model_cfg.kv_channels]
 
 
 def kwargs_from_config(optimizer_cls: type, prefix: str, config: Any) -> dict[str, Any]:
@@ -262,39 +222,6 @@ def kwargs_from_config(optimizer_cls: type, prefix: str, config: Any) -> dict[st
     return kwargs
 
 
-def muon_config_to_kwargs(config: Any, model_chunks: Sequence[Any], pg_collection: Any) -> dict[str, Any]:
-    """Arguments of :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon` from Megatron's config."""
-    kwargs = kwargs_from_config(TensorParallelMuon, "muon", config)
-    if hasattr(config, "muon_use_nesterov"):  # its name up to Megatron-Core 0.17
-        kwargs["nesterov"] = config.muon_use_nesterov
-    kwargs["use_decoupled_weight_decay"] = getattr(config, "decoupled_weight_decay", True)
-    kwargs["is_qkv_fn"] = lambda param: getattr(param, "is_qkv", False)
-    kwargs["qkv_split_shapes"] = get_qkv_split_shapes(model_chunks[0].config)
-    kwargs["pg_collection"] = pg_collection
-    return kwargs
-
-
-def adaptive_muon_config_to_kwargs(config: Any, model_chunks: Sequence[Any], pg_collection: Any) -> dict[str, Any]:
-    """Those of Muon, and what :class:`~megatron_eopt.optimizers.adaptive_muon.TensorParallelAdaptiveMuon` has more."""
-    kwargs = muon_config_to_kwargs(config, model_chunks, pg_collection)
-    kwargs.update(kwargs_from_config(TensorParallelAdaptiveMuon, "adaptive_muon", config))
-    return kwargs
-
-
-def lion_config_to_kwargs(config: Any, model_chunks: Sequence[Any], pg_collection: Any) -> dict[str, Any]:
-    """Arguments of :class:`~megatron_eopt.optimizers.lion.Lion` from Megatron's config, which has betas for it.
-
-    Raises:
-        ValueError: if the config asks for another weight decay than the decoupled one.
-    """
-    if not getattr(config, "decoupled_weight_decay", True):
-        raise ValueError("lion has decoupled weight decay only: leave decoupled_weight_decay at True")
-    kwargs = kwargs_from_config(Lion, "lion", config)
-    if hasattr(config, "lion_beta1"):
-        kwargs["betas"] = (config.lion_beta1, config.lion_beta2)
-    return kwargs
-
-
 def default_adam_based_eopt_config_to_kwargs(
     eopt_name: str, config: Any, model_chunks: Sequence[Any], pg_collection: Any
 ) -> dict[str, Any]:
@@ -302,25 +229,3 @@ def default_adam_based_eopt_config_to_kwargs(
     kwargs = kwargs_from_config(get_optimizer_entry(eopt_name).optimizer_cls, eopt_name, config)
     kwargs["betas"] = (config.adam_beta1, config.adam_beta2)
     return kwargs
-
-
-register_optimizer("muon", EmergingOptimizerEntry(TensorParallelMuon, config_to_kwargs=muon_config_to_kwargs))
-register_optimizer(
-    "adaptive_muon",
-    EmergingOptimizerEntry(TensorParallelAdaptiveMuon, config_to_kwargs=adaptive_muon_config_to_kwargs),
-)
-register_optimizer(  # it takes parameters of any shape, so it owns them all
-    "lion", EmergingOptimizerEntry(Lion, config_to_kwargs=lion_config_to_kwargs, default_param_overrides={})
-)
-
-# The names that Megatron-Core gives them.
-_EMERGING_OPTIMIZERS = EMERGING_OPTIMIZERS
-_adaptive_muon_config_to_kwargs = adaptive_muon_config_to_kwargs
-_create_emerging_optimizer = create_emerging_optimizer
-_default_adam_based_eopt_config_to_kwargs = default_adam_based_eopt_config_to_kwargs
-_default_param_overrides_factory = default_param_overrides_factory
-_eopt_init_state_fn = eopt_init_state_fn
-_get_qkv_split_shapes = get_qkv_split_shapes
-_is_nonlinear_or_embedding = is_nonlinear_or_embedding
-_kwargs_from_config = kwargs_from_config
-_muon_config_to_kwargs = muon_config_to_kwargs

@@ -1,0 +1,266 @@
+"""Plain torch: every registered optimizer under FSDP2, and Muon under HSDP and DDP, trains as one process does."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_eopt.optimizers.hybrid import Muon
+from megatron_eopt.plain import OptimizerConfig, build_optimizer
+from tests.distributed.ranks import run_ranks
+
+VOCABULARY, WIDTH, INNER = 17, 12, 20
+STEPS = 6
+SAVED_BY_FOUR, SAVED_BY_TWO = 2, 4
+EXACT = {"fp32_matmul_prec": "highest"}
+SETTINGS = {
+    "adamw": {"lr": 1e-2},
+    "lion": {"lr": 1e-3},
+    "signum": {"lr": 1e-3},
+    "schedule_free_adamw": {"lr": 1e-2, "schedule_free_warmup_steps": 3},
+    # the longer side of a gradient has more directions than the gradient, and which basis these get is up to rounding
+    "soap": {"lr": 1e-2, "options": {"precondition_frequency": 2, "max_dim": WIDTH}},
+    "muon": {"lr": 2e-2, "muon_adam_lr": 1e-2, "options": EXACT},
+    "spectron": {"lr": 1e-2, "options": {"rank": 4, **EXACT}},
+    "scion": {"lr": 1e-2, "options": {"radius": 1.0, **EXACT}},
+    "polargrad": {"lr": 1e-1, "muon_adam_lr": 1e-2, "options": EXACT},
+    "muon_hyperball": {"lr": 2e-2, "options": EXACT},
+}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, INNER)
+        self.down = nn.Linear(INNER, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Model(nn.Module):
+    """An embedding, two blocks and an output layer, of lengths that two ranks cannot halve."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(x)
+
+
+def sharded(mesh):
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def optimizer_of(model, name, **options):
+    settings = dict(SETTINGS[name])
+    return build_optimizer(
+        model, OptimizerConfig(name=name, **{**settings, "options": {**settings.get("options", {}), **options}})
+    )
+
+
+def batch(step):
+    tokens = torch.randint(VOCABULARY, (8, 6), generator=torch.Generator().manual_seed(step))
+    return tokens, (tokens * 3 + 1) % VOCABULARY
+
+
+def train(model, optimizer, steps):
+    """The losses over all ranks, each of which has its share of the batch."""
+    losses = []
+    for step in steps:
+        tokens, targets = batch(step)
+        if dist.is_initialized():
+            tokens, targets = (x.chunk(dist.get_world_size())[dist.get_rank()] for x in (tokens, targets))
+        optimizer.zero_grad()
+        loss = cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        mean = loss.detach()
+        if dist.is_initialized():
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+        losses.append(mean.item())
+    return losses
+
+
+def state_of(model, optimizer, options=None):
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+
+
+def load(model, optimizer, folder):
+    """Load into tensors of its own: by those of the optimizer most would be loaded without being set."""
+    state = deepcopy(state_of(model, optimizer))
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+def on_four(rank, ranks, folder):
+    """Train, save on the way, and go on from what was saved."""
+    results = {}
+    mesh = init_device_mesh("cpu", (ranks,))
+    for name in SETTINGS:
+        model = sharded(mesh)
+        optimizer = optimizer_of(model, name)
+        losses = train(model, optimizer, range(SAVED_BY_FOUR))
+        dcp.save(state_of(model, optimizer), checkpoint_id=folder / f"{name}-4")
+        losses += train(model, optimizer, range(SAVED_BY_FOUR, STEPS))
+        torch.manual_seed(1)
+        resumed = sharded(mesh)
+        its_optimizer = optimizer_of(resumed, name)
+        load(resumed, its_optimizer, folder / f"{name}-4")
+        train(resumed, its_optimizer, range(SAVED_BY_FOUR, STEPS))
+        pairs = zip(model.parameters(), resumed.parameters(), strict=True)
+        results[name] = losses, all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
+    hybrid = sharded(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    results["hsdp"] = train(hybrid, optimizer_of(hybrid, "muon"), range(STEPS))
+    return results
+
+
+def on_two(rank, ranks, folder):
+    """Go on from what four ranks saved, and save again."""
+    results = {}
+    mesh = init_device_mesh("cpu", (ranks,))
+    for name in SETTINGS:
+        straight = sharded(mesh)
+        losses = train(straight, optimizer_of(straight, name), range(STEPS))
+        model = sharded(mesh)
+        optimizer = optimizer_of(model, name)
+        load(model, optimizer, folder / f"{name}-4")
+        resumed = train(model, optimizer, range(SAVED_BY_FOUR, SAVED_BY_TWO))
+        dcp.save(state_of(model, optimizer), checkpoint_id=folder / f"{name}-2")
+        results[name] = losses, resumed
+    for name, options in (("muon", {"data_parallel_group": dist.group.WORLD}), ("adamw", {})):
+        model = DistributedDataParallel(Model())
+        results[f"{name} ddp"] = train(model, optimizer_of(model, name, **options), range(STEPS))
+    results["convolutions"] = [train_convolutions(mesh), train_convolutions(None)]
+    results["refused"] = refusal(mesh)
+    results["flattened"] = flattened(sharded(mesh), sharded(mesh))
+    return results
+
+
+def train_convolutions(mesh):
+    """A convolution that two ranks cannot halve, and a layer behind it, on the same images everywhere."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 7, 3), nn.ReLU(), nn.Flatten(), nn.Linear(28, 9))
+    if mesh is not None:
+        fully_shard(model, mesh=mesh)
+    optimizer = build_optimizer(model, OptimizerConfig(name="muon", lr=0.02, options=EXACT))
+    images = torch.randn(8, 3, 4, 4)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(images), torch.arange(8))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert optimizer.parts["matrices"].matrices_per_step == 2
+    return losses
+
+
+def refusal(mesh):
+    """What Muon says of a convolution whose kernels are cut."""
+    images = nn.Parameter(distribute_tensor(torch.ones(4, 4, 3, 3), mesh, [Shard(2)], src_data_rank=None))
+    try:
+        Muon([images], [])
+    except ValueError as error:
+        return str(error)
+
+
+def flattened(model, other):
+    """Muon's state through DCP's flat form, as torchtitan saves it."""
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    optimizer, its_optimizer = optimizer_of(model, "muon"), optimizer_of(other, "muon")
+    train(model, optimizer, range(2))
+    train(other, its_optimizer, range(1))
+    saved = deepcopy(state_of(model, optimizer, flat))
+    set_model_state_dict(other, saved["model"])
+    set_optimizer_state_dict(other, its_optimizer, saved["optimizer"], options=flat)
+    return train(model, optimizer, range(2, 4)), train(other, its_optimizer, range(2, 4))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Losses of one process, of four ranks and of two, which go on from what four saved."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    alone = {}
+    for name in SETTINGS:
+        model = Model()
+        alone[name] = train(model, optimizer_of(model, name), range(STEPS))
+    return folder, alone, run_ranks(on_four, 4, folder)[0], run_ranks(on_two, 2, folder)[0]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_fsdp2_trains_to_the_losses_of_one_process(runs, name):
+    _, alone, four, two = runs
+    assert four[name][0] == pytest.approx(alone[name], rel=1e-5)
+    assert two[name][0] == pytest.approx(alone[name], rel=1e-5)
+    assert alone[name][-1] < alone[name][0]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_resume_at_the_same_size_is_bit_equal(runs, name):
+    _, _, four, _ = runs
+    assert four[name][1]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_checkpoint_goes_from_four_ranks_to_two_to_one(runs, name):
+    folder, alone, _, two = runs
+    assert two[name][1] == pytest.approx(alone[name][SAVED_BY_FOUR:SAVED_BY_TWO], rel=1e-5)
+    model = Model()
+    optimizer = optimizer_of(model, name)
+    load(model, optimizer, folder / f"{name}-2")
+    resumed = train(model, optimizer, range(SAVED_BY_TWO, STEPS))
+    assert resumed == pytest.approx(alone[name][SAVED_BY_TWO:], rel=1e-5)
+
+
+def test_muon_under_hsdp_and_ddp_trains_to_the_losses_of_one_process(runs):
+    _, alone, four, two = runs
+    assert four["hsdp"] == pytest.approx(alone["muon"], rel=1e-5)
+    assert two["muon ddp"] == pytest.approx(alone["muon"], rel=1e-5)
+    assert two["adamw ddp"] == pytest.approx(alone["adamw"], rel=1e-5)
+
+
+def test_a_flattened_state_goes_on_bit_equal(runs):
+    *_, two = runs
+    straight, resumed = two["flattened"]
+    assert resumed == straight
+
+
+def test_convolutions_are_matrices_of_rows_times_the_rest(runs):
+    *_, two = runs
+    sharded_losses, losses = two["convolutions"]
+    assert sharded_losses == pytest.approx(losses, rel=1e-5)
+    assert losses[-1] < losses[0]
+    assert "a rank holds several separate parts of the matrix (4, 36)" in two["refused"]

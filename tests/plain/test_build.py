@@ -1,0 +1,273 @@
+"""build_optimizer: what decays, what is counted, which optimizer gets which parameter, and what is refused."""
+
+import copy
+import logging
+import pickle
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from megatron_eopt.matrices import concatenated, declare, undeclare
+from megatron_eopt.plain import OptimizerConfig, build_optimizer
+from megatron_eopt.registry import get_optimizer_builder, register_optimizer, table
+
+NAMES = {
+    "adamw": {},
+    "lion": {},
+    "signum": {},
+    "schedule_free_adamw": {},
+    "soap": {},
+    "muon": {},
+    "spectron": {"rank": 4},
+    "scion": {"radius": 1.0},
+    "polargrad": {},
+    "muon_hyperball": {},
+}
+MATRIX_OPTIMIZERS = ("muon", "spectron", "scion", "polargrad", "muon_hyperball")
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 8)
+        self.norm = nn.LayerNorm(8)
+        self.layers = nn.ModuleList(nn.ModuleDict({"output": nn.Linear(8, 8)}) for _ in range(2))
+        self.position_bias = nn.Parameter(torch.zeros(11, 8))
+        self.lm_head = nn.Linear(8, 11, bias=False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) + self.position_bias
+        for layer in self.layers:
+            x = x + layer["output"](self.norm(x)).relu()
+        return self.lm_head(x)
+
+
+def train(model, optimizer, steps=8):
+    tokens = torch.arange(11)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(tokens), tokens.roll(1))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def names_of(model, group):
+    names = {p: name for name, p in model.named_parameters()}
+    return [names[p] for p in group["params"]]
+
+
+def build(model, name, **fields):
+    return build_optimizer(model, OptimizerConfig(name=name, options=NAMES[name], **{"lr": 1e-2, **fields}))
+
+
+def test_decay_is_for_matrices_without_bias_in_their_name(caplog):
+    model = Model()
+    with caplog.at_level(logging.INFO):
+        decayed, others = build(model, "adamw", weight_decay=0.3).param_groups
+    assert names_of(model, decayed) == [
+        "embedding.weight",
+        "layers.0.output.weight",
+        "layers.1.output.weight",
+        "lm_head.weight",
+    ]
+    assert decayed["weight_decay"] == 0.3
+    assert names_of(model, others) == [
+        "position_bias",
+        "norm.weight",
+        "norm.bias",
+        "layers.0.output.bias",
+        "layers.1.output.bias",
+    ]
+    assert others["weight_decay"] == 0
+    assert caplog.messages == [
+        "adamw: weight decay 0.3 of 4 parameters with 304 entries, none of 5 parameters with 120 entries; 0 parameters "
+        "are frozen"
+    ]
+
+
+def test_frozen_parameters_are_left_out(caplog):
+    model = Model()
+    model.embedding.requires_grad_(False)
+    with caplog.at_level(logging.INFO):
+        optimizer = build(model, "adamw")
+    assert "embedding.weight" not in [name for group in optimizer.param_groups for name in names_of(model, group)]
+    assert "1 parameters are frozen" in caplog.text
+
+
+def test_a_model_without_trainable_parameters_is_refused():
+    with pytest.raises(ValueError, match="Model has no trainable parameter, of 9 in all"):
+        build(Model().requires_grad_(False), "adamw")
+    with pytest.raises(ValueError, match="ReLU has no trainable parameter, of 0 in all"):
+        build(nn.ReLU(), "muon")
+
+
+def test_a_model_of_vectors_alone_is_trained():
+    (group,) = build(nn.LayerNorm(4), "muon").param_groups
+    assert group["role"] == "rest"
+
+
+@pytest.mark.parametrize("name", MATRIX_OPTIMIZERS)
+def test_embeddings_and_output_layers_are_adamws(name):
+    model = Model()
+    matrices, embeddings, rest = build(model, name, muon_adam_lr=1e-3).param_groups
+    # a layer called output within a numbered one is none
+    assert names_of(model, matrices) == ["layers.0.output.weight", "layers.1.output.weight"]
+    assert names_of(model, embeddings) == ["embedding.weight", "lm_head.weight"]
+    assert names_of(model, rest)[0] == "position_bias"
+    assert [group["lr"] for group in (matrices, embeddings, rest)] == [1e-2, 1e-3, 1e-3]
+    keeps_norm = name in ("scion", "muon_hyperball")
+    assert [group["weight_decay"] for group in (matrices, embeddings, rest)] == [0.0 if keeps_norm else 0.1, 0.1, 0.0]
+
+
+def test_a_mark_says_what_names_do_not():
+    model = Model()
+    model.lm_head.weight.is_embedding_or_output_parameter = False
+    model.layers[0]["output"].weight.is_embedding_or_output_parameter = True
+    matrices, embeddings, _ = build(model, "muon").param_groups
+    assert names_of(model, matrices) == ["layers.1.output.weight", "lm_head.weight"]
+    assert names_of(model, embeddings) == ["embedding.weight", "layers.0.output.weight"]
+
+
+def test_declared_matrices_are_split():
+    pattern = "layers.*.output.weight"
+    declare(pattern, concatenated(first=3, second=5))
+    try:
+        optimizer = build(Model(), "muon")
+    finally:
+        undeclare(pattern)
+    assert "layers.0.output.weight[second]" in str(optimizer.parts["matrices"].proposed.plan.matrices)
+
+
+def test_tied_embeddings_are_adamws():
+    model = Model()
+    model.lm_head.weight = model.embedding.weight
+    _, embeddings, _ = build(model, "muon").param_groups
+    assert names_of(model, embeddings) == ["embedding.weight"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_optimizer_trains_and_its_copies_go_on_bit_for_bit(name):
+    model = Model()
+    optimizer = build(model, name)
+    losses = train(model, optimizer)
+    assert losses[-1] < losses[0]
+    copies = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    loaded = copy.deepcopy(model)
+    fresh = build(loaded, name)
+    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    expected = train(model, optimizer, 3)
+    for its_model, its_optimizer in (*copies, (loaded, fresh)):
+        assert train(its_model, its_optimizer, 3) == expected
+        pairs = zip(model.parameters(), its_model.parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_messages_name_parameters_as_the_model_does(name):
+    model = Model()
+    optimizer = build(model, name)
+    assert [each for group in optimizer.param_groups for each in group["param_names"]] == [
+        each for group in optimizer.param_groups for each in names_of(model, group)
+    ]
+
+
+def test_fields_reach_the_optimizer():
+    betas = (0.7, 0.8)
+    assert build(Model(), "adamw", betas=betas, eps=1e-5).defaults["betas"] == betas
+    assert build(Model(), "adamw").defaults["betas"] == (0.9, 0.95)
+    assert build(Model(), "lion").defaults["betas"] == (0.9, 0.99)
+    assert build(Model(), "lion", betas=betas).defaults["betas"] == betas
+    schedule_free = build(Model(), "schedule_free_adamw", schedule_free_warmup_steps=5, eps=1e-5)
+    assert (schedule_free.defaults["warmup_steps"], schedule_free.defaults["eps"]) == (5, 1e-5)
+    matrices, rest, _ = build(Model(), "muon", muon_momentum=0.8, betas=betas, eps=1e-5).param_groups
+    assert (matrices["momentum"], rest["betas"], rest["eps"], rest["lr"]) == (0.8, betas, 1e-5, 1e-2)
+    of_matrices = build(Model(), "muon", muon_ns_steps=3).parts["matrices"]
+    assert of_matrices.newton_schulz.steps == 3
+
+
+def test_fused_is_torchs_where_it_has_one():
+    assert build(Model(), "adamw").defaults["fused"] is True
+    assert build(Model(), "adamw", fused=False).defaults["fused"] is None
+    assert build(Model(), "muon").param_groups[1]["fused"] is True
+    assert build(Model().to("meta"), "adamw").defaults["fused"] is None
+
+
+@pytest.mark.parametrize(
+    ("package", "module"),
+    [("transformer_engine", "transformer_engine.pytorch.optimizers"), ("apex", "apex.optimizers")],
+)
+def test_fused_adam_of_a_package_is_built_where_it_is_installed(monkeypatch, package, module):
+    found = {}
+
+    class FusedAdam(torch.optim.AdamW):
+        def __init__(self, params, adam_w_mode, **settings):
+            found.update(settings, adam_w_mode=adam_w_mode)
+            super().__init__(params, **settings)
+
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError, match=f"fused='{package}' needs {package} installed"):
+        build(Model(), "adamw", fused=package)
+    stand_in = ModuleType(module)
+    stand_in.FusedAdam = FusedAdam
+    parts = module.split(".")
+    for end in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
+    monkeypatch.setitem(sys.modules, module, stand_in)
+    assert isinstance(build(Model(), "adamw", fused=package, weight_decay=0.2), FusedAdam)
+    assert found == {"lr": 1e-2, "weight_decay": 0.2, "betas": (0.9, 0.95), "eps": 1e-8, "adam_w_mode": True}
+    with pytest.raises(ValueError, match=f"fused='{package}' is for adamw, and the AdamW beside muon is torch's"):
+        build(Model(), "muon", fused=package)
+
+
+def test_options_cannot_say_what_fields_say():
+    with pytest.raises(ValueError, match="options of the config have lr, which its fields say"):
+        build_optimizer(Model(), OptimizerConfig(name="lion", options={"lr": 1.0}))
+    with pytest.raises(TypeError, match="frequency"):
+        build_optimizer(Model(), OptimizerConfig(name="soap", options={"frequency": 1}))
+
+
+def test_a_builder_of_ones_own_gets_groups_and_config(monkeypatch):
+    monkeypatch.setattr(table, "_BUILDERS", dict(table._BUILDERS))
+
+    @register_optimizer("sgd_of_mine")
+    def build_sgd(groups, config):
+        return torch.optim.SGD(groups, lr=config.lr, **config.options)
+
+    model = Model()
+    optimizer = build_optimizer(model, OptimizerConfig(name="sgd_of_mine", lr=0.5, options={"momentum": 0.3}))
+    assert get_optimizer_builder("sgd_of_mine") is build_sgd
+    assert [len(group["params"]) for group in optimizer.param_groups] == [4, 5]
+    assert train(model, optimizer)[-1] < 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "moun"}, r"unknown optimizer 'moun' \(did you mean 'muon'"),
+        ({"lr": -1.0}, "lr must be a finite number of at least 0, got -1.0"),
+        ({"lr": "1e-3"}, "lr must be a finite number of at least 0, got '1e-3'"),
+        ({"weight_decay": float("inf")}, "weight_decay must be a finite number of at least 0, got inf"),
+        ({"muon_adam_lr": float("nan")}, "muon_adam_lr must be a finite number of at least 0, got nan"),
+        ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
+        ({"betas": (0.9,)}, r"betas must be two numbers in \[0, 1\), got \(0.9,\)"),
+        ({"eps": 0.0}, "eps must be a finite number above 0, got 0.0"),
+        ({"fused": "te"}, "unknown fused, unless it is True or False, 'te': expected one of transformer_engine, apex"),
+        ({"muon_momentum": 1.0}, r"muon_momentum must lie in \[0, 1\), got 1.0"),
+        ({"muon_ns_steps": 0}, "muon_ns_steps must be a whole number of at least 1, got 0"),
+        (
+            {"schedule_free_warmup_steps": 2.5},
+            "schedule_free_warmup_steps must be a whole number of at least 0, got 2.5",
+        ),
+    ],
+)
+def test_a_config_out_of_range_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        OptimizerConfig(**fields)

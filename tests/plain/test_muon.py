@@ -1,0 +1,227 @@
+"""Muon of plain torch: matrices by a heavy-ball reference, the rest by AdamW, in one optimizer."""
+
+import logging
+
+import pytest
+import torch
+
+from megatron_eopt.matrices import concatenated
+from megatron_eopt.optimizers.hybrid import Muon
+from megatron_eopt.orthogonalize.coefficients import get_coefficients
+from tests.plain.made import gradients, parameters, run, values
+
+STEPS = 20
+
+
+def newton_schulz(x, coefficients):
+    """The quintic iteration, of the wide form of a matrix."""
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    x = x / x.norm()
+    for a, b, c in coefficients:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if tall else x
+
+
+def muon_reference(p, gradients, lr, momentum, weight_decay, coefficients):
+    """Heavy ball, scale max(1, rows / columns)^0.5, decoupled decay; more dimensions are rows x the rest."""
+    m = torch.zeros_like(p).flatten(1)
+    for g in gradients:
+        m = momentum * m + g.flatten(1)
+        p = p * (1 - lr * weight_decay)
+        p = p - lr * max(1, m.shape[0] / m.shape[1]) ** 0.5 * newton_schulz(m, coefficients).view_as(p)
+    return p
+
+
+def adamw_reference(p, gradients, lr, betas, eps, weight_decay):
+    m = v = torch.zeros_like(p)
+    for t, g in enumerate(gradients, 1):
+        m, v = betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g * g
+        p = p * (1 - lr * weight_decay)
+        p = p - lr * (m / (1 - betas[0] ** t)) / ((v / (1 - betas[1] ** t)).sqrt() + eps)
+    return p
+
+
+def shapes_by_role(optimizer):
+    found = {"matrices": [], "rest": []}
+    for group in optimizer.param_groups:
+        found[group["role"]] += [tuple(p.shape) for p in group["params"]]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "coefficients"),
+    [
+        ({}, get_coefficients("quintic", 5)),
+        ({"coefficient_type": "simple", "ns_steps": 4}, [(3.4445, -4.7750, 2.0315)] * 4),
+    ],
+)
+def test_twenty_steps_are_those_of_the_references(settings, coefficients):
+    # in fp64, where Newton-Schulz does not make differences of rounding visible
+    tall, wide, convolution, vector, embedding = params = parameters(
+        (12, 5), (6, 9), (4, 3, 2, 2), (7,), (11, 4), dtype=torch.float64
+    )
+    starts = values(params)
+    optimizer = Muon(
+        [tall, wide, convolution, vector],
+        [embedding],
+        lr=0.03,
+        momentum=0.9,
+        weight_decay=0.1,
+        adam_betas=(0.8, 0.9),
+        adam_eps=1e-6,
+        adam_lr=0.01,
+        fp32_matmul_prec="highest",
+        **settings,
+    )
+    steps = gradients(params, STEPS)
+    run(optimizer, params, steps)
+    for i, p in enumerate(params):
+        own = [of_step[i] for of_step in steps]
+        expected = (
+            muon_reference(starts[i], own, 0.03, 0.9, 0.1, coefficients)
+            if i < 3
+            else adamw_reference(starts[i], own, 0.01, (0.8, 0.9), 1e-6, 0.1)
+        )
+        torch.testing.assert_close(p.detach(), expected, rtol=0, atol=1e-6)
+
+
+def test_defaults_are_muon_at_one_rate_for_all():
+    optimizer = Muon(parameters((4, 4)), parameters((4,)))
+    matrices, rest = optimizer.param_groups
+    assert (matrices["lr"], matrices["momentum"], matrices["weight_decay"]) == (0.02, 0.95, 0)
+    assert (rest["lr"], rest["betas"], rest["eps"], rest["weight_decay"]) == (0.02, (0.9, 0.95), 1e-8, 0)
+    assert optimizer.parts["matrices"].newton_schulz.steps == 5
+
+
+def test_what_is_no_matrix_or_too_long_is_given_to_adamw_and_counted(caplog):
+    params = parameters((10, 100), (10, 101), (101, 10), (8,), (), (4, 2, 3, 3), (1, 50, 1), (0, 4))
+    with caplog.at_level(logging.INFO):
+        optimizer = Muon(params, parameters((20, 4)))
+    assert shapes_by_role(optimizer) == {
+        "matrices": [(10, 100), (4, 2, 3, 3)],
+        "rest": [(20, 4), (10, 101), (101, 10), (8,), (), (1, 50, 1), (0, 4)],
+    }
+    assert len(optimizer.param_groups) == 2
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message == (
+        "Muon: 2 matrices with 1072 entries; AdamW beside it: 7 parameters with 2159 entries, and in that, of those "
+        "given as matrices, 4 of aspect ratio above 10, 2 of fewer than two dimensions"
+    )
+
+
+def test_a_long_parameter_that_is_declared_as_several_matrices_is_orthogonalized():
+    fused, plain = parameters((44, 4), (44, 4))
+    fused.logical_matrices = concatenated(gate=22, up=22)
+    optimizer = Muon([fused, plain], [])
+    assert shapes_by_role(optimizer) == {"matrices": [(44, 4)], "rest": [(44, 4)]}
+    assert optimizer.param_groups[0]["params"][0] is fused
+
+
+def test_groups_have_their_own_settings():
+    a, b, bias, c = parameters((4, 4), (5, 4), (4,), (4, 3))
+    optimizer = Muon(
+        [{"params": [a], "lr": 0.1}, {"params": [b, bias], "lr": 0.04}],
+        [{"params": [c], "betas": (0.5, 0.6), "lr": 1e-3}],
+        lr=0.02,
+        adam_lr=0.001,
+        weight_decay=0.1,
+    )
+    first, second, given, diverted = optimizer.param_groups
+    assert (first["lr"], second["lr"], given["lr"], given["betas"]) == (0.1, 0.04, 1e-3, (0.5, 0.6))
+    # what is no matrix keeps AdamW's ratio to the rate of its group
+    assert diverted["params"] == [bias]
+    assert diverted["lr"] == pytest.approx(0.002)
+
+
+def test_add_param_group_divides_as_the_constructor_does():
+    a, b, vector, later = parameters((4, 4), (5, 4), (4,), (3, 4))
+    optimizer = Muon([a], [], lr=0.02, adam_lr=0.01)
+    optimizer.add_param_group({"params": [b, vector]})
+    optimizer.add_param_group({"params": [later], "role": "rest"})
+    assert shapes_by_role(optimizer) == {"matrices": [(4, 4), (5, 4)], "rest": [(4,), (3, 4)]}
+    before = values([a, b, vector, later])
+    run(optimizer, [a, b, vector, later], gradients([a, b, vector, later], 1))
+    assert all((p.detach() != old).all() for p, old in zip([a, b, vector, later], before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"lr": -1.0}, "lr must be at least 0, got -1.0"),
+        ({"role": "rest", "eps": 0}, "AdamW in Muon: eps must be a finite number above 0, got 0"),
+        ({"role": "others"}, "role of a group is 'matrices' or 'rest', got 'others'"),
+    ],
+)
+def test_a_refused_group_changes_nothing(group, message):
+    a, b, vector = parameters((4, 4), (5, 4), (4,))
+    optimizer = Muon([a], [vector])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [b], **group})
+    run(optimizer, [a, vector, b], gradients([a, vector, b], 1))
+    assert len(optimizer.param_groups) == 2
+    assert torch.equal(b, parameters((4, 4), (5, 4))[1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"momentum": 1.0}, r"momentum must lie in \[0, 1\), got 1.0"),
+        ({"adam_betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
+        ({"adam_lr": -1e-3}, "lr must be a finite number of at least 0, got -0.001"),
+        ({"ns_steps": 0}, "steps"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Muon(parameters((4, 4)), parameters((4,)), **settings)
+
+
+def test_what_cannot_be_parameters_is_refused():
+    with pytest.raises(TypeError, match="parameters come as an ordered list, or as a list of groups, got a set"):
+        Muon(set(parameters((4, 4))), [])
+    with pytest.raises(ValueError, match="empty parameter list"):
+        Muon([], [])
+    (a,) = parameters((4, 4))
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        Muon([a], [a])
+
+
+def test_a_closure_is_called_once_with_gradients():
+    a, vector = params = parameters((4, 4), (4,))
+    optimizer = Muon([a], [vector])
+    calls = []
+
+    def closure():
+        calls.append(torch.is_grad_enabled())
+        optimizer.zero_grad()
+        loss = (a.sum() + vector.sum()).square()
+        loss.backward()
+        return loss
+
+    before = values(params)
+    assert optimizer.step(closure) == (before[0].sum() + before[1].sum()).square()
+    assert calls == [True]
+    optimizer.zero_grad()
+    assert a.grad is None
+    assert vector.grad is None
+
+
+def test_a_gradient_that_is_not_finite_leaves_its_matrix_as_it_is(caplog):
+    params = parameters((4, 4), (5, 4), (4,))
+    optimizer = Muon(params[:2], params[2:])
+    before = values(params)
+    (of_step,) = gradients(params, 1)
+    of_step[0][1, 2] = torch.inf
+    run(optimizer, params, [of_step])
+    assert torch.equal(params[0], before[0])
+    assert not torch.equal(params[1], before[1])
+    assert optimizer.parts["matrices"].skipped_steps() == {"parameter 0 of group 0, of shape (4, 4)": 1}
+
+
+def test_an_argument_that_muon_has_not_is_refused():
+    with pytest.raises(TypeError, match="num_steps"):
+        Muon(parameters((4, 4)), [], num_steps=3)
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'num_ns_steps'"):
+        Muon(parameters((4, 4)), [], num_ns_steps=3)

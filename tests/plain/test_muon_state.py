@@ -1,0 +1,124 @@
+"""Muon of plain torch: schedulers, one state of both parts, copies and loads."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR
+
+from megatron_eopt.optimizers.hybrid import Muon
+from tests.plain.made import gradients, parameters, run, values
+
+
+def test_a_scheduler_with_warm_restarts_keeps_the_ratio_and_resumes():
+    params = parameters((4, 4), (4,))
+    optimizer = Muon(params[:1], params[1:], lr=0.02, adam_lr=0.005)
+    scheduler = CosineAnnealingWarmRestarts(optimizer, T_0=4)
+    rates = []
+    for of_step in gradients(params, 10):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        run(optimizer, params, [of_step])
+        scheduler.step()
+    assert all(adam == pytest.approx(muon / 4) for muon, adam in rates)
+    assert rates[4] == rates[8] == [0.02, 0.005]
+    assert rates[3][0] < 0.004
+
+    copied = [nn.Parameter(p.detach().clone()) for p in params]
+    resumed = Muon(copied[:1], copied[1:], lr=0.02, adam_lr=0.005)
+    its_scheduler = CosineAnnealingWarmRestarts(resumed, T_0=4)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    its_scheduler.load_state_dict(scheduler.state_dict())
+    for of_step in gradients(params, 6, seed=2):
+        for each, its_params, its in ((optimizer, params, scheduler), (resumed, copied, its_scheduler)):
+            run(each, its_params, [of_step])
+            its.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, copied, strict=True))
+
+
+def test_a_scheduler_made_before_a_load_still_sets_the_rates():
+    params = parameters((4, 4), (4,))
+    optimizer = Muon(params[:1], params[1:], lr=0.02, adam_lr=0.01)
+    scheduler = LambdaLR(optimizer, lambda step: 0.0 if step else 1.0)
+    run(optimizer, params, gradients(params, 1))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    scheduler.step()
+    before = values(params)
+    run(optimizer, params, gradients(params, 1))
+    assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
+
+
+def test_one_state_dict_has_both_states():
+    params = parameters((4, 4), (3, 2, 2), (4,))
+    optimizer = Muon(params[:2], params[2:])
+    run(optimizer, params, gradients(params, 2))
+    state = optimizer.state_dict()["state"]
+    assert {place: sorted(of_one) for place, of_one in state.items()} == {
+        0: ["momentum_buffer"],
+        1: ["momentum_buffer"],
+        2: ["exp_avg", "exp_avg_sq", "step"],
+    }
+    assert state[1]["momentum_buffer"].shape == (3, 2, 2)
+
+
+@pytest.mark.parametrize("how", ["state_dict", "pickle", "deepcopy"])
+def test_a_copy_goes_on_bit_for_bit(how):
+    params = parameters((12, 5), (4, 3, 2), (7,))
+    optimizer = Muon(params[:2], params[2:], momentum=0.9, adam_lr=1e-3, ns_steps=3)
+    run(optimizer, params, gradients(params, 3))
+    if how == "deepcopy":
+        copied, other = copy.deepcopy((params, optimizer))
+    elif how == "pickle":
+        copied, other = pickle.loads(pickle.dumps((params, optimizer)))
+    else:
+        copied = [nn.Parameter(p.detach().clone()) for p in params]
+        other = Muon(copied[:2], copied[2:], ns_steps=3)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    steps = gradients(params, 3, seed=2)
+    run(optimizer, params, steps)
+    run(other, copied, steps)
+    assert all(torch.equal(a, b) for a, b in zip(params, copied, strict=True))
+    assert not any(a is b for a, b in zip(params, copied, strict=True))
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    params = parameters((4, 4), (4,))
+    optimizer = Muon(params[:1], params[1:])
+    run(optimizer, params, gradients(params, 2))
+    kept = copy.deepcopy(optimizer.state_dict())
+    matrices_only = Muon(parameters((4, 4)), [])
+    with pytest.raises(ValueError, match=r"has groups of the roles \['matrices', 'rest'\], but .* with \['matrices'\]"):
+        optimizer.load_state_dict(matrices_only.state_dict())
+    other = parameters((5, 4), (4,))
+    of_other = Muon(other[:1], other[1:])
+    run(of_other, other, gradients(other, 1))
+    with pytest.raises(ValueError, match=r"'momentum_buffer' has shape \(5, 4\), expected \(4, 4\)"):
+        optimizer.load_state_dict(of_other.state_dict())
+    # the part that is loaded first has taken nothing over where the second one refuses
+    too_many = copy.deepcopy(kept)
+    too_many["state"][0]["momentum_buffer"].zero_()
+    too_many["param_groups"][1]["params"] = [1, 2]
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        optimizer.load_state_dict(too_many)
+    found = optimizer.state_dict()
+    assert found["param_groups"] == kept["param_groups"]
+    torch.testing.assert_close(found["state"], kept["state"], rtol=0, atol=0)
+    before = values(params)
+    run(optimizer, params, gradients(params, 1))
+    assert not any(torch.equal(p, old) for p, old in zip(params, before, strict=True))
+
+
+def test_hooks_of_loading_are_called():
+    params = parameters((4, 4), (4,))
+    optimizer = Muon(params[:1], params[1:])
+    run(optimizer, params, gradients(params, 1))
+    state = copy.deepcopy(optimizer.state_dict())
+    called = []
+    optimizer.register_load_state_dict_pre_hook(
+        lambda _, found: {**found, "param_groups": [{**group, "lr": 0.5} for group in found["param_groups"]]}
+    )
+    optimizer.register_load_state_dict_post_hook(lambda which: called.append(which))
+    optimizer.load_state_dict(state)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+    assert called == [optimizer]

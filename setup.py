@@ -28,6 +28,7 @@ setup(
             "psutil",
             "pytest",
             "ruff",
+            "schedulefree",
         ],
         "te": ["transformer-engine[pytorch]"],
         "docs": ["mkdocs"],

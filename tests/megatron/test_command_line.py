@@ -114,7 +114,7 @@ def test_one_line_says_who_owns_what(tmp_path):
     ("flags", "message"),
     [
         (["--muon-num-ns-steps", 6], "ValueError: quintic has 5 polynomials"),
-        (["--optimizer", "soap"], "argument --optimizer: invalid choice: 'soap'"),
+        (["--optimizer", "soup"], "argument --optimizer: invalid choice: 'soup'"),
         (["--fp16"], "ValueError: optimizer 'muon' does not run with fp16"),
         (["--use-distributed-optimizer"], "ValueError: Megatron-Core's layer-wise distributed optimizer"),
     ],

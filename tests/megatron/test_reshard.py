@@ -15,6 +15,15 @@ OPTIMIZERS = {
     "lion": ["--optimizer", "lion", "--lr", "1e-3", "--min-lr", "1e-3"],
     "muon+lion": [*MUON, "--muon-scalar-optimizer", "lion"],
 }
+RELATIVES = {
+    "spectron": ["--optimizer", "spectron", "--spectron-rank", 16],
+    "soap": ["--optimizer", "soap", "--lr", "3e-3", "--min-lr", "3e-3"],
+    "schedule_free_adamw": ["--optimizer", "schedule_free_adamw"],
+    "signum": ["--optimizer", "signum", "--lr", "1e-3", "--min-lr", "1e-3"],
+    "scion": ["--optimizer", "scion", "--muon-lr", "4e-4", "--muon-min-lr", "4e-4"],
+    "polargrad": ["--optimizer", "polargrad"],
+    "muon_hyperball": ["--optimizer", "muon_hyperball"],
+}
 TP, PP, EP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--expert-model-parallel-size"
 TP_CHAIN = [(2, [TP, 2]), (1, []), (2, [TP, 2]), (4, [TP, 4])]
 SHARED = ["--use-distributed-optimizer"]
@@ -32,9 +41,15 @@ CHAINS = {
 }
 STEPS = 2  # in each layout
 ALWAYS = {("muon", "TP"), ("muon", "PP")}  # the others are run by `make test-full`
+OF_RELATIVES = {"TP-bf16", "PP", "DP-distributed", "EP"}
 MOVES = [
     pytest.param(*one, id="-".join(one), marks=[] if one in ALWAYS else pytest.mark.full)
     for one in itertools.product(OPTIMIZERS, CHAINS)
+]
+MOVES += [
+    pytest.param(*one, id="-".join(one), marks=pytest.mark.full)
+    for one in itertools.product(RELATIVES, CHAINS)
+    if one[1] in OF_RELATIVES and one != ("schedule_free_adamw", "DP-distributed")  # which it is refused for
 ]
 
 
@@ -53,7 +68,7 @@ def unmoved(tmp_path_factory):
 
 def run(optimizer, model):
     exact = ["--muon-fp32-matmul-prec", "highest", "--ckpt-format", "torch_dist"]
-    return ["--num-layers", 2, *model, *OPTIMIZERS[optimizer], *exact, "--train-iters", len(TP_CHAIN) * STEPS]
+    return ["--num-layers", 2, *model, *(OPTIMIZERS | RELATIVES)[optimizer], *exact, "--train-iters", len(TP_CHAIN) * STEPS]
 
 
 @pytest.mark.parametrize(("optimizer", "chain"), MOVES)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.megatron.runs import MUON, assert_same, train, whole
+from tests.megatron.runs import MUON, SMALL_GPT, assert_same, train, whole
 
 # Learning rates that warm up and decay, another one for embeddings, growing weight decay, and clipping in every step:
 # a group that is matched wrongly, or a scheduler that starts anew, shows in the parameters.
@@ -12,6 +12,7 @@ SCHEDULE = """
     --lr 1e-2 --min-lr 1e-3 --decoupled-lr 5e-3 --lr-decay-style cosine --lr-warmup-iters 2 --lr-decay-iters 6
     --weight-decay-incr-style linear --start-weight-decay 0.01 --end-weight-decay 0.1 --clip-grad 0.5
 """.split()
+TIED = [flag for flag in SMALL_GPT if flag != "--untie-embeddings-and-output-weights"]
 ADAPTIVE = ["--optimizer", "adaptive_muon", *MUON[2:], "--adaptive-muon-moment2-method"]
 OPTIMIZERS = {  # flags, and what is kept beside the parameters
     "muon": (MUON, {"momentum_buffer", "exp_avg_sq"}),
@@ -21,6 +22,18 @@ OPTIMIZERS = {  # flags, and what is kept beside the parameters
     "lion": (["--optimizer", "lion", "--lr", "1e-3", "--decoupled-lr", "5e-4"], {"exp_avg"}),
     "muon+lion": ([*MUON, "--muon-scalar-optimizer", "lion"], {"momentum_buffer", "exp_avg"}),
 }
+RELATIVES = {
+    "spectron": (
+        ["--optimizer", "spectron", "--spectron-rank", 16],
+        {"factor_A_0", "momentum_buffer_B", "u_A", "projected"},
+    ),
+    "soap": (["--optimizer", "soap", "--soap-precondition-frequency", 2], {"L", "R_0", "Q_L_1", "Q_R", "steps"}),
+    "schedule_free_adamw": (["--optimizer", "schedule_free_adamw"], {"z", "exp_avg_sq", "schedule"}),
+    "signum": (["--optimizer", "signum", "--lr", "1e-3", "--decoupled-lr", "5e-4"], {"exp_avg"}),
+    "scion": (["--optimizer", "scion", "--muon-lr", "4e-4", "--muon-min-lr", "4e-5"], {"momentum_buffer"}),
+    "polargrad": (["--optimizer", "polargrad"], {"momentum_buffer"}),
+    "muon_hyperball": (["--optimizer", "muon_hyperball"], {"momentum_buffer", "radius"}),
+}
 LAYOUTS = {
     "TP2": ["--tensor-model-parallel-size", 2],
     "PP2": ["--pipeline-model-parallel-size", 2],
@@ -29,6 +42,7 @@ LAYOUTS = {
     "DP2": [],
     "DP2-distributed": ["--use-distributed-optimizer"],
     "EP2": ["--num-experts", 4, "--expert-model-parallel-size", 2, "--moe-token-dispatcher-type", "alltoall"],
+    "PP2-tied": ["--pipeline-model-parallel-size", 2],  # the embedding is on both stages
 }
 PRECISIONS = {"fp32": [], "bf16": ["--bf16"]}
 # Each optimizer, each layout and both precisions once; the others are run by `make test-full`.
@@ -40,23 +54,38 @@ ALWAYS = {
     ("lion", "DP2", "fp32"),
     ("muon+lion", "PP2-embedding", "bf16"),
 }
+OF_RELATIVES = {
+    ("TP2", "bf16"),
+    ("PP2-tied", "fp32"),
+    ("PP2-embedding", "bf16"),
+    ("DP2", "fp32"),
+    ("DP2-distributed", "bf16"),
+    ("EP2", "fp32"),
+}
 
 
 COMBINATIONS = [
     pytest.param(*one, id="-".join(one), marks=[] if one in ALWAYS else pytest.mark.full)
     for one in itertools.product(OPTIMIZERS, LAYOUTS, PRECISIONS)
-    if one[1:] != ("DP2-distributed", "fp32")  # Megatron's distributed optimizer of matrices runs in bf16 only
+    if one[1] != "PP2-tied" and one[1:] != ("DP2-distributed", "fp32")  # Megatron's distributed optimizer of matrices runs in bf16 only
+]
+# Those of the relatives; test_family.py has TP2 in fp32.
+COMBINATIONS += [
+    pytest.param(*one, id="-".join(one), marks=pytest.mark.full)
+    for one in itertools.product(RELATIVES, LAYOUTS, PRECISIONS)
+    if one[1:] in OF_RELATIVES and one[:2] != ("schedule_free_adamw", "DP2-distributed")  # which it is refused for
 ]
 
 
 @pytest.mark.parametrize(("optimizer", "layout", "precision"), COMBINATIONS)
 def test_a_resumed_run_is_the_straight_one(tmp_path, optimizer, layout, precision):
-    flags, kept = OPTIMIZERS[optimizer]
+    flags, kept = (OPTIMIZERS | RELATIVES)[optimizer]
+    model = TIED if layout == "PP2-tied" else SMALL_GPT
     layers = 1 if layout == "PP2-embedding" else 2
     run = ["--num-layers", layers, *SCHEDULE, *flags, *LAYOUTS[layout], *PRECISIONS[precision], "--train-iters", 6]
     saved = ["--save", tmp_path / "checkpoint", "--save-interval", 3, "--ckpt-format", "torch_dist"]
-    straight, _ = train(tmp_path / "straight", 2, *run, *saved)
-    resumed, _ = train(tmp_path / "resumed", 2, *run, "--load", tmp_path / "checkpoint", "--ckpt-step", 3)
+    straight, _ = train(tmp_path / "straight", 2, *run, *saved, model=model)
+    resumed, _ = train(tmp_path / "resumed", 2, *run, "--load", tmp_path / "checkpoint", "--ckpt-step", 3, model=model)
 
     states = whole([rank["after"] for rank in straight]).values()
     assert kept <= {key for state in states for key in state}

@@ -5,7 +5,7 @@ PYTHON := .venv/bin/python
 # What the caller's shell has set for other Python projects must not reach ours.
 unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONSAFEPATH VIRTUAL_ENV PIP_USER PIP_TARGET PIP_PREFIX PIP_CONSTRAINT
 
-.PHONY: help demo test test-full lint bench venv
+.PHONY: help demo test test-full lint bench compare venv
 
 help:
 	@echo "make demo       train a small GPT with Muon and with Adam on the CPU, resume it, draw the losses"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-full  run the tests with the long matrices"
 	@echo "make lint       check style and types"
 	@echo "make bench      time Newton-Schulz and tensor-parallel steps against emerging-optimizers"
+	@echo "make compare    train the demo's GPT with every optimizer on the CPU, leave a table and a picture"
 
 demo: venv
 	@$(PYTHON) examples/demo.py
@@ -31,6 +32,9 @@ lint: venv
 bench: venv
 	@$(PYTHON) benchmarks/newton_schulz.py
 	@$(PYTHON) benchmarks/tensor_parallel.py
+
+compare: venv
+	@$(PYTHON) benchmarks/compare.py
 
 venv:
 	@scripts/bootstrap.sh

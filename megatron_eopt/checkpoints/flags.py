@@ -9,7 +9,7 @@ _INTEGERS = """num-layers hidden-size ffn-hidden-size num-attention-heads num-qu
     num-experts moe-ffn-hidden-size moe-shared-expert-intermediate-size mtp-num-layers max-position-embeddings
     q-lora-rank kv-lora-rank tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size
     expert-model-parallel-size expert-tensor-parallel-size train-iters lr-decay-iters lr-warmup-iters
-    global-batch-size muon-num-ns-steps""".split()
+    global-batch-size muon-num-ns-steps spectron-rank soap-max-dim""".split()
 _NUMBERS = "lr min-lr weight-decay muon-momentum muon-extra-scale-factor".split()
 _WORDS = """normalization position-embedding-type optimizer adaptive-muon-moment2-method muon-scalar-optimizer
     lr-decay-style muon-scale-mode muon-coefficient-type muon-tp-mode muon-split muon-preset ckpt-format""".split()
@@ -27,6 +27,9 @@ _DEFAULTS: dict[str, Any] = {
     "optimizer": "adam",
     "muon_scalar_optimizer": "adam",
     "adaptive_muon_moment2_method": "adamuon",
+    "muon_split": "default",
+    "spectron_rank": 64,
+    "soap_max_dim": 10000,
     "num_experts": None,
     "mtp_num_layers": None,
     "moe_shared_expert_intermediate_size": None,

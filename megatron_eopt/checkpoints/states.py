@@ -1,8 +1,9 @@
 """The optimizers of a checkpoint: what they keep for which parameters, and whether all of it is there."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ MAIN = "fp32_param"
 # Under the distributed optimizer Megatron puts the number of the optimizer ahead.
 _STATE = re.compile(r"(?:chained_\d+\.)*optimizer\.state\.([^.]+)\.(.+)")
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)*optimizer\.")
-_FULL_SHAPE = {MAIN, "momentum_buffer", "exp_avg", "exp_avg_sq"}
+_FULL_SHAPE = {MAIN, "momentum_buffer", "exp_avg", "exp_avg_sq", "y", "z"}
 _ADAM = frozenset({"exp_avg", "exp_avg_sq"})
 _LION = frozenset({"exp_avg"})
 # ``moment2_buffer_1``: of the second logical matrix.
@@ -162,10 +163,11 @@ def _parts(contents: Contents) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _signature(states: dict[str, StoredTensor]) -> frozenset[str]:
     """What is kept for a parameter; of states that are kept for each of its logical matrices, the common name."""
-    return frozenset(_base(state) for state in states) - {MAIN}
+    return frozenset(base(state) for state in states) - {MAIN}
 
 
-def _base(state: str) -> str:
+def base(state: str) -> str:
+    """The name of a state without the number of the logical matrix that it is kept for."""
     return _OF_A_MATRIX.sub("", state)
 
 
@@ -194,7 +196,11 @@ def _incomplete(contents: Contents, kept: dict[str, dict[str, StoredTensor]]) ->
     for block in blocks(contents):
         own = {parameter: rest.pop(parameter, {}) for parameter in _members(block, kept)}
         expected = frozenset(block.get("states") or []).union(*map(_signature, own.values()))
-        yield from _short_of(expected, own, str(block.get("optimizer", "?")))
+        without = {
+            parameter: frozenset(state for state, names in (block.get("partly") or {}).items() if parameter not in names)
+            for parameter in own
+        }
+        yield from _short_of(expected, own, str(block.get("optimizer", "?")), without)
     signatures = {_signature(states) for states in rest.values()}
     complete = {_ADAM}  # Adam's may be a part of another's, as SOAP's, beside which it serves
     if any("lion" in str(contents.args.get(name)) for name in ("optimizer", "muon_scalar_optimizer")):
@@ -206,11 +212,17 @@ def _incomplete(contents: Contents, kept: dict[str, dict[str, StoredTensor]]) ->
         yield from _short_of(whole, own, _inferred(whole))
 
 
-def _short_of(expected: frozenset[str], own: dict[str, dict[str, StoredTensor]], name: str) -> Iterator[Problem]:
-    """What parameters of one optimizer lack of what it keeps."""
+def _short_of(
+    expected: frozenset[str],
+    own: dict[str, dict[str, StoredTensor]],
+    name: str,
+    without: Mapping[str, frozenset[str]] = MappingProxyType({}),
+) -> Iterator[Problem]:
+    """What parameters of one optimizer lack of what it keeps, but for what it keeps ``without`` them."""
     short: dict[frozenset[str], list[str]] = {}
     for parameter, states in own.items():
-        if missing := (expected - _signature(states)) | _skipped(states):
+        expected_here = expected - without.get(parameter, frozenset())
+        if missing := (expected_here - _signature(states)) | _skipped(states):
             short.setdefault(missing, []).append(parameter)
     for missing, members in short.items():
         what = f"{_listed(missing)} is missing for {_named(members)}; {name} keeps {_listed(expected)}"
@@ -222,7 +234,7 @@ def _skipped(states: dict[str, StoredTensor]) -> frozenset[str]:
     numbers: dict[str, int] = {}
     for state in states:
         if _OF_A_MATRIX.search(state):
-            numbers[_base(state)] = max(numbers.get(_base(state), 0), int(state.rpartition("_")[2]))
+            numbers[base(state)] = max(numbers.get(base(state), 0), int(state.rpartition("_")[2]))
     return frozenset(f"{base}_{number}" for base, last in numbers.items() for number in range(last)) - states.keys()
 
 
@@ -237,7 +249,7 @@ def _optimizer(
     name: str, source: str, settings: dict[str, Any], own: dict[str, dict[str, StoredTensor]]
 ) -> OptimizerState:
     keys = sorted(frozenset[str]().union(*map(_signature, own.values())))
-    states = {key: [kept[state] for kept in own.values() for state in kept if _base(state) == key] for key in keys}
+    states = {key: [kept[state] for kept in own.values() for state in kept if base(state) == key] for key in keys}
     return OptimizerState(name, source, settings, states, tuple(own))
 
 

@@ -15,6 +15,16 @@ _MODEL = """num_layers hidden_size ffn_hidden_size num_attention_heads num_query
     moe_shared_expert_intermediate_size moe_shared_expert_gate mtp_num_layers""".split()
 _MUON = """muon_momentum muon_nesterov muon_scale_mode muon_extra_scale_factor muon_coefficient_type muon_num_ns_steps
     muon_tp_mode muon_split muon_preset""".split()
+# What optimizers of matrices keep depends on these flags, and on which optimizer is beside them.
+_DECIDING: dict[str, list[str]] = {
+    "muon": [],
+    "adaptive_muon": ["adaptive_muon_moment2_method"],
+    "spectron": ["spectron_rank", "muon_split"],
+    "soap": ["soap_max_dim", "muon_split"],
+    "muon_hyperball": ["muon_split"],
+    "scion": [],
+    "polargrad": [],
+}
 _SIZES = {
     "tensor_model_parallel_size": "TP",
     "pipeline_model_parallel_size": "PP",
@@ -134,8 +144,7 @@ def _optimizer(contents: Contents, run: dict[str, Any], saved: dict[str, Any]) -
 
 
 def _same_optimizer(run: dict[str, Any], saved: dict[str, Any], was: str) -> Iterator[Problem]:
-    deciding = {"adaptive_muon": ["adaptive_muon_moment2_method", "muon_scalar_optimizer"]}
-    for name in deciding.get(was, ["muon_scalar_optimizer"] if was == "muon" else []):
+    for name in [*_DECIDING[was], "muon_scalar_optimizer"] if was in _DECIDING else []:
         if name in run and saved.get(name) not in (None, run[name]):
             what = f"{name} was {saved[name]} and is {run[name]}, which keeps other state"
             yield Problem("error", what, _anew(f"give --{name.replace('_', '-')} {saved[name]}"))
@@ -177,11 +186,13 @@ def _schedule(contents: Contents, run: dict[str, Any]) -> Iterator[Problem]:
 
 def _kept(contents: Contents, saved: dict[str, Any]) -> str:
     """The optimizer whose state is there, by Megatron's name."""
+    if saved.get("optimizer"):
+        return str(saved["optimizer"]).removeprefix("dist_")
     states = {state for kept in state_keys(contents).values() for state in kept}
     if "momentum_buffer" in states:
         second = any(state.startswith("moment2_buffer") for state in states)
         return "adaptive_muon" if second else "muon"
-    return str(saved.get("optimizer") or ("adam" if "exp_avg_sq" in states else "lion")).removeprefix("dist_")
+    return "adam" if "exp_avg_sq" in states else "lion"
 
 
 def _anew(otherwise: str) -> str:

@@ -15,7 +15,7 @@ from megatron_eopt.megatron.entries import DEFAULT
 from megatron_eopt.megatron.held import Held, held, owner_name
 from megatron_eopt.megatron.overriding import Owned
 from megatron_eopt.optimizers.logical import DescribedMatrix, LogicalMatrices
-from megatron_eopt.optimizers.state import DescribedState, StateTensor
+from megatron_eopt.optimizers.state import DescribedState
 from megatron_eopt.overrides import ParameterInfo
 from megatron_eopt.overrides.conditions import is_embedding
 from megatron_eopt.parallel.layout import is_expert, is_sharded
@@ -183,13 +183,8 @@ def _state_bytes(info: ParameterInfo, holder: Held | None, name: str | None) -> 
         return _FULL_TENSORS.get(name or "", 0) * elements * 4
     if own is None:  # shards of Lion's momentum, which is in fp32 there
         return elements * 4
-    layouts = optimizer.matrix_layouts(own) if isinstance(optimizer, LogicalMatrices) else []
-    tensors = optimizer.state_tensors(own)
-    return sum(_elements(tensor, elements, layouts) * (tensor.dtype or own.dtype).itemsize for tensor in tensors)
-
-
-def _elements(tensor: StateTensor, elements: int, layouts: Sequence[Any]) -> int:
-    if tensor.dims is None:
-        return elements
-    sides = dict(zip(("rows", "columns"), layouts[tensor.matrix].shape, strict=True)) if layouts else {}
-    return prod(dim if isinstance(dim, int) else sides[dim] for dim in tensor.dims)
+    return sum(
+        (elements if tensor.dims is None else prod(tensor.global_shape(optimizer.matrix_layouts(own))))
+        * (tensor.dtype or own.dtype).itemsize
+        for tensor in optimizer.state_tensors(own)
+    )

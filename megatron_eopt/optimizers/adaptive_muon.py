@@ -1,6 +1,7 @@
 """Muon whose orthogonal factors are normalized by a second moment, for parameters that may be sharded."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,7 +15,7 @@ from megatron_eopt.optimizers.batch import Batch, local
 from megatron_eopt.optimizers.group_settings import UpdateSettings
 from megatron_eopt.optimizers.muon import TensorParallelGroups, TensorParallelMuon
 from megatron_eopt.optimizers.second_moment import Moment2Method
-from megatron_eopt.optimizers.skipping import parameter_names
+from megatron_eopt.optimizers.skipping import names_of_last
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
@@ -128,14 +129,16 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         name, method = type(self).__name__, self.moment2_method
         if not 0 <= group["beta2"] < 1:
             raise ValueError(f"{name}: beta2 must lie in [0, 1), got {group['beta2']}")
-        if not group["eps"] > 0:
-            raise ValueError(f"{name}: eps must be above 0, since {method} divides by it, got {group['eps']}")
+        if not 0 < group["eps"] < inf:
+            raise ValueError(
+                f"{name}: eps must be a finite number above 0, since {method} divides by it, got {group['eps']}"
+            )
         if method == "namo" and not self.use_decoupled_weight_decay and group["weight_decay"]:
             raise ValueError(
                 f"{name}: namo compares the norms of gradient and momentum, which L2 decay would add to: take "
                 f"use_decoupled_weight_decay=True, or weight_decay=0 instead of {group['weight_decay']}"
             )
-        names = parameter_names(self.param_groups)[-len(group["params"]) :]
+        names = names_of_last(self.param_groups)
         for parameter, called in zip(group["params"], names, strict=True):
             if method != "adamuon" and self.tp_mode == "blockwise" and self._is_cut(parameter):
                 raise ValueError(

@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import bulk
 from megatron_eopt.optimizers.batch import local
 from megatron_eopt.optimizers.bulk import Scalar
+from megatron_eopt.optimizers.checks import check_betas, check_rates
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.stepping import SteppingOptimizer
 
@@ -63,12 +64,8 @@ class Lion(SteppingOptimizer):
             group.setdefault("maximize", False)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        for key in ("lr", "weight_decay"):
-            if not group[key] >= 0:
-                raise ValueError(f"{type(self).__name__}: {key} must be at least 0, got {group[key]}")
-        betas = group["betas"]
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"{type(self).__name__}: betas must be two numbers in [0, 1), got {betas}")
+        check_rates(type(self).__name__, group)
+        check_betas(type(self).__name__, group["betas"])
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum."""

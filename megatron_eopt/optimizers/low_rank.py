@@ -1,7 +1,6 @@
 """What is kept of weights of low rank, and which parameters and settings an optimizer of them can have."""
 
 from collections.abc import Iterable, Sequence
-from math import inf
 from typing import Any
 
 import torch
@@ -11,10 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from megatron_eopt.matrices import Split, check_split_shapes, declared_split
 from megatron_eopt.optimizers.batch import local
+from megatron_eopt.optimizers.checks import check_rates
 from megatron_eopt.optimizers.factor_plan import is_tall
 from megatron_eopt.optimizers.logical import LogicalMatrices, check_query_groups
 from megatron_eopt.optimizers.muon import TensorParallelGroups
-from megatron_eopt.optimizers.skipping import parameter_names
+from megatron_eopt.optimizers.skipping import names_of_last
 from megatron_eopt.optimizers.state import Dim, StateTensor
 from megatron_eopt.optimizers.stepping import SteppingOptimizer
 from megatron_eopt.orthogonalize.spectral import start_vector
@@ -171,16 +171,14 @@ class LowRankState(SteppingOptimizer, LogicalMatrices):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name, number = type(self).__name__, len(self.param_groups) - 1
-        for key in ("lr", "weight_decay"):
-            if not 0 <= group[key] < inf:
-                raise ValueError(f"{name}: {key} must be a finite number of at least 0, got {group[key]}")
+        check_rates(name, group)
         if not 0 <= group["momentum_beta"] < 1:
             raise ValueError(f"{name}: momentum_beta must lie in [0, 1), got {group['momentum_beta']}")
         check_count(f"{name}: rank", group["rank"])
         for key in _OF_OTHERS:
             if key in group:
                 raise ValueError(f"{name}: group {number} has {key}, but the size of an update follows from lr alone")
-        names = parameter_names(self.param_groups)[-len(group["params"]) :]
+        names = names_of_last(self.param_groups)
         for index, (parameter, called) in enumerate(zip(group["params"], names, strict=True)):
             if not parameter.is_floating_point():
                 raise ValueError(f"{name} takes real, floating-point matrices, but {called} is {parameter.dtype}")

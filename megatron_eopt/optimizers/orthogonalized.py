@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import bulk
 from megatron_eopt.optimizers.batch import Batch, GroupRates, local
 from megatron_eopt.optimizers.bulk import Scalar
+from megatron_eopt.optimizers.checks import check_rates
 from megatron_eopt.optimizers.logical import LogicalMatrices
 from megatron_eopt.optimizers.skipping import parameter_names
 from megatron_eopt.optimizers.state import StateTensor
@@ -102,9 +103,7 @@ class OrthogonalizedOptimizer(SteppingOptimizer, LogicalMatrices):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
-        for key in ("lr", "weight_decay"):
-            if group[key] < 0:
-                raise ValueError(f"{name}: {key} must be at least 0, got {group[key]}")
+        check_rates(name, group)
         if not 0 <= group[self.momentum_key] < 1:
             raise ValueError(f"{name}: {self.momentum_key} must lie in [0, 1), got {group[self.momentum_key]}")
         for index, parameter in enumerate(group["params"]):

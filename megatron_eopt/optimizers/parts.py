@@ -12,7 +12,7 @@ from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatron_eopt.matrices import declared_split
-from megatron_eopt.optimizers.checks import check_adam_settings
+from megatron_eopt.optimizers.checks import check_adam_settings, check_gradients
 
 logger = logging.getLogger(__name__)
 
@@ -159,13 +159,16 @@ class HybridOptimizer(Optimizer):
             What the closure returned.
 
         Raises:
-            ValueError: for a gradient that the optimizer of matrices cannot take, before anything is changed.
+            ValueError: for a gradient that one of the parts cannot take, before anything is changed.
             RuntimeError: if a gradient of a matrix was not finite in several steps in a row.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # torch's AdamW would refuse its own when the matrices have made their step
+        of_rest = (p for group in self.param_groups if group[ROLE] == REST for p in group["params"])
+        check_gradients(f"AdamW in {type(self).__name__}", of_rest, self.param_groups)
         for role in sorted(self.parts):  # the matrices first, whose gradients are checked
             self.parts[role].step()
             self.state.update(self.parts[role].state)

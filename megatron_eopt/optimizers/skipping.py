@@ -80,14 +80,19 @@ class Skipping:
         return self._last[1]
 
     def _finite(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        filled = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
-        if not filled:
-            return torch.ones(len(gradients), dtype=torch.bool, device=self._device)
-        wide = torch.float64 if filled[0].dtype == torch.float64 else torch.float32
         # the largest magnitude would overflow in no case, but torch finds it far more slowly than the sum of them
-        norms = iter(torch._foreach_norm(filled, 1, dtype=wide))
-        zero = torch.zeros((), dtype=wide, device=self._device)
-        return torch.stack([zero if g is None or not g.numel() else next(norms) for g in gradients]).isfinite()
+        norms = [torch.zeros((), device=self._device)] * len(gradients)
+        for wide in (torch.float32, torch.float64):
+            filled = {
+                place: gradient
+                for place, gradient in enumerate(gradients)
+                if gradient is not None and gradient.numel() and _wide(gradient.dtype) == wide
+            }
+            if filled:
+                found = torch._foreach_norm(list(filled.values()), 1, dtype=wide)
+                for place, norm in zip(filled, found, strict=True):
+                    norms[place] = norm
+        return torch.stack(norms).isfinite()
 
     def _report(self) -> None:
         if self._device.type == "cpu":
@@ -147,6 +152,16 @@ def parameter_names(groups: Sequence[dict[str, Any]]) -> list[str]:
         for number, group in enumerate(groups)
         for index, parameter in enumerate(group["params"])
     ]
+
+
+def names_of_last(groups: Sequence[dict[str, Any]]) -> list[str]:
+    """The names of the parameters of the last group, which may have none."""
+    names = parameter_names(groups)
+    return names[len(names) - len(groups[-1]["params"]) :]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _listed(names: Sequence[str] | dict[str, int], most: int = 5) -> str:

@@ -11,7 +11,7 @@ from megatron_eopt.optimizers.bulk import Scalar
 from megatron_eopt.optimizers.checks import check_adam_settings
 from megatron_eopt.optimizers.logical import DescribedMatrix
 from megatron_eopt.optimizers.muon import TensorParallelGroups
-from megatron_eopt.optimizers.skipping import Skipping, parameter_names
+from megatron_eopt.optimizers.skipping import Skipping, names_of_last, parameter_names
 from megatron_eopt.optimizers.soap_eigenbasis import BasisMethod
 from megatron_eopt.optimizers.soap_parts import Place, Task, take
 from megatron_eopt.optimizers.soap_state import MAX_DIM, SIDES, STEPS, SOAPState
@@ -172,8 +172,7 @@ class SOAP(SOAPState):
         check_choice(f"basis_method of {name}", group["basis_method"], get_args(BasisMethod))
         check_choice(f"basis_of of {name}", group["basis_of"], get_args(Gradients))
         validate_matmul_precision(group["fp32_matmul_prec"])
-        names = parameter_names(self.param_groups)[-len(group["params"]) :]
-        for parameter, which in zip(group["params"], names, strict=False):  # of an empty group the names are all
+        for parameter, which in zip(group["params"], names_of_last(self.param_groups), strict=True):
             self._check_parameter(parameter, which)
         group.setdefault(CLOCK, 0)
 

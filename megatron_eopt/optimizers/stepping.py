@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.optimizers.batch import local
-from megatron_eopt.optimizers.skipping import Skipping, parameter_names, skipping_for
+from megatron_eopt.optimizers.checks import check_gradients
+from megatron_eopt.optimizers.skipping import Skipping, skipping_for
 from megatron_eopt.optimizers.state import DescribedState
 
 
@@ -73,7 +74,7 @@ class SteppingOptimizer(DescribedState):
         self._skipping = None
         try:
             self._check_group(self.param_groups[-1])
-        except ValueError:
+        except Exception:
             self.param_groups.pop()
             raise
 
@@ -125,15 +126,7 @@ class SteppingOptimizer(DescribedState):
 
     def _check_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Refuse, by a ``ValueError``, gradients that the optimizer cannot take: no optimizer takes sparse ones."""
-        for place, parameter in enumerate(parameters):
-            gradient = parameter.grad
-            if gradient is None or (gradient.layout == torch.strided and not gradient.is_complex()):
-                continue
-            kind = "complex" if gradient.is_complex() else f"sparse ({gradient.layout})"
-            raise ValueError(
-                f"{type(self).__name__} takes real, dense gradients, but that of "
-                f"{parameter_names(self.param_groups)[place]} is {kind}"
-            )
+        check_gradients(type(self).__name__, parameters, self.param_groups)
 
     def _prepare(self, parameters: Sequence[Tensor]) -> Skipping:
         """What the first step needs, before it changes anything."""

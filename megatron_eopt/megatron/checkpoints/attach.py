@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.checkpoints.contents import CheckpointError
-from megatron_eopt.checkpoints.states import BLOCK
+from megatron_eopt.checkpoints.states import BLOCK, base
 from megatron_eopt.manifest import compare, from_json
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.checkpoints.exporting import Exporting
@@ -174,18 +174,34 @@ class SavedState:
         """What says which optimizer this is, whose each group is and its settings: the same on every rank."""
         self._places = _places(sharded)
         everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, (step, [self._about_group(i) for i in range(len(self._groups()))]))
+        about_groups = [self._about_group(i) for i in range(len(self._groups()))]
+        dist.all_gather_object(everywhere, (step, about_groups, self._kept()))
         groups = []
-        for of_ranks in zip(*(each for _, each in everywhere), strict=True):
+        for of_ranks in zip(*(each for _, each, _ in everywhere), strict=True):
             # a stage of a pipeline that has no parameter of a group does not know what became of it
             _, settings = next((each for each in of_ranks if each[0]), of_ranks[0])
             groups.append({"names": merged([names for names, _ in of_ranks]), "settings": settings})
+        names = merged([each["names"] for each in groups])
+        states = sorted({state for *_, kept in everywhere for state in kept})
+        having = {state: merged([kept.get(state, {}) for *_, kept in everywhere]) for state in states}
         return {
             "format": FORMAT,
             "settings": self._torch.settings() if isinstance(self._torch, DescribedState) else {},
             "groups": groups,
-            "common_step": next((each for each, _ in everywhere if each is not None), None),
+            "common_step": next((each for each, *_ in everywhere if each is not None), None),
+            "states": states,
+            "partly": {state: having[state] for state in states if having[state] != names},
         }
+
+    def _kept(self) -> dict[str, Names]:
+        """The parameters that have each state, where the optimizer says what it keeps."""
+        keys = [(index, tensor.key) for index, _, tensor in self._described() if tensor.saved]
+        keys += [(index, key) for index, (key, _) in self._exporting.trained().items()]
+        found: dict[str, dict[str, set[int]]] = {}
+        for index, key in keys:
+            name, place = self._places[index]
+            found.setdefault(base(key), {}).setdefault(name, set()).add(place)
+        return {state: compressed(places) for state, places in found.items()}
 
     def _about_group(self, number: int) -> tuple[Names, Settings]:
         found: dict[str, set[int]] = {}
@@ -203,8 +219,8 @@ class SavedState:
             index: {key: value for key, value in values.items() if (index, key) not in hidden}
             for index, values in state_dict["state"].items()
         }
-        for index, trained in self._exporting.trained().items():
-            state[index] |= trained
+        for index, (key, trained) in self._exporting.trained().items():
+            state[index][key] = trained.clone()  # what is trained goes on while an asynchronous save writes
         return {**state_dict, "state": state}
 
     def _special(self, sharded: dict[int, Sharded]) -> dict[int, dict[str, list[ShardedTensor]]]:

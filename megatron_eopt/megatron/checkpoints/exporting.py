@@ -37,21 +37,20 @@ class Exporting:
             if isinstance(tensor, ShardedTensor | ShardedTensorFactory) and id(tensor.data) in exported:
                 tensor.data = exported[id(tensor.data)]
 
-    def trained(self) -> dict[int, dict[str, Tensor]]:
-        """Copies of the parameters that have to be saved as state, by their places.
+    def trained(self) -> dict[int, tuple[str, Tensor]]:
+        """The parameters that have to be saved as state, by their places, and under which key.
 
         Where there is an fp32 copy of a parameter, Megatron saves that.
         """
         if self._torch is None or self._torch.live_key is None:
             return {}
-        key = self._torch.live_key
         pairs = enumerate(self._pairs())
-        return {index: {key: own.detach().clone()} for index, (own, parameter) in pairs if own is parameter}
+        return {index: (self._torch.live_key, own.detach()) for index, (own, parameter) in pairs if own is parameter}
 
     @contextmanager
     def taken_out(self, state: dict[int, dict[str, Any]]) -> Iterator[None]:
         """While it is open, a loaded state is without :meth:`trained`; after it the parameters are what is trained."""
-        live = {index: state[index].pop(key) for index, of_one in self.trained().items() for key in of_one}
+        live = {index: state[index].pop(key) for index, (key, _) in self.trained().items()}
         yield
         if self._torch is None:
             return

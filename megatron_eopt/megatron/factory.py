@@ -30,10 +30,11 @@ from megatron_eopt.megatron.overriding import (
 )
 from megatron_eopt.megatron.parameters import frozen_names, trainable
 from megatron_eopt.megatron.presets import with_preset
-from megatron_eopt.megatron.summary import print_summary
+from megatron_eopt.megatron.summary import print_summary, torch_optimizers
 from megatron_eopt.megatron.support.facts import Run
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.tagging import tag_fused_projections
+from megatron_eopt.optimizers.elementwise import ElementwiseOptimizer
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer, takes_matrices
 
 _MEGATRONS_OWN = ("adam", "sgd", "lion")
@@ -72,6 +73,7 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
             tag_fused_projections(model_chunks, kwargs["pg_collection"])
         with without_defaults(name), excluded(owned):
             optimizer = build(config, model_chunks, overrides, *args, **kwargs)
+        _complete(optimizer, kwargs["pg_collection"])
         manifest = collect(optimizer, owned, config, kwargs["pg_collection"])
         declare(manifest, name, config)
         layers.settle(manifest.families, frozen_names(model_chunks))
@@ -85,6 +87,13 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
         return optimizer
 
     return build_checked
+
+
+def _complete(optimizer: Any, pg_collection: Any) -> None:
+    """Tell the ranks of a scalar optimizer, which Megatron builds without them, whom to agree with."""
+    for each in torch_optimizers(optimizer):
+        if isinstance(each, ElementwiseOptimizer):
+            each.pg_collection = pg_collection
 
 
 def allowing_owners(check: Callable[..., Any]) -> Callable[..., Any]:

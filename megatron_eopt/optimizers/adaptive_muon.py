@@ -13,8 +13,9 @@ from megatron_eopt.optimizers import adaptive_step, second_moment
 from megatron_eopt.optimizers.adaptive_step import Part, tall
 from megatron_eopt.optimizers.batch import Batch, local
 from megatron_eopt.optimizers.group_settings import UpdateSettings
-from megatron_eopt.optimizers.muon import TensorParallelGroups, TensorParallelMuon
+from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.second_moment import Moment2Method
+from megatron_eopt.optimizers.sharded import TensorParallelGroups
 from megatron_eopt.optimizers.skipping import names_of_last
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice

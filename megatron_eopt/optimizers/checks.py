@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from megatron_eopt.optimizers.batch import local
 from megatron_eopt.optimizers.skipping import parameter_names
 
 
@@ -63,6 +65,45 @@ def check_gradients(name: str, parameters: Iterable[Tensor], groups: Sequence[di
         if gradient is None or (gradient.layout == torch.strided and not gradient.is_complex()):
             continue
         kind = "complex" if gradient.is_complex() else f"sparse ({gradient.layout})"
-        called = zip((p for group in groups for p in group["params"]), parameter_names(groups), strict=True)
-        own = next(each for p, each in called if p is parameter)
-        raise ValueError(f"{name} takes real, dense gradients, but that of {own} is {kind}")
+        raise ValueError(f"{name} takes real, dense gradients, but that of {_called(parameter, groups)} is {kind}")
+
+
+def check_lying(name: str, parameters: Iterable[Tensor], groups: Sequence[dict[str, Any]]) -> None:
+    """Check that the gradients of DTensors are there whole, in the parts that their parameters have.
+
+    torch leaves those of norms under sequence parallelism as ``Partial``: each rank has its own summand.
+
+    Args:
+        name: of the optimizer, for messages.
+        parameters: with or without gradients.
+        groups: all that the optimizer has, with these parameters in them.
+
+    Raises:
+        ValueError: for the first gradient that lies otherwise.
+    """
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None or not (isinstance(gradient, DTensor) or isinstance(parameter, DTensor)):
+            continue
+        if _is_summand(gradient) or local(gradient).shape != local(parameter).shape:
+            found, expected = (
+                f"the placements {x.placements}" if isinstance(x, DTensor) else "no placements"
+                for x in (gradient, parameter)
+            )
+            raise ValueError(
+                f"{name} takes gradients that lie as their parameters, but that of {_called(parameter, groups)} has "
+                f"{found}, and the parameter has {expected}: before the step, set parameter.grad to "
+                f"parameter.grad.redistribute(placements=parameter.placements)"
+            )
+
+
+def _is_summand(gradient: Tensor) -> bool:
+    """Whether a rank has a summand of a gradient alone."""
+    if not isinstance(gradient, DTensor):
+        return False
+    return any(each.is_partial() and gradient.device_mesh.size(i) > 1 for i, each in enumerate(gradient.placements))
+
+
+def _called(parameter: Tensor, groups: Sequence[dict[str, Any]]) -> str:
+    names = zip((p for group in groups for p in group["params"]), parameter_names(groups), strict=True)
+    return next(name for p, name in names if p is parameter)

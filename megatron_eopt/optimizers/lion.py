@@ -12,14 +12,15 @@ from megatron_eopt.optimizers import bulk
 from megatron_eopt.optimizers.batch import local
 from megatron_eopt.optimizers.bulk import Scalar
 from megatron_eopt.optimizers.checks import check_betas, check_rates
+from megatron_eopt.optimizers.elementwise import ElementwiseOptimizer
+from megatron_eopt.optimizers.sharded import TensorParallelGroups
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.stepping import SteppingOptimizer
 
 EXP_AVG = "exp_avg"
 """Name of the momentum: the one that Megatron-Core gives it where it creates the state itself."""
 
 
-class Lion(SteppingOptimizer):
+class Lion(ElementwiseOptimizer):
     """Lion [1]: the sign of an interpolated momentum, with decoupled weight decay.
 
     For a parameter ``p`` with gradient ``g`` and momentum ``m``, in this order:
@@ -39,6 +40,7 @@ class Lion(SteppingOptimizer):
         betas: ``beta1`` of the update and ``beta2`` of the momentum, each in [0, 1).
         weight_decay: at least 0.
         maximize: ascend instead of descend.
+        pg_collection: the process groups of sharded parameters, to agree on gradients that are not finite.
 
     Raises:
         ValueError: for a setting out of its range.
@@ -54,7 +56,9 @@ class Lion(SteppingOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
+        pg_collection: TensorParallelGroups | None = None,
     ) -> None:
+        self.pg_collection = pg_collection
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
 
     def __setstate__(self, state: dict[str, Any]) -> None:

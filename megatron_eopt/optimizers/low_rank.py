@@ -4,22 +4,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from megatron_eopt.matrices import Split, check_split_shapes, declared_split
+from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers.batch import local
 from megatron_eopt.optimizers.checks import check_rates
 from megatron_eopt.optimizers.factor_plan import is_tall
-from megatron_eopt.optimizers.logical import LogicalMatrices, check_query_groups
-from megatron_eopt.optimizers.muon import TensorParallelGroups
+from megatron_eopt.optimizers.sharded import ShardedMatrices
 from megatron_eopt.optimizers.skipping import names_of_last
 from megatron_eopt.optimizers.state import Dim, StateTensor
 from megatron_eopt.optimizers.stepping import SteppingOptimizer
 from megatron_eopt.orthogonalize.spectral import start_vector
-from megatron_eopt.parallel.dtensor import layout_of_dtensor
-from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, layout_of
 
 FACTOR_A, FACTOR_B = "factor_A", "factor_B"
 MOMENTUM_A, MOMENTUM_B = "momentum_buffer_A", "momentum_buffer_B"
@@ -54,16 +49,8 @@ def factor_pairs(pairs: Iterable[Sequence[Any]], **settings: Any) -> dict[str, A
     return {"params": params, "pairs": True, **settings}
 
 
-class LowRankState(SteppingOptimizer, LogicalMatrices):
-    """The state of an optimizer whose weights are products of factors, and the checks of its groups.
-
-    Attributes:
-        pg_collection: the process groups of sharded parameters.
-    """
-
-    split_lengths = (3, 4)
-
-    pg_collection: TensorParallelGroups | None
+class LowRankState(SteppingOptimizer, ShardedMatrices):
+    """The state of an optimizer whose weights are products of factors, and the checks of its groups."""
 
     # On the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
     _groups_of: dict[Tensor, dict[str, Any]] | None = None
@@ -74,25 +61,6 @@ class LowRankState(SteppingOptimizer, LogicalMatrices):
         if self._groups_of is None or parameter not in self._groups_of:
             self._groups_of = {p: group for group in self.param_groups for p in group["params"]}
         return self._groups_of[parameter]
-
-    def layout(self, parameter: Tensor) -> Layout:
-        """Where a parameter lies."""
-        if isinstance(parameter, DTensor):
-            return layout_of_dtensor(parameter)
-        groups = self.pg_collection
-        return layout_of(parameter, getattr(groups, "tp", None), getattr(groups, "expt_tp", None))
-
-    def split_shapes(self, parameter: Tensor) -> tuple[int, ...] | None:
-        """Rows of each logical matrix in one query group of a fused parameter; None for any other."""
-        own = getattr(parameter, "qkv_split_shapes", None)
-        if own is None or not self._is_split(parameter):
-            return super().split_shapes(parameter)
-        return tuple(own)
-
-    def split_of(self, parameter: Tensor) -> Split:
-        """The logical matrices of a parameter: what its attribute declares, else what ``split_qkv`` makes of it."""
-        split = super().split_of(parameter)
-        return split.in_global_order() if isinstance(parameter, DTensor) else split
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Factors, their momenta and singular vectors, for each logical matrix; of a factor what it has of these."""
@@ -122,12 +90,6 @@ class LowRankState(SteppingOptimizer, LogicalMatrices):
                     f"{type(self).__name__} keeps factors of rank {kept} for the parameter of shape "
                     f"{tuple(parameter.shape)}, whose group now has rank {rank}: set it back, the rank cannot change"
                 )
-
-    def key_ends(self, parameter: Tensor) -> list[str]:
-        """What the keys of each logical matrix end with: nothing where the parameter is one matrix."""
-        if self.split_of(parameter).is_whole:
-            return [""]
-        return [f"_{part}" for part in range(len(self.matrix_layouts(parameter)))]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices, or of pairs of factors.
@@ -183,7 +145,7 @@ class LowRankState(SteppingOptimizer, LogicalMatrices):
             if not parameter.is_floating_point():
                 raise ValueError(f"{name} takes real, floating-point matrices, but {called} is {parameter.dtype}")
             self._check_parameter(parameter, f"parameter {index} of group {number}")
-            self._check_ranks(parameter)
+            self._check_ranks(parameter, called)
             self._check_cut(parameter, called)
             if not group["pairs"]:
                 self._check_rank(parameter, called, group["rank"])
@@ -222,15 +184,6 @@ class LowRankState(SteppingOptimizer, LogicalMatrices):
                     f"rank in common"
                 )
 
-    def _check_ranks(self, parameter: Tensor) -> None:
-        group = "expt_tp" if is_expert(parameter) else "tp"
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
-        if not alone and is_sharded(parameter) and getattr(self.pg_collection, group, None) is None:
-            raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)} is marked as sharded, but no process group completes "
-                f"it: pass a pg_collection that has {group!r}"
-            )
-
     def _check_cut(self, parameter: Tensor, called: str) -> None:
         layout = self.layout(parameter)
         if len(layout.cut_dims) > 1:
@@ -240,13 +193,6 @@ class LowRankState(SteppingOptimizer, LogicalMatrices):
                 f"TensorParallelMuon"
             )
         self._check_placements(parameter, called)
-
-    def _check_split(self, qkv_split_shapes: Sequence[int] | None) -> tuple[int, ...] | None:
-        # None is allowed here: each parameter may bring its own, which _check_qkv looks at.
-        return None if qkv_split_shapes is None and self.is_qkv_fn else super()._check_split(qkv_split_shapes)
-
-    def _check_qkv(self, parameter: Tensor) -> None:
-        check_query_groups(check_split_shapes(self.split_shapes(parameter), self.split_lengths), self.layout(parameter))
 
 
 def check_count(what: str, value: object) -> None:

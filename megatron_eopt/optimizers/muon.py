@@ -1,20 +1,20 @@
 """Muon for parameters that may be sharded over a tensor-parallel group."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.matrices import Split, check_split_shapes
+from megatron_eopt.matrices import check_split_shapes
 from megatron_eopt.optimizers.batch import Batch, GroupRates, local
 from megatron_eopt.optimizers.graphs import GraphedUpdate
 from megatron_eopt.optimizers.group_settings import note_short_schedule
 from megatron_eopt.optimizers.logical import check_declared, check_query_groups
 from megatron_eopt.optimizers.planning import PlannedOptimizer
+from megatron_eopt.optimizers.sharded import TensorParallelGroups
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.ladder import RUNGS
@@ -22,16 +22,8 @@ from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.orthogonalize.settings import NewtonSchulz
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
-from megatron_eopt.parallel.dtensor import layout_of_dtensor
-from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, layout_of, shared_out
+from megatron_eopt.parallel.layout import Layout, is_sharded, shared_out
 from megatron_eopt.parallel.plan import TpMode, validate_tp_mode
-
-
-class TensorParallelGroups(Protocol):
-    """What is read of Megatron's ProcessGroupCollection."""
-
-    tp: ProcessGroup
-    expt_tp: ProcessGroup
 
 
 class TensorParallelMuon(PlannedOptimizer):
@@ -84,7 +76,6 @@ class TensorParallelMuon(PlannedOptimizer):
     """
 
     momentum_key = "momentum"
-    split_lengths = (3, 4)
 
     # On the class, because it is left out of pickles and copies.
     _graphed: GraphedUpdate | None = None
@@ -195,26 +186,9 @@ class TensorParallelMuon(PlannedOptimizer):
         return self.planned.orthogonalize([local(grad)], [place])[0]
 
     def layout(self, parameter: Tensor) -> Layout:
-        """Where a parameter lies."""
-        groups = self.pg_collection
-        if isinstance(parameter, DTensor):
-            layout = layout_of_dtensor(parameter)
-        else:
-            layout = layout_of(parameter, getattr(groups, "tp", None), getattr(groups, "expt_tp", None))
-        sharers = self.data_parallel_group
+        """Where a parameter lies, and who shares the work on it."""
+        layout, sharers = super().layout(parameter), self.data_parallel_group
         return layout if layout.ranks > 1 or sharers is None else shared_out(layout, sharers)
-
-    def split_shapes(self, parameter: Tensor) -> tuple[int, ...] | None:
-        """Rows of each logical matrix in one query group of a fused parameter; None for any other."""
-        if not self._is_split(parameter):
-            return None
-        own = getattr(parameter, "qkv_split_shapes", None)
-        return self.qkv_split_shapes if own is None else tuple(own)
-
-    def split_of(self, parameter: Tensor) -> Split:
-        """The logical matrices of a parameter: what its attribute declares, else what ``split_qkv`` makes of it."""
-        split = super().split_of(parameter)
-        return split.in_global_order() if isinstance(parameter, DTensor) else split
 
     def _orthogonalize(
         self, batches: Sequence[Batch], updates: list[Tensor], accepted: Sequence[Tensor]
@@ -253,10 +227,6 @@ class TensorParallelMuon(PlannedOptimizer):
         layout = self.layout(parameter)
         return layout.sharded or (self.pg_collection is None and is_sharded(parameter) and not alone)
 
-    def _check_split(self, qkv_split_shapes: Sequence[int] | None) -> tuple[int, ...] | None:
-        # None is allowed here: each parameter may bring its own, which _check_qkv looks at.
-        return None if qkv_split_shapes is None and self.is_qkv_fn else super()._check_split(qkv_split_shapes)
-
     def _check_qkv(self, parameter: Tensor) -> None:
         shapes = check_split_shapes(self.split_shapes(parameter), self.split_lengths)
         check_query_groups(shapes, self.layout(parameter), self.tp_mode == "blockwise")
@@ -267,13 +237,9 @@ class TensorParallelMuon(PlannedOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         self._check_update_settings(group, len(self.param_groups) - 1)
-        if self.tp_mode == "blockwise" or not dist.is_initialized() or dist.get_world_size() == 1:
-            return
-        for parameter in group["params"]:
-            name = "expt_tp" if is_expert(parameter) else "tp"
-            if is_sharded(parameter) and getattr(self.pg_collection, name, None) is None:
-                raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} is marked as sharded, but no process group "
-                    f"completes it: pass a pg_collection that has {name!r}, or tp_mode='blockwise' for the "
-                    f"approximation that treats each shard as a matrix"
-                )
+        if self.tp_mode != "blockwise":
+            for parameter in group["params"]:
+                self._check_ranks(parameter, f"a parameter of shape {tuple(parameter.shape)}", _APPROXIMATION)
+
+
+_APPROXIMATION = ", or tp_mode='blockwise' for the approximation that treats each shard as a matrix"

@@ -10,6 +10,7 @@ from megatron_eopt.optimizers.batch import local
 from megatron_eopt.optimizers.group_settings import UpdateSettings, own_settings
 from megatron_eopt.optimizers.logical import DescribedMatrix
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
+from megatron_eopt.optimizers.sharded import ShardedMatrices
 from megatron_eopt.optimizers.skipping import Skipping
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.orthogonalize.settings import NewtonSchulz
@@ -25,7 +26,7 @@ RUNG = "symmetric_products"
 RATES = "plan_rates"
 
 
-class PlannedOptimizer(OrthogonalizedOptimizer):
+class PlannedOptimizer(ShardedMatrices, OrthogonalizedOptimizer):
     """An optimizer whose updates follow a plan, which is made of what each group says of them.
 
     Attributes:

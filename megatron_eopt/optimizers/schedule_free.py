@@ -14,9 +14,10 @@ from megatron_eopt.optimizers import bulk
 from megatron_eopt.optimizers.batch import local
 from megatron_eopt.optimizers.bulk import Scalar
 from megatron_eopt.optimizers.checks import check_adam_settings
+from megatron_eopt.optimizers.elementwise import ElementwiseOptimizer
 from megatron_eopt.optimizers.schedule_free_step import Variant, advance, directions, move, scale_and_decay
+from megatron_eopt.optimizers.sharded import TensorParallelGroups
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.stepping import SteppingOptimizer
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.parallel.layout import Layout, on_one_rank
 
@@ -34,7 +35,7 @@ TRAIN_MODE = "train_mode"
 _LEAST_BETA1 = 0.5
 
 
-class ScheduleFreeAdamW(SteppingOptimizer):
+class ScheduleFreeAdamW(ElementwiseOptimizer):
     """AdamW without a schedule of the learning rate [1]: use it with a constant one.
 
     Three points belong to a parameter. ``z`` makes the steps; ``x`` is the average of its path, which is what to
@@ -67,6 +68,7 @@ class ScheduleFreeAdamW(SteppingOptimizer):
         warmup_steps: steps of a parameter in which the rate grows linearly, at least 0.
         variant: ``kempnerforge`` or ``schedulefree``.
         maximize: ascend instead of descend.
+        pg_collection: the process groups of sharded parameters, to agree on gradients that are not finite.
 
     Raises:
         ValueError: for a setting out of its range, or for a group that is added between :meth:`eval_params` and
@@ -95,7 +97,9 @@ class ScheduleFreeAdamW(SteppingOptimizer):
         variant: Variant = "kempnerforge",
         *,
         maximize: bool = False,
+        pg_collection: TensorParallelGroups | None = None,
     ) -> None:
+        self.pg_collection = pg_collection
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "warmup_steps": warmup_steps}
         super().__init__(params, {**defaults, "variant": variant, "maximize": maximize})
 

@@ -94,16 +94,22 @@ class Scion(RuledMuon):
         return [{**own, RADIUS: group[RADIUS]} for own, group in groups]
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        self._check_rate(group)
+        super()._check_group(group)
+        self._refuse_weight_decay(_INSTEAD)
+
+    def _check_rate(self, group: dict[str, Any]) -> None:
         if self.constrained and not 0 <= group["lr"] <= 1:
             raise ValueError(
                 f"{type(self).__name__}: lr must lie in [0, 1], since a constrained step goes that part of the way to "
                 f"the boundary, got {group['lr']}"
             )
-        super()._check_group(group)
-        self._refuse_weight_decay(_INSTEAD)
 
     def _take(self, accepted: Tensor) -> None:
         self._refuse_weight_decay(_INSTEAD)
+        for group in self.param_groups:
+            if not isinstance(group["lr"], Tensor):  # which a device would be waited for
+                self._check_rate(group)
         decay = 1.0 if self.constrained else 0.0
         self._run(self._batches(), accepted, [(group["lr"], decay) for group in self.param_groups])
 

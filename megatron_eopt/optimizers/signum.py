@@ -8,6 +8,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.bulk import Scalar
 from megatron_eopt.optimizers.lion import Lion
+from megatron_eopt.optimizers.sharded import TensorParallelGroups
 
 
 class Signum(Lion):
@@ -28,6 +29,7 @@ class Signum(Lion):
         momentum: ``beta``, in [0, 1); 0 is signSGD.
         weight_decay: at least 0.
         maximize: ascend instead of descend.
+        pg_collection: the process groups of sharded parameters, to agree on gradients that are not finite.
 
     Raises:
         ValueError: for a setting out of its range.
@@ -43,7 +45,9 @@ class Signum(Lion):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
+        pg_collection: TensorParallelGroups | None = None,
     ) -> None:
+        self.pg_collection = pg_collection
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "maximize": maximize}
         super(Lion, self).__init__(params, defaults)  # Lion's own would give every group betas beside its momentum
 

@@ -10,7 +10,7 @@ from megatron_eopt.optimizers.batch import local
 from megatron_eopt.optimizers.bulk import Scalar
 from megatron_eopt.optimizers.checks import check_adam_settings
 from megatron_eopt.optimizers.logical import DescribedMatrix
-from megatron_eopt.optimizers.muon import TensorParallelGroups
+from megatron_eopt.optimizers.sharded import TensorParallelGroups
 from megatron_eopt.optimizers.skipping import Skipping, names_of_last, parameter_names
 from megatron_eopt.optimizers.soap_eigenbasis import BasisMethod
 from megatron_eopt.optimizers.soap_parts import Place, Task, take

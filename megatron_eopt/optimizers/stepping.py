@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.optimizers.batch import local
-from megatron_eopt.optimizers.checks import check_gradients
+from megatron_eopt.optimizers.checks import check_gradients, check_lying
 from megatron_eopt.optimizers.skipping import Skipping, skipping_for
 from megatron_eopt.optimizers.state import DescribedState
 
@@ -125,8 +125,9 @@ class SteppingOptimizer(DescribedState):
         """Make the step, of the parameters for which ``accepted``, on their device, is True."""
 
     def _check_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Refuse, by a ``ValueError``, gradients that the optimizer cannot take: no optimizer takes sparse ones."""
+        """Refuse, by a ``ValueError``, gradients that the optimizer cannot take: none takes sparse ones, say."""
         check_gradients(type(self).__name__, parameters, self.param_groups)
+        check_lying(type(self).__name__, parameters, self.param_groups)
 
     def _prepare(self, parameters: Sequence[Tensor]) -> Skipping:
         """What the first step needs, before it changes anything."""

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.optimizers.group_settings import EXTRA_SCALE, SCALE_MODE, UpdateSettings
-from megatron_eopt.optimizers.muon import TensorParallelGroups, TensorParallelMuon
+from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.sharded import TensorParallelGroups
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.parallel.cost import Rates

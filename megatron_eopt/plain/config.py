@@ -1,6 +1,6 @@
 """What to build, and how: the settings of all optimizers in one dataclass."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from numbers import Real
@@ -53,7 +53,8 @@ class OptimizerConfig:
             value = getattr(self, rate)
             if value is not None and not (_is_number(value) and 0 <= value < inf):
                 raise ValueError(f"{rate} must be a finite number of at least 0, got {value!r}")
-        if self.betas is not None and not (len(self.betas) == 2 and all(map(_is_share, self.betas))):
+        pair = isinstance(self.betas, Sequence) and len(self.betas) == 2
+        if self.betas is not None and not (pair and all(map(_is_share, self.betas))):
             raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas!r}")
         if not (_is_number(self.eps) and 0 < self.eps < inf):
             raise ValueError(f"eps must be a finite number above 0, got {self.eps!r}")

@@ -169,26 +169,31 @@ def test_a_rate_may_be_a_tensor(name):
 
 
 @every
-def test_gradients_of_another_kind_are_refused_before_anything_changes(name):
-    first, second = matrices()
-    optimizer = build(name, [first, second])
-    take(optimizer, 1)
-    before = parameters(optimizer)
-    second.grad = torch.ones(6, 4).to_sparse()
-    with pytest.raises(ValueError, match=r"takes real, dense gradients, but that of .* is sparse"):
-        optimizer.step()
-    for a, b in zip(parameters(optimizer), before, strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("name", [name for name in CLASSES if name not in (*ELEMENTWISE, "soap")])
-def test_vectors_are_refused_where_matrices_are_needed(name):
-    with pytest.raises(ValueError, match=r"matrices, but .* has shape \(4,\)"):
-        build(name, [torch.nn.Parameter(torch.zeros(4))])
+@pytest.mark.parametrize("dtypes", [(32, 64), (64, 32), (16, 32, 64)], ids=str)
+def test_parameters_of_several_dtypes_step_as_each_alone(name, dtypes):
+    wide = {16: torch.bfloat16, 32: torch.float32, 64: torch.float64}
+    own, others = ([torch.nn.Parameter(matrices(1)[0].to(wide[bits])) for bits in dtypes] for _ in range(2))
+    together, alone = build(name, own), [build(name, [p]) for p in others]
+    for step in range(3):
+        for p, q in zip(own, others, strict=True):
+            p.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(step)).to(p.dtype)
+            q.grad = p.grad.clone()
+        together.step()
+        for each in alone:
+            each.step()
+    for p, q in zip(own, others, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
 
 @every
-@pytest.mark.parametrize(("setting", "value"), [("lr", -0.1), ("weight_decay", -0.1)])
-def test_settings_out_of_range_are_refused_with_their_value(name, setting, value):
-    with pytest.raises(ValueError, match=f"{setting} .*got -0.1"):
-        build(name, matrices(), **{setting: value})
+@pytest.mark.parametrize("first", [True, False])
+def test_a_group_may_be_empty(name, first):
+    own, other = matrices(), matrices()
+    groups = [{"params": own}, {"params": []}]
+    optimizer, expected = build(name, groups[::-1] if first else groups), build(name, other)
+    for each in (optimizer, expected):
+        take(each, 2)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    take(optimizer, 1, start=2)
+    take(expected, 1, start=2)
+    assert_equal(optimizer, expected)

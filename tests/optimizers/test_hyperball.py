@@ -50,14 +50,14 @@ def test_bf16_parameters_follow_it_as_far_as_they_can(shape):
 
 
 def test_the_norm_does_not_drift():
-    # each entry is rounded by 2^-9 of its size at most, and with it the norm; a norm found anew in every step would
-    # take all these errors along
+    # rounding is off by 2^-8 / sqrt(7) of an entry (see field.py), so of the norm of 84 normally distributed ones by
+    # sqrt(3 / 84) of that; a norm found anew in every step would take all these errors along
     p = matrix(12, 7, dtype=torch.bfloat16)
     start = p.detach().double().norm()
     opt = MuonHyperball([p], lr=0.05)
     for step in range(200):
         run(opt, p, [step])
-        assert abs(p.detach().double().norm() / start - 1) <= 2**-9
+        assert abs(p.detach().double().norm() / start - 1) <= 5 * 2**-8 * (3 / 7 / 84) ** 0.5
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -84,7 +84,7 @@ def test_a_rate_of_zero_leaves_the_weight_bit_for_bit(rate, dtype):
     assert not torch.equal(opt.state[p]["momentum_buffer"], momentum)
     opt.param_groups[0]["lr"] = 0.05
     run(opt, p, [8])
-    assert p.detach().double().norm() == pytest.approx(opt.state[p]["radius"].item(), rel=2**-9)
+    assert p.detach().double().norm() == pytest.approx(opt.state[p]["radius"].item(), rel=2**-8)
 
 
 def test_without_an_update_a_matrix_stays_as_it_is():
@@ -191,7 +191,7 @@ def test_matrices_without_entries_take_part():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr": -1.0}, r"MuonHyperball: lr must be at least 0, got -1\.0"),
+        ({"lr": -1.0}, r"MuonHyperball: lr must be a finite number of at least 0, got -1\.0"),
         ({"momentum": -0.1}, r"MuonHyperball: momentum must lie in \[0, 1\), got -0\.1"),
         (
             {"weight_decay": 0.1},

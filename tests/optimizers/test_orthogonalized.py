@@ -124,8 +124,8 @@ def test_a_refused_group_is_not_kept():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr": -1.0}, "lr must be at least 0, got -1.0"),
-        ({"weight_decay": -0.1}, "weight_decay must be at least 0"),
+        ({"lr": -1.0}, "lr must be a finite number of at least 0, got -1.0"),
+        ({"weight_decay": -0.1}, "weight_decay must be a finite number of at least 0"),
         ({"momentum_beta": 1.0}, r"momentum_beta must lie in \[0, 1\), got 1.0"),
         ({"momentum_beta": -0.5}, r"momentum_beta must lie in \[0, 1\)"),
         ({"fp32_matmul_prec": "max"}, "unknown fp32_matmul_prec 'max'"),

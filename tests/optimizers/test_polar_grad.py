@@ -91,9 +91,9 @@ def test_steps_are_as_large_as_gradients():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr": -1.0}, r"PolarGrad: lr must be at least 0, got -1\.0"),
+        ({"lr": -1.0}, r"PolarGrad: lr must be a finite number of at least 0, got -1\.0"),
         ({"momentum": 1.0}, r"PolarGrad: momentum must lie in \[0, 1\), got 1\.0"),
-        ({"weight_decay": -0.1}, r"PolarGrad: weight_decay must be at least 0, got -0\.1"),
+        ({"weight_decay": -0.1}, r"PolarGrad: weight_decay must be a finite number of at least 0, got -0\.1"),
     ],
 )
 def test_wrong_settings_are_refused_at_construction(settings, message):

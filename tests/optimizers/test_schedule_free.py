@@ -1,6 +1,7 @@
+"""Schedule-Free AdamW takes the steps of its formulas; what it keeps is in test_schedule_free_state.py."""
+
 import copy
 import math
-import pickle
 
 import pytest
 import torch
@@ -110,135 +111,6 @@ def test_a_decay_alone_is_of_z_or_at_y():
     assert p.item() == pytest.approx((27 / 64 + (21 / 32 * 2 + 27 / 64) / 3) / 2)
     z = 9 / 16 - 39 / 256
     assert q.item() == pytest.approx((z + (21 / 32 * 2 + z) / 3) / 2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_evaluation_is_at_x_and_training_goes_on_at_y_bit_for_bit(dtype):
-    straight, params = parameters(dtype=dtype), parameters(dtype=dtype)
-    run(ScheduleFreeAdamW(straight, **SETTINGS), straight, range(6))
-    optimizer = ScheduleFreeAdamW(params, **SETTINGS)
-    assert optimizer.live == "y"
-    for step in range(6):
-        before, averages = copy.deepcopy(params), [optimizer.average(p) for p in params]
-        optimizer.eval_params()
-        optimizer.eval_params()  # changes nothing
-        assert optimizer.live == "x"
-        assert all(torch.equal(p, x) for p, x in zip(params, averages, strict=True))
-        assert all(torch.equal(optimizer.average(p), x) for p, x in zip(params, averages, strict=True))
-        assert step < 2 or not torch.equal(params[0], before[0])  # of one step all points are z
-        optimizer.train_params()
-        optimizer.train_params()
-        assert optimizer.live == "y"
-        assert all(torch.equal(p, y) for p, y in zip(params, before, strict=True))
-        run(optimizer, params, [step])
-    assert all(torch.equal(p, q) for p, q in zip(params, straight, strict=True))
-
-
-def test_a_step_at_x_is_an_error_before_anything_changes():
-    params = parameters()
-    optimizer = ScheduleFreeAdamW(params)
-    run(optimizer, params, [0])
-    optimizer.eval_params()
-    before = copy.deepcopy(params)
-    with pytest.raises(RuntimeError, match=r"gradients taken at y, but the parameters are at x.*call train_params\(\)"):
-        run(optimizer, params, [1])
-    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
-    with pytest.raises(ValueError, match=r"parameters are at x, .*: call train_params\(\) before adding a group"):
-        optimizer.add_param_group({"params": parameters([(2,)])})
-    assert len(optimizer.param_groups) == 1
-
-
-def through_state_dict(optimizer, params):
-    new = ScheduleFreeAdamW(copy.deepcopy(params), betas=(0.8, 0.8))
-    new.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
-    return new
-
-
-def over_an_optimizer_at_x(optimizer, params):
-    resumed = copy.deepcopy(params)
-    new = ScheduleFreeAdamW(resumed)
-    run(new, resumed, [7])
-    new.eval_params()
-    new.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for p, q in zip(resumed, params, strict=True):
-        p.data.copy_(q)
-    return new
-
-
-@pytest.mark.parametrize("evaluating", [False, True], ids=["at y", "at x"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(
-    "way",
-    [
-        through_state_dict,
-        over_an_optimizer_at_x,
-        lambda optimizer, params: copy.deepcopy(optimizer),
-        lambda optimizer, params: pickle.loads(pickle.dumps(optimizer)),
-    ],
-    ids=["state_dict", "over x", "deepcopy", "pickle"],
-)
-def test_a_restored_optimizer_goes_on_bit_for_bit_within_warmup(way, variant, dtype, evaluating):
-    settings = {**SETTINGS, "variant": variant}
-    straight, stopped = parameters(dtype=dtype), parameters(dtype=dtype)
-    whole = ScheduleFreeAdamW(straight, **settings)
-    run(whole, straight, range(8))
-    first = ScheduleFreeAdamW(stopped, **settings)
-    run(first, stopped, range(3))
-    if evaluating:
-        first.eval_params()
-    second = way(first, stopped)
-    resumed = second.param_groups[0]["params"]
-    assert second.live == ("x" if evaluating else "y")
-    assert all(p is not q and torch.equal(p, q) for p, q in zip(resumed, stopped, strict=True))
-    second.train_params()
-    run(second, resumed, range(3, 8))
-    for p, q in zip(resumed, straight, strict=True):
-        assert torch.equal(p, q)
-        assert set(second.state[p]) == set(whole.state[q])
-        assert all(torch.equal(second.state[p][key], value) for key, value in whole.state[q].items())
-        assert second.state[p]["schedule"].dtype == torch.float64
-
-
-def test_a_state_that_lacks_y_is_refused_and_nothing_is_changed():
-    params = parameters()
-    optimizer = ScheduleFreeAdamW(params)
-    run(optimizer, params, [0])
-    optimizer.eval_params()
-    state = copy.deepcopy(optimizer.state_dict())
-    del state["state"][0]["y"]
-    optimizer.train_params()
-    with pytest.raises(ValueError, match="ScheduleFreeAdamW needs 'y' for the parameter of shape"):
-        optimizer.load_state_dict(state)
-    assert optimizer.live == "y"
-    run(optimizer, params, [1])
-
-
-def test_weights_loaded_before_the_first_step_are_where_it_begins():
-    params, expected = parameters(), parameters()
-    run(ScheduleFreeAdamW(expected, **SETTINGS), expected, range(3))
-    others = [torch.nn.Parameter(torch.full_like(p, 9.0)) for p in params]
-    optimizer = ScheduleFreeAdamW(others, **SETTINGS)
-    optimizer.init_state()
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # a checkpoint of step 0
-    for p, q in zip(others, params, strict=True):
-        p.data.copy_(q)
-    run(optimizer, others, range(3))
-    assert all(torch.equal(p, q) for p, q in zip(others, expected, strict=True))
-
-
-def test_a_checkpoint_of_step_0_begins_anew():
-    params, expected = parameters(), parameters()
-    run(ScheduleFreeAdamW(expected, **SETTINGS), expected, range(3))
-    optimizer = ScheduleFreeAdamW(params, **SETTINGS)
-    optimizer.init_state()
-    at_start = copy.deepcopy(optimizer.state_dict())
-    run(optimizer, params, range(3, 6))
-    optimizer.load_state_dict(at_start)
-    for p, q in zip(params, parameters(), strict=True):
-        p.data.copy_(q)
-    run(optimizer, params, range(3))
-    assert all(torch.equal(p, q) for p, q in zip(params, expected, strict=True))
 
 
 @pytest.mark.parametrize(("variant", "weights"), [("kempnerforge", [4, 4, 1, 1]), ("schedulefree", [1, 1, 1, 1])])
@@ -397,26 +269,6 @@ def test_wrong_settings_are_refused_at_construction_and_in_a_new_group(settings,
     with pytest.raises(ValueError, match=message):
         optimizer.add_param_group({"params": [q], **settings})
     assert len(optimizer.param_groups) == 1
-
-
-@pytest.mark.parametrize(
-    ("parameter", "gradient", "message"),
-    [
-        (torch.ones(5, 3), torch.ones(5, 3).to_sparse(), r"parameter 1 .* is sparse \(torch\.sparse_coo\)"),
-        (torch.ones(5, dtype=torch.complex64), torch.ones(5, dtype=torch.complex64), "parameter 1 .* is complex"),
-    ],
-)
-def test_a_gradient_of_another_kind_is_refused_before_anything_changes(parameter, gradient, message):
-    (p,) = parameters([(6, 4)])
-    q = torch.nn.Parameter(parameter)
-    optimizer = ScheduleFreeAdamW([p, q])
-    set_gradients([p], 1)
-    q.grad = gradient
-    before = p.detach().clone()
-    with pytest.raises(ValueError, match=f"takes real, dense gradients, but that of {message}"):
-        optimizer.step()
-    assert torch.equal(p, before)
-    assert not optimizer.state
 
 
 def _distributed_steps(rank, world_size):

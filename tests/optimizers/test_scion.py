@@ -37,7 +37,7 @@ def test_twenty_steps_follow_the_formula(dtype, shape, constrained):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_bf16_parameters_follow_it_as_far_as_they_can(shape):
     p = matrix(*shape, dtype=torch.bfloat16)
-    before, settings = p.detach().double(), {"lr": 0.02, "radius": 3.0}
+    before, settings = p.detach().double(), {"lr": 0.1, "radius": 3.0}
     expected = reference(p, [gradient(p, seed) for seed in range(20)], **settings)
     run(Scion([p], **settings), p, range(20))
     assert_close_in_bf16(p.detach(), before, expected, roundings=2 * 20)
@@ -113,7 +113,7 @@ def test_groups_have_radii_of_their_own_and_a_changed_one_is_in_force_in_the_nex
         ({"radius": float("inf")}, "radius must be a finite number above 0, got inf"),
         ({"lr": 1.5}, r"Scion: lr must lie in \[0, 1\], since a constrained step .*got 1\.5"),
         ({"lr": -0.1}, r"Scion: lr must lie in \[0, 1\]"),
-        ({"lr": -0.1, "constrained": False}, r"Scion: lr must be at least 0, got -0\.1"),
+        ({"lr": -0.1, "constrained": False}, r"Scion: lr must be a finite number of at least 0, got -0\.1"),
         ({"momentum": 1.0}, r"Scion: momentum must lie in \[0, 1\), got 1\.0"),
         ({"weight_decay": 0.1}, r"Scion has no weight decay, got 0\.1 for group 0: constrained=True bounds"),
     ],
@@ -148,4 +148,14 @@ def test_a_weight_decay_that_a_scheduler_sets_is_refused_before_anything_changes
     opt.param_groups[0]["weight_decay"] = 0.1
     with pytest.raises(ValueError, match=r"Scion has no weight decay, got 0\.1 for group 0: .* of its matrices to 0"):
         run(opt, p, [1])
+    assert torch.equal(p, before)
+
+
+def test_a_rate_that_a_scheduler_sets_too_high_is_refused():
+    p = torch.nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)))
+    opt = Scion([p])
+    opt.param_groups[0]["lr"] = 1.5
+    p.grad, before = torch.ones(6, 4), p.detach().clone()
+    with pytest.raises(ValueError, match=r"lr must lie in \[0, 1\], .*got 1\.5"):
+        opt.step()
     assert torch.equal(p, before)

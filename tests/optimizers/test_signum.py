@@ -117,8 +117,8 @@ def test_a_gradient_that_is_not_finite_leaves_its_parameter_as_it_is():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr": -1.0}, r"Signum: lr must be at least 0, got -1\.0"),
-        ({"weight_decay": -0.1}, r"Signum: weight_decay must be at least 0, got -0\.1"),
+        ({"lr": -1.0}, r"Signum: lr must be a finite number of at least 0, got -1\.0"),
+        ({"weight_decay": -0.1}, r"Signum: weight_decay must be a finite number of at least 0, got -0\.1"),
         ({"momentum": 1.0}, r"Signum: momentum must lie in \[0, 1\), got 1\.0"),
         ({"momentum": float("nan")}, r"Signum: momentum must lie in \[0, 1\), got nan"),
     ],

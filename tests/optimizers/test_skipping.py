@@ -98,3 +98,13 @@ def test_large_and_empty_gradients_are_finite(dtype):
     large = torch.full((64, 64), torch.finfo(dtype).max / (1 if dtype in (torch.float16,) else 1e5), dtype=dtype)
     skipping = Skipping(["large", "empty", "zero"], torch.device("cpu"))
     assert skipping.accept([large, large.new_empty(0, 4), torch.zeros_like(large)]).all()
+
+
+def test_gradients_of_several_dtypes_are_judged_each_in_its_own():
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float64, torch.float32)
+    # finite in fp64 alone
+    values = (1.0, 1e300, 1.0, torch.nan, torch.inf)
+    gradients = [torch.full((2, 2), value, dtype=dtype) for value, dtype in zip(values, dtypes, strict=True)]
+    skipping = Skipping(list("abcdef"), torch.device("cpu"))
+    assert skipping.accept([*gradients, None]).tolist() == [True, True, True, False, False, False]
+    assert skipping.total == {"d": 1, "e": 1}

@@ -258,6 +258,7 @@ def test_a_builder_of_ones_own_gets_groups_and_config(monkeypatch):
         ({"muon_adam_lr": float("nan")}, "muon_adam_lr must be a finite number of at least 0, got nan"),
         ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
         ({"betas": (0.9,)}, r"betas must be two numbers in \[0, 1\), got \(0.9,\)"),
+        ({"betas": 0.9}, r"betas must be two numbers in \[0, 1\), got 0\.9"),
         ({"eps": 0.0}, "eps must be a finite number above 0, got 0.0"),
         ({"fused": "te"}, "unknown fused, unless it is True or False, 'te': expected one of transformer_engine, apex"),
         ({"muon_momentum": 1.0}, r"muon_momentum must lie in \[0, 1\), got 1.0"),

@@ -149,7 +149,7 @@ def test_add_param_group_divides_as_the_constructor_does():
 @pytest.mark.parametrize(
     ("group", "message"),
     [
-        ({"lr": -1.0}, "lr must be at least 0, got -1.0"),
+        ({"lr": -1.0}, "lr must be a finite number of at least 0, got -1.0"),
         ({"role": "rest", "eps": 0}, "AdamW in Muon: eps must be a finite number above 0, got 0"),
         ({"role": "others"}, "role of a group is 'matrices' or 'rest', got 'others'"),
     ],

@@ -1,0 +1,178 @@
+"""Settings and gradients that no optimizer of the family can take: each a ValueError that names value and range."""
+
+import math
+import re
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+from megatron_eopt.optimizers.hybrid import Muon
+from tests.distributed.ranks import run_ranks
+from tests.optimizers.family import CLASSES, ELEMENTWISE, build
+
+every = pytest.mark.parametrize("name", [*CLASSES, "hybrid"])
+
+AT_LEAST_0 = "must be a finite number of at least 0"
+ABOVE_0 = "must be a finite number above 0"
+BELOW_1 = r"must lie in \[0, 1\)"
+TWO_BELOW_1 = r"must be two numbers in \[0, 1\)"
+
+RATES = [(key, value, AT_LEAST_0) for key in ("lr", "weight_decay") for value in (-0.1, math.nan, math.inf)]
+MOMENTA = {
+    "momentum": ("muon", "adaptive_muon", "signum", "scion", "polargrad", "muon_hyperball", "hybrid"),
+    "momentum_beta": ("spectron",),
+    "beta2": ("adaptive_muon",),
+    "shampoo_beta": ("soap",),
+}
+BETAS = {"betas": ("lion", "schedule_free_adamw", "soap"), "adam_betas": ("hybrid",)}
+EPS = {"eps": ("adaptive_muon", "schedule_free_adamw", "soap"), "adam_eps": ("hybrid",)}
+
+CASES = [
+    *((name, *rate) for name in [*CLASSES, "hybrid"] for rate in RATES),
+    *(
+        (name, key, value, BELOW_1)
+        for key, names in MOMENTA.items()
+        for name in names
+        for value in (1.0, -0.1, math.nan)
+    ),
+    *(
+        (name, key, value, TWO_BELOW_1)
+        for key, names in BETAS.items()
+        for name in names
+        for value in ((0.9, 1.0), (-0.1, 0.9), (math.nan, 0.9), (0.9,), 0.9)
+    ),
+    *(
+        (name, key, value, ABOVE_0)
+        for key, names in EPS.items()
+        for name in names
+        for value in (0.0, -1e-8, math.nan, math.inf)
+    ),
+    *(("spectron", "rank", value, "must be an integer of at least 1") for value in (0, -1, 2.0, True)),
+    ("spectron", "rank", 5, r"must lie in \[1, 4\]"),
+    *(("scion", "radius", value, ABOVE_0) for value in (0.0, -1.0, math.nan, math.inf)),
+]
+
+
+def matrices(count=2, shape=(6, 4)):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for _ in range(count)]
+
+
+def made(name, params, **settings):
+    return Muon(params, matrices(1, (5,)), **settings) if name == "hybrid" else build(name, params, **settings)
+
+
+@pytest.mark.parametrize(("name", "key", "value", "wanted"), CASES)
+def test_a_setting_is_refused_at_construction_and_in_a_new_group(name, key, value, wanted):
+    if (name, key) == ("scion", "lr"):
+        wanted = r"must lie in \[0, 1\]"
+    in_group = key.removeprefix("adam_")
+    message = rf"{in_group} {wanted}.*, got {re.escape(str(value))}"
+    p, q = matrices()
+    with pytest.raises(ValueError, match=message):
+        made(name, [p], **{key: value})
+    optimizer = made(name, [p])
+    groups = len(optimizer.param_groups)
+    role = {} if in_group == key else {"role": "rest"}
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [q], in_group: value, **role})
+    assert len(optimizer.param_groups) == groups
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_group_that_fails_otherwise_is_not_kept(name):
+    p, q = matrices()
+    optimizer = build(name, [p])
+    with pytest.raises(TypeError):
+        optimizer.add_param_group({"params": [q], "lr": "0.1"})
+    assert len(optimizer.param_groups) == 1
+
+
+@every
+def test_a_sparse_gradient_is_refused_before_anything_changes(name):
+    first, second = matrices()
+    optimizer = made(name, [first, second])
+    before = first.detach().clone()
+    first.grad, second.grad = torch.ones(6, 4), torch.ones(6, 4).to_sparse()
+    message = r"takes real, dense gradients, but that of parameter 1 .* is sparse \(torch\.sparse_coo\)"
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert torch.equal(first, before)
+    assert not optimizer.state
+
+
+@every
+def test_a_complex_parameter_is_refused_before_anything_changes(name):
+    (first,) = matrices(1)
+    second = torch.nn.Parameter(torch.ones(6, 4, dtype=torch.complex64))
+    before = first.detach().clone()
+    first.grad, second.grad = torch.ones(6, 4), torch.ones_like(second)
+    with pytest.raises(ValueError, match=r"takes real.*parameter 1 .*complex"):
+        made(name, [first, second]).step()
+    assert torch.equal(first, before)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.float32, "sparse"), (torch.complex64, "complex")])
+def test_a_gradient_that_torchs_adamw_cannot_take_leaves_the_matrices_too(dtype, kind):
+    (matrix,) = matrices(1)
+    embedding = torch.nn.Parameter(torch.ones(5, 3, dtype=dtype))
+    optimizer = Muon([("layer.weight", matrix)], [("embedding.weight", embedding)])
+    before = matrix.detach().clone()
+    gradient = torch.ones_like(embedding)
+    matrix.grad, embedding.grad = torch.ones(6, 4), gradient.to_sparse() if kind == "sparse" else gradient
+    message = rf"AdamW in Muon takes real, dense gradients, but that of embedding\.weight is {kind}"
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert torch.equal(matrix, before)
+    assert not optimizer.state
+
+
+MATRICES_ALONE = [name for name in CLASSES if name not in (*ELEMENTWISE, "soap")]
+
+
+@pytest.mark.parametrize("shape", [(4,), (), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("name", MATRICES_ALONE)
+def test_what_is_no_matrix_is_refused_with_its_shape(name, shape):
+    with pytest.raises(ValueError, match=rf"matrices, but .* has shape {re.escape(str(shape))}: give it to another"):
+        build(name, [torch.nn.Parameter(torch.zeros(shape))])
+
+
+def _gradients_that_lie_otherwise(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    norm = parallelize_module(torch.nn.LayerNorm(4), mesh, SequenceParallel())
+    x = distribute_tensor(torch.arange(24.0).view(1, 6, 4) % 5, mesh, [Shard(1)])
+    norm(x).redistribute(placements=[Replicate()]).to_local().square().sum().backward()
+    found = {}
+    for name in CLASSES:
+        vector = norm.weight if name in (*ELEMENTWISE, "soap") else None
+        whole = torch.nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Replicate()]))
+        whole.grad = DTensor.from_local(torch.ones(6, 4), mesh, [Partial()])
+        cut = torch.nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
+        cut.grad = distribute_tensor(torch.ones(6, 4), mesh, [Shard(1)])
+        for parameter in (each for each in (vector, whole, cut) if each is not None):
+            before = parameter.to_local().detach().clone()
+            optimizer = build(name, [("weight", parameter)])
+            with pytest.raises(ValueError, match="lie as their parameters") as caught:
+                optimizer.step()
+            assert torch.equal(parameter.to_local(), before)
+            assert not optimizer.state
+            found.setdefault(name, []).append(str(caught.value))
+    optimizer = build("lion", norm.parameters(), weight_decay=0.0)
+    for p in norm.parameters():
+        p.grad = p.grad.redistribute(placements=p.placements)
+    optimizer.step()
+    return found, norm.weight.to_local().detach()
+
+
+def test_gradients_that_lie_otherwise_than_their_parameters_are_refused_on_all_ranks():
+    (found, weight), (others, same) = run_ranks(_gradients_that_lie_otherwise, 2)
+    assert found == others
+    assert torch.equal(weight, same)
+    for name, messages in found.items():
+        assert len(messages) == (3 if name in (*ELEMENTWISE, "soap") else 2)
+        for message in messages[:-1]:
+            assert "that of weight has the placements (Partial(sum),), and the parameter has the placements" in message
+            assert "parameter.grad.redistribute(placements=parameter.placements)" in message

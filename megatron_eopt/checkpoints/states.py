@@ -197,7 +197,9 @@ def _incomplete(contents: Contents, kept: dict[str, dict[str, StoredTensor]]) ->
         own = {parameter: rest.pop(parameter, {}) for parameter in _members(block, kept)}
         expected = frozenset(block.get("states") or []).union(*map(_signature, own.values()))
         without = {
-            parameter: frozenset(state for state, names in (block.get("partly") or {}).items() if parameter not in names)
+            parameter: frozenset(
+                state for state, names in (block.get("partly") or {}).items() if parameter not in names
+            )
             for parameter in own
         }
         yield from _short_of(expected, own, str(block.get("optimizer", "?")), without)

@@ -25,6 +25,7 @@ _DECIDING: dict[str, list[str]] = {
     "scion": [],
     "polargrad": [],
 }
+_SPLIT_BY_DEFAULT = ("default", "all")  # the same for SOAP, whose state pairs rows with rows
 _SIZES = {
     "tensor_model_parallel_size": "TP",
     "pipeline_model_parallel_size": "PP",
@@ -145,7 +146,10 @@ def _optimizer(contents: Contents, run: dict[str, Any], saved: dict[str, Any]) -
 
 def _same_optimizer(run: dict[str, Any], saved: dict[str, Any], was: str) -> Iterator[Problem]:
     for name in [*_DECIDING[was], "muon_scalar_optimizer"] if was in _DECIDING else []:
-        if name in run and saved.get(name) not in (None, run[name]):
+        alike = (
+            _SPLIT_BY_DEFAULT if (was, name) == ("soap", "muon_split") and run.get(name) in _SPLIT_BY_DEFAULT else ()
+        )
+        if name in run and saved.get(name) not in (None, run[name], *alike):
             what = f"{name} was {saved[name]} and is {run[name]}, which keeps other state"
             yield Problem("error", what, _anew(f"give --{name.replace('_', '-')} {saved[name]}"))
 

@@ -18,6 +18,7 @@ from megatron_eopt.megatron.checkpoints.layers import named_apart
 from megatron_eopt.megatron.checkpoints.loading import checked_load, checked_save
 from megatron_eopt.megatron.factory import allowing_owners, checked, with_registered
 from megatron_eopt.optimizers.lion import Lion
+from megatron_eopt.optimizers.skipping import NAME
 from megatron_eopt.redirect import Redirection, Redirections
 
 _active: Redirections | None = None
@@ -125,12 +126,12 @@ def _redirections_of_0_17(with_training: bool) -> list[Redirection]:
 def _attributes_kept() -> list[Redirection]:
     from megatron.core.tensor_parallel import layers
 
-    reason = "the fp32 copy of a bf16 parameter would lose which logical matrices it is made of"
+    reason = "the fp32 copy of a bf16 parameter would lose its name, and which logical matrices it is made of"
     return [
         Redirection(
             owner=layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS, name=name, make=lambda default: default, reason=reason
         )
-        for name in ("qkv_split_shapes", ATTRIBUTE)
+        for name in ("qkv_split_shapes", ATTRIBUTE, NAME)
     ]
 
 

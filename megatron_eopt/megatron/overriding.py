@@ -13,6 +13,7 @@ from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.entries import DEFAULT, all_entries, known_names
 from megatron_eopt.megatron.fused import SplitName, fused, is_declared, split_of
 from megatron_eopt.megatron.parameters import Described
+from megatron_eopt.optimizers.skipping import NAME
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
 from megatron_eopt.overrides import Entry, OverrideError, Resolved, match_counts, resolve
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, pairs_rows, takes_matrices
@@ -84,6 +85,8 @@ def on_all_ranks[T](decide: Callable[[], T]) -> T:
 def matches(parameters: Sequence[Described], config: Any, entries: Sequence[Entry]) -> list[int]:
     """How many parameters of this rank each entry selects."""
     tag_declared((described.info.name, described.parameter) for described in parameters)
+    for described in parameters:
+        setattr(described.parameter, NAME, described.info.name)
     infos = [described.info for described in parameters]
     return match_counts(entries, infos, config.optimizer.removeprefix("dist_"))
 

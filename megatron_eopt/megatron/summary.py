@@ -89,7 +89,7 @@ def _how(muons: Sequence[TensorParallelMuon]) -> str:
 def _factored(optimizers: Sequence[FactoredOptimizer]) -> str:
     """What becomes of the weights, for those who did not ask for low rank."""
     count = sum(each.matrices_per_step for each in optimizers)
-    ranks = sorted({group["rank"] for each in optimizers for group in each.param_groups})
+    ranks = sorted({group["rank"] for each in optimizers for group in each.param_groups if group["params"]})
     listed = " or ".join(map(str, ranks))
     return f"{count} matrices, each the product of two factors of rank {listed} from the first step on"
 

@@ -141,10 +141,11 @@ class LowRankState(SteppingOptimizer, ShardedMatrices):
             if key in group:
                 raise ValueError(f"{name}: group {number} has {key}, but the size of an update follows from lr alone")
         names = names_of_last(self.param_groups)
-        for index, (parameter, called) in enumerate(zip(group["params"], names, strict=True)):
+        places = names_of_last(self.param_groups, shapes=False)
+        for parameter, called, place in zip(group["params"], names, places, strict=True):
             if not parameter.is_floating_point():
                 raise ValueError(f"{name} takes real, floating-point matrices, but {called} is {parameter.dtype}")
-            self._check_parameter(parameter, f"parameter {index} of group {number}")
+            self._check_parameter(parameter, place)
             self._check_ranks(parameter, called)
             self._check_cut(parameter, called)
             if not group["pairs"]:

@@ -13,7 +13,7 @@ from megatron_eopt.optimizers.batch import Batch, GroupRates, local
 from megatron_eopt.optimizers.bulk import Scalar
 from megatron_eopt.optimizers.checks import check_rates
 from megatron_eopt.optimizers.logical import LogicalMatrices
-from megatron_eopt.optimizers.skipping import parameter_names
+from megatron_eopt.optimizers.skipping import names_of_last, parameter_names
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.stepping import SteppingOptimizer
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
@@ -106,8 +106,8 @@ class OrthogonalizedOptimizer(SteppingOptimizer, LogicalMatrices):
         check_rates(name, group)
         if not 0 <= group[self.momentum_key] < 1:
             raise ValueError(f"{name}: {self.momentum_key} must lie in [0, 1), got {group[self.momentum_key]}")
-        for index, parameter in enumerate(group["params"]):
-            self._check_parameter(parameter, f"parameter {index} of group {len(self.param_groups) - 1}")
+        for parameter, called in zip(group["params"], names_of_last(self.param_groups, shapes=False), strict=True):
+            self._check_parameter(parameter, called)
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum."""

@@ -143,21 +143,37 @@ def skipping_for(optimizer: Optimizer) -> Skipping:
     return Skipping(parameter_names(optimizer.param_groups), torch.device(devices[0]))
 
 
+NAME = "name_in_model"
+"""Attribute of a parameter: its name, where whoever makes the groups knows it and torch is not told."""
+
+
 def parameter_names(groups: Sequence[dict[str, Any]]) -> list[str]:
-    """A name for every parameter, in the order of the groups: what torch was told, or where it stands."""
+    """A name for every parameter, in the order of the groups: as torch was told, its attribute, or where it stands."""
     return [
-        group["param_names"][index]
-        if "param_names" in group
-        else f"parameter {index} of group {number}, of shape {tuple(parameter.shape)}"
+        _name(group, index) or f"parameter {index} of group {number}, of shape {tuple(parameter.shape)}"
         for number, group in enumerate(groups)
         for index, parameter in enumerate(group["params"])
     ]
 
 
-def names_of_last(groups: Sequence[dict[str, Any]]) -> list[str]:
-    """The names of the parameters of the last group, which may have none."""
-    names = parameter_names(groups)
-    return names[len(names) - len(groups[-1]["params"]) :]
+def names_of_last(groups: Sequence[dict[str, Any]], shapes: bool = True) -> list[str]:
+    """The names of the parameters of the last group, which may have none.
+
+    Args:
+        groups: of an optimizer.
+        shapes: whether one that says where a parameter stands says its shape, too.
+    """
+    last = groups[-1]
+    if shapes:
+        names = parameter_names(groups)
+        return names[len(names) - len(last["params"]) :]
+    return [_name(last, i) or f"parameter {i} of group {len(groups) - 1}" for i in range(len(last["params"]))]
+
+
+def _name(group: dict[str, Any], index: int) -> str | None:
+    if "param_names" in group:
+        return str(group["param_names"][index])
+    return getattr(group["params"][index], NAME, None)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -114,6 +114,21 @@ def test_state_that_was_written_down_and_is_not_there(tmp_path):
     ]
 
 
+def test_state_that_only_some_parameters_have_is_missing_where_it_was(tmp_path):
+    """A side may be too long for SOAP to keep a factor of it."""
+    values = tensors(["exp_avg", "L_0", "L_1"])
+    for number in (0, 1):
+        del values[f"optimizer.state.L_{number}.mlp.fc2"]
+    state = common()
+    written = block("SOAP", states=["L", "exp_avg"], partly={"L": {"mlp.fc1": [[0, 2]]}})
+    state["optimizer"] = {0: {"megatron_eopt": written}}
+    assert said(made(tmp_path / "whole", values, state)) == []
+    for number in (0, 1):
+        del values[f"optimizer.state.L_{number}.mlp.fc1"]
+    missing = [("error", "L is missing for mlp.fc1; SOAP keeps L and exp_avg")]
+    assert said(made(tmp_path / "damaged", values, state)) == missing
+
+
 def test_two_optimizers_that_keep_the_same_are_told_apart_by_what_was_written_down(tmp_path):
     state = common()
     written = [block("Lion"), block("Own", ["norm"])]

@@ -114,6 +114,33 @@ def test_another_second_moment(compared):
     assert "was adamuon and is normuon" in errors(compared(flags, tensors(ADAPTIVE), **saved))
 
 
+@pytest.mark.parametrize("name", ["scion", "polargrad", "muon_hyperball", "signum"])
+def test_relatives_of_muon_are_what_their_runs_asked_for(compared, name):
+    flags, values = WHOLE.replace("muon", name), tensors(["exp_avg" if name == "signum" else "momentum_buffer"])
+    assert compared(flags, values, optimizer=name).problems == ()
+    said = errors(compared(WHOLE.replace("muon", "lion"), values, optimizer=name))
+    assert f"it holds the state of {name}, and the run wants lion" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "flags", "words"),
+    [
+        ("spectron", {"spectron_rank": 32}, "", "spectron_rank was 32 and is 64, which keeps other state"),
+        ("spectron", {"spectron_rank": 64}, "", None),
+        ("spectron", {"muon_split": "default"}, "--muon-split all", "muon_split was default and is all"),
+        ("soap", {"soap_max_dim": 10000}, "--soap-max-dim 64", "give --soap-max-dim 10000"),
+        ("soap", {"muon_split": "default"}, "--muon-split all", None),
+        ("soap", {"muon_split": "default"}, "--muon-split per_head", "muon_split was default and is per_head"),
+        ("muon_hyperball", {"muon_split": "default"}, "--muon-split all", "muon_split was default and is all"),
+        ("muon", {"muon_split": "default"}, "--muon-split all", None),
+    ],
+)
+def test_flags_that_decide_what_an_optimizer_keeps(compared, name, saved, flags, words):
+    flags = f"{WHOLE.replace('muon', name)} {flags}"
+    found = compared(flags, tensors(["kept"]), optimizer=name, **saved)
+    assert found.problems == () if words is None else words in errors(found)
+
+
 def test_another_precision(compared):
     assert "in half precision wants fp32_param" in errors(compared(f"{WHOLE} --bf16"))
     assert "give --bf16" in errors(compared(WHOLE, tensors(dtype=torch.bfloat16), bf16=True))

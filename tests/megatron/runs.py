@@ -199,14 +199,16 @@ def _join(name, key, parts):
     if len(tensors) == 1:
         return tensors[0]
     dim, shape = parts[0]["cut"][0], parts[0]["parameter"].shape
-    if tensors[0].ndim < len(shape):
-        # A statistic of rows or columns, or a scalar. No shard of the small GPT is square, so that its length says
-        # whether it lies along the side that is cut.
-        if tensors[0].ndim == 0 or len(tensors[0]) == shape[1 - dim]:
-            assert all(torch.equal(tensors[0], other) for other in tensors), (name, key, "differs between parts")
+    of_matrix = key[-1].isdigit()  # of one of several logical matrices
+    if tensors[0].shape != shape or of_matrix:
+        # Something of rows or columns, or of neither, which is equal where it does not lie along the side that is cut.
+        # No shard of a matrix of the small GPT is square, so that a statistic's length says along which side it lies.
+        if all(torch.equal(tensors[0], other) for other in tensors):
             return tensors[0]
+        assert tensors[0].shape not in [(), (shape[1 - dim],)], (name, key, "differs between parts")
         dim = 0
-    if name.endswith("linear_fc1.weight"):  # each shard is a part of the gate over a part of the up projection
+    # Each shard is a part of the gate over a part of the up projection; of one of the two it is a part as it is.
+    if name.endswith("linear_fc1.weight") and not of_matrix:
         halves = zip(*(tensor.chunk(2, dim) for tensor in tensors), strict=True)
         return torch.cat([torch.cat(half, dim) for half in halves], dim)
     return torch.cat(tensors, dim)

@@ -1,10 +1,14 @@
 """Every optimizer of the family in real Megatron: on two tensor-parallel ranks as on one, and resumed bit for bit."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from tests.megatron.runs import SMALL_GPT, assert_same, start, summary, train
+from megatron_eopt.checkpoints.contents import newest, read_contents
+from megatron_eopt.checkpoints.states import check_states
+from megatron_eopt.cli import main
+from tests.megatron.runs import MUON, SMALL_GPT, assert_same, start, summary, train, whole
 from tests.megatron.test_described_plan import planned
 
 TP2 = ["--tensor-model-parallel-size", 2]
@@ -62,6 +66,109 @@ def test_the_plan_of_a_command_line_is_that_of_its_run(tmp_path, name):
     assert found == json.loads((tmp_path / "of_run.json").read_text())
 
 
+# Each owns one matrix of a run of Muon: layer, matrix, and the settings of its override.
+BESIDE_MUON = [
+    (0, "mlp.linear_fc1", {"optimizer": "spectron", "rank": 8}, {"factor_A", "u_B"}),
+    (1, "mlp.linear_fc1", {"optimizer": "spectron", "rank": 16}, {"factor_A", "u_B"}),
+    (0, "mlp.linear_fc2", {"optimizer": "scion", "lr": 4e-4, "min_lr": 4e-4}, {"momentum_buffer"}),
+    (1, "mlp.linear_fc2", {"optimizer": "soap", "lr": 3e-3, "min_lr": 1e-3}, {"exp_avg", "exp_avg_sq", "L", "Q_R"}),
+    (0, "self_attention.linear_proj", {"optimizer": "schedule_free_adamw"}, {"z", "exp_avg_sq", "schedule"}),
+    (1, "self_attention.linear_proj", {"optimizer": "signum", "lr": 1e-3, "min_lr": 1e-4}, {"exp_avg"}),
+]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        TP2,
+        pytest.param([*TP2, "--bf16"], marks=pytest.mark.full),
+        pytest.param(["--pipeline-model-parallel-size", 2], marks=pytest.mark.full),
+    ],
+    ids=["TP", "TP-bf16", "PP"],
+)
+def test_each_owns_what_an_override_gives_it_beside_muon(tmp_path, capsys, layout):
+    """Planned, trained, evaluated, saved, verified and resumed bit for bit."""
+    overrides = [{"select": f"layers.{layer}.{name}.weight"} | own for layer, name, own, _ in BESIDE_MUON]
+    (tmp_path / "overrides.json").write_text(json.dumps(overrides))
+    flags = ["--num-layers", 2, *MUON, *layout, "--optimizer-overrides", tmp_path / "overrides.json"]
+    flags += ["--ckpt-format", "torch_dist", "--train-iters", 4]
+    saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2, "--eval-iters", 1, "--eval-interval", 2]
+    manifest = ["--optimizer-manifest-file", tmp_path / "of_run.json"]
+    straight, _ = train(tmp_path / "straight", 2, *flags, *saved, *manifest)
+    resumed, _ = train(tmp_path / "resumed", 2, *flags, "--load", tmp_path / "checkpoint", "--ckpt-step", 2)
+    for one, other in zip(straight, resumed, strict=True):
+        assert_same(other["after"], one["after"])
+        assert other["losses"] == one["losses"][len(one["losses"]) // 2 :]
+    after = whole([rank["after"] for rank in straight])
+    for layer, name, own, states in BESIDE_MUON:
+        found = after[f"decoder.layers.{layer}.{name}.weight"]
+        assert states <= found.keys()
+        if "rank" in own:
+            assert found["factor_A"].shape == (192, own["rank"])
+    assert main(["verify-checkpoint", str(tmp_path / "checkpoint")]) == 0
+    assert "error" not in capsys.readouterr().out
+    assert planned(tmp_path, *flags, ranks=2)[0] == json.loads((tmp_path / "of_run.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def saved_by(tmp_path_factory):
+    """Checkpoints of one step, by the flags that made them."""
+    made = {}
+
+    def make(*flags):
+        if flags not in made:
+            folder = made[flags] = tmp_path_factory.mktemp("saved")
+            train(folder / "run", 1, *run_of(*flags), "--save", folder / "checkpoint", "--save-interval", 1)
+        return made[flags] / "checkpoint"
+
+    return make
+
+
+def run_of(name, *flags):
+    return [*SMALL, "--optimizer", name, *FAMILY.get(name, [[]])[0], *flags]
+
+
+SMALL = ["--num-layers", 1, "--ckpt-format", "torch_dist", "--train-iters", 1]
+
+
+@pytest.mark.parametrize(
+    ("saved", "flags", "message"),
+    [
+        (("scion",), ("polargrad",), "Scion wrote the state of decoder.layers"),  # a momentum and no more, both
+        pytest.param(("signum",), ("lion",), "Signum wrote the state of", marks=pytest.mark.full),
+        pytest.param(("soap",), ("muon", "--muon-momentum-from-adam"), "it holds L, ", marks=pytest.mark.full),
+        (("soap",), ("adam",), "SOAP wrote the state of decoder.layers"),
+        (("soap",), ("soap", "--soap-max-dim", 64), "SOAP needs Q_R_0, Q_R_1, R_0, R_1, exp_avg"),
+        pytest.param(("spectron",), ("spectron", "--spectron-rank", 8), "run needs (1, 64, 8)", marks=pytest.mark.full),
+        pytest.param(
+            ("muon_hyperball",), ("muon_hyperball", "--muon-split", "all"), "needs momentum_buffer, radius_0",
+            marks=pytest.mark.full,
+        ),
+    ],
+)  # fmt: skip
+def test_state_of_another_optimizer_or_other_settings_is_refused(saved_by, saved, flags, message):
+    done = start(1, *SMALL_GPT, *run_of(*flags), "--load", saved_by(*saved))
+    assert done.returncode != 0
+    assert message in done.stdout
+    assert "--no-load-optim" in done.stdout
+
+
+def test_a_side_without_a_factor_is_no_damage_and_a_missing_factor_is(saved_by, capsys):
+    """Matrices of 96 rows beside those of 64, and SOAP has factors up to 64."""
+    checkpoint = saved_by("soap", "--soap-max-dim", 64)
+    assert main(["verify-checkpoint", str(checkpoint)]) == 0
+    assert "error" not in capsys.readouterr().out
+    (problem,) = problems_without(checkpoint, "optimizer.state.L.decoder.layers.mlp.linear_fc2.weight")
+    assert "L is missing for decoder.layers.mlp.linear_fc2.weight" in problem
+
+
+def problems_without(checkpoint, key):
+    """What is wrong with a checkpoint that lacks a tensor."""
+    contents = read_contents(newest(checkpoint))
+    tensors = {name: tensor for name, tensor in contents.tensors.items() if name != key}
+    return [each.what for each in check_states(replace(contents, tensors=tensors))]
+
+
 def test_flags_of_another_optimizer_are_warned_of(tmp_path):
     _, output = train(tmp_path / "run", 1, *run("scion"), "--train-iters", 1, "--spectron-rank", 8, "--soap-max-dim", 9)
     assert "warning: --spectron-rank, --soap-max-dim without effect, with --optimizer scion" in output
@@ -70,7 +177,7 @@ def test_flags_of_another_optimizer_are_warned_of(tmp_path):
 @pytest.mark.parametrize(
     ("name", "flags", "message"),
     [
-        ("spectron", ["--spectron-rank", 500], "rank must lie in [1, 64] for"),
+        ("spectron", ["--spectron-rank", 500], "rank must lie in [1, 64] for decoder.layers.0.self_attention"),
         ("scion", ["--scion-radius", 0], "radius must be a finite number above 0, got 0"),
         ("scion", ["--muon-weight-decay", 0.1], "has no weight decay, got 0.1"),
         ("polargrad", ["--muon-tp-mode", "blockwise", *TP2], "take an exact tp_mode"),

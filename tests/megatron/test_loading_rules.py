@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt.megatron.checkpoints.groups import compressed, has, merged, settings_after_load
-from megatron_eopt.megatron.checkpoints.loading import problem_of
+from megatron_eopt.megatron.checkpoints.loading import of_another, problem_of
 
 MODEL = {"decoder.weight": (2, 8, 4), "output.weight": (16, 4)}
 
@@ -55,6 +55,25 @@ def test_second_moments_of_adam_may_be_left():
     wanted = states("decoder.weight", "exp_avg")
     assert problem_of("Muon", wanted, MODEL | ADAM, left={"exp_avg_sq"}) is None
     assert "needs exp_avg:" in problem_of("Muon", wanted, MODEL | ADAM)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrote", "refused"),
+    [
+        ("Scion", "TensorParallelMuon", True),
+        (None, "SOAP", True),  # Adam, to whom a part of it would be enough
+        ("Scion", "Scion", False),
+        ("Scion", "TheirMuon", False),
+        ("TheirMuon", "TensorParallelMuon", False),
+        (None, "AdamW", False),
+    ],
+)
+def test_equal_names_and_shapes_do_not_make_it_the_same_state(name, wrote, refused):
+    block = {"optimizer": wrote, "groups": [{"names": {"decoder.weight": [[0, 2]]}}]}
+    found = of_another(name, MUON, [block])
+    expected = f"{wrote} wrote the state of decoder.weight, and {name or 'an optimizer of Megatron'} would take it"
+    assert expected in found if refused else found is None
+    assert of_another(name, states("output.weight", "momentum_buffer"), [block]) is None
 
 
 PLACES = st.dictionaries(st.sampled_from("abc"), st.sets(st.integers(0, 40), min_size=1), max_size=3)

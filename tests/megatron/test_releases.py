@@ -9,6 +9,15 @@ import pytest
 from tests.megatron.runs import MUON, ROOT, SMALL_GPT, UPSTREAM, assert_same, start, train
 
 pytestmark = pytest.mark.full
+FAMILY = {
+    "spectron": ["--spectron-rank", 16],
+    "soap": ["--lr", "3e-3", "--min-lr", "3e-3"],
+    "schedule_free_adamw": [],
+    "signum": ["--lr", "1e-3", "--min-lr", "1e-3"],
+    "scion": ["--muon-lr", "4e-4", "--muon-min-lr", "4e-4"],
+    "polargrad": [],
+    "muon_hyperball": [],
+}
 TP2 = ["--num-layers", 2, "--tensor-model-parallel-size", 2]
 
 
@@ -68,6 +77,24 @@ def test_lion_where_there_is_a_registry(release, tmp_path):
     (alone,), output = train(tmp_path / "run", 1, *run, megatron=megatron)
     assert "megatron_eopt: Lion owns 15 parameters with 78,144 elements on this rank" in output
     assert alone["losses"][-1] < alone["losses"][0]
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_the_rest_of_the_family_where_there_is_a_registry(release, tmp_path, name):
+    version, megatron = release
+    run = [*TP2, "--optimizer", name, *FAMILY[name], "--ckpt-format", "torch_dist", "--train-iters", 4]
+    if version < "0.18":
+        done = start(1, *SMALL_GPT, *run, megatron=megatron)
+        assert done.returncode != 0
+        assert f"argument --optimizer: invalid choice: '{name}'" in done.stdout
+        return
+    saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2]
+    straight, _ = train(tmp_path / "straight", 2, *run, *saved, megatron=megatron)
+    load = ["--load", tmp_path / "checkpoint", "--ckpt-step", 2]
+    resumed, _ = train(tmp_path / "resumed", 2, *run, *load, megatron=megatron)
+    for one, other in zip(resumed, straight, strict=True):
+        assert_same(one["after"], other["after"])
+    assert straight[0]["losses"][-1] < straight[0]["losses"][0]
 
 
 @pytest.mark.parametrize(

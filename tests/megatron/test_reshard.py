@@ -16,7 +16,7 @@ OPTIMIZERS = {
     "muon+lion": [*MUON, "--muon-scalar-optimizer", "lion"],
 }
 RELATIVES = {
-    "spectron": ["--optimizer", "spectron", "--spectron-rank", 16],
+    "spectron": ["--optimizer", "spectron", "--spectron-rank", 4],
     "soap": ["--optimizer", "soap", "--lr", "3e-3", "--min-lr", "3e-3"],
     "schedule_free_adamw": ["--optimizer", "schedule_free_adamw"],
     "signum": ["--optimizer", "signum", "--lr", "1e-3", "--min-lr", "1e-3"],
@@ -68,7 +68,15 @@ def unmoved(tmp_path_factory):
 
 def run(optimizer, model):
     exact = ["--muon-fp32-matmul-prec", "highest", "--ckpt-format", "torch_dist"]
-    return ["--num-layers", 2, *model, *(OPTIMIZERS | RELATIVES)[optimizer], *exact, "--train-iters", len(TP_CHAIN) * STEPS]
+    return [
+        "--num-layers",
+        2,
+        *model,
+        *(OPTIMIZERS | RELATIVES)[optimizer],
+        *exact,
+        "--train-iters",
+        len(TP_CHAIN) * STEPS,
+    ]
 
 
 @pytest.mark.parametrize(("optimizer", "chain"), MOVES)

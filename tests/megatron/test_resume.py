@@ -24,7 +24,7 @@ OPTIMIZERS = {  # flags, and what is kept beside the parameters
 }
 RELATIVES = {
     "spectron": (
-        ["--optimizer", "spectron", "--spectron-rank", 16],
+        ["--optimizer", "spectron", "--spectron-rank", 4],  # a router has four rows
         {"factor_A_0", "momentum_buffer_B", "u_A", "projected"},
     ),
     "soap": (["--optimizer", "soap", "--soap-precondition-frequency", 2], {"L", "R_0", "Q_L_1", "Q_R", "steps"}),
@@ -67,7 +67,8 @@ OF_RELATIVES = {
 COMBINATIONS = [
     pytest.param(*one, id="-".join(one), marks=[] if one in ALWAYS else pytest.mark.full)
     for one in itertools.product(OPTIMIZERS, LAYOUTS, PRECISIONS)
-    if one[1] != "PP2-tied" and one[1:] != ("DP2-distributed", "fp32")  # Megatron's distributed optimizer of matrices runs in bf16 only
+    if one[1] != "PP2-tied"
+    and one[1:] != ("DP2-distributed", "fp32")  # Megatron's distributed optimizer of matrices runs in bf16 only
 ]
 # Those of the relatives; test_family.py has TP2 in fp32.
 COMBINATIONS += [

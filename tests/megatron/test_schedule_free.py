@@ -50,6 +50,20 @@ def test_evaluation_and_checkpoints_are_at_the_average_and_training_goes_on(tmp_
         assert one["losses"] == other["losses"][-len(one["losses"]) :]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
+def test_what_an_asynchronous_save_writes_is_of_one_step(tmp_path, precision):
+    """Training goes on, and evaluates, while the worker writes what the parameters and their average were."""
+    run = [*RUN, *precision, *TP2, "--train-iters", 6]
+    asynchronous = ["--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-worker"]
+    saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2]
+    straight, _ = train(tmp_path / "straight", 2, *run)
+    train(tmp_path / "saved", 2, *run, *EVALUATED, *asynchronous, *saved)
+    resumed, _ = train(tmp_path / "resumed", 2, *run, "--load", tmp_path / "checkpoint", "--ckpt-step", 2)
+    for one, other in zip(resumed, straight, strict=True):
+        assert_same(one["after"], other["after"])
+
+
 def test_what_is_saved_is_the_average_by_its_definition(tmp_path):
     saved = ["--save", tmp_path / "checkpoint", "--save-interval", 3]
     train(tmp_path / "run", 2, *RUN, *TP2, *saved, "--train-iters", 3)

@@ -1,7 +1,7 @@
 """What a checkpoint has to hold before anything is read from it: other optimizers' state is refused, or imported."""
 
 import functools
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from megatron_eopt.megatron.checkpoints.layers import stacked_problem
 from megatron_eopt.megatron.checkpoints.parts import put_back, taken_out
 from megatron_eopt.megatron.checkpoints.sharding import built
 from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
+from megatron_eopt.registry import EMERGING_OPTIMIZERS
 
 FRESH = "pass --no-load-optim to load the weights alone and start with fresh optimizer state"
 
@@ -65,12 +66,17 @@ def checked_save(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def checked_load(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``dist_checkpointing.load``: where optimizers of ours are asked for, the checkpoint has to have them."""
+    """Wrap ``dist_checkpointing.load``: where optimizers of ours are asked for, the checkpoint has to have them.
+
+    And where Megatron's own are, it must not have ours in their places.
+    """
 
     @functools.wraps(load)
     def load_checked(sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
         parts = list(parts_of(sharded_state_dict))
         if not parts:
+            if "optimizer" in sharded_state_dict:
+                _refuse_ours(sharded_state_dict["optimizer"], checkpoint_dir)
             return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
         held = _held(checkpoint_dir)
         imports = held.error is None and imports_adam(parts, held.shapes)
@@ -90,6 +96,16 @@ def checked_load(load: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return load_checked
+
+
+def _refuse_ours(asked: Any, folder: str) -> None:
+    """Refuse, for an optimizer of Megatron's own, state that one of ours wrote; of the rest Megatron judges itself."""
+    wanted = [tensor.key for tensor in _sharded({"optimizer": asked})]
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, wanted)
+    problem = of_another(None, {key for keys in everywhere for key in keys}, blocks_of(_held(folder).optimizer))
+    if problem:
+        raise CheckpointError(f"{folder}: {problem}")
 
 
 def _compare(held: _Held, asked: Any, loaded: dict[str, Any], folder: str) -> None:
@@ -152,9 +168,33 @@ def _problem(parts: list[dict[Any, Any]], held: _Held, left: Set[str]) -> str | 
     dist.all_gather_object(everywhere, own)
     for of_ranks in zip(*everywhere, strict=True):
         wanted = {key: shape for _, keys in of_ranks for key, shape in keys.items()}
-        problem = problem_of(of_ranks[0][0], wanted, held.shapes, left)
+        name = of_ranks[0][0]
+        problem = problem_of(name, wanted, held.shapes, left) or of_another(name, wanted, blocks_of(held.optimizer))
         if problem:
             return problem
+    return None
+
+
+def of_another(name: str | None, wanted: Iterable[str], blocks: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why state with the same names and shapes cannot serve: an optimizer of ours wrote it, and another one asks.
+
+    What a user's own optimizer is called now, or was, says nothing.
+
+    Args:
+        name: of the optimizer; None for one of Megatron's own.
+        wanted: keys of the tensors that it loads.
+        blocks: what the checkpoint says of its optimizers.
+    """
+    ours = {entry.optimizer_cls.__name__ for entry in EMERGING_OPTIMIZERS.values()}
+    parameters = {split_key(key)[1] for key in wanted}
+    for block in blocks if name is None or name in ours else ():
+        wrote = block["optimizer"]
+        shared = sorted(parameters & {key for group in block["groups"] for key in group["names"]})
+        if shared and wrote != name and wrote in ours:
+            return (
+                f"{wrote} wrote the state of {shared[0]}, and {name or 'an optimizer of Megatron'} would take it for "
+                f"its own: resume with that one, or {FRESH}"
+            )
     return None
 
 
@@ -205,7 +245,7 @@ def _reason(has: set[str], needs: set[str]) -> str:
     if MAIN in has ^ needs:
         saved, now = ("bf16", "fp32") if MAIN in has else ("fp32", "bf16")
         return f"it is of a run in {saved}, and this one is in {now}; resume in {saved}, or {FRESH}"
-    if MOMENTUM_BUFFER in needs and {FIRST_MOMENT, "exp_avg_sq"} <= has:
+    if MOMENTUM_BUFFER in needs and has - {MAIN} == {FIRST_MOMENT, "exp_avg_sq"}:
         return f"Adam wrote it. Pass --muon-momentum-from-adam to make its first moment the momentum, or {FRESH}"
     return f"another optimizer wrote it, or this one with other settings; resume with that one, or {FRESH}"
 

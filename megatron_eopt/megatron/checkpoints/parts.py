@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_eopt.checkpoints.states import BLOCK, blocks_of, parts_of
+from megatron_eopt.optimizers.state import DescribedState
+from megatron_eopt.registry import EMERGING_OPTIMIZERS
 
 PARTS = "optimizers of megatron_eopt"  # no name of Megatron's, so nothing is merged into it
 
@@ -71,7 +73,7 @@ def _completed(asked: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> di
     counted = [(block["optimizer"], block["common_step"]) for block in blocks] or [
         ("Adam", part.get("state", {}).get("common_step")) for part in saved
     ]
-    steps = [step for of, step in counted if step is not None and (of == name or ("Adam" in of and "Adam" in name))]
+    steps = [step for of, step in counted if step is not None and (of == name or (_is_adam(of) and _is_adam(name)))]
     if steps:
         inner["state"]["common_step"] = steps[0]
     groups = [group for block in blocks for group in block["groups"]]
@@ -84,6 +86,12 @@ def _completed(asked: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> di
         filled = iter(main)
         main = [next(filled) if group else [] for group in asked[MAIN_PARAMETERS]]
     return {"optimizer": inner, MAIN_PARAMETERS: main, BLOCK: block}
+
+
+def _is_adam(name: str) -> bool:
+    """Whether an optimizer is one of the Adams that Megatron builds, of which each machine may have another."""
+    described = (each.optimizer_cls for each in EMERGING_OPTIMIZERS.values())
+    return "Adam" in name and name not in {each.__name__ for each in described if issubclass(each, DescribedState)}
 
 
 def _torch_states(common: Any) -> Iterator[dict[Any, Any]]:

@@ -69,6 +69,7 @@ FLAGS = (
         "muon",
         "preset",
         {"choices": list(PRESETS), "help": "Size of the updates: sets --muon-scale-mode and its factor."},
+        shared=True,  # those that have a size of their own refuse it
     ),
     Flag(
         "muon",
@@ -95,6 +96,7 @@ FLAGS = (
         "muon",
         "momentum_from_adam",
         {"action": "store_true", "help": "Where --load has a checkpoint of Adam's, its first moment is the momentum."},
+        shared=True,
     ),
     Flag(
         "",

@@ -16,6 +16,7 @@ from megatron_eopt.cli import main
 from megatron_eopt.doctor.diagnosis import matrix, notes, problems
 from megatron_eopt.doctor.facts import Apex, Facts, Kernels, Megatron, Package
 from megatron_eopt.megatron.support.matrix import support_matrix
+from megatron_eopt.registry import list_optimizers
 from tests.megatron.runs import without_emerging_optimizers
 
 ROOT = Path(__file__).parent.parent
@@ -73,7 +74,7 @@ def test_the_versions_of_this_machine_are_told(tmp_path):
     assert facts["python"] == sys.version.split()[0]
     assert facts["torch"] == torch.__version__
     assert facts["core"] == {"version": version("megatron-core"), "error": None}
-    assert facts["megatron"]["optimizers"] == ["adaptive_muon", "lion", "muon"]
+    assert facts["megatron"]["optimizers"] == list_optimizers()
     assert facts["megatron"]["training_error"] is None
     assert facts["kernels"]["missing"] == "torch.cuda finds no GPU"
     assert any("no GPU" in note for note in said["notes"])
@@ -96,7 +97,7 @@ def test_the_same_as_text():
     assert status == 0
     assert f"megatron-core        {version('megatron-core')}\n" in said
     assert "apex                 not installed\n" in said
-    assert "--optimizer         adaptive_muon, lion, muon\n" in said
+    assert f"--optimizer         {', '.join(list_optimizers())}\n" in said
     assert "no   --fp16: take --bf16, or fp32\n" in said
     assert "yes  --bf16\n" in said
     assert said.endswith("Problems\n  none\n")

@@ -26,6 +26,7 @@ def torchrun(script, *arguments):
         [sys.executable, *launcher, "--master-port", str(port), str(ROOT / "examples" / script), *map(str, arguments)],
         capture_output=True,
         text=True,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -15,6 +15,7 @@ from megatron_eopt.orthogonalize.newton_schulz import newton_schulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.restarts import Preset
 from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor, predicted_update_rms
+from megatron_eopt.orthogonalize.spectral import power_iteration, rayleigh_quotient
 
 __all__ = [
     "Coefficients",
@@ -30,6 +31,8 @@ __all__ = [
     "muon_scale_factor",
     "newton_schulz",
     "optimal_quintic",
+    "power_iteration",
     "predicted_update_rms",
+    "rayleigh_quotient",
     "validate_coefficient_type",
 ]

@@ -52,16 +52,6 @@ def factor_pairs(pairs: Iterable[Sequence[Any]], **settings: Any) -> dict[str, A
 class LowRankState(SteppingOptimizer, ShardedMatrices):
     """The state of an optimizer whose weights are products of factors, and the checks of its groups."""
 
-    # On the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
-    _groups_of: dict[Tensor, dict[str, Any]] | None = None
-
-    def group_of(self, parameter: Tensor) -> dict[str, Any]:
-        """The group of a parameter."""
-        # Megatron puts its fp32 copies in the place of parameters
-        if self._groups_of is None or parameter not in self._groups_of:
-            self._groups_of = {p: group for group in self.param_groups for p in group["params"]}
-        return self._groups_of[parameter]
-
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Factors, their momenta and singular vectors, for each logical matrix; of a factor what it has of these."""
         dtype, group = wide_dtype(parameter), self.group_of(parameter)
@@ -91,15 +81,6 @@ class LowRankState(SteppingOptimizer, ShardedMatrices):
                     f"{tuple(parameter.shape)}, whose group now has rank {rank}: set it back, the rank cannot change"
                 )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of matrices, or of pairs of factors.
-
-        Raises:
-            ValueError: for a parameter that the optimizer cannot have, or a setting out of its range.
-        """
-        self._groups_of = None
-        super().add_param_group(param_group)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state.
 
@@ -115,7 +96,6 @@ class LowRankState(SteppingOptimizer, ShardedMatrices):
                         f"{saved.get(key)}: build the optimizer as it was"
                     )
         super().load_state_dict(state_dict)
-        self._groups_of = None
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
         state = self.state[parameter]

@@ -146,7 +146,7 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
         state = self._begun_state(parameter)
         if X in state:
             return state[X].to(parameter.dtype, copy=True)
-        beta1 = self._group_of(parameter)["betas"][0]
+        beta1 = self.group_of(parameter)["betas"][0]
         return state[Z] + (parameter.detach() - state[Z]) / beta1
 
     def exported(self, parameter: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """``z``, ``v``, the numbers of the schedule, ``x`` where it cannot be derived, and in evaluation ``y``."""
-        group = self._group_of(parameter)
+        group = self.group_of(parameter)
         wide = torch.promote_types(parameter.dtype, torch.float32)
         derived = parameter.dtype == wide and group["betas"][0] >= _LEAST_BETA1
         return [
@@ -260,9 +260,6 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
                 point.copy_(torch.where(new, local(parameter).to(point.dtype), point))
             self._begun.add(parameter)
         return state
-
-    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
-        return next(group for group in self.param_groups if any(parameter is each for each in group["params"]))
 
 
 def _all(states: Sequence[dict[str, Any]], key: str) -> list[Tensor]:

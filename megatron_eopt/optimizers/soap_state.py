@@ -44,7 +44,7 @@ class SOAPState(SteppingOptimizer, ShardedMatrices):
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Adam's moments, the second in the eigenbases, the steps, and each matrix' factors and bases, whole."""
-        group = next(each for each in self.param_groups if any(parameter is p for p in each["params"]))
+        group = self.group_of(parameter)
         wide = torch.promote_types(parameter.dtype, torch.float32)
         layouts = self.matrix_layouts(parameter) if parameter.ndim > 1 else []
         return [

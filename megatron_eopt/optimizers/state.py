@@ -69,6 +69,9 @@ class DescribedState(Optimizer):
     live_key: str | None = None
     """Where a checkpoint holds a parameter itself, if the model's part of it holds what is :meth:`exported`."""
 
+    # On the class, because it is left out of pickles and copies.
+    _group_by_parameter: dict[Tensor, dict[str, Any]] | None = None
+
     def settings(self) -> dict[str, Any]:
         """What a checkpoint says of this optimizer to those who read it: plain values alone."""
         return {key: value for key, value in self.defaults.items() if isinstance(value, str | int | float | bool)}
@@ -84,6 +87,15 @@ class DescribedState(Optimizer):
     def matrix_layouts(self, parameter: Tensor) -> list[Layout]:
         """Where the logical matrices of a parameter lie; needed where :meth:`state_tensors` speaks of them."""
         raise NotImplementedError(f"{type(self).__name__} does not say where the matrices of a parameter lie")
+
+    def group_of(self, parameter: Tensor) -> dict[str, Any]:
+        """The group of a parameter."""
+        found = (self._group_by_parameter or {}).get(parameter)
+        # a load makes other groups, and Megatron puts its fp32 copies in the place of parameters
+        if found is None or not any(found is group for group in self.param_groups):
+            self._group_by_parameter = {p: group for group in self.param_groups for p in group["params"]}
+            found = self._group_by_parameter[parameter]
+        return found
 
     def init_state(self) -> None:
         """Create the state of every parameter, with a gradient or not, as a checkpoint needs it before it can load."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_eopt.optimizers import (
     SOAP,
+    DistributedMuon,
     Lion,
     MuonHyperball,
     OrthogonalizedOptimizer,
@@ -32,6 +33,7 @@ from megatron_eopt.registry import (
 __all__ = [
     "EMERGING_OPTIMIZERS",
     "SOAP",
+    "DistributedMuon",
     "EmergingOptimizerEntry",
     "Lion",
     "Muon",

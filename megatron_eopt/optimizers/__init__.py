@@ -1,6 +1,7 @@
 """Optimizers: subclasses of torch.optim.Optimizer, thin over the rooms below."""
 
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
+from megatron_eopt.optimizers.distributed_muon import DistributedMuon
 from megatron_eopt.optimizers.hyperball import MuonHyperball
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.low_rank import factor_pairs
@@ -15,6 +16,7 @@ from megatron_eopt.optimizers.spectron import Spectron
 
 __all__ = [
     "SOAP",
+    "DistributedMuon",
     "Lion",
     "MuonHyperball",
     "OrthogonalizedOptimizer",

@@ -1,0 +1,325 @@
+"""Keller Jordan's distributed Muon: a rank computes its share of the matrices, and keeps their momenta."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import batched
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import ParamsT
+
+from megatron_eopt.optimizers import bulk
+from megatron_eopt.optimizers.checks import check_rates
+from megatron_eopt.optimizers.skipping import Skipping, names_of_last, parameter_names
+from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.optimizers.stepping import SteppingOptimizer
+from megatron_eopt.orthogonalize.coefficients import get_coefficients
+from megatron_eopt.orthogonalize.newton_schulz import newton_schulz
+from megatron_eopt.orthogonalize.precision import MatmulPrecision, product_dtype, validate_matmul_precision
+from megatron_eopt.orthogonalize.scale import muon_scale_factor
+from megatron_eopt.parallel.agree import same_plan
+from megatron_eopt.parallel.exchange import all_gather, broadcast, lowest
+from megatron_eopt.parallel.layout import is_sharded
+from megatron_eopt.parallel.pieces import whole
+from megatron_eopt.parallel.plan import Bucket, Matrix, Plan
+
+MOMENTUM_BUFFER = "momentum_buffer"
+
+_COEFFICIENTS = "simple"
+
+_LABEL = "dp"
+
+
+class DistributedMuon(SteppingOptimizer):
+    """Muon under data parallelism, with the momentum of a matrix on the one rank that computes its update [1].
+
+    All ranks hold the same parameters and gradients, as under DDP. Each matrix ``W`` (m x n) has a compute rank, which
+    does for the gradient ``g``:
+
+    1. ``M += (1 - momentum) (g - M)``;
+    2. ``O``, the orthogonal factor of ``(1 - momentum) g + momentum M`` (of ``M`` without ``nesterov``), by
+       Newton-Schulz iteration with the coefficients 3.4445, -4.7750, 2.0315.
+
+    It sends ``O`` to the others, and all ranks step: ``W <- (1 - lr weight_decay) W - lr max(1, m/n)^0.5 O``. Matrices
+    of equal shape are worked on in rounds, one on each rank; a round's factors travel while the next is computed.
+
+    A rank keeps its share of the momenta, plus at most one matrix. So ``state_dict()`` alone cannot tell the whole
+    state: all ranks call :meth:`consolidate_state_dict` before, as with torch's ``ZeroRedundancyOptimizer``. The result
+    loads on any number of ranks. The update of a matrix has the same bits on any number of ranks.
+
+    More than two dimensions are read as a matrix: the first one times the rest. Gradients are not written to; a
+    parameter without one stays as it is, and so does one whose gradient is not finite: see
+    :mod:`~megatron_eopt.optimizers.skipping`. :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon` with its
+    ``data_parallel_group`` has more coefficients and larger batches, at the price of all momenta on all ranks.
+
+    Args:
+        params: matrices, or groups of them; the same in the same order on every rank. A group may have its own ``lr``,
+            ``momentum``, ``nesterov``, ``ns_steps`` and ``weight_decay``.
+        lr: learning rate, at least 0.
+        momentum: in [0, 1).
+        nesterov: whether to look ahead.
+        ns_steps: Newton-Schulz steps, at least 1.
+        weight_decay: decoupled, at least 0.
+        fp32_matmul_prec: ``medium`` (or ``low``) iterates and sends in bf16, ``high`` iterates in TF32 and ``highest``
+            in fp32, and both send in the dtype of the parameter.
+        process_group: the data-parallel ranks; None for all ranks, or for one process where there are no others.
+
+    Attributes:
+        compute_ranks: parameter -> the rank of the group that computes its update and keeps its momentum.
+
+    Raises:
+        TypeError: if ``nesterov`` is no bool.
+        ValueError: for a setting out of its range, and for a parameter of fewer than two dimensions or that is a shard.
+
+    [1] https://kellerjordan.github.io/posts/muon/, as in the speedruns of modded-nanogpt.
+    """
+
+    # On the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
+    _consolidated: dict[str, Any] | None = None
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        *,
+        weight_decay: float = 0.0,
+        fp32_matmul_prec: MatmulPrecision = "medium",
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        validate_matmul_precision(fp32_matmul_prec)
+        self.fp32_matmul_prec = fp32_matmul_prec
+        self.process_group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
+        self.compute_ranks: dict[Tensor, int] = {}
+        self.rounds: list[list[Bucket]] = []
+        defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
+        super().__init__(params, defaults | {"weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of matrices, whose work goes to the ranks that have the least so far.
+
+        Raises:
+            TypeError: if ``nesterov`` is no bool.
+            ValueError: for a parameter that is no matrix or is a shard, or a setting out of its range.
+        """
+        super().add_param_group(param_group)
+        parameters, added = self._parameters(), self.param_groups[-1]["params"]
+        rounds = deal([(p.shape, p.dtype) for p in added], self._loads(), len(parameters) - len(added))
+        self.rounds.append(rounds)
+        self.compute_ranks |= {
+            parameters[i]: rank for each in rounds for i, rank in zip(each.matrices, each.owners, strict=True)
+        }
+
+    def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
+        """The momentum, where this rank computes the update; nothing elsewhere."""
+        return [StateTensor(MOMENTUM_BUFFER)] if self.compute_ranks.get(parameter) == self._rank else []
+
+    @torch.no_grad()
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Collect the momenta of all ranks in host memory, for :meth:`state_dict`; all ranks call it together.
+
+        Args:
+            to: rank of the group that collects them; None for every rank.
+        """
+        self.init_state()
+        collected = super().state_dict()
+        kept = to in (None, self._rank)
+        parameters = self._parameters()
+        for each in self._all_rounds():
+            of_round, own = [parameters[i] for i in each.matrices], self._own(each)
+            momentum = torch.empty_like(of_round[0]) if own is None else self.state[of_round[own]][MOMENTUM_BUFFER]
+            momenta = self._exchange(each, momentum)()
+            if kept:
+                states = [{MOMENTUM_BUFFER: momentum.cpu()} for momentum in momenta]
+                collected["state"].update(zip(each.matrices, states, strict=True))
+        self._consolidated = collected if kept else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, which any number of ranks can load.
+
+        Raises:
+            RuntimeError: where there are several ranks and :meth:`consolidate_state_dict` was not called after the last
+                step, or collected the state on another rank.
+        """
+        if self._ranks == 1:
+            return super().state_dict()
+        if self._consolidated is None:
+            raise RuntimeError(
+                f"rank {self._rank} keeps the momenta of its own matrices alone: before state_dict(), call "
+                f"consolidate_state_dict() on all ranks; it collects the whole state on rank 0, or with to=None on each"
+            )
+        return self._consolidated
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state, of which this rank keeps the momenta of its own matrices.
+
+        Raises:
+            ValueError: if a momentum is missing, or if the groups or the shapes are others; nothing is changed then.
+        """
+        state = state_dict["state"]
+        saved_as = [index for group in state_dict["param_groups"] for index in group["params"]]
+        named = zip(self._parameters(), saved_as, parameter_names(self.param_groups), strict=False)
+        own = [(index, name) for p, index, name in named if self.compute_ranks.get(p) == self._rank]
+        missing = [name for index, name in own if not state.get(index)]
+        if any(state.values()) and missing:
+            raise ValueError(
+                f"the state has no momentum of {', '.join(missing)}, which rank {self._rank} computes: it is a part of "
+                f"another rank; save what state_dict() returns after consolidate_state_dict() on all ranks"
+            )
+        super().load_state_dict({**state_dict, "state": {index: state[index] for index, _ in own if index in state}})
+        self._consolidated = None
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_rates(type(self).__name__, group)
+        if not isinstance(group["nesterov"], bool):
+            raise TypeError(f"nesterov is True or False, got {group['nesterov']!r}: give arguments by their names")
+        if not 0 <= group["momentum"] < 1:
+            raise ValueError(f"momentum must lie in [0, 1), got {group['momentum']}")
+        get_coefficients(_COEFFICIENTS, group["ns_steps"])
+        for parameter, name in zip(group["params"], names_of_last(self.param_groups), strict=True):
+            if parameter.ndim < 2:
+                raise ValueError(
+                    f"{type(self).__name__} is for matrices: give {name} to another optimizer (AdamW, say)"
+                )
+            if isinstance(parameter, DTensor) or is_sharded(parameter):
+                raise ValueError(
+                    f"{type(self).__name__} is for parameters that every rank has whole, and {name} is a shard: take "
+                    f"TensorParallelMuon"
+                )
+
+    def _prepare(self, parameters: Sequence[Tensor]) -> Skipping:
+        if self.process_group is not None:
+            names = parameter_names(self.param_groups)
+            matrices = [_as_matrix(*each, self._ranks) for each in zip(names, parameters, strict=True)]
+            plan = Plan(tuple(matrices), tuple(self._all_rounds()))
+            same_plan(plan, {_LABEL: self.process_group}, parameters[0].device)
+        self.init_state()
+        return super()._prepare(parameters)
+
+    def _agree(self, flags: Tensor) -> Tensor:
+        return flags if self.process_group is None else lowest(flags, self.process_group)
+
+    def _take(self, accepted: Tensor) -> None:
+        self._consolidated = None
+        parameters, flags = self._parameters(), accepted.unbind()
+        before: Callable[[], None] | None = None
+        for group, rounds in zip(self.param_groups, self.rounds, strict=True):
+            for each in rounds:
+                of_round = [parameters[i] for i in each.matrices]
+                if self._ranks == 1 and of_round[0].grad is None:
+                    continue  # with others, who wait for it, the round is made, and its result is left out
+                taken = torch.stack([flags[i] for i in each.matrices])
+                received = self._exchange(each, self._factor(each, of_round, taken, group))
+                if before is not None:
+                    before()
+                before = partial(_apply, of_round, received, taken, group)
+        if before is not None:
+            before()
+
+    def _factor(self, each: Bucket, parameters: Sequence[Tensor], accepted: Tensor, group: dict[str, Any]) -> Tensor:
+        """The orthogonal factor of this rank's matrix of a round, as it is sent; an empty buffer where it has none."""
+        dtype = product_dtype(parameters[0].dtype, self.fp32_matmul_prec)
+        own = self._own(each)
+        if own is None:
+            return parameters[0].new_empty(parameters[0].flatten(1).shape, dtype=dtype)
+        parameter = parameters[own]
+        momentum = self.state[parameter][MOMENTUM_BUFFER]
+        gradient = momentum if parameter.grad is None else parameter.grad.to(momentum.dtype)
+        gradients = bulk.replace_rejected([gradient], [momentum], accepted[own : own + 1])
+        [update] = bulk.average([momentum], gradients, group["momentum"], group["nesterov"])
+        factor = newton_schulz(
+            update.flatten(1),
+            group["ns_steps"],
+            _COEFFICIENTS,
+            fp32_matmul_prec=self.fp32_matmul_prec,
+            propagate_nan=True,
+        )
+        return factor.to(dtype)
+
+    def _exchange(self, each: Bucket, own: Tensor) -> Callable[[], list[Tensor]]:
+        """Start to send this rank's tensor of a round to the others; what is returned waits for those of all matrices.
+
+        Args:
+            each: the round.
+            own: this rank's, or a buffer of its shape where it computes no matrix of the round.
+        """
+        group = self.process_group
+        if group is None or self._ranks == 1:
+            return lambda: [own]
+        if len(each.owners) == self._ranks:
+            gathered = all_gather(own, group)
+            return lambda: list(gathered.wait())
+        sent = [broadcast(own if rank == self._rank else torch.empty_like(own), rank, group) for rank in each.owners]
+        return lambda: [one.wait() for one in sent]
+
+    def _loads(self) -> list[int]:
+        """Bytes of the matrices that each rank computes."""
+        loads = [0] * self._ranks
+        for parameter, rank in self.compute_ranks.items():
+            loads[rank] += parameter.nbytes
+        return loads
+
+    def _own(self, each: Bucket) -> int | None:
+        """Which matrix of a round this rank computes, as an index into the round."""
+        return each.owners.index(self._rank) if self._rank in each.owners else None
+
+    def _all_rounds(self) -> list[Bucket]:
+        return [each for rounds in self.rounds for each in rounds]
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self.process_group is None else self.process_group.rank()
+
+    @property
+    def _ranks(self) -> int:
+        return 1 if self.process_group is None else self.process_group.size()
+
+
+def deal(shapes: Sequence[tuple[torch.Size, torch.dtype]], loads: list[int], first: int = 0) -> list[Bucket]:
+    """Deal matrices out to ranks, in rounds of equal matrices of which no rank computes two.
+
+    Where a round has fewer matrices than there are ranks, those with the least load get them. So the loads of two ranks
+    never differ by more than the largest matrix.
+
+    Args:
+        shapes: shape and dtype of each parameter, in their order; an empty one is in no round.
+        loads: bytes that each rank has been dealt so far; grows by those of its matrices.
+        first: index of the first parameter.
+
+    Returns:
+        The rounds in the order of execution, large matrices first.
+    """
+    alike: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
+    for index, each in enumerate(shapes, first):
+        alike.setdefault(each, []).append(index)
+    rounds = []
+    for (shape, dtype), indices in sorted(alike.items(), key=lambda each: each[0][0].numel(), reverse=True):
+        for some in batched(indices, len(loads)) if shape.numel() else ():
+            least = sorted(range(len(loads)), key=loads.__getitem__)[: len(some)]
+            for rank in least:
+                loads[rank] += shape.numel() * dtype.itemsize
+            rounds.append(Bucket(some, "share", tuple(sorted(least))))
+    return rounds
+
+
+def _as_matrix(name: str, parameter: Tensor, ranks: int) -> Matrix:
+    """What the ranks compare of a parameter before the first step."""
+    shape = (len(parameter), parameter[:1].numel())
+    return Matrix(name, shape, (whole(shape),) * ranks, _LABEL, parameter.itemsize)
+
+
+def _apply(
+    parameters: Sequence[Tensor], received: Callable[[], list[Tensor]], accepted: Tensor, group: dict[str, Any]
+) -> None:
+    """``W <- (1 - lr weight_decay) W - lr max(1, m/n)^0.5 O``, for the matrices of a round that are accepted."""
+    rows, cols = parameters[0].flatten(1).shape
+    updates = [factor.to(p.dtype).view_as(p) for p, factor in zip(parameters, received(), strict=True)]
+    if group["weight_decay"]:
+        bulk.decay(parameters, group["lr"], group["weight_decay"], accepted)
+    bulk.apply(parameters, updates, group["lr"] * muon_scale_factor(rows, cols, "shape_scaling"), accepted)

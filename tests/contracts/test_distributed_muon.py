@@ -1,0 +1,348 @@
+"""Distributed Muon as its users write it: DDP scripts, each rank with the momenta of its own matrices."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from megatron_eopt import DistributedMuon
+from megatron_eopt.optimizers import distributed_muon
+from megatron_eopt.optimizers.distributed_muon import deal
+from megatron_eopt.parallel.exchange import counters
+from tests.distributed.ranks import run_ranks
+
+SHAPES = [(8, 6)] * 5 + [(4, 12)] * 2 + [(9, 3)] + [(3, 2, 2)]
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def parameters(shapes=SHAPES):
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def set_gradients(params, step):
+    generator = torch.Generator().manual_seed(100 + step)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+def train(params, optimizer, steps=range(STEPS)):
+    for step in steps:
+        set_gradients(params, step)
+        optimizer.step()
+    return [p.detach().clone() for p in params]
+
+
+# The original in a few lines, on one process.
+
+
+def orthogonal_factor(g, steps, dtype):
+    X = g.to(dtype)
+    X = X.mT if X.size(0) > X.size(1) else X
+    X = X / X.norm()
+    for _ in range(steps):
+        A = X @ X.mT
+        X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
+    return (X.mT if g.size(0) > g.size(1) else X).to(g.dtype)
+
+
+def reference_step(params, momenta, lr=0.02, momentum=0.95, nesterov=True, ns_steps=5, dtype=torch.float32):
+    for p, m in zip(params, momenta, strict=True):
+        g = p.grad.flatten(1)
+        m.lerp_(g, 1 - momentum)
+        update = g.lerp(m, momentum) if nesterov else m
+        factor = orthogonal_factor(update, ns_steps, dtype)
+        with torch.no_grad():
+            p.sub_((lr * max(1, g.size(0) / g.size(1)) ** 0.5 * factor).view_as(p))
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"momentum": 0.8, "nesterov": False}, {"lr": 0.1, "ns_steps": 3}, {"ns_steps": 7}]
+)
+def test_one_process_steps_as_the_original_in_fp32(settings):
+    params, expected = parameters(), parameters()
+    optimizer = DistributedMuon(params, **settings, fp32_matmul_prec="highest")
+    momenta = [torch.zeros_like(p).flatten(1) for p in expected]
+    for step in range(STEPS):
+        before = [p.detach().clone() for p in params]
+        for ours, theirs in zip(params, expected, strict=True):
+            theirs.data.copy_(ours.data)
+        for each in (params, expected):
+            set_gradients(each, step)
+        optimizer.step()
+        reference_step(expected, momenta, **settings)
+        lr = settings.get("lr", 0.02)
+        for p, q, b in zip(params, expected, before, strict=True):
+            torch.testing.assert_close((p - b) / lr, (q - b) / lr, rtol=0, atol=2e-5)
+
+
+def test_the_default_iterates_in_bf16():
+    params, in_fp32, in_bf16 = parameters(), parameters(), parameters()
+    for each in (params, in_fp32, in_bf16):
+        set_gradients(each, 0)
+    DistributedMuon(params, lr=1.0).step()
+    for each, dtype in ((in_fp32, torch.float32), (in_bf16, torch.bfloat16)):
+        reference_step(each, [torch.zeros_like(p).flatten(1) for p in each], lr=1.0, dtype=dtype)
+
+    def distance(others):
+        return max((p - q).abs().max().item() for p, q in zip(params, others, strict=True))
+
+    # bf16 has 8 bits, and five steps multiply the rounding of a small singular value by up to 485
+    assert 1e-3 < distance(in_fp32) < 0.1
+    assert distance(in_bf16) < 0.1
+
+
+def on_ranks(rank, world_size, settings):
+    params = parameters()
+    optimizer = DistributedMuon(params, 0.02, 0.95, True, 5, **settings)
+    results = train(params, optimizer)
+    gradients = [p.grad for p in params]
+    set_gradients(params, STEPS - 1)
+    untouched = all(torch.equal(p.grad, g) for p, g in zip(params, gradients, strict=True))
+    momenta = {i: optimizer.state[p]["momentum_buffer"] for i, p in enumerate(params) if optimizer.state[p]}
+    return results, momenta, untouched
+
+
+@pytest.mark.parametrize("settings", [{}, {"fp32_matmul_prec": "highest"}], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_step_as_one_process_and_share_the_momenta(world_size, settings):
+    params = parameters()
+    alone = DistributedMuon(params, **settings)
+    expected = train(params, alone)
+    kept = []
+    for results, momenta, untouched in run_ranks(on_ranks, world_size, settings):
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+        assert untouched
+        for index, momentum in momenta.items():
+            assert torch.equal(momentum, alone.state[params[index]]["momentum_buffer"])
+        kept.append(momenta)
+    assert sorted(index for momenta in kept for index in momenta) == list(range(len(SHAPES)))
+    sizes = [sum(m.nbytes for m in momenta.values()) for momenta in kept]
+    largest = max(p.nbytes for p in params)
+    assert max(sizes) <= sum(p.nbytes for p in params) / world_size + largest
+
+
+@given(
+    ranks=st.integers(1, 9),
+    groups=st.lists(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=25), max_size=3),
+)
+def test_no_rank_has_more_than_its_share_and_one_matrix(ranks, groups):
+    loads = [0] * ranks
+    dealt = []
+    for group in groups:
+        first = sum(map(len, groups[: groups.index(group)])) if len(groups) == 1 else len(dealt)
+        rounds = deal([(torch.Size(shape), torch.float32) for shape in group], loads, first)
+        assert all(len(set(each.owners)) == len(each.matrices) for each in rounds)
+        for each in rounds:
+            assert len({group[i - first] for i in each.matrices}) == 1
+        found = sorted(i - first for each in rounds for i in each.matrices)
+        assert found == [i for i, (rows, cols) in enumerate(group) if rows * cols]
+        dealt += group
+    sizes = [rows * cols * 4 for rows, cols in dealt]
+    assert sum(loads) == sum(sizes)
+    assert max(loads) <= sum(sizes) / ranks + max(sizes, default=0)
+
+
+def watched(rank, world_size):
+    events = []
+
+    def watch(name, function):
+        def call(*args):
+            events.append(name)
+            pending = function(*args)
+            wait, pending.wait = pending.wait, lambda: (events.append("wait"), wait())[1]
+            return pending
+
+        return call
+
+    distributed_muon.all_gather = watch("send", distributed_muon.all_gather)
+    iterate = distributed_muon.newton_schulz
+    distributed_muon.newton_schulz = lambda *args, **kwargs: (events.append("compute"), iterate(*args, **kwargs))[1]
+    params = parameters([(8, 6)] * 3 * world_size)
+    optimizer = DistributedMuon(params)
+    set_gradients(params, 0)
+    counters.reset()
+    optimizer.step()
+    return events, dict(counters.calls), dict(counters.bytes)
+
+
+def test_a_round_travels_in_bf16_while_the_next_is_computed():
+    for events, calls, sent in run_ranks(watched, 2):
+        assert events == ["compute", "send", "compute", "send", "wait", "compute", "send", "wait", "wait"]
+        assert calls == {"agree": calls["agree"], "all_gather": 3}
+        assert sent["all_gather"] == 3 * 8 * 6 * 2
+
+
+def saved(rank, world_size, steps):
+    params = parameters()
+    optimizer = DistributedMuon(params)
+    train(params, optimizer, range(steps))
+    with pytest.raises(RuntimeError, match=r"consolidate_state_dict\(\) on all ranks"):
+        optimizer.state_dict()
+    optimizer.consolidate_state_dict()
+    if rank:
+        with pytest.raises(RuntimeError, match="consolidate_state_dict"):
+            optimizer.state_dict()
+    state = copy.deepcopy(optimizer.state_dict()) if rank == 0 else None
+    optimizer.consolidate_state_dict(to=None)
+    assert len(optimizer.state_dict()["state"]) == len(SHAPES)
+    on_all = [p.detach().clone() for p in params]
+    train(params, optimizer, range(steps, STEPS))
+    with pytest.raises(RuntimeError, match="consolidate_state_dict"):  # a step has been made since
+        optimizer.state_dict()
+    return state, on_all
+
+
+def resumed(rank, world_size, state, values, steps):
+    params = parameters()
+    for p, value in zip(params, values, strict=True):
+        p.data.copy_(value)
+    optimizer = DistributedMuon(params, lr=7.0)
+    optimizer.load_state_dict(copy.deepcopy(state))  # torch keeps the tensors of a state, and ranks share memory
+    return train(params, optimizer, range(steps, STEPS))
+
+
+def test_a_checkpoint_goes_on_at_another_number_of_ranks():
+    params = parameters()
+    expected = train(params, DistributedMuon(params))
+    [state, values], _ = run_ranks(saved, 2, 2)
+    for results in (*run_ranks(resumed, 3, state, values, 2), resumed(0, 1, state, values, 2)):
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+def test_the_part_of_one_rank_is_refused():
+    params = parameters()
+    optimizer = DistributedMuon(params)
+    train(params, optimizer, range(1))
+    state = copy.deepcopy(optimizer.state_dict())
+    del state["state"][4]
+    fresh = DistributedMuon(parameters())
+    with pytest.raises(ValueError, match=r"no momentum of parameter 4 .*consolidate_state_dict"):
+        fresh.load_state_dict(state)
+    assert not fresh.state
+
+
+def without_some_gradients(rank, world_size):
+    params = parameters()
+    optimizer = DistributedMuon(params, weight_decay=0.1)
+    set_gradients(params, 0)
+    params[1].grad = None
+    params[3].grad[0, 0] = float("nan")
+    before = [p.detach().clone() for p in params]
+    optimizer.step()
+    return [torch.equal(p, b) for p, b in zip(params, before, strict=True)], optimizer.skipped_steps()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_missing_and_a_broken_gradient_leave_their_parameters_alone(world_size):
+    ranks = run_ranks(without_some_gradients, 2) if world_size == 2 else [without_some_gradients(0, 1)]
+    for still, skipped in ranks:
+        assert [i for i, same in enumerate(still) if same] == [1, 3]
+        assert skipped == {"parameter 3 of group 0, of shape (8, 6)": 1}
+
+
+def other_models(rank, world_size):
+    params = parameters(SHAPES if rank else SHAPES[::-1])
+    optimizer = DistributedMuon(params)
+    set_gradients(params, 0)
+    with pytest.raises(ValueError, match="differs between ranks 0 and 1"):
+        optimizer.step()
+    return True
+
+
+def test_ranks_with_other_parameters_are_told_before_anything_is_sent():
+    assert run_ranks(other_models, 2) == [True, True]
+
+
+def test_groups_have_settings_of_their_own():
+    own = {"lr": 0.5, "momentum": 0.5, "nesterov": False, "ns_steps": 2, "weight_decay": 0.1}
+    together, first, second = parameters(), parameters(), parameters()
+    for each in (together, first, second):
+        set_gradients(each, 0)
+    DistributedMuon([{"params": together[:3]}, {"params": together[3:], **own}], fp32_matmul_prec="highest").step()
+    DistributedMuon(first[:3], fp32_matmul_prec="highest").step()
+    DistributedMuon(second[3:], **own, fp32_matmul_prec="highest").step()
+    for p, q in zip(together, first[:3] + second[3:], strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_closure_gives_the_loss():
+    params = parameters()
+    optimizer = DistributedMuon(params)
+
+    def closure():
+        assert torch.is_grad_enabled()
+        set_gradients(params, 0)
+        return 3.5
+
+    assert optimizer.step(closure) == 3.5
+
+
+def sharded():
+    parameter = nn.Parameter(torch.ones(4, 4))
+    parameter.tensor_model_parallel, parameter.partition_dim = True, 0
+    return parameter
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "params", "settings"),
+    [
+        (ValueError, "parameter 1 of group 0, of shape .4,. to another optimizer", [(4, 4), (4,)], {}),
+        (ValueError, "every rank has whole", [sharded], {}),
+        (TypeError, "nesterov is True or False, got 0.1", [(4, 4)], {"nesterov": 0.1}),
+        (ValueError, r"momentum must lie in \[0, 1\)", [(4, 4)], {"momentum": 1.0}),
+        (ValueError, "Newton-Schulz steps must be an integer of at least 1", [(4, 4)], {"ns_steps": 0}),
+        (ValueError, "lr must be a finite number", [(4, 4)], {"lr": -1.0}),
+        (ValueError, "fp32_matmul_prec", [(4, 4)], {"fp32_matmul_prec": "most"}),
+    ],
+)
+def test_what_cannot_work_is_refused_at_construction(error, message, params, settings):
+    made = [each() if callable(each) else nn.Parameter(torch.ones(each)) for each in params]
+    with pytest.raises(error, match=message):
+        DistributedMuon(made, **settings)
+
+
+def test_an_empty_matrix_is_left_out():
+    params = [nn.Parameter(torch.ones(4, 0)), nn.Parameter(torch.ones(4, 4))]
+    optimizer = DistributedMuon(params)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert (params[1] != 1).any()
+
+
+def test_a_copy_steps_by_itself():
+    params = parameters()
+    optimizer = DistributedMuon(params)
+    train(params, optimizer, range(1))
+    other = copy.deepcopy(optimizer)
+    copies = other.param_groups[0]["params"]
+    before = [p.detach().clone() for p in params]
+    results = train(copies, other, range(1, 3))
+    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(train(params, optimizer, range(1, 3)), results, strict=True))
+
+
+def in_subgroup(rank, world_size):
+    group = next(g for g in [dist.new_group([0, 1]), dist.new_group([2, 3])] if dist.get_rank(g) >= 0)
+    params = parameters()
+    return train(params, DistributedMuon(params, process_group=group))
+
+
+def test_a_group_of_its_own_may_be_given():
+    params = parameters()
+    expected = train(params, DistributedMuon(params))
+    for results in run_ranks(in_subgroup, 4):
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))

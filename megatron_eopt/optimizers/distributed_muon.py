@@ -154,7 +154,10 @@ class DistributedMuon(SteppingOptimizer):
                 f"rank {self._rank} keeps the momenta of its own matrices alone: before state_dict(), call "
                 f"consolidate_state_dict() on all ranks; it collects the whole state on rank 0, or with to=None on each"
             )
-        return self._consolidated
+        groups = [
+            dict(group) for group in self._consolidated["param_groups"]
+        ]  # torch's checkpoints change what they get
+        return {**self._consolidated, "state": dict(self._consolidated["state"]), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state, of which this rank keeps the momenta of its own matrices.

@@ -5,9 +5,16 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from megatron_eopt import DistributedMuon
 from megatron_eopt.optimizers import distributed_muon
@@ -219,6 +226,38 @@ def test_a_checkpoint_goes_on_at_another_number_of_ranks():
     expected = train(params, DistributedMuon(params))
     [state, values], _ = run_ranks(saved, 2, 2)
     for results in (*run_ranks(resumed, 3, state, values, 2), resumed(0, 1, state, values, 2)):
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.matrices = nn.ParameterList(parameters())
+
+
+def in_torch_checkpoint(rank, world_size, folder, load):
+    model = Model()
+    params = list(model.parameters())
+    optimizer = DistributedMuon(params)
+    if not load:
+        train(params, optimizer, range(2))
+    optimizer.consolidate_state_dict(to=None)
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    if not load:
+        dcp.save(state, checkpoint_id=folder)
+        return None
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    return train(params, optimizer, range(2, STEPS))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_checkpoint_of_torch_goes_on_at_another_number_of_ranks(tmp_path, world_size):
+    params = parameters()
+    expected = train(params, DistributedMuon(params))
+    run_ranks(in_torch_checkpoint, 2, tmp_path, False)
+    for results in run_ranks(in_torch_checkpoint, world_size, tmp_path, True):
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR
 
 from megatron_eopt.optimizers.hybrid import Muon
-from tests.plain.made import gradients, parameters, run, values
+from tests.plain.made import assert_same, gradients, parameters, run, values
 
 
 def test_a_scheduler_with_warm_restarts_keeps_the_ratio_and_resumes():
@@ -18,8 +18,8 @@ def test_a_scheduler_with_warm_restarts_keeps_the_ratio_and_resumes():
     scheduler = CosineAnnealingWarmRestarts(optimizer, T_0=4)
     rates = []
     for of_step in gradients(params, 10):
-        rates.append([group["lr"] for group in optimizer.param_groups])
         run(optimizer, params, [of_step])
+        rates.append([each.param_groups[0]["lr"] for each in (optimizer, optimizer.adamw)])
         scheduler.step()
     assert all(adam == pytest.approx(muon / 4) for muon, adam in rates)
     assert rates[4] == rates[8] == [0.02, 0.005]
@@ -55,10 +55,10 @@ def test_one_state_dict_has_both_states():
     run(optimizer, params, gradients(params, 2))
     state = optimizer.state_dict()["state"]
     assert {place: sorted(of_one) for place, of_one in state.items()} == {
-        0: ["momentum_buffer"],
+        0: ["adamw", "momentum_buffer"],
         1: ["momentum_buffer"],
-        2: ["exp_avg", "exp_avg_sq", "step"],
     }
+    assert sorted(state[0]["adamw"]["0"]) == ["exp_avg", "exp_avg_sq", "step"]
     assert state[1]["momentum_buffer"].shape == (3, 2, 2)
 
 
@@ -88,22 +88,35 @@ def test_a_state_that_does_not_fit_changes_nothing():
     run(optimizer, params, gradients(params, 2))
     kept = copy.deepcopy(optimizer.state_dict())
     matrices_only = Muon(parameters((4, 4)), [])
-    with pytest.raises(ValueError, match=r"has groups of the roles \['matrices', 'rest'\], but .* with \['matrices'\]"):
+    with pytest.raises(ValueError, match="Muon has AdamW inside, but the state dict has no state of AdamW"):
         optimizer.load_state_dict(matrices_only.state_dict())
     other = parameters((5, 4), (4,))
     of_other = Muon(other[:1], other[1:])
     run(of_other, other, gradients(other, 1))
     with pytest.raises(ValueError, match=r"'momentum_buffer' has shape \(5, 4\), expected \(4, 4\)"):
         optimizer.load_state_dict(of_other.state_dict())
-    # the part that is loaded first has taken nothing over where the second one refuses
-    too_many = copy.deepcopy(kept)
-    too_many["state"][0]["momentum_buffer"].zero_()
-    too_many["param_groups"][1]["params"] = [1, 2]
-    with pytest.raises(ValueError, match="doesn't match the size"):
-        optimizer.load_state_dict(too_many)
+    of_other = Muon(parameters((4, 4)), parameters((5,)))
+    with pytest.raises(
+        ValueError, match=r"'exp_avg' of AdamW's parameter 0 has shape \(\(5,\),\), expected \(\(4,\),\)"
+    ):
+        optimizer.load_state_dict(of_other.state_dict())
+    of_other = Muon(parameters((4, 4)), [("norm.weight", parameters((4,))[0])])
+    with pytest.raises(ValueError, match=r"groups of the parameters \[\['0'\]\], but .* with \[\['norm/weight'\]\]"):
+        optimizer.load_state_dict(of_other.state_dict())
+    without = copy.deepcopy(kept)
+    del without["state"][0]["adamw"]["0"]["step"]
+    with pytest.raises(ValueError, match="state of AdamW's parameter 0 has no 'step'"):
+        optimizer.load_state_dict(without)
+    # the matrices, which are loaded first, have taken nothing over where AdamW refuses
+    zero = copy.deepcopy(kept)
+    zero["state"][0]["momentum_buffer"].zero_()
+    zero["param_groups"][0]["lr"] = 0.5
+    refusing = optimizer.adamw.register_load_state_dict_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.load_state_dict(zero)
+    refusing.remove()
     found = optimizer.state_dict()
-    assert found["param_groups"] == kept["param_groups"]
-    torch.testing.assert_close(found["state"], kept["state"], rtol=0, atol=0)
+    assert_same(found, kept)
     before = values(params)
     run(optimizer, params, gradients(params, 1))
     assert not any(torch.equal(p, old) for p, old in zip(params, before, strict=True))
@@ -120,5 +133,5 @@ def test_hooks_of_loading_are_called():
     )
     optimizer.register_load_state_dict_post_hook(lambda which: called.append(which))
     optimizer.load_state_dict(state)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5]
     assert called == [optimizer]

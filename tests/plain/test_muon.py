@@ -178,7 +178,28 @@ def test_a_gradient_that_is_not_finite_leaves_its_matrix_as_it_is(caplog):
     run(optimizer, params, [of_step])
     assert torch.equal(params[0], before[0])
     assert not torch.equal(params[1], before[1])
+    assert not optimizer.state[params[0]]["momentum_buffer"].any()
     assert optimizer.matrices.skipped_steps() == {"parameter 0 of group 0, of shape (4, 4)": 1}
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_beside_a_gradient_that_is_not_finite_steps_are_as_ever(dtype, nesterov):
+    params, others = parameters((4, 4), (5, 4), dtype=dtype), parameters((4, 4), (5, 4), dtype=dtype)
+    optimizer, reference = (Muon(each, [], momentum=0.9, nesterov=nesterov) for each in (params, others))
+    steps = gradients(params, 3)
+    run(optimizer, params, steps[:1])
+    run(reference, others, steps[:1])
+    momentum, before = optimizer.state[params[0]]["momentum_buffer"].clone(), params[0].detach().clone()
+    steps[1][0][1, 2] = torch.nan
+    run(optimizer, params, steps[1:2])
+    others[0].grad, others[1].grad = None, steps[1][1]
+    reference.step()
+    assert torch.equal(optimizer.state[params[0]]["momentum_buffer"], momentum)
+    assert torch.equal(params[0], before)
+    run(optimizer, params, steps[2:])
+    run(reference, others, steps[2:])
+    assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
 
 
 def test_an_argument_that_muon_has_not_is_refused():

@@ -1,5 +1,6 @@
 """One optimizer with two parts: an optimizer of matrices, and AdamW for all other parameters inside."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
@@ -130,7 +131,7 @@ class HybridOptimizer(Optimizer):
             if self.initial_lr > 0:
                 ratio = self.param_groups[0]["lr"] / self.initial_lr
                 for group in self.adamw.param_groups:
-                    group["lr"] = group[INITIAL_LR] * ratio
+                    group["lr"] = group.setdefault(INITIAL_LR, group["lr"]) * ratio
             self.adamw.step()
             if ADAMW not in self.state.get(self._carrier(), {}):
                 self._carry()
@@ -143,29 +144,34 @@ class HybridOptimizer(Optimizer):
 
     def _carry(self) -> None:
         """Let the first matrix and the first group hold AdamW's state and settings; what is not there yet is zero."""
+        assert self.adamw is not None
         self.matrices.init_state()
-        state = {}
-        for name, parameter, group in self._adam_parameters():
-            of_one = self.adamw.state[parameter]  # type: ignore[union-attr]
-            state[name] = of_one
-            if not of_one:
-                of_one.update(_zero_state(parameter, group))
-        names = iter(state)
-        groups = tuple({**group, "params": [next(names) for _ in group["params"]]} for group in self._adam_groups())
+        names = self._adam_names()
+        state: dict[str, Any] = {}
+        for group, of_group in zip(self.adamw.param_groups, names, strict=True):
+            for name, parameter in zip(of_group, group["params"], strict=True):
+                state[name] = self.adamw.state[parameter]
+                if not state[name]:
+                    state[name].update(_zero_state(parameter, group))
+        groups = zip(self.adamw.param_groups, names, strict=True)
         self.state[self._carrier()][ADAMW] = state
-        self.param_groups[0][ADAMW] = {INITIAL_LR: self.initial_lr, "param_groups": groups}
+        self.param_groups[0][ADAMW] = {
+            INITIAL_LR: self.initial_lr,
+            "param_groups": tuple({**group, "params": of_group} for group, of_group in groups),
+        }
 
-    def _adam_parameters(self) -> list[tuple[str, Tensor, Group]]:
-        """AdamW's parameters, each with its group and its name, or its index where there is no name.
+    def _adam_names(self) -> list[list[str]]:
+        """Names of AdamW's parameters, for each group; their indices where not each has a name of its own.
 
         Names have no dots, at which torch's flat form of a state would divide them.
         """
-        found: list[tuple[str, Tensor, Group]] = []
-        for group in self._adam_groups():
-            names = group.get("param_names") or [getattr(p, NAME, None) for p in group["params"]]
-            for name, parameter in zip(names, group["params"], strict=True):
-                found.append((str(len(found) if name is None else name).replace(".", "/"), parameter, group))
-        return found
+        groups = self._adam_groups()
+        known = [g.get("param_names") or [getattr(p, NAME, None) for p in g["params"]] for g in groups]
+        flat = [name for of_group in known for name in of_group]
+        indices = itertools.count()
+        if None in flat or len(set(flat)) < len(flat):
+            return [[str(next(indices)) for _ in of_group] for of_group in known]
+        return [[name.replace(".", "/") for name in of_group] for of_group in known]
 
     def state_dict(self) -> dict[str, Any]:
         """Both states: see the class."""
@@ -217,7 +223,7 @@ class HybridOptimizer(Optimizer):
             of_adamw["param_groups"] = [{**group, **rate} for group in of_adamw["param_groups"]]
             initial_lr = state_dict.get("_initial_lr", initial_lr)
         elif carried and settings:
-            of_adamw = {"state": carried[0], "param_groups": self._in_own_order(settings[0]["param_groups"])}
+            of_adamw = {"state": carried[0], "param_groups": settings[0]["param_groups"]}
             initial_lr = settings[0][INITIAL_LR]
         elif self.adamw is not None:
             raise ValueError(
@@ -225,40 +231,38 @@ class HybridOptimizer(Optimizer):
                 f"would start anew in silence: save optimizer.state_dict() as it is, or load what there is of the "
                 f"matrices by optimizer.matrices.load_state_dict"
             )
+        of_adamw["param_groups"] = self._in_own_order(of_adamw["param_groups"])
         self._check_adam_state(of_adamw)
         return {"state": state, "param_groups": groups}, of_adamw, float(initial_lr)
 
     def _in_own_order(self, saved: Sequence[Group]) -> list[Group]:
-        """Groups of AdamW that were saved, their names in the order of this optimizer's."""
-        ordered = iter([name for name, _, _ in self._adam_parameters()])
-        own = [[next(ordered) for _ in group["params"]] for group in self._adam_groups()]
-        if [set(group["params"]) for group in saved] != [set(group) for group in own]:
-            found = [sorted(group["params"]) for group in saved]
+        """Groups of AdamW that were saved, in the order of this optimizer's names; as they are where one has none."""
+        own, found = self._adam_names(), [list(group["params"]) for group in saved]
+        if list(map(set, found)) == list(map(set, own)):
+            return [{**group, "params": names} for group, names in zip(saved, own, strict=True)]
+        named = all(any(not str(name).isdigit() for of_group in each for name in of_group) for each in (own, found))
+        if named or list(map(len, found)) != list(map(len, own)):
             raise ValueError(
                 f"AdamW in {type(self).__name__} has groups of the parameters {own}, but the state was saved with "
                 f"{found}: build the optimizer for the model as it was"
             )
-        return [{**group, "params": names} for group, names in zip(saved, own, strict=True)]
+        return list(saved)
 
     def _check_adam_state(self, state_dict: dict[str, Any]) -> None:
-        saved = [len(group["params"]) for group in state_dict["param_groups"]]
-        own = [len(group["params"]) for group in self._adam_groups()]
-        if saved != own:
-            raise ValueError(
-                f"AdamW in {type(self).__name__} has groups of {own} parameters, but the state was saved with {saved}: "
-                f"build the optimizer as it was"
-            )
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        for key, (name, parameter, group) in zip(keys, self._adam_parameters(), strict=True):
-            of_one = state_dict["state"].get(key)
-            for what, expected in _zero_state(parameter, group).items() if of_one else ():
-                if what not in of_one:
-                    raise ValueError(f"the state of AdamW's parameter {name} has no {what!r}, but {sorted(of_one)}")
-                if what != "step" and _lying(of_one[what]) != _lying(expected):
-                    raise ValueError(
-                        f"{what!r} of AdamW's parameter {name} has shape {_lying(of_one[what])}, expected "
-                        f"{_lying(expected)}: the state is of another model or layout"
-                    )
+        for saved, group in zip(state_dict["param_groups"], self._adam_groups(), strict=True):
+            for name, parameter in zip(saved["params"], group["params"], strict=True):
+                # KempnerForge has none of a parameter that never had a gradient
+                of_one = state_dict["state"].get(name, {} if isinstance(name, str) else None)
+                if of_one is None:
+                    continue
+                for key in ("step", *_moments(group)):
+                    if key not in of_one:
+                        raise ValueError(f"the state of AdamW's parameter {name} has no {key!r}, but {sorted(of_one)}")
+                    if key != "step" and _lying(of_one[key]) != _lying(parameter):
+                        raise ValueError(
+                            f"{key!r} of AdamW's parameter {name} has shape {_lying(of_one[key])}, expected "
+                            f"{_lying(parameter)}: the state is of another model or layout"
+                        )
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled and copied: groups and state stay the objects that the matrices have."""
@@ -281,14 +285,15 @@ def listed(params: Any) -> list[Any]:
     return list(params)
 
 
+def _moments(group: Group) -> list[str]:
+    return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+
+
 def _zero_state(parameter: Tensor, group: Group) -> dict[str, Tensor]:
     """What torch's AdamW keeps of a parameter, before its first step."""
     on_device = group["capturable"] or group["fused"]
-    moments = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu"),
-        **{key: torch.zeros_like(parameter, memory_format=torch.preserve_format) for key in moments},
-    }
+    zeros = {key: torch.zeros_like(parameter, memory_format=torch.preserve_format) for key in _moments(group)}
+    return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu"), **zeros}
 
 
 def _lying(x: Tensor) -> tuple[Any, ...]:

@@ -41,6 +41,19 @@ def average(momenta: Sequence[Tensor], gradients: Sequence[Tensor], beta: float,
     return list(torch._foreach_lerp(list(gradients), list(momenta), beta)) if nesterov else list(momenta)
 
 
+def heavy_ball(
+    momenta: Sequence[Tensor], gradients: Sequence[Tensor], beta: float, nesterov: bool, accepted: Tensor
+) -> list[Tensor]:
+    """``m <- beta m + g``; returns ``g + beta m``, or ``m`` itself without Nesterov's look-ahead."""
+    betas: float | list[Tensor] = beta
+    if accepted.device.type != "cpu" or not accepted.all():  # not accepted is 1 m + 0, which is m
+        betas = list(torch.where(accepted, torch.full_like(accepted, beta, dtype=torch.float64), 1.0).unbind())
+        gradients = [torch.where(flag, g, 0) for flag, g in zip(accepted.unbind(), gradients, strict=True)]
+    torch._foreach_mul_(list(momenta), betas)
+    torch._foreach_add_(list(momenta), list(gradients))
+    return list(torch._foreach_add(list(gradients), list(momenta), alpha=beta)) if nesterov else list(momenta)
+
+
 def apply(parameters: Sequence[Tensor], updates: Sequence[Tensor], lr: Scalar, accepted: Tensor) -> None:
     """``p -= lr * update``, for some at a time: the products are further tensors."""
     factors = (lr * accepted.double()).unbind()

@@ -173,6 +173,10 @@ class OrthogonalizedOptimizer(SteppingOptimizer, LogicalMatrices):
             bulk.decay(parameters, lr, weight_decay, accepted)
         elif decays:
             gradients = bulk.with_decay(gradients, parameters, weight_decay)
+        return self._follow(batch, gradients, accepted)
+
+    def _follow(self, batch: Batch, gradients: Sequence[Tensor], accepted: Tensor) -> list[Tensor]:
+        """Let the momenta of a group follow its gradients; returns what is orthogonalized."""
         gradients = bulk.replace_rejected(gradients, batch.momenta, accepted)
         return bulk.average(batch.momenta, gradients, batch.settings[self.momentum_key], self.use_nesterov)
 

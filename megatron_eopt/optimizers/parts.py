@@ -1,146 +1,104 @@
-"""One optimizer with two parts: matrices are one's, all other parameters are AdamW's."""
+"""One optimizer with two parts: an optimizer of matrices, and AdamW for all other parameters inside."""
 
-import logging
-from collections import Counter, defaultdict
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers.checks import check_adam_settings, check_gradients
+from megatron_eopt.optimizers.skipping import NAME
+from megatron_eopt.optimizers.state import DescribedState
 
-logger = logging.getLogger(__name__)
+ADAMW = "adamw"
+"""Key under which the first matrix's state holds AdamW's, and the first group AdamW's settings."""
 
-MATRICES, REST = "matrices", "rest"
-
-ROLE = "role"
-"""Setting of a group: which part it belongs to, :data:`MATRICES` or :data:`REST`."""
+INITIAL_LR = "initial_lr"
 
 Group = dict[str, Any]
-Recipe = tuple[type[Optimizer], dict[str, Any]]
 
 
 class HybridOptimizer(Optimizer):
-    """An optimizer of matrices, and AdamW for all other parameters, in one.
+    """An optimizer of matrices with AdamW for all other parameters inside.
 
-    Both parts step together and are saved in one ``state_dict``. The groups are the parts' own: a scheduler that
-    multiplies every group's rate keeps their ratio. A group says in ``role`` whether it is of the ``matrices`` or of
-    the ``rest``, and without it is of the matrices; what is no matrix there becomes a group of the rest, whose rate has
-    the same ratio to its group's as AdamW's to that of matrices.
+    ``param_groups`` and ``state`` are those of the matrices: schedulers and loops see them alone. The rate of each
+    group of AdamW follows that of the first group of matrices in every step::
 
-    Gradients that are not finite: what the optimizer of matrices does of its own (those of this package skip the step
-    of that parameter, count it, and end the run after several in a row). torch's AdamW looks for none: let a gradient
-    clipper or scaler do so, or its parameters become NaN.
+        lr of the group = its initial lr * (lr of the first group / initial lr of the matrices)
+
+    and stays as it is where the matrices' initial lr is 0. To change AdamW's rate by itself, set ``initial_lr`` of a
+    group in ``optimizer.adamw.param_groups``.
+
+    ``state_dict`` has both states. AdamW's is in the state of the first matrix, by the names of its parameters, and
+    its settings are in the first group: what ``torch.distributed.checkpoint.state_dict`` takes of an optimizer is what
+    belongs to a parameter of its groups, and everything else is dropped.
+
+    Gradients that are not finite: matrices are left out of that step, as their optimizer does of its own. torch's
+    AdamW looks for none: let a gradient clipper or scaler do so, or its parameters become NaN.
 
     Args:
-        matrices: parameters, named parameters or groups.
-        rest: likewise.
-        optimizer_cls: of the matrices.
-        settings: its arguments, ``lr`` and ``weight_decay`` among them.
-        adam_settings: those of ``torch.optim.AdamW``, likewise.
+        matrices: an optimizer with at least one parameter.
+        adam_params: parameters, named ones or groups of them for AdamW; may be empty.
+        adam_settings: arguments of ``torch.optim.AdamW``, ``lr`` among them.
 
     Attributes:
-        parts: the optimizers by their role; one without parameters is missing.
+        matrices: the optimizer of matrices.
+        adamw: ``torch.optim.AdamW``; None where it has no parameters.
+        initial_lr: what the rate of the first group is compared with.
 
     Raises:
-        ValueError: for a setting out of its range, and for what the part refuses.
+        ValueError: for a setting out of its range, and for a parameter that both are given.
     """
 
-    def __init__(
-        self,
-        matrices: ParamsT,
-        rest: ParamsT,
-        optimizer_cls: type[Optimizer],
-        settings: Mapping[str, Any],
-        adam_settings: Mapping[str, Any],
-    ) -> None:
-        self._recipes: dict[str, Recipe] = {
-            MATRICES: (optimizer_cls, dict(settings)),
-            REST: (AdamW, dict(adam_settings)),
-        }
-        self.parts: dict[str, Optimizer] = {}
-        divided = [each for group in _as_groups(matrices, MATRICES) for each in self._divided(group)]
-        given = [each for group in _as_groups(rest, REST) for each in self._divided(group)]
-        super().__init__(_joined(divided, given), {key: settings[key] for key in ("lr", "weight_decay")})
-        self._log([each for group in divided if group[ROLE] == REST for each in _tensors(group["params"])])
+    def __init__(self, matrices: DescribedState, adam_params: ParamsT, adam_settings: Mapping[str, Any]) -> None:
+        if not _parameters(matrices):
+            raise ValueError(f"{type(self).__name__} needs at least one matrix: for all else take torch.optim.AdamW")
+        self.matrices = matrices
+        self.initial_lr = float(matrices.defaults["lr"])
+        given = listed(adam_params)
+        for group in given if given and isinstance(given[0], dict) else [{}]:
+            check_adam_settings(f"AdamW in {type(self).__name__}", {"weight_decay": 0.0, **adam_settings, **group})
+        adamw = AdamW(given, **adam_settings) if given else None
+        self.adamw = adamw if adamw is not None and _parameters(adamw) else None
+        for group in self._adam_groups():
+            group.setdefault(INITIAL_LR, group["lr"])
+        self._check_apart(_parameters(matrices))
+        super().__init__(matrices.param_groups, matrices.defaults)
+        self._adopt()
 
-    def why_rest(self, parameter: Tensor) -> str | None:
-        """Why a parameter is AdamW's; None where it is a matrix, or declared to be several."""
-        matrix = parameter.ndim == 2 or declared_split(parameter) is not None
-        return None if matrix else "of other than two dimensions"
+    def _adopt(self) -> None:
+        """Take the groups and the state of the matrices for one's own: the same objects."""
+        self.param_groups, self.state = self.matrices.param_groups, self.matrices.state
+
+    def _adam_groups(self) -> list[Group]:
+        return [] if self.adamw is None else self.adamw.param_groups
+
+    def _check_apart(self, matrices: Sequence[Tensor]) -> None:
+        of_adamw = {p for group in self._adam_groups() for p in group["params"]}
+        if any(p in of_adamw for p in matrices):
+            raise ValueError("some parameters appear in more than one parameter group: they are AdamW's already")
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group, or two where some of its parameters are no matrices.
+        """Add a group of matrices.
 
         Raises:
-            ValueError: for a parameter that the part cannot have, or a setting out of its range.
+            ValueError: for a parameter that the optimizer of matrices cannot have, or a setting out of its range.
         """
-        before = list(self.param_groups)
-        try:
-            for group in self._divided(param_group):
-                self._add(group)
-        except (TypeError, ValueError):
-            self.param_groups[:] = before
-            for role, part in self.parts.items():
-                part.param_groups[:] = [group for group in before if group[ROLE] == role]
-            raise
+        if self.param_groups is self.matrices.param_groups:  # else torch's constructor hands on what is there
+            params = param_group["params"]
+            params = [params] if isinstance(params, Tensor) else listed(params)
+            self._check_apart([each[1] if isinstance(each, tuple) else each for each in params])
+            self.matrices.add_param_group({**param_group, "params": params})
 
-    def _add(self, group: Group) -> None:
-        role = group[ROLE]
-        optimizer_cls, settings = self._recipes[role]
-        for key in self.defaults:  # which are those of matrices
-            group.setdefault(key, settings[key])
-        super().add_param_group(group)
-        if role == REST:
-            check_adam_settings(f"AdamW in {type(self).__name__}", {**settings, **group})
-        if role in self.parts:
-            self.parts[role].add_param_group(group)
-        else:
-            self.parts[role] = optimizer_cls([group], **settings)
-
-    def _divided(self, group: Group) -> list[Group]:
-        """A group as one of matrices and one of the rest, without empty ones."""
-        role = group.get(ROLE, MATRICES)
-        if role not in self._recipes:
-            raise ValueError(f"{ROLE} of a group is {MATRICES!r} or {REST!r}, got {role!r}")
-        named = [group["params"]] if isinstance(group["params"], Tensor) else _listed(group["params"])
-        if "param_names" in group:
-            named = list(zip(group["param_names"], named, strict=True))
-        own = {key: value for key, value in group.items() if key not in ("params", "param_names", ROLE)}
-        if role == REST:
-            return [{**own, "params": named, ROLE: REST}] if named else []
-        taken = [self.why_rest(parameter) is None for parameter in _tensors(named)]
-        of_rest = {"weight_decay": own["weight_decay"]} if "weight_decay" in own else {}
-        if "lr" in own:
-            lr, adam_lr = (self._recipes[role][1]["lr"] for role in (MATRICES, REST))
-            of_rest["lr"] = own["lr"] * adam_lr / lr if lr else adam_lr
-        divided = [
-            {**own, "params": [each for each, take in zip(named, taken, strict=True) if take], ROLE: MATRICES},
-            {**of_rest, "params": [each for each, take in zip(named, taken, strict=True) if not take], ROLE: REST},
-        ]
-        return [each for each in divided if each["params"]]
-
-    def _log(self, diverted: Sequence[Tensor]) -> None:
-        if dist.is_initialized() and dist.get_rank() != 0:
-            return
-        reasons = Counter(self.why_rest(parameter) for parameter in diverted)
-        listed = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
-        logger.info(
-            "%s: %s; AdamW beside it: %s%s",
-            self._recipes[MATRICES][0].__name__ if type(self) is HybridOptimizer else type(self).__name__,
-            self._counted(MATRICES, "matrices"),
-            self._counted(REST, "parameters"),
-            f", and in that, of those given as matrices, {listed}" if listed else "",
-        )
-
-    def _counted(self, role: str, what: str) -> str:
-        sizes = [p.numel() for group in self.param_groups if group[ROLE] == role for p in group["params"]]
-        return f"{len(sizes)} {what} with {sum(sizes)} entries"
+    @torch._disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters, AdamW's too."""
+        super().zero_grad(set_to_none)
+        if self.adamw is not None:
+            self.adamw.zero_grad(set_to_none)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -150,7 +108,7 @@ class HybridOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Step with both parts.
+        """Step the matrices, then AdamW.
 
         Args:
             closure: computes the loss and the gradients anew; called once, with gradients enabled.
@@ -159,112 +117,185 @@ class HybridOptimizer(Optimizer):
             What the closure returned.
 
         Raises:
-            ValueError: for a gradient that one of the parts cannot take, before anything is changed.
+            ValueError: for a gradient that one of the two cannot take, before anything is changed.
             RuntimeError: if a gradient of a matrix was not finite in several steps in a row.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # torch's AdamW would refuse its own when the matrices have made their step
-        of_rest = (p for group in self.param_groups if group[ROLE] == REST for p in group["params"])
-        check_gradients(f"AdamW in {type(self).__name__}", of_rest, self.param_groups)
-        for role in sorted(self.parts):  # the matrices first, whose gradients are checked
-            self.parts[role].step()
-            self.state.update(self.parts[role].state)
+        if self.adamw is not None:  # which would refuse its own when the matrices have made their step
+            check_gradients(f"AdamW in {type(self).__name__}", _parameters(self.adamw), self.adamw.param_groups)
+        self.matrices.step()
+        if self.adamw is not None:
+            if self.initial_lr > 0:
+                ratio = self.param_groups[0]["lr"] / self.initial_lr
+                for group in self.adamw.param_groups:
+                    group["lr"] = group.setdefault(INITIAL_LR, group["lr"]) * ratio
+            self.adamw.step()
+            if ADAMW not in self.state.get(self._carrier(), {}):
+                self._carry()
         return loss
 
+    def _carrier(self) -> Tensor:
+        """The matrix whose state holds AdamW's; torch's checkpoints drop the state of a frozen one."""
+        parameters = _parameters(self.matrices)
+        return next((p for p in parameters if p.requires_grad), parameters[0])
+
+    def _carry(self) -> None:
+        """Let the first matrix and the first group hold AdamW's state and settings; what is not there yet is zero."""
+        assert self.adamw is not None
+        self.matrices.init_state()
+        names = self._adam_names()
+        state: dict[str, Any] = {}
+        for group, of_group in zip(self.adamw.param_groups, names, strict=True):
+            for name, parameter in zip(of_group, group["params"], strict=True):
+                state[name] = self.adamw.state[parameter]
+                if not state[name]:
+                    state[name].update(_zero_state(parameter, group))
+        groups = zip(self.adamw.param_groups, names, strict=True)
+        self.state[self._carrier()][ADAMW] = state
+        self.param_groups[0][ADAMW] = {
+            INITIAL_LR: self.initial_lr,
+            "param_groups": tuple({**group, "params": of_group} for group, of_group in groups),
+        }
+
+    def _adam_names(self) -> list[list[str]]:
+        """Names of AdamW's parameters, for each group; their indices where not each has a name of its own.
+
+        Names have no dots, at which torch's flat form of a state would divide them.
+        """
+        groups = self._adam_groups()
+        known = [g.get("param_names") or [getattr(p, NAME, None) for p in g["params"]] for g in groups]
+        flat = [name for of_group in known for name in of_group]
+        indices = itertools.count()
+        if None in flat or len(set(flat)) < len(flat):
+            return [[str(next(indices)) for _ in of_group] for of_group in known]
+        return [[name.replace(".", "/") for name in of_group] for of_group in known]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Both states: see the class."""
+        if self.adamw is not None:
+            self._carry()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state of both parts.
+        """Take over both states, as :meth:`state_dict` gave them, or KempnerForge's Muon did.
+
+        That has AdamW's under ``_adam_state``, and the initial rates as ``_initial_lr`` and ``_initial_adam_lr``.
 
         Raises:
-            ValueError: if the groups or the shapes are others, or if a tensor is missing; nothing is changed then.
+            ValueError: if the groups, the names or the shapes are others, if a tensor is missing, or if one of the two
+                states is; nothing is changed then.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        found, expected = _roles(state_dict["param_groups"]), _roles(self.param_groups)
-        if found != expected:
-            raise ValueError(
-                f"{type(self).__name__} has groups of the roles {expected}, but the state was saved with {found}: "
-                f"build the optimizer as it was"
-            )
-        before = {role: (part.param_groups, part.state) for role, part in self.parts.items()}
+        of_matrices, of_adamw, initial_lr = self._apart(state_dict)
+        before = [(part, part.param_groups, part.state) for part in (self.matrices, self.adamw) if part is not None]
         try:
-            for role, part in self.parts.items():
-                part.load_state_dict(_of_role(state_dict, role))
+            self.matrices.load_state_dict(of_matrices)
+            if self.adamw is not None:
+                self.adamw.load_state_dict(of_adamw)
         except Exception:
-            for role, (groups, state) in before.items():
-                self.parts[role].param_groups, self.parts[role].state = groups, state
+            for part, groups, state in before:
+                part.param_groups, part.state = groups, state
             raise
-        loaded = {role: iter(part.param_groups) for role, part in self.parts.items()}
-        self.param_groups = [next(loaded[group[ROLE]]) for group in self.param_groups]
-        self.state = defaultdict(dict)
-        for part in self.parts.values():
-            self.state.update(part.state)
+        self.initial_lr = initial_lr
+        self._adopt()
+        if self.adamw is not None:
+            self._carry()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    def _apart(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], float]:
+        """State dicts of the matrices and of AdamW, and the matrices' initial rate."""
+        groups = [{**self.defaults, **group} for group in state_dict["param_groups"]]
+        settings = [group.pop(ADAMW) for group in groups if ADAMW in group]
+        state = {key: dict(of_one) for key, of_one in state_dict["state"].items()}
+        carried = [of_one.pop(ADAMW) for of_one in state.values() if ADAMW in of_one]
+        of_adamw: dict[str, Any] = {"state": {}, "param_groups": []}
+        initial_lr = self.initial_lr
+        if "_adam_state" in state_dict:
+            of_adamw = dict(state_dict["_adam_state"])
+            rate = {INITIAL_LR: state_dict["_initial_adam_lr"]} if "_initial_adam_lr" in state_dict else {}
+            of_adamw["param_groups"] = [{**group, **rate} for group in of_adamw["param_groups"]]
+            initial_lr = state_dict.get("_initial_lr", initial_lr)
+        elif carried and settings:
+            of_adamw = {"state": carried[0], "param_groups": settings[0]["param_groups"]}
+            initial_lr = settings[0][INITIAL_LR]
+        elif self.adamw is not None:
+            raise ValueError(
+                f"{type(self).__name__} has AdamW inside, but the state dict has no state of AdamW, without which it "
+                f"would start anew in silence: save optimizer.state_dict() as it is, or load what there is of the "
+                f"matrices by optimizer.matrices.load_state_dict"
+            )
+        of_adamw["param_groups"] = self._in_own_order(of_adamw["param_groups"])
+        self._check_adam_state(of_adamw)
+        return {"state": state, "param_groups": groups}, of_adamw, float(initial_lr)
+
+    def _in_own_order(self, saved: Sequence[Group]) -> list[Group]:
+        """Groups of AdamW that were saved, in the order of this optimizer's names; as they are where one has none."""
+        own, found = self._adam_names(), [list(group["params"]) for group in saved]
+        if list(map(set, found)) == list(map(set, own)):
+            return [{**group, "params": names} for group, names in zip(saved, own, strict=True)]
+        named = all(any(not str(name).isdigit() for of_group in each for name in of_group) for each in (own, found))
+        if named or list(map(len, found)) != list(map(len, own)):
+            raise ValueError(
+                f"AdamW in {type(self).__name__} has groups of the parameters {own}, but the state was saved with "
+                f"{found}: build the optimizer for the model as it was"
+            )
+        return list(saved)
+
+    def _check_adam_state(self, state_dict: dict[str, Any]) -> None:
+        for saved, group in zip(state_dict["param_groups"], self._adam_groups(), strict=True):
+            for name, parameter in zip(saved["params"], group["params"], strict=True):
+                # KempnerForge has none of a parameter that never had a gradient
+                of_one = state_dict["state"].get(name, {} if isinstance(name, str) else None)
+                if of_one is None:
+                    continue
+                for key in ("step", *_moments(group)):
+                    if key not in of_one:
+                        raise ValueError(f"the state of AdamW's parameter {name} has no {key!r}, but {sorted(of_one)}")
+                    if key != "step" and _lying(of_one[key]) != _lying(parameter):
+                        raise ValueError(
+                            f"{key!r} of AdamW's parameter {name} has shape {_lying(of_one[key])}, expected "
+                            f"{_lying(parameter)}: the state is of another model or layout"
+                        )
+
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled and copied: the parts are made anew of it."""
-        return {**super().__getstate__(), "_recipes": self._recipes}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what was pickled."""
-        super().__setstate__(state)
-        self.parts = {}
-        for role, (optimizer_cls, settings) in self._recipes.items():
-            groups = [group for group in self.param_groups if group[ROLE] == role]
-            if groups:
-                part = self.parts[role] = optimizer_cls(groups, **settings)
-                own = [parameter for group in groups for parameter in group["params"] if parameter in self.state]
-                part.state.update({parameter: self.state[parameter] for parameter in own})
+        """What is pickled and copied: groups and state stay the objects that the matrices have."""
+        own = {"matrices": self.matrices, "adamw": self.adamw, "initial_lr": self.initial_lr}
+        return {**super().__getstate__(), **own}
 
 
-def _listed(params: Any) -> list[Any]:
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def listed(params: Any) -> list[Any]:
+    """Parameters or groups as a list.
+
+    Raises:
+        TypeError: for one tensor, or a set, which has no order.
+    """
     if isinstance(params, Tensor | set):
         raise TypeError(f"parameters come as an ordered list, or as a list of groups, got a {type(params).__name__}")
     return list(params)
 
 
-def _as_groups(params: ParamsT, role: str) -> list[Group]:
-    listed = _listed(params)
-    if listed and isinstance(listed[0], dict):
-        return [{ROLE: role, **group} for group in listed]
-    return [{ROLE: role, "params": listed}] if listed else []
+def _moments(group: Group) -> list[str]:
+    return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
 
 
-def _joined(divided: Sequence[Group], given: Sequence[Group]) -> list[Group]:
-    """All groups, those of matrices first; what is no matrix joins a given group of the rest with its settings."""
-    groups = [group for group in divided if group[ROLE] == MATRICES] + list(given)
-    for group in divided:
-        if group[ROLE] == REST:
-            same = next((each for each in given if _settings(each) == _settings(group)), None)
-            if same is None:
-                groups.append(group)
-            else:
-                same["params"] = [*same["params"], *group["params"]]
-    return groups
+def _zero_state(parameter: Tensor, group: Group) -> dict[str, Tensor]:
+    """What torch's AdamW keeps of a parameter, before its first step."""
+    on_device = group["capturable"] or group["fused"]
+    zeros = {key: torch.zeros_like(parameter, memory_format=torch.preserve_format) for key in _moments(group)}
+    return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu"), **zeros}
 
 
-def _settings(group: Group) -> Group:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-def _tensors(named: Sequence[Any]) -> list[Tensor]:
-    return [each[1] if isinstance(each, tuple) else each for each in named]
-
-
-def _roles(groups: Sequence[Group]) -> list[str | None]:
-    return [group.get(ROLE) for group in groups]
-
-
-def _of_role(state_dict: dict[str, Any], role: str) -> dict[str, Any]:
-    """The part of a state dict that is of one role."""
-    groups = [group for group in state_dict["param_groups"] if group[ROLE] == role]
-    places = {place for group in groups for place in group["params"]}
-    return {
-        "state": {place: state_dict["state"][place] for place in places if place in state_dict["state"]},
-        "param_groups": groups,
-    }
+def _lying(x: Tensor) -> tuple[Any, ...]:
+    """Shape of a tensor; of a DTensor also its placements."""
+    return (tuple(x.shape), *getattr(x, "placements", ()))

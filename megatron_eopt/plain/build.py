@@ -6,9 +6,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.matrices import tag_declared
+from megatron_eopt.optimizers.skipping import NAME
 from megatron_eopt.plain.config import OptimizerConfig
 from megatron_eopt.plain.routing import decays, mark_embeddings_and_outputs
 from megatron_eopt.registry import get_optimizer_builder
@@ -17,13 +19,17 @@ logger = logging.getLogger(__name__)
 
 Named = Sequence[tuple[str, Tensor]]
 
+_COMPILED = "_orig_mod."
+"""What torch.compile puts into the names of a model's parameters."""
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimizer:
     """Build the optimizer that a config names, for the trainable parameters of a model.
 
     Weight decay is for parameters of more than one dimension without "bias" in their name: the builder gets them as the
-    first group, and all others as a second one without decay, both with their names. The first rank logs how many there
-    are. Call it when the model lies as it will be trained: after ``to(device)``, ``fully_shard`` and the like.
+    first group, and all others as a second one without decay; one of the two may be empty. Each parameter has its name
+    as the attribute ``name_in_model``. The first rank logs how many there are. Call it when the model lies as it will
+    be trained: after ``to(device)``, ``fully_shard`` and the like.
 
     Optimizers of matrices leave embeddings and output layers to AdamW. These are marked by the attribute
     ``is_embedding_or_output_parameter``, unless a parameter has it: the weights of ``nn.Embedding`` and
@@ -32,10 +38,17 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
 
     What :func:`megatron_eopt.matrices.declare` said of names is in force for them.
 
+    Args:
+        model: as it lies for training.
+        config: an :class:`~megatron_eopt.plain.config.OptimizerConfig`, or any object that has some of its fields;
+            it is handed on to the builder as it is.
+
     Raises:
         ValueError: if no parameter is trainable, and for what the optimizer refuses.
     """
-    builder = get_optimizer_builder(config.name)
+    optimizer_name = getattr(config, "name", OptimizerConfig.name)
+    weight_decay = getattr(config, "weight_decay", OptimizerConfig.weight_decay)
+    builder = get_optimizer_builder(optimizer_name)
     named = list(model.named_parameters())
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not trained:
@@ -45,27 +58,25 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
         )
     mark_embeddings_and_outputs(model)
     tag_declared(trained)
+    prefix = "module." if isinstance(model, DistributedDataParallel) else ""
+    for name, parameter in trained:
+        setattr(parameter, NAME, name.replace(_COMPILED, "").removeprefix(prefix))
     decayed = [each for each in trained if decays(*each)]
     others = [each for each in trained if not decays(*each)]
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.info(
             "%s: weight decay %s of %s, none of %s; %s parameters are frozen",
-            config.name,
-            config.weight_decay,
+            optimizer_name,
+            weight_decay,
             _counted(decayed),
             _counted(others),
             len(named) - len(trained),
         )
-    groups = [_group(decayed, config.weight_decay), _group(others, 0.0)]
-    return builder([group for group in groups if group["params"]], config)
-
-
-def _group(named: Named, weight_decay: float) -> dict[str, Any]:
-    return {
-        "params": [parameter for _, parameter in named],
-        "param_names": [name for name, _ in named],
-        "weight_decay": weight_decay,
-    }
+    groups = [
+        {"params": [parameter for _, parameter in decayed], "weight_decay": weight_decay},
+        {"params": [parameter for _, parameter in others], "weight_decay": 0.0},
+    ]
+    return builder(groups, config)
 
 
 def _counted(named: Named) -> str:

@@ -1,7 +1,9 @@
 """The builders of plain torch: ``(param_groups, config) -> Optimizer`` by name."""
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -22,8 +24,9 @@ from megatron_eopt.optimizers.scion import Scion
 from megatron_eopt.optimizers.signum import Signum
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.optimizers.spectron import Spectron
-from megatron_eopt.plain.config import OptimizerConfig
-from megatron_eopt.plain.routing import Group, divided
+from megatron_eopt.optimizers.state import DescribedState
+from megatron_eopt.plain.config import OptimizerConfig, as_config
+from megatron_eopt.plain.routing import Group, Rule, divided, for_matrices, for_muon, for_muon_of_all, without_factors
 from megatron_eopt.registry import register_optimizer
 
 logger = logging.getLogger(__name__)
@@ -34,7 +37,25 @@ ADAM_BETAS = (0.9, 0.95)
 _FUSED_ADAM = {"transformer_engine": "transformer_engine.pytorch.optimizers", "apex": "apex.optimizers"}
 
 
-@register_optimizer("adamw")
+Build = Callable[[list[Group], OptimizerConfig], Optimizer]
+
+
+def _builder(name: str) -> Callable[[Build], Build]:
+    """Register a builder, which gets the groups that have parameters, and the config as one of ours."""
+
+    def decorate(build: Build) -> Build:
+        @register_optimizer(name)
+        @wraps(build)
+        def of_any_config(groups: list[Group], config: Any) -> Optimizer:
+            filled = [{**group, "params": list(group["params"])} for group in groups]
+            return build([group for group in filled if group["params"]], as_config(config, name))
+
+        return of_any_config
+
+    return decorate
+
+
+@_builder("adamw")
 def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
     """AdamW of torch, or FusedAdam of the package that ``config.fused`` names.
 
@@ -52,36 +73,38 @@ def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
     return package.FusedAdam(groups, **_settings(config, **adam, adam_w_mode=True))
 
 
-@register_optimizer("lion")
+@_builder("lion")
 def build_lion(groups: list[Group], config: OptimizerConfig) -> Optimizer:
     """Lion for all parameters."""
     return Lion(groups, **_settings(config, **_betas(config)))
 
 
-@register_optimizer("signum")
+@_builder("signum")
 def build_signum(groups: list[Group], config: OptimizerConfig) -> Optimizer:
     """Signum for all parameters."""
     return Signum(groups, **_settings(config))
 
 
-@register_optimizer("schedule_free_adamw")
+@_builder("schedule_free_adamw")
 def build_schedule_free_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
     """Schedule-Free AdamW for all parameters."""
     settings = {"eps": config.eps, "warmup_steps": config.schedule_free_warmup_steps}
     return ScheduleFreeAdamW(groups, **_settings(config, **settings, **_betas(config)))
 
 
-@register_optimizer("soap")
+@_builder("soap")
 def build_soap(groups: list[Group], config: OptimizerConfig) -> Optimizer:
     """SOAP for all parameters: those that are no matrices get Adam by SOAP itself."""
     return SOAP(groups, **_settings(config, eps=config.eps, **_betas(config)))
 
 
-@register_optimizer("muon")
+@_builder("muon")
 def build_muon(groups: list[Group], config: OptimizerConfig) -> Optimizer:
-    """Muon for matrices, AdamW for the rest."""
-    matrices, rest = divided(groups)
-    adam = _adam(groups, config)
+    """Muon for matrices, AdamW for the rest; AdamW alone where there are no matrices."""
+    why_adamw = for_muon_of_all if config.muon_embeddings else for_muon
+    matrices, rest = divided(groups, why_adamw)
+    _log_counts(config, matrices, rest, why_adamw)
+    adam = _adam(rest, config)
     settings = {
         "momentum": config.muon_momentum,
         "ns_steps": config.muon_ns_steps,
@@ -90,25 +113,61 @@ def build_muon(groups: list[Group], config: OptimizerConfig) -> Optimizer:
         "adam_eps": adam["eps"],
         "adam_fused": bool(adam["fused"]),
     }
-    return Muon(matrices, rest, **_settings(config, **settings))
+    settings = _settings(config, **settings)
+    return Muon(matrices, rest, **settings) if matrices else AdamW(rest, **adam)
 
 
-def _register_beside_adamw(name: str, optimizer_cls: type[Optimizer], **settings: Any) -> None:
-    @register_optimizer(name)
+@_builder("spectron")
+def build_spectron(groups: list[Group], config: OptimizerConfig) -> Optimizer:
+    """Spectron for matrices and for pairs of factors, AdamW for the rest; AdamW alone where there are none."""
+    pairs, others = without_factors(groups, config.spectron_factor_pairs)
+    matrices, rest = divided(others, for_matrices)
+    return _beside_adamw(config, Spectron, [*pairs, *matrices], rest, _settings(config))
+
+
+def _register_for_matrices(name: str, optimizer_cls: type[DescribedState]) -> None:
+    @_builder(name)
     def build(groups: list[Group], config: OptimizerConfig) -> Optimizer:
-        matrices, rest = divided(groups)
-        own = {**settings, **_settings(config)}
-        if not getattr(optimizer_cls, "decays_weights", True):
-            own["weight_decay"] = 0.0
-            matrices = [{**group, "weight_decay": 0.0} for group in matrices]
-            _log(f"{config.name} bounds or keeps the norms of matrices: weight decay is for AdamW's parameters alone")
-        return HybridOptimizer(matrices, rest, optimizer_cls, own, _adam(groups, config))
+        settings = {"tp_mode": "auto", **_settings(config)}
+        return _beside_adamw(config, optimizer_cls, *divided(groups, for_matrices), settings)
 
 
-_register_beside_adamw("spectron", Spectron)
-_register_beside_adamw("scion", Scion, tp_mode="auto")
-_register_beside_adamw("polargrad", PolarGrad, tp_mode="auto")
-_register_beside_adamw("muon_hyperball", MuonHyperball, tp_mode="auto")
+_register_for_matrices("scion", Scion)
+_register_for_matrices("polargrad", PolarGrad)
+_register_for_matrices("muon_hyperball", MuonHyperball)
+
+
+def _beside_adamw(
+    config: OptimizerConfig,
+    optimizer_cls: type[DescribedState],
+    matrices: list[Group],
+    rest: list[Group],
+    settings: dict[str, Any],
+) -> Optimizer:
+    """An optimizer of matrices, and AdamW for the rest inside; AdamW alone where there are no matrices."""
+    _log_counts(config, matrices, rest, for_matrices)
+    if not getattr(optimizer_cls, "decays_weights", True):
+        settings = {**settings, "weight_decay": 0.0}
+        matrices = [{**group, "weight_decay": 0.0} for group in matrices]
+        _log(f"{config.name} bounds or keeps the norms of matrices: weight decay is for AdamW's parameters alone")
+    adam = _adam(rest, config)
+    if not matrices:
+        return AdamW(rest, **adam)
+    return HybridOptimizer(optimizer_cls(matrices, **settings), rest, adam)
+
+
+def _log_counts(config: OptimizerConfig, matrices: list[Group], rest: list[Group], why_adamw: Rule) -> None:
+    reasons = Counter(why_adamw(parameter) for group in rest for parameter in group["params"])
+    listed = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+    _log(
+        f"{config.name}: {_counted(matrices, 'matrices')}; AdamW beside it: {_counted(rest, 'parameters')}"
+        + (f" ({listed})" if listed else "")
+    )
+
+
+def _counted(groups: list[Group], what: str) -> str:
+    sizes = [p.numel() for group in groups for p in group["params"]]
+    return f"{len(sizes)} {what} with {sum(sizes)} entries"
 
 
 def _betas(config: OptimizerConfig) -> dict[str, Any]:

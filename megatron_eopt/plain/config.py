@@ -1,7 +1,7 @@
 """What to build, and how: the settings of all optimizers in one dataclass."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import inf
 from numbers import Real
 from typing import Any, Literal, get_args
@@ -28,7 +28,11 @@ class OptimizerConfig:
         muon_momentum: of ``muon``, in [0, 1).
         muon_ns_steps: Newton-Schulz steps of ``muon``, at least 1.
         muon_adam_lr: learning rate of AdamW beside an optimizer of matrices; None for ``lr``.
+        muon_embeddings: whether ``muon`` is given embeddings, output layers and biases too, where they are matrices
+            whose long side is at most ten times the short one, as in KempnerForge. Otherwise AdamW is.
         schedule_free_warmup_steps: of ``schedule_free_adamw``, at least 0.
+        spectron_factor_pairs: for ``spectron``, names of parameters that are the two factors of one weight, such as
+            ``[("blocks.*.up.A", "blocks.*.up.B")]``; each ``*`` stands for the same text in both.
         options: further arguments of the optimizer's class by their names, such as ``{"rank": 32}`` for ``spectron``.
 
     Raises:
@@ -44,7 +48,9 @@ class OptimizerConfig:
     muon_momentum: float = 0.95
     muon_ns_steps: int = 5
     muon_adam_lr: float | None = None
+    muon_embeddings: bool = False
     schedule_free_warmup_steps: int = 0
+    spectron_factor_pairs: Sequence[tuple[str, str]] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -53,8 +59,8 @@ class OptimizerConfig:
             value = getattr(self, rate)
             if value is not None and not (_is_number(value) and 0 <= value < inf):
                 raise ValueError(f"{rate} must be a finite number of at least 0, got {value!r}")
-        pair = isinstance(self.betas, Sequence) and len(self.betas) == 2
-        if self.betas is not None and not (pair and all(map(_is_share, self.betas))):
+        two = isinstance(self.betas, Sequence) and len(self.betas) == 2
+        if self.betas is not None and not (two and all(map(_is_share, self.betas))):
             raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas!r}")
         if not (_is_number(self.eps) and 0 < self.eps < inf):
             raise ValueError(f"eps must be a finite number above 0, got {self.eps!r}")
@@ -66,6 +72,23 @@ class OptimizerConfig:
             value = getattr(self, count)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{count} must be a whole number of at least {least}, got {value!r}")
+        for pair in self.spectron_factor_pairs:
+            if isinstance(pair, str) or len(pair) != 2 or not all(isinstance(each, str) for each in pair):
+                raise ValueError(f"spectron_factor_pairs are pairs of names, got {pair!r} among them")
+
+
+def as_config(config: object, name: str) -> OptimizerConfig:
+    """What a config of any class says, such as KempnerForge's; fields that it does not have are at their defaults.
+
+    Args:
+        config: with any of the fields of :class:`OptimizerConfig` as attributes.
+        name: the optimizer that is built.
+
+    Raises:
+        ValueError: for a setting out of its range.
+    """
+    known = {each.name: getattr(config, each.name) for each in fields(OptimizerConfig) if hasattr(config, each.name)}
+    return OptimizerConfig(**{**known, "name": name})
 
 
 def _is_number(value: object) -> bool:

@@ -31,6 +31,7 @@ from megatron_eopt.registry.model import get_qkv_split_shapes, is_nonlinear_or_e
 from megatron_eopt.registry.table import (
     EMERGING_OPTIMIZERS,
     EmergingOptimizerEntry,
+    UnknownOptimizerError,
     built_as,
     create_emerging_optimizer,
     decays_weights,
@@ -40,6 +41,7 @@ from megatron_eopt.registry.table import (
     get_optimizer_builder,
     get_optimizer_entry,
     kwargs_from_config,
+    list_optimizer_builders,
     list_optimizers,
     pairs_rows,
     register_optimizer,
@@ -49,6 +51,7 @@ from megatron_eopt.registry.table import (
 __all__ = [
     "EMERGING_OPTIMIZERS",
     "EmergingOptimizerEntry",
+    "UnknownOptimizerError",
     "adaptive_muon_config_to_kwargs",
     "built_as",
     "create_emerging_optimizer",
@@ -63,6 +66,7 @@ __all__ = [
     "is_nonlinear_or_embedding",
     "kwargs_from_config",
     "lion_config_to_kwargs",
+    "list_optimizer_builders",
     "list_optimizers",
     "muon_config_to_kwargs",
     "pairs_rows",

@@ -75,6 +75,12 @@ class EmergingOptimizerEntry:
     default_param_overrides: Any = _DefaultOverrides()
 
 
+class UnknownOptimizerError(ValueError, KeyError):
+    """A name under which no optimizer is registered: a bad value of a config, and a missing key of the registry."""
+
+    __str__ = Exception.__str__  # KeyError's puts the message in quotes
+
+
 EMERGING_OPTIMIZERS: dict[str, EmergingOptimizerEntry] = {}
 _BUILDERS: dict[str, Builder] = {}
 _BUILT: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
@@ -118,7 +124,7 @@ def get_optimizer_entry(name: str) -> EmergingOptimizerEntry:
     """The entry of an optimizer.
 
     Raises:
-        ValueError: for an unknown name, with the nearest ones.
+        UnknownOptimizerError: for an unknown name, with the nearest ones.
     """
     return _look_up(name, EMERGING_OPTIMIZERS)
 
@@ -127,9 +133,14 @@ def get_optimizer_builder(name: str) -> Builder:
     """The plain-torch builder that was registered under a name.
 
     Raises:
-        ValueError: for an unknown name, with the nearest ones.
+        UnknownOptimizerError: for an unknown name, with the nearest ones.
     """
     return _look_up(name, _BUILDERS)
+
+
+def list_optimizer_builders() -> list[str]:
+    """Names that :func:`get_optimizer_builder` knows, sorted."""
+    return sorted(_BUILDERS)
 
 
 def list_optimizers() -> list[str]:
@@ -147,7 +158,9 @@ def _look_up[T](name: str, registered: Mapping[str, T]) -> T:
         return registered[name]
     nearest = difflib.get_close_matches(name, registered)
     hint = f" (did you mean {' or '.join(map(repr, nearest))}?)" if nearest else ""
-    raise ValueError(f"unknown optimizer {name!r}{hint}: registered are {', '.join(sorted(registered)) or 'none'}")
+    raise UnknownOptimizerError(
+        f"unknown optimizer {name!r}{hint}: registered are {', '.join(sorted(registered)) or 'none'}"
+    )
 
 
 def create_emerging_optimizer(

@@ -183,7 +183,7 @@ def train_convolutions(mesh):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert optimizer.parts["matrices"].matrices_per_step == 2
+    assert optimizer.matrices.matrices_per_step == 2
     return losses
 
 

@@ -76,9 +76,10 @@ def test_a_setting_is_refused_at_construction_and_in_a_new_group(name, key, valu
         made(name, [p], **{key: value})
     optimizer = made(name, [p])
     groups = len(optimizer.param_groups)
-    role = {} if in_group == key else {"role": "rest"}
+    group = {"params": [q], in_group: value}
+    of_adamw = in_group != key  # whose groups the constructor is given
     with pytest.raises(ValueError, match=message):
-        optimizer.add_param_group({"params": [q], in_group: value, **role})
+        Muon([p], [group]) if of_adamw else optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == groups
 
 

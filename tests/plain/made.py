@@ -23,3 +23,20 @@ def run(optimizer, params, per_step):
 
 def values(params):
     return [p.detach().clone() for p in params]
+
+
+def assert_same(a, b):
+    """Nested dicts, lists and tensors are equal bit for bit."""
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for each, other in zip(a, b, strict=True):
+            assert_same(each, other)
+    else:
+        assert a == b

@@ -109,15 +109,23 @@ def test_a_model_without_trainable_parameters_is_refused():
         build(nn.ReLU(), "muon")
 
 
-def test_a_model_of_vectors_alone_is_trained():
-    (group,) = build(nn.LayerNorm(4), "muon").param_groups
-    assert group["role"] == "rest"
+@pytest.mark.parametrize("name", MATRIX_OPTIMIZERS)
+def test_a_model_of_vectors_alone_is_adamws(name, caplog):
+    with caplog.at_level(logging.INFO):
+        optimizer = build(nn.LayerNorm(4), name, muon_adam_lr=3e-3, betas=(0.7, 0.8))
+    assert type(optimizer) is torch.optim.AdamW
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (3e-3, (0.7, 0.8), 0.0)
+    assert f"{name}: 0 matrices with 0 entries; AdamW beside it: 2 parameters with 8 entries" in caplog.text
 
 
 @pytest.mark.parametrize("name", MATRIX_OPTIMIZERS)
-def test_embeddings_and_output_layers_are_adamws(name):
+def test_embeddings_and_output_layers_are_adamws(name, caplog):
     model = Model()
-    matrices, embeddings, rest = build(model, name, muon_adam_lr=1e-3).param_groups
+    with caplog.at_level(logging.INFO):
+        optimizer = build(model, name, muon_adam_lr=1e-3)
+    (matrices,) = optimizer.param_groups
+    embeddings, rest = optimizer.adamw.param_groups
     # a layer called output within a numbered one is none
     assert names_of(model, matrices) == ["layers.0.output.weight", "layers.1.output.weight"]
     assert names_of(model, embeddings) == ["embedding.weight", "lm_head.weight"]
@@ -125,15 +133,54 @@ def test_embeddings_and_output_layers_are_adamws(name):
     assert [group["lr"] for group in (matrices, embeddings, rest)] == [1e-2, 1e-3, 1e-3]
     keeps_norm = name in ("scion", "muon_hyperball")
     assert [group["weight_decay"] for group in (matrices, embeddings, rest)] == [0.0 if keeps_norm else 0.1, 0.1, 0.0]
+    assert (
+        f"{name}: 2 matrices with 128 entries; AdamW beside it: 7 parameters with 296 entries (2 embeddings or output "
+        f"layers, 1 biases, 4 of fewer than two dimensions)"
+    ) in caplog.messages
+
+
+def test_muon_is_given_what_the_original_gives_it_for_those_who_ask():
+    model = Model()
+    model.long = nn.Linear(4, 41, bias=False)
+    model.convolution = nn.Conv2d(3, 4, 3, bias=False)
+    optimizer = build(model, "muon", muon_embeddings=True)
+    decayed, others = optimizer.param_groups
+    assert names_of(model, decayed) == [
+        "embedding.weight",
+        "layers.0.output.weight",
+        "layers.1.output.weight",
+        "lm_head.weight",
+        "convolution.weight",
+    ]
+    assert names_of(model, others) == ["position_bias"]
+    assert [group["weight_decay"] for group in (decayed, others)] == [0.1, 0.0]
+    long, vectors = optimizer.adamw.param_groups
+    assert names_of(model, long) == ["long.weight"]
+    assert all(p.ndim == 1 for p in vectors["params"])
+
+
+def test_what_is_far_longer_than_wide_is_adamws_unless_it_is_declared_to_be_several():
+    model = nn.ParameterDict(
+        {
+            f"{rows}x{columns}": nn.Parameter(torch.ones(rows, columns))
+            for rows, columns in ((10, 100), (10, 101), (101, 10), (0, 4), (44, 4))
+        }
+    )
+    model["fused"] = nn.Parameter(torch.ones(44, 4))
+    model["fused"].logical_matrices = concatenated(gate=22, up=22)
+    optimizer = build(model, "muon")
+    assert names_of(model, optimizer.param_groups[0]) == ["10x100", "fused"]
+    scion = build(nn.Sequential(nn.Linear(3, 40), nn.Conv2d(3, 4, 3)), "scion")
+    assert [tuple(p.shape) for p in scion.param_groups[0]["params"]] == [(40, 3)]
 
 
 def test_a_mark_says_what_names_do_not():
     model = Model()
     model.lm_head.weight.is_embedding_or_output_parameter = False
     model.layers[0]["output"].weight.is_embedding_or_output_parameter = True
-    matrices, embeddings, _ = build(model, "muon").param_groups
-    assert names_of(model, matrices) == ["layers.1.output.weight", "lm_head.weight"]
-    assert names_of(model, embeddings) == ["embedding.weight", "layers.0.output.weight"]
+    optimizer = build(model, "muon")
+    assert names_of(model, optimizer.param_groups[0]) == ["layers.1.output.weight", "lm_head.weight"]
+    assert names_of(model, optimizer.adamw.param_groups[0]) == ["embedding.weight", "layers.0.output.weight"]
 
 
 def test_declared_matrices_are_split():
@@ -143,14 +190,13 @@ def test_declared_matrices_are_split():
         optimizer = build(Model(), "muon")
     finally:
         undeclare(pattern)
-    assert "layers.0.output.weight[second]" in str(optimizer.parts["matrices"].proposed.plan.matrices)
+    assert "layers.0.output.weight[second]" in str(optimizer.matrices.proposed.plan.matrices)
 
 
 def test_tied_embeddings_are_adamws():
     model = Model()
     model.lm_head.weight = model.embedding.weight
-    _, embeddings, _ = build(model, "muon").param_groups
-    assert names_of(model, embeddings) == ["embedding.weight"]
+    assert names_of(model, build(model, "muon").adamw.param_groups[0]) == ["embedding.weight"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -173,10 +219,17 @@ def test_every_optimizer_trains_and_its_copies_go_on_bit_for_bit(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_messages_name_parameters_as_the_model_does(name):
     model = Model()
-    optimizer = build(model, name)
-    assert [each for group in optimizer.param_groups for each in group["param_names"]] == [
-        each for group in optimizer.param_groups for each in names_of(model, group)
-    ]
+    optimizer = build(torch.compile(model), name)
+    for parameter_name in ("layers.1.output.weight", "norm.bias"):
+        parameter = model.get_parameter(parameter_name)
+        parameter.grad = torch.ones_like(parameter).to_sparse()
+        if name == "adamw":
+            assert parameter.name_in_model == parameter_name
+        else:
+            with pytest.raises(ValueError, match=f"{parameter_name} is sparse"):
+                optimizer.step()
+        parameter.grad = None
+    assert not any("param_names" in group for group in optimizer.param_groups)
 
 
 def test_fields_reach_the_optimizer():
@@ -187,16 +240,16 @@ def test_fields_reach_the_optimizer():
     assert build(Model(), "lion", betas=betas).defaults["betas"] == betas
     schedule_free = build(Model(), "schedule_free_adamw", schedule_free_warmup_steps=5, eps=1e-5)
     assert (schedule_free.defaults["warmup_steps"], schedule_free.defaults["eps"]) == (5, 1e-5)
-    matrices, rest, _ = build(Model(), "muon", muon_momentum=0.8, betas=betas, eps=1e-5).param_groups
-    assert (matrices["momentum"], rest["betas"], rest["eps"], rest["lr"]) == (0.8, betas, 1e-5, 1e-2)
-    of_matrices = build(Model(), "muon", muon_ns_steps=3).parts["matrices"]
-    assert of_matrices.newton_schulz.steps == 3
+    muon = build(Model(), "muon", muon_momentum=0.8, betas=betas, eps=1e-5, muon_ns_steps=3)
+    (matrices,), (rest, _) = muon.param_groups, muon.adamw.param_groups
+    assert (matrices["momentum"], matrices["ns_steps"]) == (0.8, 3)
+    assert (rest["betas"], rest["eps"], rest["lr"]) == (betas, 1e-5, 1e-2)
 
 
 def test_fused_is_torchs_where_it_has_one():
     assert build(Model(), "adamw").defaults["fused"] is True
     assert build(Model(), "adamw", fused=False).defaults["fused"] is None
-    assert build(Model(), "muon").param_groups[1]["fused"] is True
+    assert build(Model(), "muon").adamw.param_groups[0]["fused"] is True
     assert build(Model().to("meta"), "adamw").defaults["fused"] is None
 
 
@@ -263,6 +316,8 @@ def test_a_builder_of_ones_own_gets_groups_and_config(monkeypatch):
         ({"fused": "te"}, "unknown fused, unless it is True or False, 'te': expected one of transformer_engine, apex"),
         ({"muon_momentum": 1.0}, r"muon_momentum must lie in \[0, 1\), got 1.0"),
         ({"muon_ns_steps": 0}, "muon_ns_steps must be a whole number of at least 1, got 0"),
+        ({"spectron_factor_pairs": ["a*"]}, r"spectron_factor_pairs are pairs of names, got 'a\*' among them"),
+        ({"spectron_factor_pairs": [("a", "b", "c")]}, "spectron_factor_pairs are pairs of names"),
         (
             {"schedule_free_warmup_steps": 2.5},
             "schedule_free_warmup_steps must be a whole number of at least 0, got 2.5",

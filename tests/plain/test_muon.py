@@ -1,11 +1,8 @@
 """Muon of plain torch: matrices by a heavy-ball reference, the rest by AdamW, in one optimizer."""
 
-import logging
-
 import pytest
 import torch
 
-from megatron_eopt.matrices import concatenated
 from megatron_eopt.optimizers.hybrid import Muon
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
 from tests.plain.made import gradients, parameters, run, values
@@ -43,18 +40,11 @@ def adamw_reference(p, gradients, lr, betas, eps, weight_decay):
     return p
 
 
-def shapes_by_role(optimizer):
-    found = {"matrices": [], "rest": []}
-    for group in optimizer.param_groups:
-        found[group["role"]] += [tuple(p.shape) for p in group["params"]]
-    return found
-
-
 @pytest.mark.parametrize(
     ("settings", "coefficients"),
     [
-        ({}, get_coefficients("quintic", 5)),
-        ({"coefficient_type": "simple", "ns_steps": 4}, [(3.4445, -4.7750, 2.0315)] * 4),
+        ({"coefficient_type": "quintic"}, get_coefficients("quintic", 5)),
+        ({"ns_steps": 4}, [(3.4445, -4.7750, 2.0315)] * 4),
     ],
 )
 def test_twenty_steps_are_those_of_the_references(settings, coefficients):
@@ -64,15 +54,14 @@ def test_twenty_steps_are_those_of_the_references(settings, coefficients):
     )
     starts = values(params)
     optimizer = Muon(
-        [tall, wide, convolution, vector],
-        [embedding],
+        [tall, wide, convolution],
+        [{"params": [vector, embedding], "weight_decay": 0.1}],
         lr=0.03,
         momentum=0.9,
         weight_decay=0.1,
         adam_betas=(0.8, 0.9),
         adam_eps=1e-6,
         adam_lr=0.01,
-        fp32_matmul_prec="highest",
         **settings,
     )
     steps = gradients(params, STEPS)
@@ -87,71 +76,37 @@ def test_twenty_steps_are_those_of_the_references(settings, coefficients):
         torch.testing.assert_close(p.detach(), expected, rtol=0, atol=1e-6)
 
 
-def test_defaults_are_muon_at_one_rate_for_all():
-    optimizer = Muon(parameters((4, 4)), parameters((4,)))
-    matrices, rest = optimizer.param_groups
-    assert (matrices["lr"], matrices["momentum"], matrices["weight_decay"]) == (0.02, 0.95, 0)
-    assert (rest["lr"], rest["betas"], rest["eps"], rest["weight_decay"]) == (0.02, (0.9, 0.95), 1e-8, 0)
-    assert optimizer.parts["matrices"].newton_schulz.steps == 5
+def test_nesterov_looks_ahead_by_the_momentum():
+    (p,) = params = parameters((6, 9), dtype=torch.float64)
+    start, steps = p.detach().clone(), gradients(params, 3)
+    run(Muon(params, [], momentum=0.9, nesterov=True), params, steps)
+    m = torch.zeros_like(start)
+    for (g,) in steps:
+        m = 0.9 * m + g
+        start = start - 0.02 * newton_schulz(g + 0.9 * m, [(3.4445, -4.7750, 2.0315)] * 5)
+    torch.testing.assert_close(p.detach(), start, rtol=0, atol=1e-6)
 
 
-def test_what_is_no_matrix_or_too_long_is_given_to_adamw_and_counted(caplog):
-    params = parameters((10, 100), (10, 101), (101, 10), (8,), (), (4, 2, 3, 3), (1, 50, 1), (0, 4))
-    with caplog.at_level(logging.INFO):
-        optimizer = Muon(params, parameters((20, 4)))
-    assert shapes_by_role(optimizer) == {
-        "matrices": [(10, 100), (4, 2, 3, 3)],
-        "rest": [(20, 4), (10, 101), (101, 10), (8,), (), (1, 50, 1), (0, 4)],
-    }
-    assert len(optimizer.param_groups) == 2
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert message == (
-        "Muon: 2 matrices with 1072 entries; AdamW beside it: 7 parameters with 2159 entries, and in that, of those "
-        "given as matrices, 4 of aspect ratio above 10, 2 of fewer than two dimensions"
-    )
-
-
-def test_a_long_parameter_that_is_declared_as_several_matrices_is_orthogonalized():
-    fused, plain = parameters((44, 4), (44, 4))
-    fused.logical_matrices = concatenated(gate=22, up=22)
-    optimizer = Muon([fused, plain], [])
-    assert shapes_by_role(optimizer) == {"matrices": [(44, 4)], "rest": [(44, 4)]}
-    assert optimizer.param_groups[0]["params"][0] is fused
-
-
-def test_groups_have_their_own_settings():
-    a, b, bias, c = parameters((4, 4), (5, 4), (4,), (4, 3))
-    optimizer = Muon(
-        [{"params": [a], "lr": 0.1}, {"params": [b, bias], "lr": 0.04}],
-        [{"params": [c], "betas": (0.5, 0.6), "lr": 1e-3}],
-        lr=0.02,
-        adam_lr=0.001,
-        weight_decay=0.1,
-    )
-    first, second, given, diverted = optimizer.param_groups
-    assert (first["lr"], second["lr"], given["lr"], given["betas"]) == (0.1, 0.04, 1e-3, (0.5, 0.6))
-    # what is no matrix keeps AdamW's ratio to the rate of its group
-    assert diverted["params"] == [bias]
-    assert diverted["lr"] == pytest.approx(0.002)
-
-
-def test_add_param_group_divides_as_the_constructor_does():
-    a, b, vector, later = parameters((4, 4), (5, 4), (4,), (3, 4))
-    optimizer = Muon([a], [], lr=0.02, adam_lr=0.01)
-    optimizer.add_param_group({"params": [b, vector]})
-    optimizer.add_param_group({"params": [later], "role": "rest"})
-    assert shapes_by_role(optimizer) == {"matrices": [(4, 4), (5, 4)], "rest": [(4,), (3, 4)]}
-    before = values([a, b, vector, later])
-    run(optimizer, [a, b, vector, later], gradients([a, b, vector, later], 1))
-    assert all((p.detach() != old).all() for p, old in zip([a, b, vector, later], before, strict=True))
+def test_add_param_group_adds_matrices():
+    a, b, vector, later = params = parameters((4, 4), (5, 4), (4,), (3, 4))
+    optimizer = Muon([a], [vector], lr=0.02, adam_lr=0.01)
+    optimizer.add_param_group({"params": [b], "lr": 0.5, "ns_steps": 7})
+    optimizer.add_param_group({"params": later})
+    assert [(len(g["params"]), g["lr"], g["ns_steps"]) for g in optimizer.param_groups] == [
+        (1, 0.02, 5),
+        (1, 0.5, 7),
+        (1, 0.02, 5),
+    ]
+    before = values(params)
+    run(optimizer, params, gradients(params, 1))
+    assert all((p.detach() != old).all() for p, old in zip(params, before, strict=True))
 
 
 @pytest.mark.parametrize(
     ("group", "message"),
     [
         ({"lr": -1.0}, "lr must be a finite number of at least 0, got -1.0"),
-        ({"role": "rest", "eps": 0}, "AdamW in Muon: eps must be a finite number above 0, got 0"),
-        ({"role": "others"}, "role of a group is 'matrices' or 'rest', got 'others'"),
+        ({"ns_steps": 0}, "the number of Newton-Schulz steps must be an integer of at least 1, got 0"),
     ],
 )
 def test_a_refused_group_changes_nothing(group, message):
@@ -160,8 +115,11 @@ def test_a_refused_group_changes_nothing(group, message):
     with pytest.raises(ValueError, match=message):
         optimizer.add_param_group({"params": [b], **group})
     run(optimizer, [a, vector, b], gradients([a, vector, b], 1))
-    assert len(optimizer.param_groups) == 2
+    assert len(optimizer.param_groups) == 1
     assert torch.equal(b, parameters((4, 4), (5, 4))[1])
+    for used in (a, vector):
+        with pytest.raises(ValueError, match="more than one parameter group"):
+            optimizer.add_param_group({"params": [used]})
 
 
 @pytest.mark.parametrize(
@@ -169,7 +127,8 @@ def test_a_refused_group_changes_nothing(group, message):
     [
         ({"momentum": 1.0}, r"momentum must lie in \[0, 1\), got 1.0"),
         ({"adam_betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
-        ({"adam_lr": -1e-3}, "lr must be a finite number of at least 0, got -0.001"),
+        ({"adam_eps": 0}, "AdamW in Muon: eps must be a finite number above 0, got 0"),
+        ({"adam_lr": -1e-3}, "AdamW in Muon: lr must be a finite number of at least 0, got -0.001"),
         ({"ns_steps": 0}, "steps"),
     ],
 )
@@ -183,6 +142,8 @@ def test_what_cannot_be_parameters_is_refused():
         Muon(set(parameters((4, 4))), [])
     with pytest.raises(ValueError, match="empty parameter list"):
         Muon([], [])
+    with pytest.raises(ValueError, match=r"Muon needs at least one matrix: for all else take torch\.optim\.AdamW"):
+        Muon([{"params": []}], parameters((4,)))
     (a,) = parameters((4, 4))
     with pytest.raises(ValueError, match="more than one parameter group"):
         Muon([a], [a])
@@ -217,7 +178,28 @@ def test_a_gradient_that_is_not_finite_leaves_its_matrix_as_it_is(caplog):
     run(optimizer, params, [of_step])
     assert torch.equal(params[0], before[0])
     assert not torch.equal(params[1], before[1])
-    assert optimizer.parts["matrices"].skipped_steps() == {"parameter 0 of group 0, of shape (4, 4)": 1}
+    assert not optimizer.state[params[0]]["momentum_buffer"].any()
+    assert optimizer.matrices.skipped_steps() == {"parameter 0 of group 0, of shape (4, 4)": 1}
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_beside_a_gradient_that_is_not_finite_steps_are_as_ever(dtype, nesterov):
+    params, others = parameters((4, 4), (5, 4), dtype=dtype), parameters((4, 4), (5, 4), dtype=dtype)
+    optimizer, reference = (Muon(each, [], momentum=0.9, nesterov=nesterov) for each in (params, others))
+    steps = gradients(params, 3)
+    run(optimizer, params, steps[:1])
+    run(reference, others, steps[:1])
+    momentum, before = optimizer.state[params[0]]["momentum_buffer"].clone(), params[0].detach().clone()
+    steps[1][0][1, 2] = torch.nan
+    run(optimizer, params, steps[1:2])
+    others[0].grad, others[1].grad = None, steps[1][1]
+    reference.step()
+    assert torch.equal(optimizer.state[params[0]]["momentum_buffer"], momentum)
+    assert torch.equal(params[0], before)
+    run(optimizer, params, steps[2:])
+    run(reference, others, steps[2:])
+    assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
 
 
 def test_an_argument_that_muon_has_not_is_refused():

@@ -6,10 +6,15 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR
 
 from megatron_eopt.optimizers.hybrid import Muon
-from tests.plain.made import gradients, parameters, run, values
+from tests.plain.made import assert_same, gradients, parameters, run, values
 
 
 def test_a_scheduler_with_warm_restarts_keeps_the_ratio_and_resumes():
@@ -18,8 +23,8 @@ def test_a_scheduler_with_warm_restarts_keeps_the_ratio_and_resumes():
     scheduler = CosineAnnealingWarmRestarts(optimizer, T_0=4)
     rates = []
     for of_step in gradients(params, 10):
-        rates.append([group["lr"] for group in optimizer.param_groups])
         run(optimizer, params, [of_step])
+        rates.append([each.param_groups[0]["lr"] for each in (optimizer, optimizer.adamw)])
         scheduler.step()
     assert all(adam == pytest.approx(muon / 4) for muon, adam in rates)
     assert rates[4] == rates[8] == [0.02, 0.005]
@@ -55,10 +60,10 @@ def test_one_state_dict_has_both_states():
     run(optimizer, params, gradients(params, 2))
     state = optimizer.state_dict()["state"]
     assert {place: sorted(of_one) for place, of_one in state.items()} == {
-        0: ["momentum_buffer"],
+        0: ["adamw", "momentum_buffer"],
         1: ["momentum_buffer"],
-        2: ["exp_avg", "exp_avg_sq", "step"],
     }
+    assert sorted(state[0]["adamw"]["0"]) == ["exp_avg", "exp_avg_sq", "step"]
     assert state[1]["momentum_buffer"].shape == (3, 2, 2)
 
 
@@ -88,22 +93,35 @@ def test_a_state_that_does_not_fit_changes_nothing():
     run(optimizer, params, gradients(params, 2))
     kept = copy.deepcopy(optimizer.state_dict())
     matrices_only = Muon(parameters((4, 4)), [])
-    with pytest.raises(ValueError, match=r"has groups of the roles \['matrices', 'rest'\], but .* with \['matrices'\]"):
+    with pytest.raises(ValueError, match="Muon has AdamW inside, but the state dict has no state of AdamW"):
         optimizer.load_state_dict(matrices_only.state_dict())
     other = parameters((5, 4), (4,))
     of_other = Muon(other[:1], other[1:])
     run(of_other, other, gradients(other, 1))
     with pytest.raises(ValueError, match=r"'momentum_buffer' has shape \(5, 4\), expected \(4, 4\)"):
         optimizer.load_state_dict(of_other.state_dict())
-    # the part that is loaded first has taken nothing over where the second one refuses
-    too_many = copy.deepcopy(kept)
-    too_many["state"][0]["momentum_buffer"].zero_()
-    too_many["param_groups"][1]["params"] = [1, 2]
-    with pytest.raises(ValueError, match="doesn't match the size"):
-        optimizer.load_state_dict(too_many)
+    of_other = Muon(parameters((4, 4)), parameters((5,)))
+    with pytest.raises(
+        ValueError, match=r"'exp_avg' of AdamW's parameter 0 has shape \(\(5,\),\), expected \(\(4,\),\)"
+    ):
+        optimizer.load_state_dict(of_other.state_dict())
+    of_other = Muon(parameters((4, 4)), parameters((4,), (4,)))
+    with pytest.raises(ValueError, match=r"groups of the parameters \[\['0'\]\], but .* with \[\['0', '1'\]\]"):
+        optimizer.load_state_dict(of_other.state_dict())
+    without = copy.deepcopy(kept)
+    del without["state"][0]["adamw"]["0"]["step"]
+    with pytest.raises(ValueError, match="state of AdamW's parameter 0 has no 'step'"):
+        optimizer.load_state_dict(without)
+    # the matrices, which are loaded first, have taken nothing over where AdamW refuses
+    zero = copy.deepcopy(kept)
+    zero["state"][0]["momentum_buffer"].zero_()
+    zero["param_groups"][0]["lr"] = 0.5
+    refusing = optimizer.adamw.register_load_state_dict_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.load_state_dict(zero)
+    refusing.remove()
     found = optimizer.state_dict()
-    assert found["param_groups"] == kept["param_groups"]
-    torch.testing.assert_close(found["state"], kept["state"], rtol=0, atol=0)
+    assert_same(found, kept)
     before = values(params)
     run(optimizer, params, gradients(params, 1))
     assert not any(torch.equal(p, old) for p, old in zip(params, before, strict=True))
@@ -120,5 +138,86 @@ def test_hooks_of_loading_are_called():
     )
     optimizer.register_load_state_dict_post_hook(lambda which: called.append(which))
     optimizer.load_state_dict(state)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5]
     assert called == [optimizer]
+
+
+def named(*names):
+    """Muon whose AdamW has vectors of these names, after two steps."""
+    matrix, *vectors = params = parameters((4, 4), *[(4,)] * len(names))
+    optimizer = Muon([matrix], list(zip(names, vectors, strict=True)) if all(names) else vectors)
+    run(optimizer, params, gradients(params, 2))
+    return optimizer, params
+
+
+def test_the_state_of_adamw_goes_by_names():
+    optimizer, (_, first, second) = named("a.weight", "b.weight")
+    other, (_, its_second, its_first) = named("b.weight", "a.weight")
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for p, q in ((first, its_first), (second, its_second)):
+        assert_same(optimizer.adamw.state[p], other.adamw.state[q])
+    assert not torch.equal(optimizer.adamw.state[first]["exp_avg"], optimizer.adamw.state[second]["exp_avg"])
+    third, _ = named("a.weight", "c.weight")
+    with pytest.raises(ValueError, match=r"\['a/weight', 'c/weight'\]\], but .* with \[\['a/weight', 'b/weight'\]\]"):
+        third.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("names", [(None, None), ("same", "same")])
+def test_without_names_of_their_own_parameters_go_by_their_order(names):
+    optimizer, _ = named("a.weight", "b.weight")
+    other, _ = named(None, None)
+    if names[0]:
+        for p in other.adamw.param_groups[0]["params"]:
+            p.name_in_model = names[0]
+    assert list(other.state_dict()["state"][0]["adamw"]) == ["0", "1"]
+    for source, into in ((optimizer, other), (other, optimizer)):
+        into.load_state_dict(copy.deepcopy(source.state_dict()))
+        pairs = zip(source.adamw.state.values(), into.adamw.state.values(), strict=True)
+        for a, b in pairs:
+            assert_same(a, b)
+
+
+def test_a_parameter_whose_state_is_lost_is_refused():
+    optimizer, _ = named("a.weight", "b.weight")
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["state"][0]["adamw"]["b/weight"]
+    with pytest.raises(ValueError, match="the state of AdamW's parameter b/weight has no 'step'"):
+        optimizer.load_state_dict(saved)
+
+
+def test_what_joins_adamw_later_steps_and_is_saved():
+    params = parameters((4, 4), (4,), (3,))
+    optimizer = Muon(params[:1], params[1:2], lr=0.02, adam_lr=0.01)
+    run(optimizer, params, gradients(params, 1))
+    optimizer.adamw.add_param_group({"params": params[2:], "lr": 0.5})
+    optimizer.param_groups[0]["lr"] = 0.01
+    run(optimizer, params, gradients(params, 1))
+    assert [group["lr"] for group in optimizer.adamw.param_groups] == [0.005, 0.25]
+    assert list(optimizer.state_dict()["state"][0]["adamw"]) == ["0", "1"]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("first", ["frozen", "unused"])
+def test_adamws_state_goes_by_names_of_the_model_whatever_the_first_matrix_does(first, flat):
+    def made():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[0].weight.requires_grad_(first != "frozen")
+        biases = [layer.bias for layer in model]
+        return model, Muon([layer.weight for layer in model], biases, adam_lr=0.1)
+
+    def step(model, optimizer):
+        for p in (model[1].weight, model[1].bias, model[0].bias):
+            p.grad = torch.ones_like(p).cumsum(0)
+        optimizer.step()
+
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    (model, optimizer), (other, its_optimizer) = made(), made()
+    step(model, optimizer)
+    other.load_state_dict(model.state_dict())
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    set_optimizer_state_dict(other, its_optimizer, saved, options=options)
+    step(model, optimizer)
+    step(other, its_optimizer)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    assert its_optimizer.adamw.state[other[0].bias]["step"] == 2

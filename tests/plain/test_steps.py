@@ -12,13 +12,7 @@ from tests.optimizers.field import assert_close, assert_close_in_bf16
 from tests.plain.made import gradients, parameters, run, values
 from tests.plain.test_muon import STEPS, adamw_reference, muon_reference
 
-QUINTIC = [
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
-    (2.8366, -3.0525, 1.2012),
-]
+SIMPLE = [(3.4445, -4.7750, 2.0315)] * 5
 ADAM = {"betas": (0.8, 0.9), "eps": 1e-6}
 
 
@@ -56,8 +50,8 @@ def test_adamw_takes_the_steps_of_its_formula_and_of_torch(dtype, fused):
 def hybrid(params, **settings):
     *matrices, vector, embedding = params
     return Muon(
-        [*matrices, vector],
-        [embedding],
+        matrices,
+        [{"params": [vector, embedding], "weight_decay": settings.get("weight_decay", 0.0)}],
         momentum=0.8,
         adam_betas=ADAM["betas"],
         adam_eps=ADAM["eps"],
@@ -73,11 +67,11 @@ def test_muon_in_fp32_takes_the_steps_of_the_references():
     # the iteration multiplies rounding by up to 493, as in tests/optimizers/field.py, and steps are small
     params = parameters(*SHAPES)
     starts, steps = values(params), gradients(params, STEPS)
-    run(hybrid(params, lr=0.01, weight_decay=0.1, fp32_matmul_prec="highest"), params, steps)
+    run(hybrid(params, lr=0.01, weight_decay=0.1), params, steps)
     for i, p in enumerate(params):
         start, own = starts[i].double(), [of_step[i].double() for of_step in steps]
         expected = (
-            muon_reference(start, own, 0.01, 0.8, 0.1, QUINTIC)
+            muon_reference(start, own, 0.01, 0.8, 0.1, SIMPLE)
             if i < 3
             else adamw_reference(start, own, 0.01, weight_decay=0.1, **ADAM)
         )
@@ -90,7 +84,7 @@ def test_muon_of_bf16_matrices_follows_the_reference_as_far_as_they_can():
     run(hybrid(params, lr=0.05), params, steps)
     for i, p in enumerate(params[:3]):
         start, own = starts[i].double(), [of_step[i].double() for of_step in steps]
-        expected = muon_reference(start, own, 0.05, 0.8, 0.0, QUINTIC)
+        expected = muon_reference(start, own, 0.05, 0.8, 0.0, SIMPLE)
         assert_close_in_bf16(p.detach(), start, expected, roundings=STEPS)
 
 
@@ -99,7 +93,7 @@ def test_both_parts_take_the_steps_of_torch():
     params, others = parameters((12, 7), (7, 12), (9,), (11, 4)), parameters((12, 7), (7, 12), (9,), (11, 4))
     starts, steps = values(params), gradients(params, STEPS)
     same = {"lr": 0.02, "weight_decay": 0.1}
-    run(hybrid(params, coefficient_type="simple", fp32_matmul_prec="highest", **same), params, steps)
+    run(hybrid(params, **same), params, steps)
     muon = torch.optim.Muon(others[:2], momentum=0.8, nesterov=False, **same)
     adam = torch.optim.AdamW(others[2:], lr=0.01, weight_decay=0.1, **ADAM)
     run(muon, others[:2], [of_step[:2] for of_step in steps])

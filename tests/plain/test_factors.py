@@ -1,0 +1,113 @@
+"""build_optimizer for models that hold the factors of their weights, as in Spectron's paper."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from megatron_eopt import Spectron, factor_pairs
+from megatron_eopt.plain import OptimizerConfig, build_optimizer
+from tests.plain.made import gradients, run
+
+PAIRS = [("blocks.*.A", "blocks.*.B")]
+
+
+class Factored(nn.Module):
+    """A layer of low rank, ``x B A^T``."""
+
+    def __init__(self, inputs, outputs, rank):
+        super().__init__()
+        self.A = nn.Parameter(torch.randn(outputs, rank) / rank**0.5)
+        self.B = nn.Parameter(torch.randn(inputs, rank) / inputs**0.5)
+
+    def forward(self, x):
+        return x @ self.B @ self.A.T
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 12)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"up": Factored(12, 20, 3), "down": Factored(20, 12, 3)}) for _ in range(2)
+        )
+        self.mixer = nn.Linear(12, 12, bias=False)
+        self.lm_head = nn.Linear(12, 11, bias=False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block["down"](block["up"](x).relu())
+        return self.lm_head(self.mixer(x))
+
+
+def build(model, pairs=PAIRS, **fields):
+    config = OptimizerConfig(name="spectron", lr=0.05, spectron_factor_pairs=pairs, options={"rank": 3}, **fields)
+    return build_optimizer(model, config)
+
+
+def test_a_model_of_factors_trains():
+    model = Model()
+    optimizer = build(model, muon_adam_lr=1e-2)
+    pairs, dense = optimizer.param_groups
+    assert [tuple(p.shape) for p in pairs["params"]] == [(20, 3), (12, 3), (12, 3), (20, 3)] * 2
+    assert (pairs["pairs"], dense["pairs"]) == (True, False)
+    assert [tuple(p.shape) for p in dense["params"]] == [(12, 12)]
+    assert [len(group["params"]) for group in optimizer.adamw.param_groups] == [2]
+    tokens, losses = torch.arange(11), []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(tokens), tokens.roll(1))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+    # the factors are what is trained: no weight of theirs is made, and nothing is projected
+    assert sorted(optimizer.state[model.blocks[0]["up"].A]) == ["adamw", "momentum_buffer", "u"]
+    assert sorted(optimizer.state[model.blocks[0]["up"].B]) == ["momentum_buffer", "u"]
+
+
+def test_factors_take_the_steps_of_spectrons_pairs():
+    model = Model()
+    other = copy.deepcopy(model)
+    optimizer = build(model, weight_decay=0.3)
+    layers = [layer for block in other.blocks for layer in block.values()]
+    reference = Spectron([factor_pairs([(layer.A, layer.B) for layer in layers])], lr=0.05, weight_decay=0.3)
+    params, others = list(model.parameters()), list(other.parameters())
+    steps = gradients(params, 3)
+    run(optimizer, params, steps)
+    run(reference, others, steps)
+    for layer, its in zip([x for block in model.blocks for x in block.values()], layers, strict=True):
+        assert torch.equal(layer.A, its.A)
+        assert torch.equal(layer.B, its.B)
+
+
+def test_factors_that_are_linear_layers_are_paired_by_their_names():
+    model = nn.ModuleDict(
+        {f"layer_{i}": nn.ModuleDict({"down": nn.Linear(12, 3), "up": nn.Linear(3, 20)}) for i in range(2)}
+    )
+    pairs, *dense = build(model, pairs=[("*.down.weight", "*.up.weight")]).param_groups
+    expected = [model[f"layer_{i}"][which].weight for i in range(2) for which in ("down", "up")]
+    assert all(p is q for p, q in zip(pairs["params"], expected, strict=True))
+    assert not dense
+    one, *others = build(Model(), pairs=[("blocks.0.up.A", "blocks.0.up.B")]).param_groups
+    assert len(one["params"]) == 2
+    assert sum(len(group["params"]) for group in others) == 7
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        ([("layers.*.A", "layers.*.B")], r"no parameter is called 'layers\.\*\.A', of which factors are to be paired"),
+        ([("blocks.*.A", "blocks.*.C")], r"of 'blocks\.0\.up\.A' is to be 'blocks\.0\.up\.C' by the pattern"),
+        ([("blocks.*", "blocks.*")], r"which is no other trainable parameter of the model"),
+        ([*PAIRS, ("*.0.up.B", "*.0.up.A")], r"blocks\.0\.up\.A, blocks\.0\.up\.B would be in two pairs"),
+        ([("blocks.0.up.A", "lm_head.weight")], r"blocks\.0\.up\.A and lm_head\.weight are no factors of one weight"),
+    ],
+)
+def test_patterns_that_do_not_pair_are_refused(pairs, message):
+    with pytest.raises(ValueError, match=message):
+        build(Model(), pairs=pairs)

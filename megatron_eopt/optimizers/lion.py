@@ -61,12 +61,6 @@ class Lion(ElementwiseOptimizer):
         self.pg_collection = pg_collection
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what was pickled, or loaded: maybe of a Lion that knows no ``maximize``."""
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("maximize", False)
-
     def _check_group(self, group: dict[str, Any]) -> None:
         check_rates(type(self).__name__, group)
         check_betas(type(self).__name__, group["betas"])

@@ -30,10 +30,12 @@ class SOAP(SOAPState):
     For a matrix ``p`` (m x n) with gradient ``g``, of which ``Q_L`` and ``Q_R`` are the bases so far:
 
     1. ``M <- beta1 M + (1 - beta1) g``; ``V <- beta2 V + (1 - beta2) (Q_L^T g Q_R)^2``, both corrected for their start;
+       ``nesterov`` has ``beta1 M / (1 - beta1^(t+1)) + (1 - beta1) g / (1 - beta1^t)`` for ``M`` of step ``t``;
     2. ``p <- (1 - lr weight_decay) p - lr Q_L [Q_L^T M Q_R / (sqrt(V) + eps)] Q_R^T``;
     3. ``L <- EMA(g g^T)``, ``R <- EMA(g^T g)`` by ``shampoo_beta``, corrected for their start;
-    4. every ``precondition_frequency`` steps the columns of each basis are sorted by their eigenvalues, ``V`` with
-       them, and ``Q <- QR(L Q)``, or the eigenvectors. The first basis always is that of the eigenvectors.
+    4. every ``precondition_frequency`` steps after the first, so with 4 in steps 5, 9 and 13, as in the authors' code,
+       the columns of each basis are sorted by their eigenvalues, ``V`` with them, and ``Q <- QR(L Q)``, or the
+       eigenvectors. The first basis always is that of the eigenvectors.
 
     The first gradient makes the bases alone, and moves nothing: seen in a basis made of itself, it is diagonal, and
     Adam makes full steps of the rounding beside the diagonal. ``basis_of="current"`` puts 3 and 4 in front of 1, as
@@ -70,6 +72,8 @@ class SOAP(SOAPState):
         basis_of: ``previous`` gradients, or ``current``, which is the last of them.
         use_kl_shampoo: see above.
         max_dim: the longest side that has a factor, at least 0.
+        nesterov: whether the first moment looks ahead.
+        correct_bias: whether moments and factors are corrected for their start.
         maximize: ascend instead of descend.
         fp32_matmul_prec: ``low``, ``medium``, ``high`` (these three are TF32, where the device has it) or ``highest``.
         split_qkv: precondition the parts of fused query, key and value projections separately.
@@ -110,6 +114,8 @@ class SOAP(SOAPState):
         basis_of: Gradients = "previous",
         use_kl_shampoo: bool = False,
         max_dim: int = 10000,
+        nesterov: bool = False,
+        correct_bias: bool = True,
         maximize: bool = False,
         fp32_matmul_prec: MatmulPrecision = "highest",
         split_qkv: bool = False,
@@ -132,6 +138,8 @@ class SOAP(SOAPState):
             "basis_of": basis_of,
             "use_kl_shampoo": use_kl_shampoo,
             MAX_DIM: max_dim,
+            "nesterov": nesterov,
+            "correct_bias": correct_bias,
             "maximize": maximize,
             "fp32_matmul_prec": fp32_matmul_prec,
         }

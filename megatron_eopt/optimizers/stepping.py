@@ -67,8 +67,8 @@ class SteppingOptimizer(DescribedState):
         """
         super().__setstate__({key: value.it if isinstance(value, Ranks) else value for key, value in state.items()})
         for group in self.param_groups:
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
+            for key in self.defaults.keys() - {"differentiable"}:  # which torch itself puts there, and into no group
+                group.setdefault(key, self.defaults[key])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters.

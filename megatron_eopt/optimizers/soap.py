@@ -16,6 +16,7 @@ from megatron_eopt.optimizers.soap_eigenbasis import BasisMethod
 from megatron_eopt.optimizers.soap_parts import Place, Task, take
 from megatron_eopt.optimizers.soap_state import MAX_DIM, SIDES, STEPS, SOAPState
 from megatron_eopt.optimizers.soap_step import CLOCK
+from megatron_eopt.optimizers.spellings import also_called
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, validate_matmul_precision
 from megatron_eopt.parallel.layout import local_rows
@@ -68,10 +69,10 @@ class SOAP(SOAPState):
         eps: added to the root of ``V``, above 0.
         weight_decay: decoupled, at least 0.
         precondition_frequency: steps of the optimizer from one refreshing of the bases to the next, at least 1.
-        basis_method: ``qr`` or ``eigh``.
+        basis_method: ``qr`` or ``eigh``; also as ``use_eigh``, False or True.
         basis_of: ``previous`` gradients, or ``current``, which is the last of them.
         use_kl_shampoo: see above.
-        max_dim: the longest side that has a factor, at least 0.
+        max_dim: the longest side that has a factor, at least 0; also as ``max_precond_dim``.
         nesterov: whether the first moment looks ahead.
         correct_bias: whether moments and factors are corrected for their start.
         maximize: ascend instead of descend.
@@ -100,6 +101,7 @@ class SOAP(SOAPState):
     _based: set[Tensor] | None = None
     _updated: int = 0
 
+    @also_called(use_eigh=("basis_method", {False: "qr", True: "eigh"}), max_precond_dim=MAX_DIM)
     def __init__(
         self,
         params: ParamsT,

@@ -139,6 +139,12 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
         """At which point the parameters are: ``y``, where gradients are taken, or ``x``, for evaluation and export."""
         return "y" if all(group.get(TRAIN_MODE, True) for group in self.param_groups) else "x"
 
+    @property
+    def warmup_steps(self) -> int:
+        """Of the first group; KempnerForge's optimizer has one for all."""
+        steps: int = self.param_groups[0]["warmup_steps"]
+        return steps
+
     @torch.no_grad()
     def eval_params(self) -> None:
         """Set the parameters to ``x``, for evaluation and export; nothing happens where they are."""

@@ -136,6 +136,7 @@ def test_state_dicts_of_the_original_load_and_the_next_steps_are_the_same(stop, 
     optimizer = ScheduleFreeAdamW(params)  # as there, the settings come with the state
     optimizer.load_state_dict(state)
     assert state.keys() == original.state_dict().keys()
+    assert optimizer.warmup_steps == original.warmup_steps
     for step in range(stop, stop + 5):
         steps(original, originals, [step], late=5)
         steps(optimizer, params, [step], late=5)

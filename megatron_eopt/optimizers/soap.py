@@ -13,7 +13,7 @@ from megatron_eopt.optimizers.logical import DescribedMatrix
 from megatron_eopt.optimizers.sharded import TensorParallelGroups
 from megatron_eopt.optimizers.skipping import Skipping, names_of_last, parameter_names
 from megatron_eopt.optimizers.soap_eigenbasis import BasisMethod
-from megatron_eopt.optimizers.soap_parts import Place, Task, take
+from megatron_eopt.optimizers.soap_parts import DECAY_POWERS, Place, Task, take
 from megatron_eopt.optimizers.soap_state import MAX_DIM, SIDES, STEPS, SOAPState
 from megatron_eopt.optimizers.soap_step import CLOCK
 from megatron_eopt.optimizers.spellings import also_called
@@ -67,12 +67,13 @@ class SOAP(SOAPState):
         betas: of ``M`` and ``V``, each in [0, 1).
         shampoo_beta: of the factors, in [0, 1).
         eps: added to the root of ``V``, above 0.
-        weight_decay: decoupled, at least 0.
+        weight_decay: at least 0.
         precondition_frequency: steps of the optimizer from one refreshing of the bases to the next, at least 1.
         basis_method: ``qr`` or ``eigh``; also as ``use_eigh``, False or True.
         basis_of: ``previous`` gradients, or ``current``, which is the last of them.
         use_kl_shampoo: see above.
         max_dim: the longest side that has a factor, at least 0; also as ``max_precond_dim``.
+        weight_decay_method: ``decoupled``; ``independent``, without ``lr`` in it; or ``palm``, with its square.
         nesterov: whether the first moment looks ahead.
         correct_bias: whether moments and factors are corrected for their start.
         maximize: ascend instead of descend.
@@ -116,6 +117,7 @@ class SOAP(SOAPState):
         basis_of: Gradients = "previous",
         use_kl_shampoo: bool = False,
         max_dim: int = 10000,
+        weight_decay_method: Literal["decoupled", "independent", "palm"] = "decoupled",
         nesterov: bool = False,
         correct_bias: bool = True,
         maximize: bool = False,
@@ -140,6 +142,7 @@ class SOAP(SOAPState):
             "basis_of": basis_of,
             "use_kl_shampoo": use_kl_shampoo,
             MAX_DIM: max_dim,
+            "weight_decay_method": weight_decay_method,
             "nesterov": nesterov,
             "correct_bias": correct_bias,
             "maximize": maximize,
@@ -179,6 +182,7 @@ class SOAP(SOAPState):
         for key, least in (("precondition_frequency", 1), (MAX_DIM, 0)):
             if not isinstance(group[key], int) or group[key] < least:
                 raise ValueError(f"{name}: {key} must be a whole number of at least {least}, got {group[key]!r}")
+        check_choice(f"weight_decay_method of {name}", group["weight_decay_method"], tuple(DECAY_POWERS))
         check_choice(f"basis_method of {name}", group["basis_method"], get_args(BasisMethod))
         check_choice(f"basis_of of {name}", group["basis_of"], get_args(Gradients))
         validate_matmul_precision(group["fp32_matmul_prec"])

@@ -21,6 +21,7 @@ def reference_steps(
     max_dim=10000,
     nesterov=False,
     correct_bias=True,
+    weight_decay_method="decoupled",
 ):
     """The algorithm for one tensor in fp64, from arXiv 2409.11321 (algorithm 3) and, for KL, 2509.03378."""
     p = p.detach().double()
@@ -63,7 +64,8 @@ def reference_steps(
             c = c if correct_bias else [1, 1, 1]
             ahead = betas[0] * m / c[2] + (1 - betas[0]) * g / c[0] if nesterov else m / c[0]
             n = rotate(ahead) / ((v / c[1]).sqrt() + eps)
-            p = p * (1 - lr * weight_decay) - lr * rotate(n, back=True)
+            rate = {"decoupled": lr, "independent": 1, "palm": lr**2}[weight_decay_method]
+            p = p * (1 - rate * weight_decay) - lr * rotate(n, back=True)
         if basis_of == "previous" and t > 1:
             absorb(t, g)
     return p

@@ -39,6 +39,8 @@ VARIANTS = [
     {"max_dim": 3},
     {"nesterov": True},
     {"correct_bias": False},
+    {"weight_decay_method": "independent"},
+    {"weight_decay_method": "palm", "lr": 0.3, "weight_decay": 0.5},
     {"correct_bias": False, "nesterov": True, "use_kl_shampoo": True, "basis_of": "current"},
 ]
 

@@ -126,15 +126,17 @@ def test_weights_loaded_before_the_first_step_are_where_it_begins():
     assert all(torch.equal(p, q) for p, q in zip(others, expected, strict=True))
 
 
-def test_states_of_earlier_releases_that_count_the_steps_of_each_parameter_go_on():
+@pytest.mark.parametrize("new", [{}, {"k": 0}], ids=["plain", "torch_dist"])  # which takes what is missing from the run
+def test_states_of_earlier_releases_that_count_the_steps_of_each_parameter_go_on(new):
     straight, stopped = parameters(), parameters()
     run(ScheduleFreeAdamW(straight, **SETTINGS), straight, range(8))
     first = ScheduleFreeAdamW(stopped, **SETTINGS)
     run(first, stopped, range(3))
     state = copy.deepcopy(first.state_dict())
     for group in state["param_groups"]:
-        for new in ("k", "r", "weight_lr_power", "maximize"):
-            del group[new]
+        for key in ("k", "r", "weight_lr_power", "maximize"):
+            del group[key]
+        group.update(new)
     resumed = copy.deepcopy(stopped)
     second = ScheduleFreeAdamW(resumed, **SETTINGS)
     second.load_state_dict(state)

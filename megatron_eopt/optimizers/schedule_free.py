@@ -65,8 +65,9 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
     Kept are ``z`` and ``v``, in fp32 (fp64 for fp64 parameters). ``x`` follows from ``y`` and ``z``, and is kept too
     where ``y`` is rounded (parameters of 16 bits) or ``beta1`` is below 0.5. ``k`` counts the steps of the optimizer: a
     parameter that joins late, or has no gradient at first, begins neither the warmup nor the correction of ``v`` anew.
-    The weights are summed for each parameter, over the steps that it took. All of it is elementwise: parameters of any
-    shape, shards and DTensors as they lie. Betas stay as they are once steps were made.
+    The weights are summed for each parameter, over the steps that it took (by the authors' package for each group, over
+    all steps, so that a parameter that joins late begins with a smaller share). All of it is elementwise: parameters of
+    any shape, shards and DTensors as they lie. Betas stay as they are once steps were made.
 
     A state dict is of the mode in which it is taken, and goes with parameters saved at the same time: in evaluation it
     holds ``y`` as well, and :meth:`train_params` after a load goes on bit for bit. State dicts of KempnerForge's

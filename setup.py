@@ -24,6 +24,7 @@ setup(
             "emerging-optimizers==0.3.0",
             "hypothesis",
             "matplotlib",
+            "mkdocs",
             "mypy",
             "psutil",
             "pytest",

@@ -152,6 +152,10 @@ FLAGS = (
         "variant",
         {"choices": get_args(Variant), "default": "kempnerforge", "help": "Whose weights of the average."},
     ),
+    Flag(
+        "schedule_free_adamw", "r", {"type": float, "default": 0.0, "help": "Power of a step's number in its weight."}
+    ),
+    Flag("schedule_free_adamw", "weight_lr_power", {"type": float, "default": 2.0, "help": "Power of the rate there."}),
     Flag("signum", "momentum", {"type": float, "default": 0.9, "help": "In [0, 1)."}),
     Flag("scion", "momentum", {"type": float, "default": 0.9, "help": "In [0, 1); one minus the paper's alpha."}),
     Flag("scion", "radius", {"type": float, "default": 50.0, "help": "Of the ball of every matrix."}),

@@ -5,12 +5,20 @@ without asking the device which ones these are.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 Scalar = float | Tensor
 """A number, or a tensor without dimensions on the device of the parameters."""
+
+DecayMethod = Literal["decoupled", "l2", "independent", "palm"]
+"""What weight decay is: ``p -= lr * weight_decay * p`` [1]; ``g + weight_decay * p`` in place of ``g``;
+``p -= weight_decay * p``, whatever the learning rate; ``p -= lr^2 * weight_decay * p``, after PaLM's of ``lr^2`` [2].
+
+[1] Loshchilov and Hutter, arXiv 1711.05101.  [2] Chowdhery et al., arXiv 2204.02311.
+"""
 
 AT_ONCE = 16
 """Tensors whose further copies are in memory at a time."""
@@ -24,8 +32,16 @@ def replace_rejected(gradients: Sequence[Tensor], momenta: Sequence[Tensor], acc
     return [torch.where(*each) for each in zip(accepted.unbind(), gradients, momenta, strict=True)]
 
 
-def decay(parameters: Sequence[Tensor], lr: Scalar, weight_decay: Scalar, accepted: Tensor) -> None:
-    """``p -= lr * weight_decay * p``."""
+def decay(
+    parameters: Sequence[Tensor],
+    lr: Scalar,
+    weight_decay: Scalar,
+    accepted: Tensor,
+    method: DecayMethod = "decoupled",
+) -> None:
+    """``p -= lr * weight_decay * p``, or by another method than ``l2``, which changes no parameter."""
+    if method != "decoupled":
+        lr = 1.0 if method == "independent" else lr * lr
     torch._foreach_mul_(list(parameters), (1 - lr * weight_decay * accepted.double()).unbind())
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import batched
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -10,11 +10,12 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import bulk
 from megatron_eopt.optimizers.batch import local
-from megatron_eopt.optimizers.bulk import Scalar
+from megatron_eopt.optimizers.bulk import DecayMethod, Scalar
 from megatron_eopt.optimizers.checks import check_betas, check_rates
 from megatron_eopt.optimizers.elementwise import ElementwiseOptimizer
 from megatron_eopt.optimizers.sharded import TensorParallelGroups
 from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.orthogonalize.choices import check_choice
 
 EXP_AVG = "exp_avg"
 """Name of the momentum: the one that Megatron-Core gives it where it creates the state itself."""
@@ -25,7 +26,8 @@ class Lion(ElementwiseOptimizer):
 
     For a parameter ``p`` with gradient ``g`` and momentum ``m``, in this order:
 
-    1. weight decay: ``p -= lr * weight_decay * p``;
+    1. weight decay: ``p -= lr * weight_decay * p``, or by another ``weight_decay_method``: ``independent`` has no
+       ``lr`` in it, ``palm`` its square, and ``l2`` adds ``weight_decay * p`` to ``g``;
     2. ``p -= lr * sign(beta1 m + (1 - beta1) g)``;
     3. ``m <- beta2 m + (1 - beta2) g``.
 
@@ -39,6 +41,7 @@ class Lion(ElementwiseOptimizer):
         lr: learning rate, at least 0.
         betas: ``beta1`` of the update and ``beta2`` of the momentum, each in [0, 1).
         weight_decay: at least 0.
+        weight_decay_method: ``decoupled``, ``independent``, ``palm`` or ``l2``.
         maximize: ascend instead of descend.
         pg_collection: the process groups of sharded parameters, to agree on gradients that are not finite.
 
@@ -55,21 +58,20 @@ class Lion(ElementwiseOptimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         *,
+        weight_decay_method: DecayMethod = "decoupled",
         maximize: bool = False,
         pg_collection: TensorParallelGroups | None = None,
     ) -> None:
         self.pg_collection = pg_collection
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what was pickled, or loaded: maybe of a Lion that knows no ``maximize``."""
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("maximize", False)
+        decay = {"weight_decay": weight_decay, "weight_decay_method": weight_decay_method}
+        super().__init__(params, {"lr": lr, "betas": betas, **decay, "maximize": maximize})
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_rates(type(self).__name__, group)
         check_betas(type(self).__name__, group["betas"])
+        check_choice(
+            f"weight_decay_method of {type(self).__name__}", group["weight_decay_method"], get_args(DecayMethod)
+        )
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum."""
@@ -100,6 +102,7 @@ class Lion(ElementwiseOptimizer):
             lr=group["lr"],
             betas=group["betas"],
             weight_decay=group["weight_decay"],
+            method=group["weight_decay_method"],
         )
 
 
@@ -112,9 +115,12 @@ def _lion(
     lr: Scalar,
     betas: tuple[float, float],
     weight_decay: float,
+    method: DecayMethod,
 ) -> None:
     """One step of parameters and momenta, those not accepted excepted; does not wait for a GPU."""
     beta1, beta2 = betas
+    if weight_decay != 0 and method == "l2":
+        gradients = bulk.with_decay(gradients, parameters, weight_decay)
     gradients = bulk.replace_rejected(gradients, momenta, accepted)
     updates = list(torch._foreach_lerp(momenta, gradients, 1 - beta1))
     torch._foreach_sign_(updates)
@@ -122,8 +128,8 @@ def _lion(
     # a CPU has the answer at once, and then mostly nothing is to do
     if accepted.device.type != "cpu" or not accepted.all():
         torch._foreach_mul_(updates, accepted.unbind())
-    if weight_decay != 0:
-        bulk.decay(parameters, lr, weight_decay, accepted)
+    if weight_decay != 0 and method != "l2":
+        bulk.decay(parameters, lr, weight_decay, accepted, method)
     if isinstance(lr, Tensor):  # a number as alpha is not rounded to the dtype of the parameter, a factor would be
         torch._foreach_mul_(updates, lr)
         lr = 1.0

@@ -15,7 +15,14 @@ from megatron_eopt.optimizers.batch import local
 from megatron_eopt.optimizers.bulk import Scalar
 from megatron_eopt.optimizers.checks import check_adam_settings
 from megatron_eopt.optimizers.elementwise import ElementwiseOptimizer
-from megatron_eopt.optimizers.schedule_free_step import Variant, advance, directions, move, scale_and_decay
+from megatron_eopt.optimizers.schedule_free_step import (
+    Variant,
+    advance,
+    check_weights,
+    directions,
+    move,
+    scale_and_decay,
+)
 from megatron_eopt.optimizers.sharded import TensorParallelGroups
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice
@@ -26,7 +33,10 @@ logger = logging.getLogger(__name__)
 Z, EXP_AVG_SQ, X, KEPT = "z", "exp_avg_sq", "x", "y"
 
 SCHEDULE = "schedule"
-"""Name of three numbers in fp64: steps so far, sum of the weights, largest learning rate so far."""
+"""Name of three numbers of a parameter in fp64: its steps so far, the sum of their weights, the largest rate so far."""
+
+COUNT = "k"
+"""Setting of a group: steps of the optimizer so far, the same in all groups."""
 
 TRAIN_MODE = "train_mode"
 """Setting of a group: whether its parameters are at ``y``."""
@@ -48,16 +58,20 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
     2. ``z``, decay and the weight ``w`` of the step:
 
        - ``kempnerforge``: ``z <- (1 - l weight_decay) (z - l u)``, ``w = l`` (times ``1 - beta1``, which cancels);
-       - ``schedulefree``, the authors' package: ``z <- z - l (u + weight_decay y)``, ``w`` = (largest ``l`` so far)^2;
+       - ``schedulefree``, the authors' package: ``z <- z - l (u + weight_decay y)``,
+         ``w = k^r`` (largest ``l`` so far)^``weight_lr_power``;
     3. ``x <- x + (z - x) w / sum(w)``; ``y`` follows.
 
     Kept are ``z`` and ``v``, in fp32 (fp64 for fp64 parameters). ``x`` follows from ``y`` and ``z``, and is kept too
-    where ``y`` is rounded (parameters of 16 bits) or ``beta1`` is below 0.5. Steps are counted for each parameter, and
-    those that are left out do not count. All of it is elementwise: parameters of any shape, shards and DTensors as they
-    lie. Betas stay as they are once steps were made.
+    where ``y`` is rounded (parameters of 16 bits) or ``beta1`` is below 0.5. ``k`` counts the steps of the optimizer: a
+    parameter that joins late, or has no gradient at first, begins neither the warmup nor the correction of ``v`` anew.
+    The weights are summed for each parameter, over the steps that it took (by the authors' package for each group, over
+    all steps, so that a parameter that joins late begins with a smaller share). All of it is elementwise: parameters of
+    any shape, shards and DTensors as they lie. Betas stay as they are once steps were made.
 
     A state dict is of the mode in which it is taken, and goes with parameters saved at the same time: in evaluation it
-    holds ``y`` as well, and :meth:`train_params` after a load goes on bit for bit.
+    holds ``y`` as well, and :meth:`train_params` after a load goes on bit for bit. State dicts of KempnerForge's
+    optimizer load too, if they were taken at ``y``.
 
     Args:
         params: parameters, or groups of them.
@@ -65,8 +79,10 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
         betas: ``beta1`` of the point of gradients and ``beta2`` of their squares, each in [0, 1).
         eps: added to the root of ``v``, above 0.
         weight_decay: at least 0.
-        warmup_steps: steps of a parameter in which the rate grows linearly, at least 0.
+        warmup_steps: steps of the optimizer in which the rate grows linearly, at least 0.
         variant: ``kempnerforge`` or ``schedulefree``.
+        r: power of ``k`` in the weights of ``schedulefree``.
+        weight_lr_power: power of the largest rate there, at least 0.
         maximize: ascend instead of descend.
         pg_collection: the process groups of sharded parameters, to agree on gradients that are not finite.
 
@@ -77,7 +93,7 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
     [1] Defazio et al., The Road Less Scheduled, arXiv 2405.15682.
     """
 
-    carried_settings = frozenset({TRAIN_MODE})
+    carried_settings = frozenset({TRAIN_MODE, COUNT})
     live_key = KEPT
 
     # The rates of the groups in the first step that had one, until a change of them was warned of;
@@ -96,12 +112,15 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
         warmup_steps: int = 0,
         variant: Variant = "kempnerforge",
         *,
+        r: float = 0.0,
+        weight_lr_power: float = 2.0,
         maximize: bool = False,
         pg_collection: TensorParallelGroups | None = None,
     ) -> None:
         self.pg_collection = pg_collection
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "warmup_steps": warmup_steps}
-        super().__init__(params, {**defaults, "variant": variant, "maximize": maximize})
+        weights = {"variant": variant, "r": r, "weight_lr_power": weight_lr_power}
+        super().__init__(params, {**defaults, **weights, "maximize": maximize})
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
@@ -110,14 +129,22 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
         if not isinstance(warmup, int) or warmup < 0:
             raise ValueError(f"{name}: warmup_steps must be a whole number of at least 0, got {warmup!r}")
         check_choice(f"variant of {name}", group["variant"], get_args(Variant))
+        check_weights(name, group)
         if self.live == "x":
             raise ValueError(f"{name}: parameters are at x, for evaluation: call train_params() before adding a group")
         group[TRAIN_MODE] = True
+        group[COUNT] = max((other[COUNT] for other in self.param_groups if other is not group), default=0)
 
     @property
     def live(self) -> Literal["x", "y"]:
         """At which point the parameters are: ``y``, where gradients are taken, or ``x``, for evaluation and export."""
         return "y" if all(group.get(TRAIN_MODE, True) for group in self.param_groups) else "x"
+
+    @property
+    def warmup_steps(self) -> int:
+        """Of the first group; KempnerForge's optimizer has one for all."""
+        steps: int = self.param_groups[0]["warmup_steps"]
+        return steps
 
     @torch.no_grad()
     def eval_params(self) -> None:
@@ -173,18 +200,32 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state, and the mode in which it was taken; the parameters are those saved with it.
 
+        Args:
+            state_dict: of this class, or of KempnerForge's, with its ``_k`` and ``_warmup_steps``.
+
         Raises:
             ValueError: if the groups or the shapes are others, or if a tensor is missing; nothing is changed then.
         """
+        state_dict = from_kempnerforge(state_dict)
+        saved_groups = [{TRAIN_MODE: True, COUNT: 0, **group} for group in state_dict["param_groups"]]
+        state_dict = {**state_dict, "param_groups": saved_groups}
         before = [(group, group[TRAIN_MODE]) for group in self.param_groups]
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
-            group[TRAIN_MODE] = saved.get(TRAIN_MODE, True)  # of it depends what a state has
+        for group, saved in zip(self.param_groups, saved_groups, strict=False):
+            group[TRAIN_MODE] = saved[TRAIN_MODE]  # of it depends what a state has
         try:
             super().load_state_dict(state_dict)
         except Exception:
             for group, mode in before:
                 group[TRAIN_MODE] = mode
             raise
+        for parameter in self._parameters():
+            if X not in {tensor.key for tensor in self.state_tensors(parameter)}:
+                self.state.get(parameter, {}).pop(X, None)
+        # states of earlier releases have the steps of each parameter alone
+        steps = [state[SCHEDULE][0].item() for state in self.state.values() if state]
+        count = int(max([*steps, *(group[COUNT] for group in self.param_groups)]))
+        for group in self.param_groups:
+            group[COUNT] = count
         self._begun = None
 
     def _check_gradients(self, parameters: Sequence[Tensor]) -> None:
@@ -220,6 +261,7 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
         # on a CPU one tensor stays in the cache from operation to operation
         at_once = 1 if accepted.device.type == "cpu" else bulk.AT_ONCE
         for group in self.param_groups:
+            group[COUNT] += 1
             of_group = [(p, next(flags)) for p in group["params"]]
             taken = [(p, self._begun_state(p), flag) for p, flag in of_group if p.grad is not None]
             for stored in (True, False):
@@ -234,14 +276,12 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
         ys, zs, xs = ([local(point) for point in some] for some in (parameters, _all(states, Z), _all(states, X)))
         beta1, beta2 = group["betas"]
         schedules = _all(states, SCHEDULE)
-        schedule, rates, shares = advance(
-            torch.stack(schedules), accepted, group["lr"], group["warmup_steps"], group["variant"]
-        )
+        schedule, rates, shares = advance(torch.stack(schedules), accepted, group[COUNT], group)
         torch._foreach_copy_(schedules, schedule.unbind())
         gradients = [local(p.grad) for p in parameters]  # type: ignore[arg-type]  # here all have one
         squares = [local(v) for v in _all(states, EXP_AVG_SQ)]
-        corrections = 1 - beta2 ** schedule[:, 0].clamp(min=1)
-        steps = directions(gradients, squares, accepted, beta2, corrections, group["eps"])
+        correction = 1 - beta2 ** group[COUNT]
+        steps = directions(gradients, squares, accepted, beta2, correction, group["eps"])
         if group["maximize"]:
             torch._foreach_neg_(steps)
         # in 16 bits y is rounded, and z would decay by its rounding
@@ -264,3 +304,32 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
 
 def _all(states: Sequence[dict[str, Any]], key: str) -> list[Tensor]:
     return [state[key] for state in states if key in state]
+
+
+def from_kempnerforge(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict of KempnerForge's ScheduleFreeAdamW as one of ours; any other as it is. Nothing is written to.
+
+    Theirs has ``_k`` and ``_warmup_steps`` beside the groups, and of each parameter ``z``, ``v``, ``x`` and
+    ``weight_sum``, a sum of ``l (1 - beta1)``, where ours is one of ``l``.
+
+    Raises:
+        ValueError: for states of theirs without ``_k``, which torch's ``get_optimizer_state_dict`` leaves out.
+    """
+    if "_k" not in state_dict:
+        if any("weight_sum" in state for state in state_dict["state"].values()):
+            raise ValueError(
+                "these states are of KempnerForge's ScheduleFreeAdamW, but the state dict has no '_k', the steps made "
+                "so far, by which rates and second moments are corrected: set state_dict['_k'], and "
+                "state_dict['_warmup_steps'] if there was a warmup"
+            )
+        return state_dict
+    count, groups, states = state_dict["_k"], [], {}
+    for group in state_dict["param_groups"]:
+        warmup = {"warmup_steps": state_dict["_warmup_steps"]} if "_warmup_steps" in state_dict else {}
+        groups.append({**group, **warmup, "variant": "kempnerforge", COUNT: count})
+        for index in group["params"]:
+            if state := state_dict["state"].get(index):
+                total = state["weight_sum"] / (1 - group["betas"][0])
+                schedule = torch.tensor([count, total, 0.0], dtype=torch.float64)
+                states[index] = {Z: state["z"], EXP_AVG_SQ: state["v"], X: state["x"], SCHEDULE: schedule}
+    return {"state": states, "param_groups": groups}

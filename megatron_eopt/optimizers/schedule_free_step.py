@@ -1,32 +1,57 @@
 """One step of Schedule-Free AdamW: schedules, directions, and the three points."""
 
-from typing import Literal
+from collections.abc import Mapping
+from math import inf, isfinite
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers import bulk
-from megatron_eopt.optimizers.bulk import Scalar
 
 Variant = Literal["kempnerforge", "schedulefree"]
 
 
-def advance(
-    schedule: Tensor, accepted: Tensor, lr: Scalar, warmup_steps: int, variant: Variant
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of the schedules (parameters x 3), and the rate and the share of ``z`` in ``x``: 0 if not accepted."""
-    steps = schedule[:, 0] + 1
-    rates = lr * ((steps / warmup_steps).clamp(max=1) if warmup_steps else torch.ones_like(steps))
+def check_weights(name: str, group: Mapping[str, Any]) -> None:
+    """Check what the weights of a group's steps are made of.
+
+    Raises:
+        ValueError: for a power out of its range, or for one that has no effect with the variant.
+    """
+    r, power = group["r"], group["weight_lr_power"]
+    if not (isfinite(r) and 0 <= power < inf):
+        raise ValueError(f"{name}: r must be finite and weight_lr_power at least 0, got {r} and {power}")
+    if group["variant"] == "kempnerforge" and (r, power) != (0, 2):
+        raise ValueError(
+            f"{name}: r={r} and weight_lr_power={power} would have no effect with variant 'kempnerforge', whose "
+            f"weights are the rates: leave them away, or take variant='schedulefree'"
+        )
+
+
+def advance(schedule: Tensor, accepted: Tensor, count: int, group: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """One step of the schedules, and the rate and the share of ``z`` in ``x``, both 0 where not accepted.
+
+    Args:
+        schedule: (parameters x 3): steps, sum of weights and largest rate of each.
+        accepted: (parameters).
+        count: steps of the optimizer, this one included.
+        group: the settings.
+
+    Returns:
+        The new schedule (parameters x 3), the rates (parameters) and the shares (parameters).
+    """
+    warmup = group["warmup_steps"]
+    rates = group["lr"] * (min(1.0, count / warmup) if warmup else 1.0) * accepted.double()
     largest = torch.maximum(schedule[:, 2], rates)
-    weights = rates if variant == "kempnerforge" else largest.square()
+    weights = rates if group["variant"] == "kempnerforge" else count ** group["r"] * largest ** group["weight_lr_power"]
     total = schedule[:, 1] + weights
     shares = torch.where(total > 0, weights / total, 0.0)  # rates may all have been zero
-    advanced = torch.stack([steps, total, largest], dim=1)
-    return torch.where(accepted[:, None], advanced, schedule), rates * accepted, shares * accepted
+    advanced = torch.stack([schedule[:, 0] + 1, total, largest], dim=1)
+    return torch.where(accepted[:, None], advanced, schedule), rates, shares * accepted
 
 
 def directions(
-    gradients: list[Tensor], squares: list[Tensor], accepted: Tensor, beta2: float, corrections: Tensor, eps: float
+    gradients: list[Tensor], squares: list[Tensor], accepted: Tensor, beta2: float, correction: float, eps: float
 ) -> list[Tensor]:
     """``g / (sqrt(v / (1 - beta2^k)) + eps)`` after ``v`` was updated; 0 for those not accepted, whose ``v`` stays."""
     gradients = [g.to(v.dtype) for g, v in zip(gradients, squares, strict=True)]
@@ -36,7 +61,7 @@ def directions(
     new = list(torch._foreach_mul(gradients, gradients))
     torch._foreach_clamp_max_(new, [torch.finfo(v.dtype).max for v in squares])  # an infinity would stay for ever
     torch._foreach_lerp_(squares, bulk.replace_rejected(new, squares, accepted), 1 - beta2)
-    roots = list(torch._foreach_div(squares, corrections.unbind()))
+    roots = list(torch._foreach_div(squares, correction))
     torch._foreach_sqrt_(roots)
     torch._foreach_add_(roots, eps)
     return list(torch._foreach_div(gradients, roots))

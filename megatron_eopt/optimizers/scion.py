@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.group_settings import UpdateSettings
+from megatron_eopt.optimizers.spellings import also_called
 from megatron_eopt.optimizers.transport import RuledMuon, Transport, spelled_out
 
 RADIUS = "radius"
@@ -40,7 +41,8 @@ class Scion(RuledMuon):
             ``num_ns_steps`` and ``coefficient_type``.
         lr: learning rate, at least 0; in [0, 1] where constrained.
         momentum: of the exponential moving average, in [0, 1).
-        radius: ``rho``, above 0; 50 is the paper's for the hidden matrices of its GPT, with rates near ``2^-12``.
+        radius: ``rho``, above 0, also as ``spectral_radius``; 50 is the paper's for the hidden matrices of its GPT,
+            with rates near ``2^-12``.
         constrained: whether the ball bounds the matrices (the paper's Scion), or the steps alone (its unconstrained
             Scion).
         weight_decay: 0; here for those who fill it from a config.
@@ -55,6 +57,7 @@ class Scion(RuledMuon):
     size_rule = "radius * sqrt(rows / cols)"
     decays_weights = False
 
+    @also_called(spectral_radius=RADIUS)
     @spelled_out
     def __init__(
         self,

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.bulk import Scalar
+from megatron_eopt.optimizers.bulk import DecayMethod, Scalar
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.sharded import TensorParallelGroups
 
@@ -16,7 +16,7 @@ class Signum(Lion):
 
     For a parameter ``p`` with gradient ``g`` and momentum ``m``, in this order:
 
-    1. weight decay: ``p -= lr * weight_decay * p``;
+    1. weight decay: ``p -= lr * weight_decay * p``, or as ``weight_decay_method`` says;
     2. ``m <- beta m + (1 - beta) g``;
     3. ``p -= lr * sign(m)``.
 
@@ -28,6 +28,7 @@ class Signum(Lion):
         lr: learning rate, at least 0.
         momentum: ``beta``, in [0, 1); 0 is signSGD.
         weight_decay: at least 0.
+        weight_decay_method: ``decoupled``, ``independent``, ``palm`` or ``l2``, as in Lion.
         maximize: ascend instead of descend.
         pg_collection: the process groups of sharded parameters, to agree on gradients that are not finite.
 
@@ -44,11 +45,13 @@ class Signum(Lion):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         *,
+        weight_decay_method: DecayMethod = "decoupled",
         maximize: bool = False,
         pg_collection: TensorParallelGroups | None = None,
     ) -> None:
         self.pg_collection = pg_collection
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "maximize": maximize}
+        decay = {"weight_decay": weight_decay, "weight_decay_method": weight_decay_method}
+        defaults = {"lr": lr, "momentum": momentum, **decay, "maximize": maximize}
         super(Lion, self).__init__(params, defaults)  # Lion's own would give every group betas beside its momentum
 
     def _check_group(self, group: dict[str, Any]) -> None:

@@ -13,9 +13,10 @@ from megatron_eopt.optimizers.logical import DescribedMatrix
 from megatron_eopt.optimizers.sharded import TensorParallelGroups
 from megatron_eopt.optimizers.skipping import Skipping, names_of_last, parameter_names
 from megatron_eopt.optimizers.soap_eigenbasis import BasisMethod
-from megatron_eopt.optimizers.soap_parts import Place, Task, take
+from megatron_eopt.optimizers.soap_parts import DECAY_POWERS, Place, Task, take
 from megatron_eopt.optimizers.soap_state import MAX_DIM, SIDES, STEPS, SOAPState
 from megatron_eopt.optimizers.soap_step import CLOCK
+from megatron_eopt.optimizers.spellings import also_called
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, validate_matmul_precision
 from megatron_eopt.parallel.layout import local_rows
@@ -30,10 +31,12 @@ class SOAP(SOAPState):
     For a matrix ``p`` (m x n) with gradient ``g``, of which ``Q_L`` and ``Q_R`` are the bases so far:
 
     1. ``M <- beta1 M + (1 - beta1) g``; ``V <- beta2 V + (1 - beta2) (Q_L^T g Q_R)^2``, both corrected for their start;
+       ``nesterov`` has ``beta1 M / (1 - beta1^(t+1)) + (1 - beta1) g / (1 - beta1^t)`` for ``M`` of step ``t``;
     2. ``p <- (1 - lr weight_decay) p - lr Q_L [Q_L^T M Q_R / (sqrt(V) + eps)] Q_R^T``;
     3. ``L <- EMA(g g^T)``, ``R <- EMA(g^T g)`` by ``shampoo_beta``, corrected for their start;
-    4. every ``precondition_frequency`` steps the columns of each basis are sorted by their eigenvalues, ``V`` with
-       them, and ``Q <- QR(L Q)``, or the eigenvectors. The first basis always is that of the eigenvectors.
+    4. every ``precondition_frequency`` steps after the first, so with 4 in steps 5, 9 and 13, as in the authors' code,
+       the columns of each basis are sorted by their eigenvalues, ``V`` with them, and ``Q <- QR(L Q)``, or the
+       eigenvectors. The first basis always is that of the eigenvectors.
 
     The first gradient makes the bases alone, and moves nothing: seen in a basis made of itself, it is diagonal, and
     Adam makes full steps of the rounding beside the diagonal. ``basis_of="current"`` puts 3 and 4 in front of 1, as
@@ -64,12 +67,15 @@ class SOAP(SOAPState):
         betas: of ``M`` and ``V``, each in [0, 1).
         shampoo_beta: of the factors, in [0, 1).
         eps: added to the root of ``V``, above 0.
-        weight_decay: decoupled, at least 0.
+        weight_decay: at least 0.
         precondition_frequency: steps of the optimizer from one refreshing of the bases to the next, at least 1.
-        basis_method: ``qr`` or ``eigh``.
+        basis_method: ``qr`` or ``eigh``; also as ``use_eigh``, False or True.
         basis_of: ``previous`` gradients, or ``current``, which is the last of them.
         use_kl_shampoo: see above.
-        max_dim: the longest side that has a factor, at least 0.
+        max_dim: the longest side that has a factor, at least 0; also as ``max_precond_dim``.
+        weight_decay_method: ``decoupled``; ``independent``, without ``lr`` in it; or ``palm``, with its square.
+        nesterov: whether the first moment looks ahead.
+        correct_bias: whether moments and factors are corrected for their start.
         maximize: ascend instead of descend.
         fp32_matmul_prec: ``low``, ``medium``, ``high`` (these three are TF32, where the device has it) or ``highest``.
         split_qkv: precondition the parts of fused query, key and value projections separately.
@@ -96,6 +102,7 @@ class SOAP(SOAPState):
     _based: set[Tensor] | None = None
     _updated: int = 0
 
+    @also_called(use_eigh=("basis_method", {False: "qr", True: "eigh"}), max_precond_dim=MAX_DIM)
     def __init__(
         self,
         params: ParamsT,
@@ -110,6 +117,9 @@ class SOAP(SOAPState):
         basis_of: Gradients = "previous",
         use_kl_shampoo: bool = False,
         max_dim: int = 10000,
+        weight_decay_method: Literal["decoupled", "independent", "palm"] = "decoupled",
+        nesterov: bool = False,
+        correct_bias: bool = True,
         maximize: bool = False,
         fp32_matmul_prec: MatmulPrecision = "highest",
         split_qkv: bool = False,
@@ -132,6 +142,9 @@ class SOAP(SOAPState):
             "basis_of": basis_of,
             "use_kl_shampoo": use_kl_shampoo,
             MAX_DIM: max_dim,
+            "weight_decay_method": weight_decay_method,
+            "nesterov": nesterov,
+            "correct_bias": correct_bias,
             "maximize": maximize,
             "fp32_matmul_prec": fp32_matmul_prec,
         }
@@ -169,6 +182,7 @@ class SOAP(SOAPState):
         for key, least in (("precondition_frequency", 1), (MAX_DIM, 0)):
             if not isinstance(group[key], int) or group[key] < least:
                 raise ValueError(f"{name}: {key} must be a whole number of at least {least}, got {group[key]!r}")
+        check_choice(f"weight_decay_method of {name}", group["weight_decay_method"], tuple(DECAY_POWERS))
         check_choice(f"basis_method of {name}", group["basis_method"], get_args(BasisMethod))
         check_choice(f"basis_of of {name}", group["basis_of"], get_args(Gradients))
         validate_matmul_precision(group["fp32_matmul_prec"])

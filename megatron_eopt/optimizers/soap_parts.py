@@ -21,6 +21,10 @@ MOST_BYTES = 2**28
 """Of the whole tensors that are gathered at once, where a single parameter does not take more."""
 
 
+DECAY_POWERS = {"decoupled": 1, "independent": 0, "palm": 2}
+"""Method of weight decay -> power of the learning rate in it."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where the logical matrices of a parameter lie.
@@ -102,13 +106,14 @@ class Task:
             return
         self.state[STEPS] += self.accepted
         p, momentum, squares = (_here(x) for x in (self.parameter, self.state[EXP_AVG], self.state[EXP_AVG_SQ]))
-        lr, parts = self.settings["lr"] * self.accepted.double(), self.place.rows.split(p)
+        flag, lr, parts = self.accepted.double(), self.settings["lr"], self.place.rows.split(p)
+        decay = lr ** DECAY_POWERS[self.settings["weight_decay_method"]] * self.settings["weight_decay"] * flag
         with fp32_products(self.settings["fp32_matmul_prec"]):
             for part, matrix in enumerate(matrices):
                 update = update_of(matrix, self.state[STEPS], self.accepted, self.settings, self.first)
                 if update is not None:
-                    kept = parts[part].to(update.dtype) * (1 - lr * self.settings["weight_decay"])
-                    parts[part] = (kept - self._own(update, part) * lr).to(p.dtype)
+                    kept = parts[part].to(update.dtype) * (1 - decay)
+                    parts[part] = (kept - self._own(update, part) * (lr * flag)).to(p.dtype)
         merge = self.place.rows.merge
         p.copy_(merge(parts))
         momentum.copy_(merge([self._own(matrix.momentum, part) for part, matrix in enumerate(matrices)]))

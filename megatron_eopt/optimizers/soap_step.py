@@ -82,7 +82,9 @@ def update_of(
 def _absorb(matrix: Preconditioned, steps: Tensor, accepted: Tensor, settings: Mapping[str, Any], first: bool) -> None:
     """Let a gradient into the factors of a matrix, and refresh the bases where it is time, or make them."""
     beta, gradient = settings["shampoo_beta"], matrix.gradient
-    weight = (1 - beta) / (1 - beta ** steps.clamp(min=1))
+    weight = torch.ones_like(steps) * (1 - beta)
+    if settings["correct_bias"]:
+        weight /= 1 - beta ** steps.clamp(min=1)
     # both before a factor changes
     roots = [gradient, gradient.mT]
     if settings["use_kl_shampoo"] and not first:
@@ -90,7 +92,8 @@ def _absorb(matrix: Preconditioned, steps: Tensor, accepted: Tensor, settings: M
             x if other is None else whitened(x, other.factor, other.basis)
             for x, other in zip(roots, reversed(matrix.sides), strict=True)
         ]
-    refreshes = settings[CLOCK] % settings["precondition_frequency"] == 0
+    # the bases were made in step 1, and the authors count from there
+    refreshes = (settings[CLOCK] - 1) % settings["precondition_frequency"] == 0
     for dim, (side, root) in enumerate(zip(matrix.sides, roots, strict=True)):
         if side is None:
             continue
@@ -110,9 +113,17 @@ def _adam(matrix: Preconditioned, moments: Tensor, accepted: Tensor, settings: M
     beta1, beta2 = settings["betas"]
     gradient, momentum, squares = matrix.gradient, matrix.momentum, matrix.squares
     momentum.lerp_(torch.where(accepted, gradient, momentum), 1 - beta1)
+    seen = to_basis(gradient, *matrix.bases)
     # an infinity would stay for ever
-    new = to_basis(gradient, *matrix.bases).square().clamp(max=torch.finfo(squares.dtype).max)
+    new = seen.square().clamp(max=torch.finfo(squares.dtype).max)
     squares.lerp_(torch.where(accepted, new, squares), 1 - beta2)
-    update = to_basis(momentum, *matrix.bases) / (1 - beta1**moments)
-    update /= (squares / (1 - beta2**moments)).sqrt() + settings["eps"]
+    correct = settings["correct_bias"]
+    corrections = [1 - beta**moments if correct else 1.0 for beta in (beta1, beta2)]
+    update = to_basis(momentum, *matrix.bases)
+    if settings["nesterov"]:
+        ahead = 1 - beta1 ** (moments + 1) if correct else 1.0
+        update = update * (beta1 / ahead) + seen * ((1 - beta1) / corrections[0])
+    else:
+        update = update / corrections[0]
+    update = update / ((squares / corrections[1]).sqrt() + settings["eps"])
     return from_basis(update, *matrix.bases)

@@ -11,6 +11,7 @@ from megatron_eopt.optimizers.factored import FactoredOptimizer
 from megatron_eopt.optimizers.group_settings import note_short_schedule
 from megatron_eopt.optimizers.low_rank import check_count, factor_pairs
 from megatron_eopt.optimizers.sharded import TensorParallelGroups
+from megatron_eopt.optimizers.spellings import also_called
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.settings import NewtonSchulz
@@ -63,7 +64,7 @@ class Spectron(FactoredOptimizer):
         rank: ``r``, from 1 to the short side of every logical matrix. The paper has a quarter of that.
         momentum_beta: ``beta``, in [0, 1). The paper has 0.95.
         weight_decay: at least 0.
-        num_power_iterations: of each step, at least 1.
+        num_power_iterations: of each step, at least 1; also as ``num_power_iter``.
         num_ns_steps: Newton-Schulz steps.
         coefficient_type: name of a coefficient set, or a list of ``(a, b, c)``.
         fp32_matmul_prec: of the products of the Newton-Schulz iteration: ``low``, ``medium``, ``high`` or ``highest``.
@@ -83,6 +84,7 @@ class Spectron(FactoredOptimizer):
     [1] Spectron, arXiv 2602.12429.
     """
 
+    @also_called(num_power_iter="num_power_iterations")
     def __init__(
         self,
         params: ParamsT,

@@ -27,7 +27,7 @@ def loaded(folder, ending):
 
 @pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
 def test_evaluation_and_checkpoints_are_at_the_average_and_training_goes_on(tmp_path, precision):
-    run = [*RUN, *precision]
+    run = [*RUN, *precision, "--schedule-free-adamw-warmup-steps", 5]  # also a resume goes on within them
     saved = ["--save", tmp_path / "checkpoint", "--save-interval", 4]
     straight, _ = train(tmp_path / "straight", 2, *run, *TP2, "--train-iters", 6)
     evaluated, output = train(tmp_path / "evaluated", 2, *run, *TP2, *EVALUATED, *saved, "--train-iters", 6)
@@ -85,6 +85,10 @@ def test_a_schedule_of_the_rate_is_warned_of():
     [
         (["--use-distributed-optimizer", "--bf16"], "leave --use-distributed-optimizer away"),
         (["--no-save-optim"], "leave --no-save-optim away"),
+        (
+            ["--schedule-free-adamw-r", 1],
+            "r=1.0 and weight_lr_power=2.0 would have no effect with variant",
+        ),
         (["--schedule-free-adamw-warmup-steps", -1], "warmup_steps must be a whole number of at least 0, got -1"),
     ],
 )

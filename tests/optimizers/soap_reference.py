@@ -19,6 +19,9 @@ def reference_steps(
     basis_of="previous",
     use_kl_shampoo=False,
     max_dim=10000,
+    nesterov=False,
+    correct_bias=True,
+    weight_decay_method="decoupled",
 ):
     """The algorithm for one tensor in fp64, from arXiv 2409.11321 (algorithm 3) and, for KL, 2509.03378."""
     p = p.detach().double()
@@ -38,11 +41,12 @@ def reference_steps(
             h = g if dim == 0 else g.T
             middle = inverse.get(1 - dim, torch.eye(h.shape[1], dtype=h.dtype)) / h.shape[1] if use_kl_shampoo else None
             new = h @ h.T if middle is None else h @ middle @ h.T
-            total = sum(shampoo_beta**i for i in range(t))  # an average of all gradients so far, newer ones heavier
-            F[dim] = new if t == 1 else ((total - 1) * F[dim] + new) / total
+            # an average of all gradients so far, newer ones heavier; uncorrected one of zeros, too, before them
+            total = sum(shampoo_beta**i for i in range(t)) if correct_bias else 1 / (1 - shampoo_beta)
+            F[dim] = ((total - 1) * F.get(dim, torch.zeros_like(new)) + new) / total
             if t == 1:
                 Q[dim] = torch.linalg.eigh(F[dim])[1].flip(1)
-            elif t % precondition_frequency == 0:
+            elif (t - 1) % precondition_frequency == 0:
                 order = (Q[dim].T @ F[dim] @ Q[dim]).diag().argsort(descending=True)
                 v = v[order] if dim == 0 else v[:, order]
                 eigh = basis_method == "eigh"
@@ -56,8 +60,12 @@ def reference_steps(
             moments += 1
             m = betas[0] * m + (1 - betas[0]) * g
             v = betas[1] * v + (1 - betas[1]) * rotate(g) ** 2
-            n = rotate(m) / (1 - betas[0] ** moments) / ((v / (1 - betas[1] ** moments)).sqrt() + eps)
-            p = p * (1 - lr * weight_decay) - lr * rotate(n, back=True)
+            c = [1 - betas[0] ** moments, 1 - betas[1] ** moments, 1 - betas[0] ** (moments + 1)]
+            c = c if correct_bias else [1, 1, 1]
+            ahead = betas[0] * m / c[2] + (1 - betas[0]) * g / c[0] if nesterov else m / c[0]
+            n = rotate(ahead) / ((v / c[1]).sqrt() + eps)
+            rate = {"decoupled": lr, "independent": 1, "palm": lr**2}[weight_decay_method]
+            p = p * (1 - rate * weight_decay) - lr * rotate(n, back=True)
         if basis_of == "previous" and t > 1:
             absorb(t, g)
     return p

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from megatron_eopt import Lion
 from tests.distributed.ranks import run_ranks
 
+METHODS = ["decoupled", "independent", "palm", "l2"]
 SHAPES = [(6, 4), (5,), (), (2, 3, 4), (0, 3)]
 
 
@@ -40,13 +41,14 @@ def run(optimizer, params, steps):
         optimizer.step()
 
 
-def reference_steps(p, gradients, lr, betas, weight_decay):
+def reference_steps(p, gradients, lr, betas, weight_decay, weight_decay_method="decoupled"):
     """The algorithm, written out for one tensor in fp64; what is kept is rounded to the dtype of the parameter."""
     kept = p.dtype
     p, m = p.detach().double().clone(), torch.zeros_like(p, dtype=torch.float64)
     for g in gradients:
-        g = g.double()
-        p = (p - lr * weight_decay * p).to(kept).double()
+        g = g.double() + (weight_decay * p if weight_decay_method == "l2" else 0)
+        rate = {"decoupled": lr, "independent": 1, "palm": lr**2, "l2": 0}[weight_decay_method]
+        p = (p - rate * weight_decay * p).to(kept).double()
         p = (p - lr * torch.sign(betas[0] * m + (1 - betas[0]) * g)).to(kept).double()
         m = (betas[1] * m + (1 - betas[1]) * g).to(kept).double()
     return p.to(kept), m.to(kept)
@@ -90,9 +92,27 @@ def test_shapes_and_settings_of_any_kind(shapes, lr, betas, weight_decay):
     follows(shapes, 3, set_gradients=set_quarters_as_gradients, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("maximize", [False, True])
+def test_weight_decay_of_each_method_follows_the_formula(method, maximize):
+    settings = {"lr": 0.3, "betas": (0.9, 0.99), "weight_decay": 0.05, "weight_decay_method": method}
+    if not maximize:
+        follows(SHAPES, 20, **settings)
+        return
+    ours, mirrored = parameters(), parameters()
+    a, b = Lion(ours, maximize=True, **settings), Lion(mirrored, **settings)
+    for step in range(3):  # decay pulls to zero either way
+        set_gradients(ours, step)
+        set_gradients(mirrored, step, scale=-1.0)
+        a.step()
+        b.step()
+    assert all(torch.equal(p, q) for p, q in zip(ours, mirrored, strict=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equals_emerging_optimizers(dtype):
-    settings = {"lr": 0.01, "betas": (0.95, 0.98), "weight_decay": 0.1}
+def test_equals_emerging_optimizers(dtype, method):
+    settings = {"lr": 0.01, "betas": (0.95, 0.98), "weight_decay": 0.1, "weight_decay_method": method}
     ours, theirs = parameters(dtype=dtype), parameters(dtype=dtype)
     a, b = Lion(ours, **settings), oracle.Lion(theirs, **settings)
     run(a, ours, range(20))
@@ -247,6 +267,7 @@ def test_several_in_a_row_are_an_error():
         ({"weight_decay": -0.1}, r"Lion: weight_decay must be a finite number of at least 0, got -0\.1"),
         ({"betas": (1.0, 0.9)}, r"Lion: betas must be two numbers in \[0, 1\), got \(1\.0, 0\.9\)"),
         ({"betas": (0.9, -0.1)}, r"Lion: betas must be two numbers in \[0, 1\), got \(0\.9, -0\.1\)"),
+        ({"weight_decay_method": "l1"}, "unknown weight_decay_method of Lion 'l1': expected one of decoupled, l2"),
         ({"betas": (0.9,)}, r"Lion: betas must be two numbers in \[0, 1\), got \(0\.9,\)"),
     ],
 )

@@ -17,10 +17,12 @@ SETTINGS = {"lr": 0.05, "betas": (0.9, 0.99), "weight_decay": 0.1, "warmup_steps
 
 
 def reference_steps(p, gradients, variant, lr=0.025, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, warmup_steps=0):
-    """The algorithm for one tensor in fp64, from the definitions of its three points."""
+    """The algorithm for one tensor in fp64, from the definitions of its three points; None is a step without it."""
     z = x = y = p.detach().double()
     v, total, largest = torch.zeros_like(z), 0.0, 0.0
     for k, g in enumerate(gradients, 1):
+        if g is None:
+            continue
         g = g.double()
         rate = lr * (min(1.0, k / warmup_steps) if warmup_steps else 1.0)
         v = betas[1] * v + (1 - betas[1]) * g**2
@@ -192,41 +194,50 @@ def test_the_closure_has_gradients_and_its_loss_is_returned():
     assert p.square().sum() < expected
 
 
-def test_a_parameter_without_gradient_is_left_as_it_is_and_its_steps_do_not_count():
-    p, q = parameters([(6, 4), (5,)])
-    late = copy.deepcopy(q)
-    optimizer = ScheduleFreeAdamW([p, q], **SETTINGS)
-    for step in range(3):
-        set_gradients([p], step)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_parameter_without_gradient_is_left_as_it_is_and_joins_the_count_of_the_optimizer(variant):
+    params, before = parameters([(6, 4), (5,), (3, 2)]), parameters([(6, 4), (5,), (3, 2)])
+    optimizer = ScheduleFreeAdamW(params[:2], variant=variant, **SETTINGS)
+    gradients = [[], [None] * 3, [None] * 4]
+    for step in range(8):
+        if step == 4:
+            optimizer.add_param_group({"params": [params[2]]})
+        optimizer.zero_grad()
+        taking_part = [i for i, first in enumerate((0, 3, 4)) if step >= first and (i, step) != (0, 5)]
+        set_gradients([params[i] for i in taking_part], step)
+        for i in range(3):
+            if i in taking_part or len(gradients[i]) == step:
+                gradients[i].append(params[i].grad)
+        if step == 2:
+            optimizer.eval_params()
+            optimizer.train_params()
+            assert torch.equal(params[1], before[1])
         optimizer.step()
-    assert torch.equal(q, late)
-    optimizer.eval_params()
-    assert torch.equal(q, late)
-    optimizer.train_params()
-    set_gradients([q], 5)
-    set_gradients([late], 5)
-    optimizer.step()
-    ScheduleFreeAdamW([late], **SETTINGS).step()
-    assert torch.equal(q, late)
+    assert [group["k"] for group in optimizer.param_groups] == [8, 8]
+    for p, first, seen in zip(params, before, gradients, strict=True):
+        x, y, _, _ = reference_steps(first, seen, variant, **SETTINGS)
+        torch.testing.assert_close(p.detach().double(), y, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(optimizer.average(p).double(), x, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_gradient_that_is_not_finite_is_as_if_its_step_had_not_been(bad, dtype):
-    def go(steps, bad_at=None):
+def test_a_gradient_that_is_not_finite_is_as_if_it_were_not_there(bad, dtype):
+    def go(bad_at=None, none_at=None):
         params = parameters([(6, 4), (5,)], dtype)
         optimizer = ScheduleFreeAdamW(params, **SETTINGS)
-        for step in steps:
+        for step in (1, 2, 3):
             set_gradients(params, step)
             if step == bad_at:
                 params[0].grad[2, 1] = bad
+            if step == none_at:
+                params[0].grad = None
             optimizer.step()
         return params, optimizer
 
-    for at, steps in [(1, (2, 3)), (2, (1, 3))]:
-        (p, q), optimizer = go((1, 2, 3), bad_at=at)
-        (expected_p, _), without = go(steps)
-        (_, expected_q), _ = go((1, 2, 3))
+    for at in (1, 2):
+        (p, q), optimizer = go(bad_at=at)
+        (expected_p, expected_q), without = go(none_at=at)
         assert torch.equal(p, expected_p)
         for key, value in without.state[expected_p].items():
             assert torch.equal(optimizer.state[p][key], value)
@@ -258,6 +269,9 @@ def test_a_gradient_whose_square_is_beyond_fp32_does_not_stop_the_parameter_for_
         ({"eps": 0.0}, r"eps must be a finite number above 0, got 0\.0"),
         ({"warmup_steps": -1}, "warmup_steps must be a whole number of at least 0, got -1"),
         ({"warmup_steps": 0.5}, r"warmup_steps must be a whole number of at least 0, got 0\.5"),
+        ({"r": math.nan}, r"r must be finite and weight_lr_power at least 0, got nan and 2\.0"),
+        ({"weight_lr_power": -1.0}, r"r must be finite and weight_lr_power at least 0, got 0\.0 and -1\.0"),
+        ({"r": 1.0}, r"r=1\.0 and weight_lr_power=2\.0 would have no effect with variant 'kempnerforge'"),
         ({"variant": "x"}, "unknown variant of ScheduleFreeAdamW 'x': expected one of kempnerforge, schedulefree"),
     ],
 )

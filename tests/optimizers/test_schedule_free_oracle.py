@@ -56,3 +56,19 @@ def test_both_weigh_steps_by_the_largest_rate_so_far():
         ours.param_groups[0]["lr"] = theirs.param_groups[0]["lr"] = lr
         of_both(ours, theirs, params, copies, step)
     assert_points([ours.average(p) for p in params], [theirs.eval() or q for q in copies])
+
+
+@pytest.mark.parametrize("powers", [(1.0, 2.0), (0.0, 0.0), (-0.5, 1.0), (2.0, 3.0)], ids=str)
+def test_both_weigh_steps_by_powers_of_their_number_and_of_the_largest_rate(powers):
+    params, copies = parameters(), parameters()
+    same = {"lr": 0.05, "warmup_steps": 7, "r": powers[0], "weight_lr_power": powers[1]}
+    ours = ScheduleFreeAdamW(params, variant="schedulefree", **same)
+    theirs = AdamWScheduleFree(copies, foreach=False, **same)
+    theirs.train()
+    for step in range(STEPS):
+        of_both(ours, theirs, params, copies, step)
+        assert_points(params, copies)
+    assert_points([ours.average(p) for p in params], [theirs.eval() or q for q in copies])
+    plain = parameters()
+    run(ScheduleFreeAdamW(plain, lr=0.05, warmup_steps=7, variant="schedulefree"), plain, range(STEPS))
+    assert (plain[0] - params[0]).abs().max() > 1e-3

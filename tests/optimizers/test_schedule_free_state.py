@@ -126,6 +126,25 @@ def test_weights_loaded_before_the_first_step_are_where_it_begins():
     assert all(torch.equal(p, q) for p, q in zip(others, expected, strict=True))
 
 
+@pytest.mark.parametrize("new", [{}, {"k": 0}], ids=["plain", "torch_dist"])  # which takes what is missing from the run
+def test_states_of_earlier_releases_that_count_the_steps_of_each_parameter_go_on(new):
+    straight, stopped = parameters(), parameters()
+    run(ScheduleFreeAdamW(straight, **SETTINGS), straight, range(8))
+    first = ScheduleFreeAdamW(stopped, **SETTINGS)
+    run(first, stopped, range(3))
+    state = copy.deepcopy(first.state_dict())
+    for group in state["param_groups"]:
+        for key in ("k", "r", "weight_lr_power", "maximize"):
+            del group[key]
+        group.update(new)
+    resumed = copy.deepcopy(stopped)
+    second = ScheduleFreeAdamW(resumed, **SETTINGS)
+    second.load_state_dict(state)
+    assert [group["k"] for group in second.param_groups] == [3]
+    run(second, resumed, range(3, 8))
+    assert all(torch.equal(p, q) for p, q in zip(resumed, straight, strict=True))
+
+
 def test_a_checkpoint_of_step_0_begins_anew():
     params, expected = parameters(), parameters()
     run(ScheduleFreeAdamW(expected, **SETTINGS), expected, range(3))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_eopt.optimizers.signum import Signum
-from tests.optimizers.test_lion import SHAPES, parameters, run, set_gradients
+from tests.optimizers.test_lion import METHODS, SHAPES, parameters, run, set_gradients
 
 
 def reference(p, gradients, lr, momentum, weight_decay):
@@ -44,11 +44,13 @@ def test_twenty_steps_follow_the_formula(dtype, rtol, atol):
         assert list(opt.state[p]) == ["exp_avg"]
 
 
-def test_equals_lion_of_emerging_optimizers_with_one_beta():
+@pytest.mark.parametrize("method", METHODS)
+def test_equals_lion_of_emerging_optimizers_with_one_beta(method):
+    decay = {"weight_decay": 0.1, "weight_decay_method": method}
     ours, theirs = parameters(), parameters()
-    run(Signum(ours, lr=0.01, momentum=0.8, weight_decay=0.1), ours, range(20))
+    run(Signum(ours, lr=0.01, momentum=0.8, **decay), ours, range(20))
     with torch.compiler.set_stance("force_eager"):  # theirs is compiled, which takes longer than the steps
-        run(oracle.Lion(theirs, lr=0.01, betas=(0.8, 0.8), weight_decay=0.1), theirs, range(20))
+        run(oracle.Lion(theirs, lr=0.01, betas=(0.8, 0.8), **decay), theirs, range(20))
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
@@ -65,10 +67,8 @@ def test_the_defaults_and_the_settings_of_groups():
     p, q = parameters([(6, 4), (5,)])
     opt = Signum([{"params": [p]}, {"params": [q], "momentum": 0.5, "lr": 0.1}])
     groups = [{key: value for key, value in group.items() if key != "params"} for group in opt.param_groups]
-    assert groups == [
-        {"lr": 1e-4, "momentum": 0.9, "weight_decay": 0.0, "maximize": False},
-        {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.0, "maximize": False},
-    ]
+    same = {"weight_decay": 0.0, "weight_decay_method": "decoupled", "maximize": False}
+    assert groups == [{"lr": 1e-4, "momentum": 0.9, **same}, {"lr": 0.1, "momentum": 0.5, **same}]
     run(opt, [p, q], [0])
     torch.testing.assert_close(opt.state[p]["exp_avg"], 0.1 * p.grad)
     torch.testing.assert_close(opt.state[q]["exp_avg"], 0.5 * q.grad)

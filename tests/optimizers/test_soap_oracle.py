@@ -24,10 +24,13 @@ LIKE_THE_ORACLE = {"basis_of": "current", "precondition_frequency": 1}
 COMMON = {"lr": 0.01, "betas": (0.9, 0.95), "shampoo_beta": 0.8, "weight_decay": 0.1}
 
 
+@pytest.mark.parametrize("correct_bias", [True, False], ids=["corrected", "uncorrected"])
+@pytest.mark.parametrize("nesterov", [False, True], ids=["plain", "nesterov"])
 @pytest.mark.parametrize("method", ["qr", "eigh"])
-def test_equals_emerging_optimizers_from_the_first_step(method):
+def test_equals_emerging_optimizers_from_the_first_step(method, nesterov, correct_bias):
     # an eps that hides the rounding beside the diagonal, which differs
-    common = {**COMMON, "eps": 1.0}
+    common = {**COMMON, "eps": 1.0, "nesterov": nesterov, "correct_bias": correct_bias}
+    common["weight_decay_method"] = "independent" if nesterov else "palm"
     params, copies = parameters([(5, 5), (6, 6)]), parameters([(5, 5), (6, 6)])
     ours = SOAP(params, basis_method=method, **LIKE_THE_ORACLE, **common)
     theirs = oracle.SOAP(copies, use_eigh=method == "eigh", **ORACLE, **common)

@@ -24,6 +24,7 @@ from tests.optimizers.test_lion import parameters, set_gradients
         ({"max_dim": -1}, "SOAP: max_dim must be a whole number of at least 0, got -1"),
         ({"basis_method": "svd"}, "unknown basis_method of SOAP 'svd': expected one of qr, eigh"),
         ({"basis_of": "next"}, "unknown basis_of of SOAP 'next': expected one of previous, current"),
+        ({"weight_decay_method": "l2"}, "unknown weight_decay_method of SOAP 'l2': expected one of decoupled, indep"),
         ({"fp32_matmul_prec": "x"}, "unknown fp32_matmul_prec 'x': expected one of low, medium, high, highest"),
     ],
 )

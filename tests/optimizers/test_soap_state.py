@@ -54,6 +54,21 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(way, dtype, settings, stop):
         assert all(torch.equal(second.state[p][key], value) for key, value in whole.state[q].items())
 
 
+def test_settings_that_a_state_of_an_earlier_release_lacks_are_the_optimizers_own():
+    straight, stopped = parameters(SHAPES), parameters(SHAPES)
+    run(SOAP(straight, **SETTINGS), straight, range(6))
+    first = SOAP(stopped, **SETTINGS)
+    run(first, stopped, range(3))
+    state = copy.deepcopy(first.state_dict())
+    for key in ("maximize", "nesterov", "correct_bias", "weight_decay_method"):
+        del state["param_groups"][0][key]
+    resumed = copy.deepcopy(stopped)
+    second = SOAP(resumed, **SETTINGS)
+    second.load_state_dict(state)
+    run(second, resumed, range(3, 6))
+    assert all(torch.equal(p, q) for p, q in zip(resumed, straight, strict=True))
+
+
 def test_a_checkpoint_of_step_0_begins_anew():
     params, expected = parameters(SHAPES), parameters(SHAPES)
     run(SOAP(expected, **SETTINGS), expected, range(3))

@@ -1,0 +1,162 @@
+"""KempnerForge's ScheduleFreeAdamW, as its users call it: its steps, its one count of them, and its checkpoints."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from megatron_eopt import ScheduleFreeAdamW
+
+SETTINGS = {"lr": 0.05, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "warmup_steps": 6}
+SHAPES = [(6, 4), (5,), (2, 3, 4)]
+
+
+def parameters():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def set_gradients(params, step, late=None):
+    """Gradients of a step; of parameter 1 none before step ``late``."""
+    for index, p in enumerate(params):
+        generator = torch.Generator().manual_seed(100 * step + index)
+        g = torch.randn(p.shape, generator=generator)
+        p.grad = None if index == 1 and late is not None and step < late else g
+
+
+class Original:
+    """What the original does, in fp32, and the state dict that it writes."""
+
+    def __init__(self, params, lr=0.025, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, warmup_steps=0):
+        self.params, self.k, self.warmup_steps, self.state = params, 0, warmup_steps, {}
+        self.group = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+
+    @torch.no_grad()
+    def step(self):
+        self.k += 1
+        (b1, b2), eps, wd = self.group["betas"], self.group["eps"], self.group["weight_decay"]
+        lr = self.group["lr"] * (min(1, self.k / self.warmup_steps) if self.warmup_steps else 1)
+        for i, p in enumerate(self.params):
+            if p.grad is None:
+                continue
+            s = self.state.setdefault(i, {"z": p.clone(), "v": torch.zeros_like(p), "x": p.clone(), "weight_sum": 0.0})
+            s["v"] = b2 * s["v"] + (1 - b2) * p.grad**2
+            s["z"] = (s["z"] - lr * p.grad / ((s["v"] / (1 - b2**self.k)).sqrt() + eps)) * (1 - lr * wd)
+            s["weight_sum"] += lr * (1 - b1)
+            s["x"] = s["x"] + lr * (1 - b1) / s["weight_sum"] * (s["z"] - s["x"])
+            p.copy_((1 - b1) * s["z"] + b1 * s["x"])
+
+    def state_dict(self):
+        groups = [{**self.group, "params": list(range(len(self.params)))}]
+        return {"state": self.state, "param_groups": groups, "_k": self.k, "_warmup_steps": self.warmup_steps}
+
+
+def steps(optimizer, params, numbers, late=None):
+    for step in numbers:
+        set_gradients(params, step, late)
+        optimizer.step()
+
+
+def assert_close(params, others):
+    for p, q in zip(params, others, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{}, SETTINGS, {**SETTINGS, "betas": (0.3, 0.9)}], ids=["defaults", "all", "b1"])
+@pytest.mark.parametrize("late", [None, 4, 9])
+def test_a_parameter_that_joins_late_does_not_begin_warmup_and_correction_anew(settings, late):
+    params, originals = parameters(), parameters()
+    optimizer, original = ScheduleFreeAdamW(params, **settings), Original(originals, **settings)
+    for step in range(14):
+        steps(optimizer, params, [step], late)
+        steps(original, originals, [step], late)
+        assert_close(params, originals)
+    optimizer.eval_params()
+    assert_close(params, [original.state[i]["x"] for i in range(3)])
+    optimizer.train_params()
+    assert_close(params, originals)
+
+
+def through_state_dict(optimizer, params):
+    new = ScheduleFreeAdamW(params)
+    new.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
+    return new, params
+
+
+def through_deepcopy(optimizer, params):
+    new = copy.deepcopy(optimizer)
+    return new, new.param_groups[0]["params"]
+
+
+def through_pickle(optimizer, params):
+    new = pickle.loads(pickle.dumps(optimizer))
+    return new, new.param_groups[0]["params"]
+
+
+def through_dcp(optimizer, params, folder):
+    model = torch.nn.ParameterList(optimizer.param_groups[0]["params"])
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder, no_dist=True)
+    model = torch.nn.ParameterList(params)
+    new = ScheduleFreeAdamW(model.parameters(), **SETTINGS)
+    state = {"optimizer": get_optimizer_state_dict(model, new)}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    for p, q in zip(model, optimizer.param_groups[0]["params"], strict=True):
+        p.data.copy_(q)  # a model that was not saved here
+    set_optimizer_state_dict(model, new, state["optimizer"])
+    return new, list(model)
+
+
+@pytest.mark.parametrize("way", [through_state_dict, through_deepcopy, through_pickle, through_dcp])
+def test_the_count_survives_before_a_parameter_has_had_its_first_gradient(way, tmp_path):
+    straight, stopped = parameters(), parameters()
+    steps(ScheduleFreeAdamW(straight, **SETTINGS), straight, range(9), late=6)
+    first = ScheduleFreeAdamW(stopped, **SETTINGS)
+    steps(first, stopped, range(4), late=6)
+    if way is through_dcp:  # which makes a state for every parameter
+        first.init_state()
+    more = [tmp_path] if way is through_dcp else []
+    second, resumed = way(first, copy.deepcopy(stopped), *more)
+    assert [group["k"] for group in second.param_groups] == [4]
+    steps(second, resumed, range(4, 9), late=6)
+    assert all(torch.equal(p, q) for p, q in zip(resumed, straight, strict=True))
+
+
+@pytest.mark.parametrize("beta1", [0.9, 0.3], ids=["x derived", "x kept"])
+@pytest.mark.parametrize("stop", [3, 8], ids=["in warmup", "after it"])
+def test_state_dicts_of_the_original_load_and_the_next_steps_are_the_same(stop, beta1):
+    settings = {**SETTINGS, "betas": (beta1, 0.99)}
+    originals = parameters()
+    original = Original(originals, **settings)
+    steps(original, originals, range(stop), late=5)
+    state = copy.deepcopy(original.state_dict())
+    params = copy.deepcopy(originals)
+    optimizer = ScheduleFreeAdamW(params)  # as there, the settings come with the state
+    optimizer.load_state_dict(state)
+    assert state.keys() == original.state_dict().keys()
+    assert optimizer.warmup_steps == original.warmup_steps
+    for step in range(stop, stop + 5):
+        steps(original, originals, [step], late=5)
+        steps(optimizer, params, [step], late=5)
+        assert_close(params, originals)
+    optimizer.eval_params()
+    assert_close(params, [original.state[i]["x"] for i in range(3)])
+    # and what is saved now is a state dict of ours
+    again = ScheduleFreeAdamW(copy.deepcopy(params))
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert set(again.state[again.param_groups[0]["params"][0]]) == set(optimizer.state[params[0]])
+
+
+def test_state_dicts_of_the_original_without_the_count_are_refused_and_nothing_is_changed():
+    originals, params = parameters(), parameters()
+    original = Original(originals)
+    steps(original, originals, range(2))
+    state = original.state_dict()
+    del state["_k"]
+    optimizer = ScheduleFreeAdamW(params)
+    with pytest.raises(ValueError, match=r"no '_k', the steps made so far.*: set state_dict\['_k'\]"):
+        optimizer.load_state_dict(state)
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["k"] == 0

@@ -1,0 +1,87 @@
+"""The pages: their site builds, every page is in it, and the links and the files that they name are there."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from markdown.extensions.toc import slugify
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md", ROOT / "examples/README.md"])
+# Folders that commands make: nothing of them is in the repository.
+MADE = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split() if line.startswith("/")]
+SOURCES = {
+    path.name for room in ("megatron_eopt", "tests", "examples", "benchmarks") for path in ROOT.glob(room + "/**/*")
+}
+
+
+def without_code(text):
+    return re.sub(r"^ *(```|~~~).*?^ *\1", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def headings(text):
+    return re.findall(r"^#+ +(.+?) *#*$", without_code(text), flags=re.MULTILINE)
+
+
+def anchors(text):
+    """What a link to a heading may say, by mkdocs' own rule."""
+    return {slugify(re.sub(r"[`*]|\[([^]]*)\]\([^)]*\)", r"\1", heading), "-") for heading in headings(text)}
+
+
+def broken_links(page, root=ROOT):
+    """The relative links of a page that lead nowhere, with the reason."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        if not found.exists():
+            yield f"{target}: no such file"
+        elif anchor and anchor not in anchors(found.read_text()):
+            yield f"{target}: no such heading"
+        elif not found.is_relative_to(root):
+            yield f"{target}: outside of the repository"
+
+
+def missing_files(page, root=ROOT):
+    """What a page names in backticks as a file or folder of the repository, and is none."""
+    for named in re.findall(r"`([^`\n]+)`", without_code(page.read_text())):
+        is_path = re.fullmatch(r"[\w.-]+(/[\w.-]+)*/?", named) and ("/" in named or named.endswith((".py", ".md")))
+        if not is_path or named.split("/")[0] in MADE:
+            continue
+        beside = (root / named).exists() or (page.parent / named).exists()
+        if not beside and ("/" in named or named not in SOURCES):
+            yield named
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere_and_named_files_exist(page):
+    assert not list(broken_links(page))
+    assert not list(missing_files(page))
+
+
+def test_what_is_missing_is_found(tmp_path):
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs/page.md"
+    page.write_text(
+        "# A *page*, and `more`\n[a](#a-page-and-more) [b](#b) [c](c.md) [d](https://x.org/c.md) [e](page.md#e)\n"
+        "`docs/page.md` `page.md` `docs/gone.py` `gone.py` `a / b` `demo-out/x.py` `--flag` `docs/`\n"
+        "```\n[f](f.md) `gone/f.py`\n```\n"
+    )
+    assert [each.split(":")[0] for each in broken_links(page, tmp_path)] == ["#b", "c.md", "page.md#e"]
+    assert list(missing_files(page, tmp_path)) == ["docs/gone.py", "gone.py"]
+
+
+def test_every_page_is_in_the_navigation():
+    listed = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md"))
+
+
+def test_the_site_builds_strictly(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site/index.html").exists()

@@ -72,8 +72,21 @@ def test_an_unknown_name_gives_the_nearest(name, message):
 def test_a_name_is_given_once():
     with pytest.raises(ValueError, match="'muon' is registered already"):
         registry.register_optimizer("muon", registry.EmergingOptimizerEntry(Plain))
-    with pytest.raises(TypeError, match="expected an EmergingOptimizerEntry for 'plain', got type"):
+    with pytest.raises(TypeError, match="expected an EmergingOptimizerEntry for 'plain', got type, which has no opt"):
         registry.register_optimizer("plain", Plain)
+    with pytest.raises(TypeError, match=r"EmergingOptimizerEntry for 'plain', got .*, which has no config_to_kwargs"):
+        registry.EMERGING_OPTIMIZERS["plain"] = SimpleNamespace(optimizer_cls=Plain, init_state_fn=print)
+    assert "plain" not in registry.EMERGING_OPTIMIZERS
+
+
+def test_any_object_with_the_four_attributes_is_an_entry():
+    entry = SimpleNamespace(
+        optimizer_cls=Plain, init_state_fn=print, config_to_kwargs=lambda *_: {"rank": 7}, default_param_overrides={}
+    )
+    assert registry.register_optimizer("plain", entry) is entry
+    p = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer, init_state = registry.create_emerging_optimizer(config(), [{"params": [p]}], "plain", model(), None)
+    assert (optimizer.settings[3], init_state) == (7, print)
 
 
 def test_the_decorator_keeps_builders_of_plain_torch():
@@ -142,7 +155,10 @@ def test_split_shapes_of_a_model(gate, shapes):
 def test_what_is_left_to_adam(shape, embedding, expected):
     p = torch.nn.Parameter(torch.ones(shape))
     p.is_embedding_or_output_parameter = embedding
+    assert registry.is_nonlinear_or_embedding(p) is registry.is_muon_excluded(p) is expected
+    p.use_muon = False
     assert registry.is_nonlinear_or_embedding(p) is expected
+    assert registry.is_muon_excluded(p) is True
 
 
 def test_megatrons_names_are_aliases():
@@ -152,6 +168,7 @@ def test_megatrons_names_are_aliases():
         "default_param_overrides_factory",
         "eopt_init_state_fn",
         "get_qkv_split_shapes",
+        "is_muon_excluded",
         "is_nonlinear_or_embedding",
         "kwargs_from_config",
         "muon_config_to_kwargs",
@@ -161,10 +178,13 @@ def test_megatrons_names_are_aliases():
 
 
 def test_the_default_routing_speaks_megatrons_language():
-    overrides = registry.get_optimizer_entry("muon").default_param_overrides
-    ((key, settings),) = overrides.items()
-    assert settings == {"optimizer": "adam"}
-    assert key.matches(torch.nn.Parameter(torch.ones(4)), "norm.weight")
-    assert not key.matches(torch.nn.Parameter(torch.ones(4, 4)), "linear.weight")
+    weight, input_of_mamba = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    input_of_mamba.use_muon = False
+    for entry in (registry.get_optimizer_entry("muon"), registry.EmergingOptimizerEntry(Plain)):
+        ((key, settings),) = entry.default_param_overrides.items()
+        assert settings == {"optimizer": "adam"}
+        assert key.matches(torch.nn.Parameter(torch.ones(4)), "norm.weight")
+        assert not key.matches(weight, "linear.weight")
+        assert key.matches(input_of_mamba, "in_proj.weight") is (entry.optimizer_cls is TensorParallelMuon)
     own = registry.EmergingOptimizerEntry(Plain, default_param_overrides={})
     assert own.default_param_overrides == {}

@@ -65,13 +65,15 @@ def test_activation_can_be_repeated_and_undone():
     def seen():
         owners = (core, theirs, arguments)
         changing = [(owner.__name__, key, id(value)) for owner in owners for key, value in vars(owner).items()]
-        return changing, core.OptimizerConfig.__init__, list(EMERGING_OPTIMIZERS)
+        entries = (dict(theirs._EMERGING_OPTIMIZERS), dict(EMERGING_OPTIMIZERS))
+        return changing, core.OptimizerConfig.__init__, entries
 
     before = seen()
     activate()
     once = seen()
     assert once != before
-    assert core._EMERGING_OPTIMIZERS is theirs._EMERGING_OPTIMIZERS is EMERGING_OPTIMIZERS
+    assert core._EMERGING_OPTIMIZERS is theirs._EMERGING_OPTIMIZERS
+    assert dict(EMERGING_OPTIMIZERS) == core._EMERGING_OPTIMIZERS
     activate()
     assert seen() == once
     activation.deactivate()
@@ -87,7 +89,7 @@ def test_without_megatron_training_the_core_is_activated(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "megatron.training", None)
     activation.activate()
-    assert core._EMERGING_OPTIMIZERS is EMERGING_OPTIMIZERS
+    assert dict(EMERGING_OPTIMIZERS) == core._EMERGING_OPTIMIZERS
     activation.deactivate()
 
 

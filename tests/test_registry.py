@@ -122,6 +122,22 @@ def test_muon_from_a_config():
     assert torch.equal(optimizer.state[p]["momentum_buffer"], torch.zeros(4, 4))
 
 
+@pytest.mark.parametrize("name", ["muon", "adaptive_muon", "soap", "spectron", "scion"])
+@pytest.mark.parametrize("missing", ["num_attention_heads", "num_query_groups", "kv_channels"])
+def test_a_model_without_attention_has_nothing_to_split(name, missing):
+    settings = config(decoupled_weight_decay=True, adam_eps=1e-8, split_qkv=True, spectron_rank=2)
+    chunks = model(**{missing: 0})
+    p = torch.nn.Parameter(torch.ones(64, 4))
+    optimizer, _ = registry.create_emerging_optimizer(settings, [{"params": [p]}], name, chunks, None)
+    assert len(optimizer.matrix_layouts(p)) == 1
+    p.is_qkv = True
+    with pytest.raises(ValueError, match="split_qkv needs qkv_split_shapes: 3 or 4 positive integers, got None"):
+        registry.create_emerging_optimizer(settings, [{"params": [p]}], name, chunks, None)
+    p.qkv_split_shapes = [16, 8, 8]
+    optimizer, _ = registry.create_emerging_optimizer(settings, [{"params": [p]}], name, chunks, None)
+    assert [layout.shape[0] for layout in optimizer.matrix_layouts(p)] == [32, 16, 16]
+
+
 def test_the_name_of_nesterov_up_to_0_17():
     old = config(muon_use_nesterov=True)
     del old.muon_nesterov

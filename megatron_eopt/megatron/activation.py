@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import megatron.core.optimizer as core_optimizer
@@ -78,12 +78,20 @@ def deactivate() -> None:
         _active = None
 
 
-def describe() -> dict[str, list[str]]:
-    """What :func:`activate` replaces, by the reason; the entries that it puts into Megatron's registry come beside."""
-    reasons: dict[str, list[str]] = {}
+def describe() -> dict[str, str]:
+    """What :func:`activate` replaces -> why, with those in one that have the same reason."""
+    names: dict[str, list[str]] = {}
     for redirection in (_active or _redirections()).redirections:
-        reasons.setdefault(redirection.reason, []).append(redirection.what)
-    return reasons
+        names.setdefault(redirection.reason, []).append(redirection.what)
+    return {_together(those): reason for reason, those in names.items()}
+
+
+def _together(names: Sequence[str]) -> str:
+    homes = {name.rpartition(".")[0] for name in names}
+    home = homes.pop()
+    if len(names) == 1 or homes or not home:
+        return ", ".join(names)
+    return f"{home}.{{{', '.join(name.removeprefix(f'{home}.') for name in names)}}}"
 
 
 def _redirections() -> Redirections:
@@ -214,7 +222,7 @@ def _training_redirections() -> list[Redirection]:
     import megatron.training.training as training
 
     whole = "a checkpoint that is not whole is refused with its reason, whatever is damaged"
-    apart = "layers whose parameters have different owners cannot be stacked into one tensor"
+    apart = "layers whose parameters have different optimizers cannot be stacked into one tensor"
     empty = "a save that was killed while it wrote the tracker file leaves it empty, and Megatron exits with status 0"
     return [
         Redirection(owner=checkpointing, name="_load_base_checkpoint", make=checked_base, reason=whole),
@@ -224,7 +232,7 @@ def _training_redirections() -> list[Redirection]:
             owner=arguments,
             name="add_megatron_arguments",
             make=lambda original: lambda parser: amend(original(parser), releases.unavailable()),
-            reason="--optimizer and --muon-* take what our optimizers take, and refuse the rest when they are parsed",
+            reason="--optimizer and the flags of Muon take what our optimizers take, and refuse the rest when parsed",
         ),
         Redirection(
             owner=training,

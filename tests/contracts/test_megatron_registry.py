@@ -229,6 +229,27 @@ assert _EMERGING_OPTIMIZERS["polargrad"] is EMERGING_OPTIMIZERS["polargrad"] is 
     assert sorted(kept[1:]) == ["polargrad", "scion"]
 
 
+def test_a_users_muon_stays_his(run):
+    said = run(
+        USERS
+        + MODEL
+        + """
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.emerging_optimizers import EmergingOptimizerEntry, _EMERGING_OPTIMIZERS
+_EMERGING_OPTIMIZERS["muon"] = EmergingOptimizerEntry(Mine)
+import megatron_eopt
+megatron_eopt.activate()
+model = model()
+optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="muon", lr=1e-2), [model])
+assert [type(each.optimizer).__name__ for each in optimizer.chained_optimizers] == ["Mine", "AdamW"]
+train(model, optimizer)
+optimizer.chained_optimizers[0].init_state_fn(optimizer.chained_optimizers[0].optimizer)
+"""
+    )
+    assert "--optimizer muon is what was put into Megatron's registry before activate()" in said
+    assert "--optimizer adaptive_muon is what" not in said
+
+
 def test_the_package_is_demanded_no_more_and_its_flag_says_what_is_there(run, package):
     run(
         USERS
@@ -255,6 +276,11 @@ try:
 except KeyError:
     assert seen == [True]
 assert core.HAVE_EMERGING_OPTIMIZERS is there
+if there:  # one of those that have no counterpart here
+    optimizer = core.get_megatron_optimizer(core.OptimizerConfig(optimizer="laprop", lr=1e-3), [model])
+    from emerging_optimizers.scalar_optimizers import LaProp
+    assert [type(each.optimizer).__name__ for each in optimizer.chained_optimizers] == ["LaProp", "AdamW"]
+    train(model, optimizer)
 for name, scalar in (("lion", "adam"), ("muon", "lion")):
     config = core.OptimizerConfig(optimizer=name, lr=1e-3, muon_scalar_optimizer=scalar)
     optimizer = core.get_megatron_optimizer(config, [model])

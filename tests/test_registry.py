@@ -194,9 +194,11 @@ def test_megatrons_names_are_aliases():
 
 
 def test_the_default_routing_speaks_megatrons_language():
+    routing = registry.default_param_overrides_factory
     weight, input_of_mamba = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
     input_of_mamba.use_muon = False
-    for entry in (registry.get_optimizer_entry("muon"), registry.EmergingOptimizerEntry(Plain)):
+    plain = (registry.EmergingOptimizerEntry(Plain, default_param_overrides=given) for given in (None, routing))
+    for entry in (registry.get_optimizer_entry("muon"), registry.EmergingOptimizerEntry(Plain), *plain):
         ((key, settings),) = entry.default_param_overrides.items()
         assert settings == {"optimizer": "adam"}
         assert key.matches(torch.nn.Parameter(torch.ones(4)), "norm.weight")

@@ -45,7 +45,7 @@ class _DefaultOverrides:
         return getattr(entry, self.key)
 
     def __set__(self, entry: Any, value: Any) -> None:
-        setattr(entry, self.key, value)
+        setattr(entry, self.key, default_param_overrides_factory if value is None else value)
 
 
 def eopt_init_state_fn(opt: Optimizer, config: Any = None) -> None:

@@ -38,12 +38,15 @@ class Redirection:
     follow: bool = True
     required: bool = True
 
-    def __str__(self) -> str:
+    @property
+    def what(self) -> str:
+        """What is replaced, in words."""
         if isinstance(self.owner, MutableMapping):
-            kind = "environment variable" if self.owner is os.environ else "entry"
-            return f"{kind} {self.name}: {self.reason}"
-        owner = str(getattr(self.owner, "__name__", self.owner)).replace(":", ".")
-        return f"{owner}.{self.name}: {self.reason}"
+            return f"{'environment variable' if self.owner is os.environ else 'entry'} {self.name}"
+        return f"{str(getattr(self.owner, '__name__', self.owner)).replace(':', '.')}.{self.name}"
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.reason}"
 
 
 @dataclass(frozen=True)

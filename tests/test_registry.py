@@ -72,8 +72,21 @@ def test_an_unknown_name_gives_the_nearest(name, message):
 def test_a_name_is_given_once():
     with pytest.raises(ValueError, match="'muon' is registered already"):
         registry.register_optimizer("muon", registry.EmergingOptimizerEntry(Plain))
-    with pytest.raises(TypeError, match="expected an EmergingOptimizerEntry for 'plain', got type"):
+    with pytest.raises(TypeError, match="expected an EmergingOptimizerEntry for 'plain', got type, which has no opt"):
         registry.register_optimizer("plain", Plain)
+    with pytest.raises(TypeError, match=r"EmergingOptimizerEntry for 'plain', got .*, which has no config_to_kwargs"):
+        registry.EMERGING_OPTIMIZERS["plain"] = SimpleNamespace(optimizer_cls=Plain, init_state_fn=print)
+    assert "plain" not in registry.EMERGING_OPTIMIZERS
+
+
+def test_any_object_with_the_four_attributes_is_an_entry():
+    entry = SimpleNamespace(
+        optimizer_cls=Plain, init_state_fn=print, config_to_kwargs=lambda *_: {"rank": 7}, default_param_overrides={}
+    )
+    assert registry.register_optimizer("plain", entry) is entry
+    p = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer, init_state = registry.create_emerging_optimizer(config(), [{"params": [p]}], "plain", model(), None)
+    assert (optimizer.settings[3], init_state) == (7, print)
 
 
 def test_the_decorator_keeps_builders_of_plain_torch():
@@ -109,6 +122,22 @@ def test_muon_from_a_config():
     assert torch.equal(optimizer.state[p]["momentum_buffer"], torch.zeros(4, 4))
 
 
+@pytest.mark.parametrize("name", ["muon", "adaptive_muon", "soap", "spectron", "scion"])
+@pytest.mark.parametrize("missing", ["num_attention_heads", "num_query_groups", "kv_channels"])
+def test_a_model_without_attention_has_nothing_to_split(name, missing):
+    settings = config(decoupled_weight_decay=True, adam_eps=1e-8, split_qkv=True, spectron_rank=2)
+    chunks = model(**{missing: 0})
+    p = torch.nn.Parameter(torch.ones(64, 4))
+    optimizer, _ = registry.create_emerging_optimizer(settings, [{"params": [p]}], name, chunks, None)
+    assert len(optimizer.matrix_layouts(p)) == 1
+    p.is_qkv = True
+    with pytest.raises(ValueError, match="split_qkv needs qkv_split_shapes: 3 or 4 positive integers, got None"):
+        registry.create_emerging_optimizer(settings, [{"params": [p]}], name, chunks, None)
+    p.qkv_split_shapes = [16, 8, 8]
+    optimizer, _ = registry.create_emerging_optimizer(settings, [{"params": [p]}], name, chunks, None)
+    assert [layout.shape[0] for layout in optimizer.matrix_layouts(p)] == [32, 16, 16]
+
+
 def test_the_name_of_nesterov_up_to_0_17():
     old = config(muon_use_nesterov=True)
     del old.muon_nesterov
@@ -142,7 +171,10 @@ def test_split_shapes_of_a_model(gate, shapes):
 def test_what_is_left_to_adam(shape, embedding, expected):
     p = torch.nn.Parameter(torch.ones(shape))
     p.is_embedding_or_output_parameter = embedding
+    assert registry.is_nonlinear_or_embedding(p) is registry.is_muon_excluded(p) is expected
+    p.use_muon = False
     assert registry.is_nonlinear_or_embedding(p) is expected
+    assert registry.is_muon_excluded(p) is True
 
 
 def test_megatrons_names_are_aliases():
@@ -152,6 +184,7 @@ def test_megatrons_names_are_aliases():
         "default_param_overrides_factory",
         "eopt_init_state_fn",
         "get_qkv_split_shapes",
+        "is_muon_excluded",
         "is_nonlinear_or_embedding",
         "kwargs_from_config",
         "muon_config_to_kwargs",
@@ -161,10 +194,15 @@ def test_megatrons_names_are_aliases():
 
 
 def test_the_default_routing_speaks_megatrons_language():
-    overrides = registry.get_optimizer_entry("muon").default_param_overrides
-    ((key, settings),) = overrides.items()
-    assert settings == {"optimizer": "adam"}
-    assert key.matches(torch.nn.Parameter(torch.ones(4)), "norm.weight")
-    assert not key.matches(torch.nn.Parameter(torch.ones(4, 4)), "linear.weight")
+    routing = registry.default_param_overrides_factory
+    weight, input_of_mamba = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    input_of_mamba.use_muon = False
+    plain = (registry.EmergingOptimizerEntry(Plain, default_param_overrides=given) for given in (None, routing))
+    for entry in (registry.get_optimizer_entry("muon"), registry.EmergingOptimizerEntry(Plain), *plain):
+        ((key, settings),) = entry.default_param_overrides.items()
+        assert settings == {"optimizer": "adam"}
+        assert key.matches(torch.nn.Parameter(torch.ones(4)), "norm.weight")
+        assert not key.matches(weight, "linear.weight")
+        assert key.matches(input_of_mamba, "in_proj.weight") is (entry.optimizer_cls is TensorParallelMuon)
     own = registry.EmergingOptimizerEntry(Plain, default_param_overrides={})
     assert own.default_param_overrides == {}

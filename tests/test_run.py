@@ -16,7 +16,7 @@ from megatron.core.optimizer import _EMERGING_OPTIMIZERS
 from megatron_eopt import EMERGING_OPTIMIZERS, cpu
 print(json.dumps({
     "name": __name__, "argv": sys.argv, "path": sys.path[0], "helper": helper.__file__, "cpu": cpu.installed(),
-    "ours": _EMERGING_OPTIMIZERS is EMERGING_OPTIMIZERS,
+    "ours": _EMERGING_OPTIMIZERS == dict(EMERGING_OPTIMIZERS),
 }))
 """
 

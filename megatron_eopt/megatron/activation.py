@@ -1,7 +1,8 @@
 """Make Megatron-Core in this process know our optimizers."""
 
 import functools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import megatron.core.optimizer as core_optimizer
@@ -21,6 +22,27 @@ from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.skipping import NAME
 from megatron_eopt.redirect import Redirection, Redirections
 
+logger = logging.getLogger(__name__)
+
+# Names of ours that take the place of those of Megatron's module of emerging optimizers.
+_NAMES = (
+    "EmergingOptimizerEntry",
+    "TensorParallelAdaptiveMuon",
+    "TensorParallelMuon",
+    "_adaptive_muon_config_to_kwargs",
+    "_create_emerging_optimizer",
+    "_default_adam_based_eopt_config_to_kwargs",
+    "_default_param_overrides_factory",
+    "_eopt_init_state_fn",
+    "_get_qkv_split_shapes",
+    "_is_muon_excluded",
+    "_is_nonlinear_or_embedding",
+    "_kwargs_from_config",
+    "_muon_config_to_kwargs",
+    "get_supported_coefficient_types",
+    "validate_coefficient_type",
+)
+
 _active: Redirections | None = None
 
 
@@ -29,7 +51,10 @@ def activate() -> None:
 
     Puts them in Megatron-Core's registry, so that ``megatron.core.optimizer.get_megatron_optimizer`` builds them, and,
     where ``megatron.training`` is installed, in its command line. Runs with adam and sgd stay as they are. A second
-    call does nothing. It may come before or after a script imports Megatron, but before arguments are parsed.
+    call does nothing. It may come before or after a script imports Megatron, but before arguments are parsed, and
+    before a script imports ``TensorParallelMuon`` and the other names of Megatron-Core's module of emerging optimizers.
+
+    Optimizers that a user has put into that registry stay there, also under a name of ours, which is logged.
 
     Raises:
         ImportError: if the release of Megatron-Core is too old.
@@ -37,8 +62,10 @@ def activate() -> None:
     global _active
     if _active is None:
         releases.check_supported()
-        redirections = Redirections(_all_redirections())
+        redirections = _redirections()
         redirections.install()
+        if releases.has_registry():
+            _forward_registry()
         _active = redirections
 
 
@@ -46,42 +73,38 @@ def deactivate() -> None:
     """Undo :func:`activate`; nothing happens where it was not called."""
     global _active
     if _active is not None:
+        registry.EMERGING_OPTIMIZERS.forward_no_more()
         _active.undo()
         _active = None
 
 
-def _all_redirections() -> list[Redirection]:
+def describe() -> dict[str, str]:
+    """What :func:`activate` replaces -> why, with those in one that have the same reason."""
+    names: dict[str, list[str]] = {}
+    for redirection in (_active or _redirections()).redirections:
+        names.setdefault(redirection.reason, []).append(redirection.what)
+    return {_together(those): reason for reason, those in names.items()}
+
+
+def _together(names: Sequence[str]) -> str:
+    homes = {name.rpartition(".")[0] for name in names}
+    home = homes.pop()
+    if len(names) == 1 or homes or not home:
+        return ", ".join(names)
+    return f"{home}.{{{', '.join(name.removeprefix(f'{home}.') for name in names)}}}"
+
+
+def _redirections() -> Redirections:
     training = releases.has_training()
     core = _registry_redirections() if releases.has_registry() else _redirections_of_0_17(training)
     anywhere = [*_attributes_kept(), *_checkpoints_checked(), *_config_redirections()]
-    return [*core, *anywhere, *(_training_redirections() if training else [])]
+    return Redirections([*core, *anywhere, *(_training_redirections() if training else [])], importers=["megatron"])
 
 
 def _registry_redirections() -> list[Redirection]:
-    theirs = releases.registry_module()
-    # With the emerging-optimizers package those of theirs that have no counterpart here can still be built.
-    kept = {
-        name: entry
-        for name, entry in theirs._EMERGING_OPTIMIZERS.items()
-        if theirs.HAVE_EMERGING_OPTIMIZERS and name not in registry.EMERGING_OPTIMIZERS
-    }
-    reason = "Megatron looks optimizers up here, and this is our live registry"
-    available = "without it Megatron demands the emerging-optimizers package, which is not needed"
+    theirs, named = releases.registry_module(), "scripts that import Megatron's names get our optimizers"
     return [
-        *(
-            _replace(registry.EMERGING_OPTIMIZERS, name, entry, "built as before, by Megatron's own class")
-            for name, entry in kept.items()
-        ),
-        *(
-            _replace(module, name, getattr(registry, name), reason)
-            for module in (theirs, core_optimizer)
-            for name in ("_EMERGING_OPTIMIZERS", "_create_emerging_optimizer", "_get_qkv_split_shapes")
-        ),
-        *(
-            _replace(theirs, name, getattr(registry, name), "the names that our coefficient sets have")
-            for name in ("get_supported_coefficient_types", "validate_coefficient_type")
-        ),
-        *(_replace(module, "HAVE_EMERGING_OPTIMIZERS", True, available) for module in (theirs, core_optimizer)),
+        *(_replace(theirs, name, getattr(registry, name), named) for name in _NAMES),
         _replace(core_optimizer, "Lion", Lion, "Megatron builds the scalar optimizer beside Muon by this name"),
         Redirection(
             owner=core_optimizer,
@@ -104,9 +127,33 @@ def _registry_redirections() -> list[Redirection]:
     ]
 
 
+def _forward_registry() -> None:
+    """Put our entries into Megatron's registry; those of a user stay, those of Megatron make room."""
+    theirs = releases.registry_module()._EMERGING_OPTIMIZERS
+    clashing = [name for name in registry.EMERGING_OPTIMIZERS if name in theirs]
+    replaced = [name for name in clashing if _is_megatrons_own(theirs[name])]
+    for name in clashing:
+        if name not in replaced:
+            logger.warning(
+                "--optimizer %s is what was put into Megatron's registry before activate(), and not the optimizer of "
+                "megatron_eopt: register it under another name to have both",
+                name,
+            )
+    registry.EMERGING_OPTIMIZERS.forward(theirs, make_room=replaced)
+
+
+def _is_megatrons_own(entry: Any) -> bool:
+    """Whether Megatron put an entry into its registry: nothing that it is made of is a user's."""
+    routing = [getattr(getattr(key, "predicate", None), "fn", None) for key in entry.default_param_overrides]
+    made_of = [type(entry), entry.optimizer_cls, entry.init_state_fn, *routing]
+    if entry.config_to_kwargs is not None:
+        made_of.append(entry.config_to_kwargs)
+    homes = (releases.registry_module().__name__, "emerging_optimizers.")
+    return bool(routing) and all(str(getattr(each, "__module__", "")).startswith(homes) for each in made_of)
+
+
 def _redirections_of_0_17(with_training: bool) -> list[Redirection]:
     module = releases.muon_factory_module()
-    available = "without it Megatron demands the emerging-optimizers package, which is not needed"
     factory = checked(module.get_megatron_muon_optimizer)
     owners = [module]
     if with_training:
@@ -115,7 +162,6 @@ def _redirections_of_0_17(with_training: bool) -> list[Redirection]:
         owners.append(training)
     return [
         _replace(module, "TensorParallelMuon", releases.muon_of_0_17, "Megatron builds Muon by this name"),
-        *(_replace(module, flag, True, available) for flag in ("HAVE_EMERGING_OPTIMIZERS", "HAVE_EO_V02")),
         *(
             _replace(owner, "get_megatron_muon_optimizer", factory, "checks come before the model is touched")
             for owner in owners
@@ -145,11 +191,11 @@ def _checkpoints_checked() -> list[Redirection]:
 
 
 def _config_redirections() -> list[Redirection]:
-    classes = {
+    classes = dict.fromkeys(  # 0.17 has several; later there are several names of one
         value
         for value in vars(optimizer_config).values()
         if isinstance(value, type) and issubclass(value, optimizer_config.OptimizerConfig)
-    }
+    )
     return [
         Redirection(
             owner=cls,
@@ -176,7 +222,7 @@ def _training_redirections() -> list[Redirection]:
     import megatron.training.training as training
 
     whole = "a checkpoint that is not whole is refused with its reason, whatever is damaged"
-    apart = "layers whose parameters have different owners cannot be stacked into one tensor"
+    apart = "layers whose parameters have different optimizers cannot be stacked into one tensor"
     empty = "a save that was killed while it wrote the tracker file leaves it empty, and Megatron exits with status 0"
     return [
         Redirection(owner=checkpointing, name="_load_base_checkpoint", make=checked_base, reason=whole),
@@ -186,7 +232,7 @@ def _training_redirections() -> list[Redirection]:
             owner=arguments,
             name="add_megatron_arguments",
             make=lambda original: lambda parser: amend(original(parser), releases.unavailable()),
-            reason="--optimizer and --muon-* take what our optimizers take, and refuse the rest when they are parsed",
+            reason="--optimizer and the flags of Muon take what our optimizers take, and refuse the rest when parsed",
         ),
         Redirection(
             owner=training,

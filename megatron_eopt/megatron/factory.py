@@ -71,7 +71,7 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
         tag(split)
         if takes_matrices(name) and getattr(config, "muon_split_qkv", False):
             tag_fused_projections(model_chunks, kwargs["pg_collection"])
-        with without_defaults(name), excluded(owned):
+        with without_defaults(name), excluded(owned), releases.package_not_needed():
             optimizer = build(config, model_chunks, overrides, *args, **kwargs)
         _complete(optimizer, kwargs["pg_collection"])
         manifest = collect(optimizer, owned, config, kwargs["pg_collection"])

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from megatron_eopt.megatron.parameters import Described
 from megatron_eopt.optimizers.skipping import NAME
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
 from megatron_eopt.overrides import Entry, OverrideError, Resolved, match_counts, resolve
-from megatron_eopt.registry import EMERGING_OPTIMIZERS, pairs_rows, takes_matrices
+from megatron_eopt.registry import EMERGING_OPTIMIZERS, EmergingOptimizerEntry, pairs_rows, takes_matrices
 
 # What a group of Megatron's has by the same name as an override.
 _PASSED_ON = (
@@ -213,7 +213,10 @@ def _among(places: set[int]) -> Callable[[Any], bool]:
 def without_defaults(name: str) -> Iterator[None]:
     """While it is open, the registered optimizer routes nothing by itself: what it would route has been resolved."""
     entry = EMERGING_OPTIMIZERS[name]
-    EMERGING_OPTIMIZERS[name] = replace(entry, default_param_overrides={})
+    # by its attributes: an entry may be of another class than ours
+    EMERGING_OPTIMIZERS[name] = EmergingOptimizerEntry(
+        entry.optimizer_cls, entry.init_state_fn, entry.config_to_kwargs, default_param_overrides={}
+    )
     try:
         yield
     finally:

@@ -3,6 +3,8 @@
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -10,6 +12,7 @@ import megatron.core
 import megatron.core.optimizer as core_optimizer
 
 from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.redirect import Redirection, Redirections
 from megatron_eopt.registry import list_optimizers
 
 
@@ -44,6 +47,26 @@ def registry_module() -> ModuleType:
 def muon_factory_module() -> ModuleType:
     """The module that builds Muon where there is no registry (0.17)."""
     return importlib.import_module("megatron.core.optimizer.muon")
+
+
+@contextmanager
+def package_not_needed() -> Iterator[None]:
+    """While it is open, Megatron builds optimizers without asking for the emerging-optimizers package.
+
+    Its flags are left alone otherwise: code behind them imports the package.
+    """
+    asked = [(core_optimizer, "HAVE_EMERGING_OPTIMIZERS")]
+    if not has_registry():
+        asked = [(muon_factory_module(), name) for name in ("HAVE_EMERGING_OPTIMIZERS", "HAVE_EO_V02")]
+    reason = "the optimizers that Megatron builds are ours"
+    flags = Redirections(
+        [Redirection(owner=module, name=name, make=lambda _: True, reason=reason) for module, name in asked]
+    )
+    flags.install()
+    try:
+        yield
+    finally:
+        flags.undo()
 
 
 def check_supported() -> None:

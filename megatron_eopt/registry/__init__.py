@@ -27,7 +27,7 @@ from megatron_eopt.registry.configs import (
     soap_config_to_kwargs,
     spectron_config_to_kwargs,
 )
-from megatron_eopt.registry.model import get_qkv_split_shapes, is_nonlinear_or_embedding
+from megatron_eopt.registry.model import get_qkv_split_shapes, is_muon_excluded, is_nonlinear_or_embedding
 from megatron_eopt.registry.table import (
     EMERGING_OPTIMIZERS,
     EmergingOptimizerEntry,
@@ -43,6 +43,7 @@ from megatron_eopt.registry.table import (
     kwargs_from_config,
     list_optimizer_builders,
     list_optimizers,
+    muon_param_overrides_factory,
     pairs_rows,
     register_optimizer,
     takes_matrices,
@@ -63,6 +64,7 @@ __all__ = [
     "get_optimizer_entry",
     "get_qkv_split_shapes",
     "get_supported_coefficient_types",
+    "is_muon_excluded",
     "is_nonlinear_or_embedding",
     "kwargs_from_config",
     "lion_config_to_kwargs",
@@ -90,7 +92,10 @@ _FOR_ALL = {  # parameters of any shape, so they own them all
     "schedule_free_adamw": (ScheduleFreeAdamW, schedule_free_config_to_kwargs),
 }
 for _name, (_cls, _kwargs) in _FOR_MATRICES.items():
-    register_optimizer(_name, EmergingOptimizerEntry(_cls, config_to_kwargs=_kwargs))
+    register_optimizer(
+        _name,
+        EmergingOptimizerEntry(_cls, config_to_kwargs=_kwargs, default_param_overrides=muon_param_overrides_factory),
+    )
 for _name, (_cls, _kwargs) in _FOR_ALL.items():
     register_optimizer(_name, EmergingOptimizerEntry(_cls, config_to_kwargs=_kwargs, default_param_overrides={}))
 
@@ -102,6 +107,7 @@ _default_adam_based_eopt_config_to_kwargs = default_adam_based_eopt_config_to_kw
 _default_param_overrides_factory = default_param_overrides_factory
 _eopt_init_state_fn = eopt_init_state_fn
 _get_qkv_split_shapes = get_qkv_split_shapes
+_is_muon_excluded = is_muon_excluded
 _is_nonlinear_or_embedding = is_nonlinear_or_embedding
 _kwargs_from_config = kwargs_from_config
 _muon_config_to_kwargs = muon_config_to_kwargs

@@ -121,9 +121,15 @@ def _of_matrices(model_chunks: Sequence[Any], pg_collection: Any) -> dict[str, A
     """What every optimizer of matrices is told of the model and of the ranks."""
     return {
         "is_qkv_fn": lambda param: getattr(param, "is_qkv", False),
-        "qkv_split_shapes": get_qkv_split_shapes(model_chunks[0].config),
+        "qkv_split_shapes": _query_group(model_chunks[0].config),
         "pg_collection": pg_collection,
     }
+
+
+def _query_group(config: Any) -> list[int] | None:
+    """Rows of each part of a query group; None for a model without attention, which has none to split."""
+    sizes = (config.num_attention_heads, config.num_query_groups, config.kv_channels)
+    return get_qkv_split_shapes(config) if all(sizes) else None
 
 
 def _refuse_l2(name: str, config: Any) -> None:

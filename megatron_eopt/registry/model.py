@@ -17,6 +17,11 @@ def is_nonlinear_or_embedding(param: Tensor) -> bool:
     return bool(getattr(param, "is_embedding_or_output_parameter", False)) or not matrices
 
 
+def is_muon_excluded(param: Tensor) -> bool:
+    """The same, and True for a parameter whose attribute ``use_muon`` is False (Megatron-Core after 0.19)."""
+    return not getattr(param, "use_muon", True) or is_nonlinear_or_embedding(param)
+
+
 def get_qkv_split_shapes(model_cfg: Any) -> list[int]:
     """Rows of ``[q, k, v]`` in one query group of a fused projection, ``[q, gate, k, v]`` with an output gate.
 

@@ -2,8 +2,8 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, overload
 from weakref import WeakKeyDictionary
 
@@ -24,36 +24,58 @@ def default_param_overrides_factory() -> dict[Any, dict[str, Any]]:
     return nonlinear_and_embedding_to_adam()
 
 
+def muon_param_overrides_factory() -> dict[Any, dict[str, Any]]:
+    """The routing of Muon and its relatives: the default one, and parameters with ``use_muon=False`` to Adam, too."""
+    from megatron_eopt.megatron.routing import excluded_from_muon_to_adam
+
+    return excluded_from_muon_to_adam()
+
+
 class _DefaultOverrides:
-    """Field of an entry that is made by :func:`default_param_overrides_factory` when it is first read."""
+    """Field of an entry that may be given by a function of no arguments, which is called when it is first read."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.key = f"_{name}"
 
     def __get__(self, entry: Any, owner: type | None = None) -> Any:
         if entry is None:
-            return None  # what dataclass takes for the default of the field
-        if getattr(entry, self.key) is None:
-            setattr(entry, self.key, default_param_overrides_factory())
+            return default_param_overrides_factory  # what dataclass takes for the default of the field
+        if callable(getattr(entry, self.key)):
+            setattr(entry, self.key, getattr(entry, self.key)())
         return getattr(entry, self.key)
 
-    def __set__(self, entry: Any, value: dict[Any, dict[str, Any]] | None) -> None:
-        setattr(entry, self.key, value)
+    def __set__(self, entry: Any, value: Any) -> None:
+        setattr(entry, self.key, default_param_overrides_factory if value is None else value)
 
 
 def eopt_init_state_fn(opt: Optimizer, config: Any = None) -> None:
     """Create every state tensor of every parameter, gradient or not: what a checkpoint is loaded into.
 
+    Calls ``opt.init_state()``, else Megatron's ``opt._init_group(group, skip_non_grad_params=False)`` for each group.
+
     Raises:
-        TypeError: for an optimizer that has no ``init_state``.
+        TypeError: for an optimizer that has neither.
     """
-    init_state = getattr(opt, "init_state", None)
-    if init_state is None:
+    if hasattr(opt, "init_state"):
+        opt.init_state()
+        return
+    if not _has_init_group(opt):
         raise TypeError(
-            f"{type(opt).__name__} has no init_state(), which creates the state of every parameter: "
-            f"add one, or register the optimizer with an init_state_fn of its own"
+            f"{type(opt).__name__} has no init_state(), and no _init_group(group, skip_non_grad_params=False), which "
+            f"create the state of every parameter: add one of them, or register the optimizer with an init_state_fn "
+            f"of its own"
         )
-    init_state()
+    for group in opt.param_groups:
+        opt._init_group(group, skip_non_grad_params=False)  # type: ignore[attr-defined]
+
+
+def _has_init_group(opt: Optimizer) -> bool:
+    """Whether there is an ``_init_group`` as Megatron calls it: those of torch's optimizers take other arguments."""
+    try:
+        inspect.signature(opt._init_group).bind({}, skip_non_grad_params=False)  # type: ignore[attr-defined]
+    except (AttributeError, TypeError):
+        return False
+    return True
 
 
 @dataclass(eq=False, repr=False)  # a repr would ask for the overrides, and so import Megatron
@@ -65,8 +87,8 @@ class EmergingOptimizerEntry:
         init_state_fn: ``(opt, config=None)``, creates every state tensor of every parameter.
         config_to_kwargs: ``(config, model_chunks, pg_collection) -> dict`` of arguments for ``optimizer_cls``; None for
             :func:`default_adam_based_eopt_config_to_kwargs`.
-        default_param_overrides: Megatron's ``ParamKey`` -> settings, applied to every model; by default it gives
-            parameters that are no matrices, and embeddings, to Adam.
+        default_param_overrides: Megatron's ``ParamKey`` -> settings, applied to every model, or a function of no
+            arguments that returns them; by default they give parameters that are no matrices, and embeddings, to Adam.
     """
 
     optimizer_cls: type[Optimizer]
@@ -81,7 +103,81 @@ class UnknownOptimizerError(ValueError, KeyError):
     __str__ = Exception.__str__  # KeyError's puts the message in quotes
 
 
-EMERGING_OPTIMIZERS: dict[str, EmergingOptimizerEntry] = {}
+def _lacking(entry: Any) -> list[str]:
+    """Attributes of an entry that an object has not; asked of no entry, whose overrides would import Megatron."""
+    if isinstance(entry, EmergingOptimizerEntry):
+        return []
+    return [field.name for field in fields(EmergingOptimizerEntry) if not hasattr(entry, field.name)]
+
+
+class Registry(MutableMapping[str, EmergingOptimizerEntry]):
+    """Name -> entry: a dict of its own, and between :meth:`forward` and :meth:`forward_no_more` Megatron's.
+
+    Whoever put a name in keeps it. An entry that was put in through this mapping leaves Megatron's dict with
+    :meth:`forward_no_more`; one that was put into Megatron's dict stays there, and is seen here only in between.
+    """
+
+    def __init__(self) -> None:
+        self._own: dict[str, EmergingOptimizerEntry] = {}
+        self._live = self._own
+        self._made_room: dict[str, EmergingOptimizerEntry] = {}
+
+    def __getitem__(self, name: str) -> EmergingOptimizerEntry:
+        return self._live[name]
+
+    def __setitem__(self, name: str, entry: EmergingOptimizerEntry) -> None:
+        if lacking := _lacking(entry):
+            raise TypeError(
+                f"expected an EmergingOptimizerEntry for {name!r}, got {type(entry).__name__}, "
+                f"which has no {', '.join(lacking)}"
+            )
+        if name not in self._live or self._put_in_here(name):
+            self._own[name] = entry
+        self._live[name] = entry
+
+    def __delitem__(self, name: str) -> None:
+        put_in_here = self._put_in_here(name)
+        del self._live[name]
+        if put_in_here:
+            self._own.pop(name, None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._live)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def forward(self, theirs: dict[str, EmergingOptimizerEntry], make_room: Iterable[str]) -> None:
+        """Put the entries into Megatron's dict, and read and write that from now on.
+
+        Args:
+            theirs: Megatron's dict. A name that it has already keeps its entry there.
+            make_room: names in it whose entries make room for those of this mapping, until :meth:`forward_no_more`.
+        """
+        self._made_room = {name: theirs[name] for name in make_room if name in self._own}
+        for name, entry in self._own.items():
+            if name not in theirs or name in self._made_room:
+                theirs[name] = entry
+        self._live = theirs
+
+    def forward_no_more(self) -> None:
+        """Take the entries out of Megatron's dict, and put back what had made room for them."""
+        if self._live is self._own:
+            return
+        theirs, self._live = self._live, self._own
+        for name, entry in self._own.items():
+            if theirs.get(name) is not entry:
+                continue
+            if name in self._made_room:
+                theirs[name] = self._made_room[name]
+            else:
+                del theirs[name]
+
+    def _put_in_here(self, name: str) -> bool:
+        return name in self._own and self._own[name] is self._live.get(name)
+
+
+EMERGING_OPTIMIZERS = Registry()
 _BUILDERS: dict[str, Builder] = {}
 _BUILT: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
 
@@ -100,13 +196,15 @@ def register_optimizer(name: str, entry: EmergingOptimizerEntry | None = None) -
     With an entry, ``--optimizer NAME`` builds it in Megatron. With the name alone this is a decorator for a builder of
     plain torch, ``(param_groups, config) -> Optimizer``, which :func:`get_optimizer_builder` returns.
 
+    Args:
+        name: for ``--optimizer``, or for the config of plain torch.
+        entry: an :class:`EmergingOptimizerEntry`, Megatron's own one, or any object with the same four attributes.
+
     Raises:
         ValueError: if the name is taken.
-        TypeError: if ``entry`` is not an entry.
+        TypeError: if ``entry`` lacks one of the attributes.
     """
     if entry is not None:
-        if not isinstance(entry, EmergingOptimizerEntry):
-            raise TypeError(f"expected an EmergingOptimizerEntry for {name!r}, got {type(entry).__name__}")
         _check_free(name, EMERGING_OPTIMIZERS)
         EMERGING_OPTIMIZERS[name] = entry
         return entry

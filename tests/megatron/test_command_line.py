@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from megatron_eopt.megatron import activation
-from tests.megatron.runs import MUON, SMALL_GPT, start, summary, train
+from tests.megatron.runs import MUON, ROOT, SMALL_GPT, start, summary, train
 
 
 @pytest.fixture
@@ -65,17 +65,27 @@ def test_activation_can_be_repeated_and_undone():
     def seen():
         owners = (core, theirs, arguments)
         changing = [(owner.__name__, key, id(value)) for owner in owners for key, value in vars(owner).items()]
-        return changing, core.OptimizerConfig.__init__, list(EMERGING_OPTIMIZERS)
+        entries = (dict(theirs._EMERGING_OPTIMIZERS), dict(EMERGING_OPTIMIZERS))
+        return changing, core.OptimizerConfig.__init__, entries
 
     before = seen()
     activate()
     once = seen()
     assert once != before
-    assert core._EMERGING_OPTIMIZERS is theirs._EMERGING_OPTIMIZERS is EMERGING_OPTIMIZERS
+    assert core._EMERGING_OPTIMIZERS is theirs._EMERGING_OPTIMIZERS
+    assert dict(EMERGING_OPTIMIZERS) == core._EMERGING_OPTIMIZERS
     activate()
     assert seen() == once
     activation.deactivate()
     assert seen() == before
+
+
+def test_the_page_lists_what_is_replaced():
+    text = "\n".join(f"- `{what}`: {why}" for what, why in activation.describe().items())
+    page = (ROOT / "docs" / "how-it-works.md").read_text()
+    listed = re.search(r"<!-- activate -->\n\n(.*?)\n*<!-- end -->", page, re.DOTALL)
+    assert listed is not None
+    assert listed[1] == text, f"the list on docs/how-it-works.md is not what the code says, which is\n{text}"
 
 
 def test_without_megatron_training_the_core_is_activated(monkeypatch):
@@ -87,7 +97,7 @@ def test_without_megatron_training_the_core_is_activated(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "megatron.training", None)
     activation.activate()
-    assert core._EMERGING_OPTIMIZERS is EMERGING_OPTIMIZERS
+    assert dict(EMERGING_OPTIMIZERS) == core._EMERGING_OPTIMIZERS
     activation.deactivate()
 
 

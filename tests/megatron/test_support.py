@@ -59,6 +59,10 @@ REFUSED = {
         run(cut_twice="mlp.linear_fc1.weight", weight_shards=4),
         r"mlp\.linear_fc1\.weight is cut a second time over 4 ranks.*num-weight-shards",
     ),
+    "experts in one parameter": (
+        run(grouped_experts="mlp.experts.linear_fc1.weight"),
+        r"linear_fc1\.weight holds what is several experts'.*leave --moe-single-grouped-weight and .*-bias away",
+    ),
     "use_distributed_optimizer without the layer-wise one": (
         run(data_parallel=2, settings={"use_distributed_optimizer": True}),
         r"use_distributed_optimizer cuts matrices by bytes.*use_layer_wise_distributed_optimizer",
@@ -172,6 +176,7 @@ def plain_model():
         run(**DEALT, expert_data_parallel=1, settings={"overlap_param_gather": True}, release="0.18.2"),
         run(ddp=DISTRIBUTED),  # one rank has all of every gradient
         run(release="0.20.0rc1", layer_wise=True, settings={"overlap_param_gather": True}),
+        run(**LION, grouped_experts="mlp.experts.linear_fc1.weight"),  # element by element, whosever they are
         run("lion", cut_twice="weight", weight_shards=2, takes_matrices=False),  # element by element, at any cut
         run(args=SimpleNamespace(ckpt_format="torch", dump_param_to_param_group_map=None)),
         run(excludes=True, routes_optimizers=True),
@@ -256,6 +261,44 @@ def test_weights_that_are_cut_a_second_time_are_refused():
     for cut in ({"gtp_remat": Group(2)}, {"gtp_remat": Group(1), "expt_gtp_remat": Group(2)}):
         with pytest.raises(ValueError, match=r"linear\.weight is cut a second time over 2 ranks"):
             check(**cut)
+
+
+class GroupedExperts(torch.nn.Module):
+    """Four experts as Transformer Engine 2.14 makes them for Megatron-Core 0.19, with all that both put on them."""
+
+    def __init__(self, parallel_mode, single_grouped_weight=True, single_grouped_bias=False):
+        super().__init__()
+        self.num_gemms, self.use_bias = 4, True
+        self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
+        for name, single, shape in (("weight", single_grouped_weight, (6, 8)), ("bias", single_grouped_bias, (6,))):
+            if single:
+                self.register_parameter(name, torch.nn.Parameter(torch.ones(4, *shape)))
+            for expert in range(4):
+                own = None if single else torch.nn.Parameter(torch.ones(shape))
+                self.register_parameter(f"{name}{expert}", own)
+        for parameter in self.parameters():  # partition_dim is that of one expert's matrix, also in the stack
+            parameter.allreduce, parameter.tensor_model_parallel = False, True
+            parameter.partition_dim, parameter.partition_stride = 0 if parallel_mode == "column" else 1, 1
+
+
+@pytest.mark.parametrize("parallel_mode", ["column", "row"])
+@pytest.mark.parametrize(
+    ("single", "name"),
+    [({}, "weight"), ({"single_grouped_weight": False, "single_grouped_bias": True}, "bias")],
+)
+def test_experts_in_one_parameter_are_refused(parallel_mode, single, name):
+    model = Model()
+    model.experts = GroupedExperts(parallel_mode, **single)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    for optimizer in ("muon", "soap", "dist_muon"):
+        with pytest.raises(ValueError, match=rf"experts\.{name} holds what is several experts'.*--moe-single-grouped"):
+            refuse_unsupported(Run.of(config(optimizer), [model], groups()))
+    refuse_unsupported(Run.of(config("lion"), [model], groups()))
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    getattr(model.experts, name).requires_grad = False
+    refuse_unsupported(Run.of(config(), [model], groups()))
+    model.experts = GroupedExperts(parallel_mode, single_grouped_weight=False)
+    refuse_unsupported(Run.of(config(), [model], groups()))
 
 
 def test_the_matrix_says_what_the_rules_say():

@@ -27,6 +27,7 @@ class Run:
         whole_matrices: whether Megatron laid the gradient buffers out so that no matrix is cut over their shards.
         weight_shards: ranks over which ``--tensor-parallel-num-weight-shards`` cuts, or the one of experts.
         cut_twice: name of the first parameter that is cut so.
+        grouped_experts: name of the first parameter that holds the weights, or the biases, of several experts.
         expert_vector: name of the first expert-parallel parameter that goes to the scalar optimizer.
         routes_optimizers: whether overrides give parameters another optimizer than the default routing does.
         excludes: whether overrides exclude parameters from every optimizer.
@@ -49,6 +50,7 @@ class Run:
     whole_matrices: bool = False
     weight_shards: int = 1
     cut_twice: str | None = None
+    grouped_experts: str | None = None
     expert_vector: str | None = None
     routes_optimizers: bool = False
     excludes: bool = False
@@ -105,6 +107,7 @@ class Run:
             whole_matrices=any(on(p, "is_managed_by_layer_wise_optimizer") for _, p in parameters),
             weight_shards=max(map(_size, shards)),
             cut_twice=next((n for n, p in parameters if on(p, "is_gtp_weight_remat")), None),
+            grouped_experts=_grouped_experts(model_chunks),
             expert_vector=next((n for n, p in experts if is_nonlinear_or_embedding(p)), None),
             routes_optimizers=routes_optimizers,
             excludes=excludes,
@@ -135,6 +138,20 @@ class Run:
 def on(settings: Any, name: str) -> bool:
     """Whether a config has a field of this name that is set; configs may be None, and of any release."""
     return bool(getattr(settings, name, False))
+
+
+def _grouped_experts(model_chunks: Sequence[Any]) -> str | None:
+    """Name of the first parameter of Transformer Engine's that holds the weights, or the biases, of several experts."""
+    named_modules = (each for chunk in model_chunks for each in chunk.named_modules())
+    return next(
+        (
+            f"{path}.{name}"
+            for path, module in named_modules
+            for name in ("weight", "bias")
+            if on(module, f"single_grouped_{name}") and on(getattr(module, name, None), "requires_grad")
+        ),
+        None,
+    )
 
 
 def _size(group: Any) -> int:

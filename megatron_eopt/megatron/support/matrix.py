@@ -85,6 +85,10 @@ FEATURES = (
     Feature("--loss-scale with --bf16", _config(loss_scale=1024.0)),
     Feature("tensor, pipeline (also interleaved) and data parallelism"),
     Feature("expert parallelism", note="every expert's matrices are matrices of their own"),
+    Feature(
+        "--moe-single-grouped-weight, --moe-single-grouped-bias (unproven)",
+        _always(grouped_experts="a weight"),
+    ),
     Feature("--tensor-parallel-num-weight-shards", _always(cut_twice="a weight", weight_shards=2)),
     Feature("--use-distributed-optimizer with --bf16", _shared(), _WHOLE),
     Feature("--use-distributed-optimizer in fp32", _shared(config=SimpleNamespace(use_distributed_optimizer=True))),

@@ -81,6 +81,14 @@ RULES = (
         lambda run: run.takes_matrices and run.cut_twice is not None and run.weight_shards > 1,
     ),
     Rule(
+        "experts in one parameter",
+        "{run.grouped_experts} holds what is several experts', and Megatron-Core saves each expert by itself and would "
+        "not find the optimizer state that belongs to it",
+        "leave --moe-single-grouped-weight and --moe-single-grouped-bias away, which gives every expert parameters of "
+        "its own",
+        lambda run: run.takes_matrices and run.grouped_experts is not None,
+    ),
+    Rule(
         "use_distributed_optimizer without the layer-wise one",
         "use_distributed_optimizer cuts matrices by bytes, so that Megatron-Core does not build it with "
         "{run.optimizer!r}",

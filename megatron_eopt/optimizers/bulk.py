@@ -5,12 +5,20 @@ without asking the device which ones these are.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 Scalar = float | Tensor
 """A number, or a tensor without dimensions on the device of the parameters."""
+
+DecayMethod = Literal["decoupled", "l2", "independent", "palm"]
+"""What weight decay is: ``p -= lr * weight_decay * p`` [1]; ``g + weight_decay * p`` in place of ``g``;
+``p -= weight_decay * p``, whatever the learning rate; ``p -= lr^2 * weight_decay * p``, after PaLM's of ``lr^2`` [2].
+
+[1] Loshchilov and Hutter, arXiv 1711.05101.  [2] Chowdhery et al., arXiv 2204.02311.
+"""
 
 AT_ONCE = 16
 """Tensors whose further copies are in memory at a time."""
@@ -24,8 +32,16 @@ def replace_rejected(gradients: Sequence[Tensor], momenta: Sequence[Tensor], acc
     return [torch.where(*each) for each in zip(accepted.unbind(), gradients, momenta, strict=True)]
 
 
-def decay(parameters: Sequence[Tensor], lr: Scalar, weight_decay: Scalar, accepted: Tensor) -> None:
-    """``p -= lr * weight_decay * p``."""
+def decay(
+    parameters: Sequence[Tensor],
+    lr: Scalar,
+    weight_decay: Scalar,
+    accepted: Tensor,
+    method: DecayMethod = "decoupled",
+) -> None:
+    """``p -= lr * weight_decay * p``, or by another method than ``l2``, which changes no parameter."""
+    if method != "decoupled":
+        lr = 1.0 if method == "independent" else lr * lr
     torch._foreach_mul_(list(parameters), (1 - lr * weight_decay * accepted.double()).unbind())
 
 
@@ -39,6 +55,16 @@ def average(momenta: Sequence[Tensor], gradients: Sequence[Tensor], beta: float,
     """``m += (1 - beta) (g - m)``; returns ``(1 - beta) g + beta m``, or ``m`` itself without Nesterov's look-ahead."""
     torch._foreach_lerp_(list(momenta), list(gradients), 1 - beta)
     return list(torch._foreach_lerp(list(gradients), list(momenta), beta)) if nesterov else list(momenta)
+
+
+def averaged(momenta: Sequence[Tensor], gradients: Sequence[Tensor], beta: float, nesterov: bool) -> list[Tensor]:
+    """What :func:`average` returns, as further tensors: the momenta stay as they are."""
+    found: list[Tensor] = []
+    for start in range(0, len(momenta), AT_ONCE):
+        of_some = list(gradients[start : start + AT_ONCE])
+        new = list(torch._foreach_lerp(list(momenta[start : start + AT_ONCE]), of_some, 1 - beta))
+        found += torch._foreach_lerp(of_some, new, beta) if nesterov else new
+    return found
 
 
 def apply(parameters: Sequence[Tensor], updates: Sequence[Tensor], lr: Scalar, accepted: Tensor) -> None:

@@ -187,7 +187,6 @@ class TensorParallelMuon(PlannedOptimizer):
             "fp32_matmul_prec": settings.fp32_matmul_prec,
             "scale_mode": self.scale_mode,
             "extra_scale_factor": self.extra_scale_factor,
-            "nesterov": self.use_nesterov,
             "weight_decay_method": decay_method(type(self).__name__, self.defaults),
             "split_qkv": self.split_qkv,
             "tp_mode": self.tp_mode,

@@ -1,6 +1,5 @@
 """Calls of an ``orthogonalize`` that may be the user's: one parameter at a time, and without a trace if it fails."""
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -26,11 +25,19 @@ def decay(batch: Batch, index: slice, accepted: Tensor) -> None:
         bulk.decay(parameters, batch.lr, batch.weight_decay, accepted[index], batch.decay_method)
 
 
-def update_of(orthogonalize: Orthogonalize, batch: Batch, index: int, accepted: Tensor, update: Tensor) -> Tensor:
+def update_of(
+    orthogonalize: Orthogonalize,
+    taken: frozenset[str] | None,
+    batch: Batch,
+    index: int,
+    accepted: Tensor,
+    update: Tensor,
+) -> Tensor:
     """What ``orthogonalize`` makes of one update. While it runs, the parameter is as it is after its weight decay.
 
     Args:
-        orthogonalize: takes the parameter, the update, and all settings of the group, some by name, or none.
+        orthogonalize: takes the parameter, the update, and settings of the group by name.
+        taken: see :func:`settings_taken`.
         batch: what the parameter belongs to.
         index: of the parameter in it.
         accepted: for each parameter of the batch, whether it takes part in this step.
@@ -43,7 +50,6 @@ def update_of(orthogonalize: Orthogonalize, batch: Batch, index: int, accepted: 
         ValueError: for a result that cannot be subtracted from the parameter.
     """
     parameter, settings = batch.parameters[index], batch.settings
-    taken = settings_taken(orthogonalize)
     if taken is not None:
         settings = {key: settings[key] for key in taken & settings.keys()}
     before = local(parameter).clone() if decays(batch) and batch.decay_method != "l2" else None
@@ -62,17 +68,11 @@ def update_of(orthogonalize: Orthogonalize, batch: Batch, index: int, accepted: 
 
 def settings_taken(orthogonalize: Orthogonalize) -> frozenset[str] | None:
     """Names of the settings that an ``orthogonalize`` takes beside the parameter and the update; None for all."""
-    function = getattr(orthogonalize, "__func__", orthogonalize)
-    return _settings_taken(function, 2 if function is orthogonalize else 3)
-
-
-@functools.cache  # of functions, not of methods, which would keep their optimizers alive
-def _settings_taken(function: Callable[..., Any], leading: int) -> frozenset[str] | None:
-    parameters = list(inspect.signature(function).parameters.values())
+    parameters = list(inspect.signature(orthogonalize).parameters.values())
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return None
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return frozenset(each.name for each in parameters[leading:] if each.kind in by_name)
+    return frozenset(each.name for each in parameters[2:] if each.kind in by_name)
 
 
 def _problem(result: Any, update: Tensor, parameter: Tensor) -> str | None:

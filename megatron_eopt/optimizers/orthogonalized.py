@@ -15,7 +15,7 @@ from megatron_eopt.optimizers.bulk import DecayMethod, Scalar
 from megatron_eopt.optimizers.checks import check_rates
 from megatron_eopt.optimizers.logical import LogicalMatrices
 from megatron_eopt.optimizers.momentum_groups import DECOUPLED, METHOD, check_flag, decay_method, in_own_words
-from megatron_eopt.optimizers.one_by_one import decay, decays, update_of
+from megatron_eopt.optimizers.one_by_one import decay, decays, settings_taken, update_of
 from megatron_eopt.optimizers.skipping import names_of_last, parameter_names
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.stepping import SteppingOptimizer
@@ -283,8 +283,8 @@ class OrthogonalizedOptimizer(SteppingOptimizer, LogicalMatrices):
             updates = [update for pair in each for update in self._average(*pair, bulk.averaged)]
             factors = self._orthogonalize_all(batches, updates, accepted_of)
             for pair in each:
+                self._average(*pair, bulk.average, last=True)
                 decay(pair[0], slice(None), pair[1])
-                self._average(*pair, bulk.average)
         else:
             for pair in each:
                 decay(pair[0], slice(None), pair[1])
@@ -298,13 +298,16 @@ class OrthogonalizedOptimizer(SteppingOptimizer, LogicalMatrices):
         with fp32_products(self.fp32_matmul_prec):
             return self._orthogonalize(batches, updates, accepted)
 
-    def _average(self, batch: Batch, accepted: Tensor, average: Callable[..., list[Tensor]]) -> list[Tensor]:
+    def _average(
+        self, batch: Batch, accepted: Tensor, average: Callable[..., list[Tensor]], last: bool = False
+    ) -> list[Tensor]:
+        """The updates before they are orthogonalized; where they are there already, the momenta alone."""
         gradients = batch.gradients
         if decays(batch) and batch.decay_method == "l2":
             gradients = bulk.with_decay(gradients, [local(p) for p in batch.parameters], batch.weight_decay)
         gradients = bulk.replace_rejected(gradients, batch.momenta, accepted)
-        settings = batch.settings
-        return average(batch.momenta, gradients, settings[self.momentum_key], settings[self.nesterov_key])
+        nesterov = batch.settings[self.nesterov_key] and not last
+        return average(batch.momenta, gradients, batch.settings[self.momentum_key], nesterov)
 
     def _orthogonalize(
         self, batches: Sequence[Batch], updates: list[Tensor], accepted: Sequence[Tensor]
@@ -321,9 +324,10 @@ class OrthogonalizedOptimizer(SteppingOptimizer, LogicalMatrices):
             for batch, flags in zip(batches, accepted, strict=True)
             for index in range(len(batch.places))
         )
+        taken = settings_taken(self.orthogonalize)
         for number, of_parameter in enumerate(each):
             if updates[number].numel():
-                updates[number] = update_of(self.orthogonalize, *of_parameter, updates[number])
+                updates[number] = update_of(self.orthogonalize, taken, *of_parameter, updates[number])
         return updates
 
     def _apply(self, batches: Sequence[Batch], updates: Sequence[Tensor], accepted: Sequence[Tensor]) -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from megatron_eopt import TensorParallelAdaptiveMuon, TensorParallelMuon
 from megatron_eopt.matrices import Split
@@ -439,3 +440,12 @@ def test_each_wrong_split_is_a_value_error_of_its_own(changed, message):
     given = {"split_qkv": True, "is_qkv_fn": lambda p: True, "qkv_split_shapes": (6, 3, 3), **changed}
     with pytest.raises(ValueError, match=message):
         optimizer([p], **given)
+
+
+def test_state_that_is_made_before_lets_torchs_checkpoints_read_an_independent_decay():
+    model = torch.nn.Linear(4, 6, bias=False)
+    before = model.weight.detach().clone()
+    opt = optimizer([model.weight], weight_decay_method="independent")
+    opt.init_state()
+    assert get_optimizer_state_dict(model, opt)["state"]["weight"]["momentum_buffer"].shape == (6, 4)
+    assert torch.equal(model.weight, before)

@@ -12,7 +12,9 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import adaptive_step, second_moment
 from megatron_eopt.optimizers.adaptive_step import Part, tall
 from megatron_eopt.optimizers.batch import Batch, local
+from megatron_eopt.optimizers.bulk import DecayMethod
 from megatron_eopt.optimizers.group_settings import UpdateSettings
+from megatron_eopt.optimizers.momentum_groups import check_flag, decay_method
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.second_moment import Moment2Method
 from megatron_eopt.optimizers.sharded import TensorParallelGroups
@@ -88,7 +90,9 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         data_parallel_group: ProcessGroup | None = None,
         plan_rates: Rates | Literal["measure"] = DEFAULT_RATES,
         symmetric_products: str | None = None,
+        weight_decay_method: DecayMethod | None = None,
     ) -> None:
+        check_flag(type(self).__name__, "align_rms", align_rms)
         check_choice("moment2_method", moment2_method, get_args(Moment2Method))
         if type(self).orthogonalize is not TensorParallelMuon.orthogonalize:
             raise TypeError(
@@ -120,10 +124,21 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
             data_parallel_group,
             plan_rates,
             symmetric_products,
+            weight_decay_method,
         )
 
     def _further_settings(self) -> dict[str, Any]:
         return self._second_rates
+
+    def _check_settings(self, group: dict[str, Any]) -> None:
+        super()._check_settings(group)
+        name, weight_decay = type(self).__name__, group["weight_decay"]
+        decays = isinstance(weight_decay, Tensor) or weight_decay != 0
+        if self.moment2_method == "namo" and decays and decay_method(name, group) == "l2":
+            raise ValueError(
+                f"{name}: namo compares the norms of gradient and momentum, which L2 decay would add to: take "
+                f"use_decoupled_weight_decay=True, or weight_decay=0 instead of {weight_decay}"
+            )
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -133,11 +148,6 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         if not 0 < group["eps"] < inf:
             raise ValueError(
                 f"{name}: eps must be a finite number above 0, since {method} divides by it, got {group['eps']}"
-            )
-        if method == "namo" and not self.use_decoupled_weight_decay and group["weight_decay"]:
-            raise ValueError(
-                f"{name}: namo compares the norms of gradient and momentum, which L2 decay would add to: take "
-                f"use_decoupled_weight_decay=True, or weight_decay=0 instead of {group['weight_decay']}"
             )
         names = names_of_last(self.param_groups)
         for parameter, called in zip(group["params"], names, strict=True):
@@ -175,7 +185,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
             self.moment2_method,
             self.align_rms,
             rates["momentum"],
-            self.use_nesterov,
+            rates[self.nesterov_key],
             rates["beta2"],
         )
 
@@ -228,8 +238,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         else:
             directed = adaptive_step.namo(flat, norms)
         scaled = (
-            # the scale of a piece without entries may divide by zero
-            (x * (ratio * part.scale(*part.matrix.shape))).to(part.factor.dtype) if x.numel() else part.factor
+            (x * (ratio * part.scale(*part.matrix.shape))).to(part.factor.dtype)
             for part, (x, ratio) in zip(flat, directed, strict=True)
         )
         return [planned.merge(place, [next(scaled) for _ in of]) for place, of in zip(places, parts, strict=True)]

@@ -1,16 +1,12 @@
 """What a step works on, gathered once: the same for every way to run it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.optimizers.bulk import Scalar
-
-GroupRates = Sequence[tuple[Scalar, Scalar]]
-"""Learning rate and weight decay of each group."""
+from megatron_eopt.optimizers.bulk import DecayMethod, Scalar
 
 
 @dataclass(frozen=True)
@@ -24,6 +20,9 @@ class Batch:
         gradients: of each gradient, in the dtype of the momentum.
         further: of what else is kept of each parameter and changed in a step.
         settings: of the group.
+        lr: learning rate of the group.
+        weight_decay: of the group.
+        decay_method: how the weight decay is applied.
     """
 
     places: list[int]
@@ -32,6 +31,9 @@ class Batch:
     gradients: list[Tensor]
     further: list[list[Tensor]]
     settings: dict[str, Any]
+    lr: Scalar
+    weight_decay: Scalar
+    decay_method: DecayMethod
 
 
 def local(x: Tensor) -> Tensor:

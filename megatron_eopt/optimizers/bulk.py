@@ -17,6 +17,9 @@ DecayMethod = Literal["decoupled", "l2", "independent", "palm"]
 """What weight decay is: ``p -= lr * weight_decay * p`` [1]; ``g + weight_decay * p`` in place of ``g``;
 ``p -= weight_decay * p``, whatever the learning rate; ``p -= lr^2 * weight_decay * p``, after PaLM's of ``lr^2`` [2].
 
+``independent`` decays at a rate of 0, too, and torch's ``get_optimizer_state_dict`` steps with that rate where there is
+no state yet: call ``init_state()`` before it.
+
 [1] Loshchilov and Hutter, arXiv 1711.05101.  [2] Chowdhery et al., arXiv 2204.02311.
 """
 
@@ -68,6 +71,16 @@ def heavy_ball(
     torch._foreach_mul_(list(momenta), betas)
     torch._foreach_add_(list(momenta), list(gradients))
     return list(torch._foreach_add(list(gradients), list(momenta), alpha=beta)) if nesterov else list(momenta)
+
+
+def averaged(momenta: Sequence[Tensor], gradients: Sequence[Tensor], beta: float, nesterov: bool) -> list[Tensor]:
+    """What :func:`average` returns, as further tensors: the momenta stay as they are."""
+    found: list[Tensor] = []
+    for start in range(0, len(momenta), AT_ONCE):
+        of_some = list(gradients[start : start + AT_ONCE])
+        new = list(torch._foreach_lerp(list(momenta[start : start + AT_ONCE]), of_some, 1 - beta))
+        found += torch._foreach_lerp(of_some, new, beta) if nesterov else new
+    return found
 
 
 def apply(parameters: Sequence[Tensor], updates: Sequence[Tensor], lr: Scalar, accepted: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Checks that several optimizers share."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -11,8 +11,30 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.optimizers.batch import local
 from megatron_eopt.optimizers.skipping import parameter_names
 
+_SCALARS = ("lr", "weight_decay", "momentum", "momentum_beta", "beta2", "shampoo_beta", "eps", "radius")
 
-def check_rates(name: str, group: dict[str, Any]) -> None:
+
+def check_scalars(name: str, group: Mapping[str, Any]) -> None:
+    """Check that settings of a group that are numbers have one entry where they are tensors.
+
+    Args:
+        name: of the optimizer, for messages.
+        group: its settings.
+
+    Raises:
+        ValueError: for one of more entries, or of none.
+    """
+    of_keys = [(key, group[key]) for key in _SCALARS if key in group]
+    betas = group.get("betas")
+    of_keys += [("betas", beta) for beta in betas] if isinstance(betas, list | tuple) else [("betas", betas)]
+    for key, value in of_keys:
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"{name}: {key} must be a number, or a tensor of one entry, got a tensor of shape {tuple(value.shape)}"
+            )
+
+
+def check_rates(name: str, group: Mapping[str, Any]) -> None:
     """Check ``lr`` and ``weight_decay`` of a group.
 
     Args:
@@ -22,6 +44,7 @@ def check_rates(name: str, group: dict[str, Any]) -> None:
     Raises:
         ValueError: for one out of its range.
     """
+    check_scalars(name, group)
     for key in ("lr", "weight_decay"):
         if not 0 <= group[key] < inf:
             raise ValueError(f"{name}: {key} must be a finite number of at least 0, got {group[key]}")

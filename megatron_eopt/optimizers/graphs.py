@@ -12,9 +12,10 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.batch import Batch, GroupRates, local
+from megatron_eopt.optimizers.batch import Batch, local
+from megatron_eopt.optimizers.bulk import Scalar
 
-Update = Callable[[Sequence[Batch], Tensor, GroupRates], None]
+Update = Callable[[Sequence[Batch], Tensor], None]
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 _WARM_UPS = 2  # torch's advice is a few runs before the capture: kernels are compiled and chosen in them
@@ -32,7 +33,7 @@ class GraphedUpdate:
     """Runs an update through a graph that is captured at the first call.
 
     Args:
-        update: what is captured: it reads batches, flags and rates on the device, and waits for nothing.
+        update: what is captured: it reads batches and flags on the device, and waits for nothing.
         capture: records a function of no arguments, and returns what runs it again.
     """
 
@@ -41,14 +42,14 @@ class GraphedUpdate:
         self._capture = capture
         self._replay: Callable[[], None] | None = None
 
-    def __call__(self, batches: Sequence[Batch], accepted: Tensor, rates: GroupRates) -> None:
+    def __call__(self, batches: Sequence[Batch], accepted: Tensor) -> None:
         """Update as ``update`` would.
 
         Raises:
             RuntimeError: if something that was captured has changed since.
         """
         if self._replay is None:
-            self._record(batches, accepted, rates)
+            self._record(batches, accepted)
         elif self._key(batches) != self._captured:
             raise RuntimeError(
                 "the parameters with gradients, or the settings of a group, are not those that the CUDA graph of the "
@@ -58,20 +59,23 @@ class GraphedUpdate:
             if static.places:
                 torch._foreach_copy_(static.gradients, batch.gradients)
         self._accepted.copy_(accepted)
-        for rate, static_rate in zip((r for pair in rates for r in pair), self._scalars, strict=True):
+        for rate, static_rate in zip(_rates(batches), _rates(self._batches), strict=True):
+            assert isinstance(static_rate, Tensor)
             static_rate.copy_(rate) if isinstance(rate, Tensor) else static_rate.fill_(rate)
         assert self._replay is not None
         self._replay()
 
-    def _record(self, batches: Sequence[Batch], accepted: Tensor, rates: GroupRates) -> None:
+    def _record(self, batches: Sequence[Batch], accepted: Tensor) -> None:
         self._captured = self._key(batches)
-        self._batches = [replace(batch, gradients=[g.clone() for g in batch.gradients]) for batch in batches]
+        rate = torch.zeros((), dtype=torch.float64, device=accepted.device)
+        self._batches = [
+            replace(batch, gradients=[g.clone() for g in batch.gradients], lr=rate.clone(), weight_decay=rate.clone())
+            for batch in batches
+        ]
         self._accepted = accepted.clone()
-        self._scalars = [torch.zeros((), dtype=torch.float64, device=accepted.device) for _ in range(2 * len(rates))]
-        static_rates = list(zip(self._scalars[::2], self._scalars[1::2], strict=True))
 
         def run() -> None:
-            self._update(self._batches, self._accepted, static_rates)
+            self._update(self._batches, self._accepted)
 
         # the runs before the capture change parameters and state, so these are put back
         changed = [t for batch in batches for t in _changed(batch)]
@@ -91,6 +95,10 @@ class GraphedUpdate:
             )
             for batch in batches
         ]
+
+
+def _rates(batches: Sequence[Batch]) -> list[Scalar]:
+    return [rate for batch in batches for rate in (batch.lr, batch.weight_decay)]
 
 
 def _changed(batch: Batch) -> list[Tensor]:

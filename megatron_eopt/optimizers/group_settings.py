@@ -89,15 +89,19 @@ def own_settings(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def note_short_schedule(settings: NewtonSchulz) -> None:
-    """Warn, on the first rank, of fewer steps than were fitted together."""
+    """Warn, on the first rank, of fewer steps than were fitted together, unless they do as well to two digits."""
     first_rank = not dist.is_initialized() or dist.get_rank() == 0
-    if first_rank and settings.steps < set_length(settings.coefficient_type):
-        low, high = composite_range(settings.schedule)
-        logger.warning(
-            "%s Newton-Schulz steps of %s are fewer than were fitted together: singular values in [0.01, 1] "
-            "become %.2f to %.2f instead of 1",
-            settings.steps,
-            settings.coefficient_type,
-            low,
-            high,
-        )
+    if not first_rank or settings.steps >= set_length(settings.coefficient_type):
+        return
+    ends = composite_range(settings.schedule)
+    if all(f"{end:.2f}" == "1.00" for end in ends):
+        return
+    low, high = (f"{end:.4f}" if f"{end:.2f}" == "1.00" else f"{end:.2f}" for end in ends)
+    logger.warning(
+        "%s Newton-Schulz steps of %s are fewer than were fitted together: singular values in [0.01, 1] become %s to "
+        "%s instead of 1",
+        settings.steps,
+        settings.coefficient_type,
+        low,
+        high,
+    )

@@ -1,6 +1,6 @@
 """Muon of plain torch: one optimizer that orthogonalizes matrices, and has AdamW for the rest inside."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -118,8 +118,16 @@ class HeavyBallMuon(TensorParallelMuon):
         groups = zip(super()._own_settings(), self.param_groups, strict=True)
         return [{**own, STEPS: group[NS_STEPS]} for own, group in groups]
 
-    def _follow(self, batch: Batch, gradients: Sequence[Tensor], accepted: Tensor) -> list[Tensor]:
-        return bulk.heavy_ball(batch.momenta, gradients, batch.settings[self.momentum_key], self.use_nesterov, accepted)
+    def _follow(
+        self,
+        batch: Batch,
+        gradients: Sequence[Tensor],
+        accepted: Tensor,
+        average: Callable[..., list[Tensor]],
+        nesterov: bool,
+    ) -> list[Tensor]:
+        assert average is bulk.average  # nobody overrides orthogonalize here, so the momenta are changed in place
+        return bulk.heavy_ball(batch.momenta, gradients, batch.settings[self.momentum_key], nesterov, accepted)
 
     def layout(self, parameter: Tensor) -> Layout:
         """Where a parameter lies, as the matrix that it is read as."""

@@ -140,9 +140,7 @@ class MuonHyperball(MeasuredMuon):
         for radius, _, norm in new:
             radius.copy_(norm)
 
-    def _apply(
-        self, batches: Sequence[Batch], updates: Sequence[Tensor], lrs: Sequence[Scalar], accepted: Sequence[Tensor]
-    ) -> None:
+    def _apply(self, batches: Sequence[Batch], updates: Sequence[Tensor], accepted: Sequence[Tensor]) -> None:
         places = [place for batch in batches for place in batch.places]
         weights = self._pieces(places, [local(p) for batch in batches for p in batch.parameters])
         factors = self._pieces(places, updates)
@@ -156,8 +154,8 @@ class MuonHyperball(MeasuredMuon):
         ]
         found = iter(self.planned.statistics(wanted))
         settings = (
-            (radius, lr, flag)
-            for batch, lr, flags in zip(batches, lrs, accepted, strict=True)
+            (radius, batch.lr, flag)
+            for batch, flags in zip(batches, accepted, strict=True)
             # flags of a batch without parameters are those of another
             for radii, flag in zip(batch.further, flags.unbind(), strict=False)
             for radius in radii

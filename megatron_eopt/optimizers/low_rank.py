@@ -90,10 +90,10 @@ class LowRankState(SteppingOptimizer, ShardedMatrices):
         """
         for number, (own, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=False)):
             for key in ("rank", "pairs"):
-                if saved.get(key) != own[key]:
+                if saved.get(key, own[key]) != own[key]:
                     raise ValueError(
                         f"{type(self).__name__}: group {number} has {key}={own[key]}, but the state was saved with "
-                        f"{saved.get(key)}: build the optimizer as it was"
+                        f"{saved[key]}: build the optimizer as it was"
                     )
         super().load_state_dict(state_dict)
 

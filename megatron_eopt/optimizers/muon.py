@@ -9,10 +9,12 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import check_split_shapes
-from megatron_eopt.optimizers.batch import Batch, GroupRates, local
+from megatron_eopt.optimizers.batch import Batch, local
+from megatron_eopt.optimizers.bulk import DecayMethod
 from megatron_eopt.optimizers.graphs import GraphedUpdate
 from megatron_eopt.optimizers.group_settings import note_short_schedule
 from megatron_eopt.optimizers.logical import check_declared, check_query_groups
+from megatron_eopt.optimizers.momentum_groups import DECOUPLED, METHOD, check_flag, decay_method
 from megatron_eopt.optimizers.planning import PlannedOptimizer
 from megatron_eopt.optimizers.sharded import TensorParallelGroups
 from megatron_eopt.orthogonalize.choices import check_choice
@@ -24,6 +26,7 @@ from megatron_eopt.orthogonalize.settings import NewtonSchulz
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.layout import Layout, is_sharded, shared_out
 from megatron_eopt.parallel.plan import TpMode, validate_tp_mode
+from megatron_eopt.parallel.sharing import Parameter
 
 
 class TensorParallelMuon(PlannedOptimizer):
@@ -35,7 +38,8 @@ class TensorParallelMuon(PlannedOptimizer):
     interleaved, ``(groups, q + k + v, hidden)``, as Megatron stores them.
 
     A group may have its own ``num_ns_steps``, ``coefficient_type``, ``scale_mode`` and ``extra_scale_factor``, as it
-    may have its own ``lr``; what it does not say is as given here::
+    may have its own ``lr``, ``momentum``, ``nesterov``, ``weight_decay``, ``use_decoupled_weight_decay`` and
+    ``weight_decay_method``; what it does not say is as given here::
 
         TensorParallelMuon([{"params": a, "num_ns_steps": 10}, {"params": b, "extra_scale_factor": 0.5}])
 
@@ -69,13 +73,16 @@ class TensorParallelMuon(PlannedOptimizer):
         symmetric_products: what computes them: ``triton``, ``blocked`` (on a CPU) or ``torch``. By default what the
             checkpoint says, else the fastest that serves here.
         cuda_graphs: capture the step as a CUDA graph and replay it; only where no parameter is sharded.
+        weight_decay_method: ``decoupled``, ``l2``, ``independent`` or ``palm``: see
+            :data:`~megatron_eopt.optimizers.bulk.DecayMethod`; None for what ``use_decoupled_weight_decay`` says.
 
     Raises:
         ValueError: at construction, for a setting out of its range, an unknown name, a schedule that the coefficient
             set cannot serve, a parameter that is no matrix, a split that does not fit, or shards without a group.
+        TypeError: for a flag that is no bool, as by a call in the positional order of emerging-optimizers.
     """
 
-    momentum_key = "momentum"
+    momentum_key, nesterov_key = "momentum", "nesterov"
 
     # On the class, because it is left out of pickles and copies.
     _graphed: GraphedUpdate | None = None
@@ -102,7 +109,10 @@ class TensorParallelMuon(PlannedOptimizer):
         data_parallel_group: ProcessGroup | None = None,
         plan_rates: Rates | Literal["measure"] = DEFAULT_RATES,
         symmetric_products: str | None = None,
+        weight_decay_method: DecayMethod | None = None,
     ) -> None:
+        for key, flag in (("nesterov", nesterov), ("split_qkv", split_qkv), ("cuda_graphs", cuda_graphs)):
+            check_flag(type(self).__name__, key, flag)
         validate_tp_mode(tp_mode)
         if symmetric_products is not None:
             check_choice("symmetric_products", symmetric_products, tuple(RUNGS))
@@ -125,13 +135,15 @@ class TensorParallelMuon(PlannedOptimizer):
             momentum,
             nesterov,
             weight_decay,
-            use_decoupled_weight_decay,
+            # True by default, which does not contradict what is said of the method
+            False if weight_decay_method == "l2" else use_decoupled_weight_decay,
             split_qkv,
             is_qkv_fn,
             qkv_split_shapes,
             fp32_matmul_prec,
             orthogonalize_fn=self.newton_schulz,
             scale_factor_fn=self.update_settings({}).scale,
+            weight_decay_method=weight_decay_method,
             **self._further_settings(),
         )
         self.cuda_graphs = cuda_graphs
@@ -165,25 +177,54 @@ class TensorParallelMuon(PlannedOptimizer):
     def settings(self) -> dict[str, Any]:
         """What a checkpoint says of this optimizer to those who read it."""
         settings = self.newton_schulz
-        own = {number: each for number, each in enumerate(self._own_settings()) if each}
+        keys = (self.nesterov_key, DECOUPLED, METHOD)
+        own = {
+            number: said | {key: group[key] for key in keys if group[key] != self.defaults[key]}
+            for number, (said, group) in enumerate(zip(self._own_settings(), self.param_groups, strict=True))
+        }
         return super().settings() | {
             "coefficients": [list(each) for each in settings.schedule],
             "fp32_matmul_prec": settings.fp32_matmul_prec,
             "scale_mode": self.scale_mode,
             "extra_scale_factor": self.extra_scale_factor,
-            "nesterov": self.use_nesterov,
+            "weight_decay_method": decay_method(type(self).__name__, self.defaults),
             "split_qkv": self.split_qkv,
             "tp_mode": self.tp_mode,
-            **({"of_groups": own} if own else {}),
+            **({"of_groups": {number: each for number, each in own.items() if each}} if any(own.values()) else {}),
         }
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
         """The update of one parameter, before the learning rate; sharded as the parameter is.
 
         A step calls it for every parameter where a subclass overrides it. Otherwise it does the same for all at once.
+        Where the tensor is sharded, all ranks that share it call together.
+
+        Args:
+            p: a parameter, or any tensor that lies as one does and has its attributes, such as a copy in fp32.
+            grad: what is orthogonalized, of the shape of ``p``.
+            **group_settings: ``num_ns_steps`` and the like; what is not given is as in the group of the parameter, of
+                any other tensor as in the constructor.
+
+        Raises:
+            ValueError: for a tensor or a setting that the constructor would refuse, and for a ``grad`` of another
+                shape.
         """
-        place = next(place for place, parameter in enumerate(self._parameters()) if parameter is p)
-        return self.planned.orthogonalize([local(grad)], [place])[0]
+        if grad.shape not in (p.shape, local(p).shape):
+            raise ValueError(
+                f"{type(self).__name__}: grad must have the shape of p, {tuple(p.shape)}, got {tuple(grad.shape)}"
+            )
+        index = next((i for i, parameter in enumerate(self._parameters()) if parameter is p), None)
+        if index is not None:
+            group = self.group_of(p)
+            if self.update_settings({**group, **group_settings}) == self.update_settings(group):
+                return self.planned.orthogonalize([local(grad)], [index])[0]
+            group_settings = {**group, **group_settings}
+        else:
+            self._check_parameter(p, "p")
+            if self.tp_mode != "blockwise":
+                self._check_ranks(p, "p", _APPROXIMATION)
+        described = Parameter("p", self.layout(p), self.split_of(p), grad.dtype)
+        return self._planned_alone(described, grad.device, group_settings).orthogonalize([local(grad)], [0])[0]
 
     def layout(self, parameter: Tensor) -> Layout:
         """Where a parameter lies, and who shares the work on it."""
@@ -193,16 +234,21 @@ class TensorParallelMuon(PlannedOptimizer):
     def _orthogonalize(
         self, batches: Sequence[Batch], updates: list[Tensor], accepted: Sequence[Tensor]
     ) -> list[Tensor]:
-        if type(self).orthogonalize is not TensorParallelMuon.orthogonalize:
+        if self._steps_one_by_one:
             return super()._orthogonalize(batches, updates, accepted)
         return self.planned.orthogonalize(updates, [place for batch in batches for place in batch.places])
 
-    def _run(self, batches: Sequence[Batch], accepted: Tensor, rates: GroupRates) -> None:
+    @property
+    def _steps_one_by_one(self) -> bool:
+        """Whether :meth:`orthogonalize` is the user's."""
+        return self._overrides(TensorParallelMuon)
+
+    def _run(self, batches: Sequence[Batch], accepted: Tensor) -> None:
         if self.cuda_graphs:
             self._graphed = self._graphed or GraphedUpdate(self._update)
-            self._graphed(batches, accepted, rates)
+            self._graphed(batches, accepted)
         else:
-            self._update(batches, accepted, rates)
+            self._update(batches, accepted)
         self._count([place for batch in batches for place in batch.places])
 
     def _check_graphs(self) -> None:
@@ -210,7 +256,7 @@ class TensorParallelMuon(PlannedOptimizer):
         refused = None
         if devices != {"cuda"}:
             refused = f"the parameters are on {' and '.join(sorted(devices))}, not on a CUDA device"
-        elif type(self).orthogonalize is not TensorParallelMuon.orthogonalize:
+        elif self._steps_one_by_one:
             refused = f"{type(self).__name__} has an orthogonalize of its own, which may wait for the device"
         elif any(self.layout(parameter).ranks > 1 for parameter in self._parameters()):
             refused = "parameters are shared with other ranks, and a replayed exchange could not be counted or end"

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers.batch import local
@@ -54,6 +55,11 @@ class PlannedOptimizer(ShardedMatrices, OrthogonalizedOptimizer):
     # On the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
     _planned: Planned | Variants | None = None
     _planned_for: object = None
+
+    @property
+    def _takes_any_dimensions(self) -> bool:
+        """A plan is of matrices."""
+        return False
 
     @property
     def planned(self) -> Planned | Variants:
@@ -142,6 +148,16 @@ class PlannedOptimizer(ShardedMatrices, OrthogonalizedOptimizer):
             for _ in group["params"]
         ]
         return plan_together(described, variants, local(parameters[0]).device, self.tp_mode, self._rates())
+
+    def _planned_alone(
+        self, described: Parameter, device: torch.device, group: Mapping[str, Any]
+    ) -> Planned | Variants:
+        """The plan of one tensor, with the settings of a group; what computes it is as in :attr:`planned`."""
+        _ = self.planned
+        variant = self._variant(self.update_settings(group))
+        planned = plan_together([described], [variant], device, self.tp_mode, self._rates())
+        planned.settle(self.symmetric_products, self.param_groups[0].get(RUNG))
+        return planned
 
     def _settled(self) -> Planned | Variants:
         planned = self.proposed

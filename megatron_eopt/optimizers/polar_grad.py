@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.batch import Batch
+from megatron_eopt.optimizers.bulk import DecayMethod
 from megatron_eopt.optimizers.transport import MeasuredMuon, Transport, spelled_out, there
 from megatron_eopt.parallel.statistics import Wanted
 
@@ -35,6 +36,7 @@ class PolarGrad(MeasuredMuon):
         momentum: of the exponential moving average, in [0, 1).
         nesterov: whether ``(1 - momentum) g + momentum M`` takes the place of ``M`` in 3 and 4, as in Muon.
         weight_decay: at least 0.
+        weight_decay_method: as in Muon.
         **transport: see :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`.
 
     Raises:
@@ -54,9 +56,13 @@ class PolarGrad(MeasuredMuon):
         momentum: float = 0.95,
         nesterov: bool = False,
         weight_decay: float = 0.01,
+        *,
+        weight_decay_method: DecayMethod | None = None,
         **transport: Unpack[Transport],
     ) -> None:
-        super().__init__(params, lr, momentum, nesterov, weight_decay, **transport)
+        super().__init__(
+            params, lr, momentum, nesterov, weight_decay, weight_decay_method=weight_decay_method, **transport
+        )
 
     def _orthogonalize(
         self, batches: Sequence[Batch], updates: list[Tensor], accepted: Sequence[Tensor]

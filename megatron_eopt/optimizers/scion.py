@@ -7,6 +7,8 @@ from typing import Any, Unpack
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from megatron_eopt.optimizers.bulk import DecayMethod, Scalar
+from megatron_eopt.optimizers.checks import check_scalars
 from megatron_eopt.optimizers.group_settings import UpdateSettings
 from megatron_eopt.optimizers.spellings import also_called
 from megatron_eopt.optimizers.transport import RuledMuon, Transport, spelled_out
@@ -81,6 +83,7 @@ class Scion(RuledMuon):
             ValueError: for what the optimizer would refuse, a radius out of its range, and scale settings.
         """
         of_group, radius = super().update_settings(group), group.get(RADIUS, self.radius)
+        check_scalars(type(self).__name__, {RADIUS: radius})
         if not 0 < radius < inf:
             raise ValueError(f"radius must be a finite number above 0, got {radius}")
         return UpdateSettings(of_group.newton_schulz, "unit_rms_norm", radius)
@@ -97,24 +100,23 @@ class Scion(RuledMuon):
         return [{**own, RADIUS: group[RADIUS]} for own, group in groups]
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        self._check_rate(group)
         super()._check_group(group)
         self._refuse_weight_decay(_INSTEAD)
 
-    def _check_rate(self, group: dict[str, Any]) -> None:
+    def _check_ranges(self, group: Mapping[str, Any]) -> None:
         if self.constrained and not 0 <= group["lr"] <= 1:
             raise ValueError(
                 f"{type(self).__name__}: lr must lie in [0, 1], since a constrained step goes that part of the way to "
                 f"the boundary, got {group['lr']}"
             )
+        super()._check_ranges(group)
 
     def _take(self, accepted: Tensor) -> None:
         self._refuse_weight_decay(_INSTEAD)
-        for group in self.param_groups:
-            if not isinstance(group["lr"], Tensor):  # which a device would be waited for
-                self._check_rate(group)
-        decay = 1.0 if self.constrained else 0.0
-        self._run(self._batches(), accepted, [(group["lr"], decay) for group in self.param_groups])
+        super()._take(accepted)
+
+    def _decay_of(self, group: Mapping[str, Any]) -> tuple[Scalar, DecayMethod]:
+        return (1.0 if self.constrained else 0.0), "decoupled"
 
 
 _INSTEAD = "constrained=True bounds matrices by their radius"

@@ -100,7 +100,17 @@ class DescribedState(Optimizer):
     def init_state(self) -> None:
         """Create the state of every parameter, with a gradient or not, as a checkpoint needs it before it can load."""
         for group in self.param_groups:
-            for parameter in group["params"]:
+            self._init_group(group)
+
+    def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = False) -> None:
+        """Create the state of a group's parameters: the contract of emerging-optimizers.
+
+        Args:
+            group: one of the optimizer's.
+            skip_non_grad_params: leave out parameters without a gradient.
+        """
+        for parameter in group["params"]:
+            if parameter.grad is not None or not skip_non_grad_params:
                 self._state_of(parameter)
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
@@ -144,11 +154,16 @@ class DescribedState(Optimizer):
             check_placements(where, parameter, self.matrix_layouts(parameter), described)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state.
+        """Take over a state. Of settings that it lacks, a group keeps those that it has.
 
         Raises:
             ValueError: if the groups or the shapes are others, or if a tensor is missing; nothing is changed then.
         """
+        needed = self.defaults.keys() | self.carried_settings
+        known = [{key: group[key] for key in needed & group.keys()} for group in self.param_groups]
+        saved = state_dict["param_groups"]
+        pairs = zip(saved, [*known, *[{}] * len(saved)], strict=False)  # of other groups torch says what is wrong
+        state_dict = {**state_dict, "param_groups": [self._completed(*pair) for pair in pairs]}
         self._check_state(state_dict)
         super().load_state_dict(state_dict)
         for parameter, saved in self._saved(state_dict):
@@ -160,6 +175,10 @@ class DescribedState(Optimizer):
                     self.state[parameter][tensor.key] = (
                         loaded.detach().clone().to(local(parameter).device, tensor.dtype)
                     )
+
+    def _completed(self, saved: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+        """The settings of a saved group, with those known of the group in their place where they are missing."""
+        return {**known, **saved}
 
     def _check_state(self, state_dict: dict[str, Any]) -> None:
         for parameter, saved in self._saved(state_dict):

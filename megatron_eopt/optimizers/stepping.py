@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.optimizers.batch import local
-from megatron_eopt.optimizers.checks import check_gradients, check_lying
+from megatron_eopt.optimizers.checks import check_gradients, check_lying, check_scalars
 from megatron_eopt.optimizers.skipping import Skipping, skipping_for
 from megatron_eopt.optimizers.state import DescribedState
 
@@ -79,10 +79,15 @@ class SteppingOptimizer(DescribedState):
         super().add_param_group(param_group)
         self._skipping = None
         try:
+            self._check_settings(self.param_groups[-1])
             self._check_group(self.param_groups[-1])
         except Exception:
             self.param_groups.pop()
             raise
+
+    def _check_settings(self, group: dict[str, Any]) -> None:
+        """Refuse settings of a group that no step could work with; called in each step, so it waits for no device."""
+        check_scalars(type(self).__name__, group)
 
     @abstractmethod
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -105,7 +110,7 @@ class SteppingOptimizer(DescribedState):
             What the closure returned.
 
         Raises:
-            ValueError: for a gradient that the optimizer cannot take, before anything is changed.
+            ValueError: for a setting or a gradient that the optimizer cannot take, before anything is changed.
             RuntimeError: if a gradient was not finite in several steps in a row.
         """
         loss = None
@@ -115,6 +120,8 @@ class SteppingOptimizer(DescribedState):
         parameters = self._parameters()
         if not parameters:
             return loss
+        for group in self.param_groups:
+            self._check_settings(group)
         self._check_gradients(parameters)
         if self._skipping is None:
             self._skipping = self._prepare(parameters)

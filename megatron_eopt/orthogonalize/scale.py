@@ -40,6 +40,9 @@ def muon_scale_factor(rows: int, cols: int, mode: str = "spectral") -> float:
         cols: its columns (inputs).
         mode: one of the above.
 
+    Returns:
+        The factor; 1 for a matrix without entries.
+
     Raises:
         ValueError: for an unknown mode, naming the known ones.
 
@@ -48,6 +51,8 @@ def muon_scale_factor(rows: int, cols: int, mode: str = "spectral") -> float:
     [3] Jordan et al., Muon (2024), https://kellerjordan.github.io/posts/muon/.
     """
     validate_scale_mode(mode)
+    if 0 in (rows, cols):
+        return 1.0
     if mode == "spectral":
         return sqrt(max(rows, cols))
     ratio = rows / cols
@@ -57,6 +62,11 @@ def muon_scale_factor(rows: int, cols: int, mode: str = "spectral") -> float:
 def predicted_update_rms(rows: int, cols: int, mode: str = "spectral", extra_scale_factor: float = 1.0) -> float:
     """RMS of the entries of a Muon update of full rank, before the learning rate; AdamW's is near 0.2 [1].
 
+    That of an update without entries is 0.
+
     [1] arXiv 2502.16982, section 2.2.
     """
+    if 0 in (rows, cols):
+        validate_scale_mode(mode)
+        return 0.0
     return extra_scale_factor * muon_scale_factor(rows, cols, mode) / sqrt(max(rows, cols))

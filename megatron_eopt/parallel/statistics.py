@@ -39,8 +39,8 @@ class Statistics:
     """Statistics of one global matrix; None where they were not asked for.
 
     Attributes:
-        row_means: (rows,) of this rank's rows, in fp32.
-        column_means: (cols,) of this rank's columns, in fp32.
+        row_means: (rows,) of this rank's rows, in fp32; 0 where a row has no entries.
+        column_means: (cols,) of this rank's columns, likewise.
         squared_norm: (), in fp64.
         inner_product: the sum of the products of entries in the same places; (), in fp64.
     """
@@ -132,8 +132,8 @@ class _Sums:
         }
         rows, cols = self._wanted.matrix.shape
         return Statistics(
-            row_means=(sums["rows"] / cols).float() if "rows" in sums else None,
-            column_means=(sums["cols"] / rows).float() if "cols" in sums else None,
+            row_means=(sums["rows"] / max(cols, 1)).float() if "rows" in sums else None,
+            column_means=(sums["cols"] / max(rows, 1)).float() if "cols" in sums else None,
             squared_norm=sums["norm"][0] if "norm" in sums else None,
             inner_product=sums["inner"][0] if "inner" in sums else None,
         )

@@ -126,3 +126,13 @@ def test_an_empty_group_stays_as_it_was_built():
     settings, changed = settings_after_load(NOW, [], {"rung"})
     assert changed == {}
     assert settings == {key: value for key, value in NOW.items() if key != "params"}
+
+
+def test_a_checkpoint_from_before_a_setting_was_one_of_groups_leaves_it_as_the_run_has_it():
+    own = {"nesterov": False, "use_decoupled_weight_decay": True, "weight_decay_method": "palm"}
+    settings, changed = settings_after_load(NOW | own, [THEN], {"rung"})
+    assert {key: settings[key] for key in own} == own
+    assert not changed.keys() & own.keys()
+    settings, changed = settings_after_load(NOW | own, [THEN | own | {"nesterov": True}], {"rung"})
+    assert settings["nesterov"] is False
+    assert changed["nesterov"] == (True, False)

@@ -83,6 +83,48 @@ def test_a_setting_is_refused_at_construction_and_in_a_new_group(name, key, valu
     assert len(optimizer.param_groups) == groups
 
 
+SCALARS = [
+    *((name, key) for name in [*CLASSES, "hybrid"] for key in ("lr", "weight_decay")),
+    *((name, key) for key, names in (MOMENTA | EPS).items() for name in names if key != "adam_eps"),
+    *((name, "betas") for name in BETAS["betas"]),
+    ("scion", "radius"),
+]
+
+
+@pytest.mark.parametrize(("name", "key"), SCALARS)
+def test_a_tensor_of_several_entries_is_refused_where_a_number_is_wanted(name, key):
+    two = torch.full((2,), 0.1)
+    value = (0.9, two) if key == "betas" else two
+    p, q = matrices()
+    # the part of the hybrid that has the matrices says so
+    message = rf"\w: {key} must be a number, or a tensor of one entry, got a tensor of shape \(2,\)"
+    with pytest.raises(ValueError, match=message):
+        made(name, [p], **{key: value})
+    optimizer = made(name, [p, q])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": matrices(1), key: value})
+    optimizer.param_groups[0][key] = value
+    before = [x.detach().clone() for x in (p, q)]
+    p.grad, q.grad = torch.ones(6, 4), torch.ones(6, 4)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert all(torch.equal(x, y) for x, y in zip((p, q), before, strict=True))
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_learning_rate_that_is_a_tensor_of_one_entry_serves(name):
+    results = []
+    for lr in (0.25, torch.tensor(0.25, dtype=torch.float64)):
+        (p,) = matrices(1)
+        optimizer = build(name, [p], lr=lr)
+        for _ in range(3):
+            p.grad = p.detach() + 1
+            optimizer.step()
+        results.append(p.detach())
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_group_that_fails_otherwise_is_not_kept(name):
     p, q = matrices()

@@ -25,7 +25,14 @@ def is_qkv(p):
 def test_defaults_are_those_that_scripts_are_written_against():
     opt = TensorParallelMuon([matrix()])
     group = {key: value for key, value in opt.param_groups[0].items() if key != "params"}
-    assert group == {"lr": 3e-4, "momentum": 0.95, "weight_decay": 0.01}
+    assert group == {
+        "lr": 3e-4,
+        "momentum": 0.95,
+        "nesterov": True,
+        "weight_decay": 0.01,
+        "use_decoupled_weight_decay": True,
+        "weight_decay_method": None,
+    }
     assert (opt.use_nesterov, opt.use_decoupled_weight_decay, opt.split_qkv) == (True, True, False)
     assert (opt.newton_schulz.steps, opt.newton_schulz.coefficient_type) == (5, "quintic")
     assert (opt.newton_schulz.fp32_matmul_prec, opt.tp_mode) == ("medium", "duplicated")
@@ -121,6 +128,19 @@ def test_fewer_steps_than_were_fitted_together_are_noted(caplog):
     caplog.clear()
     TensorParallelMuon([matrix()])
     assert not caplog.records
+
+
+def test_fewer_steps_that_do_as_well_are_not_noted(caplog):
+    # s -> 1.5 s - 0.5 s^3 has its fixed point at 1, and the last of 20 steps change nothing that two digits show
+    TensorParallelMuon([matrix()], coefficient_type=[(1.5, -0.5, 0.0)] * 20, num_ns_steps=19)
+    assert not caplog.records
+    # both ends of the range: from above 1 for s = 0.01 alone
+    TensorParallelMuon([matrix()], coefficient_type=[(1.5, -0.5, 0.0)] * 20, num_ns_steps=12)
+    low = 0.01
+    for _ in range(12):
+        low = 1.5 * low - 0.5 * low**3
+    assert f"become {low:.2f} to 1.0000 instead of 1" in caplog.text
+    assert round(low, 2) != 1
 
 
 def test_a_coefficient_list_of_the_users_own():

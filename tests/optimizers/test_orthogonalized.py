@@ -32,6 +32,10 @@ def optimizer(params, **settings):
     return OrthogonalizedOptimizer(params, **{**defaults, **settings})
 
 
+def without_functions(params):
+    return optimizer(params, orthogonalize_fn=None, scale_factor_fn=None)
+
+
 def reference_steps(p, gradients, lr, beta, nesterov, weight_decay, decoupled, scale):
     """The algorithm, written out for one matrix in fp64."""
     p, m = p.detach().double().clone(), torch.zeros_like(p, dtype=torch.float64)
@@ -106,10 +110,17 @@ def test_the_closure_has_gradients_and_its_loss_is_returned():
     assert p.grad is not None
 
 
-@pytest.mark.parametrize("cls", [optimizer, TensorParallelMuon])
-@pytest.mark.parametrize("shape", [(5,), (2, 3, 4), ()])
+@pytest.mark.filterwarnings("ignore:OrthogonalizedOptimizer has no")
+@pytest.mark.parametrize(
+    ("cls", "shape"),
+    [
+        *((optimizer, shape) for shape in [(5,), ()]),
+        *((without_functions, shape) for shape in [(5,), (2, 3, 4), ()]),
+        *((TensorParallelMuon, shape) for shape in [(5,), (2, 3, 4), ()]),
+    ],
+)
 def test_what_is_no_matrix_is_refused_at_construction(cls, shape):
-    name = "OrthogonalizedOptimizer" if cls is optimizer else "TensorParallelMuon"
+    name = "TensorParallelMuon" if cls is TensorParallelMuon else "OrthogonalizedOptimizer"
     with pytest.raises(ValueError, match=f"{name} orthogonalizes matrices, but parameter 1 of group 0 has shape"):
         cls([matrix(), torch.nn.Parameter(torch.ones(shape))])
 

@@ -113,9 +113,9 @@ def test_groups_may_have_an_iteration_of_their_own_but_no_scale_settings(kind):
 def test_the_signature_names_all_arguments_for_help_and_for_configs(kind):
     of_muon = inspect.signature(TensorParallelMuon).parameters
     own = inspect.signature(kind).parameters
-    shared = own.keys() - {"lr", "momentum", "nesterov", "weight_decay", "radius", "constrained"}
+    shared = own.keys() - {"lr", "momentum", "nesterov", "weight_decay", "weight_decay_method", "radius", "constrained"}
     no_place = {"nesterov", "use_decoupled_weight_decay", "scale_mode", "extra_scale_factor", "lr", "momentum"}
-    assert shared == of_muon.keys() - no_place - {"weight_decay"}
+    assert shared == of_muon.keys() - no_place - {"weight_decay", "weight_decay_method"}
     assert all(own[name].default == of_muon[name].default for name in shared - {"params"})
     config = SimpleNamespace(muon_momentum=0.7, muon_num_ns_steps=10, muon_tp_mode="auto", muon_scale_mode="spectral")
     kwargs = kwargs_from_config(kind, "muon", config)

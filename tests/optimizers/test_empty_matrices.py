@@ -1,0 +1,40 @@
+"""A matrix without entries takes no step and hinders none, under every optimizer of matrices and scale mode."""
+
+import pytest
+import torch
+
+from tests.optimizers.family import CLASSES, ELEMENTWISE, build
+
+SHAPES = [(4, 0), (0, 4), (0, 0)]
+MODES = ["spectral", "unit_rms_norm", "shape_scaling"]
+METHODS = ["adamuon", "normuon", "namo"]
+CASES = [
+    *(("muon", {"scale_mode": mode}) for mode in MODES),
+    *(("adaptive_muon", {"scale_mode": mode, "moment2_method": method}) for mode in MODES for method in METHODS),
+    *(("muon", {"tp_mode": mode, "scale_mode": "unit_rms_norm"}) for mode in ("auto", "blockwise", "gram")),
+    *((name, {}) for name in CLASSES if name not in ("muon", "adaptive_muon", "spectron", *ELEMENTWISE)),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_a_matrix_without_entries_takes_no_step_and_hinders_none(name, settings, shape):
+    empty = torch.nn.Parameter(torch.zeros(shape))
+    beside, alone = (torch.nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(0))) for _ in "12")
+    both, one = build(name, [empty, beside], **settings), build(name, [alone], **settings)
+    for seed in range(1, 4):
+        empty.grad = torch.zeros(shape)
+        beside.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+        alone.grad = beside.grad.clone()
+        both.step()
+        one.step()
+    assert torch.equal(beside, alone)
+    kept = [value for state in both.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    assert kept
+    assert all(value.isfinite().all() for value in kept)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_spectron_refuses_one_since_it_has_no_rank(shape):
+    with pytest.raises(ValueError, match=r"rank must lie in \[1, 0\]"):
+        build("spectron", [torch.nn.Parameter(torch.zeros(shape))])

@@ -78,10 +78,10 @@ class OrthogonalizedOptimizer(SteppingOptimizer, LogicalMatrices):
     """
 
     momentum_key = "momentum_beta"
-    """Name of the momentum among the settings of a group, and"""
+    """Name of the momentum among the settings of a group."""
 
     nesterov_key = "use_nesterov"
-    """of the look-ahead."""
+    """Name of Nesterov's look-ahead among the settings of a group."""
 
     def __init__(
         self,

@@ -61,14 +61,8 @@ class SteppingOptimizer(DescribedState):
         return {key: _shared(value) for key, value in own.items()} | super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`__getstate__` gave, or what ``load_state_dict`` loads.
-
-        A group that lacks a setting, as one of an earlier release or of the original does, gets the optimizer's own.
-        """
+        """Take over what :meth:`__getstate__` gave, or what ``load_state_dict`` loads."""
         super().__setstate__({key: value.it if isinstance(value, Ranks) else value for key, value in state.items()})
-        for group in self.param_groups:
-            for key in self.defaults.keys() - {"differentiable"}:  # which torch itself puts there, and into no group
-                group.setdefault(key, self.defaults[key])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters.

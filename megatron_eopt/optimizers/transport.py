@@ -71,6 +71,13 @@ class RuledMuon(TensorParallelMuon):
     decays_weights: bool = True
     """Whether there is a weight decay; where there is none, what fills settings from a run's leaves it at 0."""
 
+    no_settings: frozenset[str] = frozenset({SCALE_MODE, EXTRA_SCALE, "use_decoupled_weight_decay"})
+    """Settings of Muon's groups that the rule has no room for."""
+
+    def settings_of_groups(self) -> dict[str, Any]:
+        """Those of Muon's that the rule has room for."""
+        return {key: value for key, value in super().settings_of_groups().items() if key not in self.no_settings}
+
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
         """The iteration of the matrices of a group, and what multiplies their orthogonal factors.
 

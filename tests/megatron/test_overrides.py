@@ -9,6 +9,7 @@ import torch
 from tests.megatron.runs import MUON, SMALL_GPT, assert_same, start, train
 
 RUN = ["--num-layers", 2, "--ckpt-format", "torch_dist", "--train-iters", 4, *MUON]
+ADAPTIVE = ["--optimizer", "adaptive_muon", "--muon-momentum", "0.95", "--muon-extra-scale-factor", "0.2"]
 COSINE = ["--lr", "1e-2", "--min-lr", "1e-3", "--lr-decay-style", "cosine", "--lr-decay-iters", 8]
 QKV = "decoder.layers.{}.self_attention.linear_qkv.weight"
 PROJ = "decoder.layers.{}.self_attention.linear_proj.weight"
@@ -113,6 +114,54 @@ def test_matrices_have_a_rate_and_a_decay_of_their_own_through_scheduler_and_res
     assert_same(overriding["after"], straight["after"])
 
 
+def test_settings_of_single_optimizers_take_effect_and_resume_as_they_were(tmp_path, overrides):
+    """Settings that are read from the optimizers, and a weight decay that follows Megatron's schedule."""
+    flags = overrides(
+        {"select": "layers.0.mlp.linear_fc1.weight", "beta2": 0.5},
+        {"select": "layers.1.mlp.linear_fc1.weight", "start_wd": 0.4, "end_wd": 0.2},
+        {"select": "linear_fc2.weight", "optimizer": "soap"},
+        {"select": "layers.1.mlp.linear_fc2.weight", "shampoo_beta": 0.5, "use_kl_shampoo": False},
+    )
+    decay = ["--weight-decay-incr-style", "linear", "--start-weight-decay", 0, "--end-weight-decay", "0.1"]
+    run = [*RUN, *ADAPTIVE, *COSINE, *decay]
+    (straight,), said = train(tmp_path / "straight", 1, *run, *flags)
+    save = ["--exit-interval", 2, "--save-interval", 2, "--save", tmp_path / "checkpoint"]
+    (half,), _ = train(tmp_path / "first", 1, *run, *flags, *save)
+    (resumed,), _ = train(tmp_path / "second", 1, *run, *flags, "--load", tmp_path / "checkpoint")
+    assert_same(resumed["after"], straight["after"])
+    assert resumed["grad_norms"] == straight["grad_norms"][2:]
+    assert resumed["groups"] == straight["groups"]
+
+    adaptive, soap = (
+        [group for groups in straight["groups"] for group in groups if key in group]
+        for key in ("beta2", "shampoo_beta")
+    )
+    assert sorted(group["beta2"] for group in adaptive) == [0.5, 0.95, 0.95]
+    assert sorted(group["shampoo_beta"] for group in soap) == [0.5, 0.95]
+    decays = {group["start_wd"]: group["weight_decay"] for group in adaptive if "start_wd" in group}
+    assert decays == {0.4: pytest.approx(0.2)}
+    halfway = [group["weight_decay"] for groups in half["groups"] for group in groups if group.get("start_wd") == 0.4]
+    assert halfway == [pytest.approx(0.3)]
+    assert [group["weight_decay"] for group in adaptive if "start_wd" not in group] == [pytest.approx(0.1)] * 2
+
+    said = " ".join(said.split())
+    file = "overrides.json:1"
+    assert f"decoder.layers.0.mlp.linear_fc1.weight: beta2 0.5 ({tmp_path}/{file})" in said
+    assert f"end_wd 0.2 ({tmp_path}/{file}), start_wd 0.4 ({tmp_path}/{file})" in said
+    assert f"shampoo_beta 0.5 ({tmp_path}/{file}), use_kl_shampoo False ({tmp_path}/{file})" in said
+
+    once = [*RUN[: -len(MUON)], *ADAPTIVE, "--train-iters", 1]
+    (own,), _ = train(
+        tmp_path / "own", 1, *once, *overrides({"select": "layers.0.mlp.linear_fc1.weight", "beta2": 0.5})
+    )
+    (plain,), _ = train(tmp_path / "plain", 1, *once)
+    for number, ratio in ((0, 10), (1, 1)):
+        name = FC1.format(number)
+        # after one step it is (1 - beta2) O^2
+        expected = ratio * plain["after"][name]["moment2_buffer"]
+        torch.testing.assert_close(own["after"][name]["moment2_buffer"], expected, rtol=1e-5, atol=0)
+
+
 def test_settings_do_not_depend_on_tensor_parallelism(tmp_path, overrides):
     flags = overrides(
         {"select": "shape:tall", "lr_mult": 0.5},
@@ -142,6 +191,23 @@ def test_settings_do_not_depend_on_tensor_parallelism(tmp_path, overrides):
         ),
         ([{"select": "*", "optimizer": "mun"}], r"unknown optimizer 'mun', did you mean 'muon'"),
         ([{"select": "linear_fc1.weight", "min_lr": 1}], r"min_lr 1 is above lr 0.01"),
+        (
+            [{"select": "linear_fc1.weight", "beta2": 0.5}],
+            r"overrides.json:1: beta2: muon has no beta2: it is a setting of adaptive_muon, for decoder.layers.0.mlp",
+        ),
+        (
+            [{"select": "linear_fc1.weight", "optimizer": "adaptive_muon", "beta2": 1.5}],
+            r"overrides.json:1: beta2: TensorParallelAdaptiveMuon: beta2 must lie in \[0, 1\), got 1.5, for decod",
+        ),
+        (
+            [{"select": "linear_fc1.weight", "start_wd": 0.5}],
+            r"overrides.json:1: start_wd: the weight decay of decoder.layers.0.mlp.linear_fc1.weight would go from 0.5 "
+            r"to 0.01, and --weight-decay-incr-style is constant: pass linear",
+        ),
+        (
+            [{"select": "linear_fc1.weight", "optimizer": "scion", "end_wd": 0.5}],
+            r"overrides.json:1: end_wd: scion has no weight decay, for decoder.layers.0.mlp.linear_fc1.weight",
+        ),
     ],
 )
 def test_a_mistake_ends_the_run_before_it_begins(overrides, entries, message):

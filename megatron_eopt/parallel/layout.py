@@ -97,6 +97,11 @@ def is_cut_again(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "is_gtp_weight_remat", False))
 
 
+def padding_of(parameter: Tensor) -> int:
+    """Rows of padding behind those of a parameter's tensor-parallel shard, where :func:`is_cut_again`."""
+    return getattr(parameter, "pad_length", None) or 0
+
+
 def layout_of(
     parameter: Tensor,
     tp_group: ProcessGroup | None,
@@ -151,7 +156,7 @@ def _cut_again(parameter: Tensor, dim: int, tp: ProcessGroup | None, gtp: Proces
         raise ValueError(f"a stack of matrices {tuple(parameter.shape)} cannot be cut a second time: keep them apart")
     rows, cols = parameter.shape
     ranks = 1 if tp is None else tp.size()
-    shape, grid = cut_twice((rows, cols), dim, ranks, gtp.size(), getattr(parameter, "pad_length", 0))
+    shape, grid = cut_twice((rows, cols), dim, ranks, gtp.size(), padding_of(parameter))
     if tp is None:
         group, pieces = gtp, grid[0]
     else:

@@ -162,6 +162,20 @@ def test_settings_of_single_optimizers_take_effect_and_resume_as_they_were(tmp_p
         torch.testing.assert_close(own["after"][name]["moment2_buffer"], expected, rtol=1e-5, atol=0)
 
 
+def test_a_setting_of_a_users_own_optimizer(tmp_path, overrides):
+    """Registered by the user's script: nothing here knows what ``decay`` is, and the script nothing of overrides."""
+    program = ["-m", "megatron_eopt.run", "--cpu", "tests/megatron/user_optimizer.py"]
+    run = [*RUN[: -len(MUON)], "--optimizer", "sign_momentum"]
+    own = {"select": "layers.0.mlp.linear_fc1.weight", "decay": 0.5}
+    (rank,), said = train(tmp_path / "run", 1, *run, *overrides(own), program=program)
+    decays = [group["decay"] for groups in rank["groups"] for group in groups if "decay" in group]
+    assert sorted(decays) == [0.5, *[0.9] * (len(decays) - 1)]
+    assert f"linear_fc1.weight: decay 0.5 ({tmp_path}/overrides.json:1)" in " ".join(said.split())
+    done = start(1, *SMALL_GPT, *run, *overrides({"select": "*", "dcay": 0.5}), program=program)
+    assert done.returncode != 0
+    assert "overrides.json:1: dcay: unknown setting, did you mean 'decay' of sign_momentum" in done.stdout
+
+
 def test_settings_do_not_depend_on_tensor_parallelism(tmp_path, overrides):
     flags = overrides(
         {"select": "shape:tall", "lr_mult": 0.5},

@@ -59,7 +59,8 @@ class SavedState:
         if cut is not None:
             raise CheckpointError(
                 f"a weight of shape {tuple(cut.shape)} on this rank is cut a second time (gtp_remat), and whether a "
-                f"checkpoint of its optimizer state could be loaded is unproven: take the model alone (--no-save-optim, --no-load-optim)"
+                f"checkpoint of its optimizer state could be loaded is unproven: take the model alone "
+                f"(--no-save-optim, --no-load-optim)"
             )
         if isinstance(self._torch, DescribedState):
             self._torch.init_state()  # also of what has had no gradient yet: who loads asks for it

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_eopt.megatron.entries import DEFAULT
+from megatron_eopt.megatron.held import held
 from megatron_eopt.megatron.overriding import Owned
 from megatron_eopt.overrides import SETTINGS, OverrideError
 from megatron_eopt.overrides.known import settings_of_groups
@@ -38,6 +39,29 @@ def refuse_bad_values(owned: Sequence[Owned], config: Any, model_chunks: Sequenc
             raise OverrideError(f"{each.resolved.sources[key]}: {key}: {what}, for {each.described.info.name}")
 
 
+def refuse_unread(optimizer: Any, owned: Sequence[Owned]) -> None:
+    """Refuse settings that the optimizer of a parameter has for all of its parameters, and reads from no group.
+
+    Known for sure of optimizers that were built: some cannot be without parameters, to be asked before.
+
+    Args:
+        optimizer: Megatron's.
+        owned: parameters with their settings.
+
+    Raises:
+        OverrideError: naming the entry and the parameter.
+    """
+    optimizers = {id(each.parameter): each.optimizer for each in held(optimizer)}
+    for each in owned:
+        found = optimizers.get(id(each.described.parameter))
+        unread = sorted(_of_optimizer(each).keys() - settings_of_groups(found)) if found is not None else []
+        if unread:
+            raise OverrideError(
+                f"{each.resolved.sources[unread[0]]}: {unread[0]}: {each.owner} has one {unread[0]} for all its "
+                f"parameters, which is set for the run alone, for {each.described.info.name}"
+            )
+
+
 def _of_optimizer(owned: Owned) -> dict[str, Any]:
     """What users set that this package knows no range of."""
     settings, sources = owned.resolved.settings, owned.resolved.sources
@@ -52,24 +76,21 @@ class _Trial:
 
     def mistake(self, settings: Mapping[str, Any]) -> tuple[str, str] | None:
         """The setting that the optimizer does not take, and what it says; None where it takes all, or none at all."""
-        if isinstance(self._built({}), ValueError):
-            return None  # whatever the overrides say: it is told of when the run builds it
+        if self._error({}) is not None:
+            return None  # whatever the overrides say: the run will meet it, or it has parameters to show
         for some in (*({key: value} for key, value in settings.items()), settings):
-            built = self._built(some)
-            if isinstance(built, ValueError):
-                return next(iter(some)), str(built)
-            unread = sorted(some.keys() - settings_of_groups(built))
-            if unread:
-                return unread[0], f"{self._name} has one for all its parameters, and reads none from their groups"
+            error = self._error(some)
+            if error is not None:
+                return next(iter(some)), error
         return None
 
-    def _built(self, settings: Mapping[str, Any]) -> Any:
+    def _error(self, settings: Mapping[str, Any]) -> str | None:
         config, model_chunks, pg_collection = self._run
         try:
-            group = {"params": [], **settings}
-            return create_emerging_optimizer(config, [group], self._name, model_chunks, pg_collection)[0]
-        except ValueError as error:
-            return error
+            create_emerging_optimizer(config, [{"params": [], **settings}], self._name, model_chunks, pg_collection)
+        except Exception as error:  # of whatever kind a user's optimizer raises
+            return str(error)
+        return None
 
 
 def _refuse_decay(owned: Owned, name: str, config: Any) -> None:

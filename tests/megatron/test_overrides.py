@@ -173,7 +173,21 @@ def test_a_setting_of_a_users_own_optimizer(tmp_path, overrides):
     assert f"linear_fc1.weight: decay 0.5 ({tmp_path}/overrides.json:1)" in " ".join(said.split())
     done = start(1, *SMALL_GPT, *run, *overrides({"select": "*", "dcay": 0.5}), program=program)
     assert done.returncode != 0
-    assert "overrides.json:1: dcay: unknown setting, did you mean 'decay' of sign_momentum" in done.stdout
+    assert "overrides.json:1: dcay: unknown setting, did you mean 'decay' of shy and sign_momentum" in done.stdout
+
+
+def test_what_an_optimizer_takes_at_construction_alone_is_no_setting_of_a_parameter(tmp_path, overrides):
+    """Also of one that cannot be asked before it is built."""
+    program = ["-m", "megatron_eopt.run", "--cpu", "tests/megatron/user_optimizer.py"]
+    run = [*RUN[: -len(MUON)], "--optimizer", "shy"]
+    matrix = "layers.0.mlp.linear_fc1.weight"
+    train(tmp_path / "run", 1, *run, *overrides({"select": matrix, "decay": 0.5}), program=program)
+    done = start(1, *SMALL_GPT, *run, *overrides({"select": matrix, "gentle": False}), program=program)
+    assert done.returncode != 0
+    assert (
+        "overrides.json:1: gentle: shy has one gentle for all its parameters, which is set for the run" in done.stdout
+    )
+    assert "iteration        1/" not in done.stdout
 
 
 def test_settings_do_not_depend_on_tensor_parallelism(tmp_path, overrides):

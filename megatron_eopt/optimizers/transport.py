@@ -71,7 +71,9 @@ class RuledMuon(TensorParallelMuon):
     decays_weights: bool = True
     """Whether there is a weight decay; where there is none, what fills settings from a run's leaves it at 0."""
 
-    no_settings: frozenset[str] = frozenset({SCALE_MODE, EXTRA_SCALE, "use_decoupled_weight_decay"})
+    no_settings: frozenset[str] = frozenset(
+        {SCALE_MODE, EXTRA_SCALE, "use_decoupled_weight_decay", "weight_decay_method"}
+    )
     """Settings of Muon's groups that the rule has no room for."""
 
     def settings_of_groups(self) -> dict[str, Any]:

@@ -55,6 +55,9 @@ CASES = [
 ]
 
 
+BLOCKWISE = ("padded rows", "a rank of padding alone")
+
+
 def whole(case, seed=0):
     return torch.randn(case.shape, generator=torch.Generator().manual_seed(len(case.name) + 100 * seed))
 
@@ -124,7 +127,9 @@ def muons(rank, world_size):
     groups = megatrons_groups(rank)
     results = {}
     for case in CASES:
-        for tp_mode in EXACT:
+        for tp_mode in (*EXACT, "blockwise"):
+            if tp_mode == "blockwise" and case.name not in BLOCKWISE:
+                continue
             x, *gradients = (shard_of(case, whole(case, seed), *at(case, rank)) for seed in range(3))
             p = marked(case, x)
             results[case.name, tp_mode] = stepped(muon(p, case, groups, tp_mode), p, gradients)
@@ -155,6 +160,18 @@ def test_padding_gets_no_update_whatever_it_and_its_gradient_hold(results, case)
     assert any(mask.any() for mask in held)
     for result, mask in zip(results, held, strict=True):
         assert all((result[case.name, tp_mode][mask] == PADDING).all() for tp_mode in EXACT)
+
+
+@pytest.mark.parametrize("name", BLOCKWISE)
+def test_blockwise_takes_the_rows_of_a_rank_for_a_matrix(results, name):
+    case = next(case for case in CASES if case.name == name)
+    for rank, result in enumerate(results):
+        x, *gradients = (shard_of(case, whole(case, seed), *at(case, rank)) for seed in range(3))
+        rows = int((x != PADDING).all(1).sum())
+        alone = torch.nn.Parameter(x[:rows].clone())
+        expected = stepped(muon(alone, case, None, "duplicated"), alone, [each[:rows] for each in gradients])
+        torch.testing.assert_close(result[name, "blockwise"][:rows], expected)
+        assert (result[name, "blockwise"][rows:] == PADDING).all()
 
 
 FAMILY = [

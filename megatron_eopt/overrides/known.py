@@ -99,6 +99,9 @@ def _fixed(optimizer_cls: _Class) -> frozenset[str]:
 
 
 def _arguments(optimizer_cls: _Class) -> dict[str, inspect.Parameter]:
-    """What the constructor of a class takes by name."""
-    found = inspect.signature(optimizer_cls).parameters
+    """What the constructor of a class takes by name; nothing of one that does not say it."""
+    try:
+        found = inspect.signature(optimizer_cls).parameters
+    except (TypeError, ValueError):  # a stand-in for what is not installed, or a class that is not Python's
+        return {}
     return {key: each for key, each in found.items() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}

@@ -246,7 +246,7 @@ def _resolve_one(
     won = {key: _winner(key, claims[key], info, silent.get(key, mistakes)) for key in sorted(claims)}
     _drop_replaced(won, info, mistakes)
     _drop_without_effect(won, info, optimizer, known, mistakes)
-    _check_by_owner(won, info, known, mistakes)
+    _check_by_optimizer(won, info, known, mistakes)
     settings = {key: claim.value for key, claim in won.items()}
     for error in inconsistent(settings):
         places = sorted({won[key].source for key in _involved(error.key) if key in won})
@@ -294,7 +294,7 @@ def _drop_without_effect(
             mistakes.add(f"{claim.source}: {does_not_apply(key, str(name), known)}{where}", info.name)
 
 
-def _check_by_owner(won: dict[str, _Claim], info: ParameterInfo, known: Known, mistakes: _Mistakes) -> None:
+def _check_by_optimizer(won: dict[str, _Claim], info: ParameterInfo, known: Known, mistakes: _Mistakes) -> None:
     """Check the settings that not every optimizer has: each may have values of its own type."""
     for key in won.keys() - OF_ALL:
         try:

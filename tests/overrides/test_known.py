@@ -121,6 +121,13 @@ def mine():
     del EMERGING_OPTIMIZERS["mine"], EMERGING_OPTIMIZERS["needy"]
 
 
+def test_what_says_nothing_of_itself_has_no_settings_of_its_own(monkeypatch):
+    monkeypatch.setitem(EMERGING_OPTIMIZERS, "missing", EmergingOptimizerEntry(None))
+    known = Known.registered()
+    assert known.optimizers["missing"] == {}
+    assert known.optimizers["lion"] == KNOWN.optimizers["lion"]
+
+
 def refused(*entries, known, optimizer="mine"):
     with pytest.raises(OverrideError) as error:
         resolve([make_entry(*entry, known=known) for entry in entries], model(), optimizer, known=known)

@@ -93,9 +93,7 @@ RULES = (
         "--no-load-optim",
         lambda run: (
             _cut_twice(run)
-            and any(
-                getattr(run.args, place, None) and not on(run.args, f"no_{place}_optim") for place in ("save", "load")
-            )
+            and any(getattr(run.args, flag, None) and not on(run.args, f"no_{flag}_optim") for flag in ("save", "load"))
         ),
     ),
     Rule(

@@ -78,11 +78,11 @@ class _Trial:
         """The setting that the optimizer does not take, and what it says; None where it takes all, or none at all."""
         if self._error({}) is not None:
             return None  # whatever the overrides say: the run will meet it, or it has parameters to show
-        for some in (*({key: value} for key, value in settings.items()), settings):
-            error = self._error(some)
-            if error is not None:
-                return next(iter(some)), error
-        return None
+        wrong = self._error(settings)
+        if wrong is None:
+            return None
+        alone = ((key, self._error({key: value})) for key, value in settings.items())
+        return next(((key, error) for key, error in alone if error is not None), (next(iter(settings)), wrong))
 
     def _error(self, settings: Mapping[str, Any]) -> str | None:
         config, model_chunks, pg_collection = self._run

@@ -88,15 +88,13 @@ WEIGHT_DECAY, ENDS = "weight_decay", ("start_wd", "end_wd")
 """A weight decay that is constant, and the two ends of one that is not."""
 
 
-def further_settings(known: Known) -> list[Setting]:
-    """Settings that single optimizers have beside those of :data:`SETTINGS`; one of two types comes twice."""
-    keys = sorted({key for has in known.optimizers.values() for key in has} - SETTINGS.keys())
-    checks = {key: {check_of(key, name, known) for name in _having(key, known)} for key in keys}
-    return [
-        Setting(key, check, "", of_all=False)
-        for key in keys
-        for check in sorted(checks[key], key=lambda each: each.expected)
-    ]
+def further_settings(known: Known) -> list[tuple[str, str, list[str]]]:
+    """Settings that single optimizers have beside those of :data:`SETTINGS`: key, what a value is, the optimizers."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name in sorted(known.optimizers):
+        for key in known.optimizers[name].keys() - SETTINGS:
+            found.setdefault((key, check_of(key, name, known).expected), []).append(name)
+    return [(key, expected, names) for (key, expected), names in sorted(found.items())]
 
 
 def check_of(key: str, optimizer: str | None, known: Known) -> Check:

@@ -2,10 +2,16 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_eopt import EmergingOptimizerEntry
+from megatron_eopt.megatron.checking import refuse_bad_values
+from megatron_eopt.megatron.overriding import Owned
+from megatron_eopt.overrides import OverrideError, ParameterInfo, Resolved
+from megatron_eopt.registry import EMERGING_OPTIMIZERS
 from tests.megatron.runs import MUON, SMALL_GPT, assert_same, start, train
 
 RUN = ["--num-layers", 2, "--ckpt-format", "torch_dist", "--train-iters", 4, *MUON]
@@ -286,3 +292,37 @@ def test_experts_of_one_layer_that_differ_cannot_be_saved(tmp_path, overrides):
     assert done.returncode != 0
     assert "experts of one layer (decoder.layers.0.mlp.experts.local_experts.*.linear_fc1.weight)" in done.stdout
     assert start(1, *run).returncode == 0
+
+
+class Together(torch.optim.Optimizer):
+    """One with two settings of which one is nothing without the other."""
+
+    def __init__(self, params, lr, kind="plain", power=0.0):
+        super().__init__(params, {"lr": lr, "kind": kind, "power": power})
+
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        if (group := self.param_groups[-1])["power"] and group["kind"] == "plain":
+            raise ValueError(f"power {group['power']} has no effect where kind is plain")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "fancy", "power": 2.0}, None),
+        ({"kind": "fancy"}, None),
+        ({"power": 2.0}, "f:1: power: power 2.0 has no effect where kind is plain, for w"),
+    ],
+)
+def test_an_optimizer_checks_the_settings_of_a_parameter_together(monkeypatch, settings, message):
+    entry = EmergingOptimizerEntry(Together, config_to_kwargs=lambda config, chunks, groups: {"lr": config.lr})
+    monkeypatch.setitem(EMERGING_OPTIMIZERS, "together", entry)
+    described = SimpleNamespace(info=ParameterInfo("w", (4, 4)))
+    owned = Owned(described, Resolved(settings, dict.fromkeys(settings, "f:1")), "together")
+    config = SimpleNamespace(lr=0.1, weight_decay=0.0)
+    if message is None:
+        refuse_bad_values([owned], config, [], None)
+        return
+    with pytest.raises(OverrideError) as error:
+        refuse_bad_values([owned], config, [], None)
+    assert str(error.value) == message

@@ -87,10 +87,13 @@ class LocalRows:
         top: first of the rows that this rank holds, and
         bottom: the row after the last one.
         stacked: so many such matrices lie behind one another in a leading dimension; None for a parameter without.
+        padding: rows of this rank that follow, and belong to no matrix: :meth:`split` leaves them out, and
+            :meth:`merge` makes them zero.
     """
 
-    def __init__(self, pattern: Pattern, top: int, bottom: int, stacked: int | None = None) -> None:
+    def __init__(self, pattern: Pattern, top: int, bottom: int, stacked: int | None = None, padding: int = 0) -> None:
         self._pattern, self._top, self._bottom, self._stacked = pattern, top, bottom, stacked
+        self._padding = padding
         self._rows = [end - start for start, end in pattern.held(top, bottom)] * (1 if stacked is None else stacked)
         self._runs: list[tuple[int, int]] = []
         if stacked is not None or not pattern.joined:
@@ -111,6 +114,8 @@ class LocalRows:
         Raises:
             ValueError: if ``x`` has another shape.
         """
+        if self._padding:
+            x = x.narrow(-2, 0, x.size(-2) - self._padding)
         if len(self._rows) == 1 and self._stacked is None:
             return [x]
         if tuple(x.shape[:-1]) != self._leading:
@@ -124,11 +129,15 @@ class LocalRows:
         return [torch.cat(runs) if len(runs) > 1 else (runs or [flat[:0]])[0] for runs in found]
 
     def merge(self, parts: Sequence[Tensor]) -> Tensor:
-        """The inverse of :meth:`split`, with at most one copy.
+        """The inverse of :meth:`split`, with at most one copy, and another one where there is padding.
 
         Raises:
             ValueError: if the pieces are others than those of :meth:`split`.
         """
+        merged = self._merged(parts)
+        return torch.nn.functional.pad(merged, (0, 0, 0, self._padding)) if self._padding else merged
+
+    def _merged(self, parts: Sequence[Tensor]) -> Tensor:
         if [part.size(0) for part in parts] != self._rows and len(self._rows) > 1:
             raise ValueError(
                 f"rows {self._top} to {self._bottom} are pieces of {self._rows} rows, got pieces of "

@@ -119,9 +119,11 @@ class Split:
         ]
         return Pattern(tuple(sizes), tuple(blocks))
 
-    def local(self, rows: int, top: int, bottom: int, shards: int = 1) -> LocalRows:
-        """What splits and merges the rows from ``top`` to ``bottom``; the rest as in :meth:`pattern`."""
-        return LocalRows(self.pattern(rows, shards), top, bottom, self.stacked)
+    def local(self, rows: int, top: int, bottom: int, shards: int = 1, padding: int = 0) -> LocalRows:
+        """What splits and merges the rows from ``top`` to ``bottom``, with so many rows of padding behind them; the
+        rest as in :meth:`pattern`.
+        """
+        return LocalRows(self.pattern(rows, shards), top, bottom, self.stacked, padding)
 
     def in_global_order(self) -> "Split":
         """For a parameter whose global tensor is what one rank would hold, as that of a DTensor is."""

@@ -172,12 +172,12 @@ def _redirections_of_0_17(with_training: bool) -> list[Redirection]:
 def _attributes_kept() -> list[Redirection]:
     from megatron.core.tensor_parallel import layers
 
-    reason = "the fp32 copy of a bf16 parameter would lose its name, and which logical matrices it is made of"
+    reason = "the fp32 copy of a bf16 parameter would lose its name, its padding, and which matrices it is made of"
     return [
         Redirection(
             owner=layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS, name=name, make=lambda default: default, reason=reason
         )
-        for name in ("qkv_split_shapes", ATTRIBUTE, NAME)
+        for name in ("qkv_split_shapes", "pad_length", ATTRIBUTE, NAME)
     ]
 
 

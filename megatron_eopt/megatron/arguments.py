@@ -61,6 +61,8 @@ def with_flags(make_config: Callable[..., Any]) -> Callable[..., Any]:
         for flag in FLAGS:
             if hasattr(args, flag.dest) and not hasattr(config, flag.dest):
                 setattr(config, flag.dest, getattr(args, flag.dest))
+        # of the scheduler, not of the optimizer: whether overrides may let a weight decay change
+        config.weight_decay_incr_style = getattr(args, "weight_decay_incr_style", None)
         return config, overrides
 
     return make_config_with_flags

@@ -15,10 +15,11 @@ from megatron_eopt.megatron.entries import DEFAULT
 from megatron_eopt.megatron.held import Held, held, owner_name
 from megatron_eopt.megatron.overriding import Owned
 from megatron_eopt.optimizers.logical import DescribedMatrix, LogicalMatrices
+from megatron_eopt.optimizers.sharded import GROUPS
 from megatron_eopt.optimizers.state import DescribedState
 from megatron_eopt.overrides import ParameterInfo
 from megatron_eopt.overrides.conditions import is_embedding
-from megatron_eopt.parallel.layout import is_expert, is_sharded
+from megatron_eopt.parallel.layout import is_cut_again, is_expert, is_sharded
 
 _TIED = {"output_layer.weight": "embedding.word_embeddings.weight"}
 _RMS = {"adam": ADAMW_RMS, "soap": ADAMW_RMS, "schedule_free_adamw": ADAMW_RMS, "lion": 1.0, "signum": 1.0}
@@ -89,7 +90,8 @@ def rows_here(
     described = _described_matrices(
         {id(each.optimizer): each.optimizer for by in of_parameter.values() for each in by}, settled
     )
-    sizes = {name: getattr(pg_collection, name).size() for name in ("tp", "expt_tp") if hasattr(pg_collection, name)}
+    groups = {name: getattr(pg_collection, name, None) for name in GROUPS}
+    sizes = {name: group.size() for name, group in groups.items() if group is not None}
 
     def row(each: Owned, holder: Held | None) -> Row:
         matrices = [] if holder is None or holder.own is None else described.get(id(holder.own), [])
@@ -159,12 +161,15 @@ def _kind(info: ParameterInfo) -> str:
 
 
 def _layout(parameter: Tensor, sizes: Mapping[str, int]) -> str:
-    name = "expt_tp" if is_expert(parameter) else "tp"
-    ranks = sizes.get(name, 1)
-    if not is_sharded(parameter) or ranks == 1:
-        return "whole"
-    dim = parameter.partition_dim - parameter.ndim  # type: ignore[attr-defined]
-    return f"{'columns' if dim == -1 and parameter.ndim > 1 else 'rows'} over {name} {ranks}"
+    prefix = "expt_" if is_expert(parameter) else ""
+    found = []
+    if is_sharded(parameter):
+        dim = parameter.partition_dim - parameter.ndim  # type: ignore[attr-defined]
+        found.append(("columns" if dim == -1 and parameter.ndim > 1 else "rows", f"{prefix}tp"))
+    if is_cut_again(parameter):
+        found.append(("rows", f"{prefix}gtp_remat"))
+    cuts = [f"{what} over {name} {sizes[name]}" for what, name in found if sizes.get(name, 1) > 1]
+    return ", ".join(cuts) or "whole"
 
 
 def _rms(of_matrices: Sequence[float | None], name: str | None) -> float | None:

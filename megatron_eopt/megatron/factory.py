@@ -12,6 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_eopt.manifest import to_json
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.averaging import remember
+from megatron_eopt.megatron.checking import refuse_bad_values, refuse_unread
 from megatron_eopt.megatron.checkpoints import layers
 from megatron_eopt.megatron.checkpoints.attach import attach
 from megatron_eopt.megatron.checkpoints.replicas import check_before_first_step
@@ -65,6 +66,7 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
             names = frozenset(each.owner for each in owned if each.owner is not None)
             refuse_unsupported(replace(run, routes_optimizers=routed(owned), excludes=excludes, owners=names))
             refuse_other_buffers(owned)
+            refuse_bad_values(owned, config, model_chunks, kwargs["pg_collection"])
             return splits(owned, of_run), for_megatron(owned, config)
 
         split, overrides = on_all_ranks(decide)
@@ -73,6 +75,7 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
             tag_fused_projections(model_chunks, kwargs["pg_collection"])
         with without_defaults(name), excluded(owned), releases.package_not_needed():
             optimizer = build(config, model_chunks, overrides, *args, **kwargs)
+        on_all_ranks(lambda: refuse_unread(optimizer, owned))
         _complete(optimizer, kwargs["pg_collection"])
         manifest = collect(optimizer, owned, config, kwargs["pg_collection"])
         declare(manifest, name, config)

@@ -16,13 +16,10 @@ from megatron_eopt.megatron.parameters import Described
 from megatron_eopt.optimizers.skipping import NAME
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
 from megatron_eopt.overrides import Entry, OverrideError, Resolved, match_counts, resolve
+from megatron_eopt.overrides.known import SPLIT
+from megatron_eopt.overrides.settings import ENDS, OF_ALL
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, EmergingOptimizerEntry, pairs_rows, takes_matrices
 
-# What a group of Megatron's has by the same name as an override.
-_PASSED_ON = (
-    *("betas", "eps", "momentum", "rank"),
-    *("num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor"),
-)
 _LAYER_WISE = "is_managed_by_layer_wise_optimizer"
 _RATES = ("lr", "min_lr", "lr_mult")
 _MEGATRONS_RATES = {"lr": "max_lr", "min_lr": "min_lr", "lr_mult": "lr_mult"}
@@ -185,7 +182,7 @@ def group_settings(owned: Owned, config: Any, primary: str) -> dict[str, Any]:
         OverrideError: for a smallest learning rate above the largest.
     """
     settings = owned.resolved.settings
-    group: dict[str, Any] = {key: settings[key] for key in _PASSED_ON if key in settings}
+    group = {key: value for key, value in settings.items() if key not in OF_ALL | {SPLIT}}
     if owned.owner != primary and releases.has_registry():
         group["optimizer"] = owned.owner
     rates = [key for key in _RATES if key in settings]
@@ -198,8 +195,8 @@ def group_settings(owned: Owned, config: Any, primary: str) -> dict[str, Any]:
         except OverrideError as error:
             run = f"what no override sets is --lr {config.lr:g} and --min-lr {config.min_lr:g}"
             raise OverrideError(f"{owned.described.info.name}: {error}; {run}") from None
-    if "weight_decay" in settings:
-        group["start_wd"] = group["end_wd"] = settings["weight_decay"]
+    decay = {end: settings.get(end, settings.get("weight_decay")) for end in ENDS}
+    group |= {end: value for end, value in decay.items() if value is not None}
     if "wd_mult" in settings:
         group["wd_mult"] = settings["wd_mult"]
     return group

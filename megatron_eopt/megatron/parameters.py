@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_eopt.overrides import ParameterInfo, unwrapped
-from megatron_eopt.parallel.layout import is_expert, is_sharded
+from megatron_eopt.parallel.layout import is_cut_again, is_expert, is_sharded, padding_of
 
 _GROUPED_WEIGHT = re.compile(r"(weight|bias)(\d+)")
 
@@ -91,8 +91,10 @@ def _info(name: str, parameter: Tensor, pg_collection: Any) -> ParameterInfo:
 
 
 def _global_shape(parameter: Tensor, pg_collection: Any) -> tuple[int, ...]:
-    shape = list(parameter.shape)
-    group = getattr(pg_collection, "expt_tp" if is_expert(parameter) else "tp", None)
+    shape, prefix = list(parameter.shape), "expt_" if is_expert(parameter) else ""
+    group, again = (getattr(pg_collection, prefix + name, None) for name in ("tp", "gtp_remat"))
+    if is_cut_again(parameter) and again is not None and again.size() > 1:
+        shape[0] = shape[0] * again.size() - padding_of(parameter)
     if is_sharded(parameter) and group is not None:
         shape[parameter.partition_dim] *= group.size()  # type: ignore[attr-defined]
     return tuple(shape)

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_eopt.optimizers.sharded import GROUPS
 from megatron_eopt.parallel.layout import layout_of
 from megatron_eopt.registry import get_qkv_split_shapes
 
@@ -22,7 +23,7 @@ def tag_fused_projections(model_chunks: Sequence[Any], pg_collection: Any) -> No
     found = list(_fused_projections(model_chunks))
     for name, parameter, config in found:
         shapes = get_qkv_split_shapes(config)
-        rows = layout_of(parameter, pg_collection.tp, getattr(pg_collection, "expt_tp", None)).shape[0]
+        rows = layout_of(parameter, *(getattr(pg_collection, group, None) for group in GROUPS)).shape[0]
         if rows != config.num_query_groups * sum(shapes):
             raise ValueError(
                 f"{name} has {rows} rows over all ranks, but {config.num_query_groups} query groups of {shapes} rows "

@@ -12,7 +12,7 @@ from megatron_eopt.optimizers.sharded import TensorParallelGroups
 from megatron_eopt.optimizers.skipping import Skipping
 from megatron_eopt.optimizers.stepping import SteppingOptimizer
 from megatron_eopt.parallel.exchange import lowest
-from megatron_eopt.parallel.layout import is_expert, is_sharded
+from megatron_eopt.parallel.layout import is_cut_again, is_expert, is_sharded
 
 
 class ElementwiseOptimizer(SteppingOptimizer):
@@ -51,5 +51,7 @@ class ElementwiseOptimizer(SteppingOptimizer):
             mesh = parameter.device_mesh
             cut = [i for i, placement in enumerate(parameter.placements) if not isinstance(placement, Replicate)]
             return [mesh.get_group(i) for i in cut if mesh.size(i) > 1]
-        group = getattr(self.pg_collection, "expt_tp" if is_expert(parameter) else "tp", None)
-        return [group] if group is not None and group.size() > 1 and is_sharded(parameter) else []
+        prefix = "expt_" if is_expert(parameter) else ""
+        axes = {"tp": is_sharded(parameter), "gtp_remat": is_cut_again(parameter)}
+        groups = [getattr(self.pg_collection, prefix + name, None) for name, cuts in axes.items() if cuts]
+        return [group for group in groups if group is not None and group.size() > 1]

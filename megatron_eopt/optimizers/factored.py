@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_eopt.optimizers.batch import local
 from megatron_eopt.optimizers.factor_plan import Described, FactorPlan, Weight, is_tall
 from megatron_eopt.optimizers.factor_step import Factor, Pair, RankSums, factor_gradients, project, step_pairs
-from megatron_eopt.optimizers.group_settings import UpdateSettings, own_settings
+from megatron_eopt.optimizers.group_settings import COEFFICIENTS, STEPS, UpdateSettings, own_settings
 from megatron_eopt.optimizers.logical import DescribedMatrix
 from megatron_eopt.optimizers.low_rank import (
     FACTOR_A,
@@ -63,6 +63,11 @@ class FactoredOptimizer(LowRankState):
     _shared: SharedParameters
     _done: frozenset[Tensor] = frozenset()
     _errors: dict[str, float] | None = None
+
+    def settings_of_groups(self) -> dict[str, Any]:
+        """Also those of the iteration; whether a group is of pairs is no setting, but says what its parameters are."""
+        own = {key: value for key, value in super().settings_of_groups().items() if key != "pairs"}
+        return own | {STEPS: self.newton_schulz.steps, COEFFICIENTS: self.newton_schulz.coefficient_type}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices, or of pairs of factors.

@@ -195,6 +195,10 @@ class OrthogonalizedOptimizer(SteppingOptimizer, LogicalMatrices):
         for parameter, called in zip(group["params"], names_of_last(self.param_groups, shapes=False), strict=True):
             self._check_parameter(parameter, called)
 
+    def settings_of_groups(self) -> dict[str, Any]:
+        """Among them the kind of weight decay, by its name where the flag says it."""
+        return super().settings_of_groups() | {METHOD: decay_method(type(self).__name__, self.defaults)}
+
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum."""
         return [StateTensor(MOMENTUM_BUFFER)]

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers.batch import local
-from megatron_eopt.optimizers.group_settings import UpdateSettings, own_settings
+from megatron_eopt.optimizers.group_settings import (
+    COEFFICIENTS,
+    EXTRA_SCALE,
+    SCALE_MODE,
+    STEPS,
+    UpdateSettings,
+    own_settings,
+)
 from megatron_eopt.optimizers.logical import DescribedMatrix
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.sharded import ShardedMatrices
@@ -55,6 +62,15 @@ class PlannedOptimizer(ShardedMatrices, OrthogonalizedOptimizer):
     # On the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
     _planned: Planned | Variants | None = None
     _planned_for: object = None
+
+    def settings_of_groups(self) -> dict[str, Any]:
+        """Also those of the iteration and of the scale."""
+        return super().settings_of_groups() | {
+            STEPS: self.newton_schulz.steps,
+            COEFFICIENTS: self.newton_schulz.coefficient_type,
+            SCALE_MODE: self.scale_mode,
+            EXTRA_SCALE: self.extra_scale_factor,
+        }
 
     @property
     def _takes_any_dimensions(self) -> bool:

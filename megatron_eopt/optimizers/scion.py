@@ -57,6 +57,7 @@ class Scion(RuledMuon):
     """
 
     size_rule = "radius * sqrt(rows / cols)"
+    no_settings = RuledMuon.no_settings | {"nesterov", "use_nesterov"}
     decays_weights = False
 
     @also_called(spectral_radius=RADIUS)

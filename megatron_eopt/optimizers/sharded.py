@@ -11,21 +11,26 @@ from torch.distributed.tensor import DTensor
 from megatron_eopt.matrices import Split, check_split_shapes
 from megatron_eopt.optimizers.logical import LogicalMatrices, check_query_groups
 from megatron_eopt.parallel.dtensor import layout_of_dtensor
-from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, layout_of
+from megatron_eopt.parallel.layout import Layout, is_cut_again, is_expert, is_sharded, layout_of
 
 
 class TensorParallelGroups(Protocol):
-    """What is read of Megatron's ProcessGroupCollection."""
+    """What is read of Megatron's ProcessGroupCollection, ``gtp_remat`` and ``expt_gtp_remat`` where it has them."""
 
     tp: ProcessGroup
     expt_tp: ProcessGroup
+
+
+GROUPS = ("tp", "expt_tp", "gtp_remat", "expt_gtp_remat")
+"""Names of the groups in the order in which :func:`~megatron_eopt.parallel.layout.layout_of` takes them."""
 
 
 class ShardedMatrices(LogicalMatrices):
     """An optimizer whose matrices lie on tensor-parallel ranks, or on the mesh of DTensors.
 
     Attributes:
-        pg_collection: the process groups ``tp`` and, for experts, ``expt_tp``; None where nothing is sharded.
+        pg_collection: the process groups ``tp`` and, for experts, ``expt_tp``, and ``gtp_remat`` and
+            ``expt_gtp_remat`` where Megatron cuts weights a second time; None where nothing is sharded.
     """
 
     split_lengths = (3, 4)
@@ -36,8 +41,7 @@ class ShardedMatrices(LogicalMatrices):
         """Where a parameter lies; of a stack, where each of its matrices does."""
         if isinstance(parameter, DTensor):
             return layout_of_dtensor(parameter)
-        groups = self.pg_collection
-        return layout_of(parameter, getattr(groups, "tp", None), getattr(groups, "expt_tp", None))
+        return layout_of(parameter, *(getattr(self.pg_collection, name, None) for name in GROUPS))
 
     def split_shapes(self, parameter: Tensor) -> tuple[int, ...] | None:
         """Rows of each logical matrix in one query group of a fused parameter; None for any other."""
@@ -65,18 +69,21 @@ class ShardedMatrices(LogicalMatrices):
         check_query_groups(check_split_shapes(self.split_shapes(parameter), self.split_lengths), self.layout(parameter))
 
     def _check_ranks(self, parameter: Tensor, called: str, otherwise: str = "") -> None:
-        """Refuse a shard that no process group completes.
+        """Refuse a shard that no process group completes, or that is cut a second time as nothing here is.
 
         Args:
             parameter: any.
             called: what a message calls it.
             otherwise: what else the message advises.
         """
-        name = "expt_tp" if is_expert(parameter) else "tp"
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
-        shard = is_sharded(parameter) and not isinstance(parameter, DTensor)
-        if shard and not alone and getattr(self.pg_collection, name, None) is None:
-            raise ValueError(
-                f"{called} is marked as sharded, but no process group completes it: pass a pg_collection that has "
-                f"{name!r}{otherwise}"
-            )
+        if isinstance(parameter, DTensor) or not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        prefix = "expt_" if is_expert(parameter) else ""
+        for name, shard in (("tp", is_sharded(parameter)), ("gtp_remat", is_cut_again(parameter))):
+            if shard and getattr(self.pg_collection, prefix + name, None) is None:
+                raise ValueError(
+                    f"{called} is marked as sharded, but no process group completes it: pass a pg_collection that has "
+                    f"{prefix + name!r}{otherwise}"
+                )
+        if is_cut_again(parameter):
+            self.layout(parameter)

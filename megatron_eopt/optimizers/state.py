@@ -76,6 +76,10 @@ class DescribedState(Optimizer):
         """What a checkpoint says of this optimizer to those who read it: plain values alone."""
         return {key: value for key, value in self.defaults.items() if isinstance(value, str | int | float | bool)}
 
+    def settings_of_groups(self) -> dict[str, Any]:
+        """The settings of which each group may have a value of its own -> the value of groups that have none."""
+        return dict(self.defaults)
+
     def exported(self, parameter: Tensor) -> Tensor:
         """What is evaluated and exported in the place of a parameter, as it lies."""
         return parameter.detach()

@@ -58,6 +58,9 @@ def spelled_out[**P](init: Callable[P, None]) -> Callable[P, None]:
     return checked
 
 
+_WAYS_TO_DECAY = {"use_decoupled_weight_decay", "weight_decay_method"}
+
+
 class RuledMuon(TensorParallelMuon):
     """Muon but for the size of updates, which follows a rule instead of the scale settings.
 
@@ -70,6 +73,14 @@ class RuledMuon(TensorParallelMuon):
 
     decays_weights: bool = True
     """Whether there is a weight decay; where there is none, what fills settings from a run's leaves it at 0."""
+
+    no_settings: frozenset[str] = frozenset({SCALE_MODE, EXTRA_SCALE})
+    """Settings of Muon's groups that the rule has no room for."""
+
+    def settings_of_groups(self) -> dict[str, Any]:
+        """Those of Muon's that the rule has room for; without a weight decay none that says how it is done."""
+        out = self.no_settings if self.decays_weights else self.no_settings | _WAYS_TO_DECAY
+        return {key: value for key, value in super().settings_of_groups().items() if key not in out}
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
         """The iteration of the matrices of a group, and what multiplies their orthogonal factors.

@@ -25,14 +25,18 @@ class SettingError(OverrideError):
         return f"{self.key}: {self.what}"
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most like another, if one is; where only the case differs, that one."""
-    names = list(known)
-    by_case = {each.lower(): each for each in names}
+def close(name: str, known: Iterable[str]) -> list[str]:
+    """The known names that are like another, at most three, the nearest first; a different case is no difference."""
+    by_case = {each.lower(): each for each in known}
     asked = name.lower()
     found = difflib.get_close_matches(asked, by_case)
     # of those that are equally near the first by the alphabet: difflib takes the last
-    return by_case[min(found, key=lambda each: (-_likeness(each, asked), each))] if found else None
+    return [by_case[each] for each in sorted(found, key=lambda each: (-_likeness(each, asked), each))]
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like another, if one is."""
+    return next(iter(close(name, known)), None)
 
 
 def _likeness(known: str, asked: str) -> float:

@@ -7,10 +7,11 @@ from os import PathLike
 from pathlib import Path
 
 from megatron_eopt.overrides.errors import OverrideError, SettingError, did_you_mean, shown
+from megatron_eopt.overrides.known import Known
 from megatron_eopt.overrides.nodes import Node, NodeError, Pair, compose, is_list, is_mapping, line, pairs, plain
 from megatron_eopt.overrides.rules import Entry, Layer
 from megatron_eopt.overrides.selectors import Selector
-from megatron_eopt.overrides.settings import SETTINGS, Known, check_setting, conflicts
+from megatron_eopt.overrides.settings import SETTINGS, check_setting, conflicts, named_optimizer
 
 _SELECT = "select"
 _FORMAT = "a list of entries {select: ..., SETTING: ...}, or a mapping of selectors to settings"
@@ -99,15 +100,16 @@ class _Reader:
         selector = self.selector(select_line, written)
         lines = {str(plain(pair.key)): pair.line for pair in pairs_of_settings}
         values = {}
+        optimizer = named_optimizer(_optimizer(pairs_of_settings), None if selector is None else selector.optimizer)
         for pair in pairs_of_settings:
             key = plain(pair.key)
             try:
-                values[str(key)] = check_setting(key, plain(pair.value), self.known)
+                values[str(key)] = check_setting(key, plain(pair.value), self.known, optimizer)
             except SettingError as error:
                 self.wrong.append((pair.line, str(error)))
             except NodeError as error:
                 self.wrong.append((error.line, f"{key}: {error.what}"))
-        self.wrong += [(lines[error.key], str(error)) for error in conflicts(values, self.known)]
+        self.wrong += [(lines[error.key], str(error)) for error in conflicts(values)]
         if not pairs_of_settings:
             self.wrong.append((at, f"no settings: expected one or more of {', '.join(SETTINGS)}"))
         if len(self.wrong) > before or selector is None:
@@ -120,3 +122,11 @@ class _Reader:
         except OverrideError as error:
             self.wrong.append((at, f"select: {error}"))
             return None
+
+
+def _optimizer(settings: list[Pair]) -> object:
+    """What an entry sets as the optimizer; None if it sets none, or nothing that can be read."""
+    try:
+        return next((plain(pair.value) for pair in settings if plain(pair.key) == "optimizer"), None)
+    except NodeError:
+        return None

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_eopt.overrides.errors import OverrideError, SettingError
+from megatron_eopt.overrides.known import Known
 from megatron_eopt.overrides.rules import Entry, Layer
 from megatron_eopt.overrides.selectors import Selector
-from megatron_eopt.overrides.settings import Known, check_settings
+from megatron_eopt.overrides.settings import WEIGHT_DECAY, check_settings
 
 # Megatron's scheduler takes its largest learning rate from a group's max_lr.
 _MEGATRONS_NAMES = {"max_lr": "lr"}
@@ -38,7 +39,7 @@ def make_entry(
     if not isinstance(settings, Mapping):
         raise OverrideError(f"{source}: expected a mapping of settings, got {settings!r}")
     try:
-        return Entry(parsed, check_settings(settings, known or Known.registered()), layer, source)
+        return Entry(parsed, check_settings(settings, known or Known.registered(), parsed.optimizer), layer, source)
     except OverrideError as error:
         raise OverrideError("\n".join(f"{source}: {line}" for line in str(error).splitlines())) from None
 
@@ -76,7 +77,7 @@ def entries_from_megatron(
     """Entries from Megatron's ``{ParamKey: ParamGroupOverride}``, None for none.
 
     Raises:
-        OverrideError: as :func:`entries_from_dict`, and for a ``start_wd`` that differs from its ``end_wd``.
+        OverrideError: as :func:`entries_from_dict`.
     """
     return entries_from_dict(overrides or {}, layer, source, known)
 
@@ -90,11 +91,10 @@ def _renamed(settings: Mapping[str, Any], place: str) -> Mapping[str, Any]:
         if (ours := _MEGATRONS_NAMES.get(key, key)) in renamed:
             raise OverrideError(f"{place}: {SettingError(ours, 'max_lr is the same: keep one of the two')}")
         renamed[ours] = value
-    first, last = renamed.pop("start_wd", None), renamed.pop("end_wd", None)
-    if first != last:
-        what = f"start_wd {first!r} and end_wd {last!r} differ, and a decay that changes cannot be set: use wd_mult"
-        raise OverrideError(f"{place}: {SettingError('start_wd', what)}")
-    return renamed if first is None else renamed | {"weight_decay": first}
+    if WEIGHT_DECAY not in renamed and renamed.get("start_wd") == renamed.get("end_wd") is not None:
+        renamed[WEIGHT_DECAY] = renamed.pop("start_wd")
+        del renamed["end_wd"]
+    return renamed
 
 
 def _shown(selector: object) -> str:

@@ -11,7 +11,9 @@ over what a user says of an attribute or a shape.
 What follows from a winner:
 
 - ``lr`` replaces an ``lr_mult`` ranked below it, and an ``lr_mult`` multiplies an ``lr`` ranked below it; so do
-  ``weight_decay`` and ``wd_mult``.
+  ``weight_decay``, ``start_wd`` or ``end_wd`` and ``wd_mult``.
+- ``weight_decay`` replaces a ``start_wd`` and an ``end_wd`` ranked below it, and one of these ranked above it takes its
+  place at that end of the schedule.
 - An ``exclude: true`` drops all settings ranked below it, and an ``optimizer`` those that it has not. Ranked above or
   beside, they are errors: they would have no effect.
 """
@@ -22,9 +24,20 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from megatron_eopt.overrides.conditions import Kind, ParameterInfo
-from megatron_eopt.overrides.errors import OverrideError, shown
+from megatron_eopt.overrides.errors import OverrideError, SettingError, shown
+from megatron_eopt.overrides.known import Known
 from megatron_eopt.overrides.selectors import Selector, Specificity, no_match
-from megatron_eopt.overrides.settings import MULTIPLIERS, Known, Value, does_not_apply, foreign, inconsistent
+from megatron_eopt.overrides.settings import (
+    ENDS,
+    MULTIPLIERS,
+    OF_ALL,
+    WEIGHT_DECAY,
+    check_setting,
+    does_not_apply,
+    foreign,
+    inconsistent,
+)
+from megatron_eopt.overrides.values import Value
 
 
 class Layer(IntEnum):
@@ -104,8 +117,9 @@ class Resolved:
         return high, low
 
     def decay(self, weight_decay: float) -> float:
-        """The weight decay, from that of the optimizer."""
-        return self.settings.get("weight_decay", weight_decay) * self.settings.get("wd_mult", 1.0)
+        """The weight decay at the end of its schedule, from that of the optimizer."""
+        own = self.settings.get(WEIGHT_DECAY, weight_decay)
+        return self.settings.get("end_wd", own) * self.settings.get("wd_mult", 1.0)
 
 
 class _Claim(NamedTuple):
@@ -230,8 +244,9 @@ def _resolve_one(
     # the ties of who owns it were noted when the owner was found
     silent = {"optimizer": _Mistakes(), "exclude": _Mistakes()}
     won = {key: _winner(key, claims[key], info, silent.get(key, mistakes)) for key in sorted(claims)}
-    _drop_multipliers(won, info, mistakes)
+    _drop_replaced(won, info, mistakes)
     _drop_without_effect(won, info, optimizer, known, mistakes)
+    _check_by_optimizer(won, info, known, mistakes)
     settings = {key: claim.value for key, claim in won.items()}
     for error in inconsistent(settings):
         places = sorted({won[key].source for key in _involved(error.key) if key in won})
@@ -246,15 +261,18 @@ def _resolve_one(
     return Resolved(settings, {key: claim.source for key, claim in won.items()}, tuple(in_order))
 
 
-def _drop_multipliers(won: dict[str, _Claim], info: ParameterInfo, mistakes: _Mistakes) -> None:
-    for absolute, multiplier in MULTIPLIERS.items():
-        if absolute in won and multiplier in won:
-            first, second = won[absolute], won[multiplier]
+def _drop_replaced(won: dict[str, _Claim], info: ParameterInfo, mistakes: _Mistakes) -> None:
+    """Drop what an absolute value replaces: what multiplies it, and of a constant weight decay both ends."""
+    for absolute, other in (*((WEIGHT_DECAY, end) for end in ENDS), *MULTIPLIERS.items()):
+        if absolute in won and other in won:
+            first, second = won[absolute], won[other]
             if first.order == second.order:
-                said = f"{absolute} by {first.source} and {multiplier} by {second.source}"
-                mistakes.add(f"{multiplier}: set are {said}, which are equally specific: keep one", info.name)
+                said = f"{absolute} by {first.source} and {other} by {second.source}"
+                mistakes.add(f"{other}: set are {said}, which are equally specific: keep one", info.name)
             elif first.order > second.order:
-                del won[multiplier]
+                del won[other]
+    if {WEIGHT_DECAY, *ENDS} <= won.keys():
+        del won[WEIGHT_DECAY]
 
 
 def _drop_without_effect(
@@ -274,6 +292,15 @@ def _drop_without_effect(
         if owner is None or claim.order >= owner.order:
             where = f" ({owner.source} makes it the owner)" if owner is not None else ""
             mistakes.add(f"{claim.source}: {does_not_apply(key, str(name), known)}{where}", info.name)
+
+
+def _check_by_optimizer(won: dict[str, _Claim], info: ParameterInfo, known: Known, mistakes: _Mistakes) -> None:
+    """Check the settings that not every optimizer has: each may have values of its own type."""
+    for key in won.keys() - OF_ALL:
+        try:
+            won[key] = won[key]._replace(value=check_setting(key, won[key].value, known, info.optimizer))
+        except SettingError as error:
+            mistakes.add(f"{won[key].source}: {error} for {info.optimizer}", info.name)
 
 
 def _involved(key: str) -> tuple[str, ...]:

@@ -51,6 +51,11 @@ class Selector:
         """Whether the owner of a parameter has to be known first."""
         return any(isinstance(each, Owner) for each in self.conditions)
 
+    @property
+    def optimizer(self) -> str | None:
+        """The optimizer that it asks for; None if it takes parameters of any."""
+        return next((each.optimizer for each in self.conditions if isinstance(each, Owner)), None)
+
     def matches(self, info: ParameterInfo) -> bool:
         """Whether all conditions hold."""
         return all(each.matches(info) for each in self.conditions)

@@ -8,26 +8,19 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from megatron_eopt.parallel.groups import Partition, joint_group
 from megatron_eopt.parallel.layout import Layout, on_one_rank
 from megatron_eopt.parallel.pieces import Piece, Shape
 
 Cut = tuple[int, int, int]
 """One mesh dimension that cuts: dimension of the tensor, number of ranks, split factor of the placement."""
-
-Partition = tuple[tuple[int, ...], ...]
-"""Global ranks of each of several groups."""
-
-_groups: WeakKeyDictionary[ProcessGroup, dict[Partition, ProcessGroup]] = WeakKeyDictionary()
-"""Groups over several mesh dimensions, made once for each world: it takes all their ranks to make one."""
 
 
 def layout_of_dtensor(x: DTensor, shape: Shape | None = None) -> Layout:
@@ -67,7 +60,7 @@ def layout_of_dtensor(x: DTensor, shape: Shape | None = None) -> Layout:
         )
     partition = _partition(mesh, dims)
     own = next(ranks for ranks in partition if dist.get_rank() in ranks)
-    group = mesh.get_group(dims[0]) if len(dims) == 1 else _joint_group(partition, own)
+    group = mesh.get_group(dims[0]) if len(dims) == 1 else joint_group(partition, own)
     held = dict(zip(own, pieces, strict=True))
     layout = Layout(shape, tuple(held[rank] for rank in dist.get_process_group_ranks(group)), group, _label(mesh, dims))
     with torch.no_grad():
@@ -171,32 +164,6 @@ def _partition(mesh: DeviceMesh, dims: Sequence[int]) -> Partition:
     others = [dim for dim in range(mesh.ndim) if dim not in dims]
     ranks = mesh.mesh.permute(*others, *dims).reshape(-1, prod(mesh.size(dim) for dim in dims))
     return tuple(tuple(row) for row in ranks.tolist())
-
-
-def _joint_group(partition: Partition, own: tuple[int, ...]) -> ProcessGroup:
-    """The group of this rank's part: all ranks, or one made at the first call of all ranks of the mesh.
-
-    Raises:
-        ValueError: if only some ranks of the world have the mesh, and its groups are made by splitting communicators.
-    """
-    world = dist.group.WORLD
-    assert world is not None, "a DTensor has a process group"
-    if len(own) == world.size():
-        return world
-    if sum(map(len, partition)) == world.size():
-        wanted, local = partition, False
-    elif getattr(world, "bound_device_id", None) is None:
-        wanted, local = (own,), True
-    else:
-        raise ValueError(
-            f"ranks {own} need a group, but only some of the {world.size()} ranks have this mesh, and all have to take "
-            f"part where init_process_group was given a device_id: leave that out"
-        )
-    known = _groups.setdefault(world, {})
-    if wanted not in known:
-        made = [dist.new_group(ranks, use_local_synchronization=local) for ranks in map(list, wanted)]
-        known[wanted] = made[wanted.index(own)]  # type: ignore[assignment]
-    return known[wanted]
 
 
 def _label(mesh: DeviceMesh, dims: Sequence[int]) -> str:

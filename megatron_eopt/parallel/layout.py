@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.matrices import LocalRows, Split, query_key_value
-from megatron_eopt.parallel.pieces import Piece, Shape, cut, cut_dimension, whole
+from megatron_eopt.parallel.groups import joint_group
+from megatron_eopt.parallel.pieces import Piece, Shape, cut, cut_dimension, cut_twice, whole
 
 
 @dataclass(frozen=True)
@@ -19,12 +21,17 @@ class Layout:
         pieces: what each rank of the group holds, in the order of its ranks.
         group: the ranks that hold the pieces, None where there is one.
         label: name of the group in plans, the same on every rank.
+        shards: into how many the rows of a fused parameter are cut so that each shard has a part of every matrix in it;
+            None for one for each rank, where ranks cut the rows in their order, and else for one.
+        padding: rows of this rank's tensor that lie behind its piece, and are no part of the matrix.
     """
 
     shape: Shape
     pieces: tuple[Piece, ...]
     group: ProcessGroup | None = None
     label: str = ""
+    shards: int | None = None
+    padding: int = 0
 
     @property
     def ranks(self) -> int:
@@ -85,30 +92,87 @@ def is_sharded(parameter: Tensor) -> bool:
     )
 
 
-def layout_of(parameter: Tensor, tp_group: ProcessGroup | None, expert_tp_group: ProcessGroup | None = None) -> Layout:
+def is_cut_again(parameter: Tensor) -> bool:
+    """True if Megatron (0.19) cuts what tensor parallelism leaves of a parameter along its rows a second time."""
+    return bool(getattr(parameter, "is_gtp_weight_remat", False))
+
+
+def padding_of(parameter: Tensor) -> int:
+    """Rows of padding behind those of a parameter's tensor-parallel shard, where :func:`is_cut_again`."""
+    return getattr(parameter, "pad_length", None) or 0
+
+
+def layout_of(
+    parameter: Tensor,
+    tp_group: ProcessGroup | None,
+    expert_tp_group: ProcessGroup | None = None,
+    gtp_group: ProcessGroup | None = None,
+    expert_gtp_group: ProcessGroup | None = None,
+) -> Layout:
     """The layout of a two-dimensional parameter, or of each matrix of a stack, from the attributes that Megatron sets.
 
     Args:
         parameter: this rank's part, (rows x cols) or (matrices x rows x cols).
         tp_group: the tensor-parallel group, None for one rank.
         expert_tp_group: that of experts.
+        gtp_group: Megatron's ``gtp_remat``, whose ranks share the tensor-parallel shard of a parameter for which
+            :func:`is_cut_again`: each has as many rows, of which ``pad_length`` at the end are padding.
+        expert_gtp_group: that of experts.
 
     Raises:
-        ValueError: if ``partition_dim`` is not a dimension of a matrix.
+        ValueError: if ``partition_dim`` is not a dimension of a matrix, ``pad_length`` more than there is, or a stack
+            is cut a second time; or if the group of both axes cannot be made.
     """
     rows, cols = parameter.shape[-2:]
-    ahead = parameter.ndim - 2
     expert = is_expert(parameter)
-    group = expert_tp_group if expert else tp_group
-    if not is_sharded(parameter) or group is None or group.size() == 1:
+    tp = _several(expert_tp_group if expert else tp_group) if is_sharded(parameter) else None
+    gtp = _several(expert_gtp_group if expert else gtp_group) if is_cut_again(parameter) else None
+    prefix, dim = "expt_" if expert else "", 0 if tp is None else _partition_dim(parameter)
+    if gtp is not None:
+        return _cut_again(parameter, dim, tp, gtp, prefix)
+    if tp is None:
         return on_one_rank((rows, cols))
+    shape = (rows * tp.size(), cols) if dim == 0 else (rows, cols * tp.size())
+    return Layout(shape, cut(shape, dim, tp.size()), tp, f"{prefix}tp")
+
+
+def _several(group: ProcessGroup | None) -> ProcessGroup | None:
+    return None if group is None or group.size() == 1 else group
+
+
+def _partition_dim(parameter: Tensor) -> int:
+    """The dimension of a matrix that tensor parallelism cuts."""
+    ahead = parameter.ndim - 2
     dim: int = parameter.partition_dim  # type: ignore[attr-defined]
     if dim - ahead not in (0, 1):
         kind = f"a stack of matrices is {ahead} or {ahead + 1}" if ahead else "a matrix is 0 or 1"
         raise ValueError(f"partition_dim of {kind}, got {dim} on a parameter of shape {tuple(parameter.shape)}")
-    dim -= ahead
-    shape = (rows * group.size(), cols) if dim == 0 else (rows, cols * group.size())
-    return Layout(shape, cut(shape, dim, group.size()), group, "expt_tp" if expert else "tp")
+    return dim - ahead
+
+
+def _cut_again(parameter: Tensor, dim: int, tp: ProcessGroup | None, gtp: ProcessGroup, prefix: str) -> Layout:
+    """The layout of a parameter that ``gtp`` cuts along the rows, within the shards of ``tp`` if that cuts it."""
+    if parameter.ndim != 2:
+        raise ValueError(f"a stack of matrices {tuple(parameter.shape)} cannot be cut a second time: keep them apart")
+    rows, cols = parameter.shape
+    ranks = 1 if tp is None else tp.size()
+    shape, grid = cut_twice((rows, cols), dim, ranks, gtp.size(), padding_of(parameter))
+    if tp is None:
+        group, pieces = gtp, grid[0]
+    else:
+        # Megatron numbers the ranks of a grid: a step along one axis is as far from every rank
+        own, columns = dist.get_rank(), dist.get_process_group_ranks(gtp)
+        held = {
+            first + second - own: piece
+            for first, row in zip(dist.get_process_group_ranks(tp), grid, strict=True)
+            for second, piece in zip(columns, row, strict=True)
+        }
+        members = tuple(sorted(held))
+        group = joint_group((members,), members)
+        pieces = tuple(held[rank] for rank in dist.get_process_group_ranks(group))
+    label = f"{prefix}gtp_remat" if tp is None else f"{prefix}tp x gtp_remat"
+    layout = Layout(shape, pieces, group, label, shards=ranks if dim == 0 else 1)
+    return replace(layout, padding=rows - layout.piece.shape[0])
 
 
 def split_layout(layout: Layout, split: Split | Sequence[int]) -> list[Layout]:
@@ -125,13 +189,14 @@ def split_layout(layout: Layout, split: Split | Sequence[int]) -> list[Layout]:
         ValueError: if the global matrix, or how it is cut, does not fit the declaration.
     """
     split = split if isinstance(split, Split) else query_key_value(split)
+    matrix = replace(layout, shards=None, padding=0)  # which are of the parameter
     if split.is_whole:
-        return [layout]
+        return [matrix]
     pattern = split.pattern(layout.shape[0], _shards(layout, split))
     held = [pattern.held(piece.top, piece.bottom) for piece in layout.pieces]
     layouts = [
         replace(
-            layout,
+            matrix,
             shape=(block.rows, layout.shape[1]),
             pieces=tuple(
                 Piece(*rows[place], piece.left, piece.right) for rows, piece in zip(held, layout.pieces, strict=True)
@@ -149,11 +214,13 @@ def local_rows(layout: Layout, split: Split) -> LocalRows:
         ValueError: as :func:`split_layout`.
     """
     piece = layout.piece
-    return split.local(layout.shape[0], piece.top, piece.bottom, _shards(layout, split))
+    return split.local(layout.shape[0], piece.top, piece.bottom, _shards(layout, split), layout.padding)
 
 
 def _shards(layout: Layout, split: Split) -> int:
     """Into how many shards the rows are cut, each with its part of every matrix."""
+    if layout.shards is not None:
+        return layout.shards
     shards = layout.ranks if layout.dim == 0 else 1
     rows = sorted({piece.shape[0] for piece in layout.pieces})
     if split.order == "per_shard" and len(rows) > 1:

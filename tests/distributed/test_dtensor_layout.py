@@ -16,8 +16,9 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from megatron_eopt.parallel import dtensor
-from megatron_eopt.parallel.dtensor import _joint_group, _pieces, layout_of_dtensor
+from megatron_eopt.parallel import groups
+from megatron_eopt.parallel.dtensor import _pieces, layout_of_dtensor
+from megatron_eopt.parallel.groups import joint_group
 from megatron_eopt.parallel.layout import on_one_rank
 from megatron_eopt.parallel.pieces import Piece, cut_at
 from tests.distributed.ranks import run_ranks
@@ -204,11 +205,11 @@ def meshes_with_dimensions_of_one_rank(rank):
 def groups_that_have_to_be_made(rank):
     halves = ((0, 3), (1, 2))
     own = halves[rank in (1, 2)]
-    made = [_joint_group(halves, own) for _ in range(2)]
+    made = [joint_group(halves, own) for _ in range(2)]
     assert made[0] is made[1]
     assert dist.get_process_group_ranks(made[0]) == list(own)
     if rank < 3:
-        made = [_joint_group(((0, 1, 2),), (0, 1, 2)) for _ in range(2)]
+        made = [joint_group(((0, 1, 2),), (0, 1, 2)) for _ in range(2)]
         assert made[0] is made[1]
         assert dist.get_process_group_ranks(made[0]) == [0, 1, 2]
         total = torch.tensor(rank)
@@ -294,6 +295,6 @@ class World:
 
 
 def test_a_group_that_some_ranks_cannot_make_is_refused(monkeypatch):
-    monkeypatch.setattr(dtensor, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=World())))
+    monkeypatch.setattr(groups, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=World())))
     with pytest.raises(ValueError, match=r"ranks \(0, 1, 2, 3\) need a group.*only some of the 8 ranks .* device_id"):
-        _joint_group(((0, 1, 2, 3),), (0, 1, 2, 3))
+        joint_group(((0, 1, 2, 3),), (0, 1, 2, 3))

@@ -2,13 +2,20 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_eopt import EmergingOptimizerEntry
+from megatron_eopt.megatron.checking import refuse_bad_values
+from megatron_eopt.megatron.overriding import Owned
+from megatron_eopt.overrides import OverrideError, ParameterInfo, Resolved
+from megatron_eopt.registry import EMERGING_OPTIMIZERS
 from tests.megatron.runs import MUON, SMALL_GPT, assert_same, start, train
 
 RUN = ["--num-layers", 2, "--ckpt-format", "torch_dist", "--train-iters", 4, *MUON]
+ADAPTIVE = ["--optimizer", "adaptive_muon", "--muon-momentum", "0.95", "--muon-extra-scale-factor", "0.2"]
 COSINE = ["--lr", "1e-2", "--min-lr", "1e-3", "--lr-decay-style", "cosine", "--lr-decay-iters", 8]
 QKV = "decoder.layers.{}.self_attention.linear_qkv.weight"
 PROJ = "decoder.layers.{}.self_attention.linear_proj.weight"
@@ -113,6 +120,82 @@ def test_matrices_have_a_rate_and_a_decay_of_their_own_through_scheduler_and_res
     assert_same(overriding["after"], straight["after"])
 
 
+def test_settings_of_single_optimizers_take_effect_and_resume_as_they_were(tmp_path, overrides):
+    """Settings that are read from the optimizers, and a weight decay that follows Megatron's schedule."""
+    flags = overrides(
+        {"select": "layers.0.mlp.linear_fc1.weight", "beta2": 0.5},
+        {"select": "layers.1.mlp.linear_fc1.weight", "start_wd": 0.4, "end_wd": 0.2},
+        {"select": "linear_fc2.weight", "optimizer": "soap"},
+        {"select": "layers.1.mlp.linear_fc2.weight", "shampoo_beta": 0.5, "use_kl_shampoo": False},
+    )
+    decay = ["--weight-decay-incr-style", "linear", "--start-weight-decay", 0, "--end-weight-decay", "0.1"]
+    run = [*RUN, *ADAPTIVE, *COSINE, *decay]
+    (straight,), said = train(tmp_path / "straight", 1, *run, *flags)
+    save = ["--exit-interval", 2, "--save-interval", 2, "--save", tmp_path / "checkpoint"]
+    (half,), _ = train(tmp_path / "first", 1, *run, *flags, *save)
+    (resumed,), _ = train(tmp_path / "second", 1, *run, *flags, "--load", tmp_path / "checkpoint")
+    assert_same(resumed["after"], straight["after"])
+    assert resumed["grad_norms"] == straight["grad_norms"][2:]
+    assert resumed["groups"] == straight["groups"]
+
+    adaptive, soap = (
+        [group for groups in straight["groups"] for group in groups if key in group]
+        for key in ("beta2", "shampoo_beta")
+    )
+    assert sorted(group["beta2"] for group in adaptive) == [0.5, 0.95, 0.95]
+    assert sorted(group["shampoo_beta"] for group in soap) == [0.5, 0.95]
+    decays = {group["start_wd"]: group["weight_decay"] for group in adaptive if "start_wd" in group}
+    assert decays == {0.4: pytest.approx(0.2)}
+    halfway = [group["weight_decay"] for groups in half["groups"] for group in groups if group.get("start_wd") == 0.4]
+    assert halfway == [pytest.approx(0.3)]
+    assert [group["weight_decay"] for group in adaptive if "start_wd" not in group] == [pytest.approx(0.1)] * 2
+
+    said = " ".join(said.split())
+    file = "overrides.json:1"
+    assert f"decoder.layers.0.mlp.linear_fc1.weight: beta2 0.5 ({tmp_path}/{file})" in said
+    assert f"end_wd 0.2 ({tmp_path}/{file}), start_wd 0.4 ({tmp_path}/{file})" in said
+    assert f"shampoo_beta 0.5 ({tmp_path}/{file}), use_kl_shampoo False ({tmp_path}/{file})" in said
+
+    once = [*RUN[: -len(MUON)], *ADAPTIVE, "--train-iters", 1]
+    (own,), _ = train(
+        tmp_path / "own", 1, *once, *overrides({"select": "layers.0.mlp.linear_fc1.weight", "beta2": 0.5})
+    )
+    (plain,), _ = train(tmp_path / "plain", 1, *once)
+    for number, ratio in ((0, 10), (1, 1)):
+        name = FC1.format(number)
+        # after one step it is (1 - beta2) O^2
+        expected = ratio * plain["after"][name]["moment2_buffer"]
+        torch.testing.assert_close(own["after"][name]["moment2_buffer"], expected, rtol=1e-5, atol=0)
+
+
+def test_a_setting_of_a_users_own_optimizer(tmp_path, overrides):
+    """Registered by the user's script: nothing here knows what ``decay`` is, and the script nothing of overrides."""
+    program = ["-m", "megatron_eopt.run", "--cpu", "tests/megatron/user_optimizer.py"]
+    run = [*RUN[: -len(MUON)], "--optimizer", "sign_momentum"]
+    own = {"select": "layers.0.mlp.linear_fc1.weight", "decay": 0.5}
+    (rank,), said = train(tmp_path / "run", 1, *run, *overrides(own), program=program)
+    decays = [group["decay"] for groups in rank["groups"] for group in groups if "decay" in group]
+    assert sorted(decays) == [0.5, *[0.9] * (len(decays) - 1)]
+    assert f"linear_fc1.weight: decay 0.5 ({tmp_path}/overrides.json:1)" in " ".join(said.split())
+    done = start(1, *SMALL_GPT, *run, *overrides({"select": "*", "dcay": 0.5}), program=program)
+    assert done.returncode != 0
+    assert "overrides.json:1: dcay: unknown setting, did you mean 'decay' of shy and sign_momentum" in done.stdout
+
+
+def test_what_an_optimizer_takes_at_construction_alone_is_no_setting_of_a_parameter(tmp_path, overrides):
+    """Also of one that cannot be asked before it is built."""
+    program = ["-m", "megatron_eopt.run", "--cpu", "tests/megatron/user_optimizer.py"]
+    run = [*RUN[: -len(MUON)], "--optimizer", "shy"]
+    matrix = "layers.0.mlp.linear_fc1.weight"
+    train(tmp_path / "run", 1, *run, *overrides({"select": matrix, "decay": 0.5}), program=program)
+    done = start(1, *SMALL_GPT, *run, *overrides({"select": matrix, "gentle": False}), program=program)
+    assert done.returncode != 0
+    assert (
+        "overrides.json:1: gentle: shy has one gentle for all its parameters, which is set for the run" in done.stdout
+    )
+    assert "iteration        1/" not in done.stdout
+
+
 def test_settings_do_not_depend_on_tensor_parallelism(tmp_path, overrides):
     flags = overrides(
         {"select": "shape:tall", "lr_mult": 0.5},
@@ -142,6 +225,23 @@ def test_settings_do_not_depend_on_tensor_parallelism(tmp_path, overrides):
         ),
         ([{"select": "*", "optimizer": "mun"}], r"unknown optimizer 'mun', did you mean 'muon'"),
         ([{"select": "linear_fc1.weight", "min_lr": 1}], r"min_lr 1 is above lr 0.01"),
+        (
+            [{"select": "linear_fc1.weight", "beta2": 0.5}],
+            r"overrides.json:1: beta2: muon has no beta2: it is a setting of adaptive_muon, for decoder.layers.0.mlp",
+        ),
+        (
+            [{"select": "linear_fc1.weight", "optimizer": "adaptive_muon", "beta2": 1.5}],
+            r"overrides.json:1: beta2: TensorParallelAdaptiveMuon: beta2 must lie in \[0, 1\), got 1.5, for decod",
+        ),
+        (
+            [{"select": "linear_fc1.weight", "start_wd": 0.5}],
+            r"overrides.json:1: start_wd: the weight decay of decoder.layers.0.mlp.linear_fc1.weight would go from 0.5 "
+            r"to 0.01, and --weight-decay-incr-style is constant: pass linear",
+        ),
+        (
+            [{"select": "linear_fc1.weight", "optimizer": "scion", "end_wd": 0.5}],
+            r"overrides.json:1: end_wd: scion has no weight decay, for decoder.layers.0.mlp.linear_fc1.weight",
+        ),
     ],
 )
 def test_a_mistake_ends_the_run_before_it_begins(overrides, entries, message):
@@ -192,3 +292,37 @@ def test_experts_of_one_layer_that_differ_cannot_be_saved(tmp_path, overrides):
     assert done.returncode != 0
     assert "experts of one layer (decoder.layers.0.mlp.experts.local_experts.*.linear_fc1.weight)" in done.stdout
     assert start(1, *run).returncode == 0
+
+
+class Together(torch.optim.Optimizer):
+    """One with two settings of which one is nothing without the other."""
+
+    def __init__(self, params, lr, kind="plain", power=0.0):
+        super().__init__(params, {"lr": lr, "kind": kind, "power": power})
+
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        if (group := self.param_groups[-1])["power"] and group["kind"] == "plain":
+            raise ValueError(f"power {group['power']} has no effect where kind is plain")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "fancy", "power": 2.0}, None),
+        ({"kind": "fancy"}, None),
+        ({"power": 2.0}, "f:1: power: power 2.0 has no effect where kind is plain, for w"),
+    ],
+)
+def test_an_optimizer_checks_the_settings_of_a_parameter_together(monkeypatch, settings, message):
+    entry = EmergingOptimizerEntry(Together, config_to_kwargs=lambda config, chunks, groups: {"lr": config.lr})
+    monkeypatch.setitem(EMERGING_OPTIMIZERS, "together", entry)
+    described = SimpleNamespace(info=ParameterInfo("w", (4, 4)))
+    owned = Owned(described, Resolved(settings, dict.fromkeys(settings, "f:1")), "together")
+    config = SimpleNamespace(lr=0.1, weight_decay=0.0)
+    if message is None:
+        refuse_bad_values([owned], config, [], None)
+        return
+    with pytest.raises(OverrideError) as error:
+        refuse_bad_values([owned], config, [], None)
+    assert str(error.value) == message

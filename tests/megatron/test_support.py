@@ -56,7 +56,11 @@ REFUSED = {
         r"muon_scalar_optimizer 'lion' cannot be built with this Megatron-Core \(0\.18\.2\): name one of adam",
     ),
     "weights cut a second time": (
-        run(cut_twice="mlp.linear_fc1.weight", weight_shards=4),
+        run(release="0.18.2", cut_twice="mlp.linear_fc1.weight", weight_shards=4),
+        r"mlp\.linear_fc1\.weight is cut a second time over 4 ranks.*from 0\.19 on, found 0\.18\.2: upgrade .*unproven",
+    ),
+    "optimizer state of weights cut a second time": (
+        run(cut_twice="mlp.linear_fc1.weight", weight_shards=4, args=SimpleNamespace(save="ck")),
         r"mlp\.linear_fc1\.weight is cut a second time over 4 ranks.*num-weight-shards",
     ),
     "experts in one parameter": (
@@ -248,19 +252,23 @@ def test_facts_are_read_from_the_model_and_its_configs():
     assert Run.of(config(), [model], groups(), layer_wise=True).layer_wise
 
 
-def test_weights_that_are_cut_a_second_time_are_refused():
-    def check(**cut):
-        refuse_unsupported(Run.of(config(), [model], groups(**cut)))
+@pytest.mark.parametrize("name", ["muon", "lion"])
+def test_optimizer_state_of_weights_that_are_cut_a_second_time_is_refused(monkeypatch, name):
+    def check(args, **cut):
+        monkeypatch.setattr(releases, "training_args", lambda: SimpleNamespace(**args))
+        refuse_unsupported(Run.of(config(name), [model], groups(**cut)))
 
-    model = Model()
-    check(gtp_remat=Group(2))
+    model, saves, loads = Model(), {"save": "a", "no_load_optim": True}, {"load": "a"}
+    check(saves, gtp_remat=Group(2))
     model.linear.weight.is_gtp_weight_remat = True
-    check(gtp_remat=Group(1))
-    check()
+    check(saves, gtp_remat=Group(1))
+    check({}, gtp_remat=Group(2))
+    check(saves | loads | {"no_save_optim": True}, gtp_remat=Group(2))
     # experts are told apart later only, so both groups count
     for cut in ({"gtp_remat": Group(2)}, {"gtp_remat": Group(1), "expt_gtp_remat": Group(2)}):
-        with pytest.raises(ValueError, match=r"linear\.weight is cut a second time over 2 ranks"):
-            check(**cut)
+        for args in (saves, loads):
+            with pytest.raises(ValueError, match=r"linear\.weight is cut a second time over 2 ranks, and .* unproven"):
+                check(args, **cut)
 
 
 class GroupedExperts(torch.nn.Module):

@@ -28,8 +28,16 @@ class SignMomentum(torch.optim.Optimizer):
                 p.add_(mean.sign(), alpha=-0.1 * group["lr"])
 
 
-register_optimizer(
-    "sign_momentum",
-    EmergingOptimizerEntry(SignMomentum, config_to_kwargs=lambda config, chunks, groups: {"lr": config.lr}),
-)
+class Shy(SignMomentum):
+    """One that cannot be built without parameters, and of whose arguments not every one is a setting of its groups."""
+
+    def __init__(self, params, lr, decay=0.9, gentle=True):
+        self.device, self.gentle = params[0]["params"][0].device, gentle
+        super().__init__(params, lr, decay)
+
+
+for name, optimizer in {"sign_momentum": SignMomentum, "shy": Shy}.items():
+    register_optimizer(
+        name, EmergingOptimizerEntry(optimizer, config_to_kwargs=lambda config, chunks, groups: {"lr": config.lr})
+    )
 runpy.run_path(str(Path(__file__).with_name("pretrain.py")), run_name="__main__")

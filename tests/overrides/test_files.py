@@ -118,16 +118,34 @@ def entry(text):
 
 FORMAT = "a list of entries {select: ..., SETTING: ...}, or a mapping of selectors to settings"
 KEYS = ", ".join(SETTINGS)
+ANOTHER = "or another of the optimizer of the parameter"
 WRONG = {
     "misspelt key": (entry("wieght_decay: 0.1"), "2: wieght_decay: unknown setting, did you mean 'weight_decay'?"),
     "upper case": (entry("LR: 0.1"), "2: LR: unknown setting, did you mean 'lr'?"),
     "key like none": (
         entry("zzz: 1"),
-        f"2: zzz: unknown setting: expected {KEYS.replace(', exclude', ' or exclude')}",
+        f"2: zzz: unknown setting: expected {KEYS.replace(', exclude', ' or exclude')}, {ANOTHER}",
     ),
     "key that is a number": (
         entry("3: 1"),
-        f"2: 3: unknown setting: expected {KEYS.replace(', exclude', ' or exclude')}",
+        f"2: 3: unknown setting: expected {KEYS.replace(', exclude', ' or exclude')}, {ANOTHER}",
+    ),
+    "of the optimizer that the entry sets": (
+        entry("beta3: 0.5\noptimizer: adaptive_muon"),
+        "2: beta3: unknown setting, did you mean 'beta2'?",
+    ),
+    "of the optimizer that it selects by": (
+        "- select: optimizer:spectron\n  mometum: 0.5\n",
+        "2: mometum: unknown setting, did you mean 'momentum_beta'?",
+    ),
+    "of another than the one it selects by": (
+        "- select: optimizer:spectron\n  lr: 1\n  momentum: 0.5\n",
+        "3: momentum: spectron has no momentum: it is a setting of adaptive_muon, muon, muon_hyperball, polargrad, "
+        "scion, sgd and signum; did you mean its 'momentum_beta'?",
+    ),
+    "of all parameters": (
+        "- {select: optimizer:muon, tp_mode: owner}\n",
+        "1: tp_mode: muon has one tp_mode for all its parameters, which is set for the run alone",
     ),
     "negative": (entry("lr: 0.1\nweight_decay: -0.1"), "3: weight_decay: expected a number of at least 0, got -0.1"),
     "too large": (entry("momentum: 1.0"), "2: momentum: expected a number in [0, 1), got 1.0"),
@@ -165,6 +183,10 @@ WRONG = {
     "decay and multiplier": (
         entry("weight_decay: 0\n\nwd_mult: 1"),
         "4: wd_mult: cannot stand beside weight_decay: keep one of the two",
+    ),
+    "decay and an end of it": (
+        entry("start_wd: 0\nweight_decay: 0"),
+        "3: weight_decay: cannot stand beside start_wd: keep one of the two",
     ),
     "excluded with settings": (
         entry("exclude: true\nlr: 0.1\neps: 1e-8"),

@@ -45,12 +45,14 @@ def test_megatrons_dicts():
         ParamKey(with_name_predicate=no_decay): {"wd_mult": 0.0},
         ParamKey(attr=("is_embedding_or_output_parameter",)): {"max_lr": 0.5, "min_lr": 0.25, "optimizer": "adam"},
         ParamKey(name="module.module.decoder*"): {"start_wd": 0.5, "end_wd": 0.5},
+        ParamKey(name="*.bias"): {"start_wd": 0.5, "end_wd": 1},
     }
     entries = entries_from_megatron(overrides, known=KNOWN)
     assert [entry.settings for entry in entries] == [
         {"wd_mult": 0.0},
         {"lr": 0.5, "min_lr": 0.25, "optimizer": "adam"},
         {"weight_decay": 0.5},
+        {"start_wd": 0.5, "end_wd": 1.0},
     ]
     assert str(entries[2].selector) == "module.module.decoder*"
     assert entries_from_megatron(None) == []
@@ -67,9 +69,8 @@ def test_megatrons_dicts():
         ),
         ({"x": {"lr": 1, "max_lr": 1}}, "overrides['x']: lr: max_lr is the same: keep one of the two"),
         (
-            {"x": {"start_wd": 0.1, "end_wd": 0.2}},
-            "overrides['x']: start_wd: start_wd 0.1 and end_wd 0.2 differ, and a decay that changes cannot be set: "
-            "use wd_mult",
+            {"x": {"start_wd": 0.1, "end_wd": -0.2}},
+            "overrides['x']: end_wd: expected a number of at least 0, got -0.2",
         ),
         ({"x": 3}, "overrides['x']: expected a mapping of settings, got 3"),
         (
@@ -81,8 +82,8 @@ def test_megatrons_dicts():
             "overrides['shape:x']: select: unknown shape 'x': expected vector, matrix, tall, wide, square, stack, "
             "embedding or expert\n"
             "overrides['y']: no settings: expected one or more of optimizer, lr, min_lr, lr_mult, weight_decay, "
-            "wd_mult, betas, eps, momentum, num_ns_steps, coefficient_type, scale_mode, extra_scale_factor, rank, "
-            "split, exclude",
+            "start_wd, end_wd, wd_mult, betas, eps, momentum, num_ns_steps, coefficient_type, scale_mode, "
+            "extra_scale_factor, rank, split, exclude",
         ),
     ],
 )

@@ -100,6 +100,22 @@ def test_a_multiplier_multiplies_what_is_below_it_and_a_value_replaces_it():
         found.learning_rates(9.0, 0.9)
 
 
+def test_a_weight_decay_is_both_ends_of_its_schedule_where_nothing_above_it_sets_one():
+    wide, start, end = entry("*", "a", weight_decay=0.5), entry(QKV, "b", start_wd=0.1), entry(QKV, "c", end_wd=0.2)
+    assert resolved(wide, start).settings == {"start_wd": 0.1, "weight_decay": 0.5}
+    found = resolved(wide, start, end)
+    assert found.settings == {"end_wd": 0.2, "start_wd": 0.1}
+    assert found.overruled == (Overruled("weight_decay", 0.5, "a"),)
+    assert found.decay(9.0) == 0.2
+    ends = entry("*", "a", start_wd=0.0, end_wd=0.1)
+    assert resolved(ends, entry(QKV, "b", weight_decay=0.5)).settings == {"weight_decay": 0.5}
+    assert resolved(ends, entry(QKV, "b", wd_mult=2.0)).decay(9.0) == 0.2
+    assert resolved(entry("*", "a", wd_mult=0.0), end).settings == {"end_wd": 0.2}
+    assert refused(entry("attr:is_qkv", "a", weight_decay=1.0), entry("attr:is_qkv", "b", end_wd=0.0)) == [
+        f"end_wd: set are weight_decay by a and end_wd by b, which are equally specific: keep one, for {QKV} and 1 more"
+    ]
+
+
 def test_a_value_and_a_multiplier_of_equal_rank_are_a_tie():
     assert refused(entry("attr:is_qkv", "a", weight_decay=1.0), entry("attr:is_qkv", "b", wd_mult=0.0)) == [
         "wd_mult: set are weight_decay by a and wd_mult by b, which are equally specific: keep one, "

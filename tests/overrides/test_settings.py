@@ -53,7 +53,7 @@ def test_optimizers_say_themselves_what_they_take():
     assert table["eps"] == ["adam", "adaptive_muon", "schedule_free_adamw", "soap"]
     assert table["betas"] == ["adam", "lion", "schedule_free_adamw", "soap"]
     assert table["rank"] == ["spectron"]
-    own = Known({"mine": frozenset({"betas"})}, ("none", "thirds"))
+    own = Known({"mine": {"betas": (0.9, 0.99)}}, ("none", "thirds"))
     assert check_settings({"optimizer": "mine", "betas": (0, 0)}, own) == {"optimizer": "mine", "betas": (0.0, 0.0)}
     assert check_setting("split", "thirds", own) == "thirds"
     assert check_setting("split", "thirds", Known.registered(["thirds"])) == "thirds"
@@ -66,12 +66,13 @@ def test_all_mistakes_are_said():
         check_settings({"lr": -1, "mometum": 0.9, "eps": 1}, KNOWN)
     assert str(error.value).splitlines() == [
         "lr: expected a number of at least 0, got -1",
-        "mometum: unknown setting, did you mean 'momentum'?",
+        "mometum: unknown setting, did you mean 'momentum' of adaptive_muon, muon, muon_hyperball, polargrad, scion, "
+        "sgd and signum; or 'momentum_beta' of spectron?",
     ]
 
 
 def test_the_documentation_has_every_setting_as_it_is():
     text = DOCS.read_text()
     for setting in SETTINGS.values():
-        owners = "all" if setting.argument is None else ", ".join(setting.optimizers(KNOWN))
+        owners = "all" if setting.of_all else ", ".join(setting.optimizers(KNOWN))
         assert f"| `{setting.key}` | {setting.check.expected} | {owners} | {setting.meaning} |" in text

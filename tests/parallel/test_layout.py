@@ -3,9 +3,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.matrices import merge_piece, split_piece, split_rows
-from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, layout_of, on_one_rank, split_layout
-from megatron_eopt.parallel.pieces import Piece, cut, cut_at, whole
+from megatron_eopt.matrices import Part, Split, merge_piece, query_key_value, split_piece, split_rows
+from megatron_eopt.parallel.layout import (
+    Layout,
+    is_expert,
+    is_sharded,
+    layout_of,
+    local_rows,
+    on_one_rank,
+    split_layout,
+)
+from megatron_eopt.parallel.pieces import Piece, cut, cut_at, cut_twice, whole
 
 
 class Group:
@@ -147,3 +155,91 @@ def test_a_matrix_of_one_rank_is_split_on_it():
 def test_a_broken_group_is_refused():
     with pytest.raises(ValueError, match=r"10 rows over all ranks are not a multiple of the 4 of one query group"):
         split_layout(tp((10, 6), 0), [2, 1, 1])
+
+
+@st.composite
+def cuts(draw, step=1):
+    """How a matrix is cut twice: dimension and ranks of the first cut, ranks of the second, padding, what a rank has.
+
+    Shards of the first cut have a multiple of ``step`` rows.
+    """
+    dim, ranks, again = draw(st.sampled_from([0, 1])), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    of_shard = step * draw(st.integers(1, 5))
+    padding = -of_shard % again + again * draw(st.integers(0, 2))
+    return dim, ranks, again, padding, ((of_shard + padding) // again, draw(st.integers(1, 3)))
+
+
+@given(cuts())
+def test_pieces_of_two_cuts_tile_the_matrix(drawn):
+    dim, ranks, again, padding, (rows, cols) = drawn
+    shape, grid = cut_twice((rows, cols), dim, ranks, again, padding)
+    of_shard = rows * again - padding
+    assert shape == ((of_shard * ranks, cols) if dim == 0 else (of_shard, cols * ranks))
+    times_held = torch.zeros(shape)
+    for shards in grid:
+        for piece in shards:
+            part_of(times_held, piece).add_(1)
+        # padding follows the rows of a shard of the first cut
+        assert [piece.shape for piece in shards] == [
+            (min(rows, max(0, of_shard - rank * rows)), cols) for rank in range(again)
+        ]
+    assert (times_held == 1).all()
+    assert len(grid) == ranks
+
+
+SPLITS = {"gate and up": Split((Part("gate"), Part("up")), "per_shard"), "qkv": query_key_value((3, 1, 1))}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+@given(data=st.data())
+def test_logical_matrices_of_two_cuts(name, data):
+    split = SPLITS[name]
+    dim, ranks, again, padding, held = data.draw(cuts(2 if name == "gate and up" else 5))
+    shape, grid = cut_twice(held, dim, ranks, again, padding)
+    whole_matrix = torch.arange(shape[0] * shape[1]).view(shape)
+    shards = ranks if dim == 0 else 1
+    if name == "gate and up":  # a shard of tensor parallelism holds a part of gate over a part of up
+        halves = [half.chunk(shards) for half in whole_matrix.chunk(2)]
+        stored = torch.cat([half[shard] for shard in range(shards) for half in halves])
+        logical = list(whole_matrix.chunk(2))
+    else:
+        stored, logical = whole_matrix, split_rows(whole_matrix, [3, 1, 1])
+    pieces = tuple(piece for row in grid for piece in row)
+    times_held = [torch.zeros_like(x) for x in logical]
+    for rank, piece in enumerate(pieces):
+        behind = held[0] - piece.shape[0]
+        layout = Layout(shape, pieces, Group(len(pieces), rank), "x", shards=shards, padding=behind)
+        local = torch.nn.functional.pad(part_of(stored, piece), (0, 0, 0, behind), value=-1)
+        rows, layouts = local_rows(layout, split), split_layout(layout, split)
+        parts = rows.split(local)
+        for part, lying, matrix, times in zip(parts, layouts, logical, times_held, strict=True):
+            assert lying.shape == tuple(matrix.shape)
+            assert torch.equal(part, part_of(matrix, lying.piece))
+            part_of(times, lying.piece).add_(1)
+        assert torch.equal(rows.merge(parts), torch.where(local < 0, 0, local))
+    assert all((times == 1).all() for times in times_held)
+
+
+@pytest.mark.parametrize("padding", [-1, 9])
+def test_more_padding_than_rows_is_refused(padding):
+    with pytest.raises(ValueError, match=f"padding of 2 shards of 4 rows is from 0 to 8 rows, got {padding}"):
+        cut_twice((4, 6), 0, 2, 2, padding)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "shape", "label", "padding"),
+    [
+        ({"is_gtp_weight_remat": True}, (12, 6), "gtp_remat", 0),
+        ({"is_gtp_weight_remat": True, "pad_length": 3}, (9, 6), "gtp_remat", 3),
+        # a shard of experts goes by the groups of experts, and partition_dim alone is no proof
+        ({"is_gtp_weight_remat": True, "pad_length": 1, "allreduce": False}, (7, 6), "expt_gtp_remat", 1),
+        ({"is_gtp_weight_remat": True, "partition_dim": 0}, (12, 6), "gtp_remat", 0),
+    ],
+)
+def test_a_second_cut_alone(attributes, shape, label, padding):
+    last = {"gtp_group": Group(3, 2), "expert_gtp_group": Group(2, 1)}
+    layout = layout_of(parameter(**attributes), Group(1), Group(1), **last)
+    assert (layout.shape, layout.label, layout.padding, layout.shards) == (shape, label, padding, 1)
+    assert layout.piece.bottom == shape[0]
+    alone = layout_of(parameter(**attributes), Group(1), Group(1), Group(1), Group(1))
+    assert alone == on_one_rank((4, 6))

@@ -23,6 +23,7 @@ from megatron_eopt.megatron.checkpoints.sharding import Sharded, built, joined, 
 from megatron_eopt.megatron.held import model_parameters
 from megatron_eopt.optimizers.batch import local
 from megatron_eopt.optimizers.state import DescribedState, StateTensor
+from megatron_eopt.parallel.layout import is_cut_again
 
 FORMAT = 1
 """Grows when an older release could not read a checkpoint any more."""
@@ -49,7 +50,18 @@ class SavedState:
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """What Megatron saves, and beside it, in :data:`BLOCK`, what is not shaped as its parameter."""
+        """What Megatron saves, and beside it, in :data:`BLOCK`, what is not shaped as its parameter.
+
+        Raises:
+            CheckpointError: for weights that Megatron cuts a second time.
+        """
+        cut = next((p for p in self._parameters() if is_cut_again(p)), None)
+        if cut is not None:
+            raise CheckpointError(
+                f"a weight of shape {tuple(cut.shape)} on this rank is cut a second time (gtp_remat), and whether a "
+                f"checkpoint of its optimizer state could be loaded is unproven: take the model alone "
+                f"(--no-save-optim, --no-load-optim)"
+            )
         if isinstance(self._torch, DescribedState):
             self._torch.init_state()  # also of what has had no gradient yet: who loads asks for it
         # Megatron takes every tensor of the state for one of the shape of the parameter.

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.manifest import Family, Row, warnings
+from megatron_eopt.megatron.checking import refuse_bad_values
 from megatron_eopt.megatron.collecting import rows_here
 from megatron_eopt.megatron.described.model import DescribedRun
 from megatron_eopt.megatron.entries import all_entries
@@ -63,6 +64,7 @@ class DescribedOptimizers:
         self._run, self._config = run, with_preset(run.optimizer_config)
         entries = all_entries(self._config, run.config_overrides)
         self._owned = owners_of(_parameters(run), self._config, entries, counts)
+        refuse_bad_values(self._owned, self._config, run.model_chunks, run.pg_collection)
         tag(splits(self._owned, getattr(self._config, "muon_split", "default")))
         if getattr(self._config, "muon_split_qkv", False):
             tag_fused_projections(run.model_chunks, run.pg_collection)

@@ -69,6 +69,7 @@ def _shared(**facts: Any) -> Callable[[tuple[int, int]], Facts]:
 
 _LION = {"optimizer": "lion", "takes_matrices": False, "leaves_scalars": False}
 _AVERAGING = _LION | {"optimizer": "schedule_free_adamw"}
+_CUT_TWICE = {"cut_twice": "a weight", "weight_shards": 2}
 _WHOLE = "whole matrices are shared out over data-parallel ranks"
 
 FEATURES = (
@@ -89,7 +90,11 @@ FEATURES = (
         "--moe-single-grouped-weight, --moe-single-grouped-bias (unproven)",
         _always(grouped_experts="a weight"),
     ),
-    Feature("--tensor-parallel-num-weight-shards", _always(cut_twice="a weight", weight_shards=2)),
+    Feature("--tensor-parallel-num-weight-shards", _always(**_CUT_TWICE)),
+    Feature(
+        "--tensor-parallel-num-weight-shards with optimizer state in checkpoints",
+        _always(args=SimpleNamespace(save="a folder"), **_CUT_TWICE),
+    ),
     Feature("--use-distributed-optimizer with --bf16", _shared(), _WHOLE),
     Feature("--use-distributed-optimizer in fp32", _shared(config=SimpleNamespace(use_distributed_optimizer=True))),
     Feature("--use-distributed-optimizer with lion", _shared(**_LION)),

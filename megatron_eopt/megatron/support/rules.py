@@ -44,6 +44,10 @@ def _low_precision_parameters(run: Run) -> bool:
     return any(on(settings, name) for settings, *names in places for name in names)
 
 
+def _cut_twice(run: Run) -> bool:
+    return run.cut_twice is not None and run.weight_shards > 1
+
+
 def _averages(run: Run) -> bool:
     return "schedule_free_adamw" in (run.optimizer, *run.owners)
 
@@ -76,9 +80,21 @@ RULES = (
     ),
     Rule(
         "weights cut a second time",
-        "{run.cut_twice} is cut a second time over {run.weight_shards} ranks, which cannot be orthogonalized yet",
-        "set --tensor-parallel-num-weight-shards (and the one of experts) to 1",
-        lambda run: run.takes_matrices and run.cut_twice is not None and run.weight_shards > 1,
+        "{run.cut_twice} is cut a second time over {run.weight_shards} ranks, which megatron-core does from 0.19 on, "
+        "found {run.release}",
+        "upgrade megatron-core (where it is unproven: no run on a CPU)",
+        lambda run: _cut_twice(run) and release_number(run.release) < (0, 19),
+    ),
+    Rule(
+        "optimizer state of weights cut a second time",
+        "{run.cut_twice} is cut a second time over {run.weight_shards} ranks, and whether a checkpoint of its "
+        "optimizer state could be loaded is unproven: no run on a CPU",
+        "set --tensor-parallel-num-weight-shards (and the one of experts) to 1, or pass --no-save-optim and "
+        "--no-load-optim",
+        lambda run: (
+            _cut_twice(run)
+            and any(getattr(run.args, flag, None) and not on(run.args, f"no_{flag}_optim") for flag in ("save", "load"))
+        ),
     ),
     Rule(
         "experts in one parameter",

@@ -101,8 +101,10 @@ def _refuse_decay(owned: Owned, name: str, config: Any) -> None:
     where = " and ".join(sorted({sources[key] for key in set_here}))
     constant = settings.get("weight_decay", config.weight_decay)
     start, end = (settings.get(key, constant) for key in ENDS)
-    if not decays_weights(name) and any(settings[key] for key in set_here):
-        raise OverrideError(f"{where}: {set_here[0]}: {name} has no weight decay, for {owned.described.info.name}")
+    wrong = None if decays_weights(name) else next((key for key in set_here if settings[key]), None)
+    if wrong is not None:
+        of_parameter = f"got {settings[wrong]:g} for {owned.described.info.name}"
+        raise OverrideError(f"{sources[wrong]}: {wrong}: {name} has no weight decay, {of_parameter}: leave it out")
     if start != end and getattr(config, "weight_decay_incr_style", None) == "constant":
         raise OverrideError(
             f"{where}: {set_here[0]}: the weight decay of {owned.described.info.name} would go from {start:g} to "

@@ -240,7 +240,7 @@ def test_settings_do_not_depend_on_tensor_parallelism(tmp_path, overrides):
         ),
         (
             [{"select": "linear_fc1.weight", "optimizer": "scion", "end_wd": 0.5}],
-            r"overrides.json:1: end_wd: scion has no weight decay, for decoder.layers.0.mlp.linear_fc1.weight",
+            r"overrides.json:1: end_wd: scion has no weight decay, got 0.5 for decoder.layers.0.mlp.linear_fc1.weight",
         ),
     ],
 )

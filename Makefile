@@ -18,11 +18,14 @@ help:
 demo: venv
 	@$(PYTHON) examples/demo.py
 
+# Two workers, for two cores: what tests share in a file is made once.
+WORKERS := -n 2 --dist loadfile
+
 test: venv
-	@$(PYTHON) -m pytest -m "not full"
+	@$(PYTHON) -m pytest $(WORKERS) -m "not full"
 
 test-full: venv
-	@$(PYTHON) -m pytest
+	@$(PYTHON) -m pytest $(WORKERS)
 
 lint: venv
 	@$(PYTHON) -m ruff check .

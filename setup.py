@@ -28,6 +28,7 @@ setup(
             "mypy",
             "psutil",
             "pytest",
+            "pytest-xdist",
             "ruff",
             "schedulefree",
         ],

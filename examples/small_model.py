@@ -5,6 +5,7 @@ import ast
 import logging
 import os
 import sysconfig
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -164,6 +165,8 @@ def ranks() -> Iterator[torch.device]:
         yield device
     finally:
         dist.destroy_process_group()
+        # a thread of gloo may still wait to free the tensors of the last exchange; a process that ends then aborts
+        time.sleep(0.2)
 
 
 def train(

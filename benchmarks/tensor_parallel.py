@@ -25,7 +25,7 @@ import torch.multiprocessing as mp
 from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz_tp
 
 from megatron_eopt import TensorParallelMuon
-from megatron_eopt.parallel.exchange import counters
+from megatron_eopt.parallel.collectives import counters
 
 OUT = Path(__file__).resolve().parent.parent / "bench-out"
 LAYERS = 4

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_eopt.parallel.cost import Work, whole_flops
-from megatron_eopt.parallel.pieces import Shape, cut, cut_at, whole
+from megatron_eopt.parallel.records import Shape, cut, cut_at, whole
 from megatron_eopt.parallel.plan import Matrix
 
 Parameter = tuple[Matrix, ...]

@@ -8,7 +8,7 @@ import pytest
 from megatron_eopt.models import MODELS, Model, Parallel, deal, matrices_of
 from megatron_eopt.orthogonalize import get_coefficients
 from megatron_eopt.parallel.cost import Work, plan_cost
-from megatron_eopt.parallel.pieces import cut
+from megatron_eopt.parallel.records import cut
 from megatron_eopt.parallel.plan import Matrix, make_plan
 
 QUINTIC = get_coefficients("quintic", 5)

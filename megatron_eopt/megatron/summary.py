@@ -12,7 +12,7 @@ from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.factored import FactoredOptimizer
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.planning import RUNG
-from megatron_eopt.parallel.pieces import Shape
+from megatron_eopt.parallel.records import Shape
 
 
 def print_summary(optimizer: Any) -> None:

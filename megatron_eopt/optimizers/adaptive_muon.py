@@ -1,6 +1,6 @@
 """Muon whose orthogonal factors are normalized by a second moment, for parameters that may be sharded."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any, Literal, get_args
 
@@ -9,24 +9,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers import adaptive_step, second_moment
-from megatron_eopt.optimizers.adaptive_step import Part, tall
-from megatron_eopt.optimizers.batch import Batch, local
-from megatron_eopt.optimizers.bulk import DecayMethod
-from megatron_eopt.optimizers.group_settings import UpdateSettings
-from megatron_eopt.optimizers.momentum_groups import check_flag, decay_method
+from megatron_eopt.optimizers import second_moment
+from megatron_eopt.optimizers.foreach import Batch
+from megatron_eopt.optimizers.group_settings import DecayMethod, check_flag, decay_method
 from megatron_eopt.optimizers.muon import TensorParallelMuon
-from megatron_eopt.optimizers.second_moment import Moment2Method
-from megatron_eopt.optimizers.sharded import TensorParallelGroups
-from megatron_eopt.optimizers.skipping import names_of_last
+from megatron_eopt.optimizers.parameters import TensorParallelGroups, local, names_of_last
+from megatron_eopt.optimizers.second_moment import Factor, Moment2Method, tall
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
-from megatron_eopt.parallel.plan import Matrix, TpMode
-from megatron_eopt.parallel.variants import Variant
+from megatron_eopt.parallel.records import TpMode
 
 MOMENT2_BUFFER = "moment2_buffer"
 
@@ -61,8 +56,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         TypeError: for a subclass with an ``orthogonalize`` of its own.
     """
 
-    # On the class, because it is left out of pickles and copies.
-    _keys: dict[Tensor, list[str]] | None = None
+    scales_factors = False  # the second moment is of the factor alone, and the scale comes after it
 
     def __init__(
         self,
@@ -98,10 +92,11 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
             raise TypeError(
                 f"{type(self).__name__} has an orthogonalize of its own, which maps one parameter to its update; the "
                 f"second moment needs the orthogonal factors of all matrices together, before they are scaled: "
-                f"override orthogonalize of TensorParallelMuon, or _orthogonalize here"
+                f"override orthogonalize of TensorParallelMuon, or update here"
             )
         self.moment2_method = moment2_method
         self.align_rms = align_rms
+        self.keeps_directions = moment2_method == "namo"
         self._second_rates = {"beta2": beta2, "eps": eps}
         super().__init__(
             params,
@@ -151,12 +146,8 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
             )
         names = names_of_last(self.param_groups)
         for parameter, called in zip(group["params"], names, strict=True):
-            if method != "adamuon" and self.tp_mode == "blockwise" and self._is_cut(parameter):
-                raise ValueError(
-                    f"{name}: with tp_mode blockwise the statistics of {method} would be those of shards, which belong "
-                    f"to no matrix of the model and to no other number of ranks, for a sharded parameter of shape "
-                    f"{tuple(parameter.shape)}: take an exact tp_mode (auto, duplicated, ...), or adamuon"
-                )
+            if method != "adamuon":
+                self._refuse_blockwise(parameter, f"statistics of {method}", ", or adamuon")
             if method == "normuon" and len(self.layout(parameter).cut_dims) > 1:
                 raise ValueError(
                     f"{name}: the statistics of normuon, one for each row or column, need one of them whole, but "
@@ -174,7 +165,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
 
         Args:
             rows: of the logical matrix.
-            cols: likewise.
+            cols: of the logical matrix.
             group: the one it is in; None for one without settings of its own.
         """
         settings = self.update_settings(group or {})
@@ -207,70 +198,48 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         ]
 
     def _moment_keys(self, parameter: Tensor) -> list[str]:
-        # asked in every step, and a parameter may be many heads
-        self._keys = {} if self._keys is None else self._keys
-        if parameter not in self._keys:
-            one = self.moment2_method == "adamuon" or self.split_of(parameter).is_whole
-            count = 1 if one else len(self.matrix_layouts(parameter))
-            self._keys[parameter] = [MOMENT2_BUFFER if one else f"{MOMENT2_BUFFER}_{part}" for part in range(count)]
-        return self._keys[parameter]
+        return [MOMENT2_BUFFER + end for end in ([""] if self.moment2_method == "adamuon" else self.key_ends(parameter))]
 
     def _further_state(self, parameter: Tensor) -> list[Tensor]:
         state = self._state_of(parameter)
         return [local(state[key]) for key in self._moment_keys(parameter)]
 
-    def _variant(self, settings: UpdateSettings) -> Variant:
-        # the second moment is of the factor alone, and the scale comes after it
-        return Variant(settings.iteration_name, settings.newton_schulz, lambda rows, cols: 1.0)
-
-    def _orthogonalize(
-        self, batches: Sequence[Batch], updates: list[Tensor], accepted: Sequence[Tensor]
+    def update(
+        self, batches: Sequence[Batch], factors: list[list[Tensor]], directions: Sequence[Tensor]
     ) -> list[Tensor]:
-        planned = self.planned
-        places = [place for batch in batches for place in batch.places]
-        norms = self._norms(batches, updates, places)
-        parts = list(self._parts(batches, accepted, planned.factors(updates, places), planned.matrices(places)))
-        flat = [part for of_place in parts for part in of_place]
+        """``U`` of each logical matrix, times its scale."""
+        engine, indices = self.engine, [i for batch in batches for i in batch.indices]
+        scales = [scale for batch in batches for of_parameter in self._scales(batch) for scale in of_parameter]
+        described = self._described_factors(batches, factors)
+        flat = [factor for of_parameter in described for factor in of_parameter]
         if self.moment2_method == "adamuon":
-            directed = adaptive_step.adamuon(planned, places, parts, self.align_rms)
+            directed = second_moment.adamuon(engine, indices, described, self.align_rms)
         elif self.moment2_method == "normuon":
-            directed = adaptive_step.normuon(planned, flat)
+            directed = second_moment.normuon(engine, flat)
         else:
-            directed = adaptive_step.namo(flat, norms)
+            gradients = [gradient for batch in batches for gradient in batch.gradients]
+            shards = [
+                [shard for i, x in zip(indices, of_all, strict=True) for shard in engine.split(i, x)]
+                for of_all in (gradients, directions)
+            ]
+            norms = second_moment.squared_norms(engine, [factor.matrix for factor in flat], *shards)
+            directed = second_moment.namo(flat, norms)
         scaled = (
-            (x * (ratio * part.scale(*part.matrix.shape))).to(part.factor.dtype)
-            for part, (x, ratio) in zip(flat, directed, strict=True)
+            (x * (ratio * scale)).to(factor.x.dtype)
+            for factor, (x, ratio), scale in zip(flat, directed, scales, strict=True)
         )
-        return [planned.merge(place, [next(scaled) for _ in of]) for place, of in zip(places, parts, strict=True)]
+        return [engine.merge(i, [next(scaled) for _ in of]) for i, of in zip(indices, described, strict=True)]
 
-    def _norms(
-        self, batches: Sequence[Batch], updates: Sequence[Tensor], places: Sequence[int]
-    ) -> list[tuple[Tensor, ...]]:
-        """What namo needs of each logical matrix: the squared norms of its gradient and of what is orthogonalized."""
-        if self.moment2_method != "namo":
-            return []
-        matrices = [matrix for of_place in self.planned.matrices(places) for matrix in of_place]
-        gradients = [gradient for batch in batches for gradient in batch.gradients]
-        pieces = [
-            [part for place, x in zip(places, of_all, strict=True) for part in self.planned.split(place, x)]
-            for of_all in (gradients, updates)
-        ]
-        return adaptive_step.squared_norms(self.planned, matrices, *pieces)
-
-    def _parts(
-        self,
-        batches: Sequence[Batch],
-        accepted: Sequence[Tensor],
-        factors: Sequence[Sequence[Tensor]],
-        matrices: Sequence[Sequence[Matrix]],
-    ) -> Iterator[list[Part]]:
-        """The logical matrices of one parameter after another."""
-        of_place = zip(matrices, factors, strict=True)
-        for batch, flags in zip(batches, accepted, strict=True):
+    def _described_factors(self, batches: Sequence[Batch], factors: Sequence[Sequence[Tensor]]) -> list[list[Factor]]:
+        """The orthogonal factors of one parameter after another, with what their second moments need."""
+        described, of_parameters = [], iter(factors)
+        for batch in batches:
             beta2, eps = batch.settings["beta2"], batch.settings["eps"]
-            scale = self.update_settings(batch.settings).scale
-            # flags of a batch without parameters are those of another
-            for moments, flag in zip(batch.further, flags.unbind(), strict=False):
-                lying, pieces = next(of_place)
-                each = moments if len(moments) == len(lying) else moments * len(lying)
-                yield [Part(*part, flag, beta2, eps, scale) for part in zip(lying, pieces, each, strict=True)]
+            for n, (index, moments) in enumerate(zip(batch.indices, batch.further, strict=True)):
+                flag = torch.as_tensor(batch.flag(n), device=moments[0].device)
+                matrices, own = self.engine.matrices[index], next(of_parameters)
+                each = moments if len(moments) == len(matrices) else moments * len(matrices)
+                described.append(
+                    [Factor(*pair, moment, flag, beta2, eps) for *pair, moment in zip(matrices, own, each, strict=True)]
+                )
+        return described

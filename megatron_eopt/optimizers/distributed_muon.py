@@ -22,9 +22,9 @@ from megatron_eopt.orthogonalize.newton_schulz import newton_schulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, product_dtype, validate_matmul_precision
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
 from megatron_eopt.parallel.agree import same_plan
-from megatron_eopt.parallel.exchange import all_gather, broadcast, lowest
+from megatron_eopt.parallel.collectives import all_gather, broadcast, lowest
 from megatron_eopt.parallel.layout import is_sharded
-from megatron_eopt.parallel.pieces import whole
+from megatron_eopt.parallel.records import whole
 from megatron_eopt.parallel.plan import Bucket, Matrix, Plan
 
 MOMENTUM_BUFFER = "momentum_buffer"

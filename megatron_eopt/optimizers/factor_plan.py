@@ -11,7 +11,7 @@ from megatron_eopt.matrices import WHOLE, LocalRows, Split
 from megatron_eopt.orthogonalize.precision import fp32_products
 from megatron_eopt.parallel.cost import DEFAULT_RATES
 from megatron_eopt.parallel.layout import Layout, local_rows, on_one_rank, split_layout
-from megatron_eopt.parallel.pieces import Piece, whole
+from megatron_eopt.parallel.records import Piece, whole
 from megatron_eopt.parallel.plan import TpMode
 from megatron_eopt.parallel.sharing import Parameter
 from megatron_eopt.parallel.variants import Variant, plan_together

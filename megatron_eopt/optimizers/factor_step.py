@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.optimizers.bulk import Scalar
+from megatron_eopt.optimizers.group_settings import Scalar
 from megatron_eopt.orthogonalize.spectral import low_rank_factors, power_iterations, rayleigh_quotients
-from megatron_eopt.parallel.exchange import all_reduce, broadcast
+from megatron_eopt.parallel.collectives import all_reduce, broadcast
 from megatron_eopt.parallel.layout import Layout
 
 

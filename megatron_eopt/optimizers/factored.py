@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_eopt.optimizers.batch import local
+from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.factor_plan import Described, FactorPlan, Weight, is_tall
 from megatron_eopt.optimizers.factor_step import Factor, Pair, RankSums, factor_gradients, project, step_pairs
 from megatron_eopt.optimizers.group_settings import COEFFICIENTS, STEPS, UpdateSettings, own_settings

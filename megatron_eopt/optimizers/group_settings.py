@@ -1,19 +1,36 @@
-"""How momenta become updates: settings of an optimizer, of which each of its groups may have others."""
+"""Settings of groups of parameters: their names, their ranges, and what follows from them."""
 
+import functools
+import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import inf, isfinite
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
+from torch import Tensor
 
+from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import composite_range, set_length
 from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor, predicted_update_rms, validate_scale_mode
 from megatron_eopt.orthogonalize.settings import NewtonSchulz
 
 logger = logging.getLogger(__name__)
+
+Scalar = float | Tensor
+"""A number, or a tensor without dimensions on the device of the parameters."""
+
+DecayMethod = Literal["decoupled", "l2", "independent", "palm"]
+"""What weight decay is: ``p -= lr * weight_decay * p`` [1]; ``g + weight_decay * p`` in place of ``g``;
+``p -= weight_decay * p``, whatever the learning rate; ``p -= lr^2 * weight_decay * p``, after PaLM's of ``lr^2`` [2].
+
+``independent`` decays at a rate of 0, too, and torch's ``get_optimizer_state_dict`` steps with that rate where there is
+no state yet: call ``init_state()`` before it.
+
+[1] Loshchilov and Hutter, arXiv 1711.05101.  [2] Chowdhery et al., arXiv 2204.02311.
+"""
 
 STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE = "num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor"
 
@@ -63,16 +80,9 @@ class UpdateSettings:
         return UpdateSettings(own, mode, factor)
 
     @property
-    def iteration_name(self) -> str:
-        """The iteration in words, which are equal for equal ones alone."""
-        known = self.newton_schulz
-        coefficients = known.coefficient_type if isinstance(known.coefficient_type, str) else str(known.schedule)
-        return f"{known.steps} Newton-Schulz steps of {coefficients}"
-
-    @property
     def name(self) -> str:
         """All of them in words, which are equal for equal settings alone."""
-        return f"{self.iteration_name}, scale {self.scale_mode} times {float(self.extra_scale_factor)!r}"
+        return f"{self.newton_schulz.name}, scale {self.scale_mode} times {float(self.extra_scale_factor)!r}"
 
     def scale(self, rows: int, cols: int) -> float:
         """Factor of an orthogonal factor, from the shape of the global matrix (of a piece under ``blockwise``)."""
@@ -105,3 +115,186 @@ def note_short_schedule(settings: NewtonSchulz) -> None:
         low,
         high,
     )
+
+
+DECOUPLED, METHOD = "use_decoupled_weight_decay", "weight_decay_method"
+
+MOMENTUM_KEYS = frozenset({"momentum", "momentum_beta"})
+NESTEROV_KEYS = frozenset({"nesterov", "use_nesterov"})
+
+Group = dict[str, Any]
+
+
+def check_flag(name: str, key: str, value: object) -> None:
+    """Check a setting that is on or off.
+
+    Args:
+        name: of the optimizer, for messages.
+        key: of the setting.
+        value: what was given for it.
+
+    Raises:
+        TypeError: for anything but a bool. A number here mostly comes from a call by position.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(
+            f"{name}: {key} must be True or False, got {value!r}: the positional order of emerging-optimizers is "
+            f"(params, lr, momentum, weight_decay), here it is another; give all but params by name"
+        )
+
+
+def decay_method(name: str, group: Mapping[str, Any]) -> DecayMethod:
+    """How the weight decay of a group is applied: its ``weight_decay_method``, or what the contract's flag makes of it.
+
+    Args:
+        name: of the optimizer, for messages.
+        group: its settings.
+
+    Raises:
+        ValueError: for an unknown method, and for one that the flag contradicts.
+    """
+    method, decoupled = group[METHOD], group[DECOUPLED]
+    if method is None:
+        return "decoupled" if decoupled else "l2"
+    check_choice(f"{METHOD} of {name}", method, get_args(DecayMethod))
+    if decoupled != (method != "l2"):
+        raise ValueError(
+            f"{name}: {METHOD} {method!r} contradicts {DECOUPLED} {decoupled}, which is False for 'l2' and True for "
+            f"every other method: set both, or {DECOUPLED} alone"
+        )
+    found: DecayMethod = method
+    return found
+
+
+def in_own_words(name: str, given: Mapping[str, Any], known: Mapping[str, Any], keys: tuple[str, str]) -> Group:
+    """What a group gives, under the names that the class reads.
+
+    A momentum or a look-ahead under the other of its two names is taken over. Where a group gives one of the two
+    settings of weight decay, the other one follows from it, not from the optimizer's own.
+
+    Args:
+        name: of the optimizer, for messages.
+        given: settings of the group.
+        known: what the group gets where it gives nothing.
+        keys: names of the momentum and of the look-ahead in this class.
+
+    Raises:
+        ValueError: where both names are there with different values.
+    """
+    own = dict(given)
+    for key, both in zip(keys, (MOMENTUM_KEYS, NESTEROV_KEYS), strict=True):
+        (other,) = both - {key}
+        if other in own:
+            value = own.pop(other)
+            if own.setdefault(key, value) != value:
+                raise ValueError(
+                    f"{name} reads {key!r}, of which {other!r} is another name, but a group has {key}={own[key]!r} and "
+                    f"{other}={value!r}: leave {other!r} out"
+                )
+    method, decoupled = own.get(METHOD, known.get(METHOD)), own.get(DECOUPLED)
+    if own.get(METHOD) is not None and decoupled is None:
+        own[DECOUPLED] = method != "l2"
+    if METHOD not in own and None not in (method, decoupled) and decoupled != (method != "l2"):
+        own[METHOD] = None
+    return own
+
+
+_SCALARS = ("lr", "weight_decay", "momentum", "momentum_beta", "beta2", "shampoo_beta", "eps", "radius")
+
+
+def check_scalars(name: str, group: Mapping[str, Any]) -> None:
+    """Check that settings of a group that are numbers have one entry where they are tensors.
+
+    Args:
+        name: of the optimizer, for messages.
+        group: its settings.
+
+    Raises:
+        ValueError: for one of more entries, or of none.
+    """
+    of_keys = [(key, group[key]) for key in _SCALARS if key in group]
+    betas = group.get("betas")
+    of_keys += [("betas", beta) for beta in betas] if isinstance(betas, list | tuple) else [("betas", betas)]
+    for key, value in of_keys:
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"{name}: {key} must be a number, or a tensor of one entry, got a tensor of shape {tuple(value.shape)}"
+            )
+
+
+def check_rates(name: str, group: Mapping[str, Any]) -> None:
+    """Check ``lr`` and ``weight_decay`` of a group.
+
+    Args:
+        name: of the optimizer, for messages.
+        group: its settings.
+
+    Raises:
+        ValueError: for one out of its range.
+    """
+    check_scalars(name, group)
+    for key in ("lr", "weight_decay"):
+        if not 0 <= group[key] < inf:
+            raise ValueError(f"{name}: {key} must be a finite number of at least 0, got {group[key]}")
+
+
+def check_betas(name: str, betas: Any) -> None:
+    """Check a pair of ``betas``, likewise."""
+    if not isinstance(betas, Sequence) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"{name}: betas must be two numbers in [0, 1), got {betas}")
+
+
+def check_adam_settings(name: str, group: dict[str, Any]) -> None:
+    """Check ``lr``, ``weight_decay``, ``eps`` and ``betas`` of a group.
+
+    Args:
+        name: of the optimizer, for messages.
+        group: its settings.
+
+    Raises:
+        ValueError: for one out of its range.
+    """
+    check_rates(name, group)
+    if not 0 < group["eps"] < inf:
+        raise ValueError(f"{name}: eps must be a finite number above 0, got {group['eps']}")
+    check_betas(name, group["betas"])
+
+
+Spelling = str | tuple[str, Mapping[Any, Any]]
+"""The name of an argument here; with it, where values are others too, value there -> value here."""
+
+
+def also_called[**P](**spellings: Spelling) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Let a constructor take arguments by keyword under further names, which its signature does not show.
+
+    The constructor then raises a ``ValueError`` where an argument is given under both names with different values, or
+    under another package's name with a value that it does not have there.
+
+    Args:
+        **spellings: further name -> the argument.
+    """
+
+    def decorate(init: Callable[P, None]) -> Callable[P, None]:
+        signature = inspect.signature(init)
+
+        @functools.wraps(init)
+        def accepting(*args: P.args, **kwargs: P.kwargs) -> None:
+            found = {other: kwargs.pop(other) for other in spellings.keys() & kwargs.keys()}
+            given = signature.bind_partial(*args, **kwargs).arguments if found else {}
+            for other, value in found.items():
+                spelling = spellings[other]
+                name, values = (spelling, None) if isinstance(spelling, str) else spelling
+                if values is not None and value not in values:
+                    raise ValueError(f"{other} must be one of {', '.join(map(str, values))}, got {value!r}")
+                here = value if values is None else values[value]
+                if given.setdefault(name, here) != here:
+                    raise ValueError(
+                        f"{other}={value!r} is another name for {name}={here!r}, but {name}={given[name]!r} was given "
+                        f"too: leave one of them away"
+                    )
+                kwargs.setdefault(name, here)
+            init(*args, **kwargs)
+
+        return accepting
+
+    return decorate

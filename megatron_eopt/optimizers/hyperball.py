@@ -8,19 +8,20 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.batch import Batch, local
-from megatron_eopt.optimizers.bulk import Scalar
+from megatron_eopt.optimizers.foreach import Batch
+from megatron_eopt.optimizers.group_settings import Scalar
+from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, spelled_out
+from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.transport import MeasuredMuon, Transport, spelled_out, there
 from megatron_eopt.orthogonalize.normalize import nonzero
-from megatron_eopt.parallel.plan import Matrix
-from megatron_eopt.parallel.statistics import Statistics, Wanted
+from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.statistics import Statistics, Wanted, known
 
 RADIUS = "radius"
 """What is kept of each logical matrix."""
 
 
-class MuonHyperball(MeasuredMuon):
+class MuonHyperball(TensorParallelMuon):
     """Muon whose matrices move on spheres, so that neither they nor their relative steps need weight decay [1].
 
     For each logical matrix ``W``, where ``R`` is the Frobenius norm that it has before the first step, ``O`` the
@@ -55,11 +56,11 @@ class MuonHyperball(MeasuredMuon):
     """
 
     size_rule = "lr times the norm of the matrix"
+    measures = True
     decays_weights = False
+    instead_of_decay = "it keeps the norm of every matrix, whatever decays"
 
-    # On the class, because they are left out of pickles and copies.
     _radii_found: bool = False
-    _keys: dict[Tensor, list[str]] | None = None
 
     @spelled_out
     def __init__(
@@ -93,27 +94,15 @@ class MuonHyperball(MeasuredMuon):
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum, and the norm of each logical matrix; zero as long as it was not measured."""
-        radii = [StateTensor(key, (), part, torch.float64) for part, key in enumerate(self._radius_keys(parameter))]
+        ends = enumerate(self.key_ends(parameter))
+        radii = [StateTensor(RADIUS + end, (), index, torch.float64) for index, end in ends]
         return [*super().state_tensors(parameter), *radii]
-
-    def _radius_keys(self, parameter: Tensor) -> list[str]:
-        # asked in every step, and a parameter may be many heads
-        self._keys = {} if self._keys is None else self._keys
-        if parameter not in self._keys:
-            whole, count = self.split_of(parameter).is_whole, len(self.matrix_layouts(parameter))
-            self._keys[parameter] = [RADIUS] if whole else [f"{RADIUS}_{part}" for part in range(count)]
-        return self._keys[parameter]
 
     def _further_state(self, parameter: Tensor) -> list[Tensor]:
         state = self._state_of(parameter)
-        return [state[key] for key in self._radius_keys(parameter)]
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        super()._check_group(group)
-        self._refuse_weight_decay(_INSTEAD)
+        return [state[RADIUS + end] for end in self.key_ends(parameter)]
 
     def _take(self, accepted: Tensor) -> None:
-        self._refuse_weight_decay(_INSTEAD)
         if not self._radii_found:
             self._find_radii()
             self._radii_found = True
@@ -122,13 +111,13 @@ class MuonHyperball(MeasuredMuon):
     def _find_radii(self) -> None:
         """Measure the matrices that were not yet; all ranks come here together."""
         parameters = self._parameters()
-        pieces = self._pieces(range(len(parameters)), [local(parameter) for parameter in parameters])
-        found = self.planned.statistics([Wanted(matrix=matrix, x=x, squared_norm=True) for matrix, x in pieces])
+        shards = self._shards(range(len(parameters)), [local(parameter) for parameter in parameters])
+        found = self.engine.statistics([Wanted(matrix=matrix, x=x, squared_norm=True) for matrix, x in shards])
         radii = [radius for parameter in parameters for radius in self._further_state(parameter)]
         # what is 0 was not measured yet, unless the matrix has no entries
         new = [
-            (radius, matrix, there(statistics.squared_norm).sqrt())
-            for radius, (matrix, _), statistics in zip(radii, pieces, found, strict=True)
+            (radius, matrix, known(statistics.squared_norm).sqrt())
+            for radius, (matrix, _), statistics in zip(radii, shards, found, strict=True)
             if 0 not in matrix.shape and not radius
         ]
         for _, matrix, norm in new:
@@ -140,10 +129,11 @@ class MuonHyperball(MeasuredMuon):
         for radius, _, norm in new:
             radius.copy_(norm)
 
-    def _apply(self, batches: Sequence[Batch], updates: Sequence[Tensor], accepted: Sequence[Tensor]) -> None:
-        places = [place for batch in batches for place in batch.places]
-        weights = self._pieces(places, [local(p) for batch in batches for p in batch.parameters])
-        factors = self._pieces(places, updates)
+    def apply(self, batches: Sequence[Batch], updates: Sequence[Tensor]) -> None:
+        """``W <- R normalize(W - lr R normalize(O))`` for each logical matrix."""
+        indices = [i for batch in batches for i in batch.indices]
+        weights = self._shards(indices, [weight for batch in batches for weight in batch.weights])
+        factors = self._shards(indices, updates)
         wanted = [
             each
             for (matrix, weight), (_, factor) in zip(weights, factors, strict=True)
@@ -152,33 +142,25 @@ class MuonHyperball(MeasuredMuon):
                 Wanted(matrix=matrix, x=factor, squared_norm=True),
             )
         ]
-        found = iter(self.planned.statistics(wanted))
-        settings = (
-            (radius, batch.lr, flag)
-            for batch, flags in zip(batches, accepted, strict=True)
-            # flags of a batch without parameters are those of another
-            for radii, flag in zip(batch.further, flags.unbind(), strict=False)
-            for radius in radii
-        )
-        moved = (
-            on_sphere(weight, factor, next(found), next(found), *of_matrix)
-            for (_, weight), (_, factor), of_matrix in zip(weights, factors, settings, strict=True)
-        )
+        found = iter(self.engine.statistics(wanted))
+        shards = ((weight, factor) for (_, weight), (_, factor) in zip(weights, factors, strict=True))
         for batch in batches:
-            for place, parameter, radii in zip(batch.places, batch.parameters, batch.further, strict=True):
-                local(parameter).copy_(self.planned.merge(place, [next(moved) for _ in radii]))
+            for n, (index, radii) in enumerate(zip(batch.indices, batch.further, strict=True)):
+                moved = [
+                    on_sphere(*next(shards), next(found), next(found), radius, batch.lr, batch.flag(n))
+                    for radius in radii
+                ]
+                batch.weights[n].copy_(self.engine.merge(index, moved))
 
-    def _pieces(self, places: Sequence[int], of_parameters: Sequence[Tensor]) -> list[tuple[Matrix, Tensor]]:
-        """The logical matrices of parameters, each with this rank's piece."""
-        planned = self.planned
+    def _shards(self, indices: Sequence[int], of_parameters: Sequence[Tensor]) -> list[tuple[Matrix, Tensor]]:
+        """The logical matrices of parameters, each with this rank's shard."""
         return [
             each
-            for place, matrices, x in zip(places, planned.matrices(places), of_parameters, strict=True)
-            for each in zip(matrices, planned.split(place, x), strict=True)
+            for i, x in zip(indices, of_parameters, strict=True)
+            for each in zip(self.engine.matrices[i], self.engine.split(i, x), strict=True)
         ]
 
 
-_INSTEAD = "it keeps the norm of every matrix, whatever decays"
 _NEAR_CENTER = 1e-12  # of the squared norm: what a step leaves of a matrix there is rounding, and so is its direction
 
 
@@ -189,7 +171,7 @@ def on_sphere(
     of_factor: Statistics,
     radius: Tensor,
     lr: Scalar,
-    accepted: Tensor,
+    accepted: Tensor | bool,
 ) -> Tensor:
     """One rank's piece of ``R normalize(W - lr R normalize(O))``; of ``W`` where it stays. Waits for no device.
 
@@ -203,13 +185,13 @@ def on_sphere(
         of_factor: the squared norm of ``O``.
         radius: ``R``, ().
         lr: learning rate.
-        accepted: whether the parameter takes part, ().
+        accepted: whether the parameter steps, ().
     """
-    squared_weight, inner = there(of_weight.squared_norm), there(of_weight.inner_product)
-    squared_factor = there(of_factor.squared_norm)
+    squared_weight, inner = known(of_weight.squared_norm), known(of_weight.inner_product)
+    squared_factor = known(of_factor.squared_norm)
     step = lr * radius / nonzero(squared_factor.sqrt())
     squared = (squared_weight - 2 * step * inner + step.square() * squared_factor).clamp(min=0)
-    moves = accepted & (step != 0) & (squared_factor > 0) & (squared > _NEAR_CENTER * squared_weight)
+    moves = (step != 0) & (squared_factor > 0) & (squared > _NEAR_CENTER * squared_weight) & accepted
     wide = torch.promote_types(weight.dtype, torch.float32)
     moved = (weight.to(wide) - step * factor.to(wide)) * (radius / nonzero(squared.sqrt()))
     return torch.where(moves, moved.to(weight.dtype), weight)

@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers import bulk
-from megatron_eopt.optimizers.batch import local
-from megatron_eopt.optimizers.bulk import DecayMethod, Scalar
-from megatron_eopt.optimizers.checks import check_betas, check_rates
-from megatron_eopt.optimizers.elementwise import ElementwiseOptimizer
-from megatron_eopt.optimizers.sharded import TensorParallelGroups
+from megatron_eopt.optimizers import foreach
+from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.group_settings import DecayMethod, Scalar, check_betas, check_rates
+from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice
 
@@ -21,7 +19,7 @@ EXP_AVG = "exp_avg"
 """Name of the momentum: the one that Megatron-Core gives it where it creates the state itself."""
 
 
-class Lion(ElementwiseOptimizer):
+class Lion(BaseOptimizer):
     """Lion [1]: the sign of an interpolated momentum, with decoupled weight decay.
 
     For a parameter ``p`` with gradient ``g`` and momentum ``m``, in this order:
@@ -34,7 +32,7 @@ class Lion(ElementwiseOptimizer):
     Every entry moves by ``lr``, or not at all where the interpolation is zero, so ``lr`` is usually 3 to 10 times
     smaller than AdamW's and ``weight_decay`` as much larger. All of it is elementwise: parameters of any shape, and
     shards and DTensors as they lie. Gradients are never written to, and a parameter without one is left as it is, and
-    so is one whose gradient is not finite: see :mod:`~megatron_eopt.optimizers.skipping`.
+    so is one whose gradient is not finite: see :mod:`~megatron_eopt.optimizers.nonfinite`.
 
     Args:
         params: parameters, or groups of them.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.matrices import declared_split
-from megatron_eopt.optimizers.batch import local
+from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.checks import check_rates
 from megatron_eopt.optimizers.factor_plan import is_tall
 from megatron_eopt.optimizers.sharded import ShardedMatrices

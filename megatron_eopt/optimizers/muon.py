@@ -1,41 +1,85 @@
 """Muon for parameters that may be sharded over a tensor-parallel group."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import Any, Literal, TypedDict
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.matrices import check_split_shapes
-from megatron_eopt.optimizers.batch import Batch, local
-from megatron_eopt.optimizers.bulk import DecayMethod
-from megatron_eopt.optimizers.graphs import GraphedUpdate
-from megatron_eopt.optimizers.group_settings import note_short_schedule
-from megatron_eopt.optimizers.logical import check_declared, check_query_groups
-from megatron_eopt.optimizers.momentum_groups import DECOUPLED, METHOD, check_flag, decay_method
-from megatron_eopt.optimizers.planning import PlannedOptimizer
-from megatron_eopt.optimizers.sharded import TensorParallelGroups
+from megatron_eopt.optimizers import foreach
+from megatron_eopt.optimizers.base import KERNEL, RATES
+from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
+from megatron_eopt.optimizers.foreach import Batch
+from megatron_eopt.optimizers.group_settings import (
+    COEFFICIENTS,
+    DECOUPLED,
+    EXTRA_SCALE,
+    METHOD,
+    SCALE_MODE,
+    STEPS,
+    DecayMethod,
+    UpdateSettings,
+    check_flag,
+    decay_method,
+    note_short_schedule,
+    own_settings,
+)
+from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
+from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_completed, local
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.ladder import RUNGS
-from megatron_eopt.orthogonalize.precision import MatmulPrecision
+from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.orthogonalize.settings import NewtonSchulz
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
+from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, is_sharded, shared_out
-from megatron_eopt.parallel.plan import TpMode, validate_tp_mode
-from megatron_eopt.parallel.sharing import Parameter
+from megatron_eopt.parallel.plan import validate_tp_mode
+from megatron_eopt.parallel.records import Matrix, TpMode
+
+Scales = Sequence[Sequence[float]]
+"""What multiplies the orthogonal factors, for each parameter one number for each of its logical matrices."""
 
 
-class TensorParallelMuon(PlannedOptimizer):
+def muon(batches: Sequence[Batch], engine: Engine, scales: Scales | None, optimizer: "TensorParallelMuon") -> None:
+    """One step of Muon.
+
+    For each parameter ``p`` with gradient ``g``, momentum ``m`` and logical matrices of scale ``s``, in this order:
+
+    1. weight decay: ``p -= lr * weight_decay * p``;
+    2. the direction: ``m += (1 - beta) (g - m)``, ``u = (1 - beta) g + beta m``, or ``u = m`` without ``nesterov``;
+    3. the update: ``s O``, with ``O`` the orthogonal factor of each whole logical matrix of ``u``;
+    4. ``p -= lr * update``.
+
+    Args:
+        batches: of each group what the step works on; weights and momenta are written to.
+        engine: all that is known of other ranks.
+        scales: of the logical matrices; None where ``update`` scales.
+        optimizer: whose hooks ``direction``, ``update`` and ``apply`` make 2, what follows on ``O`` in 3, and 4. A
+            relative of Muon overrides some of them.
+    """
+    for batch in batches:
+        foreach.decay(batch)
+    directions = [each for batch in batches for each in optimizer.direction(batch)]
+    indices = [i for batch in batches for i in batch.indices]
+    kept = list(directions) if optimizer.keeps_directions else []
+    factors = engine.orthogonalize(directions, indices, scales)
+    optimizer.apply(batches, optimizer.update(batches, factors, kept))
+
+
+class TensorParallelMuon(OrthogonalizedOptimizer):
     """Muon: the update is the orthogonal factor of the momentum, scaled by the shape of the matrix.
 
-    The momentum is orthogonalized by Newton-Schulz iteration as a matrix of the model, wherever it lies: with every
-    ``tp_mode`` but ``blockwise`` the update at TP=k is the update at TP=1, scale factor and QKV split included.
+    The momentum is orthogonalized by Newton-Schulz iteration as a matrix of the model, wherever its shards are: with
+    every ``tp_mode`` but ``blockwise`` the update at TP=k is the update at TP=1, scale factor and QKV split included.
     DTensors (FSDP2, HSDP, tensor parallelism under them) are taken as they lie. Query groups of fused projections are
-    interleaved, ``(groups, q + k + v, hidden)``, as Megatron stores them.
+    interleaved, ``(groups, q + k + v, hidden)``, as Megatron stores them. :func:`muon` is the step.
 
     A group may have its own ``num_ns_steps``, ``coefficient_type``, ``scale_mode`` and ``extra_scale_factor``, as it
     may have its own ``lr``, ``momentum``, ``nesterov``, ``weight_decay``, ``use_decoupled_weight_decay`` and
@@ -44,8 +88,7 @@ class TensorParallelMuon(PlannedOptimizer):
         TensorParallelMuon([{"params": a, "num_ns_steps": 10}, {"params": b, "extra_scale_factor": 0.5}])
 
     The values travel with ``state_dict``. A changed one is in force in the next step, which all ranks plan anew; only a
-    step that was captured as a graph refuses it. Parameters of different settings are planned apart, and their plans
-    are executed one after another.
+    step that was captured as a graph refuses it.
 
     Args:
         params: matrices, or groups of them; see :func:`megatron_eopt.parallel.layout.layout_of` for the attributes
@@ -55,7 +98,7 @@ class TensorParallelMuon(PlannedOptimizer):
         nesterov: whether to look ahead.
         weight_decay: weight decay.
         use_decoupled_weight_decay: decay the parameter (as AdamW does), or add to the gradient.
-        split_qkv: orthogonalize and scale the parts of fused projections separately.
+        split_qkv: orthogonalize and scale the logical matrices of fused projections separately.
         is_qkv_fn: tells which parameters are fused.
         qkv_split_shapes: rows of (q, k, v), or of (q, gate, k, v), in one query group; the attribute
             ``qkv_split_shapes`` of a parameter wins.
@@ -70,11 +113,17 @@ class TensorParallelMuon(PlannedOptimizer):
         data_parallel_group: ranks that all hold the same parameters and gradients (as under DDP): each orthogonalizes
             its share of those matrices that no other group cuts, and an all-gather hands the results out.
         plan_rates: of the cost model of ``auto``; ``measure`` measures them at start, and a checkpoint keeps them.
-        symmetric_products: what computes them: ``triton``, ``blocked`` (on a CPU) or ``torch``. By default what the
-            checkpoint says, else the fastest that serves here.
+        symmetric_products: the kernel of symmetric products: ``triton``, ``blocked`` (on a CPU) or ``torch``. By
+            default that of the checkpoint, else the fastest that serves here.
         cuda_graphs: capture the step as a CUDA graph and replay it; only where no parameter is sharded.
         weight_decay_method: ``decoupled``, ``l2``, ``independent`` or ``palm``: see
-            :data:`~megatron_eopt.optimizers.bulk.DecayMethod`; None for what ``use_decoupled_weight_decay`` says.
+            :data:`~megatron_eopt.optimizers.group_settings.DecayMethod`; None for what ``use_decoupled_weight_decay``
+            says.
+
+    Attributes:
+        newton_schulz: the iteration of groups that say nothing else of it.
+        newton_schulz_calls: how many logical matrices the steps of this optimizer have orthogonalized since it was
+            made: those of which this rank has a part, whichever rank computed them.
 
     Raises:
         ValueError: at construction, for a setting out of its range, an unknown name, a schedule that the coefficient
@@ -83,8 +132,32 @@ class TensorParallelMuon(PlannedOptimizer):
     """
 
     momentum_key, nesterov_key = "momentum", "nesterov"
+    split_lengths = (3, 4)
+    own_split_shapes = True
+    carried_settings = frozenset({KERNEL, RATES})
+    keeps_directions: bool = False
+    """Whether :meth:`update` needs what was orthogonalized."""
 
-    # On the class, because it is left out of pickles and copies.
+    measures: bool = False
+    """Whether the size of an update follows from what is measured of each global matrix in every step."""
+
+    scales_factors: bool = True
+    """Whether orthogonal factors are scaled by the shape of their matrix before :meth:`update` gets them."""
+
+    decays_weights: bool = True
+    """Whether there is a weight decay; where there is none, what fills settings from a run's leaves it at 0."""
+
+    instead_of_decay: str = ""
+    """What there is instead of a weight decay, for messages."""
+
+    size_rule: str | None = None
+    """What the size of an update is, for messages, where the scale settings have no effect on it."""
+
+    no_settings: frozenset[str] = frozenset()
+    """Settings of Muon's groups that a relative has no room for."""
+
+    newton_schulz_calls: int = 0
+
     _graphed: GraphedUpdate | None = None
 
     def __init__(
@@ -150,48 +223,48 @@ class TensorParallelMuon(PlannedOptimizer):
         if cuda_graphs:
             self._check_graphs()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of matrices.
+    # The step, and the hooks of relatives.
 
-        Raises:
-            ValueError: for a parameter that is not a matrix, or a setting out of its range.
+    def _take(self, accepted: Tensor) -> None:
+        indices = [i for i, p in enumerate(self._parameters()) if p.grad is not None or self._waited_for(i)]
+        if self._overrides(TensorParallelMuon):
+            self._take_one_by_one(accepted)
+        elif self.cuda_graphs:
+            self._graphed = self._graphed or GraphedUpdate(self._step)
+            self._graphed(self._batches(accepted, masked=True))
+        else:
+            self._step(self._batches(accepted))
+        self.newton_schulz_calls += sum(len(self.engine.matrices[i]) for i in indices)
+
+    def _step(self, batches: Sequence[Batch]) -> None:
+        with fp32_products(self.fp32_matmul_prec):
+            scales = [x for batch in batches for x in self._scales(batch)] if self.scales_factors else None
+            muon(batches, self.engine, scales, self)
+
+    def update(
+        self, batches: Sequence[Batch], factors: list[list[Tensor]], directions: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The updates of all parameters of all batches, before the learning rate.
+
+        Args:
+            batches: of each group what the step works on.
+            factors: of each parameter this rank's shards of the orthogonal factors of its logical matrices.
+            directions: of each parameter what was orthogonalized; empty without :attr:`keeps_directions`.
         """
-        super().add_param_group(param_group)
-        self._planned = None
-        own = self.update_settings(param_group).newton_schulz
-        if own != self.newton_schulz:
-            note_short_schedule(own)
+        indices = (i for batch in batches for i in batch.indices)
+        return [self.engine.merge(i, each) for i, each in zip(indices, factors, strict=True)]
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, and with it what computed the symmetric products when it was saved.
+    def apply(self, batches: Sequence[Batch], updates: Sequence[Tensor]) -> None:
+        """Let all parameters of all batches take their steps.
 
-        Raises:
-            ValueError: also if a group of it has a setting out of its range; nothing is changed then.
+        Args:
+            batches: of each group what the step works on.
+            updates: of one parameter after another, before the learning rate.
         """
-        for number, group in enumerate(state_dict["param_groups"]):
-            self._check_update_settings(group, number)
-        super().load_state_dict(state_dict)
-        self._planned = None
-        self._graphed = None  # the momenta that it was captured with are gone
-
-    def settings(self) -> dict[str, Any]:
-        """What a checkpoint says of this optimizer to those who read it."""
-        settings = self.newton_schulz
-        keys = (self.nesterov_key, DECOUPLED, METHOD)
-        own = {
-            number: said | {key: group[key] for key in keys if group[key] != self.defaults[key]}
-            for number, (said, group) in enumerate(zip(self._own_settings(), self.param_groups, strict=True))
-        }
-        return super().settings() | {
-            "coefficients": [list(each) for each in settings.schedule],
-            "fp32_matmul_prec": settings.fp32_matmul_prec,
-            "scale_mode": self.scale_mode,
-            "extra_scale_factor": self.extra_scale_factor,
-            "weight_decay_method": decay_method(type(self).__name__, self.defaults),
-            "split_qkv": self.split_qkv,
-            "tp_mode": self.tp_mode,
-            **({"of_groups": {number: each for number, each in own.items() if each}} if any(own.values()) else {}),
-        }
+        of_parameters = iter(updates)
+        for batch in batches:
+            of_batch = list(islice(of_parameters, len(batch.indices)))
+            foreach.subtract(batch.weights, of_batch, batch.lr, batch.accepted)
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
         """The update of one parameter, before the learning rate; sharded as the parameter is.
@@ -200,7 +273,7 @@ class TensorParallelMuon(PlannedOptimizer):
         Where the tensor is sharded, all ranks that share it call together.
 
         Args:
-            p: a parameter, or any tensor that lies as one does and has its attributes, such as a copy in fp32.
+            p: a parameter, or any tensor that has its layout and attributes, such as a copy in fp32.
             grad: what is orthogonalized, of the shape of ``p``.
             **group_settings: ``num_ns_steps`` and the like; what is not given is as in the group of the parameter, of
                 any other tensor as in the constructor.
@@ -213,79 +286,280 @@ class TensorParallelMuon(PlannedOptimizer):
             raise ValueError(
                 f"{type(self).__name__}: grad must have the shape of p, {tuple(p.shape)}, got {tuple(grad.shape)}"
             )
+        engine, group = self.prepare(), dict(group_settings)
         index = next((i for i, parameter in enumerate(self._parameters()) if parameter is p), None)
         if index is not None:
-            group = self.group_of(p)
-            if self.update_settings({**group, **group_settings}) == self.update_settings(group):
-                return self.planned.orthogonalize([local(grad)], [index])[0]
-            group_settings = {**group, **group_settings}
+            own = self.group_of(p)
+            group = {**own, **group}
+            known = self.update_settings(group) == self.update_settings(own)
         else:
             self._check_parameter(p, "p")
-            if self.tp_mode != "blockwise":
-                self._check_ranks(p, "p", _APPROXIMATION)
-        described = Parameter("p", self.layout(p), self.split_of(p), grad.dtype)
-        return self._planned_alone(described, grad.device, group_settings).orthogonalize([local(grad)], [0])[0]
+            self._check_shards(p, "p")
+        if index is None or not known:
+            described = self._described("p", p, group)
+            engine = Engine([described], grad.device, self.tp_mode, engine.rates)
+            engine.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
+            index = 0
+        scales = self._scales_of([engine.matrices[index]], group) if self.scales_factors else None
+        (factors,) = engine.orthogonalize([local(grad)], [index], scales)
+        return engine.merge(index, factors)
+
+    def _scales(self, batch: Batch) -> Scales:
+        """The scales of the logical matrices of each parameter of a group."""
+        return self._scales_of([self.engine.matrices[i] for i in batch.indices], batch.settings)
+
+    def _scales_of(self, matrices: Sequence[Sequence[Matrix]], group: Mapping[str, Any]) -> Scales:
+        """The scales of matrices whose parameters are in a group; 1 where no rule of shapes says them."""
+        shapes = {matrix.shape for each in matrices for matrix in each}
+        scale = self.update_settings(group).scale
+        # that of a matrix without entries may divide by zero
+        known = {shape: scale(*shape) if not self.measures and 0 not in shape else 1.0 for shape in shapes}
+        return [[known[matrix.shape] for matrix in each] for each in matrices]
+
+    def _waited_for(self, index: int) -> bool:
+        return self.engine.shares(index)
+
+    # What is planned, and described.
 
     def layout(self, parameter: Tensor) -> Layout:
-        """Where a parameter lies, and who shares the work on it."""
+        """The layout of a parameter, and which ranks share the work on it."""
         layout, sharers = super().layout(parameter), self.data_parallel_group
         return layout if layout.ranks > 1 or sharers is None else shared_out(layout, sharers)
 
-    def _orthogonalize(
-        self, batches: Sequence[Batch], updates: list[Tensor], accepted: Sequence[Tensor]
-    ) -> list[Tensor]:
-        if self._steps_one_by_one:
-            return super()._orthogonalize(batches, updates, accepted)
-        return self.planned.orthogonalize(updates, [place for batch in batches for place in batch.places])
+    def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
+        """The iteration and the scale that the matrices of a group get.
+
+        Raises:
+            ValueError: if the group says what the optimizer would refuse.
+        """
+        for key in (SCALE_MODE, EXTRA_SCALE):
+            if self.size_rule is not None and key in group:
+                raise ValueError(
+                    f"{key} has no effect here, got {group[key]!r}: the size of an update is {self.size_rule}; take "
+                    f"the setting away, and set lr"
+                )
+        return UpdateSettings(self.newton_schulz, self.scale_mode, self.extra_scale_factor).of_group(group)
+
+    def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
+        """RMS of the entries of the first update of a matrix of full rank, before the learning rate.
+
+        Args:
+            rows: of the logical matrix.
+            cols: of the logical matrix.
+            group: the one it is in; None for one without settings of its own.
+
+        Returns:
+            None where it depends on the gradients.
+        """
+        return None if self.measures else self.update_settings(group or {}).predicted_rms(rows, cols)
+
+    def explain(self) -> str:
+        """The plan of a step as a table. All ranks ask together."""
+        return self.prepare().explain()
+
+    def explain_proposed(self) -> str:
+        """What :meth:`explain` will say, before ranks agree."""
+        return self.proposed().explain()
 
     @property
-    def _steps_one_by_one(self) -> bool:
-        """Whether :meth:`orthogonalize` is the user's."""
-        return self._overrides(TensorParallelMuon)
+    def matrices_per_step(self) -> int:
+        """How many logical matrices this rank has a part of: so many a step orthogonalizes if all have gradients."""
+        return sum(len(self.key_ends(parameter)) for parameter in self._parameters())
 
-    def _run(self, batches: Sequence[Batch], accepted: Tensor) -> None:
-        if self.cuda_graphs:
-            self._graphed = self._graphed or GraphedUpdate(self._update)
-            self._graphed(batches, accepted)
-        else:
-            self._update(batches, accepted)
-        self._count([place for batch in batches for place in batch.places])
+    @property
+    def matrices_updated(self) -> int:
+        """All that are planned are orthogonalized."""
+        return self.newton_schulz_calls
+
+    def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
+        """The logical matrices of each parameter, by the plan."""
+        plan = (self.prepare() if settled else self.proposed()).plan
+        schemes = {i: bucket.scheme.replace("_", " ") for bucket in plan.buckets for i in bucket.matrices}
+        flat = iter(enumerate(plan.matrices))
+        return {
+            parameter: [
+                DescribedMatrix(
+                    matrix.name.partition("[")[2].rstrip("]"),
+                    matrix.shape,
+                    schemes[i],
+                    1.0 if self.measures else self.update_settings(group).scale(*matrix.shape),
+                    self.predicted_rms(*matrix.shape, group),
+                )
+                for i, matrix in islice(flat, len(self.key_ends(parameter)))
+            ]
+            for group in self.param_groups
+            for parameter in group["params"]
+        }
+
+    def settings(self) -> dict[str, Any]:
+        """What a checkpoint says of this optimizer to those who read it."""
+        keys = (self.nesterov_key, DECOUPLED, METHOD)
+        own = {
+            number: said | {key: group[key] for key in keys if group[key] != self.defaults[key]}
+            for number, (said, group) in enumerate(zip(own_settings(self.param_groups), self.param_groups, strict=True))
+        }
+        found = super().settings() | {
+            "coefficients": [list(each) for each in self.newton_schulz.schedule],
+            "fp32_matmul_prec": self.fp32_matmul_prec,
+            SCALE_MODE: self.scale_mode,
+            EXTRA_SCALE: self.extra_scale_factor,
+            METHOD: decay_method(type(self).__name__, self.defaults),
+            "split_qkv": self.split_qkv,
+            "tp_mode": self.tp_mode,
+            **({"of_groups": {number: each for number, each in own.items() if each}} if any(own.values()) else {}),
+        }
+        sizes = {SCALE_MODE, EXTRA_SCALE} if self.size_rule is not None else set()
+        return {key: value for key, value in found.items() if key not in sizes}
+
+    def settings_of_groups(self) -> dict[str, Any]:
+        """Also those of the iteration and of the scale, as far as they have an effect."""
+        known = super().settings_of_groups() | {
+            STEPS: self.newton_schulz.steps,
+            COEFFICIENTS: self.newton_schulz.coefficient_type,
+            SCALE_MODE: self.scale_mode,
+            EXTRA_SCALE: self.extra_scale_factor,
+        }
+        out = set(self.no_settings)
+        out |= {SCALE_MODE, EXTRA_SCALE} if self.size_rule is not None else set()
+        out |= set() if self.decays_weights else {DECOUPLED, METHOD}
+        return {key: value for key, value in known.items() if key not in out}
+
+    def _further_settings(self) -> dict[str, Any]:
+        """Settings of a subclass that each group may have a value of its own for."""
+        return {}
+
+    def _described(self, name: str, parameter: Tensor, group: Mapping[str, Any] | None = None) -> Parameter:
+        settings = self.update_settings(self.group_of(parameter) if group is None else group)
+        dtype, layout, split = local(parameter).dtype, self.layout(parameter), self.split_of(parameter)
+        return Parameter(name, dtype, layout, split, settings.newton_schulz, settings.name)
+
+    def _planned_settings(self) -> object:
+        return self.newton_schulz, self.scale_mode, self.extra_scale_factor, own_settings(self.param_groups)
+
+    # Checks.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of matrices.
+
+        Raises:
+            ValueError: for a parameter that is not a matrix, or a setting out of its range.
+        """
+        super().add_param_group(param_group)
+        own = self.update_settings(param_group).newton_schulz
+        if own != self.newton_schulz:
+            note_short_schedule(own)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state, and with it the kernel of symmetric products with which it was saved.
+
+        Raises:
+            ValueError: also if a group of it has a setting out of its range; nothing is changed then.
+        """
+        for number, group in enumerate(state_dict["param_groups"]):
+            self._check_update_settings(group, number)
+        super().load_state_dict(state_dict)
+        self._graphed = None  # the momenta that it was captured with are gone
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        self._check_update_settings(group, len(self.param_groups) - 1)
+        self._refuse_weight_decay()
+        for parameter in group["params"]:
+            self._check_shards(parameter, f"a parameter of shape {tuple(parameter.shape)}")
+            if self.measures:
+                self._refuse_blockwise(parameter, "norms")
+
+    def _check_parameter(self, parameter: Tensor, called: str) -> None:
+        self._check_matrix(parameter, f"orthogonalizes matrices, but {called}")
+
+    def _check_shards(self, parameter: Tensor, called: str) -> None:
+        """Refuse a shard that no process group completes."""
+        if self.tp_mode != "blockwise":
+            otherwise = ", or tp_mode='blockwise' for the approximation that treats each shard as a matrix"
+            check_completed(parameter, self.pg_collection, called, otherwise)
+
+    def _refuse_blockwise(self, parameter: Tensor, measured: str, otherwise: str = "") -> None:
+        """Refuse a shard that ``blockwise`` takes for a matrix, where something is measured of matrices."""
+        if self.tp_mode == "blockwise" and self._is_cut(parameter):
+            raise ValueError(
+                f"{type(self).__name__}: with tp_mode blockwise the {measured} would be those of shards, which belong "
+                f"to no matrix of the model and to no other number of ranks, for a sharded parameter of shape "
+                f"{tuple(parameter.shape)}: take an exact tp_mode (auto, duplicated, ...){otherwise}"
+            )
+
+    def _check_update_settings(self, group: Mapping[str, Any], number: int) -> None:
+        try:
+            self.update_settings(group)
+        except ValueError as error:
+            raise ValueError(f"{type(self).__name__}: group {number}: {error}") from error
+
+    def _check_settings(self, group: dict[str, Any]) -> None:
+        super()._check_settings(group)
+        self._refuse_weight_decay()
+
+    def _refuse_weight_decay(self) -> None:
+        """Refuse a weight decay, which a scheduler may set in any step, where there is none."""
+        for number, group in enumerate(self.param_groups if not self.decays_weights else ()):
+            if group["weight_decay"]:
+                raise ValueError(
+                    f"{type(self).__name__} has no weight decay, got {group['weight_decay']} for group {number}: "
+                    f"{self.instead_of_decay}; set the weight_decay of its matrices to 0"
+                )
+
+    def _is_cut(self, parameter: Tensor) -> bool:
+        """Whether a rank has a part of a parameter only, also where ``blockwise`` is told of no groups."""
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        return self.layout(parameter).sharded or (self.pg_collection is None and is_sharded(parameter) and not alone)
 
     def _check_graphs(self) -> None:
         devices = {parameter.device.type for parameter in self._parameters()}
         refused = None
         if devices != {"cuda"}:
             refused = f"the parameters are on {' and '.join(sorted(devices))}, not on a CUDA device"
-        elif self._steps_one_by_one:
+        elif self._overrides(TensorParallelMuon):
             refused = f"{type(self).__name__} has an orthogonalize of its own, which may wait for the device"
         elif any(self.layout(parameter).ranks > 1 for parameter in self._parameters()):
             refused = "parameters are shared with other ranks, and a replayed exchange could not be counted or end"
         if refused:
             raise ValueError(f"cuda_graphs cannot work here: {refused}. Leave it off")
 
-    def _further_settings(self) -> dict[str, Any]:
-        """Settings of a subclass that each group may have a value of its own for."""
-        return {}
 
-    def _is_cut(self, parameter: Tensor) -> bool:
-        """Whether a rank has a part of a parameter only, also where ``blockwise`` is told of no groups."""
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
-        layout = self.layout(parameter)
-        return layout.sharded or (self.pg_collection is None and is_sharded(parameter) and not alone)
+class Transport(TypedDict, total=False):
+    """How matrices are found, orthogonalized and exchanged: arguments of :class:`TensorParallelMuon`, as it has them.
 
-    def _check_qkv(self, parameter: Tensor) -> None:
-        shapes = check_split_shapes(self.split_shapes(parameter), self.split_lengths)
-        check_query_groups(shapes, self.layout(parameter), self.tp_mode == "blockwise")
+    Its constructor says what they mean, and what they are where they are not given.
+    """
 
-    def _check_declared(self, parameter: Tensor) -> None:
-        check_declared(parameter.shape, self.split_of(parameter), self.layout(parameter), self.tp_mode == "blockwise")
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        super()._check_group(group)
-        self._check_update_settings(group, len(self.param_groups) - 1)
-        if self.tp_mode != "blockwise":
-            for parameter in group["params"]:
-                self._check_ranks(parameter, f"a parameter of shape {tuple(parameter.shape)}", _APPROXIMATION)
+    split_qkv: bool
+    is_qkv_fn: Callable[[Tensor], bool] | None
+    qkv_split_shapes: Sequence[int] | None
+    fp32_matmul_prec: MatmulPrecision
+    coefficient_type: str | Sequence[Coefficients]
+    num_ns_steps: int
+    pg_collection: TensorParallelGroups | None
+    tp_mode: TpMode
+    cuda_graphs: bool
+    data_parallel_group: ProcessGroup | None
+    plan_rates: Rates | Literal["measure"]
+    symmetric_products: str | None
 
 
-_APPROXIMATION = ", or tp_mode='blockwise' for the approximation that treats each shard as a matrix"
+def spelled_out[**P](init: Callable[P, None]) -> Callable[P, None]:
+    """Name what ``**transport: Unpack[Transport]`` takes in the signature of a constructor, with the defaults.
+
+    So ``help`` shows it, whoever reads signatures finds it (as ``kwargs_from_config`` does), and a call with any other
+    name is a ``TypeError``, though :class:`TensorParallelMuon` may know it.
+    """
+    signature = inspect.signature(init)
+    of_muon = inspect.signature(TensorParallelMuon.__init__).parameters
+    own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    passed_on = [of_muon[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in Transport.__annotations__]
+    spelled = signature.replace(parameters=[*own, *passed_on])
+
+    @functools.wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        spelled.bind(*args, **kwargs)
+        init(*args, **kwargs)
+
+    checked.__signature__ = spelled  # type: ignore[attr-defined]
+    return checked

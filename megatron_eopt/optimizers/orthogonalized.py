@@ -1,7 +1,9 @@
-"""The base class of optimizers whose update is an orthogonalized momentum."""
+"""Optimizers whose update is an orthogonalized momentum: their step, and the base class that users subclass."""
 
+import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,36 +11,41 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import declared_split
-from megatron_eopt.optimizers import bulk
-from megatron_eopt.optimizers.batch import Batch, local
-from megatron_eopt.optimizers.bulk import DecayMethod, Scalar
-from megatron_eopt.optimizers.checks import check_rates
-from megatron_eopt.optimizers.logical import LogicalMatrices
-from megatron_eopt.optimizers.momentum_groups import DECOUPLED, METHOD, check_flag, decay_method, in_own_words
-from megatron_eopt.optimizers.one_by_one import decay, decays, settings_taken, update_of
-from megatron_eopt.optimizers.skipping import names_of_last, parameter_names
+from megatron_eopt.optimizers import foreach
+from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.foreach import Batch
+from megatron_eopt.optimizers.group_settings import (
+    DECOUPLED,
+    METHOD,
+    DecayMethod,
+    Scalar,
+    check_flag,
+    check_rates,
+    decay_method,
+    in_own_words,
+)
+from megatron_eopt.optimizers.parameters import local, names_of_last
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.stepping import SteppingOptimizer
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
 from megatron_eopt.parallel.layout import local_rows, on_one_rank
 
 MOMENTUM_BUFFER = "momentum_buffer"
 
 
-class OrthogonalizedOptimizer(SteppingOptimizer, LogicalMatrices):
+class OrthogonalizedOptimizer(BaseOptimizer):
     """Momentum, orthogonalized and scaled, as the update of matrices.
 
     For a parameter ``p`` with gradient ``g``, in this order:
 
-    1. weight decay: ``p -= lr * weight_decay * p``, or (L2) ``g + weight_decay * p`` takes the place of ``g``; see
-       :data:`~megatron_eopt.optimizers.bulk.DecayMethod` for two more;
+    1. weight decay: ``p -= lr * weight_decay * p``, or (L2) ``g + weight_decay * p`` replaces ``g``; see
+       :data:`~megatron_eopt.optimizers.group_settings.DecayMethod` for two more;
     2. momentum, an exponential moving average: ``m += (1 - beta) (g - m)``;
     3. Nesterov's look-ahead ``u = (1 - beta) g + beta m``, or ``u = m``;
     4. ``p -= lr * orthogonalize(p, u)``.
 
     Gradients are never written to, and a parameter without one is left as it is, and so is one whose gradient is not
-    finite: see :mod:`~megatron_eopt.optimizers.skipping`. A step leaves every process-wide setting of torch as it found
-    it.
+    finite: see :mod:`~megatron_eopt.optimizers.nonfinite`. A step leaves every process-wide setting of torch as it
+    found it.
 
     A parameter whose attribute ``logical_matrices`` is a :class:`~megatron_eopt.matrices.Split` is orthogonalized and
     scaled as the matrices that it declares, whatever ``split_qkv`` says; a stack of them may have three dimensions.
@@ -59,7 +66,7 @@ class OrthogonalizedOptimizer(SteppingOptimizer, LogicalMatrices):
         use_nesterov: whether to look ahead.
         weight_decay: at least 0.
         use_decoupled_weight_decay: decay the parameter (as AdamW does), or add to the gradient.
-        split_qkv: orthogonalize and scale the parts of fused query, key and value projections separately.
+        split_qkv: orthogonalize and scale the matrices of fused query, key and value projections separately.
         is_qkv_fn: tells which parameters are fused; needed by ``split_qkv``.
         qkv_split_shapes: rows of q, k and v, which follow one another in dimension 0; needed by ``split_qkv``.
         fp32_matmul_prec: ``low``, ``medium``, ``high`` or ``highest``: precision of this optimizer's products.
@@ -77,11 +84,11 @@ class OrthogonalizedOptimizer(SteppingOptimizer, LogicalMatrices):
         TypeError: for a flag that is no bool.
     """
 
-    momentum_key = "momentum_beta"
-    """Name of the momentum among the settings of a group."""
+    momentum_key, nesterov_key = "momentum_beta", "use_nesterov"
+    """Names of the momentum and of Nesterov's look-ahead among the settings of a group."""
 
-    nesterov_key = "use_nesterov"
-    """Name of Nesterov's look-ahead among the settings of a group."""
+    split_lengths = (3,)
+    own_split_shapes = False
 
     def __init__(
         self,
@@ -103,11 +110,14 @@ class OrthogonalizedOptimizer(SteppingOptimizer, LogicalMatrices):
         name = type(self).__name__
         validate_matmul_precision(fp32_matmul_prec)
         check_flag(name, "split_qkv", split_qkv)
-        self.split_qkv = split_qkv
-        self.is_qkv_fn = is_qkv_fn
-        self.qkv_split_shapes = self._check_split(qkv_split_shapes) if split_qkv else None
+        self._set_split(split_qkv, is_qkv_fn, qkv_split_shapes)
         self.fp32_matmul_prec = fp32_matmul_prec
-        self._set_functions(orthogonalize_fn, scale_factor_fn)
+        if orthogonalize_fn is None:
+            warnings.warn(f"{name} has no orthogonalize_fn: updates are not orthogonalized", stacklevel=3)
+        if scale_factor_fn is None:
+            warnings.warn(f"{name} has no scale_factor_fn: updates are not scaled", stacklevel=3)
+        self.orthogonalize_fn = orthogonalize_fn or _identity
+        self.scale_factor_fn = scale_factor_fn or _one
         defaults = {
             "lr": lr,
             self.momentum_key: momentum_beta,
@@ -119,7 +129,7 @@ class OrthogonalizedOptimizer(SteppingOptimizer, LogicalMatrices):
         }
         self._check_flags(defaults)
         decay_method(name, defaults)
-        super().__init__(params, in_own_words(name, defaults, {}, self._keys_of_momentum))
+        super().__init__(params, in_own_words(name, defaults, {}, self._keys))
 
     @property
     def use_nesterov(self) -> bool:
@@ -132,8 +142,10 @@ class OrthogonalizedOptimizer(SteppingOptimizer, LogicalMatrices):
         return bool(self.defaults[DECOUPLED])
 
     @property
-    def _keys_of_momentum(self) -> tuple[str, str]:
+    def _keys(self) -> tuple[str, str]:
         return self.momentum_key, self.nesterov_key
+
+    # Groups.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices.
@@ -148,29 +160,15 @@ class OrthogonalizedOptimizer(SteppingOptimizer, LogicalMatrices):
 
     def _take_words(self, group: dict[str, Any], known: Mapping[str, Any]) -> None:
         """Rename what a group gives, in place: the dict of the user is the group."""
-        own = in_own_words(type(self).__name__, group, known, self._keys_of_momentum)
+        own = in_own_words(type(self).__name__, group, known, self._keys)
         if own != group:
             group.clear()
             group.update(own)
 
     def _completed(self, saved: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-        name = type(self).__name__
-        group = {**known, **in_own_words(name, saved, known, self._keys_of_momentum)}
+        group = {**known, **in_own_words(type(self).__name__, saved, known, self._keys)}
         self._check_settings(group)
         return group
-
-    def _set_functions(
-        self,
-        orthogonalize_fn: Callable[[Tensor], Tensor] | None,
-        scale_factor_fn: Callable[[int, int], float] | None,
-    ) -> None:
-        name = type(self).__name__
-        if orthogonalize_fn is None:
-            warnings.warn(f"{name} has no orthogonalize_fn: updates are not orthogonalized", stacklevel=4)
-        if scale_factor_fn is None:
-            warnings.warn(f"{name} has no scale_factor_fn: updates are not scaled", stacklevel=4)
-        self.orthogonalize_fn = orthogonalize_fn or _identity
-        self.scale_factor_fn = scale_factor_fn or _one
 
     def _check_flags(self, group: Mapping[str, Any]) -> None:
         for key in (self.nesterov_key, DECOUPLED):
@@ -195,6 +193,24 @@ class OrthogonalizedOptimizer(SteppingOptimizer, LogicalMatrices):
         for parameter, called in zip(group["params"], names_of_last(self.param_groups, shapes=False), strict=True):
             self._check_parameter(parameter, called)
 
+    def _check_parameter(self, parameter: Tensor, called: str) -> None:
+        users = self.orthogonalize_fn is not _identity or self._overrides(OrthogonalizedOptimizer)
+        if parameter.ndim > 2 and declared_split(parameter) is None and users:  # who may know more than matrices
+            self._check_split(parameter)
+        else:
+            self._check_matrix(parameter, f"orthogonalizes matrices, but {called}")
+
+    def _check_split(self, parameter: Tensor) -> None:
+        shapes = self._split_shapes(parameter)
+        if not self.own_split_shapes and declared_split(parameter) is None and shapes is not None:
+            if parameter.size(0) != sum(shapes):
+                raise ValueError(
+                    f"{type(self).__name__}: a fused projection of {parameter.size(0)} rows cannot be split into "
+                    f"{list(shapes)}, which are {sum(shapes)}"
+                )
+        else:
+            super()._check_split(parameter)
+
     def settings_of_groups(self) -> dict[str, Any]:
         """Among them the kind of weight decay, by its name where the flag says it."""
         return super().settings_of_groups() | {METHOD: decay_method(type(self).__name__, self.defaults)}
@@ -203,160 +219,7 @@ class OrthogonalizedOptimizer(SteppingOptimizer, LogicalMatrices):
         """The momentum."""
         return [StateTensor(MOMENTUM_BUFFER)]
 
-    def _check_parameter(self, parameter: Tensor, place: str) -> None:
-        if parameter.ndim > 2 and declared_split(parameter) is None and self._takes_any_dimensions:
-            if self._is_split(parameter):
-                self._check_qkv(parameter)
-        else:
-            super()._check_parameter(parameter, place)
-
-    @property
-    def _takes_any_dimensions(self) -> bool:
-        """Whether what orthogonalizes is the user's, who may know more than matrices."""
-        return self.orthogonalize_fn is not _identity or self._overrides(OrthogonalizedOptimizer)
-
-    def _overrides(self, cls: type["OrthogonalizedOptimizer"]) -> bool:
-        """Whether a subclass of a class, or the user for this object, has another :meth:`orthogonalize`."""
-        return type(self).orthogonalize is not cls.orthogonalize or "orthogonalize" in vars(self)
-
-    @property
-    def _steps_one_by_one(self) -> bool:
-        """Whether :meth:`orthogonalize`, which may be or call the user's code, is called for each parameter."""
-        return True
-
-    def _take(self, accepted: Tensor) -> None:
-        new = [parameter for parameter in self._parameters() if parameter not in self.state]
-        try:
-            self._run(self._batches(), accepted)
-        except Exception:
-            for parameter in new if self._steps_one_by_one else ():
-                self.state.pop(parameter, None)
-            raise
-
-    def _decay_of(self, group: Mapping[str, Any]) -> tuple[Scalar, DecayMethod]:
-        """The weight decay of a group, and how it is applied."""
-        return group["weight_decay"], decay_method(type(self).__name__, group)
-
-    def _names(self) -> list[str]:
-        return parameter_names(self.param_groups)
-
-    def _takes_part(self, place: int, parameter: Tensor) -> bool:
-        """Whether a parameter is worked on in this step; if it is not accepted, it stays as it is nevertheless."""
-        return parameter.grad is not None
-
-    def _batches(self) -> list[Batch]:
-        batches = []
-        first = 0
-        for group in self.param_groups:
-            taken = [(i, p) for i, p in enumerate(group["params"], first) if self._takes_part(i, p)]
-            first += len(group["params"])
-            momenta = [local(self._state_of(p)[MOMENTUM_BUFFER]) for _, p in taken]
-            weight_decay, method = self._decay_of(group)
-            batches.append(
-                Batch(
-                    places=[i for i, _ in taken],
-                    parameters=[p for _, p in taken],
-                    momenta=momenta,
-                    # where no gradient is, but other ranks wait for this one: see bulk.replace_rejected
-                    gradients=[
-                        m if p.grad is None else local(p.grad).to(m.dtype)
-                        for (_, p), m in zip(taken, momenta, strict=True)
-                    ],
-                    further=[self._further_state(p) for _, p in taken],
-                    settings={key: value for key, value in group.items() if key not in ("params", "param_names")},
-                    lr=group["lr"],
-                    weight_decay=weight_decay,
-                    decay_method=method,
-                )
-            )
-        return batches
-
-    def _further_state(self, parameter: Tensor) -> list[Tensor]:
-        """What is kept of a parameter beside its momentum, and changed in a step: this rank's part."""
-        return []
-
-    def _run(self, batches: Sequence[Batch], accepted: Tensor) -> None:
-        self._update(batches, accepted)
-
-    def _update(self, batches: Sequence[Batch], accepted: Tensor) -> None:
-        """Update the parameters of all groups, without waiting for the device."""
-        flags = accepted.unbind()
-        accepted_of = [torch.stack([flags[i] for i in batch.places]) if batch.places else accepted for batch in batches]
-        each = [pair for pair in zip(batches, accepted_of, strict=True) if pair[0].places]
-        if self._steps_one_by_one:  # which may fail: nothing is changed before all updates are there
-            updates = [update for pair in each for update in self._average(*pair, bulk.averaged)]
-            factors = self._orthogonalize_all(batches, updates, accepted_of)
-            for pair in each:
-                self._average(*pair, bulk.average, last=True)
-                decay(pair[0], slice(None), pair[1])
-        else:
-            for pair in each:
-                decay(pair[0], slice(None), pair[1])
-            updates = [update for pair in each for update in self._average(*pair, bulk.average)]
-            factors = self._orthogonalize_all(batches, updates, accepted_of)
-        self._apply(batches, factors, accepted_of)
-
-    def _orthogonalize_all(
-        self, batches: Sequence[Batch], updates: list[Tensor], accepted: Sequence[Tensor]
-    ) -> list[Tensor]:
-        with fp32_products(self.fp32_matmul_prec):
-            return self._orthogonalize(batches, updates, accepted)
-
-    def _average(
-        self, batch: Batch, accepted: Tensor, average: Callable[..., list[Tensor]], last: bool = False
-    ) -> list[Tensor]:
-        """The updates before they are orthogonalized; where they are there already, the momenta alone."""
-        gradients = batch.gradients
-        if decays(batch) and batch.decay_method == "l2":
-            gradients = bulk.with_decay(gradients, [local(p) for p in batch.parameters], batch.weight_decay)
-        return self._follow(batch, gradients, accepted, average, batch.settings[self.nesterov_key] and not last)
-
-    def _follow(
-        self,
-        batch: Batch,
-        gradients: Sequence[Tensor],
-        accepted: Tensor,
-        average: Callable[..., list[Tensor]],
-        nesterov: bool,
-    ) -> list[Tensor]:
-        """Let the momenta of a group follow its gradients; returns what is orthogonalized."""
-        gradients = bulk.replace_rejected(gradients, batch.momenta, accepted)
-        return average(batch.momenta, gradients, batch.settings[self.momentum_key], nesterov)
-
-    def _orthogonalize(
-        self, batches: Sequence[Batch], updates: list[Tensor], accepted: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """The updates of all parameters of all batches, before the learning rate.
-
-        Args:
-            batches: one for each group, some perhaps without parameters.
-            updates: what is orthogonalized, of one parameter after another; the list may be emptied.
-            accepted: for each batch, which of its parameters take part in this step.
-        """
-        each = (
-            (batch, index, flags)
-            for batch, flags in zip(batches, accepted, strict=True)
-            for index in range(len(batch.places))
-        )
-        taken = settings_taken(self.orthogonalize)
-        for number, of_parameter in enumerate(each):
-            if updates[number].numel():
-                updates[number] = update_of(self.orthogonalize, taken, *of_parameter, updates[number])
-        return updates
-
-    def _apply(self, batches: Sequence[Batch], updates: Sequence[Tensor], accepted: Sequence[Tensor]) -> None:
-        """Let all parameters of all batches take their steps.
-
-        Args:
-            batches: one for each group, some perhaps without parameters.
-            updates: of one parameter after another, before the learning rate.
-            accepted: for each batch, which of its parameters take part in this step.
-        """
-        of_parameters = iter(updates)
-        for batch, of_batch in zip(batches, accepted, strict=True):
-            if batch.places:
-                of_group = [next(of_parameters) for _ in batch.places]
-                bulk.apply([local(p) for p in batch.parameters], of_group, batch.lr, of_batch)
+    # The step.
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
         """The update of one parameter, before the learning rate; the method for subclasses to override.
@@ -373,17 +236,171 @@ class OrthogonalizedOptimizer(SteppingOptimizer, LogicalMatrices):
         Returns:
             A tensor of the shape of ``grad``.
         """
-        shapes = self.split_shapes(p)
-        if declared_split(p) is None and shapes is None:
+        split = self.split_of(p)
+        if split.is_whole:
             return self._orthogonalize_matrix(grad)
-        if declared_split(p) is None:
-            return torch.cat([self._orthogonalize_matrix(part) for part in grad.split(shapes)])
-        rows = local_rows(on_one_rank((grad.shape[-2], grad.shape[-1])), self.split_of(p))
-        return rows.merge([self._orthogonalize_matrix(part) for part in rows.split(grad)])
+        if grad.ndim > 2 and split.stacked is None:  # which no split of rows knows
+            rows = [block.rows for block in split.pattern(grad.shape[0]).blocks]
+            return torch.cat([self._orthogonalize_matrix(each) for each in grad.split(rows)])
+        matrices = local_rows(on_one_rank((grad.shape[-2], grad.shape[-1])), split)
+        return matrices.merge([self._orthogonalize_matrix(each) for each in matrices.split(grad)])
 
     def _orthogonalize_matrix(self, matrix: Tensor) -> Tensor:
         # the scale of a matrix without entries may divide by zero
         return self.orthogonalize_fn(matrix) * self.scale_factor_fn(*matrix.shape[-2:]) if matrix.numel() else matrix
+
+    def _overrides(self, cls: type["OrthogonalizedOptimizer"]) -> bool:
+        """Whether a subclass of a class, or the user for this object, has another :meth:`orthogonalize`."""
+        return type(self).orthogonalize is not cls.orthogonalize or "orthogonalize" in vars(self)
+
+    def _take(self, accepted: Tensor) -> None:
+        self._take_one_by_one(accepted)
+
+    def _take_one_by_one(self, accepted: Tensor) -> None:
+        """A step by an :meth:`orthogonalize` that may be the user's: nothing is changed before all updates are there."""
+        new = [p for p in self._parameters() if p not in self.state]
+        try:
+            batches = self._batches(accepted)
+            with fp32_products(self.fp32_matmul_prec):
+                updates = [
+                    list(_updates(batch, self.direction(batch, foreach.averaged), self.orthogonalize))
+                    for batch in batches
+                ]
+        except Exception:
+            for p in new:
+                self.state.pop(p, None)
+            raise
+        for batch, of_batch in zip(batches, updates, strict=True):
+            self.direction(batch, foreach.average)
+            foreach.decay(batch)
+            foreach.subtract(batch.weights, of_batch, batch.lr, batch.accepted)
+
+    def direction(self, batch: Batch, follow: Callable[..., list[Tensor]] = foreach.average) -> list[Tensor]:
+        """What is orthogonalized of each parameter of a group: its momentum, after the look-ahead.
+
+        Args:
+            batch: the group.
+            follow: lets momenta follow gradients: :func:`~megatron_eopt.optimizers.foreach.average`, or ``averaged``,
+                which leaves them as they are.
+        """
+        gradients = batch.gradients
+        if batch.decays and batch.decay_method == "l2":
+            gradients = foreach.with_decay(gradients, batch.weights, batch.weight_decay)
+        beta, nesterov = batch.settings[self.momentum_key], batch.settings[self.nesterov_key]
+        return follow(batch.momenta, gradients, beta, nesterov, batch.accepted)
+
+    def _batches(self, accepted: Tensor, masked: bool = False) -> list[Batch]:
+        """What the step works on, a batch for each group that has something.
+
+        Args:
+            accepted: which parameters step. A CPU has the answer at once, and others are then left out.
+            masked: whether they are to be masked nevertheless, so that the batches are the same in every step.
+        """
+        flags = None if masked or accepted.device.type != "cpu" else accepted.tolist()
+        batches, first = [], 0
+        for group in self.param_groups:
+            params = group["params"]
+            indices = [
+                i
+                for i, p in enumerate(params, first)
+                if (flags[i] if flags is not None else p.grad is not None or self._waited_for(i))
+            ]
+            chosen = [params[i - first] for i in indices]
+            first += len(params)
+            if not chosen:
+                continue
+            momenta = [local(self._state_of(p)[MOMENTUM_BUFFER]) for p in chosen]
+            batches.append(
+                Batch(
+                    indices=indices,
+                    parameters=chosen,
+                    weights=[local(p) for p in chosen],
+                    momenta=momenta,
+                    # other ranks may wait for a parameter without a gradient: it is masked
+                    gradients=[
+                        m if p.grad is None else local(p.grad).to(m.dtype)
+                        for p, m in zip(chosen, momenta, strict=True)
+                    ],
+                    further=[self._further_state(p) for p in chosen],
+                    settings={key: value for key, value in group.items() if key not in ("params", "param_names")},
+                    lr=group["lr"],
+                    weight_decay=self._weight_decay(group),
+                    decay_method=decay_method(type(self).__name__, group),
+                    accepted=None if flags is not None else torch.stack([accepted[i] for i in indices]),
+                )
+            )
+        return batches
+
+    def _waited_for(self, index: int) -> bool:
+        """Whether other ranks wait for this one's part of a parameter, whether it has a gradient or not."""
+        return False
+
+    def _weight_decay(self, group: Mapping[str, Any]) -> Scalar:
+        """The weight decay of a group."""
+        decay: Scalar = group["weight_decay"]
+        return decay
+
+    def _further_state(self, parameter: Tensor) -> list[Tensor]:
+        """What is kept of a parameter beside its momentum, and changed in a step: this rank's part."""
+        return []
+
+
+def _updates(batch: Batch, directions: Sequence[Tensor], orthogonalize: Callable[..., Tensor]) -> Iterator[Tensor]:
+    """What ``orthogonalize`` makes of each parameter, which is meanwhile as it is after its weight decay.
+
+    Args:
+        batch: of one group.
+        directions: what is orthogonalized.
+        orthogonalize: takes the parameter, the direction, and settings of the group by name.
+
+    Returns:
+        Copies, since what comes back may be memory that is written to again for the next parameter.
+
+    Raises:
+        ValueError: for a result that cannot be subtracted from the parameter.
+    """
+    taken, settings = _settings_taken(orthogonalize), batch.settings
+    if taken is not None:
+        settings = {key: settings[key] for key in taken & settings.keys()}
+    changes = batch.decays and batch.decay_method != "l2"
+    for i, (p, weight, direction) in enumerate(zip(batch.parameters, batch.weights, directions, strict=True)):
+        if not direction.numel():
+            yield direction
+            continue
+        before = weight.clone() if changes else None
+        accepted = None if batch.accepted is None else batch.accepted[i : i + 1]
+        try:
+            foreach.decay(replace(batch, weights=[weight], accepted=accepted))
+            result = orthogonalize(p, direction, **settings)
+        finally:
+            if before is not None:
+                weight.copy_(before)
+        problem = _problem(result, direction, p)
+        if problem:
+            raise ValueError(f"orthogonalize of a parameter of shape {tuple(p.shape)} must return {problem}")
+        yield local(result).clone()
+
+
+def _settings_taken(orthogonalize: Callable[..., Tensor]) -> frozenset[str] | None:
+    """Names of the settings that an ``orthogonalize`` takes beside the parameter and the direction; None for all."""
+    parameters = list(inspect.signature(orthogonalize).parameters.values())
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return None
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(each.name for each in parameters[2:] if each.kind in by_name)
+
+
+def _problem(result: Any, direction: Tensor, parameter: Tensor) -> str | None:
+    """Why a result cannot be subtracted from the parameter, if it cannot."""
+    if not isinstance(result, Tensor):
+        return f"a tensor, got {result!r}"
+    result = local(result)
+    if result.shape != direction.shape:
+        return f"a tensor of the shape of grad, {tuple(direction.shape)}, got {tuple(result.shape)}"
+    if result.device != direction.device or not torch.can_cast(result.dtype, parameter.dtype):
+        wanted = f"on {direction.device} that can be cast to {parameter.dtype}"
+        return f"a tensor {wanted}, got {result.dtype} on {result.device}"
+    return None
 
 
 # functions with a name can be pickled

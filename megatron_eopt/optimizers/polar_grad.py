@@ -6,13 +6,13 @@ from typing import Unpack
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.batch import Batch
-from megatron_eopt.optimizers.bulk import DecayMethod
-from megatron_eopt.optimizers.transport import MeasuredMuon, Transport, spelled_out, there
-from megatron_eopt.parallel.statistics import Wanted
+from megatron_eopt.optimizers.foreach import Batch
+from megatron_eopt.optimizers.group_settings import DecayMethod
+from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, spelled_out
+from megatron_eopt.parallel.statistics import Wanted, known
 
 
-class PolarGrad(MeasuredMuon):
+class PolarGrad(TensorParallelMuon):
     """PolarGrad [1] with the momentum first: steepest descent in the spectral norm, where Muon only has its direction.
 
     For each logical matrix ``W`` with gradient ``g``, in this order:
@@ -47,6 +47,8 @@ class PolarGrad(MeasuredMuon):
     """
 
     size_rule = "the nuclear norm of the momentum"
+    measures = True
+    keeps_directions = True
 
     @spelled_out
     def __init__(
@@ -64,24 +66,20 @@ class PolarGrad(MeasuredMuon):
             params, lr, momentum, nesterov, weight_decay, weight_decay_method=weight_decay_method, **transport
         )
 
-    def _orthogonalize(
-        self, batches: Sequence[Batch], updates: list[Tensor], accepted: Sequence[Tensor]
+    def update(
+        self, batches: Sequence[Batch], factors: list[list[Tensor]], directions: Sequence[Tensor]
     ) -> list[Tensor]:
-        planned = self.planned
-        places = [place for batch in batches for place in batch.places]
-        momenta = list(updates)
-        factors = super()._orthogonalize(batches, updates, accepted)
-        of_places = [planned.split(*each) for each in zip(places, factors, strict=True)]
-        polar = [factor for of_place in of_places for factor in of_place]
+        """``<M, U> U`` of each logical matrix."""
+        engine, indices = self.engine, [i for batch in batches for i in batch.indices]
         wanted = [
-            Wanted(matrix=matrix, x=x, inner=factor)
-            for matrix, x, factor in zip(
-                [matrix for of_place in planned.matrices(places) for matrix in of_place],
-                [x for place, momentum in zip(places, momenta, strict=True) for x in planned.split(place, momentum)],
-                polar,
-                strict=True,
+            Wanted(matrix=matrix, x=momentum, inner=factor)
+            for i, direction, of_parameter in zip(indices, directions, factors, strict=True)
+            for matrix, momentum, factor in zip(
+                engine.matrices[i], engine.split(i, direction), of_parameter, strict=True
             )
         ]
-        found = zip(polar, planned.statistics(wanted), strict=True)
-        sized = (factor * there(statistics.inner_product) for factor, statistics in found)
-        return [planned.merge(place, [next(sized) for _ in of]) for place, of in zip(places, of_places, strict=True)]
+        found = iter(engine.statistics(wanted))
+        return [
+            engine.merge(i, [factor * known(next(found).inner_product) for factor in of_parameter])
+            for i, of_parameter in zip(indices, factors, strict=True)
+        ]

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import bulk
-from megatron_eopt.optimizers.batch import local
-from megatron_eopt.optimizers.bulk import Scalar
+from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.optimizers.group_settings import Scalar
 from megatron_eopt.optimizers.checks import check_adam_settings
 from megatron_eopt.optimizers.elementwise import ElementwiseOptimizer
 from megatron_eopt.optimizers.schedule_free_step import (
@@ -23,7 +23,7 @@ from megatron_eopt.optimizers.schedule_free_step import (
     move,
     scale_and_decay,
 )
-from megatron_eopt.optimizers.sharded import TensorParallelGroups
+from megatron_eopt.optimizers.parameters import TensorParallelGroups
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.parallel.layout import Layout, on_one_rank

@@ -4,20 +4,16 @@ from collections.abc import Mapping
 from math import inf
 from typing import Any, Unpack
 
-from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.bulk import DecayMethod, Scalar
-from megatron_eopt.optimizers.checks import check_scalars
-from megatron_eopt.optimizers.group_settings import UpdateSettings
-from megatron_eopt.optimizers.spellings import also_called
-from megatron_eopt.optimizers.transport import RuledMuon, Transport, spelled_out
+from megatron_eopt.optimizers.group_settings import Scalar, UpdateSettings, also_called, check_scalars
+from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, spelled_out
 
 RADIUS = "radius"
 """Setting of a group."""
 
 
-class Scion(RuledMuon):
+class Scion(TensorParallelMuon):
     """Scion [1] for hidden matrices: conditional gradient steps in the operator norm from RMS to RMS.
 
     For each logical matrix ``W`` (rows x cols, outputs x inputs) with gradient ``g``, in this order:
@@ -57,8 +53,9 @@ class Scion(RuledMuon):
     """
 
     size_rule = "radius * sqrt(rows / cols)"
-    no_settings = RuledMuon.no_settings | {"nesterov", "use_nesterov"}
+    no_settings = frozenset({"nesterov"})
     decays_weights = False
+    instead_of_decay = "constrained=True bounds matrices by their radius"
 
     @also_called(spectral_radius=RADIUS)
     @spelled_out
@@ -96,13 +93,8 @@ class Scion(RuledMuon):
     def _further_settings(self) -> dict[str, Any]:
         return {RADIUS: self.radius}
 
-    def _own_settings(self) -> list[dict[str, Any]]:
-        groups = zip(super()._own_settings(), self.param_groups, strict=True)
-        return [{**own, RADIUS: group[RADIUS]} for own, group in groups]
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        super()._check_group(group)
-        self._refuse_weight_decay(_INSTEAD)
+    def _planned_settings(self) -> object:
+        return super()._planned_settings(), [group[RADIUS] for group in self.param_groups]
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
         if self.constrained and not 0 <= group["lr"] <= 1:
@@ -112,12 +104,6 @@ class Scion(RuledMuon):
             )
         super()._check_ranges(group)
 
-    def _take(self, accepted: Tensor) -> None:
-        self._refuse_weight_decay(_INSTEAD)
-        super()._take(accepted)
-
-    def _decay_of(self, group: Mapping[str, Any]) -> tuple[Scalar, DecayMethod]:
-        return (1.0 if self.constrained else 0.0), "decoupled"
-
-
-_INSTEAD = "constrained=True bounds matrices by their radius"
+    def _weight_decay(self, group: Mapping[str, Any]) -> Scalar:
+        # (1 - lr) W, which is what a constrained step leaves of the matrix
+        return 1.0 if self.constrained else 0.0

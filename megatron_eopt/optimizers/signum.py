@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.bulk import DecayMethod, Scalar
+from megatron_eopt.optimizers.group_settings import DecayMethod, Scalar
 from megatron_eopt.optimizers.lion import Lion
-from megatron_eopt.optimizers.sharded import TensorParallelGroups
+from megatron_eopt.optimizers.parameters import TensorParallelGroups
 
 
 class Signum(Lion):

@@ -6,11 +6,11 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.batch import local
-from megatron_eopt.optimizers.bulk import Scalar
+from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.optimizers.group_settings import Scalar
 from megatron_eopt.optimizers.checks import check_adam_settings
 from megatron_eopt.optimizers.logical import DescribedMatrix
-from megatron_eopt.optimizers.sharded import TensorParallelGroups
+from megatron_eopt.optimizers.parameters import TensorParallelGroups
 from megatron_eopt.optimizers.skipping import Skipping, names_of_last, parameter_names
 from megatron_eopt.optimizers.soap_eigenbasis import BasisMethod
 from megatron_eopt.optimizers.soap_parts import DECAY_POWERS, Place, Task, take

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.matrices import LocalRows
-from megatron_eopt.optimizers.batch import local
+from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.soap_state import EXP_AVG, EXP_AVG_SQ, SIDES, STEPS
 from megatron_eopt.optimizers.soap_step import Preconditioned, Side, update_of
 from megatron_eopt.orthogonalize.precision import fp32_products
-from megatron_eopt.parallel.exchange import Pending, all_gather
+from megatron_eopt.parallel.collectives import Pending, all_gather
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.schemes.stacks import assemble, cut_out
 

@@ -10,7 +10,7 @@ from megatron_eopt.optimizers.sharded import ShardedMatrices
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.stepping import SteppingOptimizer
 from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, on_one_rank
-from megatron_eopt.parallel.pieces import cut
+from megatron_eopt.parallel.records import cut
 
 EXP_AVG, EXP_AVG_SQ, STEPS = "exp_avg", "exp_avg_sq", "steps"
 

@@ -6,11 +6,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.bulk import Scalar
+from megatron_eopt.optimizers.group_settings import Scalar
 from megatron_eopt.optimizers.factored import FactoredOptimizer
 from megatron_eopt.optimizers.group_settings import note_short_schedule
 from megatron_eopt.optimizers.low_rank import check_count, factor_pairs
-from megatron_eopt.optimizers.sharded import TensorParallelGroups
+from megatron_eopt.optimizers.parameters import TensorParallelGroups
 from megatron_eopt.optimizers.spellings import also_called
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.precision import MatmulPrecision

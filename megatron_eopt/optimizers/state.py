@@ -1,19 +1,22 @@
-"""What an optimizer keeps per parameter: one description, from which state is created, saved and loaded."""
+"""What an optimizer keeps per parameter: one description, from which state is created, saved and loaded.
 
-from abc import abstractmethod
+State of a DTensor that has not its shape is a DTensor on the same mesh: torch's checkpoints take a plain tensor for one
+that all ranks have alike, and save that of one rank.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
-from torch.optim.optimizer import Optimizer
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from megatron_eopt.optimizers.batch import local
-from megatron_eopt.optimizers.dtensor_state import SIDES, check_placements, cut_like, is_cut_like, placements_like
+from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.parallel.dtensor import lies_alike
 from megatron_eopt.parallel.layout import Layout
-from megatron_eopt.parallel.pieces import Shape
+from megatron_eopt.parallel.records import Shape
 
 Lying = tuple[tuple[int, ...], tuple[int, ...] | None, tuple[Placement, ...] | None]
 """Shape of a tensor; of a DTensor also that of this rank's part, and its placements."""
@@ -60,158 +63,48 @@ class StateTensor:
         return tuple(dim if isinstance(dim, int) else sides[dim] for dim in self.dims)
 
 
-class DescribedState(Optimizer):
-    """An optimizer whose state is what :meth:`state_tensors` says: created, saved and loaded from that alone."""
+def zeros(parameter: Tensor, tensor: StateTensor, layouts: list[Layout]) -> Tensor:
+    """A state tensor before the first step.
 
-    carried_settings: frozenset[str] = frozenset()
-    """Settings of a group that the optimizer itself makes, and with which a resumed run has to go on."""
+    Args:
+        parameter: whose state it is.
+        tensor: its description.
+        layouts: of the logical matrices of the parameter; not needed for a tensor of its shape.
+    """
+    dtype = tensor.dtype or parameter.dtype
+    if tensor.dims is None:
+        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+    part = torch.zeros(tensor.local_shape(layouts), dtype=dtype, device=parameter.device)
+    if is_cut_like(parameter, tensor.dims):
+        return cut_like(parameter, tensor.dims, part, tensor.global_shape(layouts))
+    return part
 
-    live_key: str | None = None
-    """Where a checkpoint holds a parameter itself, if the model's part of it holds what is :meth:`exported`."""
 
-    # On the class, because it is left out of pickles and copies.
-    _group_by_parameter: dict[Tensor, dict[str, Any]] | None = None
+def check_lying(parameter: Tensor, tensor: StateTensor, layouts: list[Layout], found: Tensor) -> None:
+    """Check that a state tensor has the shape and the placements that its description says.
 
-    def settings(self) -> dict[str, Any]:
-        """What a checkpoint says of this optimizer to those who read it: plain values alone."""
-        return {key: value for key, value in self.defaults.items() if isinstance(value, str | int | float | bool)}
+    Args:
+        parameter: whose state it is.
+        tensor: its description.
+        layouts: as for :func:`zeros`.
+        found: what is to be loaded.
 
-    def settings_of_groups(self) -> dict[str, Any]:
-        """The settings of which each group may have a value of its own -> the value of groups that have none."""
-        return dict(self.defaults)
-
-    def exported(self, parameter: Tensor) -> Tensor:
-        """What is evaluated and exported in the place of a parameter, as it lies."""
-        return parameter.detach()
-
-    @abstractmethod
-    def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
-        """What is kept for a parameter, in a fixed order and the same on all ranks that share it."""
-
-    def matrix_layouts(self, parameter: Tensor) -> list[Layout]:
-        """Where the logical matrices of a parameter lie; needed where :meth:`state_tensors` speaks of them."""
-        raise NotImplementedError(f"{type(self).__name__} does not say where the matrices of a parameter lie")
-
-    def group_of(self, parameter: Tensor) -> dict[str, Any]:
-        """The group of a parameter."""
-        found = (self._group_by_parameter or {}).get(parameter)
-        # a load makes other groups, and Megatron puts its fp32 copies in the place of parameters
-        if found is None or not any(found is group for group in self.param_groups):
-            self._group_by_parameter = {p: group for group in self.param_groups for p in group["params"]}
-            found = self._group_by_parameter[parameter]
-        return found
-
-    def init_state(self) -> None:
-        """Create the state of every parameter, with a gradient or not, as a checkpoint needs it before it can load."""
-        for group in self.param_groups:
-            self._init_group(group)
-
-    def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = False) -> None:
-        """Create the state of a group's parameters: the contract of emerging-optimizers.
-
-        Args:
-            group: one of the optimizer's.
-            skip_non_grad_params: leave out parameters without a gradient.
-        """
-        for parameter in group["params"]:
-            if parameter.grad is not None or not skip_non_grad_params:
-                self._state_of(parameter)
-
-    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """The state of a parameter, created where it is not there."""
-        state = self.state[parameter]
-        if not state:
-            for tensor in self.state_tensors(parameter):
-                state[tensor.key] = self._zeros(parameter, tensor)
-        return state
-
-    def _zeros(self, parameter: Tensor, tensor: StateTensor) -> Tensor:
-        dtype = tensor.dtype or parameter.dtype
-        if tensor.dims is None:
-            return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
-        layouts = self.matrix_layouts(parameter)
-        part = torch.zeros(tensor.local_shape(layouts), dtype=dtype, device=parameter.device)
-        if is_cut_like(parameter, tensor.dims):
-            return cut_like(parameter, tensor.dims, part, tensor.global_shape(layouts))
-        return part
-
-    def _expected(self, parameter: Tensor, tensor: StateTensor) -> Lying:
-        """How a state tensor lies."""
-        if tensor.dims is None:
-            return _lying(parameter)
-        layouts = self.matrix_layouts(parameter)
+    Raises:
+        ValueError: if it has others.
+    """
+    if tensor.dims is None:
+        expected = _lying(parameter)
+    elif is_cut_like(parameter, tensor.dims):
         part = tensor.local_shape(layouts)
-        if is_cut_like(parameter, tensor.dims):
-            return tensor.global_shape(layouts), part, placements_like(parameter, tensor.dims)
-        return part, None, None
-
-    def _check_placements(self, parameter: Tensor, called: str) -> None:
-        """Refuse a DTensor whose state cannot be saved; to be called by all ranks, before there is any state.
-
-        Raises:
-            ValueError: naming it, if no placement says how a state tensor of it is cut.
-        """
-        along = [x for x in self.state_tensors(parameter) if is_cut_like(parameter, x.dims or ())]
-        if along:
-            described = [(tensor.key, tensor.matrix) for tensor in along]
-            where = f"{type(self).__name__}: {called}"
-            check_placements(where, parameter, self.matrix_layouts(parameter), described)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state. Of settings that it lacks, a group keeps those that it has.
-
-        Raises:
-            ValueError: if the groups or the shapes are others, or if a tensor is missing; nothing is changed then.
-        """
-        needed = self.defaults.keys() | self.carried_settings
-        known = [{key: group[key] for key in needed & group.keys()} for group in self.param_groups]
-        saved = state_dict["param_groups"]
-        pairs = zip(saved, [*known, *[{}] * len(saved)], strict=False)  # of other groups torch says what is wrong
-        state_dict = {**state_dict, "param_groups": [self._completed(*pair) for pair in pairs]}
-        self._check_state(state_dict)
-        super().load_state_dict(state_dict)
-        for parameter, saved in self._saved(state_dict):
-            for tensor in self.state_tensors(parameter):
-                loaded = saved.get(tensor.key)
-                if loaded is None:
-                    self.state[parameter][tensor.key] = self._zeros(parameter, tensor)
-                elif tensor.dtype not in (None, parameter.dtype):  # to which torch casts what it loads
-                    self.state[parameter][tensor.key] = (
-                        loaded.detach().clone().to(local(parameter).device, tensor.dtype)
-                    )
-
-    def _completed(self, saved: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-        """The settings of a saved group, with those known of the group in their place where they are missing."""
-        return {**known, **saved}
-
-    def _check_state(self, state_dict: dict[str, Any]) -> None:
-        for parameter, saved in self._saved(state_dict):
-            for tensor in self.state_tensors(parameter):
-                if tensor.key not in saved and not tensor.saved:
-                    continue
-                if tensor.key not in saved:
-                    raise ValueError(
-                        f"{type(self).__name__} needs {tensor.key!r} for the parameter of shape "
-                        f"{tuple(parameter.shape)}, but the state has {sorted(saved)}: it is of another optimizer, or "
-                        f"of other settings of this one"
-                    )
-                found, expected = _lying(saved[tensor.key]), self._expected(parameter, tensor)
-                if found != expected:
-                    how = _HOW_TO_LOAD if found[0] == expected[0] else ""
-                    raise ValueError(
-                        f"{tensor.key!r} has shape {_told(found)}, expected {_told(expected)} for the parameter of "
-                        f"shape {tuple(parameter.shape)}: the state is of another model or layout{how}"
-                    )
-
-    def _saved(self, state_dict: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
-        """Each parameter with what a state dict has of it, but for those that had made no step."""
-        places = [place for group in state_dict["param_groups"] for place in group["params"]]
-        state = state_dict["state"]
-        pairs = zip(self._parameters(), places, strict=False)  # of other groups torch says what is wrong
-        return [(parameter, state[place]) for parameter, place in pairs if state.get(place)]
-
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+        expected = tensor.global_shape(layouts), part, placements_like(parameter, tensor.dims)
+    else:
+        expected = tensor.local_shape(layouts), None, None
+    if (lying := _lying(found)) != expected:
+        how = _HOW_TO_LOAD if lying[0] == expected[0] else ""
+        raise ValueError(
+            f"{tensor.key!r} has shape {_told(lying)}, expected {_told(expected)} for the parameter of shape "
+            f"{tuple(parameter.shape)}: the state is of another model or layout{how}"
+        )
 
 
 _HOW_TO_LOAD = (
@@ -227,3 +120,76 @@ def _lying(x: Tensor) -> Lying:
 def _told(lying: Lying) -> str:
     shape, part, placements = lying
     return f"{shape}" if part is None else f"{shape}, of which placements {placements} put {part} on this rank"
+
+
+SIDES = ("rows", "columns")
+
+
+def is_cut_like(parameter: Tensor, dims: Sequence[str | int]) -> TypeGuard[DTensor]:
+    """Whether a parameter is a DTensor, and state of such dimensions too."""
+    return isinstance(parameter, DTensor) and any(dim in SIDES for dim in dims)
+
+
+def placements_like(parameter: DTensor, dims: Sequence[str | int]) -> tuple[Placement, ...]:
+    """Rows and columns are cut as those of the parameter, wherever they are among ``dims``; others are replicated."""
+    return tuple(_placement(of_parameter, dims) for of_parameter in parameter.placements)
+
+
+def cut_like(parameter: DTensor, dims: Sequence[str | int], part: Tensor, shape: Sequence[int]) -> DTensor:
+    """A DTensor of this rank's ``part`` of a state tensor, whose memory it shares.
+
+    Args:
+        parameter: the one whose state it is.
+        dims: as in :class:`~megatron_eopt.optimizers.state.StateTensor`.
+        part: this rank's, may be empty.
+        shape: of the global tensor.
+
+    Raises:
+        ValueError: for two dimensions along rows, or along columns, which a mesh cannot cut both.
+    """
+    if max(dims.count(side) for side in SIDES) > 1:
+        raise ValueError(f"a state tensor of a DTensor has rows and columns once each at most, got dims {tuple(dims)}")
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    placements = placements_like(parameter, dims)
+    return DTensor.from_local(
+        part, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def check_placements(
+    where: str, parameter: Tensor, layouts: Sequence[Layout], described: Sequence[tuple[str, int]]
+) -> None:
+    """Check that the state of a DTensor lies as placements can say; all ranks come to the same answer.
+
+    Args:
+        where: what a message begins with.
+        parameter: any parameter; one that is no DTensor passes.
+        layouts: of its logical matrices.
+        described: key of each state tensor along rows or columns, and which logical matrix it is of.
+
+    Raises:
+        ValueError: if rows or columns of a logical matrix are cut otherwise than those of a DTensor.
+    """
+    for key, matrix in described:
+        if isinstance(parameter, DTensor) and not lies_alike(parameter, layouts[matrix]):
+            raise ValueError(
+                f"{where} is a DTensor of shape {tuple(parameter.shape)} with placements {parameter.placements}, which "
+                f"cut its logical matrix {matrix}, {layouts[matrix].shape}, into {_listed(layouts[matrix])}: no "
+                f"placement says that of {key!r}, and it could not be saved. Shard it along columns, or so that each "
+                f"rank has as many whole groups of rows as the others, or make its matrices parameters of their own"
+            )
+
+
+def _placement(of_parameter: Placement, dims: Sequence[str | int]) -> Placement:
+    if isinstance(of_parameter, Replicate):
+        return Replicate()
+    side = SIDES[min(of_parameter.dim, 1)]  # type: ignore[attr-defined]  # a layout takes Replicate and shards alone
+    if side not in dims:
+        return Replicate()
+    factor = getattr(of_parameter, "split_factor", None)
+    place = list(dims).index(side)
+    return Shard(place) if factor is None else _StridedShard(place, split_factor=factor)
+
+
+def _listed(layout: Layout) -> str:
+    return ", ".join(f"{piece.shape}" for piece in layout.pieces)

@@ -45,6 +45,12 @@ class NewtonSchulz:
         """One ``(a, b, c)`` per step."""
         return get_coefficients(self.coefficient_type, self.steps)
 
+    @property
+    def name(self) -> str:
+        """The iteration in words, which are equal for equal steps and coefficients alone."""
+        known = self.coefficient_type if isinstance(self.coefficient_type, str) else str(self.schedule)
+        return f"{self.steps} Newton-Schulz steps of {known}"
+
     @cached_property
     def restarts(self) -> Restarts | None:
         """Restarts of the Gram form; None for a schedule that no table has, which the Gram form does not serve."""

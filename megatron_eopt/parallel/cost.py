@@ -8,16 +8,12 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.form import gram_flops, standard_flops
 from megatron_eopt.parallel import traffic
-from megatron_eopt.parallel.owners import in_rounds
-from megatron_eopt.parallel.pieces import Shape, cut_dimension
-
-if TYPE_CHECKING:  # the plan is made with these costs
-    from megatron_eopt.parallel.plan import Bucket, Matrix, Plan
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Shape, cut_dimension, in_rounds
 
 NORM_BYTES = 8
 """Of a squared norm where it is summed over ranks: fp64."""
@@ -101,6 +97,15 @@ class Work:
         return len(self.restarts or ()) + 1
 
 
+Works = Work | Mapping[str, Work]
+"""The iteration of all matrices, or the iterations by the name that each matrix has."""
+
+
+def work_of(matrix: Matrix, work: Works) -> Work:
+    """The iteration of a matrix."""
+    return work if isinstance(work, Work) else work[matrix.iteration]
+
+
 @dataclass(frozen=True)
 class Cost:
     """What the busiest rank has to do; each figure is the largest over the ranks.
@@ -140,10 +145,10 @@ def cube_flops(shape: Shape, work: Work) -> float:
     return gram_flops(min(shape), 0, work.schedule, work.restarts or (), work.share)
 
 
-def bucket_flops(plan: "Plan", bucket: "Bucket", rank: int, work: Work) -> float:
+def bucket_flops(plan: Plan, bucket: Bucket, rank: int, work: Works) -> float:
     """Floating-point operations of one rank of the bucket's group."""
     matrix, count = plan.matrices[bucket.matrices[0]], len(bucket.matrices)
-    owned = bucket.owners.count(rank)
+    work, owned = work_of(matrix, work), bucket.owners.count(rank)
     shape, piece = matrix.shape, matrix.pieces[rank]
     if bucket.scheme in ("owner", "share"):
         return owned * whole_flops(shape, work)
@@ -159,8 +164,9 @@ def bucket_flops(plan: "Plan", bucket: "Bucket", rank: int, work: Work) -> float
     return count * products + (count if bucket.scheme == "gram_replicated" else owned) * cubes
 
 
-def bucket_calls(plan: "Plan", bucket: "Bucket", work: Work) -> dict[str, int]:
+def bucket_calls(plan: Plan, bucket: Bucket, work: Works) -> dict[str, int]:
     """Collective -> how often every rank of the group calls it."""
+    work = work_of(plan.matrices[bucket.matrices[0]], work)
     match bucket.scheme:
         case "owner":
             return {"all_to_all": 2}
@@ -178,7 +184,7 @@ def bucket_calls(plan: "Plan", bucket: "Bucket", work: Work) -> dict[str, int]:
             return {}
 
 
-def bucket_bytes(plan: "Plan", bucket: "Bucket", rank: int, work: Work) -> dict[str, int]:
+def bucket_bytes(plan: Plan, bucket: Bucket, rank: int, work: Works) -> dict[str, int]:
     """Collective -> bytes that one rank of the bucket's group sends in all its calls.
 
     - ``owner``: there each rank sends its piece of a matrix to its owner, and back each owner the other ranks' pieces.
@@ -200,6 +206,7 @@ def bucket_bytes(plan: "Plan", bucket: "Bucket", rank: int, work: Work) -> dict[
         return {"all_gather": traffic.all_gather(on_one * rows * cols * matrix.itemsize, ranks)}
     if bucket.scheme in ("local", "blockwise"):
         return {}
+    work = work_of(matrix, work)
     gram = _kept_side(matrix) ** 2 * work.gram_itemsize
     sums = traffic.all_reduce(count * gram, ranks)
     if bucket.scheme == "distributed":
@@ -217,7 +224,7 @@ def bucket_bytes(plan: "Plan", bucket: "Bucket", rank: int, work: Work) -> dict[
     return {name: work.segments * sent[name] for name in bucket_calls(plan, bucket, work)}
 
 
-def rank_cost(plan: "Plan", bucket: "Bucket", rank: int, work: Work, rates: Rates = DEFAULT_RATES) -> Cost:
+def rank_cost(plan: Plan, bucket: Bucket, rank: int, work: Works, rates: Rates = DEFAULT_RATES) -> Cost:
     """What a bucket costs one rank of its group."""
     flops = bucket_flops(plan, bucket, rank, work)
     sent = sum(bucket_bytes(plan, bucket, rank, work).values())
@@ -225,12 +232,12 @@ def rank_cost(plan: "Plan", bucket: "Bucket", rank: int, work: Work, rates: Rate
     return Cost(flops, sent, calls, flops / rates.flops + sent / rates.bytes + calls * rates.latency)
 
 
-def bucket_cost(plan: "Plan", bucket: "Bucket", work: Work, rates: Rates = DEFAULT_RATES) -> Cost:
+def bucket_cost(plan: Plan, bucket: Bucket, work: Works, rates: Rates = DEFAULT_RATES) -> Cost:
     """What a bucket costs the busiest rank of its group."""
     return _busiest(_rank_costs(plan, bucket, work, rates))
 
 
-def plan_cost(plan: "Plan", work: Work, rates: Rates = DEFAULT_RATES) -> Cost:
+def plan_cost(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> Cost:
     """What a plan costs: the busiest rank of each group over all of its buckets, summed over the groups.
 
     Less than the sum of its buckets where different ranks are busy with them.
@@ -244,7 +251,7 @@ def plan_cost(plan: "Plan", work: Work, rates: Rates = DEFAULT_RATES) -> Cost:
     return sum((_busiest(costs) for costs in groups.values()), Cost())
 
 
-def _rank_costs(plan: "Plan", bucket: "Bucket", work: Work, rates: Rates) -> list[Cost]:
+def _rank_costs(plan: Plan, bucket: Bucket, work: Works, rates: Rates) -> list[Cost]:
     """What a bucket costs each rank; computed once for ranks with as much to do, of which there may be hundreds."""
     owned = Counter(bucket.owners)
     known: dict[tuple[Shape, int, int], Cost] = {}
@@ -268,7 +275,7 @@ def _busiest(costs: list[Cost]) -> Cost:
     )
 
 
-def _kept_dim(matrix: "Matrix") -> int:
+def _kept_dim(matrix: Matrix) -> int:
     """The dimension that is not cut, of a matrix with pieces along one."""
     cut = cut_dimension(matrix.shape, matrix.pieces)
     if cut is None:
@@ -276,6 +283,6 @@ def _kept_dim(matrix: "Matrix") -> int:
     return 1 - cut
 
 
-def _kept_side(matrix: "Matrix") -> int:
+def _kept_side(matrix: Matrix) -> int:
     """Rows of the Gram matrix that the ranks sum."""
     return matrix.shape[_kept_dim(matrix)]

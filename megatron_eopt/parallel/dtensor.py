@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from megatron_eopt.parallel.groups import Partition, joint_group
+from megatron_eopt.parallel.collectives import Partition, joint_group
 from megatron_eopt.parallel.layout import Layout, on_one_rank
-from megatron_eopt.parallel.pieces import Piece, Shape
+from megatron_eopt.parallel.records import Piece, Shape
 
 Cut = tuple[int, int, int]
 """One mesh dimension that cuts: dimension of the tensor, number of ranks, split factor of the placement."""

@@ -1,14 +1,15 @@
 """A plan as a table, for people."""
 
-from megatron_eopt.parallel.cost import DEFAULT_RATES, Cost, Rates, Work, bucket_cost, plan_cost
-from megatron_eopt.parallel.plan import Bucket, Plan, TpMode, make_plan
+from megatron_eopt.parallel.cost import DEFAULT_RATES, Cost, Rates, Work, Works, bucket_cost, plan_cost
+from megatron_eopt.parallel.plan import make_plan
+from megatron_eopt.parallel.records import Bucket, Plan, TpMode
 
 _COMPARED: tuple[TpMode, ...] = ("duplicated", "distributed", "blockwise")
 _COLUMNS = ("group", "scheme", "GFLOP", "MB sent", "collectives", "ms")
 _LINE = "{:<34}{:>10}{:>18}{:>15}{:>13}{:>13}{:>13}"
 
 
-def explain(plan: Plan, work: Work, rates: Rates = DEFAULT_RATES) -> str:
+def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> str:
     """A table of fixed width: what each bucket costs its busiest rank, and what all cost, beside other schemes.
 
     The total is that of the busiest rank over all buckets, which is less than the sum of the lines where different
@@ -16,15 +17,17 @@ def explain(plan: Plan, work: Work, rates: Rates = DEFAULT_RATES) -> str:
 
     Args:
         plan: as it was made.
-        work: the iteration.
+        work: the iteration, or those of the matrices by name.
         rates: those that the times are predicted with.
     """
     sharing = frozenset(plan.matrices[b.matrices[0]].group for b in plan.buckets if b.scheme == "share")
     lines = [_LINE.format("matrices", *_COLUMNS), "-" * len(_LINE.format("", *_COLUMNS))]
+    several = not isinstance(work, Work) and len(work) > 1
     for bucket in plan.buckets:
         matrix = plan.matrices[bucket.matrices[0]]
         group = matrix.group if matrix.ranks > 1 else "-"
-        lines.append(_row(_matrices(plan, bucket), group, bucket.scheme, bucket_cost(plan, bucket, work, rates)))
+        line = _row(_matrices(plan, bucket), group, bucket.scheme, bucket_cost(plan, bucket, work, rates))
+        lines.append(f"{line}  {matrix.iteration}" if several else line)
     lines += ["", _row(f"all {len(plan.matrices)}: this plan", "", "", plan_cost(plan, work, rates))]
     for mode in _COMPARED:
         other = make_plan(plan.matrices, mode, work, rates, sharing)
@@ -35,7 +38,11 @@ def explain(plan: Plan, work: Work, rates: Rates = DEFAULT_RATES) -> str:
     lines += [
         "",
         f"Of the busiest rank in one step, modelled at {modelled}, nothing overlapped.",
-        f"{len(work.schedule)} steps, {_restarts(work)}, {work.share:.0%} of a symmetric product computed. "
+        *(
+            f"{name if several else f'{len(each.schedule)} steps'}, {_restarts(each)}, {each.share:.0%} of a symmetric "
+            "product computed."
+            for name, each in ({"": work} if isinstance(work, Work) else work).items()
+        ),
         "blockwise is an approximation.",
     ]
     return "\n".join(lines)

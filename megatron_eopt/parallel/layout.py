@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.matrices import LocalRows, Split, query_key_value
-from megatron_eopt.parallel.groups import joint_group
-from megatron_eopt.parallel.pieces import Piece, Shape, cut, cut_dimension, cut_twice, whole
+from megatron_eopt.parallel.collectives import joint_group
+from megatron_eopt.parallel.records import Piece, Shape, cut, cut_dimension, cut_twice, whole
 
 
 @dataclass(frozen=True)

@@ -4,27 +4,14 @@ Pure Python, from shapes, pieces and settings alone: the same on every rank, and
 without a process group.
 """
 
-from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import replace
+from hashlib import sha256
+from typing import get_args
 
 from megatron_eopt.orthogonalize.choices import check_choice
-from megatron_eopt.parallel.bounded import in_parts
-from megatron_eopt.parallel.compare import fingerprint, first_difference
-from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work, bucket_cost, cube_flops, plan_cost, whole_flops
-from megatron_eopt.parallel.pieces import Piece, Shape, cut_dimension, whole
-
-__all__ = [
-    "Bucket",
-    "Matrix",
-    "Plan",
-    "Scheme",
-    "TpMode",
-    "fingerprint",
-    "first_difference",
-    "make_plan",
-    "validate_tp_mode",
-]
+from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Works, bucket_cost, cube_flops, plan_cost, whole_flops, work_of
+from megatron_eopt.parallel.records import Bucket, Matrix, Piece, Plan, Scheme, Shape, TpMode, cut_dimension, whole
 
 REPLICATED_ROWS = 1024
 """Gram matrices of at most so many rows are worth computing on every rank: to split them costs more collectives."""
@@ -33,80 +20,11 @@ SMALL_ENTRIES = 128 * 128
 """Matrices of at most so many entries may be computed on every rank where that is predicted to be faster: a collective
 less counts for more than their operations, which no processor makes at its full rate."""
 
-TpMode = Literal["blockwise", "duplicated", "distributed", "owner", "gram", "auto"]
-"""What the user asks for."""
+MAX_BYTES = 2**30
+"""What one rank holds of a part, at most, unless a round of it (one matrix for each rank) is larger."""
 
-Scheme = Literal["local", "blockwise", "duplicated", "distributed", "owner", "gram_split", "gram_replicated", "share"]
-"""How a bucket is orthogonalized, where n is the short side and m the long one:
-
-- ``local``: whole matrices, orthogonalized on the rank that holds them, as one stack.
-- ``blockwise``: each piece as a matrix of its own: an approximation, nothing is exchanged.
-- ``duplicated``: one all-gather of all pieces of the bucket; every rank computes everything and keeps its pieces.
-- ``distributed``: the standard form; every step sums the Gram matrices of the bucket (stacked) over the ranks, in one
-  all-reduce each, after one for the norms. The Gram matrix is that of the dimension that is not cut.
-- ``owner``: one all-to-all brings each matrix together on one rank, which orthogonalizes it, one takes the pieces back.
-- ``gram_replicated``: the Gram form on the pieces, cut along the long side: one all-reduce of the stacked Gram matrices
-  (n x n) at the start and after every restart; every rank computes all factors Q.
-- ``gram_split``: the same, but each sum goes to one rank, which computes Q and hands it out: a reduce-scatter and an
-  all-gather for as many matrices as the ranks can share evenly, a reduce and a broadcast for each of the rest. So as
-  many bytes, more collectives, and the cubes of one matrix on a rank instead of those of all.
-- ``share``: every rank holds the whole matrices (data parallelism); each orthogonalizes its share, and one all-gather
-  hands the results out.
-"""
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """One logical matrix, as every rank of its group sees it.
-
-    Attributes:
-        name: of the parameter, and of the matrix where the parameter has several (``...linear_qkv.weight[q]``).
-        shape: rows and columns of the global matrix.
-        pieces: what each rank of the group holds, in the order of its ranks; one for a matrix of one rank.
-        group: label of the process group: ``tp``, ``expt_tp``, ``dp`` and so on. Matrices of different groups are never
-            in one bucket.
-        itemsize: bytes of an entry where it is exchanged.
-    """
-
-    name: str
-    shape: Shape
-    pieces: tuple[Piece, ...]
-    group: str = "tp"
-    itemsize: int = 4
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks the group has."""
-        return len(self.pieces)
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Matrices of equal shape, pieces, group and item size, and how they are orthogonalized.
-
-    Attributes:
-        matrices: indices into the matrices of the plan, ascending.
-        scheme: see :data:`Scheme`.
-        owners: the rank of the group that computes each matrix, for ``owner``, ``gram_split`` and ``share``; empty
-            otherwise.
-    """
-
-    matrices: tuple[int, ...]
-    scheme: Scheme
-    owners: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The buckets, in the order in which they are executed.
-
-    Attributes:
-        matrices: all matrices, in the order of the parameters.
-        buckets: every matrix is in exactly one.
-    """
-
-    matrices: tuple[Matrix, ...]
-    buckets: tuple[Bucket, ...]
+SHARED_PARTS = 4
+"""Into so many parts shared matrices are cut: all are computed before the first results could leave otherwise."""
 
 
 def validate_tp_mode(tp_mode: str) -> None:
@@ -121,14 +39,14 @@ def validate_tp_mode(tp_mode: str) -> None:
 def make_plan(
     matrices: Iterable[Matrix],
     mode: TpMode,
-    work: Work,
+    work: Works,
     rates: Rates = DEFAULT_RATES,
     share_groups: Set[str] = frozenset({"dp"}),
 ) -> Plan:
     """The plan of a list of matrices: a function of its arguments alone, so the same on every rank.
 
-    Matrices of equal shape, pieces, group and item size are one bucket, or two where the scheme is mixed, or more where
-    they are many (:mod:`~megatron_eopt.parallel.bounded`):
+    Matrices of equal shape, pieces, group, item size and iteration are one bucket, or two where the scheme is mixed, or more where
+    they are many (:func:`in_parts`):
 
     - Matrices of one rank, and those without entries, are ``local``.
     - Matrices that every rank of a group holds whole are ``share``, or ``local`` if the group is not to share.
@@ -151,7 +69,7 @@ def make_plan(
     Args:
         matrices: in the order of the parameters, their names unique.
         mode: what the user asked for.
-        work: the iteration.
+        work: the iteration, or those of the matrices by name.
         rates: for the predictions.
         share_groups: labels of groups whose whole matrices are shared out.
 
@@ -166,7 +84,7 @@ def make_plan(
     for place, matrix in enumerate(draft.matrices):
         alike.setdefault(replace(matrix, name=""), []).append(place)
     # From here on in an order that does not depend on that of the parameters: largest matrices first.
-    kinds = sorted(alike, key=lambda m: (-whole_flops(m.shape, work), m.group, m.shape, m.pieces, m.itemsize))
+    kinds = sorted(alike, key=lambda m: (-whole_flops(m.shape, work_of(m, work)), m.group, m.shape, m.pieces, m.itemsize, m.iteration))
     buckets: list[Bucket] = []
     for group, ranks in sorted({(m.group, m.ranks) for m in kinds}):
         own = [(m, tuple(alike[m])) for m in kinds if (m.group, m.ranks) == (group, ranks)]
@@ -182,7 +100,7 @@ def make_plan(
 
 
 def _options(
-    matrix: Matrix, places: tuple[int, ...], mode: TpMode, work: Work, share: bool
+    matrix: Matrix, places: tuple[int, ...], mode: TpMode, work: Works, share: bool
 ) -> list[tuple[Bucket, ...]]:
     """The ways to serve matrices that are alike, the first to be preferred; without owners."""
 
@@ -200,7 +118,7 @@ def _options(
     if mode == "distributed":
         return by("distributed" if along_long_side else "owner")
     grams: list[Scheme] = []
-    if work.restarts is not None and along_long_side:
+    if work_of(matrix, work).restarts is not None and along_long_side:
         grams.append("gram_replicated")
         if min(matrix.shape) > REPLICATED_ROWS:
             grams.append("gram_split")
@@ -218,7 +136,7 @@ def _options(
     return options
 
 
-def _best(draft: Plan, options: Sequence[list[tuple[Bucket, ...]]], work: Work, rates: Rates) -> list[Bucket]:
+def _best(draft: Plan, options: Sequence[list[tuple[Bucket, ...]]], work: Works, rates: Rates) -> list[Bucket]:
     """One of the options for each kind of matrices of a group, by the predicted time of all, with owners."""
 
     def serve(picked: Sequence[tuple[Bucket, ...]]) -> list[Bucket]:
@@ -246,7 +164,7 @@ def _best(draft: Plan, options: Sequence[list[tuple[Bucket, ...]]], work: Work, 
     return serve(min((improved(start) for start in starts), key=seconds))
 
 
-def _with_owners(plan: Plan, buckets: Sequence[Bucket], work: Work) -> list[Bucket]:
+def _with_owners(plan: Plan, buckets: Sequence[Bucket], work: Works) -> list[Bucket]:
     """The buckets of one group, with owners where the scheme has them, the largest matrices dealt first."""
     ranks = plan.matrices[buckets[0].matrices[0]].ranks
     load = [0.0] * ranks
@@ -254,7 +172,8 @@ def _with_owners(plan: Plan, buckets: Sequence[Bucket], work: Work) -> list[Buck
 
     def flops(bucket: Bucket) -> float:
         count = cube_flops if bucket.scheme == "gram_split" else whole_flops
-        return count(plan.matrices[bucket.matrices[0]].shape, work)
+        matrix = plan.matrices[bucket.matrices[0]]
+        return count(matrix.shape, work_of(matrix, work))
 
     for place in sorted(range(len(buckets)), key=lambda place: -flops(buckets[place])):
         bucket = buckets[place]
@@ -300,3 +219,92 @@ def _check_pieces(matrix: Matrix) -> None:
     covered = sum(piece.numel for piece in pieces) == rows * cols
     if not (pieces and inside and (replicated or (apart and covered))):
         raise ValueError(f"the pieces of {matrix.name!r} do not tile its shape {matrix.shape}: {list(pieces)}")
+
+
+def in_parts(bucket: Bucket, matrix: Matrix, max_bytes: int = MAX_BYTES) -> list[Bucket]:
+    """A bucket as buckets of whole rounds, in each of which every rank owns as many matrices.
+
+    Args:
+        bucket: with its owners, who are dealt in rounds over the ranks.
+        matrix: one of those that it has.
+        max_bytes: see :data:`MAX_BYTES`.
+    """
+    if bucket.scheme in ("local", "blockwise"):
+        return [bucket]
+    held = max(piece.numel for piece in matrix.pieces) * matrix.itemsize
+    if bucket.scheme.startswith("gram"):
+        held = max(held, min(matrix.shape) ** 2 * 4)
+    rounds = -(-len(bucket.matrices) // matrix.ranks)
+    at_once = max(1, max_bytes // (max(1, held) * matrix.ranks))
+    if bucket.scheme == "share":
+        at_once = min(at_once, -(-rounds // SHARED_PARTS))
+    size = at_once * matrix.ranks
+    return [
+        Bucket(bucket.matrices[start : start + size], bucket.scheme, bucket.owners[start : start + size])
+        for start in range(0, len(bucket.matrices), size)
+    ]
+
+
+def fingerprint(plan: Plan, label: str | None = None) -> str:
+    """SHA-256 of a plan, in hexadecimal digits.
+
+    Args:
+        plan: of this rank.
+        label: of a group: what other groups share, and what a rank has for itself, is left out.
+    """
+    lines = [repr(matrix) for matrix in _matrices(plan, label)]
+    lines += [repr((bucket.scheme, names, bucket.owners)) for bucket, names in _buckets(plan, label)]
+    return sha256("\n".join(lines).encode()).hexdigest()
+
+
+def first_difference(mine: Plan, other: Plan, label: str | None = None) -> str | None:
+    """The first parameter in which two plans differ, and in what; None for equal ones.
+
+    Args:
+        mine: a plan.
+        other: another rank's.
+        label: as for :func:`fingerprint`.
+    """
+    ours, theirs = _matrices(mine, label), _matrices(other, label)
+    for place, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a.name != b.name:
+            return f"matrix {place} is {a.name!r} in the one and {b.name!r} in the other"
+        for what in ("shape", "pieces", "group", "itemsize", "iteration"):
+            a_is, b_is = getattr(a, what), getattr(b, what)
+            if a_is != b_is:
+                return f"{a.name!r} has the {what} {a_is!r} in the one and {b_is!r} in the other"
+    if len(ours) != len(theirs):
+        more, which = (ours, "first") if len(ours) > len(theirs) else (theirs, "second")
+        return f"{more[min(len(ours), len(theirs))].name!r} is in the {which} only"
+    of_mine, of_other = _decisions(mine, label), _decisions(other, label)
+    for matrix in ours:
+        a_has, b_has = of_mine[matrix.name], of_other[matrix.name]
+        for what, a_is, b_is in zip(("scheme", "owner"), a_has, b_has, strict=True):
+            if a_is != b_is:
+                return f"{matrix.name!r} has the {what} {a_is!r} in the one and {b_is!r} in the other"
+    for place, ((_, a_names), (_, b_names)) in enumerate(
+        zip(_buckets(mine, label), _buckets(other, label), strict=False)
+    ):
+        if a_names != b_names:
+            return f"bucket {place} begins with {a_names[0]!r} in the one and with {b_names[0]!r} in the other"
+    return None
+
+
+def _matrices(plan: Plan, label: str | None) -> list[Matrix]:
+    return [matrix for matrix in plan.matrices if label in (None, matrix.group)]
+
+
+def _buckets(plan: Plan, label: str | None) -> Iterator[tuple[Bucket, tuple[str, ...]]]:
+    """The buckets of a group and the names of their matrices, in the order of execution."""
+    for bucket in plan.buckets:
+        if label in (None, plan.matrices[bucket.matrices[0]].group):
+            yield bucket, tuple(plan.matrices[i].name for i in bucket.matrices)
+
+
+def _decisions(plan: Plan, label: str | None) -> dict[str, tuple[str, int | None]]:
+    """Scheme and owner of each matrix, by name."""
+    return {
+        name: (bucket.scheme, bucket.owners[place] if bucket.owners else None)
+        for bucket, names in _buckets(plan, label)
+        for place, name in enumerate(names)
+    }

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.parallel.exchange import Pending, all_reduce
-from megatron_eopt.parallel.plan import Matrix
+from megatron_eopt.parallel.collectives import Pending, all_reduce
+from megatron_eopt.parallel.records import Matrix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,12 @@ class Statistics:
     column_means: Tensor | None
     squared_norm: Tensor | None
     inner_product: Tensor | None
+
+
+def known(statistic: Tensor | None) -> Tensor:
+    """A statistic that was asked for."""
+    assert statistic is not None
+    return statistic
 
 
 def reduce_statistics(wanted: Sequence[Wanted], group: ProcessGroup | None) -> Pending[list[Statistics]]:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from megatron_eopt import DistributedMuon
 from megatron_eopt.optimizers import distributed_muon
 from megatron_eopt.optimizers.distributed_muon import deal
-from megatron_eopt.parallel.exchange import counters
+from megatron_eopt.parallel.collectives import counters
 from tests.distributed.ranks import run_ranks
 
 SHAPES = [(8, 6)] * 5 + [(4, 12)] * 2 + [(9, 3)] + [(3, 2, 2)]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt import TensorParallelAdaptiveMuon
-from megatron_eopt.parallel.exchange import counters
+from megatron_eopt.parallel.collectives import counters
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_tp_invariance import sharded
 

@@ -16,11 +16,11 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from megatron_eopt.parallel import groups
+from megatron_eopt.parallel import collectives as groups
 from megatron_eopt.parallel.dtensor import _pieces, layout_of_dtensor
-from megatron_eopt.parallel.groups import joint_group
+from megatron_eopt.parallel.collectives import joint_group
 from megatron_eopt.parallel.layout import on_one_rank
-from megatron_eopt.parallel.pieces import Piece, cut_at
+from megatron_eopt.parallel.records import Piece, cut_at
 from tests.distributed.ranks import run_ranks
 
 SHAPES = [(7, 5), (8, 6), (3, 4), (1, 9)]

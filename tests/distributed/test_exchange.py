@@ -10,10 +10,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron_eopt.orthogonalize.settings import NewtonSchulz
-from megatron_eopt.parallel import exchange
-from megatron_eopt.parallel.exchange import counters
+from megatron_eopt.parallel import collectives as exchange
+from megatron_eopt.parallel.collectives import counters
 from megatron_eopt.parallel.execute import execute
-from megatron_eopt.parallel.pieces import cut
+from megatron_eopt.parallel.records import cut
 from megatron_eopt.parallel.plan import Bucket, Matrix, Plan
 from tests.distributed.ranks import run_ranks
 

@@ -10,7 +10,7 @@ from megatron_eopt.matrices import GATE_UP, experts
 from megatron_eopt.optimizers import soap
 from megatron_eopt.optimizers.skipping import Skipping
 from megatron_eopt.optimizers.soap import SOAP
-from megatron_eopt.parallel.exchange import counters
+from megatron_eopt.parallel.collectives import counters
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_tp_invariance import sharded
 

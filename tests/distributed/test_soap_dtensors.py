@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from megatron_eopt.matrices import GATE_UP, heads
 from megatron_eopt.optimizers.soap import SOAP
-from megatron_eopt.parallel.exchange import counters
+from megatron_eopt.parallel.collectives import counters
 from tests.distributed.ranks import run_ranks
 
 STEPS = 7

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_eopt.matrices import GATE_UP, experts
 from megatron_eopt.optimizers.spectron import Spectron, factor_pairs
-from megatron_eopt.parallel.exchange import counters
+from megatron_eopt.parallel.collectives import counters
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_tp_invariance import sharded
 

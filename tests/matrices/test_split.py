@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from megatron_eopt.matrices import GATE_UP, WHOLE, Part, Split, concatenated, experts, heads, interleaved, per_shard
 from megatron_eopt.matrices import query_key_value as qkv
 from megatron_eopt.parallel.layout import Layout, local_rows, on_one_rank, shared_out, split_layout
-from megatron_eopt.parallel.pieces import cut, cut_at, whole
+from megatron_eopt.parallel.records import cut, cut_at, whole
 from tests.matrices.models import kinds
 from tests.parallel.test_layout import Group
 

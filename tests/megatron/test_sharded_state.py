@@ -13,7 +13,7 @@ import megatron_eopt.cpu
 from megatron_eopt.megatron.checkpoints.sharding import joined, sharded_state
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.parallel.layout import Layout, split_layout
-from megatron_eopt.parallel.pieces import cut, whole
+from megatron_eopt.parallel.records import cut, whole
 from tests.distributed.ranks import run_ranks
 
 LAYERS, LAYER = 3, 1

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from megatron_eopt.orthogonalize import get_coefficients
 from megatron_eopt.parallel.cost import Rates, Work
-from megatron_eopt.parallel.pieces import Piece, cut, cut_at, whole
+from megatron_eopt.parallel.records import Piece, cut, cut_at, whole
 from megatron_eopt.parallel.plan import Matrix
 
 QUINTIC = get_coefficients("quintic", 5)

@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.parallel.bounded import MAX_BYTES, SHARED_PARTS, in_parts
-from megatron_eopt.parallel.owners import of_ranks
-from megatron_eopt.parallel.pieces import cut, whole
+from megatron_eopt.parallel.plan import MAX_BYTES, SHARED_PARTS, in_parts
+from megatron_eopt.parallel.records import of_ranks
+from megatron_eopt.parallel.records import cut, whole
 from megatron_eopt.parallel.plan import Bucket, Matrix
 
 

@@ -21,7 +21,7 @@ from megatron_eopt.parallel.cost import (
     rank_cost,
     whole_flops,
 )
-from megatron_eopt.parallel.owners import in_rounds
+from megatron_eopt.parallel.records import in_rounds
 from megatron_eopt.parallel.plan import Bucket, Plan, make_plan
 from tests.parallel.plans import QUINTIC, WORK, matrices, modes, some, works
 

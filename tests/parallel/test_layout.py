@@ -13,7 +13,7 @@ from megatron_eopt.parallel.layout import (
     on_one_rank,
     split_layout,
 )
-from megatron_eopt.parallel.pieces import Piece, cut, cut_at, cut_twice, whole
+from megatron_eopt.parallel.records import Piece, cut, cut_at, cut_twice, whole
 
 
 class Group:

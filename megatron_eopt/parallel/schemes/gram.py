@@ -1,104 +1,117 @@
-"""The Gram form on pieces that are cut along the long side: the ranks exchange matrices of the short side only."""
+"""The schemes that sum Gram matrices over the ranks: the Gram form, and the standard form in every step.
 
+The pieces are cut along one dimension, for the Gram form the long side. The ranks exchange matrices of the side that is
+not cut.
+"""
+
+import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_eopt.orthogonalize.gram import factor
-from megatron_eopt.orthogonalize.normalize import nonzero
-from megatron_eopt.orthogonalize.precision import fp32_products
+from megatron_eopt.orthogonalize.normalize import nonzero, normalized
+from megatron_eopt.orthogonalize.precision import fp32_products, product_dtype
 from megatron_eopt.orthogonalize.settings import NewtonSchulz
+from megatron_eopt.orthogonalize.standard import iterate
 from megatron_eopt.orthogonalize.symmetric import Products, square_work
-from megatron_eopt.parallel.exchange import all_gather, all_reduce, broadcast, reduce, reduce_scatter
-from megatron_eopt.parallel.owners import in_rounds
-from megatron_eopt.parallel.pieces import cut_dimension
-from megatron_eopt.parallel.plan import Bucket, Matrix
-from megatron_eopt.parallel.schemes.local_gram import LocalGram
-from megatron_eopt.parallel.schemes.scale import Scale
+from megatron_eopt.parallel.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
+from megatron_eopt.parallel.records import cut_dimension, in_rounds
+from megatron_eopt.parallel.schemes.whole import Job
 
 _Factors = Callable[[Tensor, int], None]
 _Exchange = Callable[[Tensor, _Factors, int], Generator[None, None, Tensor]]
 
 
-def run_replicated(
-    bucket: Bucket,
-    matrices: Sequence[Matrix],
-    shards: Sequence[Tensor],
-    group: ProcessGroup | None,
-    settings: NewtonSchulz,
-    scale: Scale,
-) -> Generator[None, None, list[Tensor]]:
+def distributed(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]:
+    """``distributed``: the standard form. See :data:`~megatron_eopt.parallel.schemes.whole.Run`.
+
+    It waits in every step, so other buckets' exchanges run beside it, but none of its own.
+
+    Raises:
+        ValueError: for pieces that are not cut along one dimension.
+    """
+    group, iteration = job.ranks, job.iteration
+    dim = cut_dimension(job.matrix.shape, job.matrix.pieces)
+    if dim is None:
+        raise ValueError(f"distributed takes pieces that are cut along one dimension, got {job.matrix.pieces}")
+    yield  # the next bucket starts its exchange before this one is computed
+    stack = torch.stack(shards)
+    X = stack.mT if dim == 0 else stack  # the columns are cut, so Gram matrices of the rows add up
+    if X.numel() == 0:  # this rank takes part in the sums with a column of zeros
+        X = X.new_zeros(*X.shape[:-1], 1)
+    X, _ = normalized(X, lambda squared: all_reduce(squared, group).wait())
+    X = X.to(product_dtype(stack.dtype, iteration.fp32_matmul_prec))
+    products = iteration.products_for(X.device, X.dtype)
+    with fp32_products(iteration.fp32_matmul_prec):
+        X = iterate(X, iteration.schedule, lambda gram: all_reduce(gram, group).wait(), products)
+    if stack.numel() == 0:
+        return list(torch.empty_like(stack).unbind())
+    X = X.mT if dim == 0 else X
+    return _scaled(X.to(stack.dtype).contiguous(), job.scales)
+
+
+def replicated(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]:
     """``gram_replicated``: sums go to all ranks, each of which computes all factors ``Q``.
 
-    See :data:`~megatron_eopt.parallel.schemes.Run`, and :func:`_run` for what is raised.
+    See :data:`~megatron_eopt.parallel.schemes.whole.Run`, and :func:`_run` for what is raised.
     """
-    assert group is not None
 
     def exchange(grams: Tensor, factors: _Factors, segment: int) -> Generator[None, None, Tensor]:
-        pending = all_reduce(grams, group)
+        pending = all_reduce(grams, job.ranks)
         yield
         Q = pending.wait()
         factors(Q, segment)
         return Q
 
-    return (yield from _run(matrices[0], shards, settings, scale, exchange))
+    return (yield from _run(job, shards, exchange))
 
 
-def run_split(
-    bucket: Bucket,
-    matrices: Sequence[Matrix],
-    shards: Sequence[Tensor],
-    group: ProcessGroup | None,
-    settings: NewtonSchulz,
-    scale: Scale,
-) -> Generator[None, None, list[Tensor]]:
-    """``gram_split``: each sum goes to the owner of its matrix, who computes ``Q`` and hands it out.
+def split(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]:
+    """``gram_split``: each sum goes to the compute rank of its matrix, which computes ``Q`` and hands it out.
 
     In full rounds every rank has an equal part of one buffer; the rest would be padded to that, and goes one by one.
-    See :data:`~megatron_eopt.parallel.schemes.Run`, and :func:`_run` for what is raised.
+    See :data:`~megatron_eopt.parallel.schemes.whole.Run`, and :func:`_run` for what is raised.
     """
-    assert group is not None
-    owners = bucket.owners
+    group, owners = job.ranks, job.bucket.owners
     full, rest = in_rounds(owners, group.size())
 
     def exchange(grams: Tensor, factors: _Factors, segment: int) -> Generator[None, None, Tensor]:
-        rounds = [reduce_scatter(torch.stack([grams[index] for index in full]), group)] if full else []
-        sums = [reduce(grams[index], owners[index], group) for index in rest]
+        rounds = [reduce_scatter(torch.stack([grams[i] for i in full]), group)] if full else []
+        sums = [reduce(grams[i], owners[i], group) for i in rest]
         yield
-        for place, pending in enumerate(rounds):
+        for number, pending in enumerate(rounds):
             own = pending.wait()
             factors(own, segment)
-            rounds[place] = all_gather(own, group)
+            rounds[number] = all_gather(own, group)
         handed_out = []
-        for index, pending_sum in zip(rest, sums, strict=True):
+        for i, pending_sum in zip(rest, sums, strict=True):
             gram = pending_sum.wait()
             if gram is None:
-                gram = grams[index]
+                gram = grams[i]
             else:
                 factors(gram[None], segment)
-            handed_out.append(broadcast(gram, owners[index], group))
+            handed_out.append(broadcast(gram, owners[i], group))
         yield
         for pending in rounds:
-            for index, Q in zip(full, pending.wait().flatten(0, 1), strict=True):
-                grams[index].copy_(Q)
-        for index, pending in zip(rest, handed_out, strict=True):
-            grams[index].copy_(pending.wait())
+            for i, Q in zip(full, pending.wait().flatten(0, 1), strict=True):
+                grams[i].copy_(Q)
+        for i, pending in zip(rest, handed_out, strict=True):
+            grams[i].copy_(pending.wait())
         return grams
 
-    return (yield from _run(matrices[0], shards, settings, scale, exchange))
+    return (yield from _run(job, shards, exchange))
 
 
-def _run(
-    matrix: Matrix, shards: Sequence[Tensor], settings: NewtonSchulz, scale: Scale, exchange: _Exchange
-) -> Generator[None, None, list[Tensor]]:
+def _run(job: Job, shards: list[Tensor], exchange: _Exchange) -> Generator[None, None, list[Tensor]]:
     """The iteration, as :func:`~megatron_eopt.orthogonalize.gram.iterate_gram` has it in one process.
 
     Raises:
         ValueError: for pieces that are not cut along the long side, and a schedule without a table of restarts.
     """
+    matrix, settings = job.matrix, job.iteration
     dim = cut_dimension(matrix.shape, matrix.pieces)
     if dim is None or matrix.shape[dim] < matrix.shape[1 - dim]:
         raise ValueError(f"gram takes pieces of {matrix.shape} that are cut along the long side, got {matrix.pieces}")
@@ -107,7 +120,7 @@ def _run(
             f"no table has restarts of {settings.coefficient_type!r} in {settings.steps} steps, without which the Gram "
             "form is not safe: take owner, duplicated or distributed"
         )
-    stack = torch.stack(list(shards))
+    stack = torch.stack(shards)
     X = LocalGram(stack, transposed=dim == 0, dtype=settings.gram_dtype(stack))
     products = settings.products_for(stack.device, X.dtype)
     segments = _Segments(settings, settings.restarts, products, X.dtype, X.unit)
@@ -119,7 +132,14 @@ def _run(
         del grams
         with fp32_products(settings.fp32_matmul_prec):
             X.apply(Q)
-    return X.results(scale(*matrix.shape))
+    return _scaled(X.result(), job.scales)
+
+
+def _scaled(stack: Tensor, scales: Sequence[float]) -> list[Tensor]:
+    """The matrices of a stack times their scales, in place."""
+    each = list(stack.unbind())
+    torch._foreach_mul_(each, list(scales))
+    return each
 
 
 @dataclass(frozen=True)
@@ -153,3 +173,79 @@ class _Segments:
                 part.copy_(factor(R, schedule, self.products, square_work(R, 3), None))
         if segment == 0:
             grams.mul_(squared.rsqrt())
+
+
+_LARGEST_SQUARE = 14
+"""No entry of a first Gram matrix of one rank exceeds 2^14, a quarter of fp16's range."""
+
+_LARGEST_SHIFT = 100
+
+
+class LocalGram:
+    """Pieces of a stack of matrices, of any norm at first, of norm ``unit`` (all ranks' together) from then on.
+
+    Squares of small entries vanish, and those of large ones overflow, in fp16 very soon. So each piece is multiplied by
+    a power of two of its own, which is exact and is undone in fp32 on its Gram matrix. The norm of the whole may lie
+    between 1e-15 and 1e18.
+
+    Attributes:
+        dtype: of the iteration, fp16 or wider.
+        unit: 128 in fp16, as :func:`~megatron_eopt.orthogonalize.gram.iterate_gram_fp16` has it and for its reasons,
+            and 1 otherwise.
+    """
+
+    def __init__(self, stack: Tensor, *, transposed: bool, dtype: torch.dtype) -> None:
+        """Take a stack of pieces.
+
+        Args:
+            stack: (n x rows x cols); columns may be missing.
+            transposed: whether the columns are the side whose Gram matrix is taken, the one that is not cut.
+            dtype: of the iteration.
+        """
+        self.dtype = dtype
+        self.unit = 128.0 if dtype == torch.float16 else 1.0
+        self._transposed = transposed
+        self._dtype_of_pieces = stack.dtype
+        self._wide = torch.float64 if dtype == torch.float64 else torch.float32
+        shift = self._shift(stack)
+        self._X = (stack.to(self._wide) * _power_of_two(shift, self._wide)).to(dtype)
+        self._undo: Tensor | None = _power_of_two(-shift, self._wide)
+
+    @property
+    def oriented(self) -> Tensor:
+        """The pieces with the side first that is not cut: (n x rows x cols) or its transposes, a view."""
+        return self._X.mT if self._transposed else self._X
+
+    def gram(self, products: Products) -> Tensor:
+        """Gram matrices of the pieces, a new stack in fp32 (fp64 for such pieces); to be summed over the ranks."""
+        gram = products.gram(self.oriented).to(self._wide)
+        return gram if self._undo is None else gram.mul_(self._undo).mul_(self._undo)
+
+    def apply(self, Q: Tensor) -> None:
+        """Multiply by symmetric factors (n x rows x rows); the first ones also divide the norm out."""
+        if self._undo is not None:
+            Q = Q * self._undo * self.unit
+            self._undo = None
+        Q = Q.to(self.dtype)
+        self._X = torch.bmm(self._X, Q) if self._transposed else torch.bmm(Q, self._X)
+
+    def result(self) -> Tensor:
+        """The stack of the pieces as they are now, in their own dtype, of matrices of norm 1."""
+        X = self._X if self.unit == 1 else self._X.float().div_(self.unit)
+        return X.to(self._dtype_of_pieces)
+
+    def _shift(self, stack: Tensor) -> Tensor:
+        """Exponents (n x 1 x 1) of the powers of two; 0 for a piece that is empty, zero or not finite."""
+        if stack.numel() == 0:
+            return torch.zeros(stack.size(0), 1, 1, dtype=torch.int32, device=stack.device)
+        largest = torch.maximum(stack.amax((-2, -1), keepdim=True), -stack.amin((-2, -1), keepdim=True)).float()
+        largest = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
+        # an entry of the Gram matrix is at most the number of columns times the largest square
+        columns = stack.size(-2 if self._transposed else -1)
+        room = (_LARGEST_SQUARE - math.ceil(math.log2(columns))) // 2
+        return (room - torch.frexp(largest).exponent).clamp(-_LARGEST_SHIFT, _LARGEST_SHIFT)
+
+
+def _power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """``2^exponent`` for int32 exponents of normal fp32 numbers, exactly: powers need not be rounded so."""
+    return ((exponent + 127) << 23).view(torch.float32).to(dtype)

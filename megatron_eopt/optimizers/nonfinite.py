@@ -7,12 +7,15 @@ it: the step masks what is skipped, and what happened is read two steps later.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
+
+from megatron_eopt.optimizers.parameters import local, name_of, parameter_names
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +27,7 @@ _DELAY = 2  # steps: by then the copy to the host is there, and all ranks read i
 Agree = Callable[[Tensor], Tensor]
 
 
-class Skipping:
+class NonFinite:
     """Counts the skipped steps of a list of parameters.
 
     Args:
@@ -37,6 +40,7 @@ class Skipping:
         self._device = device
         # per parameter: skipped in a row, skipped in all, gradients that only some ranks had
         self._counts = torch.zeros(3, len(names), dtype=torch.int32, device=device)
+        self._zero = torch.zeros((), device=device)
         self._pending: deque[tuple[Tensor, torch.cuda.Event]] = deque()
         self._reported = 0
         self._last: tuple[tuple[bool, ...], Tensor] = ((), self._counts)
@@ -81,17 +85,18 @@ class Skipping:
 
     def _finite(self, gradients: Sequence[Tensor | None]) -> Tensor:
         # the largest magnitude would overflow in no case, but torch finds it far more slowly than the sum of them
-        norms = [torch.zeros((), device=self._device)] * len(gradients)
+        norms: list[Tensor] = [self._zero] * len(gradients)
         for wide in (torch.float32, torch.float64):
-            filled = {
-                place: gradient
-                for place, gradient in enumerate(gradients)
-                if gradient is not None and gradient.numel() and _wide(gradient.dtype) == wide
-            }
+            filled = [
+                i
+                for i, gradient in enumerate(gradients)
+                if gradient is not None and (gradient.dtype == torch.float64) == (wide == torch.float64)
+            ]
+            filled = [i for i in filled if gradients[i].numel()]  # type: ignore[union-attr]
             if filled:
-                found = torch._foreach_norm(list(filled.values()), 1, dtype=wide)
-                for place, norm in zip(filled, found, strict=True):
-                    norms[place] = norm
+                found = torch._foreach_norm([gradients[i] for i in filled], 1, dtype=wide)
+                for i, norm in zip(filled, found, strict=True):
+                    norms[i] = norm
         return torch.stack(norms).isfinite()
 
     def _report(self) -> None:
@@ -131,7 +136,7 @@ class Skipping:
         self._reported = total
 
 
-def skipping_for(optimizer: Optimizer) -> Skipping:
+def nonfinite_for(optimizer: Optimizer) -> NonFinite:
     """A count for all parameters of an optimizer.
 
     Raises:
@@ -140,44 +145,51 @@ def skipping_for(optimizer: Optimizer) -> Skipping:
     devices = sorted({str(parameter.device) for group in optimizer.param_groups for parameter in group["params"]})
     if len(devices) > 1:
         raise ValueError(f"{type(optimizer).__name__} steps on one device, but its parameters are on {devices}")
-    return Skipping(parameter_names(optimizer.param_groups), torch.device(devices[0]))
+    return NonFinite(parameter_names(optimizer.param_groups), torch.device(devices[0]))
 
 
-NAME = "name_in_model"
-"""Attribute of a parameter: its name, where whoever makes the groups knows it and torch is not told."""
+def check_gradients(
+    name: str, parameters: Iterable[Tensor], groups: Sequence[dict[str, Any]], placements: bool = True
+) -> None:
+    """Check that gradients, where they are there, are real and dense, and laid out as their parameters.
 
-
-def parameter_names(groups: Sequence[dict[str, Any]]) -> list[str]:
-    """A name for every parameter, in the order of the groups: as torch was told, its attribute, or where it stands."""
-    return [
-        _name(group, index) or f"parameter {index} of group {number}, of shape {tuple(parameter.shape)}"
-        for number, group in enumerate(groups)
-        for index, parameter in enumerate(group["params"])
-    ]
-
-
-def names_of_last(groups: Sequence[dict[str, Any]], shapes: bool = True) -> list[str]:
-    """The names of the parameters of the last group, which may have none.
+    torch leaves those of norms under sequence parallelism as ``Partial``: each rank has its own summand.
 
     Args:
-        groups: of an optimizer.
-        shapes: whether one that says where a parameter stands says its shape, too.
+        name: of the optimizer, for messages.
+        parameters: with or without gradients.
+        groups: all that the optimizer has, with these parameters in them.
+        placements: whether to compare the placements of DTensors.
+
+    Raises:
+        ValueError: for the first gradient that is of another kind.
     """
-    last = groups[-1]
-    if shapes:
-        names = parameter_names(groups)
-        return names[len(names) - len(last["params"]) :]
-    return [_name(last, i) or f"parameter {i} of group {len(groups) - 1}" for i in range(len(last["params"]))]
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.layout != torch.strided or gradient.is_complex():
+            kind = "complex" if gradient.is_complex() else f"sparse ({gradient.layout})"
+            raise ValueError(f"{name} takes real, dense gradients, but that of {name_of(parameter, groups)} is {kind}")
+        if not placements or not (isinstance(gradient, DTensor) or isinstance(parameter, DTensor)):
+            continue
+        if _is_summand(gradient) or local(gradient).shape != local(parameter).shape:
+            found, expected = (
+                f"the placements {x.placements}" if isinstance(x, DTensor) else "no placements"
+                for x in (gradient, parameter)
+            )
+            raise ValueError(
+                f"{name} takes gradients that lie as their parameters, but that of {name_of(parameter, groups)} has "
+                f"{found}, and the parameter has {expected}: before the step, set parameter.grad to "
+                f"parameter.grad.redistribute(placements=parameter.placements)"
+            )
 
 
-def _name(group: dict[str, Any], index: int) -> str | None:
-    if "param_names" in group:
-        return str(group["param_names"][index])
-    return getattr(group["params"][index], NAME, None)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def _is_summand(gradient: Tensor) -> bool:
+    """Whether a rank has a summand of a gradient alone."""
+    if not isinstance(gradient, DTensor):
+        return False
+    return any(each.is_partial() and gradient.device_mesh.size(i) > 1 for i, each in enumerate(gradient.placements))
 
 
 def _listed(names: Sequence[str] | dict[str, int], most: int = 5) -> str:

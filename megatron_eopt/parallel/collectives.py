@@ -1,4 +1,4 @@
-"""The collectives, each counted: tests and benchmarks read :data:`counters`.
+"""The collectives, each counted, and groups over several axes: tests and benchmarks read :data:`counters`.
 
 Every function but :func:`lowest` starts a collective and returns at once; :meth:`Pending.wait` gives its result, and
 raises what the backend raises: where a rank of the group is gone, the others end within the timeout of the group.
@@ -7,6 +7,7 @@ raises what the backend raises: where a rank of the group is gone, the others en
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -161,3 +162,40 @@ def _device(group: ProcessGroup, device: torch.device) -> torch.device:
     if device.type == "cpu" and dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+Partition = tuple[tuple[int, ...], ...]
+"""Global ranks of each of several groups."""
+
+_groups: WeakKeyDictionary[ProcessGroup, dict[Partition, ProcessGroup]] = WeakKeyDictionary()
+"""Groups over several dimensions or axes, made once for each world: it takes all their ranks to make one."""
+
+
+def joint_group(partition: Partition, own: tuple[int, ...]) -> ProcessGroup:
+    """The group of this rank's part: all ranks, or one made at the first call of all ranks of the mesh.
+
+    Args:
+        partition: of the ranks that call together, or this rank's part of it alone.
+        own: this rank's part.
+
+    Raises:
+        ValueError: if only some ranks of the world have the mesh, and its groups are made by splitting communicators.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "a DTensor has a process group"
+    if len(own) == world.size():
+        return world
+    if sum(map(len, partition)) == world.size():
+        wanted, local = partition, False
+    elif getattr(world, "bound_device_id", None) is None:
+        wanted, local = (own,), True
+    else:
+        raise ValueError(
+            f"ranks {own} need a group, but only some of the {world.size()} ranks ask for it, and all have to take "
+            f"part where init_process_group was given a device_id: leave that out"
+        )
+    known = _groups.setdefault(world, {})
+    if wanted not in known:
+        made = [dist.new_group(ranks, use_local_synchronization=local) for ranks in map(list, wanted)]
+        known[wanted] = made[wanted.index(own)]  # type: ignore[assignment]
+    return known[wanted]

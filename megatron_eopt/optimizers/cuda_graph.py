@@ -1,6 +1,6 @@
 """A step captured once as a CUDA graph and replayed: for models whose step is short against its launches.
 
-What a step works on must stay where it is, so gradients, flags and rates are copied to fixed places before each replay.
+What a step works on must stay where it is, so gradients, flags and rates are copied to fixed memory before each replay.
 Learning rate and weight decay are among them: they live on as device scalars, and schedulers keep working. Everything
 else of a group (momentum, number of steps) is a part of what was captured.
 """
@@ -12,10 +12,10 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.batch import Batch, local
-from megatron_eopt.optimizers.bulk import Scalar
+from megatron_eopt.optimizers.foreach import Batch
+from megatron_eopt.optimizers.group_settings import Scalar
 
-Update = Callable[[Sequence[Batch], Tensor], None]
+Update = Callable[[Sequence[Batch]], None]
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 _WARM_UPS = 2  # torch's advice is a few runs before the capture: kernels are compiled and chosen in them
@@ -33,7 +33,7 @@ class GraphedUpdate:
     """Runs an update through a graph that is captured at the first call.
 
     Args:
-        update: what is captured: it reads batches and flags on the device, and waits for nothing.
+        update: what is captured: it reads masked batches, and waits for nothing.
         capture: records a function of no arguments, and returns what runs it again.
     """
 
@@ -42,40 +42,35 @@ class GraphedUpdate:
         self._capture = capture
         self._replay: Callable[[], None] | None = None
 
-    def __call__(self, batches: Sequence[Batch], accepted: Tensor) -> None:
+    def __call__(self, batches: Sequence[Batch]) -> None:
         """Update as ``update`` would.
 
         Raises:
             RuntimeError: if something that was captured has changed since.
         """
         if self._replay is None:
-            self._record(batches, accepted)
+            self._record(batches)
         elif self._key(batches) != self._captured:
             raise RuntimeError(
                 "the parameters with gradients, or the settings of a group, are not those that the CUDA graph of the "
                 "step was captured with: only learning rate and weight decay may change. Turn cuda_graphs off"
             )
         for batch, static in zip(batches, self._batches, strict=True):
-            if static.places:
-                torch._foreach_copy_(static.gradients, batch.gradients)
-        self._accepted.copy_(accepted)
+            assert static.accepted is not None and batch.accepted is not None  # they are masked
+            torch._foreach_copy_(static.gradients, batch.gradients)
+            static.accepted.copy_(batch.accepted)
         for rate, static_rate in zip(_rates(batches), _rates(self._batches), strict=True):
             assert isinstance(static_rate, Tensor)
             static_rate.copy_(rate) if isinstance(rate, Tensor) else static_rate.fill_(rate)
         assert self._replay is not None
         self._replay()
 
-    def _record(self, batches: Sequence[Batch], accepted: Tensor) -> None:
+    def _record(self, batches: Sequence[Batch]) -> None:
         self._captured = self._key(batches)
-        rate = torch.zeros((), dtype=torch.float64, device=accepted.device)
-        self._batches = [
-            replace(batch, gradients=[g.clone() for g in batch.gradients], lr=rate.clone(), weight_decay=rate.clone())
-            for batch in batches
-        ]
-        self._accepted = accepted.clone()
+        self._batches = [_static(batch) for batch in batches]
 
         def run() -> None:
-            self._update(self._batches, self._accepted)
+            self._update(self._batches)
 
         # the runs before the capture change parameters and state, so these are put back
         changed = [t for batch in batches for t in _changed(batch)]
@@ -89,12 +84,22 @@ class GraphedUpdate:
     def _key(self, batches: Sequence[Batch]) -> list[object]:
         return [
             (
-                tuple(batch.places),
+                tuple(batch.indices),
                 tuple(t.data_ptr() for t in _changed(batch)),
                 {key: value for key, value in batch.settings.items() if key not in ("lr", "weight_decay")},
             )
             for batch in batches
         ]
+
+
+def _static(batch: Batch) -> Batch:
+    """A batch whose gradients, rates and flags have memory of their own."""
+    assert batch.accepted is not None
+    rate = torch.zeros((), dtype=torch.float64, device=batch.accepted.device)
+    gradients = [gradient.clone() for gradient in batch.gradients]
+    return replace(
+        batch, gradients=gradients, lr=rate.clone(), weight_decay=rate.clone(), accepted=batch.accepted.clone()
+    )
 
 
 def _rates(batches: Sequence[Batch]) -> list[Scalar]:
@@ -103,4 +108,4 @@ def _rates(batches: Sequence[Batch]) -> list[Scalar]:
 
 def _changed(batch: Batch) -> list[Tensor]:
     """What a step changes."""
-    return [*map(local, batch.parameters), *batch.momenta, *chain.from_iterable(batch.further)]
+    return [*batch.weights, *batch.momenta, *chain.from_iterable(batch.further)]

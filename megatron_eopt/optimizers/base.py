@@ -1,0 +1,441 @@
+"""What every optimizer of ours is: groups that are checked, state that is described, a step that is prepared."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from megatron_eopt.matrices import WHOLE, Split, check_split_shapes, declared_split, query_key_value
+from megatron_eopt.optimizers.group_settings import check_scalars
+from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients, nonfinite_for
+from megatron_eopt.optimizers.parameters import (
+    DescribedMatrix,
+    TensorParallelGroups,
+    check_declared,
+    check_dimensions,
+    check_query_groups,
+    local,
+    matrix_layout,
+    parameter_names,
+    sharing_groups,
+)
+from megatron_eopt.optimizers.state import StateTensor, check_lying, check_placements, is_cut_like, zeros
+from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
+from megatron_eopt.parallel.engine import Engine, Parameter
+from megatron_eopt.parallel.layout import Layout, split_layout
+from megatron_eopt.parallel.records import TpMode
+
+KERNEL, RATES = "symmetric_products", "plan_rates"
+"""Settings of a group without which a resumed run is not bit-equal: the kernel, and the rates of the plan."""
+
+
+class BaseOptimizer(Optimizer):
+    """An optimizer whose groups are checked, whose state is described, and whose steps leave out bad gradients.
+
+    Gradients are never written to, and a parameter without one is left as it is, and so is one whose gradient is not
+    finite: see :mod:`~megatron_eopt.optimizers.nonfinite`.
+
+    A subclass says what it keeps (:meth:`state_tensors`), what a group may have (:meth:`_check_group`) and how it steps
+    (:meth:`_take`).
+
+    Attributes:
+        pg_collection: the process groups of sharded parameters, ``tp`` and, for experts, ``expt_tp``, and ``gtp_remat``
+            and ``expt_gtp_remat`` where Megatron cuts weights a second time; None where nothing is sharded.
+        split_qkv: whether fused query, key and value projections are split.
+        is_qkv_fn: tells which parameters are such.
+        qkv_split_shapes: rows of each logical matrix in one query group.
+        tp_mode: how ranks share the work, where something is orthogonalized.
+        plan_rates: of the cost model, or ``measure``.
+        symmetric_products: the kernel that the user wants; None for that of the checkpoint, or the fastest.
+    """
+
+    carried_settings: frozenset[str] = frozenset()
+    """Settings of a group that the optimizer itself makes, and with which a resumed run has to go on."""
+
+    live_key: str | None = None
+    """Where a checkpoint holds a parameter itself, if the model's part of it holds what is :meth:`exported`."""
+
+    split_lengths: tuple[int, ...] = (3, 4)
+    """How many logical matrices a fused projection may have."""
+
+    own_split_shapes: bool = True
+    """Whether a parameter may bring a ``qkv_split_shapes`` of its own, as an attribute."""
+
+    pairs_rows: bool = False
+    """Whether the state pairs rows with rows, so that their order, which may follow the ranks, is a part of it."""
+
+    pg_collection: TensorParallelGroups | None = None
+    split_qkv: bool = False
+    is_qkv_fn: Callable[[Tensor], bool] | None = None
+    qkv_split_shapes: tuple[int, ...] | None = None
+    tp_mode: TpMode = "duplicated"
+    plan_rates: Rates | Literal["measure"] = DEFAULT_RATES
+    symmetric_products: str | None = None
+
+    # These are on the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
+    _engine: Engine | None = None
+    _engine_of: object = None
+    _nonfinite: NonFinite | None = None
+    _group_by_parameter: dict[Tensor, dict[str, Any]] | None = None
+    _ends: dict[Tensor, list[str]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled and copied: torch's part, and the attributes of this object but those that start with ``_``.
+
+        A copy shares the process groups; they cannot be pickled.
+        """
+        own = {key: value for key, value in vars(self).items() if not key.startswith("_")}
+        return {key: _shared(value) for key, value in own.items()} | super().__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`__getstate__` gave, or what ``load_state_dict`` loads."""
+        super().__setstate__({key: x.value if isinstance(x, _Shared) else x for key, x in state.items()})
+
+    # What a subclass says.
+
+    @abstractmethod
+    def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
+        """What is kept for a parameter, in a fixed order and the same on all ranks that share it."""
+
+    @abstractmethod
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Refuse, by a ``ValueError``, what a group cannot have."""
+
+    @abstractmethod
+    def _take(self, accepted: Tensor) -> None:
+        """Make the step, of the parameters for which ``accepted``, on their device, is True."""
+
+    def settings(self) -> dict[str, Any]:
+        """What a checkpoint says of this optimizer to those who read it: plain values alone."""
+        return {key: value for key, value in self.defaults.items() if isinstance(value, str | int | float | bool)}
+
+    def settings_of_groups(self) -> dict[str, Any]:
+        """The settings of which each group may have a value of its own -> the value of groups that have none."""
+        return dict(self.defaults)
+
+    def exported(self, parameter: Tensor) -> Tensor:
+        """What is evaluated and exported instead of a parameter, laid out as it is."""
+        return parameter.detach()
+
+    @property
+    def matrices_updated(self) -> int:
+        """How many of the :meth:`described_matrices` the steps have updated since the optimizer was made."""
+        return 0
+
+    def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
+        """The logical matrices of each parameter; none of an optimizer that does not count what it updates.
+
+        Args:
+            settled: whether other ranks are there to agree on plans.
+        """
+        return {}
+
+    def explain_proposed(self) -> str | None:
+        """The plan of a step as a table, before ranks agree on it; None for an optimizer that has none."""
+        return None
+
+    def _check_settings(self, group: dict[str, Any]) -> None:
+        """Refuse settings of a group that no step could work with; called in each step, so it waits for no device."""
+        check_scalars(type(self).__name__, group)
+
+    def _check_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Refuse, by a ``ValueError``, gradients that the optimizer cannot take: none takes sparse ones, say."""
+        check_gradients(type(self).__name__, parameters, self.param_groups)
+
+    def _described(self, name: str, parameter: Tensor) -> Parameter:
+        """What the engine has to know of a parameter."""
+        return Parameter(name, local(parameter).dtype, groups=sharing_groups(parameter, self.pg_collection))
+
+    def _planned_settings(self) -> object:
+        """What the engine was made of beside the parameters; where it changes, ranks prepare anew."""
+        return None
+
+    # Parameters and their logical matrices.
+
+    def layout(self, parameter: Tensor) -> Layout:
+        """The layout of a parameter; of a stack, that of each of its matrices."""
+        return matrix_layout(parameter, self.pg_collection)
+
+    def split_of(self, parameter: Tensor) -> Split:
+        """The logical matrices of a parameter: what its attribute declares, else what ``split_qkv`` makes of it."""
+        shapes = self._split_shapes(parameter)
+        split = declared_split(parameter) or (WHOLE if shapes is None else query_key_value(shapes))
+        return split.in_global_order() if isinstance(parameter, DTensor) else split
+
+    def matrix_layouts(self, parameter: Tensor) -> list[Layout]:
+        """The layouts of the logical matrices of a parameter."""
+        return split_layout(self.layout(parameter), self.split_of(parameter))
+
+    def key_ends(self, parameter: Tensor) -> list[str]:
+        """What the state keys of each logical matrix end with: nothing where the parameter is one matrix."""
+        self._ends = {} if self._ends is None else self._ends
+        if parameter not in self._ends:  # asked in every step, and a parameter may be many heads
+            whole = self.split_of(parameter).is_whole
+            count = 1 if whole else len(self.matrix_layouts(parameter))
+            self._ends[parameter] = [""] if whole else [f"_{i}" for i in range(count)]
+        return self._ends[parameter]
+
+    def group_of(self, parameter: Tensor) -> dict[str, Any]:
+        """The group of a parameter."""
+        found = (self._group_by_parameter or {}).get(parameter)
+        # a load makes other groups, and Megatron replaces parameters by its fp32 copies
+        if found is None or not any(found is group for group in self.param_groups):
+            self._group_by_parameter = {p: group for group in self.param_groups for p in group["params"]}
+            found = self._group_by_parameter[parameter]
+        return found
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _names(self) -> list[str]:
+        return parameter_names(self.param_groups)
+
+    def _split_shapes(self, parameter: Tensor) -> tuple[int, ...] | None:
+        """Rows of each logical matrix in one query group of a fused parameter; None for any other."""
+        if not (self.split_qkv and self.is_qkv_fn is not None and self.is_qkv_fn(parameter)):
+            return None
+        own = getattr(parameter, "qkv_split_shapes", None) if self.own_split_shapes else None
+        return self.qkv_split_shapes if own is None else tuple(own)
+
+    def _set_split(
+        self,
+        split_qkv: bool,
+        is_qkv_fn: Callable[[Tensor], bool] | None,
+        qkv_split_shapes: Sequence[int] | None,
+    ) -> None:
+        """Take over the arguments of a constructor that describe fused projections.
+
+        Raises:
+            ValueError: for a split that is not described.
+        """
+        self.split_qkv, self.is_qkv_fn, self.qkv_split_shapes = split_qkv, is_qkv_fn, None
+        if split_qkv and is_qkv_fn is None:
+            raise ValueError("split_qkv needs is_qkv_fn, which tells the fused parameters, got None")
+        if split_qkv and not (self.own_split_shapes and qkv_split_shapes is None):
+            self.qkv_split_shapes = check_split_shapes(qkv_split_shapes, self.split_lengths)
+
+    def _check_matrix(self, parameter: Tensor, called: str) -> None:
+        """Refuse what is no matrix, and a split that does not fit."""
+        check_dimensions(f"{type(self).__name__} {called}", parameter, declared_split(parameter))
+        self._check_split(parameter)
+
+    def _check_split(self, parameter: Tensor) -> None:
+        """Refuse a split that does not fit the parameter."""
+        blockwise = self.tp_mode == "blockwise"
+        if declared_split(parameter) is not None:
+            check_declared(parameter.shape, self.split_of(parameter), self.layout(parameter), blockwise)
+        elif self.split_qkv and self.is_qkv_fn is not None and self.is_qkv_fn(parameter):
+            shapes = check_split_shapes(self._split_shapes(parameter), self.split_lengths)
+            check_query_groups(shapes, self.layout(parameter), blockwise)
+
+    # Groups and state.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters.
+
+        Raises:
+            ValueError: for a parameter that the optimizer cannot have, or a setting out of its range.
+        """
+        super().add_param_group(param_group)
+        self._engine = self._nonfinite = None
+        try:
+            self._check_settings(self.param_groups[-1])
+            self._check_group(self.param_groups[-1])
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def init_state(self) -> None:
+        """Create the state of every parameter, with a gradient or not, as a checkpoint needs it before it can load."""
+        for group in self.param_groups:
+            self._init_group(group)
+
+    def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = False) -> None:
+        """Create the state of a group's parameters: the contract of emerging-optimizers.
+
+        Args:
+            group: one of the optimizer's.
+            skip_non_grad_params: leave out parameters without a gradient.
+        """
+        for parameter in group["params"]:
+            if parameter.grad is not None or not skip_non_grad_params:
+                self._state_of(parameter)
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        """The state of a parameter, created where it is not there."""
+        state = self.state[parameter]
+        if not state:
+            for tensor in self.state_tensors(parameter):
+                state[tensor.key] = zeros(parameter, tensor, self._layouts_for(parameter, tensor))
+        return state
+
+    def _layouts_for(self, parameter: Tensor, tensor: StateTensor) -> list[Layout]:
+        """Those that a state tensor needs: none where it has the shape of its parameter."""
+        return [] if tensor.dims is None else self.matrix_layouts(parameter)
+
+    def _check_placements(self, parameter: Tensor, called: str) -> None:
+        """Refuse a DTensor whose state cannot be saved; to be called by all ranks, before there is any state.
+
+        Raises:
+            ValueError: naming it, if no placement says how a state tensor of it is cut.
+        """
+        along = [x for x in self.state_tensors(parameter) if is_cut_like(parameter, x.dims or ())]
+        if along:
+            described = [(tensor.key, tensor.matrix) for tensor in along]
+            check_placements(f"{type(self).__name__}: {called}", parameter, self.matrix_layouts(parameter), described)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state. Of settings that it lacks, a group keeps those that it has.
+
+        Raises:
+            ValueError: if the groups or the shapes are others, or if a tensor is missing; nothing is changed then.
+        """
+        needed = self.defaults.keys() | self.carried_settings
+        known = [{key: group[key] for key in needed & group.keys()} for group in self.param_groups]
+        saved = state_dict["param_groups"]
+        pairs = zip(saved, [*known, *[{}] * len(saved)], strict=False)  # of other groups torch says what is wrong
+        state_dict = {**state_dict, "param_groups": [self._completed(*pair) for pair in pairs]}
+        self._check_state(state_dict)
+        super().load_state_dict(state_dict)
+        self._engine = None
+        for parameter, saved in self._saved(state_dict):
+            for tensor in self.state_tensors(parameter):
+                loaded = saved.get(tensor.key)
+                if loaded is None:
+                    new = zeros(parameter, tensor, self._layouts_for(parameter, tensor))
+                    self.state[parameter][tensor.key] = new
+                elif tensor.dtype not in (None, parameter.dtype):  # to which torch casts what it loads
+                    own = loaded.detach().clone().to(local(parameter).device, tensor.dtype)
+                    self.state[parameter][tensor.key] = own
+
+    def _completed(self, saved: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+        """The settings of a saved group, with those known of the group where they are missing."""
+        return {**known, **saved}
+
+    def _check_state(self, state_dict: dict[str, Any]) -> None:
+        for parameter, saved in self._saved(state_dict):
+            for tensor in self.state_tensors(parameter):
+                if tensor.key in saved:
+                    check_lying(parameter, tensor, self._layouts_for(parameter, tensor), saved[tensor.key])
+                elif tensor.saved:
+                    raise ValueError(
+                        f"{type(self).__name__} needs {tensor.key!r} for the parameter of shape "
+                        f"{tuple(parameter.shape)}, but the state has {sorted(saved)}: it is of another optimizer, or "
+                        f"of other settings of this one"
+                    )
+
+    def _saved(self, state_dict: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
+        """Each parameter with what a state dict has of it, but for those that had made no step."""
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        state = state_dict["state"]
+        pairs = zip(self._parameters(), indices, strict=False)  # of other groups torch says what is wrong
+        return [(parameter, state[index]) for parameter, index in pairs if state.get(index)]
+
+    # The step.
+
+    def proposed(self) -> Engine:
+        """What :meth:`prepare` will make, before ranks agree on it: for a run that is only described. Made anew."""
+        parameters = self._parameters()
+        described = [self._described(*each) for each in zip(self._names(), parameters, strict=True)]
+        known = self.param_groups[0].get(RATES)
+        rates = Rates.from_state_dict(known) if known is not None else None  # those of the checkpoint, or measured now
+        own = self.plan_rates if isinstance(self.plan_rates, Rates) else rates
+        return Engine(described, local(parameters[0]).device, self.tp_mode, own)
+
+    def prepare(self) -> Engine:
+        """Settle with the other ranks what a step does; all ranks call it together, and the first step does.
+
+        It does so again after a group was added or loaded, or has other settings of what is planned.
+
+        Returns:
+            The engine, which is frozen.
+
+        Raises:
+            ValueError: if the plan differs between ranks, or for parameters on several devices.
+        """
+        wanted = self._planned_settings()
+        if self._engine is None or self._engine_of != wanted:
+            engine = self.proposed()
+            kernel = engine.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
+            for group in self.param_groups if kernel is not None else ():
+                group[KERNEL] = kernel
+                if RATES in self.carried_settings:
+                    group[RATES] = engine.rates.state_dict()
+            self._engine, self._engine_of = engine, wanted
+        if self._nonfinite is None:
+            self._nonfinite = nonfinite_for(self)
+        return self._engine
+
+    @property
+    def engine(self) -> Engine:
+        """What :meth:`prepare` made."""
+        assert self._engine is not None, "all ranks call prepare() before"
+        return self._engine
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter whose gradient is there and finite.
+
+        Args:
+            closure: computes the loss and the gradients anew; called once, with gradients enabled.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            ValueError: for a setting or a gradient that the optimizer cannot take, before anything is changed.
+            RuntimeError: if a gradient was not finite in several steps in a row.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parameters = self._parameters()
+        if not parameters:
+            return loss
+        for group in self.param_groups:
+            self._check_settings(group)
+        self._check_gradients(parameters)
+        engine = self.prepare()
+        assert self._nonfinite is not None  # prepared, too
+        gradients = [None if p.grad is None else local(p.grad) for p in parameters]
+        # shards that are taken for matrices step each by itself
+        agree = None if self.tp_mode == "blockwise" else engine.agree
+        self._take(self._nonfinite.accept(gradients, agree))
+        return loss
+
+    def skipped_steps(self) -> dict[str, int]:
+        """Parameter -> steps that were left out because its gradient was not finite. Waits for the device."""
+        return {} if self._nonfinite is None else self._nonfinite.total
+
+
+class _Shared:
+    """Process groups on their way into a copy, which shares them."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Shared":
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "an optimizer with process groups cannot be pickled, since they belong to this process: save its "
+            "state_dict(), and load it into an optimizer that is built with the groups of the new process"
+        )
+
+
+def _shared(value: Any) -> Any:
+    groups = vars(value).values() if hasattr(value, "__dict__") else ()
+    return _Shared(value) if any(isinstance(each, ProcessGroup) for each in (value, *groups)) else value

@@ -1,0 +1,159 @@
+"""The elementwise parts of a step, as multi-tensor operations over all parameters of a group.
+
+``accepted`` has one entry per parameter, on their device: False leaves the parameter and its state as they are, without
+asking the device which ones these are. None says that all are accepted, as the host knows on a CPU. Masks are put on
+stacks of equal tensors, so that they cost a launch for many tensors.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import batched
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.optimizers.group_settings import DecayMethod, Scalar
+
+MOST_BYTES = 2**28
+"""Of further copies that are in memory at a time, where a single tensor does not take more."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step works on of one group of parameters, gathered once.
+
+    Attributes:
+        indices: of the parameters, among all of the optimizer.
+        parameters: in the order of the group.
+        weights: this rank's part of each of them.
+        momenta: of each momentum.
+        gradients: of each gradient, in the dtype of the momentum.
+        further: of what else is kept of each parameter and changed in a step.
+        settings: of the group.
+        lr: learning rate of the group.
+        weight_decay: of the group.
+        decay_method: how the weight decay is applied.
+        accepted: which parameters step; None for all.
+    """
+
+    indices: list[int]
+    parameters: list[Tensor]
+    weights: list[Tensor]
+    momenta: list[Tensor]
+    gradients: list[Tensor]
+    further: list[list[Tensor]]
+    settings: dict[str, Any]
+    lr: Scalar
+    weight_decay: Scalar
+    decay_method: DecayMethod
+    accepted: Tensor | None = None
+
+    @property
+    def decays(self) -> bool:
+        """Whether there is a weight decay; of one that is a tensor a device would have to be asked."""
+        return isinstance(self.weight_decay, Tensor) or self.weight_decay != 0
+
+    def flag(self, index: int) -> Tensor | bool:
+        """Whether one of the parameters steps."""
+        return True if self.accepted is None else self.accepted[index]
+
+
+def masked(new: Sequence[Tensor], old: Sequence[Tensor], accepted: Tensor | None) -> list[Tensor]:
+    """``new`` where accepted, ``old`` elsewhere."""
+    result = list(new)
+    for some in _alike(new) if accepted is not None else ():
+        assert accepted is not None
+        flags = _column(accepted, some, new[some[0]])
+        stack = torch.where(flags, torch.stack([new[i] for i in some]), torch.stack([old[i] for i in some]))
+        for i, each in zip(some, stack.unbind(), strict=True):
+            result[i] = each
+    return result
+
+
+def decay(batch: Batch) -> None:
+    """``p -= lr * weight_decay * p``, or by another method; ``l2`` changes no parameter."""
+    if not batch.decays or batch.decay_method == "l2":
+        return
+    powers = {"decoupled": batch.lr, "independent": 1.0, "palm": batch.lr * batch.lr}
+    scale(batch.weights, 1 - powers[batch.decay_method] * batch.weight_decay, batch.accepted)
+
+
+def scale(tensors: Sequence[Tensor], factor: Scalar, accepted: Tensor | None = None) -> None:
+    """Multiply tensors in place."""
+    if accepted is None:
+        torch._foreach_mul_(list(tensors), factor)
+        return
+    for some in _alike(tensors):
+        of_some = [tensors[i] for i in some]
+        factors = torch.where(accepted, factor, 1.0)
+        torch._foreach_copy_(of_some, (torch.stack(of_some) * _rates(factors, some, of_some[0])).unbind())
+
+
+def with_decay(gradients: Sequence[Tensor], weights: Sequence[Tensor], weight_decay: Scalar) -> list[Tensor]:
+    """``g + weight_decay * p``, the gradient of the loss with an L2 penalty."""
+    penalties = torch._foreach_mul(list(weights), weight_decay)
+    return list(torch._foreach_add(list(gradients), list(penalties)))
+
+
+def average(
+    momenta: Sequence[Tensor], gradients: Sequence[Tensor], beta: float, nesterov: bool, accepted: Tensor | None
+) -> list[Tensor]:
+    """``m += (1 - beta) (g - m)``; returns ``(1 - beta) g + beta m``, or ``m`` itself without Nesterov's look-ahead."""
+    gradients = masked(gradients, momenta, accepted)  # averaged with itself a momentum stays as it is
+    torch._foreach_lerp_(list(momenta), gradients, 1 - beta)
+    return list(torch._foreach_lerp(gradients, list(momenta), beta)) if nesterov else list(momenta)
+
+
+def averaged(
+    momenta: Sequence[Tensor], gradients: Sequence[Tensor], beta: float, nesterov: bool, accepted: Tensor | None
+) -> list[Tensor]:
+    """What :func:`average` returns, as further tensors: the momenta stay as they are."""
+    gradients, found = masked(gradients, momenta, accepted), []
+    for of_some, momenta_of_some in zip(batched(gradients, 16), batched(momenta, 16), strict=True):  # few more copies
+        new = list(torch._foreach_lerp(list(momenta_of_some), list(of_some), 1 - beta))
+        found += torch._foreach_lerp(list(of_some), new, beta) if nesterov else new
+    return found
+
+
+def heavy_ball(
+    momenta: Sequence[Tensor], gradients: Sequence[Tensor], beta: float, nesterov: bool, accepted: Tensor | None
+) -> list[Tensor]:
+    """``m <- beta m + g``; returns ``g + beta m``, or ``m`` itself without Nesterov's look-ahead."""
+    if accepted is not None:
+        gradients = masked(gradients, [torch.zeros_like(g) for g in gradients], accepted)
+    scale(momenta, beta, accepted)
+    torch._foreach_add_(list(momenta), list(gradients))
+    return list(torch._foreach_add(list(gradients), list(momenta), alpha=beta)) if nesterov else list(momenta)
+
+
+def subtract(weights: Sequence[Tensor], updates: Sequence[Tensor], lr: Scalar, accepted: Tensor | None = None) -> None:
+    """``p -= lr * update``."""
+    if accepted is None and not isinstance(lr, Tensor):
+        torch._foreach_sub_(list(weights), list(updates), alpha=lr)
+        return
+    for some in _alike(updates):
+        of_some = torch.stack([updates[i] for i in some])
+        rates = lr if accepted is None else _rates(lr * accepted.double(), some, of_some[0])
+        torch._foreach_sub_([weights[i] for i in some], list((of_some * rates).unbind()))
+
+
+def _rates(factors: Tensor, some: Sequence[int], like: Tensor) -> Tensor:
+    """Factors of some tensors, which multiply a stack of them."""
+    return _column(factors, some, like).to(torch.promote_types(like.dtype, torch.float32))
+
+
+def _column(x: Tensor, some: Sequence[int], like: Tensor) -> Tensor:
+    """Entries of a vector, as many dimensions as a stack of tensors has."""
+    chosen = x if len(some) == len(x) else torch.stack([x[i] for i in some])
+    return chosen.view(-1, *[1] * like.ndim)
+
+
+def _alike(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Indices of tensors of equal shape and dtype, as many at a time as :data:`MOST_BYTES` allow."""
+    kinds: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
+    for i, x in enumerate(tensors):
+        kinds.setdefault((x.shape, x.dtype), []).append(i)
+    for (shape, dtype), indices in kinds.items():
+        most = max(1, MOST_BYTES // max(1, shape.numel() * dtype.itemsize))
+        yield from (indices[start : start + most] for start in range(0, len(indices), most))

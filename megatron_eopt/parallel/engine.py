@@ -1,0 +1,438 @@
+"""All that an optimizer knows of ranks: made once by all of them together, and frozen after.
+
+An optimizer describes its parameters and gets an :class:`Engine`, whose methods are what ranks do together: agree on
+flags, split parameters into their logical matrices and merge them, orthogonalize these, reduce statistics of them, and
+gather whole matrices.
+"""
+
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_eopt.matrices import Split
+from megatron_eopt.orthogonalize.form import gram_dtype
+from megatron_eopt.orthogonalize.ladder import choose, restore
+from megatron_eopt.orthogonalize.precision import product_dtype
+from megatron_eopt.orthogonalize.settings import NewtonSchulz
+from megatron_eopt.orthogonalize.symmetric import default_products
+from megatron_eopt.parallel.collectives import all_gather, all_reduce, lowest
+from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
+from megatron_eopt.parallel.explain import explain
+from megatron_eopt.parallel.layout import Layout, local_rows, split_layout
+from megatron_eopt.parallel.plan import fingerprint, first_difference, make_plan
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, TpMode, whole
+from megatron_eopt.parallel.schemes import SCHEMES, Job
+from megatron_eopt.parallel.schemes.whole import gather
+from megatron_eopt.parallel.statistics import Statistics, Wanted, reduce_statistics
+
+IN_FLIGHT = 3
+"""Buckets at work at once: one whose pieces arrive, one that is computed, one whose results leave."""
+
+_MOST_PLANS = 1024  # that are kept: one for each set of parameters that had gradients in a step
+_ROUNDS = 5
+_SENT_BYTES = 2**22
+
+_Running = Generator[None, None, list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What an engine has to know of a parameter.
+
+    Attributes:
+        name: the same on every rank, and unique.
+        dtype: of its updates.
+        layout: of the parameter, or of each matrix of a stack; None where its entries step each for itself.
+        split: its logical matrices.
+        iteration: what orthogonalizes these; None where nothing is orthogonalized.
+        settings: what else ranks that share it have to agree on, in words.
+        groups: of ranks that share a parameter without layout, by label.
+    """
+
+    name: str
+    dtype: torch.dtype
+    layout: Layout | None = None
+    split: Split = Split()
+    iteration: NewtonSchulz | None = None
+    settings: str = ""
+    groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
+
+    @property
+    def shared_by(self) -> Mapping[str, ProcessGroup]:
+        """The groups of ranks that share it, by label."""
+        layout = self.layout
+        return self.groups if layout is None or layout.group is None else {layout.label: layout.group}
+
+
+class Engine:
+    """A list of parameters, the groups of ranks that share them, and the plan by which they are orthogonalized.
+
+    The constructor makes the plan as every rank does by itself, unless rates are to be measured. All ranks
+    :meth:`prepare` it together, and then it is frozen: other parameters or settings want another engine.
+
+    Args:
+        parameters: in the same order on every rank.
+        device: of the updates.
+        tp_mode: what the user asked for.
+        rates: for the predictions of ``auto``; None measures them, for which all ranks come here together.
+
+    Raises:
+        ValueError: for two groups of ranks of the same name, and for pieces that are not those of a matrix.
+
+    Attributes:
+        groups: of ranks, by label.
+        plan: see :mod:`~megatron_eopt.parallel.plan`; of those parameters that have an iteration.
+        works: what its costs were predicted with, by the names of the iterations.
+        rates: what the times were predicted with.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        device: torch.device,
+        tp_mode: TpMode = "duplicated",
+        rates: Rates | None = DEFAULT_RATES,
+    ) -> None:
+        self.device = device
+        self._parameters = list(parameters)
+        self.groups = _groups(parameters)
+        self._sharers = [
+            (group, torch.tensor([p.shared_by.get(label) is group for p in parameters], device=device))
+            for label, group in self.groups.items()
+        ]
+        laid_out = [(p.layout, p.split) for p in parameters if p.layout is not None]
+        self._rows = [local_rows(*each) for each in laid_out]
+        self._layouts = [split_layout(*each) for each in laid_out]
+        self._plain = [split.is_whole and not layout.padding for layout, split in laid_out]
+        self._iterations = {p.iteration.name: p.iteration for p in parameters if p.iteration is not None}
+        self.works = {name: self._work(name) for name in self._iterations}
+        self.rates = rates or measured_rates(self.groups, device, self._product_dtypes()[0])
+        planned = [matrix for i, p in enumerate(parameters) if p.layout for matrix in self._matrices_of(i)]
+        self.plan = make_plan(planned, tp_mode, self.works, self.rates) if self._iterations else Plan(tuple(planned), ())
+        self._plans: dict[tuple[int, ...], Plan] = {tuple(range(len(parameters))): self.plan}
+        flat = iter(self.plan.matrices)
+        self.matrices = [
+            tuple(_as_worked_on(next(flat), layout, tp_mode) for layout in layouts) for layouts in self._layouts
+        ]
+        """Of each parameter its logical matrices, as they are orthogonalized: ``blockwise`` makes each piece one."""
+
+    def prepare(self, kernel: str | None = None, kept: str | None = None) -> str | None:
+        """Agree with the other ranks on the plan and on the kernel of symmetric products; all ranks call it together.
+
+        Args:
+            kernel: the one that the user asks for.
+            kept: that of the checkpoint, where he does not; with neither the fastest is chosen.
+
+        Returns:
+            The kernel; None where nothing is orthogonalized.
+
+        Raises:
+            ValueError: if the plan differs between ranks.
+            RuntimeError: if the kernel cannot serve on one of them.
+        """
+        if not self._iterations:
+            return None
+        _check_same(self._with_settings(), self.groups, self.device)
+        shapes = sorted({matrix.shape for matrix in self.plan.matrices if 0 not in matrix.shape})
+        products = self._product_dtypes()
+        grams = [gram_dtype(dtype, self.device) for dtype in products]
+        dtypes = list(dict.fromkeys(dtype for dtype in (*products, *grams) if dtype is not None))
+        high = next(iter(self._iterations.values())).fp32_matmul_prec == "high"
+        precision = "tf32" if high else "ieee"
+        if kernel is None and kept is not None:
+            choice = restore({"rung": kept}, shapes, dtypes, self.device, fp32_precision=precision, agree=self._lowest)
+        else:
+            choice = choose(shapes, dtypes, self.device, rung=kernel, fp32_precision=precision, agree=self._lowest)
+        self._iterations = {
+            name: replace(iteration, products=choice.products) for name, iteration in self._iterations.items()
+        }
+        return choice.rung
+
+    def explain(self) -> str:
+        """The plan as a table: scheme, operations, bytes, collectives and predicted time of each bucket."""
+        return explain(self.plan, self.works, self.rates)
+
+    def agree(self, flags: Tensor) -> Tensor:
+        """Element-wise minimum of ``flags`` (k x parameters) over the ranks that share each parameter."""
+        for group, shared in self._sharers:
+            flags = torch.where(shared, lowest(flags, group), flags)
+        return flags
+
+    def shares(self, index: int) -> bool:
+        """Whether other ranks wait for this one's part of a parameter."""
+        return bool(self._parameters[index].shared_by)
+
+    def split(self, index: int, x: Tensor) -> list[Tensor]:
+        """This rank's shards of the logical matrices of a parameter, from its part ``x`` of the parameter."""
+        return self._rows[index].split(x)
+
+    def merge(self, index: int, shards: Sequence[Tensor]) -> Tensor:
+        """The inverse of :meth:`split`."""
+        return self._rows[index].merge(shards)
+
+    @torch.no_grad()
+    def orthogonalize(
+        self, updates: list[Tensor], indices: Sequence[int], scales: Sequence[Sequence[float]] | None = None
+    ) -> list[list[Tensor]]:
+        """This rank's shards of the orthogonal factors of the logical matrices of parameters.
+
+        Args:
+            updates: this rank's parts; the list is emptied, so that each can be freed when its result is there.
+            indices: of their parameters, ascending. Of those that are shared with other ranks all ranks name the same.
+            scales: what multiplies the factors, for each parameter one number for each of its matrices; None for 1.
+
+        Returns:
+            For each parameter new tensors, one for each of its matrices.
+        """
+        if all(self._plain[i] for i in indices):
+            shards, updates[:] = list(updates), []
+        else:
+            shards = [shard for i, x in zip(indices, updates, strict=True) for shard in self.split(i, x)]
+            updates.clear()
+        plan = self._plan_of(tuple(indices))
+        flat = [1.0] * len(shards) if scales is None else [scale for each in scales for scale in each]
+        factors = iter(execute(plan, shards, flat, self.groups, self._iterations))
+        return [[next(factors) for _ in self.matrices[i]] for i in indices]
+
+    def statistics(self, wanted: Sequence[Wanted]) -> list[Statistics]:
+        """Statistics of logical matrices, with at most one all-reduce for each group; the same on all its ranks."""
+        labels = sorted({one.matrix.group for one in wanted})
+        of_label = {label: [i for i, one in enumerate(wanted) if one.matrix.group == label] for label in labels}
+        pending = [reduce_statistics([wanted[i] for i in of_label[x]], self.groups.get(x)) for x in labels]
+        found: dict[int, Statistics] = {}
+        for label, each in zip(labels, pending, strict=True):
+            found |= dict(zip(of_label[label], each.wait(), strict=True))
+        return [found[i] for i in range(len(wanted))]
+
+    def sums(self, tensors: Sequence[Tensor], labels: Sequence[str]) -> list[Tensor]:
+        """The sums of tensors over groups of ranks, with one exchange for all tensors of a group and dtype.
+
+        Args:
+            tensors: of any shapes.
+            labels: of the group of each; a tensor with an empty label stays as it is.
+        """
+        found = list(tensors)
+        kinds = sorted({(label, str(x.dtype)) for x, label in zip(tensors, labels, strict=True) if label})
+        pending = []
+        for kind in kinds:
+            indices = [i for i, x in enumerate(tensors) if (labels[i], str(x.dtype)) == kind]
+            several = torch.cat([tensors[i].reshape(-1) for i in indices])
+            pending.append((indices, all_reduce(several, self.groups[kind[0]])))
+        for indices, sums in pending:
+            for i, part in zip(indices, sums.wait().split([tensors[i].numel() for i in indices]), strict=True):
+                found[i] = part.view(tensors[i].shape)
+        return found
+
+    def gather_whole(self, stacks: Sequence[Tensor], matrices: Sequence[Matrix]) -> Callable[[], list[Tensor]]:
+        """Start to gather whole matrices on every rank of their group, by one collective.
+
+        Args:
+            stacks: this rank's shards, (n x rows x cols) for ``n`` tensors that lie as the matrix does.
+            matrices: of each stack; all of one group, each cut and with entries.
+
+        Returns:
+            What waits, and then gives whole stacks. The way back is
+            :func:`~megatron_eopt.parallel.schemes.whole.cut_out`.
+        """
+        return gather(stacks, [(m.shape, m.pieces) for m in matrices], self.groups[matrices[0].group])
+
+    def _matrices_of(self, index: int) -> list[Matrix]:
+        """The logical matrices of a parameter."""
+        parameter, layouts = self._parameters[index], self._layouts[index]
+        assert parameter.layout is not None
+        names = parameter.split.names(parameter.layout.shape[0])
+        iteration = "" if parameter.iteration is None else parameter.iteration.name
+        return [
+            Matrix(
+                f"{parameter.name}[{name}]" if name else parameter.name,
+                layout.shape,
+                layout.pieces,
+                layout.label,
+                parameter.dtype.itemsize,
+                iteration,
+            )
+            for name, layout in zip(names, layouts, strict=True)
+        ]
+
+    def _plan_of(self, indices: tuple[int, ...]) -> Plan:
+        """What the plan says of some parameters."""
+        if indices not in self._plans:
+            if len(self._plans) > _MOST_PLANS:
+                self._plans.clear()
+            wanted = set(indices)
+            of_matrix = [i for i, layouts in enumerate(self._layouts) for _ in layouts]
+            self._plans[indices] = subset(self.plan, [m for m, i in enumerate(of_matrix) if i in wanted])
+        return self._plans[indices]
+
+    def _with_settings(self) -> Plan:
+        """The plan with names that tell what else ranks have to agree on."""
+        settings = (p.settings for p, layouts in zip(self._parameters, self._layouts, strict=True) for _ in layouts)
+        pairs = zip(self.plan.matrices, settings, strict=True)
+        return replace(self.plan, matrices=tuple(replace(m, name=f"{m.name}, {each}") for m, each in pairs))
+
+    def _work(self, name: str) -> Work:
+        """What costs are predicted with: the same on every rank, so not with the kernel that will be chosen."""
+        iteration, share = self._iterations[name], 0.5
+        if self.device.type == "cpu":
+            own = [each for p, each in zip(self._parameters, self._layouts, strict=True) if p.iteration == iteration]
+            rows = max((min(layout.shape) for layouts in own for layout in layouts), default=0)
+            share = default_products(self.device, torch.float32).share(rows)
+        return Work(schedule=iteration.schedule, restarts=iteration.restarts, share=share)
+
+    def _product_dtypes(self) -> list[torch.dtype]:
+        """The dtypes in which the products of the standard form are computed."""
+        precision = next(iter(self._iterations.values())).fp32_matmul_prec
+        return [product_dtype(dtype, precision) for dtype in sorted({p.dtype for p in self._parameters}, key=str)]
+
+    def _lowest(self, x: Tensor) -> Tensor:
+        """Element-wise minimum over the ranks of every group, one group after another."""
+        for group in self.groups.values():
+            x = lowest(x, group)
+        return x
+
+
+def execute(
+    plan: Plan,
+    shards: list[Tensor],
+    scales: Sequence[float],
+    groups: Mapping[str, ProcessGroup],
+    iterations: Mapping[str, NewtonSchulz],
+) -> list[Tensor]:
+    """This rank's pieces of the scaled orthogonal factors of all matrices of a plan.
+
+    The order in which buckets are resumed, and with it that of the collectives, follows from the plan alone, so it is
+    the same on every rank: in each round the next bucket starts, and then those at work go on, the youngest first.
+
+    Args:
+        plan: the same on every rank of its groups.
+        shards: this rank's piece of each matrix, in the order of ``plan.matrices``. The tensors are not written to, but
+            the list is: each makes room for its result, so that it can be freed.
+        scales: of each matrix.
+        groups: the ranks of each group that the plan names; those need no entry whose matrices exchange nothing.
+        iterations: by name.
+
+    Returns:
+        ``shards``, now with new tensors of the same shapes and dtypes.
+
+    Raises:
+        ValueError: if there is not one shard for each matrix, or a group is missing.
+    """
+    if len(shards) != len(plan.matrices):
+        raise ValueError(f"the plan has {len(plan.matrices)} matrices, got {len(shards)} shards")
+    for bucket in plan.buckets:
+        label = plan.matrices[bucket.matrices[0]].group
+        if bucket.scheme not in ("local", "blockwise") and label not in groups:
+            raise ValueError(f"the plan exchanges over the group {label!r}; given are {sorted(groups)}")
+    at_work: list[tuple[Bucket, _Running]] = []
+    waiting = list(reversed(plan.buckets))
+    while waiting or at_work:
+        if waiting and len(at_work) < IN_FLIGHT:
+            bucket = waiting.pop()
+            matrix = plan.matrices[bucket.matrices[0]]
+            of_bucket = [scales[i] for i in bucket.matrices]
+            job = Job(bucket, matrix, groups.get(matrix.group), iterations[matrix.iteration], of_bucket)
+            at_work.insert(0, (bucket, SCHEMES[bucket.scheme](job, [shards[i] for i in bucket.matrices])))
+        still = []
+        for bucket, running in at_work:
+            try:
+                next(running)
+                still.append((bucket, running))
+            except StopIteration as done:
+                for i, result in zip(bucket.matrices, done.value, strict=True):
+                    shards[i] = result
+        at_work = still
+    return shards
+
+
+def subset(plan: Plan, kept: Sequence[int]) -> Plan:
+    """The plan with some of its matrices alone, ascending; each keeps its scheme and its compute rank."""
+    new = {old: i for i, old in enumerate(kept)}
+    buckets = []
+    for bucket in plan.buckets:
+        left = [i for i, matrix in enumerate(bucket.matrices) if matrix in new]
+        if left:
+            owners = tuple(bucket.owners[i] for i in left) if bucket.owners else ()
+            buckets.append(Bucket(tuple(new[bucket.matrices[i]] for i in left), bucket.scheme, owners))
+    return Plan(tuple(plan.matrices[i] for i in kept), tuple(buckets))
+
+
+def measured_rates(groups: Mapping[str, ProcessGroup], device: torch.device, dtype: torch.dtype) -> Rates:
+    """How fast the slowest rank multiplies, sends and starts a collective: the same figures on every rank.
+
+    Args:
+        groups: over which matrices are exchanged; with none, bytes and latency stay those of the default.
+        device: of the matrices.
+        dtype: of the products.
+    """
+    rows = 4096 if device.type == "cuda" else 1024
+    x = torch.randn(rows, rows, device=device).to(dtype)
+    rates = [2 * rows**3 / _seconds(lambda: x @ x, device)]
+    for group in groups.values():
+        sent = torch.zeros(_SENT_BYTES // 4, device=device)
+        flag = torch.zeros(1, device=device)
+        latency = _seconds(lambda flag=flag, group=group: all_reduce(flag, group).wait(), device)  # type: ignore[misc]
+        gathered = _seconds(lambda sent=sent, group=group: all_gather(sent, group).wait(), device)  # type: ignore[misc]
+        rates += [(group.size() - 1) * _SENT_BYTES / max(gathered - latency, 1e-9), 1 / latency]
+    agreed = torch.tensor(rates, dtype=torch.float64, device=device)
+    for group in groups.values():
+        agreed = lowest(agreed, group)
+    flops, *others = agreed.tolist()
+    if not others:
+        return Rates(flops=flops, bytes=DEFAULT_RATES.bytes, latency=DEFAULT_RATES.latency)
+    return Rates(flops=flops, bytes=min(others[::2]), latency=1 / min(others[1::2]))
+
+
+def _seconds(run: Callable[[], Tensor], device: torch.device) -> float:
+    """The median of some runs, after one that does not count."""
+    taken = []
+    for _ in range(_ROUNDS + 1):
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return sorted(taken[1:])[_ROUNDS // 2]
+
+
+def _check_same(plan: Plan, groups: Mapping[str, ProcessGroup], device: torch.device) -> None:
+    """Refuse, on every rank of a group, a plan that is not the same on all of them, naming the first difference."""
+    for label, group in groups.items():
+        own = torch.tensor(list(bytes.fromhex(fingerprint(plan, label))), dtype=torch.int32, device=device)
+        least, most = lowest(own, group), -lowest(-own, group)
+        if torch.equal(least, most):
+            continue
+        plans: list[Plan | None] = [None] * group.size()
+        dist.all_gather_object(plans, plan, group=group)
+        others = ((rank, other) for rank, other in enumerate(plans) if other is not None)
+        found = [(rank, first_difference(plans[0], other, label)) for rank, other in others]  # type: ignore[arg-type]
+        rank, difference = next((rank, difference) for rank, difference in found if difference is not None)
+        raise ValueError(
+            f"the optimizer's plan differs between ranks 0 and {rank} of group {label!r}: {difference}. Ranks that "
+            f"share parameters need the same parameters in the same order, with the same settings"
+        )
+
+
+def _groups(parameters: Sequence[Parameter]) -> dict[str, ProcessGroup]:
+    """The groups of ranks that share parameters, in the order of their labels, which is the same on every rank."""
+    groups: dict[str, ProcessGroup] = {}
+    for parameter in parameters:
+        for label, group in parameter.shared_by.items():
+            if groups.setdefault(label, group) is not group:
+                raise ValueError(
+                    f"{parameter.name} lies on another group of ranks than parameters before it, but both are called "
+                    f"{label!r}: give the dimensions of one device mesh other names, or each mesh an optimizer"
+                )
+    return dict(sorted(groups.items()))
+
+
+def _as_worked_on(matrix: Matrix, layout: Layout, tp_mode: TpMode) -> Matrix:
+    """A matrix; under ``blockwise`` this rank's piece as a matrix that no other rank has a part of."""
+    if tp_mode != "blockwise":
+        return matrix
+    shape = layout.piece.shape
+    return replace(matrix, shape=shape, pieces=(whole(shape),), group="")

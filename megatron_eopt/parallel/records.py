@@ -1,0 +1,216 @@
+"""The records of a plan: which rectangle of a matrix each rank holds, and how matrices are orthogonalized.
+
+Pure Python: no tensors, no process groups.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True, order=True)
+class Piece:
+    """A rectangle of a matrix: rows from ``top`` to ``bottom``, columns from ``left`` to ``right``, ends excluded."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+    @property
+    def shape(self) -> Shape:
+        """Rows and columns; one of them is 0 for a rank that holds nothing."""
+        return self.bottom - self.top, self.right - self.left
+
+    @property
+    def numel(self) -> int:
+        """Number of entries."""
+        return (self.bottom - self.top) * (self.right - self.left)
+
+
+def whole(shape: Shape) -> Piece:
+    """The piece of a rank that holds everything."""
+    return Piece(0, shape[0], 0, shape[1])
+
+
+def cut(shape: Shape, dim: int, ranks: int) -> tuple[Piece, ...]:
+    """Pieces of equal size along ``dim``, as tensor parallelism cuts.
+
+    Raises:
+        ValueError: if the dimension is no multiple of the number of ranks.
+    """
+    if shape[dim] % ranks:
+        raise ValueError(f"dimension {dim} of a matrix {shape} cannot be cut into {ranks} equal parts")
+    size = shape[dim] // ranks
+    return cut_at(shape, dim, [rank * size for rank in range(ranks + 1)])
+
+
+def cut_at(shape: Shape, dim: int, edges: list[int]) -> tuple[Piece, ...]:
+    """Pieces between consecutive ``edges`` along ``dim``; equal edges make an empty piece."""
+    rows, cols = shape
+    if dim == 0:
+        return tuple(Piece(start, end, 0, cols) for start, end in pairwise(edges))
+    return tuple(Piece(0, rows, start, end) for start, end in pairwise(edges))
+
+
+def cut_twice(
+    held: Shape, dim: int, ranks: int, again: int, padding: int = 0
+) -> tuple[Shape, tuple[tuple[Piece, ...], ...]]:
+    """A matrix that is cut along ``dim``, and whose shards are each cut along the rows a second time.
+
+    Args:
+        held: rows, with padding, and columns that every rank has.
+        dim: of the first cut.
+        ranks: over so many, 1 for a matrix that is cut along the rows alone.
+        again: ranks of the second cut.
+        padding: rows behind those of each shard of the first cut, which fill up the last ranks of the second.
+
+    Returns:
+        The shape of the matrix without padding, and the pieces by the rank in the first cut and in the second. A piece
+        has fewer rows than ``held`` where padding follows, perhaps none.
+
+    Raises:
+        ValueError: for more padding than there are rows.
+    """
+    rows, cols = held
+    of_shard = rows * again - padding
+    if padding < 0 or of_shard < 0:
+        raise ValueError(f"padding of {again} shards of {rows} rows is from 0 to {rows * again} rows, got {padding}")
+    shape = (of_shard * ranks, cols) if dim == 0 else (of_shard, cols * ranks)
+    return shape, tuple(_cut_rows(shard, rows, again) for shard in cut(shape, dim, ranks))
+
+
+def _cut_rows(piece: Piece, rows: int, ranks: int) -> tuple[Piece, ...]:
+    """Pieces of a piece, of so many rows each but for the last ones, which what is left of it does not fill."""
+    edges = [min(piece.top + rank * rows, piece.bottom) for rank in range(ranks + 1)]
+    return tuple(Piece(top, bottom, piece.left, piece.right) for top, bottom in pairwise(edges))
+
+
+def cut_dimension(shape: Shape, pieces: tuple[Piece, ...]) -> int | None:
+    """The one dimension along which the pieces tile the matrix in the order of the ranks.
+
+    None where every rank holds everything, and where both dimensions are cut or the order is another.
+    """
+    for dim in (0, 1):
+        if shape[dim] == 0:
+            continue
+        starts = [(piece.top, piece.left)[dim] for piece in pieces]
+        if pieces == cut_at(shape, dim, [*starts, shape[dim]]) and starts[0] == 0 and len(pieces) > 1:
+            return dim
+    return None
+
+
+TpMode = Literal["blockwise", "duplicated", "distributed", "owner", "gram", "auto"]
+"""What the user asks for."""
+
+Scheme = Literal["local", "blockwise", "duplicated", "distributed", "owner", "gram_split", "gram_replicated", "share"]
+"""How a bucket is orthogonalized, where n is the short side and m the long one:
+
+- ``local``: whole matrices, orthogonalized on the rank that holds them, as one stack.
+- ``blockwise``: each piece as a matrix of its own: an approximation, nothing is exchanged.
+- ``duplicated``: one all-gather of all pieces of the bucket; every rank computes everything and keeps its pieces.
+- ``distributed``: the standard form; every step sums the Gram matrices of the bucket (stacked) over the ranks, in one
+  all-reduce each, after one for the norms. The Gram matrix is that of the dimension that is not cut.
+- ``owner``: one all-to-all brings each matrix together on one rank, which orthogonalizes it, one takes the pieces back.
+- ``gram_replicated``: the Gram form on the pieces, cut along the long side: one all-reduce of the stacked Gram matrices
+  (n x n) at the start and after every restart; every rank computes all factors Q.
+- ``gram_split``: the same, but each sum goes to one rank, which computes Q and hands it out: a reduce-scatter and an
+  all-gather for as many matrices as the ranks can share evenly, a reduce and a broadcast for each of the rest. So as
+  many bytes, more collectives, and the cubes of one matrix on a rank instead of those of all.
+- ``share``: every rank holds the whole matrices (data parallelism); each orthogonalizes its share, and one all-gather
+  hands the results out.
+"""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One logical matrix, as every rank of its group sees it.
+
+    Attributes:
+        name: of the parameter, and of the matrix where the parameter has several (``...linear_qkv.weight[q]``).
+        shape: rows and columns of the global matrix.
+        pieces: what each rank of the group holds, in the order of its ranks; one for a matrix of one rank.
+        group: label of the process group: ``tp``, ``expt_tp``, ``dp`` and so on. Matrices of different groups are never
+            in one bucket.
+        itemsize: bytes of an entry where it is exchanged.
+        iteration: name of the iteration that orthogonalizes it; matrices of different iterations are never in one
+            bucket.
+    """
+
+    name: str
+    shape: Shape
+    pieces: tuple[Piece, ...]
+    group: str = "tp"
+    itemsize: int = 4
+    iteration: str = ""
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the group has."""
+        return len(self.pieces)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Matrices of equal shape, pieces, group, item size and iteration, and how they are orthogonalized.
+
+    Attributes:
+        matrices: indices into the matrices of the plan, ascending.
+        scheme: see :data:`Scheme`.
+        owners: the rank of the group that computes each matrix, for ``owner``, ``gram_split`` and ``share``; empty
+            otherwise.
+    """
+
+    matrices: tuple[int, ...]
+    scheme: Scheme
+    owners: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The buckets, in the order in which they are executed.
+
+    Attributes:
+        matrices: all matrices, in the order of the parameters.
+        buckets: every matrix is in exactly one.
+    """
+
+    matrices: tuple[Matrix, ...]
+    buckets: tuple[Bucket, ...]
+
+
+def of_ranks(owners: Sequence[int], ranks: int) -> list[list[int]]:
+    """The matrices of each rank, ascending.
+
+    Args:
+        owners: rank that computes each matrix of a bucket.
+        ranks: number of ranks.
+
+    Raises:
+        ValueError: if two ranks differ by more than one matrix.
+    """
+    owned: list[list[int]] = [[] for _ in range(ranks)]
+    for index, owner in enumerate(owners):
+        owned[owner].append(index)
+    counts = [len(indices) for indices in owned]
+    if max(counts) - min(counts) > 1:
+        raise ValueError(
+            f"one rank owns {max(counts)} of {len(owners)} matrices and another {min(counts)}: "
+            f"they are to be dealt evenly over {ranks} ranks"
+        )
+    return owned
+
+
+def in_rounds(owners: Sequence[int], ranks: int) -> tuple[list[int], list[int]]:
+    """The matrices of which every rank has as many, one rank's after the other's, and the rest: fewer than ranks.
+
+    Raises:
+        ValueError: as :func:`of_ranks`.
+    """
+    rounds = len(owners) // ranks
+    owned = of_ranks(owners, ranks)
+    full = [index for indices in owned for index in indices[:rounds]]
+    return full, sorted(index for indices in owned for index in indices[rounds:])

@@ -1,0 +1,199 @@
+"""The schemes in which a rank has whole matrices: as they are, gathered by all ranks, or gathered by one of them."""
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_eopt.orthogonalize.precision import product_dtype
+from megatron_eopt.orthogonalize.settings import NewtonSchulz
+from megatron_eopt.parallel.collectives import all_gather, all_to_all
+from megatron_eopt.parallel.records import Bucket, Matrix, Piece, Shape, of_ranks
+
+LARGE = 256
+"""Rows on the short side from which on a CPU multiplies fp32 matrices faster one by one (by 5 to 15 %) than stacked."""
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A bucket at work.
+
+    Attributes:
+        bucket: what is worked on.
+        matrix: one of its matrices, all of which have its shape and pieces.
+        group: the ranks; None where nothing is exchanged.
+        iteration: settings of the iteration.
+        scales: of each matrix, what its orthogonal factor is multiplied by.
+    """
+
+    bucket: Bucket
+    matrix: Matrix
+    group: ProcessGroup | None
+    iteration: NewtonSchulz
+    scales: Sequence[float]
+
+    @property
+    def ranks(self) -> ProcessGroup:
+        """The group, where something is exchanged."""
+        assert self.group is not None, "the engine checks that a bucket which exchanges has a group"
+        return self.group
+
+
+Run = Callable[[Job, list[Tensor]], Generator[None, None, list[Tensor]]]
+"""``(job, shards)``, with this rank's piece of each matrix of the bucket.
+
+A piece is 2-D, of the shape that its matrix says, and may be empty; the pieces of a bucket are of one dtype. The
+generator starts an exchange, yields, and takes the result when it is resumed; equally often on every rank. It returns
+the pieces of the orthogonal factors, of the dtype of the shards, times their scales. Shards are not written to. A zero
+matrix gives zeros; one with an entry that is not finite gives no numbers on any rank, and the others of the bucket are
+not affected.
+"""
+
+
+def local(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]:
+    """``local``, where the shards are whole matrices, and ``blockwise``, where each is taken for one: see :data:`Run`."""
+    yield  # the next bucket starts its exchange before this one is computed
+    # those of tall matrices come transposed, and multi-tensor operations are slow where strides differ
+    return [factor.contiguous() for factor in orthogonalized(shards, job.iteration, job.scales)]
+
+
+def duplicated(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]:
+    """``duplicated``: pieces may be any; smaller ones are padded. See :data:`Run`."""
+    shape, pieces = job.matrix.shape, job.matrix.pieces
+    pending = gather([torch.stack(shards)], [(shape, pieces)], job.ranks)
+    yield
+    (stack,) = pending()
+    factors = orthogonalized(stack, job.iteration, job.scales)
+    # copies: a view would keep the whole matrix
+    return [
+        cut_out(factor, pieces[job.ranks.rank()]).clone(memory_format=torch.contiguous_format) for factor in factors
+    ]
+
+
+def owner(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]:
+    """``owner``: pieces may be any, cut along both dimensions too. See :data:`Run`."""
+    group, shape, pieces = job.ranks, job.matrix.shape, job.matrix.pieces
+    piece = pieces[group.rank()]
+    of_rank = [[i for i, rank in enumerate(job.bucket.owners) if rank == each] for each in range(group.size())]
+    own = of_rank[group.rank()]
+
+    sent = [[shards[i] for i in indices] for indices in of_rank]
+    pending = all_to_all(sent, [len(own) * each.numel for each in pieces], group)
+    yield
+    whole = assemble(pending.wait(), pieces, shape)
+    factors = orthogonalized(whole, job.iteration, [job.scales[i] for i in own])
+    # an empty tensor tells the dtype where there is nothing to send
+    back = [[shards[0].new_empty(0), *(cut_out(factor, each) for factor in factors)] for each in pieces]
+    pending = all_to_all(back, [len(indices) * piece.numel for indices in of_rank], group)
+    del factors, back
+    yield
+    results = list(shards)
+    for indices, part in zip(of_rank, pending.wait(), strict=True):
+        for i, entries in zip(indices, part.view(len(indices), *piece.shape), strict=True):
+            results[i] = entries
+    return results
+
+
+def share(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]:
+    """``share``: computes before it first waits, while the results of the bucket before it are on their way.
+
+    See :data:`Run`.
+    """
+    group = job.ranks
+    of_rank = of_ranks(job.bucket.owners, group.size())
+    own = of_rank[group.rank()]
+    # as many matrices from every rank: the last one of some may stay empty
+    sent = shards[0].new_zeros(max(map(len, of_rank)), *job.matrix.shape)
+    factors = orthogonalized([shards[i] for i in own], job.iteration, [job.scales[i] for i in own])
+    for entries, factor in zip(sent, factors, strict=False):
+        entries.copy_(factor)
+    pending = all_gather(sent, group)
+    del sent, factors
+    yield
+    results = list(shards)
+    for indices, part in zip(of_rank, pending.wait(), strict=True):
+        for i, result in zip(indices, part, strict=False):
+            results[i] = result
+    return results
+
+
+def orthogonalized(
+    matrices: Sequence[Tensor] | Tensor, iteration: NewtonSchulz, scales: Sequence[float]
+) -> list[Tensor]:
+    """The orthogonal factors of equal matrices times their scales, computed as stacks as far as that is faster.
+
+    Args:
+        matrices: (rows x cols) each, or a stack of them; may be none, or empty ones.
+        iteration: settings; stacks take about ``max_bytes``.
+        scales: one for each matrix.
+    """
+    if len(matrices) == 0:
+        return []
+    first = matrices[0]
+    in_fp32 = product_dtype(first.dtype, iteration.fp32_matmul_prec) == torch.float32
+    one_by_one = first.device.type == "cpu" and in_fp32 and min(first.shape) >= LARGE
+    size = 1 if one_by_one or first.numel() == 0 else max(1, iteration.max_bytes // first.nbytes)
+    results: list[Tensor] = []
+    for start in range(0, len(matrices), size):
+        part, of_part = matrices[start : start + size], scales[start : start + size]
+        if len(part) == 1:
+            results.append(iteration(part[0]).mul_(of_part[0]))
+            continue
+        factors = iteration(part if isinstance(part, Tensor) else torch.stack(list(part)))
+        if len(set(of_part)) == 1:
+            results += factors.mul_(of_part[0]).unbind()
+        else:
+            each = list(factors.unbind())
+            torch._foreach_mul_(each, list(of_part))
+            results += each
+    return results
+
+
+def gather(
+    stacks: Sequence[Tensor], lying: Sequence[tuple[Shape, Sequence[Piece]]], group: ProcessGroup
+) -> Callable[[], list[Tensor]]:
+    """Start to gather matrices of which each rank of a group has a piece, by one all-gather, padded where they differ.
+
+    Args:
+        stacks: this rank's pieces, (n x rows x cols) for ``n`` matrices that lie alike; some may be empty.
+        lying: for each stack the shape of its matrices, and the piece of each rank.
+        group: the ranks.
+
+    Returns:
+        What waits, and then gives for each stack the whole matrices, (n x rows x cols), in memory of their own.
+    """
+    counts = [
+        [len(stack) * pieces[rank].numel for stack, (_, pieces) in zip(stacks, lying, strict=True)]
+        for rank in range(group.size())
+    ]
+    own = stacks[0].reshape(-1) if len(stacks) == 1 else torch.cat([stack.reshape(-1) for stack in stacks])
+    missing = max(sum(of_rank) for of_rank in counts) - own.numel()
+    pending = all_gather(torch.nn.functional.pad(own, (0, missing)) if missing else own, group)
+
+    def finish() -> list[Tensor]:
+        rows = [row[: sum(each)].split(each) for row, each in zip(pending.wait(), counts, strict=True)]
+        return [assemble(of_ranks, pieces, shape) for *of_ranks, (shape, pieces) in zip(*rows, lying, strict=True)]
+
+    return finish
+
+
+def assemble(parts: Sequence[Tensor], pieces: Sequence[Piece], shape: Shape) -> Tensor:
+    """Matrices (n x rows x cols) of a global shape, of the pieces of each rank.
+
+    Args:
+        parts: of each rank its pieces of all ``n`` matrices, one behind the other.
+        pieces: which rectangle each rank holds; together they are the matrix.
+        shape: of the matrix.
+    """
+    count = next((part.numel() // piece.numel for part, piece in zip(parts, pieces, strict=True) if piece.numel), 0)
+    stack = parts[0].new_empty(count, *shape)
+    for part, piece in zip(parts, pieces, strict=True):
+        cut_out(stack, piece).copy_(part.view(count, *piece.shape))
+    return stack
+
+
+def cut_out(x: Tensor, piece: Piece) -> Tensor:
+    """The view of a piece of a matrix (rows x cols), or of each of a stack."""
+    return x[..., piece.top : piece.bottom, piece.left : piece.right]

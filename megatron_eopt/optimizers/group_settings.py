@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_eopt.orthogonalize.coefficients import composite_range, set_length
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor, predicted_update_rms, validate_scale_mode
-from megatron_eopt.orthogonalize.settings import NewtonSchulz
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from megatron_eopt.optimizers.batch import Batch, local
 from megatron_eopt.optimizers.bulk import Scalar
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.transport import MeasuredMuon, Transport, spelled_out, there
-from megatron_eopt.orthogonalize.normalize import nonzero
+from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.parallel.plan import Matrix
 from megatron_eopt.parallel.statistics import Statistics, Wanted
 

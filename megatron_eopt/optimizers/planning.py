@@ -20,8 +20,8 @@ from megatron_eopt.optimizers.logical import DescribedMatrix
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.sharded import ShardedMatrices
 from megatron_eopt.optimizers.skipping import Skipping
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.scale import ScaleMode
-from megatron_eopt.orthogonalize.settings import NewtonSchulz
 from megatron_eopt.parallel.cost import Rates
 from megatron_eopt.parallel.plan import TpMode
 from megatron_eopt.parallel.planned import Planned

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from megatron_eopt.orthogonalize.coefficients import Coefficients
-from megatron_eopt.orthogonalize.form import gram_flops, standard_flops
+from megatron_eopt.orthogonalize.forms import gram_flops, standard_flops
 from megatron_eopt.parallel import traffic
 from megatron_eopt.parallel.owners import in_rounds
 from megatron_eopt.parallel.pieces import Shape, cut_dimension

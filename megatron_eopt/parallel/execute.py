@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.orthogonalize.settings import NewtonSchulz
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.plan import Bucket, Plan
 from megatron_eopt.parallel.schemes import SCHEMES, Scale
 

@@ -7,11 +7,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.form import gram_dtype
 from megatron_eopt.orthogonalize.ladder import Agree, Choice, choose, restore
-from megatron_eopt.orthogonalize.precision import product_dtype
-from megatron_eopt.orthogonalize.settings import NewtonSchulz
-from megatron_eopt.orthogonalize.symmetric import Products, default_products
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
+from megatron_eopt.orthogonalize.precision import gram_dtype, product_dtype
+from megatron_eopt.orthogonalize.products import Products, default_products
 from megatron_eopt.parallel.agree import same_plan
 from megatron_eopt.parallel.cost import Rates, Work
 from megatron_eopt.parallel.execute import execute

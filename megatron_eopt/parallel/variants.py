@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.orthogonalize.ladder import Choice
-from megatron_eopt.orthogonalize.settings import NewtonSchulz
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.agree import same_plan
 from megatron_eopt.parallel.cost import Rates
 from megatron_eopt.parallel.measure import measured_rates

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.orthogonalize.settings import NewtonSchulz
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.plan import Bucket, Matrix, Scheme
 from megatron_eopt.parallel.schemes import distributed, duplicated, gram, local, owner, share
 from megatron_eopt.parallel.schemes.scale import Scale

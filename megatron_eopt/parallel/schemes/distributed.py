@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.orthogonalize.normalize import normalized
+from megatron_eopt.orthogonalize.forms import iterate_standard, normalized
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import fp32_products, product_dtype
-from megatron_eopt.orthogonalize.settings import NewtonSchulz
-from megatron_eopt.orthogonalize.standard import iterate
 from megatron_eopt.parallel.exchange import all_reduce
 from megatron_eopt.parallel.pieces import cut_dimension
 from megatron_eopt.parallel.plan import Bucket, Matrix
@@ -40,11 +39,11 @@ def run(
     X = stack.mT if dim == 0 else stack  # the columns are cut, so Gram matrices of the rows add up
     if X.numel() == 0:  # this rank takes part in the sums with a column of zeros
         X = X.new_zeros(*X.shape[:-1], 1)
-    X, _ = normalized(X, lambda squared: all_reduce(squared, group).wait())
+    X, _, _ = normalized(X, lambda squared: all_reduce(squared, group).wait())
     X = X.to(product_dtype(stack.dtype, settings.fp32_matmul_prec))
     products = settings.products_for(X.device, X.dtype)
     with fp32_products(settings.fp32_matmul_prec):
-        X = iterate(X, settings.schedule, lambda gram: all_reduce(gram, group).wait(), products)
+        X = iterate_standard(X, settings.schedule, products, lambda gram: all_reduce(gram, group).wait())
     if stack.numel() == 0:
         return list(torch.empty_like(stack).unbind())
     X = X.mT if dim == 0 else X

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.orthogonalize.settings import NewtonSchulz
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.exchange import all_gather
 from megatron_eopt.parallel.plan import Bucket, Matrix
 from megatron_eopt.parallel.schemes.scale import Scale

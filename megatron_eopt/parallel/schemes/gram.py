@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.orthogonalize.gram import factor
-from megatron_eopt.orthogonalize.normalize import nonzero
+from megatron_eopt.orthogonalize.forms import gram_factor, nonzero
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import fp32_products
-from megatron_eopt.orthogonalize.settings import NewtonSchulz
-from megatron_eopt.orthogonalize.symmetric import Products, square_work
+from megatron_eopt.orthogonalize.products import Products, square_work
 from megatron_eopt.parallel.exchange import all_gather, all_reduce, broadcast, reduce, reduce_scatter
 from megatron_eopt.parallel.owners import in_rounds
 from megatron_eopt.parallel.pieces import cut_dimension
@@ -94,7 +93,7 @@ def run_split(
 def _run(
     matrix: Matrix, shards: Sequence[Tensor], settings: NewtonSchulz, scale: Scale, exchange: _Exchange
 ) -> Generator[None, None, list[Tensor]]:
-    """The iteration, as :func:`~megatron_eopt.orthogonalize.gram.iterate_gram` has it in one process.
+    """The iteration, as :func:`~megatron_eopt.orthogonalize.forms.iterate_gram` has it in one process.
 
     Raises:
         ValueError: for pieces that are not cut along the long side, and a schedule without a table of restarts.
@@ -108,7 +107,7 @@ def _run(
             "form is not safe: take owner, duplicated or distributed"
         )
     stack = torch.stack(list(shards))
-    X = LocalGram(stack, transposed=dim == 0, dtype=settings.gram_dtype(stack))
+    X = LocalGram(stack, transposed=dim == 0, dtype=settings.gram_dtype(stack.dtype, stack.device))
     products = settings.products_for(stack.device, X.dtype)
     segments = _Segments(settings, settings.restarts, products, X.dtype, X.unit)
     del stack
@@ -150,6 +149,6 @@ class _Segments:
         with fp32_products(self.settings.fp32_matmul_prec):
             for part in grams.split(size):
                 R = part.to(self.dtype)
-                part.copy_(factor(R, schedule, self.products, square_work(R, 3), None))
+                part.copy_(gram_factor(R, schedule, self.products, square_work(R, 3)))
         if segment == 0:
             grams.mul_(squared.rsqrt())

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.symmetric import Products
+from megatron_eopt.orthogonalize.products import Products
 
 _LARGEST_SQUARE = 14
 """No entry of a first Gram matrix of one rank exceeds 2^14, a quarter of fp16's range."""
@@ -22,7 +22,7 @@ class LocalGram:
 
     Attributes:
         dtype: of the iteration, fp16 or wider.
-        unit: 128 in fp16, as :func:`~megatron_eopt.orthogonalize.gram.iterate_gram_fp16` has it and for its reasons,
+        unit: 128 in fp16, as :func:`~megatron_eopt.orthogonalize.forms.iterate_gram_fp16` has it and for its reasons,
             and 1 otherwise.
     """
 

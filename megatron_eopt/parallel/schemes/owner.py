@@ -5,7 +5,7 @@ from collections.abc import Generator, Sequence
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.orthogonalize.settings import NewtonSchulz
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.exchange import all_to_all
 from megatron_eopt.parallel.plan import Bucket, Matrix
 from megatron_eopt.parallel.schemes.scale import Scale

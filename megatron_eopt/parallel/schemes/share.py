@@ -5,7 +5,7 @@ from collections.abc import Generator, Sequence
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.orthogonalize.settings import NewtonSchulz
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.exchange import all_gather
 from megatron_eopt.parallel.owners import of_ranks
 from megatron_eopt.parallel.plan import Bucket, Matrix

@@ -24,11 +24,11 @@ from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schu
 from torch import Tensor
 
 from megatron_eopt.orthogonalize import get_coefficients, newton_schulz
-from megatron_eopt.orthogonalize.form import choose_form, gram_flops, standard_flops
+from megatron_eopt.orthogonalize.forms import gram_flops, standard_flops
 from megatron_eopt.orthogonalize.ladder import choose
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
+from megatron_eopt.orthogonalize.products import Products
 from megatron_eopt.orthogonalize.restarts import PRESETS, restarts_for
-from megatron_eopt.orthogonalize.symmetric import Products
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -159,8 +159,9 @@ def flops(setup: Setup, shape: tuple[int, ...], coefficient_type: str, extra: in
     if extra >= 0:
         restarts = restarts_for(coefficient_type, 5, extra)
         share = setup.products(shape).share(rows)
-        if restarts is not None and choose_form(rows, cols, schedule, restarts, share) == "gram":
-            count = gram_flops(rows, cols, schedule, restarts)
+        if restarts is not None:
+            cheaper = gram_flops(rows, cols, schedule, restarts, share) < standard_flops(rows, cols, schedule, share)
+            count = gram_flops(rows, cols, schedule, restarts) if cheaper else count
     return count * (shape[0] if len(shape) == 3 else 1)
 
 

@@ -10,7 +10,7 @@ from typing import get_args
 import matplotlib
 
 from megatron_eopt.models import MODELS, Parallel, matrices_of
-from megatron_eopt.orthogonalize.settings import NewtonSchulz
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import Cost, Work, plan_cost
 from megatron_eopt.parallel.plan import Plan, TpMode, make_plan
 

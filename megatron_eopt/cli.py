@@ -21,7 +21,7 @@ from megatron_eopt.doctor import command as doctor
 from megatron_eopt.manifest import table, to_json
 from megatron_eopt.models import MODELS, Model, Parallel, matrices_of
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
-from megatron_eopt.orthogonalize.settings import NewtonSchulz
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
 from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.plan import TpMode, make_plan

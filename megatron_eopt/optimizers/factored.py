@@ -29,8 +29,8 @@ from megatron_eopt.optimizers.low_rank import (
 )
 from megatron_eopt.optimizers.planning import RUNG
 from megatron_eopt.optimizers.skipping import Skipping, parameter_names
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import fp32_products
-from megatron_eopt.orthogonalize.settings import NewtonSchulz
 from megatron_eopt.parallel.plan import TpMode
 from megatron_eopt.parallel.sharing import Parameter, SharedParameters
 from megatron_eopt.parallel.variants import Variant

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import composite_range, set_length
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor, predicted_update_rms, validate_scale_mode
-from megatron_eopt.orthogonalize.settings import NewtonSchulz
 
 logger = logging.getLogger(__name__)
 

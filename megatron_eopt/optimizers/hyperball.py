@@ -13,7 +13,7 @@ from megatron_eopt.optimizers.group_settings import Scalar
 from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, spelled_out
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.orthogonalize.normalize import nonzero
+from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.statistics import Statistics, Wanted, known
 

@@ -13,8 +13,8 @@ from megatron_eopt.optimizers.low_rank import check_count, factor_pairs
 from megatron_eopt.optimizers.parameters import TensorParallelGroups
 from megatron_eopt.optimizers.spellings import also_called
 from megatron_eopt.orthogonalize.coefficients import Coefficients
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
-from megatron_eopt.orthogonalize.settings import NewtonSchulz
 from megatron_eopt.parallel.plan import TpMode, validate_tp_mode
 
 __all__ = ["Spectron", "factor_pairs"]

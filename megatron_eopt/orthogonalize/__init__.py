@@ -8,10 +8,9 @@ from megatron_eopt.orthogonalize.coefficients import (
     get_supported_coefficient_types,
     validate_coefficient_type,
 )
-from megatron_eopt.orthogonalize.form import Form
 from megatron_eopt.orthogonalize.generator import optimal_quintic
 from megatron_eopt.orthogonalize.health import Health
-from megatron_eopt.orthogonalize.newton_schulz import newton_schulz
+from megatron_eopt.orthogonalize.newton_schulz import Form, Iteration, NewtonSchulz, newton_schulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.restarts import Preset
 from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor, predicted_update_rms
@@ -21,8 +20,10 @@ __all__ = [
     "Coefficients",
     "Form",
     "Health",
+    "Iteration",
     "MatmulPrecision",
     "NSCoeffT",
+    "NewtonSchulz",
     "Preset",
     "ScaleMode",
     "composite_range",

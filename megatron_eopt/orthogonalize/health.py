@@ -26,8 +26,8 @@ class Health:
     finite: Tensor
 
 
-class Watch:
-    """Keeps figures of the first and of the last Gram matrix of an iteration, which are overwritten.
+class Figures:
+    """Gathers the figures of one run of an iteration.
 
     Args:
         steps: how many steps the iteration has.
@@ -35,29 +35,30 @@ class Watch:
 
     def __init__(self, steps: int) -> None:
         self._last = steps - 1
-        self._figures: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._of_step: dict[int, tuple[Tensor, Tensor, int]] = {}
 
-    def __call__(self, step: int, R: Tensor) -> None:
-        """Take the figures of ``R``, (rows x rows) or (n x rows x rows), the Gram matrix before ``step``."""
+    def watch(self, step: int, R: Tensor) -> None:
+        """Take the trace and the norm of ``R``, the Gram matrix before ``step``, of the first and of the last step."""
         if step in (0, self._last):
             trace = R.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float64)
             squares = torch.linalg.vector_norm(R.float(), dim=(-2, -1)).double().square()
-            self._figures[step] = trace, squares, R.size(-1)
+            self._of_step[step] = trace, squares, R.size(-1)
 
-    @property
-    def trace(self) -> Tensor:
-        """Trace of the first Gram matrix: the squared norm of what it is of."""
-        return self._figures[0][0]
+    def of_input(self, largest: Tensor, norm: Tensor | None) -> None:
+        """Take the norm of the input as two factors; without the second the first trace is the square of it."""
+        trace = self._of_step[0][0]
+        root = trace.sqrt() if norm is None else norm.double().reshape(trace.shape)
+        self._norm = largest.double().reshape(trace.shape) * root
 
-    def health(self, squared: Tensor) -> Health:
-        """The figures, with the squared norms of the input, which are not finite where an entry of it is not."""
-        trace, squares, _ = self._figures[0]
-        last_trace, last_squares, rows = self._figures[self._last]
+    def health(self) -> Health:
+        """The figures."""
+        trace, squares, _ = self._of_step[0]
+        last_trace, last_squares, rows = self._of_step[self._last]
         return Health(
-            norm=squared.sqrt().reshape(trace.shape),
+            norm=self._norm,
             effective_rank=torch.where(squares == 0, 0, trace.square() / squares),
             residual=((last_squares - 2 * last_trace + rows).clamp(min=0) / rows).sqrt(),
-            finite=squared.isfinite().reshape(trace.shape),
+            finite=self._norm.isfinite(),
         )
 
 
@@ -68,7 +69,5 @@ def health_of_nothing(x: Tensor) -> Health:
 
 
 def joined(parts: Sequence[Health]) -> Health:
-    """The figures of a stack from those of its parts."""
-    if len(parts) == 1:
-        return parts[0]
+    """The figures of a stack from those of its chunks."""
     return Health(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Health)))

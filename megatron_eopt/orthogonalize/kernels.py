@@ -152,15 +152,15 @@ class Triton:
     input_precision: Fp32Precision = "ieee"
 
     def share(self, rows: int) -> float:
-        """See :class:`~megatron_eopt.orthogonalize.symmetric.Products`."""
+        """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
         return 0.5
 
     def gram(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """See :class:`~megatron_eopt.orthogonalize.symmetric.Products`."""
+        """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
         return symmetric_product(x, x, out=out, input_precision=self.input_precision)
 
     def addmm(self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
-        """See :class:`~megatron_eopt.orthogonalize.symmetric.Products`."""
+        """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
         # b is symmetric: A B = A B^T
         return symmetric_product(a, b, c, alpha=alpha, beta=beta, out=out, input_precision=self.input_precision)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.orthogonalize.precision import fp32_products
-from megatron_eopt.orthogonalize.symmetric import SMALLEST_BLOCKED, Blocked, Dense, Products
+from megatron_eopt.orthogonalize.products import SMALLEST_BLOCKED, Blocked, Dense, Products
 
 if TYPE_CHECKING:
     from megatron_eopt.orthogonalize.kernels import Fp32Precision

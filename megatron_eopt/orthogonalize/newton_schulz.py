@@ -1,30 +1,186 @@
-"""Newton-Schulz iteration for one matrix or a stack of them: the entry, which chooses the form."""
+"""Newton-Schulz iteration for matrices and stacks of them: what the user sets, and what is decided from it once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, overload
+from functools import cached_property, lru_cache
+from typing import Literal, get_args, overload
 
 import torch
 from torch import Tensor
 
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients, get_coefficients
-from megatron_eopt.orthogonalize.form import Form, choose_form, gram_dtype, validate_form
-from megatron_eopt.orthogonalize.gram import iterate_gram, iterate_gram_fp16
-from megatron_eopt.orthogonalize.health import Health, Watch, health_of_nothing, joined
-from megatron_eopt.orthogonalize.normalize import check_matrices, normalized, scaled
+from megatron_eopt.orthogonalize.forms import (
+    Watch,
+    gram_flops,
+    iterate_gram,
+    iterate_gram_fp16,
+    iterate_standard,
+    normalized,
+    scaled,
+    standard_flops,
+)
+from megatron_eopt.orthogonalize.health import Figures, Health, health_of_nothing, joined
 from megatron_eopt.orthogonalize.precision import (
     MatmulPrecision,
     fp32_products,
+    gram_dtype,
     product_dtype,
     validate_matmul_precision,
 )
-from megatron_eopt.orthogonalize.restarts import PRESETS, Preset, restarts_for
-from megatron_eopt.orthogonalize.standard import iterate
-from megatron_eopt.orthogonalize.symmetric import Products, default_products
+from megatron_eopt.orthogonalize.products import Products, default_products
+from megatron_eopt.orthogonalize.restarts import PRESETS, Preset, Restarts, restarts_for
+
+Form = Literal["auto", "standard", "gram"]
 
 MAX_BYTES = 2**30
-"""How much memory the work on one part of a stack may take, unless a single matrix needs more."""
+"""How much memory the work on a chunk of a stack may take, unless a single matrix needs more."""
+
+_LARGE = 256
+"""Short side from which on a CPU multiplies fp32 matrices faster one by one (by 5 to 15 %) than stacked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """The iteration for matrices of one shape and dtype on one device: all is decided, calling it only computes.
+
+    Attributes:
+        schedule: one ``(a, b, c)`` per step.
+        restarts: of the Gram form; None for the standard form.
+        dtype: of the products.
+        products: computes the symmetric ones.
+        precision: of the products of fp32 tensors; None where there are none, so that torch's setting can stay.
+        transposed: whether the matrices have more rows than columns.
+        chunk: so many matrices of a stack are worked on at once.
+        one_by_one: whether matrices are computed faster each by itself than stacked.
+        propagate_nan: whether a matrix with entries that are not finite gives no numbers, or zero.
+    """
+
+    schedule: tuple[Coefficients, ...]
+    restarts: Restarts | None
+    dtype: torch.dtype
+    products: Products
+    precision: MatmulPrecision | None
+    transposed: bool
+    chunk: int
+    one_by_one: bool
+    propagate_nan: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The orthogonal factor of a matrix (rows x cols), or of each of a stack (n x rows x cols), a new tensor."""
+        if x.ndim == 3 and x.size(0) > self.chunk:
+            return torch.cat([self(part) for part in x.split(self.chunk)])
+        if x.numel() == 0:
+            return torch.empty_like(x)
+        if self.precision is None:
+            return self._run(x)
+        with fp32_products(self.precision):
+            return self._run(x)
+
+    def with_health(self, x: Tensor) -> tuple[Tensor, Health]:
+        """The same, and what the Gram matrices tell of each matrix."""
+        if x.ndim == 3 and x.size(0) > self.chunk:
+            factors, parts = zip(*map(self.with_health, x.split(self.chunk)), strict=True)
+            return torch.cat(factors), joined(parts)
+        if x.numel() == 0:
+            return torch.empty_like(x), health_of_nothing(x)
+        figures = Figures(len(self.schedule))
+        with fp32_products(self.precision or "highest"):
+            return self._run(x, figures), figures.health()
+
+    def _run(self, x: Tensor, figures: Figures | None = None) -> Tensor:
+        X = x.mT if self.transposed else x
+        watch: Watch | None = None if figures is None else figures.watch
+        if self.restarts is None or self.dtype == torch.float16:
+            N, norm, largest = normalized(X, propagate_nan=self.propagate_nan)
+            if self.restarts is None:
+                factor = iterate_standard(N.to(self.dtype), self.schedule, self.products, watch=watch)
+            else:
+                factor = iterate_gram_fp16(N, self.schedule, self.restarts, self.products, watch=watch)
+        else:
+            (N, largest), norm = scaled(X, self.propagate_nan), None
+            factor = iterate_gram(N, self.schedule, self.restarts, self.products, watch=watch, normalize=True)
+        if figures is not None:
+            figures.of_input(largest, norm)
+        return (factor.mT if self.transposed else factor).to(x.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewtonSchulz:
+    """What the user sets of the iteration, checked when it is made.
+
+    Attributes:
+        steps: number of steps.
+        coefficient_type: name of a coefficient set, or a list of ``(a, b, c)``.
+        fp32_matmul_prec: precision of the products.
+        max_bytes: the work on a chunk of a stack takes at most so much memory.
+        products: computes the symmetric products; None for what suits the device.
+
+    Raises:
+        ValueError: for a set, a number of steps or a precision that does not exist.
+    """
+
+    steps: int = 5
+    coefficient_type: str | Sequence[Coefficients] = "quintic"
+    fp32_matmul_prec: MatmulPrecision = "medium"
+    max_bytes: int = MAX_BYTES
+    products: Products | None = None
+
+    def __post_init__(self) -> None:
+        validate_matmul_precision(self.fp32_matmul_prec)
+        _ = self.schedule
+
+    @cached_property
+    def schedule(self) -> tuple[Coefficients, ...]:
+        """One ``(a, b, c)`` per step."""
+        return get_coefficients(self.coefficient_type, self.steps)
+
+    @property
+    def name(self) -> str:
+        """The iteration in words, which are equal for equal steps and coefficients alone."""
+        known = self.coefficient_type if isinstance(self.coefficient_type, str) else str(self.schedule)
+        return f"{self.steps} Newton-Schulz steps of {known}"
+
+    @cached_property
+    def restarts(self) -> Restarts | None:
+        """Restarts of the Gram form; None for a schedule that no table has, which the Gram form does not serve."""
+        return restarts_for(self.coefficient_type, self.steps, simulate=False)
+
+    def gram_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+        """The dtype of the Gram form of a shard: as in one process, but fp32 where that would take the standard one."""
+        return gram_dtype(product_dtype(dtype, self.fp32_matmul_prec), device) or torch.float32
+
+    def products_for(self, device: torch.device, dtype: torch.dtype) -> Products:
+        """What computes symmetric products in ``dtype``: those that are set, else what suits the device."""
+        return self.products or default_products(device, dtype)
+
+    def compile(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Iteration:
+        """Decide everything for matrices, or stacks of them, of one shape: the same wherever this is asked.
+
+        Entries that are not finite stay visible in the result: a matrix that got zero instead would stand still in
+        silence.
+
+        Args:
+            shape: rows and columns; sizes before them do not matter.
+            dtype: of the matrices.
+            device: of the matrices.
+        """
+        return _compiled(
+            self.schedule,
+            self.restarts,
+            "auto",
+            self.fp32_matmul_prec,
+            self.max_bytes,
+            self.products,
+            (shape[-2], shape[-1]),
+            dtype,
+            torch.device(device),
+            True,
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The orthogonal factor of a matrix, or of each in a stack; see :meth:`compile`."""
+        return self.compile(x.shape, x.dtype, x.device)(x)
 
 
 @overload
@@ -76,9 +232,9 @@ def newton_schulz(
 
     With the short side of ``X = x / ||x||_F`` first, each step is ``X <- a X + (b A + c A^2) X``, ``A = X X^T``
     (Jordan et al., 2024; https://kellerjordan.github.io/posts/muon/). The Gram form computes the same on the short
-    side (:mod:`~megatron_eopt.orthogonalize.gram`). The norm of the input does not matter, however small: there is no
-    epsilon that would stop layers whose gradients were clipped hard. A zero matrix gives zero, and so does one with
-    entries that are not finite; the others of a stack are not affected.
+    side (:func:`~megatron_eopt.orthogonalize.forms.iterate_gram`). The norm of the input does not matter, however
+    small: there is no epsilon that would stop layers whose gradients were clipped hard. A zero matrix gives zero, and
+    so does one with entries that are not finite; the others of a stack are not affected.
 
     Args:
         x: matrix (rows x cols) or stack of matrices (n x rows x cols), of any floating dtype; may be empty.
@@ -88,16 +244,15 @@ def newton_schulz(
         fp32_matmul_prec: precision of the products: ``medium`` (or ``low``) bf16 with fp32 accumulation, in the Gram
             form fp16, on a GPU only; ``high`` TF32 where the device has it, ``highest`` fp32. An fp64 input stays in
             fp64.
-        form: ``standard``, ``gram``, or ``auto``: the one that
-            :func:`~megatron_eopt.orthogonalize.form.choose_form` finds cheaper; the Gram form only of schedules whose
+        form: ``standard``, ``gram``, or ``auto``: the cheaper of the two, but the Gram form only of schedules whose
             restarts are in a table. Asked for by name, it simulates those of others.
         preset: ``fast`` takes the set cubic5 in place of ``steps`` and ``coefficient_type``; ``accurate`` restarts the
             Gram form once more than ``default``. Their errors are in
             :data:`~megatron_eopt.orthogonalize.restarts.PUBLISHED_ERRORS`.
-        max_bytes: a stack is worked on in parts whose work takes at most so much memory, or one matrix at a time.
+        max_bytes: a stack is worked on in chunks whose work takes at most so much memory, or one matrix at a time.
         propagate_nan: return no numbers instead of zero for a matrix with entries that are not finite.
-        products: computes the symmetric products, such as what :func:`~megatron_eopt.orthogonalize.ladder.choose` found
-            for the device; by default torch, in blocks for a large fp32 matrix on a CPU.
+        products: computes the symmetric products; hashable. By default torch, in blocks for a large fp32 matrix on a
+            CPU.
         health: also return figures that the Gram matrices tell.
 
     Returns:
@@ -108,79 +263,77 @@ def newton_schulz(
         ValueError: if ``x`` is neither 2-D nor 3-D, for a schedule, precision, form or preset that does not exist, and
             for a Gram form that is not safe for the schedule or the precision.
     """
-    check_matrices(x)
+    if not x.is_floating_point():
+        raise TypeError(f"only floating-point matrices can be orthogonalized, got {x.dtype}")
+    if x.ndim not in (2, 3):
+        raise ValueError(f"expected a matrix or a stack of matrices (2-D or 3-D), got shape {tuple(x.shape)}")
     validate_matmul_precision(fp32_matmul_prec)
-    validate_form(form)
+    check_choice("form", form, get_args(Form))
     check_choice("preset", preset, PRESETS)
     if preset == "fast":
         coefficient_type, steps, _ = PRESETS[preset]
     schedule = get_coefficients(coefficient_type, steps)
-    dtype = product_dtype(x.dtype, fp32_matmul_prec)
-    of_gram = gram_dtype(dtype, x.device)
-    transposed = x.size(-2) > x.size(-1)
-    X = x.mT if transposed else x
-    restarts = None
-    if form != "standard" and of_gram is not None:
-        # Unasked from the tables only: a simulation takes its time, and might choose otherwise on another rank.
-        restarts = restarts_for(coefficient_type, steps, PRESETS[preset][2], simulate=form == "gram")
-    if form == "gram" and restarts is None:
+    # Unasked from the tables only: a simulation takes its time, and might choose otherwise on another rank.
+    restarts = restarts_for(coefficient_type, steps, PRESETS[preset][2], simulate=form == "gram")
+    shape = (x.size(-2), x.size(-1))
+    iteration = _compiled(
+        schedule, restarts, form, fp32_matmul_prec, max_bytes, products, shape, x.dtype, x.device, propagate_nan
+    )
+    if form == "gram" and iteration.restarts is None:
+        dtype = product_dtype(x.dtype, fp32_matmul_prec)
         raise ValueError(
             f"the Gram form is not safe with {coefficient_type!r} in {steps} steps and {dtype} products on "
             f"{x.device.type!r}: take the standard form, or precision 'high' or 'highest'"
         )
-    if form == "auto" and restarts is not None and of_gram is not None:
-        share = (products or default_products(x.device, of_gram)).share(X.size(-2))
-        form = choose_form(X.size(-2), X.size(-1), schedule, restarts, share)
-    if x.numel() == 0:
-        return (torch.empty_like(x), health_of_nothing(x)) if health else torch.empty_like(x)
-    if form != "gram":
-        restarts, of_gram = None, None
-    run = _Run(schedule, restarts, of_gram or dtype, propagate_nan, products, health)
-    parts, figures = [], []
-    with fp32_products(fp32_matmul_prec):
-        for part in _parts(X, run.dtype, max_bytes):
-            result, figure = run(X[part])
-            parts.append((result.mT if transposed else result).to(x.dtype))
-            if figure is not None:
-                figures.append(figure)
-    out = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return (out, joined(figures)) if health else out
+    return iteration.with_health(x) if health else iteration(x)
 
 
-def _parts(X: Tensor, dtype: torch.dtype, max_bytes: int) -> list[slice]:
-    """The parts of a stack that are worked on in turn; a matrix is one part, and so is a stack of one."""
-    if X.ndim == 2 or X.size(0) == 1:
-        return [slice(None)]
-    rows, cols = X.shape[-2:]
-    of_one = (3 * rows * cols + 4 * rows * rows) * dtype.itemsize
-    size = max(1, max_bytes // of_one)
-    return [slice(start, start + size) for start in range(0, X.size(0), size)]
+@lru_cache(maxsize=1024)
+def _compiled(
+    schedule: tuple[Coefficients, ...],
+    restarts: Restarts | None,
+    form: Form,
+    precision: MatmulPrecision,
+    max_bytes: int,
+    products: Products | None,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    propagate_nan: bool,
+) -> Iteration:
+    """Decide the form, its dtype, what computes its products, and how much of a stack is worked on at once.
 
-
-@dataclass(frozen=True)
-class _Run:
-    """The iteration in the form that was chosen: restarts are None in the standard one."""
-
-    schedule: Sequence[Coefficients]
-    restarts: Sequence[int] | None
-    dtype: torch.dtype
-    propagate_nan: bool
-    products: Products | None
-    health: bool
-
-    def __call__(self, X: Tensor) -> tuple[Tensor, Health | None]:
-        """The result, and the figures where they are asked for."""
-        products = self.products or default_products(X.device, self.dtype)
-        watch = Watch(len(self.schedule)) if self.health else None
-        if self.restarts is not None and self.dtype != torch.float16:
-            N, largest = scaled(X, self.propagate_nan)
-            result = iterate_gram(N, self.schedule, self.restarts, products, watch=watch, normalize=True)
-            if watch is None:
-                return result, None
-            return result, watch.health(largest.double().square() * watch.trace.reshape(largest.shape))
-        N, squared = normalized(X, propagate_nan=self.propagate_nan)
-        if self.restarts is None:
-            result = iterate(N.to(self.dtype), self.schedule, products=products, watch=watch)
-        else:
-            result = iterate_gram_fp16(N, self.schedule, self.restarts, products, watch=watch)
-        return result, None if watch is None else watch.health(squared)
+    Args:
+        schedule: one ``(a, b, c)`` per step.
+        restarts: of the Gram form; None where it is not safe.
+        form: asked for; the standard one is taken where the Gram form is not safe.
+        precision: of the products.
+        max_bytes: what the work on a chunk may take.
+        products: computes the symmetric products; None for what suits the device.
+        shape: rows and columns.
+        dtype: of the matrices.
+        device: of the matrices.
+        propagate_nan: see :class:`Iteration`.
+    """
+    rows, cols = sorted(shape)
+    asked = product_dtype(dtype, precision)
+    of_gram = gram_dtype(asked, device)
+    if form == "standard" or of_gram is None:
+        restarts = None
+    elif form == "auto" and restarts is not None:
+        share = (products or default_products(device, of_gram)).share(rows)
+        gram, standard = gram_flops(rows, cols, schedule, restarts, share), standard_flops(rows, cols, schedule, share)
+        restarts = restarts if gram < standard else None
+    used = asked if restarts is None or of_gram is None else of_gram
+    of_one = (3 * rows * cols + 4 * rows * rows) * used.itemsize
+    return Iteration(
+        schedule=schedule,
+        restarts=restarts,
+        dtype=used,
+        products=products or default_products(device, used),
+        precision=precision if used == torch.float32 else None,
+        transposed=shape[0] > shape[1],
+        chunk=max(1, max_bytes // max(1, of_one)),
+        one_by_one=device.type == "cpu" and used == torch.float32 and rows >= _LARGE,
+        propagate_nan=propagate_nan,
+    )

@@ -37,6 +37,16 @@ def product_dtype(dtype: torch.dtype, precision: MatmulPrecision) -> torch.dtype
     return torch.bfloat16 if precision in ("low", "medium") else torch.float32
 
 
+def gram_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """The dtype of the Gram form where products are asked for in ``dtype``; None where it must not or should not run.
+
+    Never bf16, whose rounding it amplifies: where that is asked for, fp16, which GPUs multiply as fast. CPUs do not.
+    """
+    if dtype in (torch.float32, torch.float64):
+        return dtype
+    return torch.float16 if device.type == "cuda" else None
+
+
 @contextmanager
 def fp32_products(precision: MatmulPrecision) -> Iterator[None]:
     """Run the fp32 products inside the block at ``precision``: TF32 for all but ``highest``, where devices have it.

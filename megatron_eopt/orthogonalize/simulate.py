@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.orthogonalize.coefficients import Coefficients
-from megatron_eopt.orthogonalize.gram import iterate_gram
+from megatron_eopt.orthogonalize.forms import iterate_gram
 from megatron_eopt.orthogonalize.precision import fp32_products
 
 SPECTRA = ("gaussian", "cond_1e3", "cond_1e7", "rank_10", "spikes", "harmonic")
@@ -36,16 +36,16 @@ class Rounded:
     mirrored: bool = True
 
     def share(self, rows: int) -> float:
-        """See :class:`~megatron_eopt.orthogonalize.symmetric.Products`."""
+        """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
         return 1.0
 
     def gram(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """See :class:`~megatron_eopt.orthogonalize.symmetric.Products`."""
+        """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
         x = self.round(x)
         return _into(out, self._symmetric(x @ x.mT))
 
     def addmm(self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
-        """See :class:`~megatron_eopt.orthogonalize.symmetric.Products`."""
+        """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
         return _into(out, self._symmetric(beta * self.round(c) + alpha * (self.round(a) @ self.round(b))))
 
     def apply(self, q: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -86,7 +86,7 @@ def simulated_error(
 
     Args:
         schedule: one ``(a, b, c)`` per step.
-        restarts: of the Gram form, see :func:`~megatron_eopt.orthogonalize.gram.iterate_gram`; None for the standard
+        restarts: of the Gram form, see :func:`~megatron_eopt.orthogonalize.forms.iterate_gram`; None for the standard
             form.
         rounding: dtype that the matrix and every product are rounded to.
         shape: rows and columns of the matrices, ``rows <= cols``.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.normalize import nonzero
+from megatron_eopt.orthogonalize.forms import nonzero
 
 SumOverRanks = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Sums tensors, one for each matrix, over the ranks that hold its other rows; those of whole matrices stay."""

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from megatron_eopt.orthogonalize.coefficients import Coefficients
-from megatron_eopt.orthogonalize.form import gram_flops, standard_flops
+from megatron_eopt.orthogonalize.forms import gram_flops, standard_flops
 from megatron_eopt.parallel import traffic
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Shape, cut_dimension, in_rounds
 

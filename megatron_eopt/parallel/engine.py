@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.matrices import Split
-from megatron_eopt.orthogonalize.form import gram_dtype
 from megatron_eopt.orthogonalize.ladder import choose, restore
-from megatron_eopt.orthogonalize.precision import product_dtype
-from megatron_eopt.orthogonalize.settings import NewtonSchulz
-from megatron_eopt.orthogonalize.symmetric import default_products
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
+from megatron_eopt.orthogonalize.precision import gram_dtype, product_dtype
+from megatron_eopt.orthogonalize.products import default_products
 from megatron_eopt.parallel.collectives import all_gather, all_reduce, lowest
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
 from megatron_eopt.parallel.explain import explain

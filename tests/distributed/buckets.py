@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from megatron_eopt.orthogonalize.settings import NewtonSchulz
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.records import Piece, cut_at, whole
 from megatron_eopt.parallel.plan import Bucket, Matrix, Plan
 

@@ -1,6 +1,6 @@
 """The standard and the Gram form, presets, parts of stacks, what is not finite, and figures of health."""
 
-import importlib
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -8,16 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt.orthogonalize import get_coefficients, newton_schulz
-from megatron_eopt.orthogonalize.form import choose_form, gram_dtype, gram_flops, standard_flops
-from megatron_eopt.orthogonalize.gram import iterate_gram_fp16
+from megatron_eopt.orthogonalize.forms import gram_flops, iterate_gram_fp16, standard_flops
 from megatron_eopt.orthogonalize.ladder import choose
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
+from megatron_eopt.orthogonalize.precision import gram_dtype
+from megatron_eopt.orthogonalize.products import Blocked, Dense
 from megatron_eopt.orthogonalize.restarts import PRESETS, PUBLISHED_ERRORS, restarts_for
 from megatron_eopt.orthogonalize.simulate import Rounded
-from megatron_eopt.orthogonalize.symmetric import Blocked, Dense
 from tests.orthogonalize.test_newton_schulz import exact, gaussian, relative
 
-# the function of that name hides its module
-entry = importlib.import_module("megatron_eopt.orthogonalize.newton_schulz")
 QUINTIC = get_coefficients("quintic", 5)
 
 
@@ -35,6 +34,14 @@ SPECTRA = {
     "spikes": lambda n: torch.where(torch.arange(n) < 4, 1.0, 1e-3).double(),
     "harmonic": lambda n: 1 / torch.arange(1, n + 1, dtype=torch.float64),
 }
+
+
+@dataclass(frozen=True)
+class Half(Dense):
+    """As the kernel on a GPU: half of a symmetric product is computed."""
+
+    def share(self, rows):
+        return 0.5
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -86,13 +93,28 @@ def test_the_cost_rule():
     assert gram_flops(2, 6, QUINTIC, (3,), 0.5) == 6 * 4 * 6 + 14 * 8
     cubic = get_coefficients("cubic5", 5)
     assert gram_flops(2, 6, cubic, (), 0.5) == 3 * 4 * 6 + 12 * 8
+
+
+@pytest.mark.parametrize(
+    ("products", "standard", "gram"),
+    [(Dense(), 760, 776), (Blocked(), 584, 600), (Half(), 512, 520)],
+)
+def test_the_cheaper_form_is_compiled(products, standard, gram):
     # equal at an aspect of 1.5, where five eighths of a symmetric product are computed at 1.15, where half is at 1
-    assert choose_form(512, 760, QUINTIC, (3,)) == "standard"
-    assert choose_form(512, 776, QUINTIC, (3,)) == "gram"
-    assert choose_form(512, 584, QUINTIC, (3,), Blocked().share(512)) == "standard"
-    assert choose_form(512, 600, QUINTIC, (3,), Blocked().share(512)) == "gram"
-    assert choose_form(512, 512, QUINTIC, (3,), 0.5) == "standard"
-    assert choose_form(512, 520, QUINTIC, (3,), 0.5) == "gram"
+    settings = NewtonSchulz(fp32_matmul_prec="highest", products=products)
+    for cols, restarts in ((standard, None), (gram, (3,))):
+        for shape in ((512, cols), (cols, 512), (7, 512, cols)):
+            assert settings.compile(shape, torch.float32, "cpu").restarts == restarts
+
+
+def test_an_iteration_is_decided_once():
+    settings = NewtonSchulz(fp32_matmul_prec="highest")
+    x = gaussian(3, 24, 80)
+    iteration = settings.compile(x.shape, x.dtype, x.device)
+    assert iteration is NewtonSchulz(fp32_matmul_prec="highest").compile((24, 80), torch.float32, "cpu")
+    assert torch.equal(iteration(x), newton_schulz(x))
+    assert torch.equal(iteration(x[0]), newton_schulz(x[0]))
+    assert iteration.restarts == (3,)
 
 
 def test_the_dtype_of_the_gram_form():
@@ -133,18 +155,20 @@ def test_fp16_holds_the_gram_matrix_of_a_large_matrix():
     torch.testing.assert_close(seen[0], x @ x.mT, rtol=1e-3, atol=1e-6)
 
 
-def test_medium_precision_takes_fp16_where_it_is_fast(monkeypatch):
+def test_medium_precision_takes_fp16_where_it_is_fast():
     x = gaussian(32, 128)
-    monkeypatch.setattr(entry, "gram_dtype", lambda dtype, device: torch.float16)
-    result, health = newton_schulz(x, fp32_matmul_prec="medium", health=True, products=Rounded(torch.float16))
+    settings = NewtonSchulz(fp32_matmul_prec="medium", products=Rounded(torch.float16))
+    iteration = settings.compile(x.shape, x.dtype, "cuda")
+    assert (iteration.dtype, iteration.restarts) == (torch.float16, (3,))
+    result, health = iteration.with_health(x)
     assert result.dtype == torch.float32
     assert relative(result, exact(x, 5, "quintic")) <= PUBLISHED_ERRORS["default"][torch.float16]["gaussian"]
     assert health.norm.item() == pytest.approx(x.norm().item(), rel=1e-4)
     assert health.effective_rank.item() == pytest.approx(
         newton_schulz(x, health=True)[1].effective_rank.item(), rel=1e-2
     )
-    with_square = newton_schulz(x[:, :32], fp32_matmul_prec="medium")
-    assert torch.equal(with_square, newton_schulz(x[:, :32], fp32_matmul_prec="medium", form="standard"))
+    square = settings.compile((32, 32), x.dtype, "cuda")
+    assert (square.dtype, square.restarts) == (torch.bfloat16, None)
 
 
 def test_plain_products_in_fp16_are_exactly_symmetric():

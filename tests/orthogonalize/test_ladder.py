@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt.orthogonalize.ladder import RUNGS, Rung, check, choose, restore
-from megatron_eopt.orthogonalize.symmetric import Blocked, Dense
+from megatron_eopt.orthogonalize.products import Blocked, Dense
 from tests.distributed.ranks import run_ranks
 
 SHAPES = [(24, 40), (40, 24), (3, 16, 20), (1, 1), (0, 5)]

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from megatron_eopt.orthogonalize import get_coefficients, get_supported_coefficient_types, newton_schulz
-from megatron_eopt.orthogonalize.gram import iterate_gram
+from megatron_eopt.orthogonalize.forms import iterate_gram
+from megatron_eopt.orthogonalize.products import Dense
 from megatron_eopt.orthogonalize.restarts import (
     ACCURATE_RESTARTS,
     LARGEST_ERROR,
@@ -13,7 +14,6 @@ from megatron_eopt.orthogonalize.restarts import (
     restarts_for,
 )
 from megatron_eopt.orthogonalize.simulate import SHAPES, SPECTRA, Rounded, simulated_error
-from megatron_eopt.orthogonalize.symmetric import Dense
 
 QUINTIC = get_coefficients("quintic", 5)
 POLAR_EXPRESS = get_coefficients("polar_express", 5)

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.gram import factor
-from megatron_eopt.orthogonalize.normalize import nonzero, normalized
+from megatron_eopt.orthogonalize.forms import gram_factor, iterate_standard, nonzero, normalized
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import fp32_products, product_dtype
-from megatron_eopt.orthogonalize.settings import NewtonSchulz
-from megatron_eopt.orthogonalize.standard import iterate
-from megatron_eopt.orthogonalize.symmetric import Products, square_work
+from megatron_eopt.orthogonalize.products import Products, square_work
 from megatron_eopt.parallel.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
 from megatron_eopt.parallel.records import cut_dimension, in_rounds
 from megatron_eopt.parallel.schemes.whole import Job
@@ -42,11 +40,11 @@ def distributed(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Te
     X = stack.mT if dim == 0 else stack  # the columns are cut, so Gram matrices of the rows add up
     if X.numel() == 0:  # this rank takes part in the sums with a column of zeros
         X = X.new_zeros(*X.shape[:-1], 1)
-    X, _ = normalized(X, lambda squared: all_reduce(squared, group).wait())
+    X, _, _ = normalized(X, lambda squared: all_reduce(squared, group).wait())
     X = X.to(product_dtype(stack.dtype, iteration.fp32_matmul_prec))
     products = iteration.products_for(X.device, X.dtype)
     with fp32_products(iteration.fp32_matmul_prec):
-        X = iterate(X, iteration.schedule, lambda gram: all_reduce(gram, group).wait(), products)
+        X = iterate_standard(X, iteration.schedule, products, lambda gram: all_reduce(gram, group).wait())
     if stack.numel() == 0:
         return list(torch.empty_like(stack).unbind())
     X = X.mT if dim == 0 else X
@@ -106,7 +104,7 @@ def split(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]
 
 
 def _run(job: Job, shards: list[Tensor], exchange: _Exchange) -> Generator[None, None, list[Tensor]]:
-    """The iteration, as :func:`~megatron_eopt.orthogonalize.gram.iterate_gram` has it in one process.
+    """The iteration, as :func:`~megatron_eopt.orthogonalize.forms.iterate_gram` has it in one process.
 
     Raises:
         ValueError: for pieces that are not cut along the long side, and a schedule without a table of restarts.
@@ -121,7 +119,7 @@ def _run(job: Job, shards: list[Tensor], exchange: _Exchange) -> Generator[None,
             "form is not safe: take owner, duplicated or distributed"
         )
     stack = torch.stack(shards)
-    X = LocalGram(stack, transposed=dim == 0, dtype=settings.gram_dtype(stack))
+    X = LocalGram(stack, transposed=dim == 0, dtype=settings.gram_dtype(stack.dtype, stack.device))
     products = settings.products_for(stack.device, X.dtype)
     segments = _Segments(settings, settings.restarts, products, X.dtype, X.unit)
     del stack
@@ -170,7 +168,7 @@ class _Segments:
         with fp32_products(self.settings.fp32_matmul_prec):
             for part in grams.split(size):
                 R = part.to(self.dtype)
-                part.copy_(factor(R, schedule, self.products, square_work(R, 3), None))
+                part.copy_(gram_factor(R, schedule, self.products, square_work(R, 3)))
         if segment == 0:
             grams.mul_(squared.rsqrt())
 
@@ -190,7 +188,7 @@ class LocalGram:
 
     Attributes:
         dtype: of the iteration, fp16 or wider.
-        unit: 128 in fp16, as :func:`~megatron_eopt.orthogonalize.gram.iterate_gram_fp16` has it and for its reasons,
+        unit: 128 in fp16, as :func:`~megatron_eopt.orthogonalize.forms.iterate_gram_fp16` has it and for its reasons,
             and 1 otherwise.
     """
 

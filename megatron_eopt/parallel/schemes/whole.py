@@ -7,13 +7,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.orthogonalize.precision import product_dtype
-from megatron_eopt.orthogonalize.settings import NewtonSchulz
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.collectives import all_gather, all_to_all
 from megatron_eopt.parallel.records import Bucket, Matrix, Piece, Shape, of_ranks
-
-LARGE = 256
-"""Rows on the short side from which on a CPU multiplies fp32 matrices faster one by one (by 5 to 15 %) than stacked."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,21 +116,20 @@ def share(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]
 
 
 def orthogonalized(
-    matrices: Sequence[Tensor] | Tensor, iteration: NewtonSchulz, scales: Sequence[float]
+    matrices: Sequence[Tensor] | Tensor, settings: NewtonSchulz, scales: Sequence[float]
 ) -> list[Tensor]:
     """The orthogonal factors of equal matrices times their scales, computed as stacks as far as that is faster.
 
     Args:
         matrices: (rows x cols) each, or a stack of them; may be none, or empty ones.
-        iteration: settings; stacks take about ``max_bytes``.
+        settings: of the iteration.
         scales: one for each matrix.
     """
     if len(matrices) == 0:
         return []
     first = matrices[0]
-    in_fp32 = product_dtype(first.dtype, iteration.fp32_matmul_prec) == torch.float32
-    one_by_one = first.device.type == "cpu" and in_fp32 and min(first.shape) >= LARGE
-    size = 1 if one_by_one or first.numel() == 0 else max(1, iteration.max_bytes // first.nbytes)
+    iteration = settings.compile(first.shape, first.dtype, first.device)
+    size = 1 if iteration.one_by_one else iteration.chunk
     results: list[Tensor] = []
     for start in range(0, len(matrices), size):
         part, of_part = matrices[start : start + size], scales[start : start + size]

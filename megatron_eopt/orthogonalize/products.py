@@ -17,11 +17,13 @@ _CACHE_LINE = 64  # bytes
 
 
 class Products(Protocol):
-    """A way to compute symmetric products of one matrix or a stack of them.
+    """A way to compute symmetric products of one matrix or a stack of them; hashable, as a frozen dataclass is.
 
     ``out`` is written to and returned; it must be none of the inputs. Without it the result is a new tensor: on a CPU
     fresh memory costs a good part of a product of this size, so loops bring their own.
     """
+
+    def __hash__(self) -> int: ...
 
     def share(self, rows: int) -> float:
         """The part of a (rows x rows) product that is computed, between 1/2 and 1."""
@@ -50,7 +52,7 @@ class Dense:
 
     def gram(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See :class:`Products`."""
-        return self._mirrored(torch.matmul(x, x.mT, out=out))
+        return self._mirrored((torch.bmm if x.ndim == 3 else torch.mm)(x, x.mT, out=out))
 
     def addmm(self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
         """See :class:`Products`."""

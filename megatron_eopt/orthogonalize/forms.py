@@ -1,0 +1,237 @@
+"""The arithmetic of Newton-Schulz: normalization, the standard form, the Gram form, and what these cost.
+
+Nothing here checks or decides anything; :mod:`~megatron_eopt.orthogonalize.newton_schulz` does.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.orthogonalize.coefficients import Coefficients
+from megatron_eopt.orthogonalize.products import Dense, Products, square_work
+
+Watch = Callable[[int, Tensor], None]
+"""Is shown the number of a step, from 0, and the Gram matrix before it, which is overwritten later."""
+
+_FP16_SCALE = 128.0
+
+
+def nonzero(norm: Tensor) -> Tensor:
+    """1 in place of zeros: a zero matrix divided by 1 stays zero, without asking the device whether it is one."""
+    return torch.where(norm == 0, torch.ones_like(norm), norm)
+
+
+def scaled(x: Tensor, propagate_nan: bool = True) -> tuple[Tensor, Tensor]:
+    """Matrices divided by their largest entries; a zero matrix stays zero.
+
+    Squares of entries below 1e-19 vanish in fp32, and those of entries above 1e19 overflow: after this no square that
+    matters does.
+
+    Args:
+        x: (rows x cols) or (n x rows x cols), with at least one entry.
+        propagate_nan: False gives zero for a matrix with entries that are not finite.
+
+    Returns:
+        A new tensor in fp32 (fp64 for an fp64 ``x``), and what it was divided by, (1 x 1) or (n x 1 x 1): the largest
+        magnitude, 1 for a zero matrix, and not finite where an entry is not.
+    """
+    dims, wide = (-2, -1), torch.float64 if x.dtype == torch.float64 else torch.float32
+    # the norm of order infinity, which torch reduces ten times more slowly
+    largest = torch.maximum(x.amax(dims, keepdim=True), -x.amin(dims, keepdim=True)).to(wide)
+    largest.masked_fill_(largest == 0, 1)
+    x = x / largest
+    if not propagate_nan:
+        bad = ~largest.isfinite()
+        # a CPU has the answer at once, and a pass over the matrix takes longer than the question
+        if x.device.type != "cpu" or bad.any():
+            x.masked_fill_(bad, 0)
+    return x, largest
+
+
+def normalized(
+    x: Tensor, all_reduce: Callable[[Tensor], Tensor] | None = None, propagate_nan: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Matrices divided by their Frobenius norms; a zero matrix stays zero.
+
+    Args:
+        x: (rows x cols) or (n x rows x cols), with at least one entry.
+        all_reduce: sums squared norms over the ranks that hold the other shards of ``x``.
+        propagate_nan: False gives zero for a matrix with entries that are not finite.
+
+    Returns:
+        A new tensor in fp32 (fp64 for an fp64 ``x``), and two factors of its norm (1 x 1) or (n x 1 x 1), whose
+        product may exceed fp32; it is not finite where an entry is not.
+    """
+    x, largest = scaled(x, propagate_nan)
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    if all_reduce is not None:
+        squared = all_reduce((norm.double() * largest.double()).square())
+        norm = (squared.sqrt() / largest.double()).to(x.dtype)
+    # the norm is 0 or, as the largest entry is 1, at least 1
+    return x.div_(norm.clamp(min=1)), norm, largest
+
+
+def iterate_standard(
+    X: Tensor,
+    schedule: Sequence[Coefficients],
+    products: Products | None = None,
+    all_reduce: Callable[[Tensor], Tensor] | None = None,
+    watch: Watch | None = None,
+) -> Tensor:
+    """Apply the polynomials of a schedule to a normalized ``X``, iterating on the Gram matrix of its rows.
+
+    Args:
+        X: (rows x cols) or (n x rows x cols), best with the short side first; written to.
+        schedule: one ``(a, b, c)`` per step.
+        products: computes the symmetric products; plainly where None is given.
+        all_reduce: sums a Gram matrix over the ranks that hold the other columns of ``X``.
+        watch: see :data:`Watch`.
+    """
+    fused = torch.baddbmm if X.ndim == 3 else torch.addmm
+    products = products or Dense()
+    gram, factor = square_work(X, 2)
+    # torch multiplies a stack in bf16 into a transposed result some thousand times more slowly than into a plain one
+    X = X.contiguous() if X.ndim == 3 else X
+    Y = torch.empty_like(X)
+    for step, (a, b, c) in enumerate(schedule):
+        A = products.gram(X, out=gram)
+        if all_reduce is not None:
+            A = all_reduce(A)
+        if watch is not None:
+            watch(step, A)
+        if c == 0:
+            X, Y = fused(X, A, X, beta=a, alpha=b, out=Y), X
+        else:
+            X, Y = fused(X, products.addmm(A, A, A, beta=b, alpha=c, out=factor), X, beta=a, out=Y), X
+    return X
+
+
+def iterate_gram(
+    X: Tensor,
+    schedule: Sequence[Coefficients],
+    restarts: Sequence[int],
+    products: Products,
+    apply: Callable[..., Tensor] | None = None,
+    watch: Watch | None = None,
+    normalize: bool = False,
+) -> Tensor:
+    """Apply the polynomials of a schedule to ``X`` of Frobenius norm 1 through its Gram matrix.
+
+    The standard form multiplies ``X`` by ``P = a I + Z``, ``Z = b R + c R^2``, ``R = X X^T``, in every step. All these
+    matrices are polynomials of ``R``: they commute, and the next Gram matrix is ``P R P``. So the product ``Q`` of all
+    ``P`` is gathered on the short side and applied at the end: ``X <- Q X``.
+
+    Rounding makes the smallest eigenvalues of ``R`` slightly negative, and each step multiplies a small one by about
+    ``a^2``. A restart computes ``R`` anew from ``Q X`` before that grows.
+
+    Args:
+        X: (rows x cols) or (n x rows x cols) with ``rows <= cols``, in fp32 or fp16; never bf16, whose rounding the
+            form amplifies to errors of 0.3 and more.
+        schedule: one ``(a, b, c)`` per step.
+        restarts: steps, counted from 1, after which the Gram matrix is computed anew; ascending, below the number of
+            steps.
+        products: computes the symmetric products.
+        apply: ``(Q, X, out=)``, computes ``Q X``; plainly where None is given.
+        watch: see :data:`Watch`.
+        normalize: ``X`` has another norm, as :func:`scaled` leaves it. The norm is divided out on the short side: its
+            square is the trace of the first Gram matrix, which ``watch`` is shown as it is.
+
+    Returns:
+        A new tensor of the shape of ``X``.
+    """
+    apply = apply or (torch.bmm if X.ndim == 3 else torch.mm)
+    R, *work = square_work(X, 4)
+    Y = torch.empty_like(X)
+    spare = torch.empty_like(X) if restarts else Y
+    for start, end in zip([0, *restarts], [*restarts, len(schedule)], strict=True):
+        R = products.gram(X, out=R)
+        if watch is not None:
+            watch(start, R)
+        if normalize and start == 0:
+            squared = nonzero(R.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None])
+            Q = gram_factor(R.div_(squared), schedule[:end], products, work, watch).mul_(squared.rsqrt())
+        else:
+            Q = gram_factor(R, schedule[start:end], products, work, watch, start)
+        X = apply(Q, X, out=Y)
+        Y, spare = spare, Y
+    return X
+
+
+def iterate_gram_fp16(
+    X: Tensor,
+    schedule: Sequence[Coefficients],
+    restarts: Sequence[int],
+    products: Products,
+    apply: Callable[..., Tensor] | None = None,
+    watch: Watch | None = None,
+) -> Tensor:
+    """:func:`iterate_gram` in fp16, for ``X`` of norm 1 in fp32; the result is in fp32.
+
+    The Gram matrix of a large ``X`` of norm 1 has entries of 1e-6, which fp16 keeps two digits of. So ``X`` is taken
+    128 times as large, and the coefficients accordingly. The trace of the first Gram matrix is 2^14 then, and no later
+    one has an entry of 65504, the largest number of fp16, while singular values stay below 1.99.
+    """
+    wanted = None if watch is None else (lambda step, R: watch(step, R.float() / _FP16_SCALE**2))
+    schedule = [(a, b / _FP16_SCALE**2, c / _FP16_SCALE**4) for a, b, c in schedule]
+    X = iterate_gram((X * _FP16_SCALE).half(), schedule, restarts, products, apply, wanted)
+    return X.float() / _FP16_SCALE
+
+
+def gram_factor(
+    R: Tensor,
+    segment: Sequence[Coefficients],
+    products: Products,
+    work: Sequence[Tensor],
+    watch: Watch | None = None,
+    start: int = 0,
+) -> Tensor:
+    """The product ``Q`` of the polynomials of one segment between restarts.
+
+    Args:
+        R: Gram matrix at the start of the segment, (rows x rows) or (n x rows x rows); written to.
+        segment: ``(a, b, c)`` of its steps.
+        products: computes the symmetric products.
+        work: three further tensors like ``R``, one of which is returned.
+        watch: see :data:`Watch`; the first step of the segment is left out.
+        start: number of the first step.
+    """
+    Z, T, Q = work
+    for index, (a, b, c) in enumerate(segment):
+        if watch is not None and index > 0:
+            watch(start + index, R)
+        Z = torch.mul(R, b, out=Z) if c == 0 else products.addmm(R, R, R, beta=b, alpha=c, out=Z)
+        if index + 1 < len(segment):
+            # P (P R), not P^2 R: squaring P first costs up to five times the error
+            T = products.addmm(R, Z, R, beta=a, alpha=1.0, out=T)
+            R = products.addmm(T, Z, T, beta=a, alpha=1.0, out=R)
+        if index == 0:
+            Z.diagonal(dim1=-2, dim2=-1).add_(a)
+            Q, Z = Z, Q
+        else:
+            Q, T = products.addmm(Q, Q, Z, beta=a, alpha=1.0, out=T), Q
+    return Q
+
+
+def standard_flops(rows: int, cols: int, schedule: Sequence[Coefficients], share: float = 1.0) -> float:
+    """Floating-point operations of the standard form for a matrix with ``rows <= cols``.
+
+    A step is a Gram matrix, its square where the polynomial is of fifth order, and the product with ``X``; ``share`` is
+    the part of a symmetric product that is computed, between 1/2 and 1.
+    """
+    squares = sum(c != 0 for _, _, c in schedule)
+    return len(schedule) * (2 * share + 2) * rows**2 * cols + squares * 2 * share * rows**3
+
+
+def gram_flops(
+    rows: int, cols: int, schedule: Sequence[Coefficients], restarts: Sequence[int], share: float = 1.0
+) -> float:
+    """Floating-point operations of the Gram form, as :func:`standard_flops`.
+
+    Each segment between restarts is a Gram matrix and a product with ``X``; each step squares ``R`` where its
+    polynomial is of fifth order, multiplies ``Q`` but in the first of a segment, and advances ``R`` by two products but
+    in the last.
+    """
+    segments = len(restarts) + 1
+    cubes = sum(c != 0 for _, _, c in schedule) + 3 * (len(schedule) - segments)
+    return segments * (2 * share + 2) * rows**2 * cols + cubes * 2 * share * rows**3

@@ -20,7 +20,7 @@ from megatron_eopt.optimizers import (
     TensorParallelMuon,
     factor_pairs,
 )
-from megatron_eopt.optimizers.hybrid import Muon
+from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
 from megatron_eopt.registry import (
     EMERGING_OPTIMIZERS,

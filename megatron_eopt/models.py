@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_eopt.parallel.cost import Work, whole_flops
-from megatron_eopt.parallel.records import Shape, cut, cut_at, whole
 from megatron_eopt.parallel.plan import Matrix
+from megatron_eopt.parallel.records import Shape, cut, cut_at, whole
 
 Parameter = tuple[Matrix, ...]
 """The logical matrices of one parameter."""

@@ -19,7 +19,7 @@ from megatron_eopt.megatron.checkpoints.layers import named_apart
 from megatron_eopt.megatron.checkpoints.loading import checked_load, checked_save
 from megatron_eopt.megatron.factory import allowing_owners, checked, with_registered
 from megatron_eopt.optimizers.lion import Lion
-from megatron_eopt.optimizers.skipping import NAME
+from megatron_eopt.optimizers.parameters import NAME
 from megatron_eopt.redirect import Redirection, Redirections
 
 logger = logging.getLogger(__name__)

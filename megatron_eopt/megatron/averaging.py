@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron_eopt.megatron.checkpoints.attach import plain_wrappers
 from megatron_eopt.megatron.held import model_parameters
-from megatron_eopt.optimizers.state import DescribedState
+from megatron_eopt.optimizers.base import BaseOptimizer as BaseOptimizer
 
 _EXPORTING: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 """Model chunk -> those of Megatron's optimizers that evaluate and export something else than its parameters."""
@@ -64,4 +64,4 @@ def _exported(wrappers: Sequence[Any]) -> Iterator[None]:
 
 
 def _exports(optimizer: Any) -> bool:
-    return isinstance(optimizer, DescribedState) and optimizer.live_key is not None
+    return isinstance(optimizer, BaseOptimizer) and optimizer.live_key is not None

@@ -14,9 +14,8 @@ from megatron_eopt.manifest.checks import ADAMW_RMS
 from megatron_eopt.megatron.entries import DEFAULT
 from megatron_eopt.megatron.held import Held, held, owner_name
 from megatron_eopt.megatron.overriding import Owned
-from megatron_eopt.optimizers.logical import DescribedMatrix, LogicalMatrices
-from megatron_eopt.optimizers.sharded import GROUPS
-from megatron_eopt.optimizers.state import DescribedState
+from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.parameters import GROUPS, DescribedMatrix
 from megatron_eopt.overrides import ParameterInfo
 from megatron_eopt.overrides.conditions import is_embedding
 from megatron_eopt.parallel.layout import is_cut_again, is_expert, is_sharded
@@ -107,7 +106,7 @@ def _described_matrices(optimizers: Mapping[int, Optimizer], settled: bool) -> d
     return {
         id(parameter): matrices
         for optimizer in optimizers.values()
-        if isinstance(optimizer, LogicalMatrices)
+        if isinstance(optimizer, BaseOptimizer)
         for parameter, matrices in optimizer.described_matrices(settled).items()
     }
 
@@ -184,7 +183,7 @@ def _state_bytes(info: ParameterInfo, holder: Held | None, name: str | None) -> 
         return 0
     elements = prod(info.shape)
     optimizer, own = holder.optimizer, holder.own
-    if not isinstance(optimizer, DescribedState):
+    if not isinstance(optimizer, BaseOptimizer):
         return _FULL_TENSORS.get(name or "", 0) * elements * 4
     if own is None:  # shards of Lion's momentum, which is in fp32 there
         return elements * 4

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_eopt.manifest import problems, table, to_json, warnings
 from megatron_eopt.megatron.collecting import Manifest
 from megatron_eopt.megatron.held import held
-from megatron_eopt.optimizers.logical import LogicalMatrices
+from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.registry import takes_matrices
 
 
@@ -53,7 +53,7 @@ def prove_in_first_step(optimizer: Any, matrices: int) -> None:
         matrices: that this rank has a part of.
     """
     own = {id(each.optimizer): each.optimizer for each in held(optimizer)}
-    counting = [each for each in own.values() if isinstance(each, LogicalMatrices)]
+    counting = [each for each in own.values() if isinstance(each, BaseOptimizer)]
     step = optimizer.step
 
     @functools.wraps(step)

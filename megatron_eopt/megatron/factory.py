@@ -35,7 +35,7 @@ from megatron_eopt.megatron.summary import print_summary, torch_optimizers
 from megatron_eopt.megatron.support.facts import Run
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.tagging import tag_fused_projections
-from megatron_eopt.optimizers.elementwise import ElementwiseOptimizer
+from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer, takes_matrices
 
 _MEGATRONS_OWN = ("adam", "sgd", "lion")
@@ -95,7 +95,7 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
 def _complete(optimizer: Any, pg_collection: Any) -> None:
     """Tell the ranks of a scalar optimizer, which Megatron builds without them, whom to agree with."""
     for each in torch_optimizers(optimizer):
-        if isinstance(each, ElementwiseOptimizer):
+        if isinstance(each, BaseOptimizer):
             each.pg_collection = pg_collection
 
 

@@ -7,7 +7,7 @@ from megatron_eopt.megatron.fused import SplitName
 from megatron_eopt.optimizers.schedule_free import Variant
 from megatron_eopt.optimizers.second_moment import Moment2Method
 from megatron_eopt.optimizers.soap import Gradients
-from megatron_eopt.optimizers.soap_eigenbasis import BasisMethod
+from megatron_eopt.optimizers.soap_math import BasisMethod
 from megatron_eopt.orthogonalize.scale import PRESETS
 
 

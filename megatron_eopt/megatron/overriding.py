@@ -13,7 +13,7 @@ from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.entries import DEFAULT, all_entries, known_names
 from megatron_eopt.megatron.fused import SplitName, fused, is_declared, split_of
 from megatron_eopt.megatron.parameters import Described
-from megatron_eopt.optimizers.skipping import NAME
+from megatron_eopt.optimizers.parameters import NAME
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
 from megatron_eopt.overrides import Entry, OverrideError, Resolved, match_counts, resolve
 from megatron_eopt.overrides.known import SPLIT

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
-from megatron_eopt.optimizers.factored import FactoredOptimizer
+from megatron_eopt.optimizers.base import KERNEL
 from megatron_eopt.optimizers.muon import TensorParallelMuon
-from megatron_eopt.optimizers.planning import RUNG
+from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.parallel.records import Shape
 
 
@@ -38,13 +38,13 @@ def summary(optimizers: Sequence[Optimizer]) -> str:
     """One line on what each optimizer owns on this rank."""
     kinds: dict[str, list[Tensor]] = {}
     muons: dict[str, list[TensorParallelMuon]] = {}
-    factored: dict[str, list[FactoredOptimizer]] = {}
+    factored: dict[str, list[Spectron]] = {}
     for optimizer in optimizers:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         kinds.setdefault(type(optimizer).__name__, []).extend(parameters)
         if isinstance(optimizer, TensorParallelMuon) and parameters:
             muons.setdefault(type(optimizer).__name__, []).append(optimizer)
-        if isinstance(optimizer, FactoredOptimizer) and parameters:
+        if isinstance(optimizer, Spectron) and parameters:
             factored.setdefault(type(optimizer).__name__, []).append(optimizer)
     notes = {name: _how(found) for name, found in muons.items()}
     notes |= {name: _factored(found) for name, found in factored.items()}
@@ -78,7 +78,7 @@ def _how(muons: Sequence[TensorParallelMuon]) -> str:
     where = f"{listed} over {ranks} ranks" if counts else "none sharded"
     sizes = " to ".join(f"{size:g}" for size in sorted({min(rms), max(rms)})) if rms else "not known before the steps"
     exactness = "an approximation" if "blockwise" in counts else "exact"
-    precision = f"{muon.newton_schulz.fp32_matmul_prec} precision, symmetric products by {muon.param_groups[0][RUNG]}"
+    precision = f"{muon.newton_schulz.fp32_matmul_prec} precision, symmetric products by {muon.param_groups[0][KERNEL]}"
     return (
         f"{sum(iterations.values())} matrices orthogonalized by {_iterations(iterations)}, {precision}), {where} "
         f"({exactness}), {_second_moment(muon)}update RMS {sizes} "
@@ -86,7 +86,7 @@ def _how(muons: Sequence[TensorParallelMuon]) -> str:
     )
 
 
-def _factored(optimizers: Sequence[FactoredOptimizer]) -> str:
+def _factored(optimizers: Sequence[Spectron]) -> str:
     """What becomes of the weights, for those who did not ask for low rank."""
     count = sum(each.matrices_per_step for each in optimizers)
     ranks = sorted({group["rank"] for each in optimizers for group in each.param_groups if group["params"]})

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_eopt.optimizers.sharded import GROUPS
+from megatron_eopt.optimizers.parameters import GROUPS
 from megatron_eopt.parallel.layout import layout_of
 from megatron_eopt.registry import get_qkv_split_shapes
 

@@ -198,7 +198,9 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         ]
 
     def _moment_keys(self, parameter: Tensor) -> list[str]:
-        return [MOMENT2_BUFFER + end for end in ([""] if self.moment2_method == "adamuon" else self.key_ends(parameter))]
+        return [
+            MOMENT2_BUFFER + end for end in ([""] if self.moment2_method == "adamuon" else self.key_ends(parameter))
+        ]
 
     def _further_state(self, parameter: Tensor) -> list[Tensor]:
         state = self._state_of(parameter)

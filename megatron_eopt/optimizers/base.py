@@ -1,7 +1,7 @@
 """What every optimizer of ours is: groups that are checked, state that is described, a step that is prepared."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import torch

@@ -56,7 +56,8 @@ class GraphedUpdate:
                 "step was captured with: only learning rate and weight decay may change. Turn cuda_graphs off"
             )
         for batch, static in zip(batches, self._batches, strict=True):
-            assert static.accepted is not None and batch.accepted is not None  # they are masked
+            assert static.accepted is not None
+            assert batch.accepted is not None  # both are masked
             torch._foreach_copy_(static.gradients, batch.gradients)
             static.accepted.copy_(batch.accepted)
         for rate, static_rate in zip(_rates(batches), _rates(self._batches), strict=True):

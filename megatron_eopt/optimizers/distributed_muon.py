@@ -12,20 +12,19 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers import bulk
-from megatron_eopt.optimizers.checks import check_rates
-from megatron_eopt.optimizers.skipping import Skipping, names_of_last, parameter_names
+from megatron_eopt.optimizers import foreach
+from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.group_settings import check_rates
+from megatron_eopt.optimizers.parameters import names_of_last, parameter_names
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.stepping import SteppingOptimizer
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
 from megatron_eopt.orthogonalize.newton_schulz import newton_schulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, product_dtype, validate_matmul_precision
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
-from megatron_eopt.parallel.agree import same_plan
-from megatron_eopt.parallel.collectives import all_gather, broadcast, lowest
+from megatron_eopt.parallel.collectives import all_gather, broadcast
+from megatron_eopt.parallel.engine import Engine, Parameter, check_same
 from megatron_eopt.parallel.layout import is_sharded
-from megatron_eopt.parallel.records import whole
-from megatron_eopt.parallel.plan import Bucket, Matrix, Plan
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, whole
 
 MOMENTUM_BUFFER = "momentum_buffer"
 
@@ -34,7 +33,7 @@ _COEFFICIENTS = "simple"
 _LABEL = "dp"
 
 
-class DistributedMuon(SteppingOptimizer):
+class DistributedMuon(BaseOptimizer):
     """Muon under data parallelism, with the momentum of a matrix on the one rank that computes its update [1].
 
     All ranks hold the same parameters and gradients, as under DDP. Each matrix ``W`` (m x n) has a compute rank, which
@@ -53,7 +52,7 @@ class DistributedMuon(SteppingOptimizer):
 
     More than two dimensions are read as a matrix: the first one times the rest. Gradients are not written to; a
     parameter without one stays as it is, and so does one whose gradient is not finite: see
-    :mod:`~megatron_eopt.optimizers.skipping`. :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon` with its
+    :mod:`~megatron_eopt.optimizers.nonfinite`. :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon` with its
     ``data_parallel_group`` has more coefficients and larger batches, at the price of all momenta on all ranks.
 
     Args:
@@ -196,17 +195,21 @@ class DistributedMuon(SteppingOptimizer):
                     f"TensorParallelMuon"
                 )
 
-    def _prepare(self, parameters: Sequence[Tensor]) -> Skipping:
-        if self.process_group is not None:
-            names = parameter_names(self.param_groups)
-            matrices = [_as_matrix(*each, self._ranks) for each in zip(names, parameters, strict=True)]
-            plan = Plan(tuple(matrices), tuple(self._all_rounds()))
-            same_plan(plan, {_LABEL: self.process_group}, parameters[0].device)
-        self.init_state()
-        return super()._prepare(parameters)
+    def _described(self, name: str, parameter: Tensor) -> Parameter:
+        return Parameter(name, parameter.dtype, groups={} if self._ranks == 1 else {_LABEL: self.process_group})
 
-    def _agree(self, flags: Tensor) -> Tensor:
-        return flags if self.process_group is None else lowest(flags, self.process_group)
+    def prepare(self) -> Engine:
+        """Compare parameters and rounds with the other ranks; all ranks call it together, and the first step does.
+
+        Raises:
+            ValueError: if the parameters differ between ranks.
+        """
+        if self._engine is None and self.process_group is not None:
+            matrices = [_as_matrix(*each, self._ranks) for each in zip(self._names(), self._parameters(), strict=True)]
+            plan = Plan(tuple(matrices), tuple(self._all_rounds()))
+            check_same(plan, {_LABEL: self.process_group}, self._parameters()[0].device)
+        self.init_state()
+        return super().prepare()
 
     def _take(self, accepted: Tensor) -> None:
         self._consolidated = None
@@ -234,8 +237,9 @@ class DistributedMuon(SteppingOptimizer):
         parameter = parameters[own]
         momentum = self.state[parameter][MOMENTUM_BUFFER]
         gradient = momentum if parameter.grad is None else parameter.grad.to(momentum.dtype)
-        gradients = bulk.replace_rejected([gradient], [momentum], accepted[own : own + 1])
-        [update] = bulk.average([momentum], gradients, group["momentum"], group["nesterov"])
+        [update] = foreach.average(
+            [momentum], [gradient], group["momentum"], group["nesterov"], accepted[own : own + 1]
+        )
         factor = newton_schulz(
             update.flatten(1),
             group["ns_steps"],
@@ -323,6 +327,5 @@ def _apply(
     """``W <- (1 - lr weight_decay) W - lr max(1, m/n)^0.5 O``, for the matrices of a round that are accepted."""
     rows, cols = parameters[0].flatten(1).shape
     updates = [factor.to(p.dtype).view_as(p) for p, factor in zip(parameters, received(), strict=True)]
-    if group["weight_decay"]:
-        bulk.decay(parameters, group["lr"], group["weight_decay"], accepted)
-    bulk.apply(parameters, updates, group["lr"] * muon_scale_factor(rows, cols, "shape_scaling"), accepted)
+    foreach.scale(parameters, 1 - group["lr"] * group["weight_decay"], accepted)
+    foreach.subtract(parameters, updates, group["lr"] * muon_scale_factor(rows, cols, "shape_scaling"), accepted)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.group_settings import DecayMethod, Scalar
+from megatron_eopt.optimizers.group_settings import DecayMethod, Scalar, decay_power
 
 MOST_BYTES = 2**28
 """Of further copies that are in memory at a time, where a single tensor does not take more."""
@@ -75,8 +75,7 @@ def decay(batch: Batch) -> None:
     """``p -= lr * weight_decay * p``, or by another method; ``l2`` changes no parameter."""
     if not batch.decays or batch.decay_method == "l2":
         return
-    powers = {"decoupled": batch.lr, "independent": 1.0, "palm": batch.lr * batch.lr}
-    scale(batch.weights, 1 - powers[batch.decay_method] * batch.weight_decay, batch.accepted)
+    scale(batch.weights, 1 - decay_power(batch.lr, batch.decay_method) * batch.weight_decay, batch.accepted)
 
 
 def scale(tensors: Sequence[Tensor], factor: Scalar, accepted: Tensor | None = None) -> None:

@@ -166,6 +166,11 @@ def decay_method(name: str, group: Mapping[str, Any]) -> DecayMethod:
     return found
 
 
+def decay_power(lr: Scalar, method: DecayMethod) -> Scalar:
+    """What multiplies the weight decay, where the method is one that changes parameters."""
+    return 1.0 if method == "independent" else lr * lr if method == "palm" else lr
+
+
 def in_own_words(name: str, given: Mapping[str, Any], known: Mapping[str, Any], keys: tuple[str, str]) -> Group:
     """What a group gives, under the names that the class reads.
 

@@ -1,6 +1,6 @@
-"""Lion: every entry of the update is the sign of an interpolated momentum."""
+"""Lion and Signum: every entry of the update is the sign of a momentum."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from itertools import batched
 from typing import Any, get_args
 
@@ -10,13 +10,15 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.group_settings import DecayMethod, Scalar, check_betas, check_rates
+from megatron_eopt.optimizers.group_settings import DecayMethod, Scalar, check_betas, check_rates, decay_power
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice
 
 EXP_AVG = "exp_avg"
 """Name of the momentum: the one that Megatron-Core gives it where it creates the state itself."""
+
+_AT_ONCE = 64  # tensors, of which there are further copies in memory
 
 
 class Lion(BaseOptimizer):
@@ -65,70 +67,131 @@ class Lion(BaseOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, **decay, "maximize": maximize})
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        check_rates(type(self).__name__, group)
         check_betas(type(self).__name__, group["betas"])
-        check_choice(
-            f"weight_decay_method of {type(self).__name__}", group["weight_decay_method"], get_args(DecayMethod)
-        )
+        _check_decay(type(self).__name__, group)
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum."""
         return [StateTensor(EXP_AVG)]
 
     def _take(self, accepted: Tensor) -> None:
-        flags = iter(accepted.unbind())
-        # on a CPU one tensor stays in the cache from operation to operation
-        at_once = 1 if accepted.device.type == "cpu" else bulk.AT_ONCE
-        for group in self.param_groups:
-            of_group = [(p, next(flags)) for p in group["params"]]
-            for some in batched([(p, flag) for p, flag in of_group if p.grad is not None], at_once):
-                self._update([p for p, _ in some], torch.stack([flag for _, flag in some]), group)
-
-    def _update(self, parameters: Sequence[Tensor], accepted: Tensor, group: dict[str, Any]) -> None:
-        momenta = [local(self._state_of(p)[EXP_AVG]) for p in parameters]
-        gradients = [
-            local(p.grad).to(m.dtype)  # type: ignore[arg-type]  # those without a gradient are not among them
-            for p, m in zip(parameters, momenta, strict=True)
-        ]
-        if group["maximize"]:
-            gradients = list(torch._foreach_neg(gradients))
-        _lion(
-            [local(p) for p in parameters],
-            momenta,
-            gradients,
-            accepted,
-            lr=group["lr"],
-            betas=group["betas"],
-            weight_decay=group["weight_decay"],
-            method=group["weight_decay_method"],
-        )
+        _step(self, accepted, lambda group: group["betas"])
 
 
-def _lion(
-    parameters: list[Tensor],
-    momenta: list[Tensor],
+class Signum(BaseOptimizer):
+    """Signum, signSGD with momentum [1], with decoupled weight decay: Lion with one beta.
+
+    For a parameter ``p`` with gradient ``g`` and momentum ``m``, in this order:
+
+    1. weight decay: ``p -= lr * weight_decay * p``, or as ``weight_decay_method`` says;
+    2. ``m <- beta m + (1 - beta) g``;
+    3. ``p -= lr * sign(m)``.
+
+    Everything else is as in :class:`~megatron_eopt.optimizers.lion.Lion`: what is said there of rates, shards, DTensors
+    and gradients that are left out, and the state.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate, at least 0.
+        momentum: ``beta``, in [0, 1); 0 is signSGD.
+        weight_decay: at least 0.
+        weight_decay_method: ``decoupled``, ``independent``, ``palm`` or ``l2``, as in Lion.
+        maximize: ascend instead of descend.
+        pg_collection: the process groups of sharded parameters, to agree on gradients that are not finite.
+
+    Raises:
+        ValueError: for a setting out of its range.
+
+    [1] Bernstein et al., signSGD: Compressed Optimisation for Non-Convex Problems, arXiv 1802.04434.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Scalar = 1e-4,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        weight_decay_method: DecayMethod = "decoupled",
+        maximize: bool = False,
+        pg_collection: TensorParallelGroups | None = None,
+    ) -> None:
+        self.pg_collection = pg_collection
+        decay = {"weight_decay": weight_decay, "weight_decay_method": weight_decay_method}
+        super().__init__(params, {"lr": lr, "momentum": momentum, **decay, "maximize": maximize})
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        if not 0 <= group["momentum"] < 1:
+            raise ValueError(f"{type(self).__name__}: momentum must lie in [0, 1), got {group['momentum']}")
+        _check_decay(type(self).__name__, group)
+
+    def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
+        """The momentum."""
+        return [StateTensor(EXP_AVG)]
+
+    def _take(self, accepted: Tensor) -> None:
+        _step(self, accepted, lambda group: (group["momentum"], group["momentum"]))
+
+
+def _check_decay(name: str, group: Mapping[str, Any]) -> None:
+    check_rates(name, group)
+    check_choice(f"weight_decay_method of {name}", group["weight_decay_method"], get_args(DecayMethod))
+
+
+def _step(
+    optimizer: BaseOptimizer, accepted: Tensor, betas: Callable[[Mapping[str, Any]], tuple[float, float]]
+) -> None:
+    """One step of all parameters.
+
+    Args:
+        optimizer: Lion or Signum.
+        accepted: which parameters step.
+        betas: of a group.
+    """
+    on_cpu = accepted.device.type == "cpu"
+    flags = iter(accepted.unbind())
+    for group in optimizer.param_groups:
+        of_group = [(p, next(flags)) for p in group["params"]]
+        # a CPU has the flags at once, and there one tensor stays in the cache from operation to operation
+        active = [(p, flag) for p, flag in of_group if p.grad is not None and (not on_cpu or flag)]
+        for some in batched(active, 1 if on_cpu else _AT_ONCE):
+            parameters = [p for p, _ in some]
+            momenta = [local(optimizer._state_of(p)[EXP_AVG]) for p in parameters]
+            gradients = [local(p.grad).to(m.dtype) for p, m in zip(parameters, momenta, strict=True)]  # type: ignore[arg-type]
+            lion(
+                [local(p) for p in parameters],
+                list(torch._foreach_neg(gradients)) if group["maximize"] else gradients,
+                momenta,
+                None if on_cpu else torch.stack([flag for _, flag in some]),
+                lr=group["lr"],
+                betas=betas(group),
+                weight_decay=group["weight_decay"],
+                method=group["weight_decay_method"],
+            )
+
+
+def lion(
+    weights: list[Tensor],
     gradients: list[Tensor],
-    accepted: Tensor,
+    momenta: list[Tensor],
+    accepted: Tensor | None,
     *,
     lr: Scalar,
     betas: tuple[float, float],
     weight_decay: float,
     method: DecayMethod,
 ) -> None:
-    """One step of parameters and momenta, those not accepted excepted; does not wait for a GPU."""
+    """One step of weights and momenta, those not accepted excepted; does not wait for a GPU.
+
+    ``u = sign(m + (1 - beta1) (g - m))``, ``m += (1 - beta2) (g - m)``, weight decay, ``w -= lr u``.
+    """
     beta1, beta2 = betas
     if weight_decay != 0 and method == "l2":
-        gradients = bulk.with_decay(gradients, parameters, weight_decay)
-    gradients = bulk.replace_rejected(gradients, momenta, accepted)
+        gradients = foreach.with_decay(gradients, weights, weight_decay)
+    gradients = foreach.masked(gradients, momenta, accepted)
     updates = list(torch._foreach_lerp(momenta, gradients, 1 - beta1))
     torch._foreach_sign_(updates)
     torch._foreach_lerp_(momenta, gradients, 1 - beta2)
-    # a CPU has the answer at once, and then mostly nothing is to do
-    if accepted.device.type != "cpu" or not accepted.all():
-        torch._foreach_mul_(updates, accepted.unbind())
     if weight_decay != 0 and method != "l2":
-        bulk.decay(parameters, lr, weight_decay, accepted, method)
-    if isinstance(lr, Tensor):  # a number as alpha is not rounded to the dtype of the parameter, a factor would be
-        torch._foreach_mul_(updates, lr)
-        lr = 1.0
-    torch._foreach_add_(parameters, updates, alpha=-lr)
+        foreach.scale(weights, 1 - decay_power(lr, method) * weight_decay, accepted)
+    foreach.subtract(weights, updates, lr, accepted)

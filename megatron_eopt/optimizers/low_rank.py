@@ -1,191 +1,244 @@
-"""What is kept of weights of low rank, and which parameters and settings an optimizer of them can have."""
+"""Weights of low rank, ``W = A B^T``: the layouts of their factors, and one step of them, Spectron's."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import batched
 
 import torch
 from torch import Tensor
 
-from megatron_eopt.matrices import declared_split
-from megatron_eopt.optimizers.parameters import local
-from megatron_eopt.optimizers.checks import check_rates
-from megatron_eopt.optimizers.factor_plan import is_tall
-from megatron_eopt.optimizers.sharded import ShardedMatrices
-from megatron_eopt.optimizers.skipping import names_of_last
-from megatron_eopt.optimizers.state import Dim, StateTensor
-from megatron_eopt.optimizers.stepping import SteppingOptimizer
-from megatron_eopt.orthogonalize.spectral import start_vector
-
-FACTOR_A, FACTOR_B = "factor_A", "factor_B"
-MOMENTUM_A, MOMENTUM_B = "momentum_buffer_A", "momentum_buffer_B"
-U_A, U_B = "u_A", "u_B"
-PROJECTED = "projected"
-"""1 where the factors are those of the weight, 0 before the first step."""
-
-MOMENTUM, U = "momentum_buffer", "u"
-"""Of a parameter that is a factor itself."""
-
-_OF_OTHERS = ("scale_mode", "extra_scale_factor")
+from megatron_eopt.optimizers.group_settings import Scalar
+from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
+from megatron_eopt.orthogonalize.spectral import low_rank_factors, power_iterations, rayleigh_quotients
+from megatron_eopt.parallel.collectives import all_reduce, broadcast
+from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.parallel.layout import Layout, on_one_rank
+from megatron_eopt.parallel.records import Piece, whole
 
 
-def factor_pairs(pairs: Iterable[Sequence[Any]], **settings: Any) -> dict[str, Any]:
-    """A group of parameters that are factors themselves, for a model that computes with them::
+@dataclass(frozen=True, eq=False)
+class Factor:
+    """One factor, as this rank holds it: the rank is the second dimension.
 
-        Spectron([factor_pairs([(layer.up, layer.down) for layer in layers], lr=0.01), {"params": dense_weights}])
+    Attributes:
+        index: of it among the factors that are orthogonalized together.
+        value: (rows x r), written to.
+        momentum: (rows x r), written to.
+        u: (rows,), written to: the singular vector that the last step found.
+        gradient: (rows x r).
+        label: of the ranks that hold other rows; empty where this rank holds all.
+    """
+
+    index: int
+    value: Tensor
+    momentum: Tensor
+    u: Tensor
+    gradient: Tensor
+    label: str
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """Two factors, whose step is of one size.
+
+    Attributes:
+        factors: both.
+        accepted: whether they step, on their device.
+        lr: of their group.
+        weight_decay: of their group.
+        momentum_beta: of their group.
+    """
+
+    factors: tuple[Factor, Factor]
+    accepted: Tensor
+    lr: Scalar
+    weight_decay: Scalar
+    momentum_beta: float
+
+
+def spectron(pairs: Sequence[Pair], engine: Engine, power_steps: int, precision: MatmulPrecision) -> None:
+    """One step of Spectron on pairs of factors; does not wait for a GPU.
+
+    For factors ``A`` and ``B`` with gradients ``gA`` and ``gB``, in this order:
+
+    1. weight decay of each factor: ``A -= lr * weight_decay * A``;
+    2. momentum: ``mA += (1 - beta) (gA - mA)``;
+    3. ``sA`` and ``sB``, the largest singular values, by power iteration;
+    4. ``A -= lr / (sA + sB + 1) * orth(mA)``, and so ``B``.
 
     Args:
-        pairs: the two factors of each weight, in any order and orientation (``A`` and ``B``, or ``A`` and ``B^T`` as
-            two linear layers hold them), each a parameter or its name and it.
-        **settings: of the group.
+        pairs: of all parameters that step.
+        engine: of the factors.
+        power_steps: of the power iterations.
+        precision: of the products of the iteration that orthogonalizes.
+    """
+    for pair in pairs:
+        _average(pair)
+    factors = [factor for pair in pairs for factor in pair.factors]
+    with fp32_products(precision):
+        found = engine.orthogonalize([factor.momentum for factor in factors], [factor.index for factor in factors])
+    directions = (direction for (direction,) in found)
+    flags = [pair.accepted for pair in pairs for _ in pair.factors]
+    norms = iter(_spectral_norms(factors, flags, power_steps, engine))
+    for pair in pairs:
+        rate = pair.lr * pair.accepted.double() / (next(norms) + next(norms) + 1)
+        for factor in pair.factors:
+            factor.value.sub_(next(directions) * rate)
+
+
+def factor_gradients(
+    gradients: Sequence[Tensor], factors: Sequence[tuple[Tensor, Tensor]], labels: Sequence[str], engine: Engine
+) -> list[tuple[Tensor, Tensor]]:
+    """``G B`` and ``G^T A`` of this rank's rows of ``A`` and ``B``, in the dtype of the factors.
+
+    Args:
+        gradients: this rank's pieces of ``G``.
+        factors: this rank's rows of ``A`` and ``B``.
+        labels: of ``A`` and of ``B`` in turn, as in :class:`Factor`.
+        engine: sums over ranks.
+    """
+    parts = []
+    for G, (A, B) in zip(gradients, factors, strict=True):
+        G = G.to(A.dtype)
+        parts += [G @ B, G.mT @ A]
+    # a product along a dimension that is cut is of this rank's part of it alone
+    across = [label for of_a, of_b in zip(labels[::2], labels[1::2], strict=True) for label in (of_b, of_a)]
+    summed = engine.sums(parts, across)
+    return list(zip(summed[::2], summed[1::2], strict=True))
+
+
+def project(
+    pieces: Iterable[Tensor], layouts: Sequence[Layout], ranks: Sequence[int], turns: Sequence[int]
+) -> list[tuple[Tensor, Tensor, float]]:
+    """Factors of low rank of matrices of which this rank holds pieces; waits for the device.
+
+    Matrices that are cut are put together on all ranks of their group, one at a time; the decomposition of each is made
+    on one of them, the ranks in turn, and is sent to the others, so that all have the same to the bit.
+
+    Args:
+        pieces: of the weights, in the dtype of the factors; made one at a time, if they are an iterator.
+        layouts: where they lie.
+        ranks: ``r`` of each.
+        turns: of each a number, the same on the ranks that share it, which says who of them decomposes it.
+
+    Returns:
+        This rank's rows of ``A`` and ``B``, and the relative error ``||W - A B^T||_F / ||W||_F``, which is not a number
+        for a ``W`` that is zero or not finite.
+    """
+    packed = []
+    for piece, layout, r, turn in zip(pieces, layouts, ranks, turns, strict=True):
+        whole = _whole(piece, layout)
+        if layout.rank == turn % layout.ranks:
+            packed.append(_packed(whole, r))
+        else:
+            packed.append(whole.new_empty(sum(layout.shape) * r + 1))
+    found = []
+    for both, layout, r, turn in zip(packed, layouts, ranks, turns, strict=True):
+        if layout.group is not None:
+            both = broadcast(both, turn % layout.ranks, layout.group).wait()
+        A, B, error = both.split([layout.shape[0] * r, layout.shape[1] * r, 1])
+        own = layout.piece
+        found.append((A.view(-1, r)[own.top : own.bottom], B.view(-1, r)[own.left : own.right], float(error)))
+    return found
+
+
+def is_tall(layout: Layout) -> bool:
+    """Whether the rank is the second dimension of a parameter that is a factor; squares count as tall."""
+    return layout.shape[0] >= layout.shape[1]
+
+
+def factor_layouts(matrices: Sequence[Layout], rank: int | None) -> tuple[Layout, ...]:
+    """The layouts of the factors of logical matrices, ``A`` and ``B`` in turn.
+
+    Args:
+        matrices: the layouts of the matrices.
+        rank: of the factors; None for one matrix that is a factor itself.
+    """
+    if rank is not None:
+        return tuple(_side(layout, dim, rank) for layout in matrices for dim in (0, 1))
+    (own,) = matrices
+    return (_side(own, 0, own.shape[1]) if is_tall(own) else _side(own, 1, own.shape[0]),)
+
+
+def _side(layout: Layout, dim: int, rank: int) -> Layout:
+    """The layout of a factor whose rows are those of one dimension of a matrix."""
+    shape = layout.shape[dim], rank
+    edges = [((piece.top, piece.bottom), (piece.left, piece.right))[dim] for piece in layout.pieces]
+    pieces = tuple(Piece(*edge, 0, rank) for edge in edges)
+    # each rank treats as its own what it has whole
+    return on_one_rank(shape) if set(pieces) == {whole(shape)} else replace(layout, shape=shape, pieces=pieces)
+
+
+def check_pairs(name: str, layouts: Sequence[Layout], names: Sequence[str]) -> None:
+    """Check that parameters are the factors of weights, two by two.
+
+    Args:
+        name: of the optimizer, for messages.
+        layouts: of the parameters.
+        names: of the parameters.
 
     Raises:
-        ValueError: for what is not two parameters.
+        ValueError: naming the first that is none.
     """
-    params = []
-    for place, pair in enumerate(pairs):
-        if len(pair) != 2:
-            raise ValueError(f"a pair has two factors, got {len(pair)} in pair {place}")
-        params += list(pair)
-    return {"params": params, "pairs": True, **settings}
-
-
-class LowRankState(SteppingOptimizer, ShardedMatrices):
-    """The state of an optimizer whose weights are products of factors, and the checks of its groups."""
-
-    def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
-        """Factors, their momenta and singular vectors, for each logical matrix; of a factor what it has of these."""
-        dtype, group = wide_dtype(parameter), self.group_of(parameter)
-        if group["pairs"]:
-            side: Dim = "rows" if is_tall(self.layout(parameter)) else "columns"
-            return [StateTensor(MOMENTUM, dtype=dtype), StateTensor(U, (side,), 0, dtype)]
-        rank = group["rank"]
-        described = [StateTensor(PROJECTED, (), 0, dtype)]
-        for part, end in enumerate(self.key_ends(parameter)):
-            described += [
-                StateTensor(FACTOR_A + end, ("rows", rank), part, dtype),
-                StateTensor(FACTOR_B + end, ("columns", rank), part, dtype),
-                StateTensor(MOMENTUM_A + end, ("rows", rank), part, dtype),
-                StateTensor(MOMENTUM_B + end, ("columns", rank), part, dtype),
-                StateTensor(U_A + end, ("rows",), part, dtype),
-                StateTensor(U_B + end, ("columns",), part, dtype),
-            ]
-        return described
-
-    def _check_kept_ranks(self) -> None:
-        for parameter, state in self.state.items():
-            kept = next((x.shape[1] for key, x in state.items() if key.startswith(FACTOR_A)), None)
-            rank = self.group_of(parameter)["rank"]
-            if kept not in (None, rank):
-                raise ValueError(
-                    f"{type(self).__name__} keeps factors of rank {kept} for the parameter of shape "
-                    f"{tuple(parameter.shape)}, whose group now has rank {rank}: set it back, the rank cannot change"
-                )
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state.
-
-        Raises:
-            ValueError: if the groups, their ranks or the shapes are others, or if a tensor is missing; nothing is
-                changed then.
-        """
-        for number, (own, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=False)):
-            for key in ("rank", "pairs"):
-                if saved.get(key, own[key]) != own[key]:
-                    raise ValueError(
-                        f"{type(self).__name__}: group {number} has {key}={own[key]}, but the state was saved with "
-                        f"{saved[key]}: build the optimizer as it was"
-                    )
-        super().load_state_dict(state_dict)
-
-    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
-        state = self.state[parameter]
-        if state:
-            return state
-        state = super()._state_of(parameter)
-        layouts = self.matrix_layouts(parameter)
-        for tensor in self.state_tensors(parameter):
-            if tensor.dims in (("rows",), ("columns",)):
-                layout = layouts[tensor.matrix]
-                place, dim = layout.piece, 0 if tensor.dims == ("rows",) else 1
-                start, end = ((place.top, place.bottom), (place.left, place.right))[dim]
-                local(state[tensor.key]).copy_(start_vector(layout.shape[dim])[start:end])
-        return state
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        name, number = type(self).__name__, len(self.param_groups) - 1
-        check_rates(name, group)
-        if not 0 <= group["momentum_beta"] < 1:
-            raise ValueError(f"{name}: momentum_beta must lie in [0, 1), got {group['momentum_beta']}")
-        check_count(f"{name}: rank", group["rank"])
-        for key in _OF_OTHERS:
-            if key in group:
-                raise ValueError(f"{name}: group {number} has {key}, but the size of an update follows from lr alone")
-        names = names_of_last(self.param_groups)
-        places = names_of_last(self.param_groups, shapes=False)
-        for parameter, called, place in zip(group["params"], names, places, strict=True):
-            if not parameter.is_floating_point():
-                raise ValueError(f"{name} takes real, floating-point matrices, but {called} is {parameter.dtype}")
-            self._check_parameter(parameter, place)
-            self._check_ranks(parameter, called)
-            self._check_cut(parameter, called)
-            if not group["pairs"]:
-                self._check_rank(parameter, called, group["rank"])
-        if group["pairs"]:
-            self._check_pairs(group["params"], names)
-
-    def _check_rank(self, parameter: Tensor, called: str, rank: int) -> None:
-        of_matrices = self.split_of(parameter).names(self.layout(parameter).shape[0])
-        layouts = self.matrix_layouts(parameter)
-        for place, layout in enumerate(layouts):
-            if rank > min(layout.shape):
-                part = f" ({of_matrices[place]})" if len(layouts) > 1 else ""
-                raise ValueError(
-                    f"{type(self).__name__}: rank must lie in [1, {min(layout.shape)}] for {called}{part}, a matrix "
-                    f"{layout.shape}, got {rank}: give it a group with a rank of its own, or another optimizer"
-                )
-
-    def _check_pairs(self, params: Sequence[Tensor], names: Sequence[str]) -> None:
-        name = type(self).__name__
-        if len(params) % 2:
-            raise ValueError(f"{name}: a group of pairs has an even number of factors, got {len(params)}")
-        for parameter, called in zip(params, names, strict=True):
-            layout = self.layout(parameter)
-            if declared_split(parameter) is not None or self._is_split(parameter):
-                raise ValueError(f"{name}: {called} is a factor of a pair, and cannot be split into logical matrices")
-            if (1 if is_tall(layout) else 0) in layout.cut_dims:
-                raise ValueError(
-                    f"{name}: {called}, a factor {layout.shape}, is cut along its rank: cut it along its long side "
-                    f"(under FSDP2 a shard_placement_fn says so), or keep it whole"
-                )
-        for a, b, of_a, of_b in zip(params[::2], params[1::2], names[::2], names[1::2], strict=True):
-            shapes = self.layout(a).shape, self.layout(b).shape
-            if min(shapes[0]) not in shapes[1] or min(shapes[1]) not in shapes[0]:
-                raise ValueError(
-                    f"{name}: {of_a} and {of_b} are no factors of one weight: {shapes[0]} and {shapes[1]} have no "
-                    f"rank in common"
-                )
-
-    def _check_cut(self, parameter: Tensor, called: str) -> None:
-        layout = self.layout(parameter)
-        if len(layout.cut_dims) > 1:
+    if len(layouts) % 2:
+        raise ValueError(f"{name}: a group of pairs has an even number of factors, got {len(layouts)}")
+    for layout, called in zip(layouts, names, strict=True):
+        if (1 if is_tall(layout) else 0) in layout.cut_dims:
             raise ValueError(
-                f"{type(self).__name__} takes matrices that are cut along their rows or along their columns, but "
-                f"{called}, a matrix {layout.shape}, is cut along both: shard one dimension of it alone, or give it to "
-                f"TensorParallelMuon"
+                f"{name}: {called}, a factor {layout.shape}, is cut along its rank: cut it along its long side "
+                f"(under FSDP2 a shard_placement_fn says so), or keep it whole"
             )
-        self._check_placements(parameter, called)
-
-
-def check_count(what: str, value: object) -> None:
-    """Check that a setting is a positive integer.
-
-    Raises:
-        ValueError: otherwise.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{what} must be an integer of at least 1, got {value!r}")
+    for (a, of_a), (b, of_b) in batched(zip(layouts, names, strict=True), 2):
+        if min(a.shape) not in b.shape or min(b.shape) not in a.shape:
+            raise ValueError(
+                f"{name}: {of_a} and {of_b} are no factors of one weight: {a.shape} and {b.shape} have no rank in "
+                f"common"
+            )
 
 
 def wide_dtype(parameter: Tensor) -> torch.dtype:
     """The dtype of what is kept of a parameter: fp32, or fp64 for an fp64 one."""
     return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _average(pair: Pair) -> None:
+    """Decay of the factors, and their momenta."""
+    # 1 - lr * weight_decay as one factor would be rounded alike in every step, and the errors would add up
+    decay = pair.lr * pair.weight_decay * pair.accepted.double()
+    for factor in pair.factors:
+        gradient = torch.where(pair.accepted, factor.gradient.to(factor.momentum.dtype), factor.momentum)
+        factor.value.sub_(factor.value * decay)
+        factor.momentum.lerp_(gradient, 1 - pair.momentum_beta)
+
+
+def _spectral_norms(
+    factors: Sequence[Factor], accepted: Sequence[Tensor], power_steps: int, engine: Engine
+) -> list[Tensor]:
+    values, labels = [factor.value for factor in factors], [factor.label for factor in factors]
+
+    def summed(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return engine.sums(tensors, labels)
+
+    found = power_iterations(values, [factor.u for factor in factors], power_steps, summed)
+    us, vs = [u for u, _ in found], [v for _, v in found]
+    for factor, u, flag in zip(factors, us, accepted, strict=True):
+        factor.u.copy_(torch.where(flag, u, factor.u))
+    return rayleigh_quotients(values, us, vs, summed)
+
+
+def _whole(piece: Tensor, layout: Layout) -> Tensor:
+    if layout.group is None or not layout.sharded:
+        return piece
+    whole, own = piece.new_zeros(layout.shape), layout.piece
+    whole[own.top : own.bottom, own.left : own.right] = piece
+    return all_reduce(whole, layout.group).wait()
+
+
+def _packed(whole: Tensor, r: int) -> Tensor:
+    """``A``, ``B`` and the relative error, one behind the other."""
+    if not whole.isfinite().all():
+        return whole.new_full((sum(whole.shape) * r + 1,), torch.nan)
+    A, B, S = low_rank_factors(whole, r)
+    squares = S.double().square()
+    error = (squares[r:].sum() / squares.sum()).sqrt().to(A.dtype)
+    return torch.cat([A.reshape(-1), B.reshape(-1), error[None]])

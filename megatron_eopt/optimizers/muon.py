@@ -34,9 +34,9 @@ from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelG
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.ladder import RUNGS
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.scale import ScaleMode
-from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, is_sharded, shared_out

@@ -257,7 +257,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         self._take_one_by_one(accepted)
 
     def _take_one_by_one(self, accepted: Tensor) -> None:
-        """A step by an :meth:`orthogonalize` that may be the user's: nothing is changed before all updates are there."""
+        """A step by an :meth:`orthogonalize` that may be the user's: all updates come before the first change."""
         new = [p for p in self._parameters() if p not in self.state]
         try:
             batches = self._batches(accepted)
@@ -318,8 +318,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
                     momenta=momenta,
                     # other ranks may wait for a parameter without a gradient: it is masked
                     gradients=[
-                        m if p.grad is None else local(p.grad).to(m.dtype)
-                        for p, m in zip(chosen, momenta, strict=True)
+                        m if p.grad is None else local(p.grad).to(m.dtype) for p, m in zip(chosen, momenta, strict=True)
                     ],
                     further=[self._further_state(p) for p in chosen],
                     settings={key: value for key, value in group.items() if key not in ("params", "param_names")},

@@ -10,11 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers import bulk
-from megatron_eopt.optimizers.parameters import local
-from megatron_eopt.optimizers.group_settings import Scalar
-from megatron_eopt.optimizers.checks import check_adam_settings
-from megatron_eopt.optimizers.elementwise import ElementwiseOptimizer
+from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.group_settings import Scalar, check_adam_settings
+from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
 from megatron_eopt.optimizers.schedule_free_step import (
     Variant,
     advance,
@@ -23,7 +21,6 @@ from megatron_eopt.optimizers.schedule_free_step import (
     move,
     scale_and_decay,
 )
-from megatron_eopt.optimizers.parameters import TensorParallelGroups
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.parallel.layout import Layout, on_one_rank
@@ -44,8 +41,10 @@ TRAIN_MODE = "train_mode"
 # Below it x is stored: y has too little of x in it, and its rounding is multiplied by 1 / beta1.
 _LEAST_BETA1 = 0.5
 
+_AT_ONCE = 64  # tensors, of which there are further copies in memory
 
-class ScheduleFreeAdamW(ElementwiseOptimizer):
+
+class ScheduleFreeAdamW(BaseOptimizer):
     """AdamW without a schedule of the learning rate [1]: use it with a constant one.
 
     Three points belong to a parameter. ``z`` makes the steps; ``x`` is the average of its path, which is what to
@@ -259,7 +258,7 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
         self._warn_of_schedule()
         flags = iter(accepted.unbind())
         # on a CPU one tensor stays in the cache from operation to operation
-        at_once = 1 if accepted.device.type == "cpu" else bulk.AT_ONCE
+        at_once = 1 if accepted.device.type == "cpu" else _AT_ONCE
         for group in self.param_groups:
             group[COUNT] += 1
             of_group = [(p, next(flags)) for p in group["params"]]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers import bulk
+from megatron_eopt.optimizers import foreach
 
 Variant = Literal["kempnerforge", "schedulefree"]
 
@@ -60,7 +60,7 @@ def directions(
         gradients = [torch.where(flag, g, 0.0) for g, flag in zip(gradients, accepted.unbind(), strict=True)]
     new = list(torch._foreach_mul(gradients, gradients))
     torch._foreach_clamp_max_(new, [torch.finfo(v.dtype).max for v in squares])  # an infinity would stay for ever
-    torch._foreach_lerp_(squares, bulk.replace_rejected(new, squares, accepted), 1 - beta2)
+    torch._foreach_lerp_(squares, foreach.masked(new, squares, accepted), 1 - beta2)
     roots = list(torch._foreach_div(squares, correction))
     torch._foreach_sqrt_(roots)
     torch._foreach_add_(roots, eps)

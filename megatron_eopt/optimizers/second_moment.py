@@ -80,9 +80,7 @@ def tall(shape: Shape) -> bool:
     return shape[0] >= shape[1]
 
 
-def squared_norms(
-    engine: Engine, matrices: Sequence[Matrix], *pieces: Sequence[Tensor]
-) -> list[tuple[Tensor, ...]]:
+def squared_norms(engine: Engine, matrices: Sequence[Matrix], *pieces: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
     """For each matrix the squared norms of several tensors that lie as it does, in fp64.
 
     Args:
@@ -95,9 +93,7 @@ def squared_norms(
     return [tuple(found[i :: len(matrices)]) for i in range(len(matrices))]
 
 
-def adamuon(
-    engine: Engine, indices: Sequence[int], factors: Sequence[Sequence[Factor]], align: bool
-) -> list[Directed]:
+def adamuon(engine: Engine, indices: Sequence[int], factors: Sequence[Sequence[Factor]], align: bool) -> list[Directed]:
     """AdaMuon: what is elementwise is of parameters, the norms of their logical matrices.
 
     Args:
@@ -128,14 +124,13 @@ def normuon(engine: Engine, factors: Sequence[Factor]) -> list[Directed]:
     crossing = [factor for factor in factors if _means_cross(factor.matrix)]
     here = [factor for factor in factors if not _means_cross(factor.matrix)]
     means = engine.statistics([_means(factor) for factor in here])  # exchanges nothing
-    directions = {factor: _times_steps(factor, _steps(factor, found)) for factor, found in zip(here, means, strict=True)}
+    directions = {
+        factor: _times_steps(factor, _steps(factor, found)) for factor, found in zip(here, means, strict=True)
+    }
     norms = [norm(factor.matrix, x) for factor in here for x in (factor.x, directions[factor])]
     reduced = engine.statistics([*norms, *map(_means, crossing)])
     found = iter(reduced)
-    ratios = {
-        factor: _alignment(known(next(found).squared_norm), known(next(found).squared_norm))
-        for factor in here
-    }
+    ratios = {factor: _alignment(known(next(found).squared_norm), known(next(found).squared_norm)) for factor in here}
     for factor, statistics in zip(crossing, found, strict=True):
         steps = _steps(factor, statistics)
         squares = _of_long(factor, statistics).double()  # times the short dimension, which the ratio does not see

@@ -1,31 +1,48 @@
 """SOAP: Adam in the eigenbasis of Shampoo's factors."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.parameters import local
-from megatron_eopt.optimizers.group_settings import Scalar
-from megatron_eopt.optimizers.checks import check_adam_settings
-from megatron_eopt.optimizers.logical import DescribedMatrix
-from megatron_eopt.optimizers.parameters import TensorParallelGroups
-from megatron_eopt.optimizers.skipping import Skipping, names_of_last, parameter_names
-from megatron_eopt.optimizers.soap_eigenbasis import BasisMethod
-from megatron_eopt.optimizers.soap_parts import DECAY_POWERS, Place, Task, take
-from megatron_eopt.optimizers.soap_state import MAX_DIM, SIDES, STEPS, SOAPState
-from megatron_eopt.optimizers.soap_step import CLOCK
-from megatron_eopt.optimizers.spellings import also_called
+from megatron_eopt.matrices import WHOLE, Split, declared_split
+from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.group_settings import Scalar, also_called, check_adam_settings, decay_power
+from megatron_eopt.optimizers.parameters import (
+    DescribedMatrix,
+    TensorParallelGroups,
+    check_completed,
+    check_dimensions,
+    local,
+    names_of_last,
+)
+from megatron_eopt.optimizers.soap_math import CLOCK, BasisMethod, Preconditioned, Side, update_of
+from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, validate_matmul_precision
-from megatron_eopt.parallel.layout import local_rows
-from megatron_eopt.parallel.sharing import Parameter, SharedParameters
+from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
+from megatron_eopt.parallel.engine import Engine, Parameter
+from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, on_one_rank
+from megatron_eopt.parallel.records import cut
 
 Gradients = Literal["previous", "current"]
 
+EXP_AVG, EXP_AVG_SQ, STEPS = "exp_avg", "exp_avg_sq", "steps"
 
-class SOAP(SOAPState):
+SIDES = (("L", "Q_L"), ("R", "Q_R"))
+"""Names of the factor and of the basis of the rows, and of the columns."""
+
+MAX_DIM = "max_dim"
+"""Setting of a group: the longest side that has a factor."""
+
+MOST_BYTES = 2**28
+"""Of the whole tensors that are gathered at once, where a single parameter does not take more."""
+
+
+class SOAP(BaseOptimizer):
     """Adam in the eigenbasis of Shampoo's factors [1].
 
     For a matrix ``p`` (m x n) with gradient ``g``, of which ``Q_L`` and ``Q_R`` are the bases so far:
@@ -94,11 +111,9 @@ class SOAP(SOAPState):
     """
 
     carried_settings = frozenset({CLOCK})
+    pairs_rows = True
 
-    # On the class, because torch leaves attributes out of pickles: where the matrices of parameters lie,
-    _places: dict[Tensor, Place] | None = None
-    _shared: SharedParameters | None = None
-    # and parameters known to have a basis.
+    # Parameters known to have a basis.
     _based: set[Tensor] | None = None
     _updated: int = 0
 
@@ -127,9 +142,7 @@ class SOAP(SOAPState):
         qkv_split_shapes: Sequence[int] | None = None,
         pg_collection: TensorParallelGroups | None = None,
     ) -> None:
-        self.split_qkv = split_qkv
-        self.is_qkv_fn = is_qkv_fn
-        self.qkv_split_shapes = self._check_split(qkv_split_shapes) if split_qkv else None
+        self._set_split(split_qkv, is_qkv_fn, qkv_split_shapes)
         self.pg_collection = pg_collection
         defaults = {
             "lr": lr,
@@ -163,16 +176,46 @@ class SOAP(SOAPState):
         """The logical matrices of each parameter, of which every rank computes all that it has a part of."""
         described = {}
         for parameter in (p for p in self._parameters() if p.ndim > 1):
-            named = zip(
-                self.split_of(parameter).names(self.layout(parameter).shape[0]),
-                self.matrix_layouts(parameter),
-                strict=True,
-            )
+            names = self.split_of(parameter).names(self.layout(parameter).shape[0])
             described[parameter] = [
                 DescribedMatrix(name, each.shape, "duplicated" if each.sharded else "local", 1.0, None)
-                for name, each in named
+                for name, each in zip(names, self.matrix_layouts(parameter), strict=True)
             ]
         return described
+
+    def layout(self, parameter: Tensor) -> Layout:
+        """Where a parameter lies: of a stack each of its matrices, of one dimension as a column."""
+        if parameter.ndim == 0:
+            return on_one_rank((1, 1))
+        if parameter.ndim > 1 or isinstance(parameter, DTensor):
+            return super().layout(parameter)
+        group = getattr(self.pg_collection, "expt_tp" if is_expert(parameter) else "tp", None)
+        if not is_sharded(parameter) or group is None or group.size() == 1:
+            return on_one_rank((parameter.numel(), 1))
+        shape = (parameter.numel() * group.size(), 1)
+        return Layout(shape, cut(shape, 0, group.size()), group, "expt_tp" if is_expert(parameter) else "tp")
+
+    def split_of(self, parameter: Tensor) -> Split:
+        """The logical matrices of a parameter; what is no matrix is dealt with elementwise, and so never split."""
+        return WHOLE if parameter.ndim < 2 else super().split_of(parameter)
+
+    def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
+        """Adam's moments, the second in the eigenbases, the steps, and each matrix' factors and bases, whole."""
+        group = self.group_of(parameter)
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        layouts = self.matrix_layouts(parameter) if parameter.ndim > 1 else []
+        return [
+            StateTensor(EXP_AVG, dtype=wide),
+            StateTensor(EXP_AVG_SQ, dtype=wide),
+            StateTensor(STEPS, dims=(), dtype=torch.float64),
+            *(
+                StateTensor(key + end, (length, length), part, wide)
+                for part, (layout, end) in enumerate(zip(layouts, self.key_ends(parameter), strict=False))
+                for keys, length in zip(SIDES, layout.shape, strict=True)
+                if length <= group[MAX_DIM] and 0 not in layout.shape
+                for key in keys
+            ),
+        ]
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
@@ -182,13 +225,27 @@ class SOAP(SOAPState):
         for key, least in (("precondition_frequency", 1), (MAX_DIM, 0)):
             if not isinstance(group[key], int) or group[key] < least:
                 raise ValueError(f"{name}: {key} must be a whole number of at least {least}, got {group[key]!r}")
-        check_choice(f"weight_decay_method of {name}", group["weight_decay_method"], tuple(DECAY_POWERS))
+        check_choice(
+            f"weight_decay_method of {name}", group["weight_decay_method"], ("decoupled", "independent", "palm")
+        )
         check_choice(f"basis_method of {name}", group["basis_method"], get_args(BasisMethod))
         check_choice(f"basis_of of {name}", group["basis_of"], get_args(Gradients))
         validate_matmul_precision(group["fp32_matmul_prec"])
         for parameter, which in zip(group["params"], names_of_last(self.param_groups), strict=True):
             self._check_parameter(parameter, which)
         group.setdefault(CLOCK, 0)
+
+    def _check_parameter(self, parameter: Tensor, called: str) -> None:
+        if parameter.ndim > 1:
+            check_dimensions(
+                f"{type(self).__name__} takes matrices and vectors, but {called}", parameter, declared_split(parameter)
+            )
+            check_completed(parameter, self.pg_collection, called)
+            self._check_split(parameter)
+        try:
+            self.matrix_layouts(parameter)
+        except ValueError as error:
+            raise ValueError(f"{type(self).__name__} cannot lay {called} out: {error}") from error
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state.
@@ -199,49 +256,185 @@ class SOAP(SOAPState):
         super().load_state_dict(state_dict)
         self._based = None
 
-    def _prepare(self, parameters: Sequence[Tensor]) -> Skipping:
-        skipping = super()._prepare(parameters)
-        names = parameter_names(self.param_groups)
-        described = [
-            Parameter(name, self.layout(p), self.split_of(p), p.dtype)
-            for name, p in zip(names, parameters, strict=True)
-        ]
-        self._shared = SharedParameters(described, local(parameters[0]).device)
-        self._places = {
-            p: Place(self.matrix_layouts(p), local_rows(each.layout, each.split), self.key_ends(p))
-            for p, each in zip(parameters, described, strict=True)
-        }
-        return skipping
-
-    def _agree(self, flags: Tensor) -> Tensor:
-        assert self._shared is not None, "made before the first step"
-        return self._shared.agree(flags)
+    def _described(self, name: str, parameter: Tensor) -> Parameter:
+        return Parameter(name, parameter.dtype, self.layout(parameter), self.split_of(parameter))
 
     def _take(self, accepted: Tensor) -> None:
         for group in self.param_groups:
             group[CLOCK] += 1
-        take(list(self._tasks(accepted)))
+        tasks = list(self._tasks(accepted))
+        soap(tasks, self.engine)
+        self._updated += sum(len(task.ends) for task in tasks if task.parameter.ndim > 1)
 
-    def _tasks(self, accepted: Tensor) -> Iterator[Task]:
-        """What is worked on in this step."""
-        assert self._places is not None, "made before the first step"
-        flags = iter(accepted.unbind())
+    def _tasks(self, accepted: Tensor) -> Iterator["Task"]:
+        """What is worked on in this step: the same on all ranks that share a parameter."""
+        index, flags = -1, accepted.unbind()
         for group in self.param_groups:
             for parameter in group["params"]:
-                flag, place = next(flags), self._places[parameter]
+                index += 1
+                ends, flag = self.key_ends(parameter), flags[index]
                 # also without a gradient where others wait for this rank's part
-                if parameter.grad is None and not place.gathered(self.state.get(parameter, {})):
+                if parameter.grad is None and not _gathered(self.engine, index, ends, self.state.get(parameter, {})):
                     continue
                 state = self._state_of(parameter)
-                factored = any(factor + end in state for end in place.ends for factor, _ in SIDES)
-                first = factored and not self._has_basis(parameter, state)
+                first = any(factor + end in state for end in ends for factor, _ in SIDES)
+                first = first and not self._has_basis(parameter, state)
                 # a device is waited for until a basis is known to be there, and no longer
-                self._updated += len(place.layouts) if parameter.ndim > 1 else 0
                 if not (first and not flag):
-                    yield Task(parameter, state, place, group, flag, first)
+                    gathered = _gathered(self.engine, index, ends, state)
+                    yield Task(index, parameter, state, ends, group, flag, first, gathered)
 
     def _has_basis(self, parameter: Tensor, state: dict[str, Any]) -> bool:
         self._based = set() if self._based is None else self._based
         had = parameter in self._based or bool(state[STEPS] > 0)
         self._based.update([parameter] if had else [])
         return had
+
+
+@dataclass(frozen=True)
+class Task:
+    """A parameter that a step works on: the same on all ranks that share it.
+
+    Attributes:
+        index: of the parameter.
+        parameter: with or without a gradient.
+        state: of it.
+        ends: of the state keys of its logical matrices.
+        settings: of its group.
+        accepted: whether it steps; if not, everything stays as it is.
+        first: whether it has no bases so far, but is to have some; only if accepted.
+        gathered: those of its logical matrices that need what other ranks have.
+    """
+
+    index: int
+    parameter: Tensor
+    state: dict[str, Any]
+    ends: list[str]
+    settings: Mapping[str, Any]
+    accepted: Tensor
+    first: bool
+    gathered: list[int]
+
+    def shards(self, engine: Engine) -> list[Preconditioned]:
+        """This rank's shards of the matrices, with the sides of the whole ones."""
+        momentum, squares, gradient = _own(self.state[EXP_AVG]), _own(self.state[EXP_AVG_SQ]), self.parameter.grad
+        gradient = torch.zeros_like(momentum) if gradient is None else _own(gradient).to(momentum.dtype)
+        gradient = torch.where(self.accepted, -gradient if self.settings["maximize"] else gradient, 0.0)
+        each = (engine.split(self.index, x) for x in (gradient, momentum, squares))
+        return [Preconditioned(*of, sides) for *of, sides in zip(*each, map(self._sides, self.ends), strict=True)]
+
+    def _sides(self, end: str) -> tuple[Side | None, Side | None]:
+        left, right = (
+            Side(self.state[factor + end], self.state[basis + end]) if factor + end in self.state else None
+            for factor, basis in SIDES
+        )
+        return left, right
+
+    def bytes(self, engine: Engine) -> int:
+        """Of the whole tensors that are gathered."""
+        shapes = [engine.matrices[self.index][i].shape for i in self.gathered]
+        return sum(3 * rows * cols for rows, cols in shapes) * int(self.state[EXP_AVG].element_size())
+
+
+def soap(tasks: Sequence[Task], engine: Engine, most_bytes: int = MOST_BYTES) -> None:
+    """One step of SOAP.
+
+    Of parameters that are cut, gradient and moments of several at a time are gathered by every rank that shares them,
+    which then computes the whole step: all make the same of the same numbers.
+
+    Args:
+        tasks: of those that are shared with other ranks all ranks name the same, in the same order.
+        engine: all that is known of other ranks.
+        most_bytes: of whole tensors that are gathered at once, where a single parameter does not take more.
+    """
+    for task in tasks:
+        if not task.gathered:
+            step(task, task.shards(engine), engine)
+    gathers = ((bucket, _gather(bucket, engine)) for bucket in buckets(tasks, engine, most_bytes))
+    for bucket, wait in one_ahead(gathers):
+        for task, matrices in zip(bucket, wait(), strict=True):
+            step(task, matrices, engine)
+
+
+def step(task: Task, matrices: Sequence[Preconditioned], engine: Engine) -> None:
+    """Make the step of a parameter, of which this rank writes its own part.
+
+    Args:
+        task: the parameter.
+        matrices: its shards, or where they are gathered the whole matrices.
+        engine: splits and merges them.
+    """
+    # a basis of nothing would turn to that of the gradients to come only step by step
+    if task.first and not any(bool(matrix.gradient.any()) for matrix in matrices if matrix.factored):
+        return
+    index, state, settings = task.index, task.state, task.settings
+    state[STEPS] += task.accepted
+
+    def own(x: Tensor, i: int) -> Tensor:
+        return engine.scatter_back(x, engine.matrices[index][i]) if i in task.gathered else x
+
+    p, momentum, squares = (_own(x) for x in (task.parameter, state[EXP_AVG], state[EXP_AVG_SQ]))
+    flag, lr, shards = task.accepted.double(), settings["lr"], engine.split(index, p)
+    decay = decay_power(lr, settings["weight_decay_method"]) * settings["weight_decay"] * flag
+    with fp32_products(settings["fp32_matmul_prec"]):
+        for i, matrix in enumerate(matrices):
+            update = update_of(matrix, state[STEPS], task.accepted, settings, task.first)
+            if update is not None:
+                kept = shards[i].to(update.dtype) * (1 - decay)
+                shards[i] = (kept - own(update, i) * (lr * flag)).to(p.dtype)
+    p.copy_(engine.merge(index, shards))
+    momentum.copy_(engine.merge(index, [own(matrix.momentum, i) for i, matrix in enumerate(matrices)]))
+    squares.copy_(engine.merge(index, [own(matrix.squares, i) for i, matrix in enumerate(matrices)]))
+
+
+def buckets(tasks: Sequence[Task], engine: Engine, most_bytes: int) -> list[list[Task]]:
+    """The parameters that are gathered at once: of one group of ranks, one dtype, and so many bytes at most."""
+    found: dict[tuple[str, torch.dtype], list[list[Task]]] = {}
+    for task in tasks:
+        if not task.gathered:
+            continue
+        alike = found.setdefault((engine.matrices[task.index][0].group, task.state[EXP_AVG].dtype), [[]])
+        if alike[-1] and sum(each.bytes(engine) for each in alike[-1]) + task.bytes(engine) > most_bytes:
+            alike.append([])
+        alike[-1].append(task)
+    return [bucket for alike in found.values() for bucket in alike]
+
+
+def one_ahead[Item](items: Iterable[Item]) -> Iterator[Item]:
+    """Items one after another, each when the next one is there already."""
+    waiting: list[Item] = []
+    for item in items:
+        waiting.append(item)
+        if len(waiting) > 1:
+            yield waiting.pop(0)
+    yield from waiting
+
+
+def _gathered(engine: Engine, index: int, ends: Sequence[str], state: Mapping[str, Any]) -> list[int]:
+    """The logical matrices that need what other ranks have: those that are cut, and have a factor."""
+    return [
+        i
+        for i, (matrix, end) in enumerate(zip(engine.matrices[index], ends, strict=True))
+        if matrix.sharded and any(factor + end in state for factor, _ in SIDES)
+    ]
+
+
+def _gather(bucket: Sequence[Task], engine: Engine) -> Callable[[], list[list[Preconditioned]]]:
+    """Start to gather the whole matrices of a bucket: one collective."""
+    shards = [task.shards(engine) for task in bucket]
+    wanted = [(number, task.index, i) for number, task in enumerate(bucket) for i in task.gathered]
+    stacks = [torch.stack([x.gradient, x.momentum, x.squares]) for x in (shards[n][i] for n, _, i in wanted)]
+    wait = engine.gather_whole(stacks, [engine.matrices[index][i] for _, index, i in wanted])
+
+    def finish() -> list[list[Preconditioned]]:
+        for (number, _, i), (gradient, momentum, squares) in zip(wanted, wait(), strict=True):
+            whole = replace(shards[number][i], gradient=gradient, momentum=momentum, squares=squares)
+            shards[number][i] = whole
+        return shards
+
+    return finish
+
+
+def _own(x: Tensor) -> Tensor:
+    """This rank's part, sharing its memory; a scalar as a vector, for only that can be split."""
+    return torch.atleast_1d(local(x))

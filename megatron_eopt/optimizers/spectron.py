@@ -1,26 +1,111 @@
 """Spectron: weights of low rank, each the product of two factors that take steps bounded by their spectral norms."""
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import batched
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.group_settings import Scalar
-from megatron_eopt.optimizers.factored import FactoredOptimizer
-from megatron_eopt.optimizers.group_settings import note_short_schedule
-from megatron_eopt.optimizers.low_rank import check_count, factor_pairs
-from megatron_eopt.optimizers.parameters import TensorParallelGroups
-from megatron_eopt.optimizers.spellings import also_called
+from megatron_eopt.matrices import WHOLE
+from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
+from megatron_eopt.optimizers.group_settings import (
+    COEFFICIENTS,
+    STEPS,
+    Scalar,
+    UpdateSettings,
+    also_called,
+    check_rates,
+    note_short_schedule,
+    own_settings,
+)
+from megatron_eopt.optimizers.low_rank import (
+    Factor,
+    Pair,
+    check_pairs,
+    factor_gradients,
+    factor_layouts,
+    is_tall,
+    project,
+    spectron,
+    wide_dtype,
+)
+from megatron_eopt.optimizers.parameters import (
+    DescribedMatrix,
+    TensorParallelGroups,
+    check_completed,
+    local,
+    names_of_last,
+    parameter_names,
+)
+from megatron_eopt.optimizers.state import Dim, StateTensor
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.orthogonalize.precision import MatmulPrecision
-from megatron_eopt.parallel.plan import TpMode, validate_tp_mode
+from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
+from megatron_eopt.orthogonalize.spectral import start_vector
+from megatron_eopt.parallel.engine import Engine, Parameter
+from megatron_eopt.parallel.layout import Layout
+from megatron_eopt.parallel.plan import validate_tp_mode
+from megatron_eopt.parallel.records import TpMode
 
-__all__ = ["Spectron", "factor_pairs"]
+logger = logging.getLogger(__name__)
+
+FACTOR_A, FACTOR_B = "factor_A", "factor_B"
+MOMENTUM_A, MOMENTUM_B = "momentum_buffer_A", "momentum_buffer_B"
+U_A, U_B = "u_A", "u_B"
+PROJECTED = "projected"
+"""1 where the factors are those of the weight, 0 before the first step."""
+
+MOMENTUM, U = "momentum_buffer", "u"
+"""Of a parameter that is a factor itself."""
+
+_OF_OTHERS = ("scale_mode", "extra_scale_factor")
 
 
-class Spectron(FactoredOptimizer):
+def factor_pairs(pairs: Iterable[Sequence[Any]], **settings: Any) -> dict[str, Any]:
+    """A group of parameters that are factors themselves, for a model that computes with them::
+
+        Spectron([factor_pairs([(layer.up, layer.down) for layer in layers], lr=0.01), {"params": dense_weights}])
+
+    Args:
+        pairs: the two factors of each weight, in any order and orientation (``A`` and ``B``, or ``A`` and ``B^T`` as
+            two linear layers hold them), each a parameter or its name and it.
+        **settings: of the group.
+
+    Raises:
+        ValueError: for what is not two parameters.
+    """
+    params = []
+    for index, pair in enumerate(pairs):
+        if len(pair) != 2:
+            raise ValueError(f"a pair has two factors, got {len(pair)} in pair {index}")
+        params += list(pair)
+    return {"params": params, "pairs": True, **settings}
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """A parameter, and the factors of its logical matrices.
+
+    Attributes:
+        index: of the parameter.
+        first: index of its first factor among those of all parameters.
+        factors: their layouts, each with the rank as its second dimension: ``A`` and ``B`` of one logical matrix after
+            the other, or the parameter that is a factor itself.
+        matrices: the layouts of its logical matrices.
+    """
+
+    index: int
+    first: int
+    factors: tuple[Layout, ...]
+    matrices: tuple[Layout, ...]
+
+
+class Spectron(BaseOptimizer):
     """Spectron [1]: ``W = A B^T`` of rank ``r``, whose factors take orthogonalized steps of a bounded product.
 
     For a weight ``W`` (m x n) with gradient ``G`` and its factors ``A`` (m x r) and ``B`` (n x r), in this order:
@@ -40,11 +125,11 @@ class Spectron(FactoredOptimizer):
 
     Factors, momenta and singular vectors are kept in fp32 (fp64 for an fp64 parameter), and steps 1, 4 and 6 are
     computed in it. Gradients are never written to, and a parameter without one is left as it is, and so is one whose
-    gradient is not finite: see :mod:`~megatron_eopt.optimizers.skipping`. Only steps up to
+    gradient is not finite: see :mod:`~megatron_eopt.optimizers.nonfinite`. Only steps up to
     the one that projects a parameter wait for a GPU.
 
     In the paper's own form the model holds the factors: see
-    :func:`~megatron_eopt.optimizers.low_rank.factor_pairs` for groups of such pairs, which skip steps 1 and 6 and the
+    :func:`~megatron_eopt.optimizers.spectron.factor_pairs` for groups of such pairs, which skip steps 1 and 6 and the
     projection, and keep momenta and singular vectors alone. There, no setting ``rank`` is read.
 
     A weight that is cut by tensor parallelism has the factor of the cut dimension cut as it is and the other on every
@@ -84,6 +169,15 @@ class Spectron(FactoredOptimizer):
     [1] Spectron, arXiv 2602.12429.
     """
 
+    carried_settings = frozenset({KERNEL})
+
+    newton_schulz_calls: int = 0
+
+    _factor_engine: Engine | None = None
+    _weights: dict[Tensor, Weight]
+    _done: frozenset[Tensor] = frozenset()
+    _errors: dict[str, float] | None = None
+
     @also_called(num_power_iter="num_power_iterations")
     def __init__(
         self,
@@ -105,15 +199,13 @@ class Spectron(FactoredOptimizer):
         validate_tp_mode(tp_mode)
         if tp_mode == "blockwise":
             raise ValueError("Spectron has no tp_mode blockwise: take duplicated, owner, distributed, gram or auto")
-        check_count("Spectron: num_power_iterations", num_power_iterations)
+        _check_count("Spectron: num_power_iterations", num_power_iterations)
         self.newton_schulz = NewtonSchulz(
             steps=num_ns_steps, coefficient_type=coefficient_type, fp32_matmul_prec=fp32_matmul_prec
         )
         note_short_schedule(self.newton_schulz)
         self.num_power_iterations = num_power_iterations
-        self.split_qkv = split_qkv
-        self.is_qkv_fn = is_qkv_fn
-        self.qkv_split_shapes = self._check_split(qkv_split_shapes) if split_qkv else None
+        self._set_split(split_qkv, is_qkv_fn, qkv_split_shapes)
         self.pg_collection = pg_collection
         self.tp_mode = tp_mode
         defaults = {"lr": lr, "rank": rank, "momentum_beta": momentum_beta, "weight_decay": weight_decay}
@@ -129,3 +221,367 @@ class Spectron(FactoredOptimizer):
             "split_qkv": self.split_qkv,
             "tp_mode": self.tp_mode,
         }
+
+    def settings_of_groups(self) -> dict[str, Any]:
+        """Also those of the iteration; whether a group is of pairs is no setting, but says what its parameters are."""
+        own = {key: value for key, value in super().settings_of_groups().items() if key != "pairs"}
+        return own | {STEPS: self.newton_schulz.steps, COEFFICIENTS: self.newton_schulz.coefficient_type}
+
+    @property
+    def projection_errors(self) -> dict[str, float]:
+        """Relative errors of the projections that this optimizer made, by parameter, the largest where it is several
+        matrices: ``||W - A B^T||_F / ||W||_F``.
+        """
+        return dict(self._errors or {})
+
+    @property
+    def matrices_per_step(self) -> int:
+        """How many logical matrices this rank has a part of: so many a step updates if all have gradients."""
+        return sum(len(self.matrix_layouts(parameter)) for parameter in self._parameters())
+
+    def explain(self) -> str:
+        """The plan by which factors are orthogonalized, as a table. All ranks ask together."""
+        self.prepare()
+        return self._factors_of_all.explain()
+
+    def explain_proposed(self) -> str:
+        """What :meth:`explain` will say, before ranks agree."""
+        return self._proposed_factors()[0].explain()
+
+    @property
+    def matrices_updated(self) -> int:
+        """All of them are updated."""
+        return self.newton_schulz_calls
+
+    def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
+        """The logical matrices of each parameter; the size of their updates follows from the factors."""
+        if settled:
+            self.prepare()
+            engine, weights = self._factors_of_all, self._weights
+        else:
+            engine, weights = self._proposed_factors()
+        schemes = {i: b.scheme.replace("_", " ") for b in engine.plan.buckets for i in b.matrices}
+        described = {}
+        for parameter, weight in weights.items():
+            names = self.split_of(parameter).names(self.layout(parameter).shape[0])
+            of_factors = [schemes[weight.first + n] for n in range(len(weight.factors))]
+            both = batched(of_factors, max(1, len(of_factors) // len(weight.matrices)))
+            # that of the factor which is cut
+            found = (next((scheme for scheme in each if scheme != "local"), "local") for each in both)
+            described[parameter] = [
+                DescribedMatrix(name, layout.shape, scheme, 1.0, None)
+                for name, layout, scheme in zip(names, weight.matrices, found, strict=True)
+            ]
+        return described
+
+    def prepare(self) -> Engine:
+        """Settle with the other ranks what a step does; all ranks call it together, and the first step does.
+
+        Returns:
+            The engine of the parameters.
+
+        Raises:
+            ValueError: if the plan differs between ranks, or for parameters on several devices.
+        """
+        before, engine = self._engine, super().prepare()
+        if engine is not before or self._factor_engine is None:
+            self._check_kept_ranks()
+            factors, self._weights = self._proposed_factors()
+            kernel = factors.prepare(None, self.param_groups[0].get(KERNEL))
+            self._factor_engine = factors
+            for group in self.param_groups:
+                group[KERNEL] = kernel
+        return engine
+
+    @property
+    def _factors_of_all(self) -> Engine:
+        """The engine of the factors, which :meth:`prepare` made."""
+        assert self._factor_engine is not None
+        return self._factor_engine
+
+    def _iteration(self, group: Mapping[str, Any]) -> NewtonSchulz:
+        return UpdateSettings(self.newton_schulz, "spectral", 1.0).of_group(group).newton_schulz
+
+    def _planned_settings(self) -> object:
+        return own_settings(self.param_groups), [group["rank"] for group in self.param_groups]
+
+    def _described(self, name: str, parameter: Tensor) -> Parameter:
+        return Parameter(name, wide_dtype(parameter), self.layout(parameter), self.split_of(parameter))
+
+    def _proposed_factors(self) -> tuple[Engine, dict[Tensor, Weight]]:
+        """The engine of the factors before ranks agree on it, and the factors of each parameter."""
+        weights: dict[Tensor, Weight] = {}
+        factors: list[Parameter] = []
+        for index, (name, parameter) in enumerate(zip(self._names(), self._parameters(), strict=True)):
+            group, split = self.group_of(parameter), self.split_of(parameter)
+            layout, matrices = self.layout(parameter), self.matrix_layouts(parameter)
+            layouts = factor_layouts(matrices, None if group["pairs"] else group["rank"])
+            ends = [f"{each} {side}".strip() for each in split.names(layout.shape[0]) for side in "AB"]
+            called = [name] if group["pairs"] else [f"{name}[{end}]" for end in ends]
+            weights[parameter] = Weight(index, len(factors), layouts, tuple(matrices))
+            factors += [
+                Parameter(each, wide_dtype(parameter), of_factor, WHOLE, self._iteration(group))
+                for each, of_factor in zip(called, layouts, strict=True)
+            ]
+        return Engine(factors, self._parameters()[0].device, self.tp_mode), weights
+
+    def _take(self, accepted: Tensor) -> None:
+        flags = dict(zip(self._parameters(), accepted.unbind(), strict=True))
+        # also without a gradient where others wait for this rank's part
+        active = {p for i, p in enumerate(self._parameters()) if p.grad is not None or self.engine.shares(i)}
+        with fp32_products("highest"):
+            self._project(active, flags)
+            weights = [p for p in self._parameters() if p in active and p in self._done]
+            gradients = self._factor_gradients(weights)
+            pairs: list[Pair] = []
+            for group in self.param_groups:
+                if group["pairs"]:
+                    pairs += self._given(group, active, flags)
+                else:
+                    own = [p for p in group["params"] if p in gradients]
+                    pairs += [pair for p in own for pair in self._kept(p, gradients[p], flags[p])]
+            if not pairs:
+                return
+            spectron(pairs, self._factors_of_all, self.num_power_iterations, self.newton_schulz.fp32_matmul_prec)
+            for parameter in weights:
+                self._write(parameter, flags[parameter] & (self.group_of(parameter)["lr"] != 0))
+        given = len(pairs) - sum(len(of_weight) for of_weight in gradients.values())
+        self.newton_schulz_calls += len(pairs) + given
+
+    # Groups and state.
+
+    def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
+        """Factors, their momenta and singular vectors, for each logical matrix; of a factor what it has of these."""
+        dtype, group = wide_dtype(parameter), self.group_of(parameter)
+        if group["pairs"]:
+            side: Dim = "rows" if is_tall(self.layout(parameter)) else "columns"
+            return [StateTensor(MOMENTUM, dtype=dtype), StateTensor(U, (side,), 0, dtype)]
+        rank = group["rank"]
+        described = [StateTensor(PROJECTED, (), 0, dtype)]
+        for part, end in enumerate(self.key_ends(parameter)):
+            described += [
+                StateTensor(FACTOR_A + end, ("rows", rank), part, dtype),
+                StateTensor(FACTOR_B + end, ("columns", rank), part, dtype),
+                StateTensor(MOMENTUM_A + end, ("rows", rank), part, dtype),
+                StateTensor(MOMENTUM_B + end, ("columns", rank), part, dtype),
+                StateTensor(U_A + end, ("rows",), part, dtype),
+                StateTensor(U_B + end, ("columns",), part, dtype),
+            ]
+        return described
+
+    def _check_kept_ranks(self) -> None:
+        for parameter, state in self.state.items():
+            kept = next((x.shape[1] for key, x in state.items() if key.startswith(FACTOR_A)), None)
+            rank = self.group_of(parameter)["rank"]
+            if kept not in (None, rank):
+                raise ValueError(
+                    f"{type(self).__name__} keeps factors of rank {kept} for the parameter of shape "
+                    f"{tuple(parameter.shape)}, whose group now has rank {rank}: set it back, the rank cannot change"
+                )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state: of a weight that was projected the factors, which are not computed anew.
+
+        Raises:
+            ValueError: if the groups, their ranks or the shapes are others, or if a tensor is missing; nothing is
+                changed then.
+        """
+        for number, (own, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=False)):
+            for key in ("rank", "pairs"):
+                if saved.get(key, own[key]) != own[key]:
+                    raise ValueError(
+                        f"{type(self).__name__}: group {number} has {key}={own[key]}, but the state was saved with "
+                        f"{saved[key]}: build the optimizer as it was"
+                    )
+        super().load_state_dict(state_dict)
+        self._done = frozenset()
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        state = self.state[parameter]
+        if state:
+            return state
+        state = super()._state_of(parameter)
+        layouts = self.matrix_layouts(parameter)
+        for tensor in self.state_tensors(parameter):
+            if tensor.dims in (("rows",), ("columns",)):
+                layout = layouts[tensor.matrix]
+                own, dim = layout.piece, 0 if tensor.dims == ("rows",) else 1
+                start, end = ((own.top, own.bottom), (own.left, own.right))[dim]
+                local(state[tensor.key]).copy_(start_vector(layout.shape[dim])[start:end])
+        return state
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        name, number = type(self).__name__, len(self.param_groups) - 1
+        check_rates(name, group)
+        if not 0 <= group["momentum_beta"] < 1:
+            raise ValueError(f"{name}: momentum_beta must lie in [0, 1), got {group['momentum_beta']}")
+        _check_count(f"{name}: rank", group["rank"])
+        for key in _OF_OTHERS:
+            if key in group:
+                raise ValueError(f"{name}: group {number} has {key}, but the size of an update follows from lr alone")
+        names = names_of_last(self.param_groups)
+        indices = names_of_last(self.param_groups, shapes=False)
+        for parameter, called, index in zip(group["params"], names, indices, strict=True):
+            if not parameter.is_floating_point():
+                raise ValueError(f"{name} takes real, floating-point matrices, but {called} is {parameter.dtype}")
+            self._check_matrix(parameter, f"orthogonalizes matrices, but {index}")
+            check_completed(parameter, self.pg_collection, called)
+            self._check_cut(parameter, called)
+            if not group["pairs"]:
+                self._check_rank(parameter, called, group["rank"])
+        if group["pairs"]:
+            for parameter, called in zip(group["params"], names, strict=True):
+                if not self.split_of(parameter).is_whole:
+                    raise ValueError(
+                        f"{name}: {called} is a factor of a pair, and cannot be split into logical matrices"
+                    )
+            check_pairs(name, [self.layout(p) for p in group["params"]], names)
+        try:
+            self._iteration(group)
+        except ValueError as error:
+            raise ValueError(f"{name}: group {number}: {error}") from error
+
+    def _check_rank(self, parameter: Tensor, called: str, rank: int) -> None:
+        of_matrices = self.split_of(parameter).names(self.layout(parameter).shape[0])
+        layouts = self.matrix_layouts(parameter)
+        for index, layout in enumerate(layouts):
+            if rank > min(layout.shape):
+                part = f" ({of_matrices[index]})" if len(layouts) > 1 else ""
+                raise ValueError(
+                    f"{type(self).__name__}: rank must lie in [1, {min(layout.shape)}] for {called}{part}, a matrix "
+                    f"{layout.shape}, got {rank}: give it a group with a rank of its own, or another optimizer"
+                )
+
+    def _check_cut(self, parameter: Tensor, called: str) -> None:
+        layout = self.layout(parameter)
+        if len(layout.cut_dims) > 1:
+            raise ValueError(
+                f"{type(self).__name__} takes matrices that are cut along their rows or along their columns, but "
+                f"{called}, a matrix {layout.shape}, is cut along both: shard one dimension of it alone, or give it to "
+                f"TensorParallelMuon"
+            )
+        self._check_placements(parameter, called)
+
+    # The step.
+
+    def _project(self, active: set[Tensor], flags: Mapping[Tensor, Tensor]) -> None:
+        """Take the factors from the weights that step for the first time; waits for the device while there are any."""
+        waiting = [p for p in self._parameters() if p in active and p not in self._done]
+        waiting = [p for p in waiting if not self.group_of(p)["pairs"]]
+        self._done |= {p for p in waiting if (state := self.state.get(p)) and bool(state[PROJECTED])}
+        new = [p for p in waiting if p not in self._done and self.group_of(p)["lr"] > 0 and bool(flags[p])]
+        if new:
+            self._take_factors(new)
+        for parameter in waiting:
+            self._state_of(parameter)  # also with lr=0: torch loads a checkpoint into what such a step makes
+
+    def _take_factors(self, new: Sequence[Tensor]) -> None:
+        known = [self._weights[p] for p in new]
+        ranks = [self.group_of(p)["rank"] for p in new]
+        found = iter(
+            project(
+                (
+                    piece.to(wide_dtype(p))
+                    for p, w in zip(new, known, strict=True)
+                    for piece in self.engine.split(w.index, local(p))
+                ),
+                [layout for w in known for layout in w.matrices],
+                [rank for rank, w in zip(ranks, known, strict=True) for _ in w.matrices],
+                [w.first // 2 + turn for w in known for turn in range(len(w.matrices))],
+            )
+        )
+        factors = {p: [next(found) for _ in w.matrices] for p, w in zip(new, known, strict=True)}
+        self._report(factors)
+        for parameter, of_parameter in factors.items():
+            state = self._state_of(parameter)
+            for end, (A, B, _) in zip(self.key_ends(parameter), of_parameter, strict=True):
+                local(state[FACTOR_A + end]).copy_(A)
+                local(state[FACTOR_B + end]).copy_(B)
+            state[PROJECTED].fill_(1)
+        self._done |= factors.keys()
+
+    def _report(self, factors: Mapping[Tensor, Sequence[tuple[Tensor, Tensor, float]]]) -> None:
+        names = dict(zip(self._parameters(), parameter_names(self.param_groups), strict=True))
+        errors = {names[p]: max(error for _, _, error in of_parameter) for p, of_parameter in factors.items()}
+        bad = [names[p] for p, of_parameter in factors.items() if any(error != error for _, _, error in of_parameter)]
+        if bad:
+            raise ValueError(
+                f"{type(self).__name__} cannot take factors from {bad[0]}: a matrix of it is zero, and factors of zero "
+                f"never move, or is not finite. Initialize it otherwise, or give it to another optimizer"
+            )
+        self._errors = {**(self._errors or {}), **errors}
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            worst = max(errors, key=lambda name: errors[name])
+            logger.warning(
+                "%s projects %s weights to their rank, which changes them by %.3g to %.3g of their norm, most %s",
+                type(self).__name__,
+                len(errors),
+                min(errors.values()),
+                errors[worst],
+                worst,
+            )
+
+    def _factor_gradients(self, weights: Sequence[Tensor]) -> dict[Tensor, list[tuple[Tensor, Tensor]]]:
+        """The gradients of the factors of each weight."""
+        pieces, factors, labels = [], [], []
+        for parameter in weights:
+            weight = self._weights[parameter]
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            pieces += self.engine.split(weight.index, local(gradient))
+            factors += [self._factors(parameter, end) for end in self.key_ends(parameter)]
+            labels += [layout.label for layout in weight.factors]
+        found = iter(factor_gradients(pieces, factors, labels, self._factors_of_all))
+        return {p: [next(found) for _ in self._weights[p].matrices] for p in weights}
+
+    def _kept(self, parameter: Tensor, gradients: Sequence[tuple[Tensor, Tensor]], accepted: Tensor) -> Iterator[Pair]:
+        """The factors that are kept of a weight."""
+        weight, state, group = self._weights[parameter], self.state[parameter], self.group_of(parameter)
+        for part, (end, of_part) in enumerate(zip(self.key_ends(parameter), gradients, strict=True)):
+            keys = ((FACTOR_A, MOMENTUM_A, U_A), (FACTOR_B, MOMENTUM_B, U_B))
+            factors = []
+            for number, (of_factor, gradient) in enumerate(zip(keys, of_part, strict=True), 2 * part):
+                value, momentum, u = (local(state[key + end]) for key in of_factor)
+                label = weight.factors[number].label
+                factors.append(Factor(weight.first + number, value, momentum, u, gradient, label))
+            yield _pair(factors, accepted, group)
+
+    def _given(self, group: dict[str, Any], active: set[Tensor], flags: Mapping[Tensor, Tensor]) -> Iterator[Pair]:
+        """The factors that are parameters."""
+        for both in batched(group["params"], 2):
+            if active.isdisjoint(both):
+                continue
+            factors = []
+            for parameter in both:
+                weight, state = self._weights[parameter], self._state_of(parameter)
+                gradient = state[MOMENTUM] if parameter.grad is None else parameter.grad
+                of_factor = [local(x) for x in (parameter, state[MOMENTUM], gradient)]
+                value, momentum, gradient = of_factor if is_tall(weight.matrices[0]) else (x.mT for x in of_factor)
+                label = weight.factors[0].label
+                factors.append(Factor(weight.first, value, momentum, local(state[U]), gradient, label))
+            yield _pair(factors, flags[both[0]] & flags[both[1]], group)
+
+    def _write(self, parameter: Tensor, changed: Tensor) -> None:
+        """``W = A B^T`` where it changed."""
+        products = [A @ B.mT for A, B in (self._factors(parameter, end) for end in self.key_ends(parameter))]
+        whole, before = self.engine.merge(self._weights[parameter].index, products), local(parameter)
+        before.copy_(torch.where(changed, whole.to(before.dtype), before))
+
+    def _factors(self, parameter: Tensor, end: str) -> tuple[Tensor, Tensor]:
+        """This rank's rows of both factors of one logical matrix."""
+        state = self.state[parameter]
+        return local(state[FACTOR_A + end]), local(state[FACTOR_B + end])
+
+
+def _check_count(what: str, value: object) -> None:
+    """Check that a setting is a positive integer.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{what} must be an integer of at least 1, got {value!r}")
+
+
+def _pair(factors: Sequence[Factor], accepted: Tensor, group: Mapping[str, Any]) -> Pair:
+    first, second = factors
+    return Pair((first, second), accepted, group["lr"], group["weight_decay"], group["momentum_beta"])

@@ -6,7 +6,7 @@ that all ranks have alike, and save that of one rank.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard
+from typing import Literal, TypeGuard
 
 import torch
 from torch import Tensor

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.matrices import Split
+from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.orthogonalize.ladder import choose, restore
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import gram_dtype, product_dtype
@@ -26,7 +26,7 @@ from megatron_eopt.parallel.layout import Layout, local_rows, split_layout
 from megatron_eopt.parallel.plan import fingerprint, first_difference, make_plan
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, TpMode, whole
 from megatron_eopt.parallel.schemes import SCHEMES, Job
-from megatron_eopt.parallel.schemes.whole import gather
+from megatron_eopt.parallel.schemes.whole import cut_out, gather
 from megatron_eopt.parallel.statistics import Statistics, Wanted, reduce_statistics
 
 IN_FLIGHT = 3
@@ -56,7 +56,7 @@ class Parameter:
     name: str
     dtype: torch.dtype
     layout: Layout | None = None
-    split: Split = Split()
+    split: Split = WHOLE
     iteration: NewtonSchulz | None = None
     settings: str = ""
     groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
@@ -112,7 +112,9 @@ class Engine:
         self.works = {name: self._work(name) for name in self._iterations}
         self.rates = rates or measured_rates(self.groups, device, self._product_dtypes()[0])
         planned = [matrix for i, p in enumerate(parameters) if p.layout for matrix in self._matrices_of(i)]
-        self.plan = make_plan(planned, tp_mode, self.works, self.rates) if self._iterations else Plan(tuple(planned), ())
+        self.plan = Plan(tuple(planned), ())
+        if self._iterations:
+            self.plan = make_plan(planned, tp_mode, self.works, self.rates)
         self._plans: dict[tuple[int, ...], Plan] = {tuple(range(len(parameters))): self.plan}
         flat = iter(self.plan.matrices)
         self.matrices = [
@@ -136,7 +138,7 @@ class Engine:
         """
         if not self._iterations:
             return None
-        _check_same(self._with_settings(), self.groups, self.device)
+        check_same(self._with_settings(), self.groups, self.device)
         shapes = sorted({matrix.shape for matrix in self.plan.matrices if 0 not in matrix.shape})
         products = self._product_dtypes()
         grams = [gram_dtype(dtype, self.device) for dtype in products]
@@ -235,10 +237,13 @@ class Engine:
             matrices: of each stack; all of one group, each cut and with entries.
 
         Returns:
-            What waits, and then gives whole stacks. The way back is
-            :func:`~megatron_eopt.parallel.schemes.whole.cut_out`.
+            What waits, and then gives whole stacks.
         """
         return gather(stacks, [(m.shape, m.pieces) for m in matrices], self.groups[matrices[0].group])
+
+    def scatter_back(self, x: Tensor, matrix: Matrix) -> Tensor:
+        """This rank's shard of a whole matrix that all ranks of its group have: a view."""
+        return cut_out(x, matrix.pieces[self.groups[matrix.group].rank()])
 
     def _matrices_of(self, index: int) -> list[Matrix]:
         """The logical matrices of a parameter."""
@@ -398,7 +403,7 @@ def _seconds(run: Callable[[], Tensor], device: torch.device) -> float:
     return sorted(taken[1:])[_ROUNDS // 2]
 
 
-def _check_same(plan: Plan, groups: Mapping[str, ProcessGroup], device: torch.device) -> None:
+def check_same(plan: Plan, groups: Mapping[str, ProcessGroup], device: torch.device) -> None:
     """Refuse, on every rank of a group, a plan that is not the same on all of them, naming the first difference."""
     for label, group in groups.items():
         own = torch.tensor(list(bytes.fromhex(fingerprint(plan, label))), dtype=torch.int32, device=device)

@@ -10,7 +10,16 @@ from hashlib import sha256
 from typing import get_args
 
 from megatron_eopt.orthogonalize.choices import check_choice
-from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Works, bucket_cost, cube_flops, plan_cost, whole_flops, work_of
+from megatron_eopt.parallel.cost import (
+    DEFAULT_RATES,
+    Rates,
+    Works,
+    bucket_cost,
+    cube_flops,
+    plan_cost,
+    whole_flops,
+    work_of,
+)
 from megatron_eopt.parallel.records import Bucket, Matrix, Piece, Plan, Scheme, Shape, TpMode, cut_dimension, whole
 
 REPLICATED_ROWS = 1024
@@ -45,8 +54,8 @@ def make_plan(
 ) -> Plan:
     """The plan of a list of matrices: a function of its arguments alone, so the same on every rank.
 
-    Matrices of equal shape, pieces, group, item size and iteration are one bucket, or two where the scheme is mixed, or more where
-    they are many (:func:`in_parts`):
+    Matrices of equal shape, pieces, group, item size and iteration are one bucket, or two where the scheme is mixed, or
+    more where they are many (:func:`in_parts`):
 
     - Matrices of one rank, and those without entries, are ``local``.
     - Matrices that every rank of a group holds whole are ``share``, or ``local`` if the group is not to share.
@@ -84,7 +93,10 @@ def make_plan(
     for place, matrix in enumerate(draft.matrices):
         alike.setdefault(replace(matrix, name=""), []).append(place)
     # From here on in an order that does not depend on that of the parameters: largest matrices first.
-    kinds = sorted(alike, key=lambda m: (-whole_flops(m.shape, work_of(m, work)), m.group, m.shape, m.pieces, m.itemsize, m.iteration))
+    kinds = sorted(
+        alike,
+        key=lambda m: (-whole_flops(m.shape, work_of(m, work)), m.group, m.shape, m.pieces, m.itemsize, m.iteration),
+    )
     buckets: list[Bucket] = []
     for group, ranks in sorted({(m.group, m.ranks) for m in kinds}):
         own = [(m, tuple(alike[m])) for m in kinds if (m.group, m.ranks) == (group, ranks)]

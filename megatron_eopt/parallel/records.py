@@ -152,6 +152,11 @@ class Matrix:
         """How many ranks the group has."""
         return len(self.pieces)
 
+    @property
+    def sharded(self) -> bool:
+        """Whether a rank holds a part only."""
+        return any(piece.shape != self.shape for piece in self.pieces)
+
 
 @dataclass(frozen=True)
 class Bucket:

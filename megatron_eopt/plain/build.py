@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.matrices import tag_declared
-from megatron_eopt.optimizers.skipping import NAME
+from megatron_eopt.optimizers.parameters import NAME
 from megatron_eopt.plain.config import OptimizerConfig
 from megatron_eopt.plain.routing import decays, mark_embeddings_and_outputs
 from megatron_eopt.registry import get_optimizer_builder

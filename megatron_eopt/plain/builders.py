@@ -14,17 +14,15 @@ from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from megatron_eopt.optimizers.hybrid import Muon
+from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.hyperball import MuonHyperball
-from megatron_eopt.optimizers.lion import Lion
-from megatron_eopt.optimizers.parts import HybridOptimizer
+from megatron_eopt.optimizers.lion import Lion, Signum
 from megatron_eopt.optimizers.polar_grad import PolarGrad
 from megatron_eopt.optimizers.schedule_free import ScheduleFreeAdamW
 from megatron_eopt.optimizers.scion import Scion
-from megatron_eopt.optimizers.signum import Signum
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.optimizers.spectron import Spectron
-from megatron_eopt.optimizers.state import DescribedState
+from megatron_eopt.optimizers.with_adamw import HybridOptimizer, Muon
 from megatron_eopt.plain.config import OptimizerConfig, as_config
 from megatron_eopt.plain.routing import Group, Rule, divided, for_matrices, for_muon, for_muon_of_all, without_factors
 from megatron_eopt.registry import register_optimizer
@@ -125,7 +123,7 @@ def build_spectron(groups: list[Group], config: OptimizerConfig) -> Optimizer:
     return _beside_adamw(config, Spectron, [*pairs, *matrices], rest, _settings(config))
 
 
-def _register_for_matrices(name: str, optimizer_cls: type[DescribedState]) -> None:
+def _register_for_matrices(name: str, optimizer_cls: type[BaseOptimizer]) -> None:
     @_builder(name)
     def build(groups: list[Group], config: OptimizerConfig) -> Optimizer:
         settings = {"tp_mode": "auto", **_settings(config)}
@@ -139,7 +137,7 @@ _register_for_matrices("muon_hyperball", MuonHyperball)
 
 def _beside_adamw(
     config: OptimizerConfig,
-    optimizer_cls: type[DescribedState],
+    optimizer_cls: type[BaseOptimizer],
     matrices: list[Group],
     rest: list[Group],
     settings: dict[str, Any],

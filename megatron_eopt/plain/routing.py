@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_eopt.matrices import declared_split
-from megatron_eopt.optimizers.low_rank import factor_pairs
-from megatron_eopt.optimizers.skipping import NAME
+from megatron_eopt.optimizers.parameters import NAME
+from megatron_eopt.optimizers.spectron import factor_pairs
 
 OUTPUT_LAYERS = ("lm_head", "head", "output", "output_head", "output_layer", "embed_out", "unembed", "classifier")
 """Names of a Linear that is an output layer, where no number is in the path to it, as in that of a block's layers."""

@@ -5,15 +5,13 @@ from typing import Any
 
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.hyperball import MuonHyperball
-from megatron_eopt.optimizers.lion import Lion
-from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.lion import Lion, Signum
+from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport
 from megatron_eopt.optimizers.polar_grad import PolarGrad
 from megatron_eopt.optimizers.schedule_free import ScheduleFreeAdamW
 from megatron_eopt.optimizers.scion import Scion
-from megatron_eopt.optimizers.signum import Signum
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.optimizers.spectron import Spectron
-from megatron_eopt.optimizers.transport import Transport
 from megatron_eopt.registry.model import get_qkv_split_shapes
 from megatron_eopt.registry.table import kwargs_from_config
 

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.optimizers.logical import LogicalMatrices
+from megatron_eopt.optimizers.base import BaseOptimizer
 
 InitStateFn = Callable[..., None]
 ConfigToKwargs = Callable[[Any, Sequence[Any], Any], dict[str, Any]]
@@ -297,7 +297,7 @@ def create_emerging_optimizer(
 def takes_matrices(name: str) -> bool:
     """Whether an optimizer is for matrices, by what is registered under its name."""
     entry = EMERGING_OPTIMIZERS.get(name)
-    return entry is not None and issubclass(entry.optimizer_cls, LogicalMatrices)
+    return entry is not None and issubclass(entry.optimizer_cls, BaseOptimizer)
 
 
 def pairs_rows(name: str) -> bool:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megatron_eopt import TensorParallelAdaptiveMuon
-from megatron_eopt.optimizers.batch import local
+from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.spectron import Spectron, factor_pairs
 from tests.distributed.ranks import run_ranks
 

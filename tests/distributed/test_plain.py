@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_eopt.optimizers.hybrid import Muon
+from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
 from tests.distributed.ranks import run_ranks
 

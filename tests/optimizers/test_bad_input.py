@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-from megatron_eopt.optimizers.hybrid import Muon
+from megatron_eopt.optimizers.with_adamw import Muon
 from tests.distributed.ranks import run_ranks
 from tests.optimizers.family import CLASSES, ELEMENTWISE, build
 

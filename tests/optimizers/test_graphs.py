@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_eopt import TensorParallelMuon
-from megatron_eopt.optimizers.graphs import GraphedUpdate
+from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 from tests.optimizers.test_orthogonalized import gradient, matrix
 
 CUDA = torch.cuda.is_available()

@@ -8,7 +8,7 @@ import torch
 
 from megatron_eopt import TensorParallelAdaptiveMuon, TensorParallelMuon
 from megatron_eopt.megatron.summary import summary
-from megatron_eopt.optimizers.graphs import GraphedUpdate
+from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 from tests.optimizers.test_muon import is_qkv, matrix
 
 COMMON = {

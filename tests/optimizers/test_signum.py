@@ -7,7 +7,7 @@ import emerging_optimizers.scalar_optimizers as oracle
 import pytest
 import torch
 
-from megatron_eopt.optimizers.signum import Signum
+from megatron_eopt.optimizers.lion import Signum
 from tests.optimizers.test_lion import METHODS, SHAPES, parameters, run, set_gradients
 
 

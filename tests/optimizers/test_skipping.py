@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_eopt import TensorParallelMuon
-from megatron_eopt.optimizers.skipping import MAX_IN_A_ROW, Skipping
+from megatron_eopt.optimizers.nonfinite import MAX_IN_A_ROW, NonFinite
 from tests.optimizers.test_orthogonalized import gradient, matrix, optimizer
 
 MAKE = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_eopt.matrices import merge_rows, split_rows
-from megatron_eopt.optimizers.graphs import GraphedUpdate
+from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 from megatron_eopt.optimizers.hyperball import MuonHyperball
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.polar_grad import PolarGrad

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_eopt.optimizers.hybrid import Muon
+from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
 from tests.plain.made import gradients, parameters, run, values
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR
 
-from megatron_eopt.optimizers.hybrid import Muon
+from megatron_eopt.optimizers.with_adamw import Muon
 from tests.plain.made import assert_same, gradients, parameters, run, values
 
 

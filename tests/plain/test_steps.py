@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_eopt.optimizers.hybrid import Muon
+from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
 from tests.optimizers.field import assert_close, assert_close_in_bf16
 from tests.plain.made import gradients, parameters, run, values

@@ -21,8 +21,9 @@ from megatron_eopt.megatron.checkpoints.groups import Names, Settings, compresse
 from megatron_eopt.megatron.checkpoints.parts import GROUPS, torch_part
 from megatron_eopt.megatron.checkpoints.sharding import Sharded, built, joined, sharded_state
 from megatron_eopt.megatron.held import model_parameters
-from megatron_eopt.optimizers.batch import local
-from megatron_eopt.optimizers.state import DescribedState, StateTensor
+from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.parallel.layout import is_cut_again
 
 FORMAT = 1
@@ -62,7 +63,7 @@ class SavedState:
                 f"checkpoint of its optimizer state could be loaded is unproven: take the model alone "
                 f"(--no-save-optim, --no-load-optim)"
             )
-        if isinstance(self._torch, DescribedState):
+        if isinstance(self._torch, BaseOptimizer):
             self._torch.init_state()  # also of what has had no gradient yet: who loads asks for it
         # Megatron takes every tensor of the state for one of the shape of the parameter.
         hook = self._torch.register_state_dict_post_hook(self._without_special)
@@ -123,14 +124,14 @@ class SavedState:
 
     def _settings(self, theirs: list[Settings], block: dict[str, Any]) -> list[Settings]:
         """Those of each group after a load, from ours in the checkpoint, or from Megatron's where it wrote it."""
-        carried = self._torch.carried_settings if isinstance(self._torch, DescribedState) else frozenset()
+        carried = self._torch.carried_settings if isinstance(self._torch, BaseOptimizer) else frozenset()
         from_checkpoint = releases.wants_schedule_of_checkpoint()
         results = []
         for number, group in enumerate(self._groups()):
             if "groups" in block:
                 own = self._places_of_group(number)
                 saved = [g["settings"] for g in block["groups"] if any(has(g["names"], *name) for name in own)]
-            elif isinstance(self._torch, DescribedState):
+            elif isinstance(self._torch, BaseOptimizer):
                 saved = []
             else:  # nothing says which group a parameter was in, but all have made as many steps
                 saved = [{key: each[key] for key in ("step",) if key in each} for each in theirs]
@@ -198,7 +199,7 @@ class SavedState:
         having = {state: merged([kept.get(state, {}) for *_, kept in everywhere]) for state in states}
         return {
             "format": FORMAT,
-            "settings": self._torch.settings() if isinstance(self._torch, DescribedState) else {},
+            "settings": self._torch.settings() if isinstance(self._torch, BaseOptimizer) else {},
             "groups": groups,
             "common_step": next((each for each, *_ in everywhere if each is not None), None),
             "states": states,
@@ -240,7 +241,7 @@ class SavedState:
         state: dict[int, dict[str, list[ShardedTensor]]] = {}
         for index, parameter, tensor in self._described():
             if tensor.dims is not None and tensor.saved:
-                assert isinstance(self._torch, DescribedState)  # no other says what it keeps
+                assert isinstance(self._torch, BaseOptimizer)  # no other says what it keeps
                 state.setdefault(index, {})[tensor.key] = sharded_state(
                     tensor,
                     self._torch.state[parameter][tensor.key],
@@ -251,7 +252,7 @@ class SavedState:
 
     def _described(self) -> Iterator[tuple[int, Tensor, StateTensor]]:
         """What the optimizer says that it keeps, with the parameter and its place; nothing of one that does not."""
-        if isinstance(self._torch, DescribedState):
+        if isinstance(self._torch, BaseOptimizer):
             for index, parameter in enumerate(self._parameters()):
                 for tensor in self._torch.state_tensors(parameter):
                     yield index, parameter, tensor

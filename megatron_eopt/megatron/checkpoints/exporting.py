@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor
 
 from megatron_eopt.megatron.held import model_parameters
-from megatron_eopt.optimizers.state import DescribedState
+from megatron_eopt.optimizers.base import BaseOptimizer as BaseOptimizer
 
 
 class Exporting:
@@ -25,7 +25,7 @@ class Exporting:
     def __init__(self, optimizer: Any) -> None:
         self._megatron = optimizer
         own = optimizer.optimizer
-        self._torch = own if isinstance(own, DescribedState) and own.live_key is not None else None
+        self._torch = own if isinstance(own, BaseOptimizer) and own.live_key is not None else None
 
     def put_into(self, model_sharded_state_dict: Any) -> None:
         """Let the model's part of a checkpoint hold what is evaluated, in tensors of their own."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_eopt.checkpoints.states import BLOCK, blocks_of, parts_of
-from megatron_eopt.optimizers.state import DescribedState
+from megatron_eopt.optimizers.base import BaseOptimizer as BaseOptimizer
 from megatron_eopt.registry import EMERGING_OPTIMIZERS
 
 PARTS = "optimizers of megatron_eopt"  # no name of Megatron's, so nothing is merged into it
@@ -91,7 +91,7 @@ def _completed(asked: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> di
 def _is_adam(name: str) -> bool:
     """Whether an optimizer is one of the Adams that Megatron builds, of which each machine may have another."""
     described = (each.optimizer_cls for each in EMERGING_OPTIMIZERS.values())
-    return "Adam" in name and name not in {each.__name__ for each in described if issubclass(each, DescribedState)}
+    return "Adam" in name and name not in {each.__name__ for each in described if issubclass(each, BaseOptimizer)}
 
 
 def _torch_states(common: Any) -> Iterator[dict[Any, Any]]:

@@ -20,7 +20,7 @@ from megatron_eopt.megatron.presets import with_preset
 from megatron_eopt.megatron.support.facts import Run
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.tagging import tag_fused_projections
-from megatron_eopt.optimizers.logical import LogicalMatrices
+from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 
 _OTHERS: dict[str, type[Optimizer]] = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -100,7 +100,7 @@ class DescribedOptimizers:
 
     def explained(self) -> list[str]:
         """The plan of every optimizer that has one."""
-        planning = (each for each in self._optimizers if isinstance(each, LogicalMatrices))
+        planning = (each for each in self._optimizers if isinstance(each, BaseOptimizer))
         tables = ((type(each).__name__, each.explain_proposed()) for each in planning)
         return [f"{name}\n{table}" for name, table in tables if table is not None]
 

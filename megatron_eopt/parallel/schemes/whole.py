@@ -49,7 +49,7 @@ not affected.
 
 
 def local(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]:
-    """``local``, where the shards are whole matrices, and ``blockwise``, where each is taken for one: see :data:`Run`."""
+    """``local``, where shards are whole matrices, and ``blockwise``, where each is taken for one: see :data:`Run`."""
     yield  # the next bucket starts its exchange before this one is computed
     # those of tall matrices come transposed, and multi-tensor operations are slow where strides differ
     return [factor.contiguous() for factor in orthogonalized(shards, job.iteration, job.scales)]

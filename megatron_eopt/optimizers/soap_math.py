@@ -1,20 +1,17 @@
-"""SOAP's step of one matrix: what becomes of its moments, its factors and its bases, and where it goes."""
+"""SOAP's step of one matrix: Shampoo's factors, their eigenvectors, and Adam seen in these.
+
+A factor is a symmetric matrix of a side of the gradient, (rows x rows) or (columns x columns); its basis has its
+eigenvectors as columns. None stands for a side that has none, and is not rotated.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.soap_eigenbasis import (
-    eigenbasis,
-    from_basis,
-    refreshed,
-    to_basis,
-    update_factor,
-    whitened,
-)
+BasisMethod = Literal["qr", "eigh"]
 
 CLOCK = "clock"
 """Setting of a group: steps of the optimizer so far, by which bases are refreshed."""
@@ -127,3 +124,72 @@ def _adam(matrix: Preconditioned, moments: Tensor, accepted: Tensor, settings: M
         update = update / corrections[0]
     update = update / ((squares / corrections[1]).sqrt() + settings["eps"])
     return from_basis(update, *matrix.bases)
+
+
+# Of the largest eigenvalue: what is smaller is rounding of fp32, and KL would multiply gradients by its inverse.
+_FLOOR = 1e-6
+
+
+def to_basis(x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """``Q_L^T x Q_R``."""
+    x = x if left is None else left.mT @ x
+    return x if right is None else x @ right
+
+
+def from_basis(x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """``Q_L x Q_R^T``, the inverse of :func:`to_basis`."""
+    x = x if left is None else left @ x
+    return x if right is None else x @ right.mT
+
+
+def rayleigh(factor: Tensor, basis: Tensor) -> Tensor:
+    """The diagonal of ``Q^T F Q``: eigenvalues as far as the basis fits the factor."""
+    return (basis * (factor @ basis)).sum(0)
+
+
+def whitened(gradient: Tensor, factor: Tensor, basis: Tensor) -> Tensor:
+    """``W`` with ``W W^T = G F^-1 G^T``, from the basis and the eigenvalues that it gives.
+
+    Eigenvalues are at least a millionth of the largest; a factor that is zero, as before the first gradient, counts as
+    the identity.
+
+    Args:
+        gradient: ``G`` (rows x columns).
+        factor: ``F`` (columns x columns).
+        basis: its basis, orthogonal.
+    """
+    values = rayleigh(factor, basis)
+    largest = values.max()
+    scales = torch.where(largest > 0, values.clamp(min=_FLOOR * largest).rsqrt(), 1.0)
+    return (gradient @ basis) * scales
+
+
+def update_factor(factor: Tensor, root: Tensor, divisor: int, weight: Tensor, accepted: Tensor) -> None:
+    """``F += weight (W W^T / divisor - F)`` in place; not where the product is not finite, which would stay for ever.
+
+    Args:
+        factor: ``F`` (rows x rows).
+        root: ``W`` (rows x any).
+        divisor: of the product.
+        weight: of the product in the average, without dimensions.
+        accepted: False leaves the factor as it is.
+    """
+    product = root @ root.mT / divisor
+    factor.lerp_(torch.where(accepted & product.isfinite().all(), product, factor), weight.to(factor.dtype))
+
+
+def eigenbasis(factor: Tensor) -> Tensor:
+    """The eigenvectors of a factor, of the largest eigenvalue first."""
+    return torch.linalg.eigh(factor).eigenvectors.flip(-1)
+
+
+def refreshed(factor: Tensor, basis: Tensor, method: BasisMethod) -> tuple[Tensor, Tensor]:
+    """A basis that fits a factor as it has become, and from which column each of its columns came.
+
+    The columns are sorted by their eigenvalues first, the largest in front. Then ``qr`` makes one step of orthogonal
+    iteration, ``QR(F Q)``, and ``eigh`` takes the eigenvectors themselves.
+    """
+    order = rayleigh(factor, basis).argsort(descending=True)
+    if method == "eigh":
+        return eigenbasis(factor), order
+    return torch.linalg.qr(factor @ basis[:, order]).Q, order

@@ -108,7 +108,8 @@ def averaged(
     momenta: Sequence[Tensor], gradients: Sequence[Tensor], beta: float, nesterov: bool, accepted: Tensor | None
 ) -> list[Tensor]:
     """What :func:`average` returns, as further tensors: the momenta stay as they are."""
-    gradients, found = masked(gradients, momenta, accepted), []
+    found: list[Tensor] = []
+    gradients = masked(gradients, momenta, accepted)
     for of_some, momenta_of_some in zip(batched(gradients, 16), batched(momenta, 16), strict=True):  # few more copies
         new = list(torch._foreach_lerp(list(momenta_of_some), list(of_some), 1 - beta))
         found += torch._foreach_lerp(list(of_some), new, beta) if nesterov else new
@@ -144,7 +145,8 @@ def _rates(factors: Tensor, some: Sequence[int], like: Tensor) -> Tensor:
 
 def _column(x: Tensor, some: Sequence[int], like: Tensor) -> Tensor:
     """Entries of a vector, as many dimensions as a stack of tensors has."""
-    chosen = x if len(some) == len(x) else torch.stack([x[i] for i in some])
+    each = x.unbind()
+    chosen = x if len(some) == len(x) else torch.stack([each[i] for i in some])
     return chosen.view(-1, *[1] * like.ndim)
 
 

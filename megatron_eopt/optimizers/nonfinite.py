@@ -88,14 +88,15 @@ class NonFinite:
         norms: list[Tensor] = [self._zero] * len(gradients)
         for wide in (torch.float32, torch.float64):
             filled = [
-                i
+                (i, gradient)
                 for i, gradient in enumerate(gradients)
-                if gradient is not None and (gradient.dtype == torch.float64) == (wide == torch.float64)
+                if gradient is not None
+                and (gradient.dtype == torch.float64) == (wide == torch.float64)
+                and gradient.numel()
             ]
-            filled = [i for i in filled if gradients[i].numel()]  # type: ignore[union-attr]
             if filled:
-                found = torch._foreach_norm([gradients[i] for i in filled], 1, dtype=wide)
-                for i, norm in zip(filled, found, strict=True):
+                found = torch._foreach_norm([gradient for _, gradient in filled], 1, dtype=wide)
+                for (i, _), norm in zip(filled, found, strict=True):
                     norms[i] = norm
         return torch.stack(norms).isfinite()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import declared_split
@@ -87,7 +88,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     momentum_key, nesterov_key = "momentum_beta", "use_nesterov"
     """Names of the momentum and of Nesterov's look-ahead among the settings of a group."""
 
-    split_lengths = (3,)
+    split_lengths: tuple[int, ...] = (3,)
     own_split_shapes = False
 
     def __init__(
@@ -297,6 +298,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             masked: whether they are to be masked nevertheless, so that the batches are the same in every step.
         """
         flags = None if masked or accepted.device.type != "cpu" else accepted.tolist()
+        masks = accepted.unbind() if flags is None else ()
         batches, first = [], 0
         for group in self.param_groups:
             params = group["params"]
@@ -309,23 +311,27 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             first += len(params)
             if not chosen:
                 continue
-            momenta = [local(self._state_of(p)[MOMENTUM_BUFFER]) for p in chosen]
+            momenta = [(self.state[p] or self._state_of(p))[MOMENTUM_BUFFER] for p in chosen]
+            # other ranks may wait for a parameter without a gradient: it is masked
+            gradients = [m if p.grad is None else p.grad for p, m in zip(chosen, momenta, strict=True)]
+            weights = chosen
+            if any(isinstance(p, DTensor) for p in chosen):
+                weights, momenta, gradients = (list(map(local, each)) for each in (chosen, momenta, gradients))
             batches.append(
                 Batch(
                     indices=indices,
                     parameters=chosen,
-                    weights=[local(p) for p in chosen],
+                    weights=weights,
                     momenta=momenta,
-                    # other ranks may wait for a parameter without a gradient: it is masked
                     gradients=[
-                        m if p.grad is None else local(p.grad).to(m.dtype) for p, m in zip(chosen, momenta, strict=True)
+                        g if g.dtype == m.dtype else g.to(m.dtype) for g, m in zip(gradients, momenta, strict=True)
                     ],
                     further=[self._further_state(p) for p in chosen],
                     settings={key: value for key, value in group.items() if key not in ("params", "param_names")},
                     lr=group["lr"],
                     weight_decay=self._weight_decay(group),
                     decay_method=decay_method(type(self).__name__, group),
-                    accepted=None if flags is not None else torch.stack([accepted[i] for i in indices]),
+                    accepted=None if flags is not None else torch.stack([masks[i] for i in indices]),
                 )
             )
         return batches

@@ -6,8 +6,10 @@ gather whole matrices.
 """
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,7 @@ from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
 from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.layout import Layout, local_rows, split_layout
 from megatron_eopt.parallel.plan import fingerprint, first_difference, make_plan
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, TpMode, whole
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Shape, TpMode, whole
 from megatron_eopt.parallel.schemes import SCHEMES, Job
 from megatron_eopt.parallel.schemes.whole import cut_out, gather
 from megatron_eopt.parallel.statistics import Statistics, Wanted, reduce_statistics
@@ -116,6 +118,7 @@ class Engine:
         if self._iterations:
             self.plan = make_plan(planned, tp_mode, self.works, self.rates)
         self._plans: dict[tuple[int, ...], Plan] = {tuple(range(len(parameters))): self.plan}
+        self._shapes: dict[tuple[int, ...], list[Shape]] = {}
         flat = iter(self.plan.matrices)
         self.matrices = [
             tuple(_as_worked_on(next(flat), layout, tp_mode) for layout in layouts) for layouts in self._layouts
@@ -144,7 +147,7 @@ class Engine:
         grams = [gram_dtype(dtype, self.device) for dtype in products]
         dtypes = list(dict.fromkeys(dtype for dtype in (*products, *grams) if dtype is not None))
         high = next(iter(self._iterations.values())).fp32_matmul_prec == "high"
-        precision = "tf32" if high else "ieee"
+        precision: Literal["tf32", "ieee"] = "tf32" if high else "ieee"
         if kernel is None and kept is not None:
             choice = restore({"rung": kept}, shapes, dtypes, self.device, fp32_precision=precision, agree=self._lowest)
         else:
@@ -176,16 +179,28 @@ class Engine:
         """The inverse of :meth:`split`."""
         return self._rows[index].merge(shards)
 
+    def merge_all(self, indices: Iterable[int], shards: Iterable[Sequence[Tensor]]) -> list[Tensor]:
+        """What :meth:`merge` makes for several parameters."""
+        pairs = zip(indices, shards, strict=True)
+        return [each[0] if self._plain[i] else self.merge(i, each) for i, each in pairs]
+
+    def shapes(self, indices: Sequence[int]) -> list[Shape]:
+        """The shapes of the logical matrices of parameters, one parameter's after the other's."""
+        wanted = tuple(indices)
+        if wanted not in self._shapes:
+            self._shapes[wanted] = [matrix.shape for i in wanted for matrix in self.matrices[i]]
+        return self._shapes[wanted]
+
     @torch.no_grad()
     def orthogonalize(
-        self, updates: list[Tensor], indices: Sequence[int], scales: Sequence[Sequence[float]] | None = None
+        self, updates: list[Tensor], indices: Sequence[int], scales: Sequence[float] | None = None
     ) -> list[list[Tensor]]:
         """This rank's shards of the orthogonal factors of the logical matrices of parameters.
 
         Args:
             updates: this rank's parts; the list is emptied, so that each can be freed when its result is there.
             indices: of their parameters, ascending. Of those that are shared with other ranks all ranks name the same.
-            scales: what multiplies the factors, for each parameter one number for each of its matrices; None for 1.
+            scales: what multiplies the factors, in the order of :meth:`shapes`; None for 1.
 
         Returns:
             For each parameter new tensors, one for each of its matrices.
@@ -196,9 +211,12 @@ class Engine:
             shards = [shard for i, x in zip(indices, updates, strict=True) for shard in self.split(i, x)]
             updates.clear()
         plan = self._plan_of(tuple(indices))
-        flat = [1.0] * len(shards) if scales is None else [scale for each in scales for scale in each]
-        factors = iter(execute(plan, shards, flat, self.groups, self._iterations))
-        return [[next(factors) for _ in self.matrices[i]] for i in indices]
+        of_matrices = [1.0] * len(shards) if scales is None else scales
+        found = execute(plan, shards, of_matrices, self.groups, self._iterations)
+        if len(found) == len(indices):
+            return [[factor] for factor in found]
+        factors = iter(found)
+        return [list(islice(factors, len(self.matrices[i]))) for i in indices]
 
     def statistics(self, wanted: Sequence[Wanted]) -> list[Statistics]:
         """Statistics of logical matrices, with at most one all-reduce for each group; the same on all its ranks."""

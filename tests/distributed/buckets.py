@@ -7,8 +7,8 @@ from itertools import pairwise
 import torch
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.parallel.records import Piece, cut_at, whole
 from megatron_eopt.parallel.plan import Bucket, Matrix, Plan
+from megatron_eopt.parallel.records import Piece, cut_at, whole
 
 OWNED = ("owner", "gram_split", "share")
 ONE_CUT = ("duplicated", "distributed", "owner", "gram_replicated", "gram_split")

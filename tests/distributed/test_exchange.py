@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from megatron_eopt.parallel.execute import execute
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel import collectives as exchange
 from megatron_eopt.parallel.collectives import counters
-from megatron_eopt.parallel.execute import execute
-from megatron_eopt.parallel.records import cut
 from megatron_eopt.parallel.plan import Bucket, Matrix, Plan
+from megatron_eopt.parallel.records import cut
 from tests.distributed.ranks import run_ranks
 
 TIMEOUT = 5

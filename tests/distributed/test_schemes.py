@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_eopt.parallel.execute import execute
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel import traffic
 from megatron_eopt.parallel.collectives import counters
-from megatron_eopt.parallel.execute import execute
-from megatron_eopt.parallel.records import Piece, cut_at, whole
 from megatron_eopt.parallel.plan import Bucket, Matrix, Plan
+from megatron_eopt.parallel.records import Piece, cut_at, whole
 from tests.distributed.buckets import CASES, ONE_CUT, Case, matrices_of, own_parts, part_of, pieces_of, plan_of, scale
 from tests.distributed.ranks import run_ranks
 

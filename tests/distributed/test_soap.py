@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from megatron_eopt.matrices import GATE_UP, experts
 from megatron_eopt.optimizers import soap
-from megatron_eopt.optimizers.nonfinite import NonFinite
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.parallel.collectives import counters
 from tests.distributed.ranks import run_ranks

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt import TensorParallelMuon
-from megatron_eopt.parallel.cost import DEFAULT_RATES
 from megatron_eopt.parallel.collectives import counters
+from megatron_eopt.parallel.cost import DEFAULT_RATES
 from tests.distributed.ranks import run_ranks
 
 EXACT = ("duplicated", "distributed", "owner", "gram", "auto")

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt import TensorParallelMuon
-from megatron_eopt.parallel.cost import bucket_bytes, bucket_calls
 from megatron_eopt.parallel.collectives import counters
+from megatron_eopt.parallel.cost import bucket_bytes, bucket_calls
 from tests.distributed.ranks import run_ranks
 
 LAYERS = 4

@@ -100,7 +100,7 @@ def test_groups_that_say_the_same_are_planned_and_computed_as_one(method):
     made = optimizer(grouped([said, {}, {"num_ns_steps": 5}, said]), method)
     assert_equal(stepped(made), stepped(plain))
     assert made.explain() == plain.explain()
-    assert len(made.planned.plan.buckets) == len(plain.planned.plan.buckets)
+    assert len(made.prepare().plan.buckets) == len(plain.prepare().plan.buckets)
 
 
 def test_the_plan_says_what_each_setting_gets():
@@ -110,9 +110,9 @@ def test_the_plan_says_what_each_setting_gets():
     assert "7 Newton-Schulz steps of polar_express, scale spectral times 0.7:\n" in table
     assert "5 Newton-Schulz steps of quintic, scale unit_rms_norm times 0.5:\n" in table
     assert "of ((2.0, -1.5, 0.5), (2.0, -1.5, 0.5), (2.0, -1.5, 0.5), (2.0, -1.5, 0.5), (2.0, -1.5, 0.5))" in table
-    names = [matrix.name.split(",")[0] for matrix in made.planned.plan.matrices]
+    names = [matrix.name.split(",")[0] for matrix in made.prepare().plan.matrices]
     assert names[4::5] == [f"parameter 2 of group {number}" for number in range(4)]
-    assert sorted(i for bucket in made.planned.plan.buckets for i in bucket.matrices) == list(range(20))
+    assert sorted(i for bucket in made.prepare().plan.buckets for i in bucket.matrices) == list(range(20))
     # the scale of an adaptive update comes after the plan
     assert optimizer(grouped(), "namo").explain().count("ms\n") == 3
 
@@ -265,7 +265,7 @@ def test_a_step_that_is_made_parameter_by_parameter_counts_too():
 def test_a_captured_step_is_the_step_of_all_groups_and_counts():
     plain, captured = optimizer(grouped()), optimizer(grouped())
     captured.cuda_graphs = True
-    captured._graphed = GraphedUpdate(captured._update, lambda run: run)
+    captured._graphed = GraphedUpdate(captured._step, lambda run: run)
     for made in (plain, captured):
         made.result = stepped(made, [0, 2, 3])
         assert made.newton_schulz_calls == 60

@@ -2,10 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.parallel.plan import MAX_BYTES, SHARED_PARTS, in_parts
-from megatron_eopt.parallel.records import of_ranks
-from megatron_eopt.parallel.records import cut, whole
-from megatron_eopt.parallel.plan import Bucket, Matrix
+from megatron_eopt.parallel.plan import MAX_BYTES, SHARED_PARTS, Bucket, Matrix, in_parts
+from megatron_eopt.parallel.records import cut, of_ranks, whole
 
 
 def bucket_of(count, ranks, scheme, shape=(64, 16)):

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt.parallel.cost import Rates, cube_flops, plan_cost, whole_flops
-from megatron_eopt.parallel.records import Piece, cut_dimension, whole
 from megatron_eopt.parallel.plan import Bucket, Matrix, Plan, fingerprint, first_difference, make_plan
+from megatron_eopt.parallel.records import Piece, cut_dimension, whole
 from tests.parallel.plans import MODES, STANDARD, WORK, matrices, matrix, modes, quarters, rates, some, works
 
 OWNED = ("owner", "gram_split", "share")

@@ -393,7 +393,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         keys = (self.nesterov_key, DECOUPLED, METHOD)
         own = {
             number: said | {key: group[key] for key in keys if group[key] != self.defaults[key]}
-            for number, (said, group) in enumerate(zip(own_settings(self.param_groups), self.param_groups, strict=True))
+            for number, (said, group) in enumerate(zip(self._own_settings(), self.param_groups, strict=True))
         }
         found = super().settings() | {
             "coefficients": [list(each) for each in self.newton_schulz.schedule],
@@ -430,8 +430,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         dtype, layout, split = local(parameter).dtype, self.layout(parameter), self.split_of(parameter)
         return Parameter(name, dtype, layout, split, settings.newton_schulz, settings.name)
 
+    def _own_settings(self) -> list[dict[str, Any]]:
+        """What each group says of its updates: where that changes, ranks prepare anew."""
+        return own_settings(self.param_groups)
+
     def _planned_settings(self) -> object:
-        return self.newton_schulz, self.scale_mode, self.extra_scale_factor, own_settings(self.param_groups)
+        return self.newton_schulz, self.scale_mode, self.extra_scale_factor, self._own_settings()
 
     # Checks.
 

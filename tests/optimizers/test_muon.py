@@ -85,8 +85,8 @@ def test_a_parameters_own_split_wins():
     p = matrix(8, 4, is_qkv=True, qkv_split_shapes=[2, 1, 1])
     opt = TensorParallelMuon([p], split_qkv=True, is_qkv_fn=is_qkv, qkv_split_shapes=[4, 2, 2])
     assert opt.split_of(p) == query_key_value((2, 1, 1))
-    assert TensorParallelMuon([p], split_qkv=True, is_qkv_fn=is_qkv).split_shapes(p) == (2, 1, 1)
-    assert TensorParallelMuon([p], is_qkv_fn=is_qkv).split_shapes(p) is None
+    assert TensorParallelMuon([p], split_qkv=True, is_qkv_fn=is_qkv).split_of(p) == query_key_value((2, 1, 1))
+    assert TensorParallelMuon([p], is_qkv_fn=is_qkv).split_of(p).is_whole
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_eopt.orthogonalize import get_coefficients, newton_schulz
 from megatron_eopt.orthogonalize.forms import gram_flops, standard_flops
-from megatron_eopt.orthogonalize.ladder import choose
+from megatron_eopt.orthogonalize.kernels import choose
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.products import Products
 from megatron_eopt.orthogonalize.restarts import PRESETS, restarts_for

@@ -95,7 +95,7 @@ class FactorPlan:
             ValueError: if the plan differs between ranks.
             RuntimeError: if the rung cannot serve on one of them.
         """
-        return self.planned.settle(None, rung).rung
+        return self.planned.settle(None, rung).kernel
 
     def schemes(self, weight: Weight) -> list[str]:
         """How the factors of each logical matrix of a parameter are orthogonalized: that of the one which is cut."""

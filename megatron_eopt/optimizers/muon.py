@@ -19,7 +19,7 @@ from megatron_eopt.optimizers.planning import PlannedOptimizer
 from megatron_eopt.optimizers.sharded import TensorParallelGroups
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
-from megatron_eopt.orthogonalize.ladder import RUNGS
+from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.scale import ScaleMode
@@ -115,7 +115,7 @@ class TensorParallelMuon(PlannedOptimizer):
             check_flag(type(self).__name__, key, flag)
         validate_tp_mode(tp_mode)
         if symmetric_products is not None:
-            check_choice("symmetric_products", symmetric_products, tuple(RUNGS))
+            check_choice("symmetric_products", symmetric_products, tuple(KERNELS))
         if not isinstance(plan_rates, Rates) and plan_rates != "measure":
             raise ValueError(f"plan_rates are Rates or 'measure', got {plan_rates!r}")
         self.newton_schulz = NewtonSchulz(

@@ -179,7 +179,7 @@ class PlannedOptimizer(ShardedMatrices, OrthogonalizedOptimizer):
         planned = self.proposed
         choice = planned.settle(self.symmetric_products, self.param_groups[0].get(RUNG))
         for group in self.param_groups:
-            group[RUNG] = choice.rung
+            group[RUNG] = choice.kernel
             group[RATES] = planned.rates.state_dict()
         return planned
 

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.ladder import Agree, Choice, choose, restore
+from megatron_eopt.orthogonalize.kernels import Choice, choose
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import gram_dtype, product_dtype
 from megatron_eopt.orthogonalize.products import Products, default_products
@@ -89,19 +89,19 @@ class Planned(SharedParameters):
         """The plan as a table: scheme, operations, bytes, collectives and predicted time of each bucket."""
         return explain(self.plan, self.work, self.rates)
 
-    def settle(self, rung: str | None = None, kept: str | None = None) -> Choice:
+    def settle(self, kernel: str | None = None, kept: str | None = None) -> Choice:
         """Agree with the other ranks on the plan and on what computes symmetric products; all ranks call it together.
 
         Args:
-            rung: of the ladder, that the user asks for.
+            kernel: that the user asks for.
             kept: that of the checkpoint, where he does not; with neither the fastest is chosen.
 
         Raises:
             ValueError: if the plan differs between ranks.
-            RuntimeError: if the rung cannot serve on one of them.
+            RuntimeError: if the kernel cannot serve on one of them.
         """
         same_plan(self.plan, self.groups, self.device)
-        return choose_products([self], self.lowest, rung, kept)
+        return choose_products([self], self.lowest, kernel, kept)
 
     def product_shapes(self) -> set[Shape]:
         """Shapes of the matrices whose symmetric products are computed."""
@@ -163,23 +163,22 @@ def product_dtypes(parameters: Sequence[Parameter], settings: NewtonSchulz) -> l
     return [product_dtype(dtype, settings.fp32_matmul_prec) for dtype in dtypes]
 
 
-def choose_products(each: Sequence[Planned], agree: Agree, rung: str | None, kept: str | None) -> Choice:
+def choose_products(
+    each: Sequence[Planned], agree: Callable[[Tensor], Tensor], kernel: str | None, kept: str | None
+) -> Choice:
     """Choose what computes the symmetric products of several plans, equal on all ranks, and let each compute by it.
 
     Args:
         each: of one device and one precision.
         agree: element-wise minimum over the ranks of all their groups.
-        rung: as for :meth:`Planned.settle`, and
-        kept: likewise.
+        kernel: as for :meth:`Planned.settle`.
+        kept: as for :meth:`Planned.settle`.
     """
     shapes = sorted({shape for planned in each for shape in planned.product_shapes()})
     dtypes = list(dict.fromkeys(dtype for planned in each for dtype in planned.product_dtypes()))
     device, precision = each[0].device, each[0].settings.fp32_matmul_prec
     fp32_precision: Literal["tf32", "ieee"] = "tf32" if precision == "high" else "ieee"
-    if rung is None and kept is not None:
-        choice = restore({"rung": kept}, shapes, dtypes, device, fp32_precision=fp32_precision, agree=agree)
-    else:
-        choice = choose(shapes, dtypes, device, rung=rung, fp32_precision=fp32_precision, agree=agree)
+    choice = choose(shapes, dtypes, device, kernel=kernel, kept=kept, fp32_precision=fp32_precision, agree=agree)
     for planned in each:
         planned.compute_by(choice.products)
     return choice
@@ -192,7 +191,7 @@ def _alone(matrix: Matrix, layout: Layout) -> Matrix:
 
 
 def _work(settings: NewtonSchulz, device: torch.device, rows: int) -> Work:
-    """What the costs of a plan are predicted with: the same on every rank, so not what the ladder will choose."""
+    """What the costs of a plan are predicted with: the same on every rank, so not what will be chosen."""
     share = default_products(device, torch.float32).share(rows) if device.type == "cpu" else 0.5
     return Work(schedule=settings.schedule, restarts=settings.restarts, share=share)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.ladder import Choice
+from megatron_eopt.orthogonalize.kernels import Choice
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.agree import same_plan
 from megatron_eopt.parallel.cost import Rates
@@ -78,13 +78,13 @@ class Variants(SharedParameters):
         """The plan of every variant as a table, under its name."""
         return "\n\n".join(f"{name}:\n{planned.explain()}" for name, planned in self.each.items())
 
-    def settle(self, rung: str | None = None, kept: str | None = None) -> Choice:
-        """Agree with the other ranks on all plans, on the variant of each parameter, and on one rung for all.
+    def settle(self, kernel: str | None = None, kept: str | None = None) -> Choice:
+        """Agree with the other ranks on all plans, on the variant of each parameter, and on one kernel for all.
 
         See :meth:`Planned.settle`.
         """
         same_plan(self._with_variants(), self.groups, self.device)
-        return choose_products(list(self.each.values()), self.lowest, rung, kept)
+        return choose_products(list(self.each.values()), self.lowest, kernel, kept)
 
     def orthogonalize(self, updates: list[Tensor], places: Sequence[int]) -> list[Tensor]:
         """See :meth:`Planned.orthogonalize`."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_eopt.orthogonalize import get_coefficients, newton_schulz
 from megatron_eopt.orthogonalize.forms import gram_flops, iterate_gram_fp16, standard_flops
-from megatron_eopt.orthogonalize.ladder import choose
+from megatron_eopt.orthogonalize.kernels import choose
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import gram_dtype
 from megatron_eopt.orthogonalize.products import Blocked, Dense
@@ -307,10 +307,10 @@ def test_the_input_is_left_as_it_is(form, scale):
         torch.testing.assert_close(result, newton_schulz(gaussian(2, 16, 40), form=form, **settings), rtol=0, atol=2e-5)
 
 
-def test_products_of_a_ladder_serve_the_entry():
+def test_the_kernel_that_is_chosen_serves_the_entry():
     x = gaussian(512, 640)
     choice = choose([x.shape], x.dtype, x.device)
-    assert choice.rung == "blocked"
+    assert choice.kernel == "blocked"
     for form in ("standard", "gram"):
         assert torch.equal(newton_schulz(x, form=form, products=choice.products), newton_schulz(x, form=form))
         whole = newton_schulz(x, form=form, products=Dense())

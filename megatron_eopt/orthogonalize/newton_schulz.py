@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Literal, get_args, overload
 
 import torch
@@ -10,26 +11,15 @@ from torch import Tensor
 
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients, get_coefficients
-from megatron_eopt.orthogonalize.forms import (
-    Watch,
-    gram_flops,
-    iterate_gram,
-    iterate_gram_fp16,
-    iterate_standard,
-    normalized,
-    scaled,
-    standard_flops,
-)
-from megatron_eopt.orthogonalize.health import Figures, Health, health_of_nothing, joined
+from megatron_eopt.orthogonalize.forms import PRESETS, Preset, Restarts, gram_flops, restarts_for, standard_flops
+from megatron_eopt.orthogonalize.iteration import Health, Iteration
 from megatron_eopt.orthogonalize.precision import (
     MatmulPrecision,
-    fp32_products,
     gram_dtype,
     product_dtype,
     validate_matmul_precision,
 )
 from megatron_eopt.orthogonalize.products import Products, default_products
-from megatron_eopt.orthogonalize.restarts import PRESETS, Preset, Restarts, restarts_for
 
 Form = Literal["auto", "standard", "gram"]
 
@@ -38,71 +28,6 @@ MAX_BYTES = 2**30
 
 _LARGE = 256
 """Short side from which on a CPU multiplies fp32 matrices faster one by one (by 5 to 15 %) than stacked."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Iteration:
-    """The iteration for matrices of one shape and dtype on one device: all is decided, calling it only computes.
-
-    Attributes:
-        schedule: one ``(a, b, c)`` per step.
-        restarts: of the Gram form; None for the standard form.
-        dtype: of the products.
-        products: computes the symmetric ones.
-        precision: of the products of fp32 tensors; None where there are none, so that torch's setting can stay.
-        transposed: whether the matrices have more rows than columns.
-        chunk: so many matrices of a stack are worked on at once.
-        one_by_one: whether matrices are computed faster each by itself than stacked.
-        propagate_nan: whether a matrix with entries that are not finite gives no numbers, or zero.
-    """
-
-    schedule: tuple[Coefficients, ...]
-    restarts: Restarts | None
-    dtype: torch.dtype
-    products: Products
-    precision: MatmulPrecision | None
-    transposed: bool
-    chunk: int
-    one_by_one: bool
-    propagate_nan: bool
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The orthogonal factor of a matrix (rows x cols), or of each of a stack (n x rows x cols), a new tensor."""
-        if x.ndim == 3 and x.size(0) > self.chunk:
-            return torch.cat([self(part) for part in x.split(self.chunk)])
-        if x.numel() == 0:
-            return torch.empty_like(x)
-        if self.precision is None:
-            return self._run(x)
-        with fp32_products(self.precision):
-            return self._run(x)
-
-    def with_health(self, x: Tensor) -> tuple[Tensor, Health]:
-        """The same, and what the Gram matrices tell of each matrix."""
-        if x.ndim == 3 and x.size(0) > self.chunk:
-            factors, parts = zip(*map(self.with_health, x.split(self.chunk)), strict=True)
-            return torch.cat(factors), joined(parts)
-        if x.numel() == 0:
-            return torch.empty_like(x), health_of_nothing(x)
-        figures = Figures(len(self.schedule))
-        with fp32_products(self.precision or "highest"):
-            return self._run(x, figures), figures.health()
-
-    def _run(self, x: Tensor, figures: Figures | None = None) -> Tensor:
-        X = x.mT if self.transposed else x
-        watch: Watch | None = None if figures is None else figures.watch
-        if self.restarts is None or self.dtype == torch.float16:
-            N, norm, largest = normalized(X, propagate_nan=self.propagate_nan)
-            if self.restarts is None:
-                factor = iterate_standard(N.to(self.dtype), self.schedule, self.products, watch=watch)
-            else:
-                factor = iterate_gram_fp16(N, self.schedule, self.restarts, self.products, watch=watch)
-        else:
-            (N, largest), norm = scaled(X, self.propagate_nan), None
-            factor = iterate_gram(N, self.schedule, self.restarts, self.products, watch=watch, normalize=True)
-        if figures is not None:
-            figures.of_input(largest, norm)
-        return (factor.mT if self.transposed else factor).to(x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +63,7 @@ class NewtonSchulz:
     @cached_property
     def restarts(self) -> Restarts | None:
         """Restarts of the Gram form; None for a schedule that no table has, which the Gram form does not serve."""
-        return restarts_for(self.coefficient_type, self.steps, simulate=False)
+        return restarts_for(self.coefficient_type, self.steps)
 
     def gram_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
         """The dtype of the Gram form of a shard: as in one process, but fp32 where that would take the standard one."""
@@ -186,6 +111,7 @@ def newton_schulz(
     fp32_matmul_prec: MatmulPrecision = "highest",
     form: Form = "auto",
     preset: Preset = "default",
+    restarts: Sequence[int] | None = None,
     max_bytes: int = MAX_BYTES,
     propagate_nan: bool = False,
     products: Products | None = None,
@@ -202,6 +128,7 @@ def newton_schulz(
     fp32_matmul_prec: MatmulPrecision = "highest",
     form: Form = "auto",
     preset: Preset = "default",
+    restarts: Sequence[int] | None = None,
     max_bytes: int = MAX_BYTES,
     propagate_nan: bool = False,
     products: Products | None = None,
@@ -217,6 +144,7 @@ def newton_schulz(
     fp32_matmul_prec: MatmulPrecision = "highest",
     form: Form = "auto",
     preset: Preset = "default",
+    restarts: Sequence[int] | None = None,
     max_bytes: int = MAX_BYTES,
     propagate_nan: bool = False,
     products: Products | None = None,
@@ -238,11 +166,12 @@ def newton_schulz(
         fp32_matmul_prec: precision of the products: ``medium`` (or ``low``) bf16 with fp32 accumulation, in the Gram
             form fp16, on a GPU only; ``high`` TF32 where the device has it, ``highest`` fp32. An fp64 input stays in
             fp64.
-        form: ``standard``, ``gram``, or ``auto``: the cheaper of the two, but the Gram form only of schedules whose
-            restarts are in a table. Asked for by name, it simulates those of others.
+        form: ``standard``, ``gram``, or ``auto``: the cheaper of the two. The Gram form serves schedules whose restarts
+            are in a table, and others with ``restarts``.
         preset: ``fast`` takes the set cubic5 in place of ``steps`` and ``coefficient_type``; ``accurate`` restarts the
-            Gram form once more than ``default``. Their errors are in
-            :data:`~megatron_eopt.orthogonalize.restarts.PUBLISHED_ERRORS`.
+            Gram form once more than ``default``.
+        restarts: steps, counted from 1, after which the Gram form computes its Gram matrix anew, in place of those of
+            the table and the preset; ascending, below the number of steps.
         max_bytes: a stack is worked on in chunks whose work takes at most so much memory, or one matrix at a time.
         propagate_nan: return no numbers instead of zero for a matrix with entries that are not finite.
         products: computes the symmetric products; hashable. By default torch, in blocks for a large fp32 matrix on a
@@ -267,8 +196,10 @@ def newton_schulz(
     if preset == "fast":
         coefficient_type, steps, _ = PRESETS[preset]
     schedule = get_coefficients(coefficient_type, steps)
-    # Unasked from the tables only: a simulation takes its time, and might choose otherwise on another rank.
-    restarts = restarts_for(coefficient_type, steps, PRESETS[preset][2], simulate=form == "gram")
+    if restarts is None:
+        restarts = restarts_for(coefficient_type, steps, PRESETS[preset][2])
+    else:
+        restarts = _checked(restarts, steps)
     shape = (x.size(-2), x.size(-1))
     iteration = _compiled(
         schedule, restarts, form, fp32_matmul_prec, max_bytes, products, shape, x.dtype, x.device, propagate_nan
@@ -277,9 +208,15 @@ def newton_schulz(
         dtype = product_dtype(x.dtype, fp32_matmul_prec)
         raise ValueError(
             f"the Gram form is not safe with {coefficient_type!r} in {steps} steps and {dtype} products on "
-            f"{x.device.type!r}: take the standard form, or precision 'high' or 'highest'"
+            f"{x.device.type!r}: take the standard form, precision 'high' or 'highest', or give its restarts"
         )
     return iteration.with_health(x) if health else iteration(x)
+
+
+def _checked(restarts: Sequence[int], steps: int) -> Restarts:
+    if any(not isinstance(step, int) or not before < step < steps for before, step in pairwise([0, *restarts])):
+        raise ValueError(f"restarts are ascending integers between 1 and {steps - 1}, got {list(restarts)}")
+    return tuple(restarts)
 
 
 @lru_cache(maxsize=1024)

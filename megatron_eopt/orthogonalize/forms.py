@@ -18,10 +18,10 @@ Restarts = tuple[int, ...]
 Preset = Literal["fast", "default", "accurate"]
 
 # By name of a set and number of steps: the necessary restarts, and those of the preset accurate, one more; None: the
-# standard form. The necessary ones are the fewest that keep fp16 as exact as the standard form is in bf16, by the
-# simulation that the tests repeat (tests/orthogonalize/simulation.py). cubic5 is the exception: to go without is what it
-# is for, at an error of up to 2.6 times that of its own standard form in bf16, which is below that of quintic in bf16 on
-# all spectra but harmonic.
+# standard form. Necessary are the fewest that keep fp16 as exact as the standard form is in bf16, by the simulation
+# that the tests repeat (tests/orthogonalize/simulation.py). cubic5 goes without, which is what it is for, at an error
+# of up to 2.6 times that of its own standard form in bf16; that is below quintic's in bf16 on all spectra but
+# harmonic.
 RESTARTS: dict[tuple[str, int], tuple[Restarts | None, Restarts | None]] = {
     ("simple", 5): ((3,), (1, 3)),
     ("quintic", 5): ((3,), (2, 3)),

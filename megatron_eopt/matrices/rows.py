@@ -5,6 +5,7 @@ Everything goes by runs: consecutive rows of one logical matrix.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class Block:
     rows: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pattern:
     """How the rows of one fused matrix, those of all ranks in their order, make logical matrices.
 
@@ -40,7 +41,9 @@ class Pattern:
     blocks: tuple[Block, ...]
     runs: tuple[Run, ...]
 
-    def held(self, top: int, bottom: int) -> list[tuple[int, int]]:
+    # every rank asks for the rows of all ranks, for every parameter
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def held(self, top: int, bottom: int) -> tuple[tuple[int, int], ...]:
         """Start and end of the rows of each logical matrix that lie in the fused rows from ``top`` to ``bottom``.
 
         The rows of a matrix in them are consecutive; a matrix with none has an empty range at its start or its end.
@@ -49,7 +52,7 @@ class Pattern:
         for edge, counts in ((top, starts), (bottom, ends)):
             for matrix, rows in self.between(0, edge):
                 counts[matrix] += rows
-        return list(zip(starts, ends, strict=True))
+        return tuple(zip(starts, ends, strict=True))
 
     def between(self, top: int, bottom: int) -> list[Run]:
         """The runs of the fused rows from ``top`` to ``bottom``."""

@@ -36,6 +36,9 @@ class Part:
     each: int | None = None
     inside: tuple[tuple[str, int], ...] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inside", tuple((name, rows) for name, rows in self.inside))
+
 
 @dataclass(frozen=True)
 class Split:
@@ -56,6 +59,7 @@ class Split:
     stacked: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", tuple(self.parts))
         if self.order not in get_args(Order):
             raise ValueError(f"unknown order {self.order!r} of rows: expected one of {', '.join(get_args(Order))}")
         names = [name for part in self.parts for name in ([each for each, _ in part.inside] or [part.name])]
@@ -98,6 +102,8 @@ class Split:
             return names
         return [f"expert {layer} {name}".rstrip() for layer in range(self.stacked) for name in names]
 
+    # a model has many equal parameters
+    @lru_cache(maxsize=1024)  # noqa: B019
     def pattern(self, rows: int, shards: int = 1) -> Pattern:
         """Which rows are whose.
 
@@ -108,8 +114,29 @@ class Split:
         Raises:
             ValueError: for another number of rows than was declared, and for parts that cannot be cut so.
         """
-        return _pattern(self, rows, shards)
+        if not self.parts:
+            return Pattern((rows,), (Block("", rows),), ((0, rows),))
+        of_parts = self._rows(rows)
+        if self.order == "interleaved":
+            repeats = rows // self._group
+        else:
+            repeats = shards if self.order == "per_shard" else 1
+        for part, of_part in zip(self.parts, of_parts, strict=True):
+            if of_part % repeats:
+                raise ValueError(f"{part.name} has {of_part} rows, of which {repeats} shards cannot have equal parts")
+        sizes = tuple(of_part // repeats for of_part in of_parts)
+        blocks: list[Block] = []
+        found: list[tuple[int, int, Run]] = []  # with its repeat and its part
+        for number, (part, of_part, size) in enumerate(zip(self.parts, of_parts, sizes, strict=True)):
+            own = _blocks(part, of_part)
+            edges = list(accumulate((block.rows for block in own), initial=0))
+            for start, end in pairwise(sorted({*edges, *range(0, of_part, size)})):
+                found.append((start // size, number, (len(blocks) + bisect_right(edges, start) - 1, end - start)))
+            blocks += own
+        runs = (run for _, _, run in sorted(found, key=lambda each: each[:2]))
+        return Pattern(sizes, tuple(blocks), tuple(runs))
 
+    @lru_cache(maxsize=1024)  # noqa: B019
     def local(self, rows: int, top: int, bottom: int, shards: int = 1, padding: int = 0) -> LocalRows:
         """What splits and merges the rows of one rank.
 
@@ -149,32 +176,6 @@ class Split:
             declared = ", ".join(f"{part.name} {part.rows or 'the rest'}" for part in self.parts)
             raise ValueError(f"{rows} rows over all ranks are not those declared: {declared}")
         return [left // shares if size is None else size for size in sizes]
-
-
-@lru_cache(maxsize=1024)
-def _pattern(split: Split, rows: int, shards: int) -> Pattern:
-    """See :meth:`Split.pattern`."""
-    if not split.parts:
-        return Pattern((rows,), (Block("", rows),), ((0, rows),))
-    of_parts = split._rows(rows)
-    if split.order == "interleaved":
-        repeats = rows // split._group
-    else:
-        repeats = shards if split.order == "per_shard" else 1
-    for part, of_part in zip(split.parts, of_parts, strict=True):
-        if of_part % repeats:
-            raise ValueError(f"{part.name} has {of_part} rows, of which {repeats} shards cannot have equal parts")
-    sizes = tuple(of_part // repeats for of_part in of_parts)
-    blocks: list[Block] = []
-    found: list[tuple[int, int, Run]] = []  # with its repeat and its part
-    for number, (part, of_part, size) in enumerate(zip(split.parts, of_parts, sizes, strict=True)):
-        own = _blocks(part, of_part)
-        edges = list(accumulate((block.rows for block in own), initial=0))
-        for start, end in pairwise(sorted({*edges, *range(0, of_part, size)})):
-            found.append((start // size, number, (len(blocks) + bisect_right(edges, start) - 1, end - start)))
-        blocks += own
-    runs = (run for _, _, run in sorted(found, key=lambda each: each[:2]))
-    return Pattern(sizes, tuple(blocks), tuple(runs))
 
 
 def _blocks(part: Part, rows: int) -> list[Block]:

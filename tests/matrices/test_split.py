@@ -124,8 +124,8 @@ def test_consecutive_rows_hold_consecutive_rows_of_each_matrix(case):
 def test_a_shard_may_begin_and_end_within_a_group():
     # the last q row and k and v of one group, two groups, q of the next
     pattern = qkv([2, 1, 1]).pattern(16)
-    assert pattern.held(1, 14) == [(1, 8), (0, 3), (0, 3)]
-    assert pattern.held(2, 3) == [(2, 2), (0, 1), (0, 0)]
+    assert pattern.held(1, 14) == ((1, 8), (0, 3), (0, 3))
+    assert pattern.held(2, 3) == ((2, 2), (0, 1), (0, 0))
 
 
 def test_groups_are_interleaved():
@@ -219,6 +219,12 @@ def test_unequal_shards_cannot_have_a_part_of_every_matrix():
     layout = Layout((8, 2), cut_at((8, 2), 0, [0, 2, 8]), Group(2), "tp")
     with pytest.raises(ValueError, match=r"are equal, got \[2, 6\] rows"):
         split_layout(layout, GATE_UP)
+
+
+def test_lists_are_taken_for_tuples():
+    split = Split([Part("kv", 8, inside=[("k", 4), ("v", 4)])], "per_shard")
+    assert split == Split((Part("kv", 8, inside=(("k", 4), ("v", 4))),), "per_shard")
+    assert split.names(8) == ["k", "v"]
 
 
 def test_tensors_of_other_rows_are_refused():

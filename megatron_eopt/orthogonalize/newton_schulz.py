@@ -73,7 +73,9 @@ class NewtonSchulz:
         """What computes symmetric products in ``dtype``: those that are set, else what suits the device."""
         return self.products or default_products(device, dtype)
 
-    def compile(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Iteration:
+    def compile(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, form: Form = "auto"
+    ) -> Iteration:
         """Decide everything for matrices, or stacks of them, of one shape: the same wherever this is asked.
 
         Entries that are not finite stay visible in the result: a matrix that got zero instead would stand still in
@@ -83,11 +85,21 @@ class NewtonSchulz:
             shape: rows and columns; sizes before them do not matter.
             dtype: of the matrices.
             device: of the matrices.
+            form: ``auto`` takes the cheaper one that is safe. ``gram``, for matrices that several ranks hold, iterates
+                in fp32 where ``auto`` would take the standard form for its dtype.
+
+        Raises:
+            ValueError: for the Gram form of a schedule that no table has.
         """
+        if form == "gram" and self.restarts is None:
+            raise ValueError(
+                f"no table has restarts of {self.coefficient_type!r} in {self.steps} steps, without which the Gram "
+                "form is not safe: take the standard form"
+            )
         return _compiled(
             self.schedule,
             self.restarts,
-            "auto",
+            form,
             self.fp32_matmul_prec,
             self.max_bytes,
             self.products,
@@ -200,16 +212,16 @@ def newton_schulz(
         restarts = restarts_for(coefficient_type, steps, PRESETS[preset][2])
     else:
         restarts = _checked(restarts, steps)
-    shape = (x.size(-2), x.size(-1))
-    iteration = _compiled(
-        schedule, restarts, form, fp32_matmul_prec, max_bytes, products, shape, x.dtype, x.device, propagate_nan
-    )
-    if form == "gram" and iteration.restarts is None:
-        dtype = product_dtype(x.dtype, fp32_matmul_prec)
+    dtype = product_dtype(x.dtype, fp32_matmul_prec)
+    if form == "gram" and (restarts is None or gram_dtype(dtype, x.device) is None):
         raise ValueError(
             f"the Gram form is not safe with {coefficient_type!r} in {steps} steps and {dtype} products on "
             f"{x.device.type!r}: take the standard form, precision 'high' or 'highest', or give its restarts"
         )
+    shape = (x.size(-2), x.size(-1))
+    iteration = _compiled(
+        schedule, restarts, form, fp32_matmul_prec, max_bytes, products, shape, x.dtype, x.device, propagate_nan
+    )
     return iteration.with_health(x) if health else iteration(x)
 
 
@@ -237,7 +249,7 @@ def _compiled(
     Args:
         schedule: one ``(a, b, c)`` per step.
         restarts: of the Gram form; None where it is not safe.
-        form: asked for; the standard one is taken where the Gram form is not safe.
+        form: ``auto`` for the cheaper one.
         precision: of the products.
         max_bytes: what the work on a chunk may take.
         products: computes the symmetric products; None for what suits the device.
@@ -247,15 +259,16 @@ def _compiled(
         propagate_nan: see :class:`Iteration`.
     """
     rows, cols = sorted(shape)
-    asked = product_dtype(dtype, precision)
-    of_gram = gram_dtype(asked, device)
-    if form == "standard" or of_gram is None:
-        restarts = None
-    elif form == "auto" and restarts is not None:
+    used = product_dtype(dtype, precision)
+    of_gram = gram_dtype(used, device)
+    if form == "auto" and restarts is not None and of_gram is not None:
         share = (products or default_products(device, of_gram)).share(rows)
         gram, standard = gram_flops(rows, cols, schedule, restarts, share), standard_flops(rows, cols, schedule, share)
-        restarts = restarts if gram < standard else None
-    used = asked if restarts is None or of_gram is None else of_gram
+        form = "gram" if gram < standard else "standard"
+    if form == "gram":
+        used = of_gram or torch.float32
+    else:
+        restarts = None
     of_one = (3 * rows * cols + 4 * rows * rows) * used.itemsize
     return Iteration(
         schedule=schedule,

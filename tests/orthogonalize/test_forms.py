@@ -115,6 +115,17 @@ def test_an_iteration_is_decided_once():
     assert iteration.restarts == (3,)
 
 
+def test_the_gram_form_of_shards_is_in_fp32_where_it_would_not_be_taken():
+    settings = NewtonSchulz(fp32_matmul_prec="medium")
+    assert settings.compile((24, 80), torch.float32, "cpu").restarts is None
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.float16)):
+        iteration = settings.compile((24, 24), torch.float32, device, form="gram")
+        assert (iteration.restarts, iteration.dtype) == ((3,), dtype)
+        assert settings.compile((24, 80), torch.float32, device, form="standard").dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="no table has restarts of 'deepseekv4' in 10 steps"):
+        NewtonSchulz(steps=10, coefficient_type="deepseekv4").compile((24, 80), torch.float32, "cpu", form="gram")
+
+
 def test_the_dtype_of_the_gram_form():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert gram_dtype(torch.float32, cpu) == gram_dtype(torch.float32, gpu) == torch.float32

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_eopt.orthogonalize.ladder import RUNGS, choose
+from megatron_eopt.orthogonalize.kernels import KERNELS, choose
 
 _KERNELS = "triton"
 # A square matrix, a wide one and a stack, as the matrices of a model are; in the dtypes that products are computed in.
@@ -191,7 +191,7 @@ def _kernels() -> Kernels:
     if not torch.cuda.is_available():
         return Kernels(missing="torch.cuda finds no GPU")
     device = torch.device("cuda")
-    missing = RUNGS[_KERNELS].missing(device)
+    missing = KERNELS[_KERNELS].missing(device)
     if missing is not None:
         return Kernels(missing=missing)
     return Kernels(failed=choose(_SHAPES, _DTYPES, device).dropped.get(_KERNELS))

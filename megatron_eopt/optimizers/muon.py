@@ -33,7 +33,7 @@ from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_completed, local
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
-from megatron_eopt.orthogonalize.ladder import RUNGS
+from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.scale import ScaleMode
@@ -132,7 +132,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     momentum_key, nesterov_key = "momentum", "nesterov"
     split_lengths = (3, 4)
-    own_split_shapes = True
     carried_settings = frozenset({KERNEL, RATES})
     keeps_directions: bool = False
     """Whether :meth:`update` needs what was orthogonalized."""
@@ -187,7 +186,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             check_flag(type(self).__name__, key, flag)
         validate_tp_mode(tp_mode)
         if symmetric_products is not None:
-            check_choice("symmetric_products", symmetric_products, tuple(RUNGS))
+            check_choice("symmetric_products", symmetric_products, tuple(KERNELS))
         if not isinstance(plan_rates, Rates) and plan_rates != "measure":
             raise ValueError(f"plan_rates are Rates or 'measure', got {plan_rates!r}")
         self.newton_schulz = NewtonSchulz(

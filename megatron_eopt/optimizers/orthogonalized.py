@@ -89,7 +89,6 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     """Names of the momentum and of Nesterov's look-ahead among the settings of a group."""
 
     split_lengths: tuple[int, ...] = (3,)
-    own_split_shapes = False
 
     def __init__(
         self,
@@ -202,15 +201,14 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             self._check_matrix(parameter, f"orthogonalizes matrices, but {called}")
 
     def _check_split(self, parameter: Tensor) -> None:
-        shapes = self._split_shapes(parameter)
-        if not self.own_split_shapes and declared_split(parameter) is None and shapes is not None:
-            if parameter.size(0) != sum(shapes):
-                raise ValueError(
-                    f"{type(self).__name__}: a fused projection of {parameter.size(0)} rows cannot be split into "
-                    f"{list(shapes)}, which are {sum(shapes)}"
-                )
-        else:
-            super()._check_split(parameter)
+        split = self.split_of(parameter)
+        rows = sum(part.rows or 0 for part in split.parts)
+        if len(self.split_lengths) == 1 and declared_split(parameter) is None and rows not in (0, parameter.size(0)):
+            raise ValueError(
+                f"{type(self).__name__}: a fused projection of {parameter.size(0)} rows cannot be split into "
+                f"{[part.rows for part in split.parts]}, which are {rows}"
+            )
+        super()._check_split(parameter)
 
     def settings_of_groups(self) -> dict[str, Any]:
         """Among them the kind of weight decay, by its name where the flag says it."""

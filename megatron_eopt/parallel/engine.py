@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.matrices import WHOLE, Split
-from megatron_eopt.orthogonalize.ladder import choose, restore
-from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
+from megatron_eopt.orthogonalize.kernels import choose
+from megatron_eopt.orthogonalize.newton_schulz import Form, Iteration, NewtonSchulz
 from megatron_eopt.orthogonalize.precision import gram_dtype, product_dtype
 from megatron_eopt.orthogonalize.products import default_products
 from megatron_eopt.parallel.collectives import all_gather, all_reduce, lowest
@@ -148,14 +148,13 @@ class Engine:
         dtypes = list(dict.fromkeys(dtype for dtype in (*products, *grams) if dtype is not None))
         high = next(iter(self._iterations.values())).fp32_matmul_prec == "high"
         precision: Literal["tf32", "ieee"] = "tf32" if high else "ieee"
-        if kernel is None and kept is not None:
-            choice = restore({"rung": kept}, shapes, dtypes, self.device, fp32_precision=precision, agree=self._lowest)
-        else:
-            choice = choose(shapes, dtypes, self.device, rung=kernel, fp32_precision=precision, agree=self._lowest)
+        choice = choose(
+            shapes, dtypes, self.device, kernel=kernel, kept=kept, fp32_precision=precision, agree=self._lowest
+        )
         self._iterations = {
             name: replace(iteration, products=choice.products) for name, iteration in self._iterations.items()
         }
-        return choice.rung
+        return choice.kernel
 
     def explain(self) -> str:
         """The plan as a table: scheme, operations, bytes, collectives and predicted time of each bucket."""
@@ -356,9 +355,10 @@ def execute(
         if waiting and len(at_work) < IN_FLIGHT:
             bucket = waiting.pop()
             matrix = plan.matrices[bucket.matrices[0]]
-            of_bucket = [scales[i] for i in bucket.matrices]
-            job = Job(bucket, matrix, groups.get(matrix.group), iterations[matrix.iteration], of_bucket)
-            at_work.insert(0, (bucket, SCHEMES[bucket.scheme](job, [shards[i] for i in bucket.matrices])))
+            own = [shards[i] for i in bucket.matrices]
+            iteration = _compiled(bucket, matrix, iterations[matrix.iteration], own[0])
+            job = Job(bucket, matrix, groups.get(matrix.group), iteration, [scales[i] for i in bucket.matrices])
+            at_work.insert(0, (bucket, SCHEMES[bucket.scheme](job, own)))
         still = []
         for bucket, running in at_work:
             try:
@@ -369,6 +369,14 @@ def execute(
                     shards[i] = result
         at_work = still
     return shards
+
+
+def _compiled(bucket: Bucket, matrix: Matrix, settings: NewtonSchulz, shard: Tensor) -> Iteration:
+    """The iteration of a bucket, whose form is that of the scheme."""
+    form: Form = "gram" if bucket.scheme.startswith("gram") else "auto"
+    form = "standard" if bucket.scheme == "distributed" else form
+    shape = (shard.size(0), shard.size(1)) if bucket.scheme == "blockwise" else matrix.shape
+    return settings.compile(shape, shard.dtype, shard.device, form)
 
 
 def subset(plan: Plan, kept: Sequence[int]) -> Plan:

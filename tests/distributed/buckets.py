@@ -18,7 +18,7 @@ ONE_CUT = ("duplicated", "distributed", "owner", "gram_replicated", "gram_split"
 class InFp16(NewtonSchulz):
     """The Gram form as it is on a GPU."""
 
-    def gram_dtype(self, x):
+    def gram_dtype(self, dtype, device):
         return torch.float16
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron_eopt import TensorParallelAdaptiveMuon, TensorParallelMuon, registry
-from megatron_eopt.matrices import merge_rows, split_rows
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 from megatron_eopt.orthogonalize import muon_scale_factor
+from tests.matrices.models import merge_rows, split_rows
 from tests.optimizers.test_muon import is_qkv, matrix
 from tests.test_registry import config, model
 

@@ -183,7 +183,7 @@ def test_a_resumed_run_computes_symmetric_products_as_before():
     assert state["param_groups"][0]["symmetric_products"] == "torch"
     state["param_groups"][0]["symmetric_products"] = "triton"
     opt.load_state_dict(state)
-    with pytest.raises(RuntimeError, match=r"'triton' of symmetric products cannot serve.*the rung of the"):
+    with pytest.raises(RuntimeError, match=r"'triton' of symmetric products cannot serve.*the kernel of the"):
         opt.step()
     other = TensorParallelMuon([p], symmetric_products="torch")
     other.load_state_dict(state)

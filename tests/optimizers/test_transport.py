@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_eopt.matrices import merge_rows, split_rows
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 from megatron_eopt.optimizers.hyperball import MuonHyperball
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.polar_grad import PolarGrad
 from megatron_eopt.optimizers.scion import Scion
 from megatron_eopt.registry import kwargs_from_config
+from tests.matrices.models import merge_rows, split_rows
 from tests.optimizers.field import assert_close, gradient, matrix, run
 
 KINDS = [Scion, PolarGrad, MuonHyperball]

@@ -58,7 +58,7 @@ def summary(optimizers: Sequence[Optimizer]) -> str:
 def _how(muons: Sequence[TensorParallelMuon]) -> str:
     """How the matrices of Muon are orthogonalized: one optimizer, or one for experts beside it, built alike."""
     muon = muons[0]
-    plans = [each.planned.plan for each in muons]
+    plans = [each.prepare().plan for each in muons]
     counts = Counter[str]()
     ranks = 1
     for plan in plans:

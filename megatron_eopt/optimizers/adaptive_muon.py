@@ -242,6 +242,6 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
                 matrices, own = self.engine.matrices[index], next(of_parameters)
                 each = moments if len(moments) == len(matrices) else moments * len(matrices)
                 described.append(
-                    [Factor(*pair, moment, flag, beta2, eps) for *pair, moment in zip(matrices, own, each, strict=True)]
+                    [Factor(*of_matrix, flag, beta2, eps) for of_matrix in zip(matrices, own, each, strict=True)]
                 )
         return described

@@ -108,7 +108,8 @@ def averaged(
     momenta: Sequence[Tensor], gradients: Sequence[Tensor], beta: float, nesterov: bool, accepted: Tensor | None
 ) -> list[Tensor]:
     """What :func:`average` returns, as further tensors: the momenta stay as they are."""
-    gradients, found = masked(gradients, momenta, accepted), []
+    gradients = masked(gradients, momenta, accepted)
+    found: list[Tensor] = []
     for of_some, momenta_of_some in zip(batched(gradients, 16), batched(momenta, 16), strict=True):  # few more copies
         new = list(torch._foreach_lerp(list(momenta_of_some), list(of_some), 1 - beta))
         found += torch._foreach_lerp(list(of_some), new, beta) if nesterov else new

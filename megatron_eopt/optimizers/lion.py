@@ -157,7 +157,7 @@ def _step(
         for some in batched(active, 1 if on_cpu else _AT_ONCE):
             parameters = [p for p, _ in some]
             momenta = [local(optimizer._state_of(p)[EXP_AVG]) for p in parameters]
-            gradients = [local(p.grad).to(m.dtype) for p, m in zip(parameters, momenta, strict=True)]  # type: ignore[arg-type]
+            gradients = [local(p.grad).to(m.dtype) for p, m in zip(parameters, momenta, strict=True)]
             lion(
                 [local(p) for p in parameters],
                 list(torch._foreach_neg(gradients)) if group["maximize"] else gradients,

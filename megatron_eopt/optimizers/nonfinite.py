@@ -87,14 +87,14 @@ class NonFinite:
         # the largest magnitude would overflow in no case, but torch finds it far more slowly than the sum of them
         norms: list[Tensor] = [self._zero] * len(gradients)
         for wide in (torch.float32, torch.float64):
-            filled = [
-                i
+            filled = {
+                i: gradient
                 for i, gradient in enumerate(gradients)
-                if gradient is not None and (gradient.dtype == torch.float64) == (wide == torch.float64)
-            ]
-            filled = [i for i in filled if gradients[i].numel()]  # type: ignore[union-attr]
+                if gradient is not None and gradient.numel()
+                if (gradient.dtype == torch.float64) == (wide == torch.float64)
+            }
             if filled:
-                found = torch._foreach_norm([gradients[i] for i in filled], 1, dtype=wide)
+                found = torch._foreach_norm(list(filled.values()), 1, dtype=wide)
                 for i, norm in zip(filled, found, strict=True):
                     norms[i] = norm
         return torch.stack(norms).isfinite()

@@ -8,6 +8,7 @@ gather whole matrices.
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -104,14 +105,14 @@ class Engine:
             (group, torch.tensor([p.shared_by.get(label) is group for p in parameters], device=device))
             for label, group in self.groups.items()
         ]
-        laid_out = [(p.layout, p.split) for p in parameters if p.layout is not None]
-        self._rows = [local_rows(*each) for each in laid_out]
-        self._layouts = [split_layout(*each) for each in laid_out]
-        self._plain = [split.is_whole and not layout.padding for layout, split in laid_out]
+        self._layouts = [[] if p.layout is None else split_layout(p.layout, p.split) for p in parameters]
+        laid_out = {i: (p.layout, p.split) for i, p in enumerate(parameters) if p.layout is not None}
+        self._rows = {i: local_rows(*each) for i, each in laid_out.items()}
+        self._plain = {i for i, (layout, split) in laid_out.items() if split.is_whole and not layout.padding}
         self._iterations = {p.iteration.name: p.iteration for p in parameters if p.iteration is not None}
         self.works = {name: self._work(name) for name in self._iterations}
         self.rates = rates or measured_rates(self.groups, device, self._product_dtypes()[0])
-        planned = [matrix for i, p in enumerate(parameters) if p.layout for matrix in self._matrices_of(i)]
+        planned = [matrix for i in laid_out for matrix in self._matrices_of(i)]
         self.plan = Plan(tuple(planned), ())
         if self._iterations:
             self.plan = make_plan(planned, tp_mode, self.works, self.rates)
@@ -144,7 +145,7 @@ class Engine:
         grams = [gram_dtype(dtype, self.device) for dtype in products]
         dtypes = list(dict.fromkeys(dtype for dtype in (*products, *grams) if dtype is not None))
         high = next(iter(self._iterations.values())).fp32_matmul_prec == "high"
-        precision = "tf32" if high else "ieee"
+        precision: Literal["tf32", "ieee"] = "tf32" if high else "ieee"
         if kernel is None and kept is not None:
             choice = restore({"rung": kept}, shapes, dtypes, self.device, fp32_precision=precision, agree=self._lowest)
         else:
@@ -190,7 +191,7 @@ class Engine:
         Returns:
             For each parameter new tensors, one for each of its matrices.
         """
-        if all(self._plain[i] for i in indices):
+        if self._plain.issuperset(indices):
             shards, updates[:] = list(updates), []
         else:
             shards = [shard for i, x in zip(indices, updates, strict=True) for shard in self.split(i, x)]
@@ -274,10 +275,14 @@ class Engine:
         return self._plans[indices]
 
     def _with_settings(self) -> Plan:
-        """The plan with names that tell what else ranks have to agree on."""
-        settings = (p.settings for p, layouts in zip(self._parameters, self._layouts, strict=True) for _ in layouts)
-        pairs = zip(self.plan.matrices, settings, strict=True)
-        return replace(self.plan, matrices=tuple(replace(m, name=f"{m.name}, {each}") for m, each in pairs))
+        """The plan with what else ranks have to agree on: in place of the iterations, and if these differ in names."""
+        settings = [p.settings for p, layouts in zip(self._parameters, self._layouts, strict=True) for _ in layouts]
+        several = len(set(settings)) > 1
+        matrices = (
+            replace(m, name=f"{m.name}, {each}" if several else m.name, iteration=each or m.iteration)
+            for m, each in zip(self.plan.matrices, settings, strict=True)
+        )
+        return replace(self.plan, matrices=tuple(matrices))
 
     def _work(self, name: str) -> Work:
         """What costs are predicted with: the same on every rank, so not with the kernel that will be chosen."""

@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megatron_eopt.parallel import collectives as groups
-from megatron_eopt.parallel.dtensor import _pieces, layout_of_dtensor
 from megatron_eopt.parallel.collectives import joint_group
+from megatron_eopt.parallel.dtensor import _pieces, layout_of_dtensor
 from megatron_eopt.parallel.layout import on_one_rank
 from megatron_eopt.parallel.records import Piece, cut_at
 from tests.distributed.ranks import run_ranks

@@ -12,7 +12,8 @@ import matplotlib
 from megatron_eopt.models import MODELS, Parallel, matrices_of
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import Cost, Work, plan_cost
-from megatron_eopt.parallel.plan import Plan, TpMode, make_plan
+from megatron_eopt.parallel.plan import make_plan
+from megatron_eopt.parallel.records import Plan, TpMode
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

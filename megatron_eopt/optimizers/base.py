@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.matrices import WHOLE, Split, check_split_shapes, declared_split
+from megatron_eopt.matrices import WHOLE, Split, check_split_shapes, declared_split, split_of
 from megatron_eopt.optimizers.group_settings import check_scalars
 from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients, nonfinite_for
 from megatron_eopt.optimizers.parameters import (

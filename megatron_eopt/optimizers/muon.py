@@ -251,17 +251,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         """
         return self.engine.merge_all((i for batch in batches for i in batch.indices), factors)
 
-    def apply(self, batches: Sequence[Batch], updates: Sequence[Tensor]) -> None:
-        """Let all parameters of all batches take their steps.
-
-        Args:
-            batches: of each group what the step works on.
-            updates: of one parameter after another, before the learning rate.
-        """
-        of_parameters = iter(updates)
-        for batch in batches:
-            of_batch = list(islice(of_parameters, len(batch.indices)))
-            foreach.subtract(batch.weights, of_batch, batch.lr, batch.accepted)
+    def _updates_of(
+        self, batches: Sequence[Batch], orthogonalized: list[Tensor], directions: Sequence[Tensor]
+    ) -> list[Tensor]:
+        indices = (i for batch in batches for i in batch.indices)
+        factors = [self.engine.split(i, x) for i, x in zip(indices, orthogonalized, strict=True)]
+        return self.update(batches, factors, directions)
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
         """The update of one parameter, before the learning rate; sharded as the parameter is.

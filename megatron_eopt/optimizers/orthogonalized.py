@@ -4,6 +4,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -260,18 +261,39 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         new = [p for p in self._parameters() if p not in self.state]
         try:
             batches = self._batches(accepted)
+            directions = [self.direction(batch, foreach.averaged) for batch in batches]
             with fp32_products(self.fp32_matmul_prec):
-                updates = [
-                    list(_updates(batch, self.direction(batch, foreach.averaged), self.orthogonalize))
-                    for batch in batches
+                found = [
+                    each
+                    for batch, of_batch in zip(batches, directions, strict=True)
+                    for each in _updates(batch, of_batch, self.orthogonalize)
                 ]
+                updates = self._updates_of(batches, found, [each for of_batch in directions for each in of_batch])
         except Exception:
             for p in new:
                 self.state.pop(p, None)
             raise
-        for batch, of_batch in zip(batches, updates, strict=True):
+        for batch in batches:
             self.direction(batch, foreach.average)
             foreach.decay(batch)
+        self.apply(batches, updates)
+
+    def _updates_of(
+        self, batches: Sequence[Batch], orthogonalized: list[Tensor], directions: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The updates of parameters, from what :meth:`orthogonalize` made of their directions."""
+        return orthogonalized
+
+    def apply(self, batches: Sequence[Batch], updates: Sequence[Tensor]) -> None:
+        """Let all parameters of all batches take their steps.
+
+        Args:
+            batches: of each group what the step works on.
+            updates: of one parameter after another, before the learning rate.
+        """
+        of_parameters = iter(updates)
+        for batch in batches:
+            of_batch = list(islice(of_parameters, len(batch.indices)))
             foreach.subtract(batch.weights, of_batch, batch.lr, batch.accepted)
 
     def direction(self, batch: Batch, follow: Callable[..., list[Tensor]] = foreach.average) -> list[Tensor]:

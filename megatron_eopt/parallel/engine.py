@@ -106,14 +106,14 @@ class Engine:
             (group, torch.tensor([p.shared_by.get(label) is group for p in parameters], device=device))
             for label, group in self.groups.items()
         ]
-        laid_out = [(p.layout, p.split) for p in parameters if p.layout is not None]
-        self._rows = [local_rows(*each) for each in laid_out]
-        self._layouts = [split_layout(*each) for each in laid_out]
-        self._plain = [split.is_whole and not layout.padding for layout, split in laid_out]
+        self._layouts = [[] if p.layout is None else split_layout(p.layout, p.split) for p in parameters]
+        laid_out = {i: (p.layout, p.split) for i, p in enumerate(parameters) if p.layout is not None}
+        self._rows = {i: local_rows(*each) for i, each in laid_out.items()}
+        self._plain = {i for i, (layout, split) in laid_out.items() if split.is_whole and not layout.padding}
         self._iterations = {p.iteration.name: p.iteration for p in parameters if p.iteration is not None}
         self.works = {name: self._work(name) for name in self._iterations}
         self.rates = rates or measured_rates(self.groups, device, self._product_dtypes()[0])
-        planned = [matrix for i, p in enumerate(parameters) if p.layout for matrix in self._matrices_of(i)]
+        planned = [matrix for i in laid_out for matrix in self._matrices_of(i)]
         self.plan = Plan(tuple(planned), ())
         if self._iterations:
             self.plan = make_plan(planned, tp_mode, self.works, self.rates)
@@ -181,7 +181,7 @@ class Engine:
     def merge_all(self, indices: Iterable[int], shards: Iterable[Sequence[Tensor]]) -> list[Tensor]:
         """What :meth:`merge` makes for several parameters."""
         pairs = zip(indices, shards, strict=True)
-        return [each[0] if self._plain[i] else self.merge(i, each) for i, each in pairs]
+        return [each[0] if i in self._plain else self.merge(i, each) for i, each in pairs]
 
     def shapes(self, indices: Sequence[int]) -> list[Shape]:
         """The shapes of the logical matrices of parameters, one parameter's after the other's."""
@@ -204,7 +204,8 @@ class Engine:
         Returns:
             For each parameter new tensors, one for each of its matrices.
         """
-        if all(self._plain[i] for i in indices):
+        plain = self._plain.issuperset(indices)
+        if plain:
             shards, updates[:] = list(updates), []
         else:
             shards = [shard for i, x in zip(indices, updates, strict=True) for shard in self.split(i, x)]
@@ -212,7 +213,7 @@ class Engine:
         plan = self._plan_of(tuple(indices))
         of_matrices = [1.0] * len(shards) if scales is None else scales
         found = execute(plan, shards, of_matrices, self.groups, self._iterations)
-        if len(found) == len(indices):
+        if plain:
             return [[factor] for factor in found]
         factors = iter(found)
         return [list(islice(factors, len(self.matrices[i]))) for i in indices]
@@ -291,10 +292,14 @@ class Engine:
         return self._plans[indices]
 
     def _with_settings(self) -> Plan:
-        """The plan with names that tell what else ranks have to agree on."""
-        settings = (p.settings for p, layouts in zip(self._parameters, self._layouts, strict=True) for _ in layouts)
-        pairs = zip(self.plan.matrices, settings, strict=True)
-        return replace(self.plan, matrices=tuple(replace(m, name=f"{m.name}, {each}") for m, each in pairs))
+        """The plan with what else ranks have to agree on: in place of the iterations, and if these differ in names."""
+        settings = [p.settings for p, layouts in zip(self._parameters, self._layouts, strict=True) for _ in layouts]
+        several = len(set(settings)) > 1
+        matrices = (
+            replace(m, name=f"{m.name}, {each}" if several else m.name, iteration=each or m.iteration)
+            for m, each in zip(self.plan.matrices, settings, strict=True)
+        )
+        return replace(self.plan, matrices=tuple(matrices))
 
     def _work(self, name: str) -> Work:
         """What costs are predicted with: the same on every rank, so not with the kernel that will be chosen."""

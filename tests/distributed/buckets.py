@@ -7,8 +7,8 @@ from itertools import pairwise
 import torch
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.parallel.plan import Bucket, Matrix, Plan
-from megatron_eopt.parallel.records import Piece, cut_at, whole
+from megatron_eopt.parallel.engine import execute
+from megatron_eopt.parallel.records import Bucket, Matrix, Piece, Plan, cut_at, whole
 
 OWNED = ("owner", "gram_split", "share")
 ONE_CUT = ("duplicated", "distributed", "owner", "gram_replicated", "gram_split")
@@ -159,3 +159,21 @@ def part_of(x, piece):
 def own_parts(case, ranks, rank):
     pieces = pieces_of(case, ranks)
     return [part_of(x, pieces[rank % len(pieces)]) for x in matrices_of(case)]
+
+
+def executed(plan, shards, groups, iterations):
+    """What :func:`execute` makes of shards, with scales by the shapes of what each bucket takes for matrices.
+
+    Args:
+        plan: any.
+        shards: as :func:`execute` takes them.
+        groups: by label.
+        iterations: by name, or one for all matrices.
+    """
+    if isinstance(iterations, NewtonSchulz):
+        iterations = {matrix.iteration: iterations for matrix in plan.matrices}
+    scales = [scale(*matrix.shape) for matrix in plan.matrices]
+    for bucket in plan.buckets:
+        for index in bucket.matrices if bucket.scheme == "blockwise" else ():
+            scales[index] = scale(*shards[index].shape) if shards[index].numel() else 1.0
+    return execute(plan, shards, scales, groups, iterations)

@@ -14,7 +14,7 @@ from megatron_eopt.optimizers.lion import Signum
 from megatron_eopt.optimizers.polar_grad import PolarGrad
 from megatron_eopt.optimizers.scion import Scion
 from megatron_eopt.parallel.collectives import counters
-from megatron_eopt.parallel.plan import Matrix
+from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.statistics import Wanted, reduce_statistics
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_adaptive_invariance import cut

@@ -3,14 +3,23 @@
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_eopt.parallel.execute import execute
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel import traffic
 from megatron_eopt.parallel.collectives import counters
-from megatron_eopt.parallel.plan import Bucket, Matrix, Plan
-from megatron_eopt.parallel.records import Piece, cut_at, whole
-from tests.distributed.buckets import CASES, ONE_CUT, Case, matrices_of, own_parts, part_of, pieces_of, plan_of, scale
+from megatron_eopt.parallel.records import Bucket, Matrix, Piece, Plan, cut_at, whole
+from tests.distributed.buckets import (
+    CASES,
+    ONE_CUT,
+    Case,
+    executed,
+    matrices_of,
+    own_parts,
+    part_of,
+    pieces_of,
+    plan_of,
+    scale,
+)
 from tests.distributed.ranks import run_ranks
 
 EACH = pytest.mark.parametrize(
@@ -26,13 +35,13 @@ def on_ranks(rank, ranks, cases):
         shards = own_parts(case, ranks, rank)
         before = [shard.clone() for shard in shards]
         counters.reset()
-        pieces = execute(plan, list(shards), groups, case.settings, scale)
+        pieces = executed(plan, list(shards), groups, case.settings)
         assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(shards, before, strict=True))
         results.append(([piece.clone() for piece in pieces], dict(counters.calls), dict(counters.bytes)))
     together = [case for case in cases if case.settings == cases[0].settings]
     plan = plan_of(together, ranks)
     shards = [shard for case in together for shard in own_parts(case, ranks, rank)]
-    return results, execute(plan, shards, groups, cases[0].settings, scale)
+    return results, executed(plan, shards, groups, cases[0].settings)
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4])
@@ -147,7 +156,7 @@ def with_powers_of_two(rank, ranks):
         plan = plan_of([case], ranks)
         shards = own_parts(case, ranks, rank)
         results = [
-            execute(plan, [shard * factor for shard in shards], {"tp": dist.group.WORLD}, case.settings, scale)
+            executed(plan, [shard * factor for shard in shards], {"tp": dist.group.WORLD}, case.settings)
             for factor in (1.0, 2.0**-40, 2.0**20)
         ]
         same[scheme] = all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
@@ -179,7 +188,7 @@ def refused(rank, ranks):
         plan = Plan((Matrix("a", (4, 8), pieces),) * len(bucket.matrices), (bucket,))
         shards = [torch.ones(pieces[rank].shape) for _ in bucket.matrices]
         try:
-            execute(plan, shards, given, of_iteration, scale)
+            executed(plan, shards, given, of_iteration)
         except ValueError as error:
             messages.append(str(error))
     return messages
@@ -197,4 +206,4 @@ def test_plans_that_cannot_be_executed_are_refused():
 
 def test_a_shard_for_every_matrix():
     with pytest.raises(ValueError, match="1 matrices, got 0 shards"):
-        execute(Plan((Matrix("a", (4, 4), (whole((4, 4)),)),), ()), [], {}, NewtonSchulz(), scale)
+        executed(Plan((Matrix("a", (4, 4), (whole((4, 4)),)),), ()), [], {}, NewtonSchulz())

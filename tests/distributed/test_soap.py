@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron_eopt.matrices import GATE_UP, experts
 from megatron_eopt.optimizers import soap
+from megatron_eopt.optimizers.nonfinite import NonFinite
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.parallel.collectives import counters
 from tests.distributed.ranks import run_ranks
@@ -122,20 +123,20 @@ def on_ranks(rank, world_size):
 
 
 def on_two(rank, world_size):
-    whole_take, report = soap.take, Skipping._report
+    whole_step, report = soap.soap, NonFinite._report
     counters.reset()
     trained(rank, world_size, {}, range(1))
     calls = dict(counters.calls)
-    soap.take = partial(whole_take, most_bytes=4 * 3 * 48 * 20 * 2)
+    soap.soap = partial(whole_step, most_bytes=4 * 3 * 48 * 20 * 2)
     counters.reset()
     in_small_buckets = result(*trained(rank, world_size, {}))
     gathers = counters.calls["all_gather"]
-    soap.take = whole_take
+    soap.soap = whole_step
     refused = without_gradients(rank, world_size, ["tall along dim 0"] if rank else [])
-    Skipping._report = lambda self: None  # as on a GPU, where what happened is known two steps later
+    NonFinite._report = lambda self: None  # as on a GPU, where what happened is known two steps later
     later = without_gradients(rank, world_size, ["tall along dim 0"] if rank else [])
     nowhere = without_gradients(rank, world_size, ["tall along dim 0", "expert"])
-    Skipping._report = report
+    NonFinite._report = report
     return on_ranks(rank, world_size), calls, (in_small_buckets, gathers), refused, later, nowhere, no_group()
 
 

@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from megatron_eopt.parallel import traffic
 from megatron_eopt.parallel.collectives import counters
-from megatron_eopt.parallel.plan import Matrix
-from megatron_eopt.parallel.records import Piece, cut_at, whole
+from megatron_eopt.parallel.records import Matrix, Piece, cut_at, whole
 from megatron_eopt.parallel.statistics import Wanted, reduce_statistics
 from tests.distributed.ranks import run_ranks
 

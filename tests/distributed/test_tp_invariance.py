@@ -300,9 +300,9 @@ def measured(rank, world_size):
     first.step()
     second.load_state_dict(first.state_dict())
     second.step()
-    rates = second.planned.rates
+    rates = second.prepare().rates
     assert f"modelled at {rates.flops / 1e12:.3g} TFLOP/s" in second.explain()
-    return first.planned.rates, second.planned.rates
+    return first.prepare().rates, second.prepare().rates
 
 
 def test_measured_rates_are_the_same_on_all_ranks_and_kept_by_a_checkpoint():

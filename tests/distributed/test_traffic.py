@@ -34,14 +34,14 @@ def steps(rank, world_size):
         optimizer = TensorParallelMuon(
             parameters, coefficient_type="cubic5", fp32_matmul_prec="highest", pg_collection=groups, tp_mode=tp_mode
         )
-        plan, work = optimizer.planned.plan, optimizer.planned.work
+        plan, works = optimizer.prepare().plan, optimizer.prepare().works
         counters.reset()
         optimizer.step()
         counted = {name: (counters.calls[name], counters.bytes[name]) for name in counters.calls}
         predicted = {}
         for bucket in plan.buckets:
-            sent = bucket_bytes(plan, bucket, rank, work)
-            for name, calls in bucket_calls(plan, bucket, work).items():
+            sent = bucket_bytes(plan, bucket, rank, works)
+            for name, calls in bucket_calls(plan, bucket, works).items():
                 before = predicted.get(name, (0, 0))
                 predicted[name] = (before[0] + calls, before[1] + sent[name])
         found[tp_mode] = (counted, predicted, len(plan.buckets))

@@ -4,8 +4,7 @@ from hypothesis import strategies as st
 
 from megatron_eopt.orthogonalize import get_coefficients
 from megatron_eopt.parallel.cost import Rates, Work
-from megatron_eopt.parallel.plan import Matrix
-from megatron_eopt.parallel.records import Piece, cut, cut_at, whole
+from megatron_eopt.parallel.records import Matrix, Piece, cut, cut_at, whole
 
 QUINTIC = get_coefficients("quintic", 5)
 WORK = Work(schedule=QUINTIC, restarts=(3,))

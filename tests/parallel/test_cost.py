@@ -21,8 +21,8 @@ from megatron_eopt.parallel.cost import (
     rank_cost,
     whole_flops,
 )
-from megatron_eopt.parallel.plan import Bucket, Plan, make_plan
-from megatron_eopt.parallel.records import in_rounds
+from megatron_eopt.parallel.plan import make_plan
+from megatron_eopt.parallel.records import Bucket, Plan, in_rounds
 from tests.parallel.plans import QUINTIC, WORK, matrices, modes, some, works
 
 DENSE = Work(schedule=QUINTIC, restarts=None, share=1.0)

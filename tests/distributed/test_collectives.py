@@ -1,0 +1,86 @@
+"""The collectives: what they give, and what they count."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_eopt.parallel import collectives
+from megatron_eopt.parallel.collectives import counters
+from tests.distributed.ranks import run_ranks
+
+
+def counted():
+    found = {name: (counters.calls[name], counters.bytes[name]) for name in counters.calls}
+    counters.reset()
+    return found
+
+
+def every_collective(rank, ranks):
+    group = dist.group.WORLD
+    counters.reset()
+    numbers = torch.arange(2.0 * ranks) + rank
+    total = ranks * torch.arange(2.0 * ranks) + sum(range(ranks))
+
+    # rank r sends r + 1 entries, in two tensors, to each rank but the first, which gets none
+    parts = [[torch.full((1,), 10.0 * rank + to), torch.full((rank,), -1.0)] if to else [] for to in range(ranks)]
+    received = collectives.all_to_all(parts, [other + 1 if rank else 0 for other in range(ranks)], group).wait()
+    for other, part in enumerate(received):
+        assert part.tolist() == ([10.0 * other + rank, *[-1.0] * other] if rank else [])
+    assert counted() == {"all_to_all": (1, 4 * (rank + 1) * (ranks - 1 - (rank > 0)))}
+
+    gathered = collectives.all_gather(numbers.view(ranks, 2).mT, group).wait()
+    assert torch.equal(gathered, torch.stack([(numbers - rank + other).view(ranks, 2).mT for other in range(ranks)]))
+    assert counted() == {"all_gather": (1, (ranks - 1) * 8 * ranks)}
+
+    assert torch.equal(collectives.all_reduce(numbers.clone(), group).wait(), total)
+    assert torch.equal(collectives.lowest(numbers, group), numbers - rank)
+    assert counted() == {"all_reduce": (1, 2 * (ranks - 1) * 8), "agree": (1, 8 * ranks)}
+
+    part = collectives.reduce_scatter(numbers.view(2 * ranks, 1), group).wait()
+    assert torch.equal(part, total.view(ranks, 2, 1)[rank])
+    assert counted() == {"reduce_scatter": (1, (ranks - 1) * 8)}
+    with pytest.raises(ValueError, match=f"{2 * ranks + 1} parts cannot be scattered evenly over {ranks} ranks"):
+        collectives.reduce_scatter(torch.ones(2 * ranks + 1), group)
+
+    # from and to every rank, of which the others are written over; a transposed one is copied
+    x = numbers.view(ranks, 2).mT
+    for root in range(ranks):
+        reduced = collectives.reduce(x.clone(), root, group).wait()
+        assert reduced is None if rank != root else torch.equal(reduced, total.view(ranks, 2).mT)
+        handed_out = collectives.broadcast(x, root, group).wait()
+        assert torch.equal(handed_out, (numbers - rank + root).view(ranks, 2).mT)
+    # each is the end of one chain
+    sent = (ranks - 1) * 8 * ranks
+    assert counted() == {"reduce": (ranks, sent), "broadcast": (ranks, sent)}
+
+    # a sum that bf16 would round away crosses in fp32
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.tensor([1.0 if rank == 0 else 2.0**-12] * ranks, dtype=dtype)
+        exact = 1 + (ranks - 1) * 2.0**-12
+        for result in (collectives.all_reduce(x, group).wait(), collectives.reduce_scatter(x, group).wait()):
+            assert result.dtype == dtype
+            assert torch.equal(result, torch.full_like(result, exact))
+        reduced = collectives.reduce(x, 0, group).wait()
+        assert reduced is None if rank else (reduced.dtype == dtype and torch.equal(reduced, torch.full_like(x, exact)))
+    assert counted() == {
+        "all_reduce": (2, 2 * 2 * (ranks - 1) * 4),
+        "reduce_scatter": (2, 2 * (ranks - 1) * 4),
+        "reduce": (2, 2 * ranks * 4 if rank else 0),
+    }
+
+    # several at once, taken in another order than they were started
+    pending = [collectives.all_reduce(numbers + step, group) for step in range(8)]
+    for step in reversed(range(8)):
+        assert torch.equal(pending[step].wait(), total + ranks * step)
+
+    # nothing to send is a collective too
+    assert collectives.all_gather(numbers[:0], group).wait().shape == (ranks, 0)
+    assert [part.numel() for part in collectives.all_to_all([[numbers[:0]]] * ranks, [0] * ranks, group).wait()] == [
+        0
+    ] * ranks
+    return True
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_collectives(ranks):
+    assert all(run_ranks(every_collective, ranks))

@@ -206,7 +206,8 @@ class BaseOptimizer(Optimizer):
         self.split_qkv, self.is_qkv_fn, self.qkv_split_shapes = split_qkv, is_qkv_fn, None
         if split_qkv and is_qkv_fn is None:
             raise ValueError("split_qkv needs is_qkv_fn, which tells the fused parameters, got None")
-        if split_qkv and qkv_split_shapes is not None:  # else each parameter may bring its own
+        if split_qkv and (qkv_split_shapes is not None or len(self.split_lengths) == 1):
+            # else each parameter may bring its own
             self.qkv_split_shapes = check_split_shapes(qkv_split_shapes, self.split_lengths)
 
     def _check_matrix(self, parameter: Tensor, called: str) -> None:

@@ -115,12 +115,12 @@ class Iteration:
         return nullcontext() if self.precision is None else fp32_products(self.precision)
 
     def with_health(self, x: Tensor) -> tuple[Tensor, Health]:
-        """The same, and what the Gram matrices tell of each matrix."""
+        """The orthogonal factors, and what the Gram matrices tell of each matrix."""
         if x.ndim == 3 and x.size(0) > self.chunk:
-            factors, parts = zip(*map(self.with_health, x.split(self.chunk)), strict=True)
-            return torch.cat(factors), joined(parts)
+            factors, healths = zip(*map(self.with_health, x.split(self.chunk)), strict=True)
+            return torch.cat(factors), _joined(healths)
         if x.numel() == 0:
-            return torch.empty_like(x), health_of_nothing(x)
+            return torch.empty_like(x), _health_of_nothing(x)
         figures = Figures(len(self.schedule))
         with self.in_precision():
             return self._run(x, figures), figures.health()
@@ -142,12 +142,12 @@ class Iteration:
         return (factor.mT if self.transposed else factor).to(x.dtype)
 
 
-def health_of_nothing(x: Tensor) -> Health:
+def _health_of_nothing(x: Tensor) -> Health:
     """The figures of matrices without entries, which are those of zero matrices."""
     zeros = torch.zeros(x.shape[:-2], dtype=torch.float64, device=x.device)
     return Health(zeros, zeros, zeros + 1, zeros == 0)
 
 
-def joined(parts: Sequence[Health]) -> Health:
+def _joined(healths: Sequence[Health]) -> Health:
     """The figures of a stack from those of its chunks."""
-    return Health(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Health)))
+    return Health(*(torch.cat([getattr(health, field.name) for health in healths]) for field in fields(Health)))

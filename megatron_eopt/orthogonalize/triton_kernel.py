@@ -105,7 +105,7 @@ def symmetric_product(
         raise ValueError("out is one of the inputs, which other programs still read when it is written")
     if out.numel() == 0:
         return out
-    # torch does not read c either where beta is 0; the kernel gets something with strides in its place
+    # torch does not read c either where beta is 0; the kernel gets something with strides instead
     use_c = c is not None and beta != 0.0
     addend = c if c is not None and use_c else out
     tiles = tiles or tiles_for(rows, a.dtype, input_precision)
@@ -172,7 +172,7 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
 
 @triton.jit
 def _row_and_column(index):  # type: ignore[no-untyped-def]
-    """Place of the ``index``-th entry of a lower triangle that is counted row by row."""
+    """Row and column of the ``index``-th entry of a lower triangle that is counted row by row."""
     row = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     # the root is rounded: it may be one row off
     row = tl.where((row + 1) * (row + 2) // 2 <= index, row + 1, row)

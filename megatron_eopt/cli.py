@@ -16,7 +16,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args
 
-from megatron_eopt.checkpoints.command import add_command, verify
+from megatron_eopt.checkpoints import command as checkpoint
 from megatron_eopt.doctor import command as doctor
 from megatron_eopt.manifest import table, to_json
 from megatron_eopt.models import MODELS, Model, Parallel, matrices_of
@@ -57,10 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_muon(plan)
     _add_rates(plan)
     _add_run(plan)
-    checkpoint = add_command(commands)
+    checkpoint.add_command(commands)
     doctor.add_command(commands)
     plan.set_defaults(parser=plan, run=_print_plan)
-    checkpoint.set_defaults(parser=checkpoint, run=verify)
     given = list(sys.argv[1:] if argv is None else argv)
     cut = given.index("--") if "--" in given else len(given)
     options = parser.parse_args(given[:cut])

@@ -11,8 +11,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron_eopt.checkpoints.contents import CheckpointError, newest, read_contents
-from megatron_eopt.checkpoints.pickles import Unknown, read_archive, read_layout
+from megatron_eopt.checkpoints.contents import (
+    CheckpointError,
+    Unknown,
+    newest,
+    read_archive,
+    read_contents,
+    read_metadata,
+)
 from tests.checkpoints.made import common, save, tensors
 
 
@@ -28,7 +34,7 @@ def test_what_it_says(tmp_path):
             with (contents.folder / chunk.file).open("rb") as file:
                 file.seek(chunk.start)
                 assert file.read(2) == b"PK"
-    assert set(contents.objects) == {"rng_state/shard_0_1", "common_state/shard_0_1"}
+    assert contents.blobs.keys() == {"rng_state/shard_0_1", "common_state/shard_0_1"}
     assert contents.iteration == 5
     assert contents.args["params_dtype"] == torch.float32
     assert contents.release == "0.19 or later"
@@ -115,7 +121,7 @@ def test_stand_ins_take_what_pickles_do():
         data = pickle.dumps({"a": odd, "b": 1})
     import io
 
-    found = read_layout(io.BytesIO(data))
+    found = read_metadata(io.BytesIO(data))
     assert found["b"] == 1
     assert isinstance(found["a"], Unknown)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_eopt.checkpoints import data as module
 from megatron_eopt.checkpoints.contents import StoredTensor, read_contents
-from megatron_eopt.checkpoints.data import Window, check_data, check_manifest
+from megatron_eopt.checkpoints.data import Window, check_data, check_integrity
 from tests.checkpoints.made import overwrite, place, save, tensors
 
 KEY = "optimizer.state.momentum_buffer.mlp.fc1"
@@ -137,24 +137,24 @@ def test_missing_and_truncated_files_are_left_to_others(tmp_path):
     assert check_data(contents).archives == 0
 
 
-def test_the_manifest_of_megatron(tmp_path):
+def test_the_checksums_that_megatron_wrote_down(tmp_path):
     folder = save(tmp_path / "checkpoint")
-    assert check_manifest(folder) == []
+    assert check_integrity(folder) == []
     files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
     manifest = folder / "integrity.json"
     manifest.write_text(json.dumps({"algorithm": "sha256", "files": files}))
-    assert check_manifest(folder) == []
+    assert check_integrity(folder) == []
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     (folder / ".metadata").unlink()
-    said = sorted(problem.what for problem in check_manifest(folder))
+    said = sorted(problem.what for problem in check_integrity(folder))
     assert said == [
         ".metadata is in integrity.json and missing",
         "metadata.json has another SHA-256 than integrity.json says",
     ]
     manifest.write_text('{"algorithm": "md5", "files": {}}')
-    assert "md5" in check_manifest(folder)[0].what
+    assert "md5" in check_integrity(folder)[0].what
     manifest.write_text("[]")
-    assert "cannot be read" in check_manifest(folder)[0].what
+    assert "cannot be read" in check_integrity(folder)[0].what
 
 
 @given(

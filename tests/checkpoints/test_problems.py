@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt.checkpoints.contents import read_contents
-from megatron_eopt.checkpoints.problems import check_files, check_layout, check_neighbours, check_tiling, tiling_fault
+from megatron_eopt.checkpoints.problems import (
+    check_files,
+    check_neighbours,
+    check_structure,
+    check_tiling,
+    tiling_fault,
+)
 from tests.checkpoints.made import save
 
 
@@ -80,7 +86,7 @@ def test_many_chunks_take_no_time(shape):
 
 
 def test_a_whole_checkpoint(tmp_path):
-    assert check_layout(read_contents(save(tmp_path / "checkpoint"))) == []
+    assert check_structure(read_contents(save(tmp_path / "checkpoint"))) == []
 
 
 def test_files(tmp_path):

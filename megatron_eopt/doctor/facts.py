@@ -7,7 +7,6 @@ import importlib.util
 import platform
 import sys
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,12 +22,7 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Package:
-    """An installed package.
-
-    Attributes:
-        version: empty if it says none.
-        error: why it cannot be imported, or None.
-    """
+    """An installed package: its version, empty if it says none, and why it cannot be imported, or None."""
 
     version: str
     error: str | None = None
@@ -36,13 +30,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Apex:
-    """An installed package by the name apex.
-
-    Attributes:
-        version: as of a package.
-        nvidias: whether it is NVIDIA's; the one of this name on PyPI is another project.
-        compiled: whether its CUDA extensions were built.
-    """
+    """An installed package by the name apex: NVIDIA's, with or without its CUDA extensions, or another project's."""
 
     version: str
     nvidias: bool
@@ -66,12 +54,7 @@ class Megatron:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Whether the kernels for symmetric products can be used.
-
-    Attributes:
-        missing: what they need and this machine has not, or None.
-        failed: why they were dropped after a trial on the GPU, or None.
-    """
+    """What the kernels for symmetric products need and this machine has not, and why they failed a trial; or None."""
 
     missing: str | None = None
     failed: str | None = None
@@ -97,7 +80,9 @@ class Facts:
 
 def collect() -> Facts:
     """Find out, by importing what is there; what that prints goes to stderr, and no setting of the process changes."""
-    with _quietly():
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        warnings.simplefilter("ignore")
+        emerging_optimizers = _version("emerging-optimizers")
         core = _package("megatron-core", "megatron.core", "megatron.core.optimizer")
         return Facts(
             python=platform.python_version(),
@@ -111,17 +96,11 @@ def collect() -> Facts:
                 "transformer-engine", "transformer_engine", "transformer_engine.pytorch.optimizers"
             ),
             apex=_apex(),
-            emerging_optimizers=_emerging_optimizers(),
+            # not imported: nothing here needs it, and Megatron asks for its version alone before it does
+            emerging_optimizers=None if emerging_optimizers is None else Package(emerging_optimizers),
             megatron=_megatron() if core is not None and core.error is None else None,
             kernels=_kernels(),
         )
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _package(distribution: str, module: str, *further: str) -> Package | None:
@@ -130,7 +109,7 @@ def _package(distribution: str, module: str, *further: str) -> Package | None:
         return None
     error = next(filter(None, map(_import_error, (module, *further))), None)
     said = str(getattr(sys.modules.get(module), "__version__", None) or _version(distribution) or "")
-    # Megatron adds the commit of whatever git repository it lies in, a project with a .venv for instance
+    # Megatron adds the commit of whatever git repository it is in, a project with a .venv for instance
     return Package(said.partition("+")[0] if module == "megatron.core" else said, error)
 
 
@@ -154,12 +133,6 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _emerging_optimizers() -> Package | None:
-    # not imported: nothing here needs it, and Megatron asks for its version alone before it does
-    version = _version("emerging-optimizers")
-    return None if version is None else Package(version)
 
 
 def _apex() -> Apex | None:

@@ -5,18 +5,19 @@ Two places need it: :mod:`megatron_eopt.cpu` (torch.cuda answered by the CPU) an
 a process can be printed.
 """
 
+import functools
 import importlib
 import os
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 _MISSING = object()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Redirection:
     """One attribute to replace.
 
@@ -35,8 +36,8 @@ class Redirection:
     name: str
     make: Callable[[Any], Any]
     reason: str
-    follow: bool = True
-    required: bool = True
+    follow: bool = field(default=True, kw_only=True)
+    required: bool = field(default=True, kw_only=True)
 
     @property
     def what(self) -> str:
@@ -47,6 +48,29 @@ class Redirection:
 
     def __str__(self) -> str:
         return f"{self.what}: {self.reason}"
+
+
+def answer(value: Callable[[], Any] | None = None) -> Callable[[Any], Any]:
+    """A ``make`` whose replacement ignores its arguments and returns ``value()``, or None.
+
+    Each call makes a new function: torch._dynamo refuses one function object under two names.
+    """
+    return lambda original: named_as(original, lambda *args, **kwargs: None if value is None else value())
+
+
+def becomes(replacement: Any) -> Callable[[Any], Any]:
+    """A ``make`` that puts ``replacement`` there as it is; a class, above all, which must not be wrapped."""
+    return lambda original: replacement
+
+
+def call(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A ``make`` that puts the function ``replacement`` there, under the original's name."""
+    return lambda original: named_as(original, replacement)
+
+
+def named_as(original: Any, replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """``replacement`` under the name and documentation of ``original``, so that tracebacks and pickle find it."""
+    return functools.wraps(original)(replacement) if callable(original) else replacement
 
 
 @dataclass(frozen=True)

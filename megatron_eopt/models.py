@@ -7,7 +7,7 @@ from megatron_eopt.parallel.cost import Work, whole_flops
 from megatron_eopt.parallel.pieces import Shape, cut, cut_at, whole
 from megatron_eopt.parallel.plan import Matrix
 
-Parameter = tuple[Matrix, ...]
+Matrices = tuple[Matrix, ...]
 """The logical matrices of one parameter."""
 
 
@@ -36,7 +36,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """Over how many ranks a model lies.
+    """Over how many ranks a model is distributed.
 
     Attributes:
         tensor: tensor-parallel ranks.
@@ -101,8 +101,8 @@ def matrices_of(
     Raises:
         ValueError: for sizes that cannot be divided over the ranks.
     """
-    dense: list[Parameter] = []
-    experts: list[Parameter] = []
+    dense: list[Matrices] = []
+    experts: list[Matrices] = []
     for layer in range(-(-model.num_layers // parallel.pipeline)):
         name = f"decoder.layers.{layer}"
         dense += _attention(f"{name}.self_attention", model, parallel.tensor)
@@ -121,24 +121,24 @@ def matrices_of(
     return [replace(matrix, itemsize=itemsize) for parameter in own for matrix in parameter]
 
 
-def deal(parameters: Sequence[Parameter], ranks: int) -> list[list[Parameter]]:
+def deal(parameters: Sequence[Matrices], ranks: int) -> list[list[Matrices]]:
     """The parameters of each data-parallel rank: the largest first, dealt to and fro, as Megatron deals them."""
-    size = [sum(matrix.shape[0] * matrix.shape[1] for matrix in parameter) for parameter in parameters]
-    hands: list[list[Parameter]] = [[] for _ in range(ranks)]
-    for place, index in enumerate(sorted(range(len(parameters)), key=lambda index: -size[index])):
-        turn, rank = divmod(place, ranks)
+    size = [sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices) for matrices in parameters]
+    hands: list[list[Matrices]] = [[] for _ in range(ranks)]
+    for number, index in enumerate(sorted(range(len(parameters)), key=lambda index: -size[index])):
+        turn, rank = divmod(number, ranks)
         hands[ranks - 1 - rank if turn % 2 else rank].append(parameters[index])
     return hands
 
 
-def _busiest(parameters: Sequence[Parameter], ranks: int, work: Work) -> list[Parameter]:
-    def flops(hand: list[Parameter]) -> float:
+def _busiest(parameters: Sequence[Matrices], ranks: int, work: Work) -> list[Matrices]:
+    def flops(hand: list[Matrices]) -> float:
         return sum(whole_flops(matrix.shape, work) for parameter in hand for matrix in parameter)
 
     return max(deal(parameters, ranks), key=flops)
 
 
-def _attention(name: str, model: Model, ranks: int) -> list[Parameter]:
+def _attention(name: str, model: Model, ranks: int) -> list[Matrices]:
     """QKV, whose rows are interleaved by query group, and the output projection."""
     heads = model.num_attention_heads
     channels = model.kv_channels or _divided(model.hidden_size, heads, "hidden_size over num_attention_heads")
@@ -156,7 +156,7 @@ def _attention(name: str, model: Model, ranks: int) -> list[Parameter]:
     return [tuple(parts), (_sharded(f"{name}.linear_proj.weight", (model.hidden_size, heads * channels), 1, ranks),)]
 
 
-def _mlp(name: str, model: Model, columns: int, ranks: int, group: str, split: bool) -> list[Parameter]:
+def _mlp(name: str, model: Model, columns: int, ranks: int, group: str, split: bool) -> list[Matrices]:
     """The first layer, with gate and up where there is one, and the second."""
     hidden, first = model.hidden_size, f"{name}.linear_fc1.weight"
     names = [f"{first}[gate]", f"{first}[up]"] if model.swiglu and split else [first]

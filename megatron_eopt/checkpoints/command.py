@@ -102,6 +102,7 @@ def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
 def _said(contents: Contents, data: Data | None) -> dict[str, Any]:
     """What the report says of a checkpoint but its problems, as values that JSON can hold."""
     args, kept = contents.args, state_keys(contents)
+    precision = next((name for name in ("bf16", "fp16") if args.get(name)), "fp32")
     optimizers = [
         {
             "name": each.name,
@@ -117,9 +118,7 @@ def _said(contents: Contents, data: Data | None) -> dict[str, Any]:
         "iteration": contents.iteration,
         "megatron": contents.release,
         "sizes": {short: args[name] for short, name in _SIZES.items() if name in args},
-        "precision": next((name for name in ("bf16", "fp16") if args.get(name)), "fp32")
-        if args
-        else "precision not saved",
+        "precision": precision if args else "precision not saved",
         "model": _totals(parameters(contents).values()),
         "main_copies": _totals(states[MAIN] for states in kept.values() if MAIN in states),
         "distributed_optimizer": distributed_format(contents),

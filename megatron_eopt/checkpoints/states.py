@@ -33,23 +33,24 @@ class Known(NamedTuple):
     same: tuple[str, ...] = ()
 
 
-# ---- all that this room knows of single optimizers: to be taken from the family's table
+# ---- All that this room knows of single optimizers, to be taken from the family's table. Where several of them have
+# their states in a checkpoint, it is called by the first.
 _BESIDE = "muon_scalar_optimizer"
 OPTIMIZERS = {
-    "adam": Known("Adam", frozenset({"exp_avg", "exp_avg_sq"})),
-    "lion": Known("Lion", frozenset({"exp_avg"})),
-    "muon": Known("Muon", frozenset({"momentum_buffer"}), (_BESIDE,)),
     "adaptive_muon": Known(
-        "adaptive Muon",
-        frozenset({"momentum_buffer", "moment2_buffer"}),
-        ("adaptive_muon_moment2_method", _BESIDE),
+        label="adaptive Muon",
+        states=frozenset({"momentum_buffer", "moment2_buffer"}),
+        flags=("adaptive_muon_moment2_method", _BESIDE),
     ),
+    "muon": Known("Muon", frozenset({"momentum_buffer"}), (_BESIDE,)),
     "spectron": Known(flags=("spectron_rank", "muon_split", _BESIDE)),
     # SOAP pairs rows with rows, so it splits by default
     "soap": Known(flags=("soap_max_dim", "muon_split", _BESIDE), same=("default", "all")),
     "muon_hyperball": Known(flags=("muon_split", _BESIDE)),
     "scion": Known(flags=(_BESIDE,)),
     "polargrad": Known(flags=(_BESIDE,)),
+    "adam": Known("Adam", frozenset({"exp_avg", "exp_avg_sq"})),
+    "lion": Known("Lion", frozenset({"exp_avg"})),
 }
 _FIRST_MOMENTS = ("momentum_buffer", "exp_avg")
 _SHAPED_AS_PARAMETER = {MAIN, *_FIRST_MOMENTS, "exp_avg_sq", "y", "z"}

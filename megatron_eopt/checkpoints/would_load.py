@@ -12,44 +12,36 @@ from megatron_eopt.checkpoints.contents import Contents
 from megatron_eopt.checkpoints.problems import Problem
 from megatron_eopt.checkpoints.states import MAIN, OPTIMIZERS, Known, base, distributed_format, state_keys
 
+
+def _typed(**names: str) -> dict[str, type]:
+    kinds = {"int": int, "float": float, "str": str, "bool": bool}
+    return {name: kinds[kind] for kind, listed in names.items() for name in listed.split()}
+
+
 # Flags by the names of Megatron's arguments, and their types.
-_MODEL: dict[str, type] = {
-    **dict.fromkeys(
-        """num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size
+_MODEL = _typed(
+    int="""num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size
         q_lora_rank kv_lora_rank num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size mtp_num_layers
-        max_position_embeddings""".split(),
-        int,
-    ),
-    **dict.fromkeys("normalization position_embedding_type".split(), str),
-    **dict.fromkeys(
-        """swiglu untie_embeddings_and_output_weights add_bias_linear add_qkv_bias qk_layernorm attention_output_gate
-        multi_latent_attention moe_shared_expert_gate""".split(),
-        bool,
-    ),
-}
-_UPDATE: dict[str, type] = {
-    **dict.fromkeys("muon_momentum muon_extra_scale_factor".split(), float),
-    **dict.fromkeys("muon_scale_mode muon_coefficient_type muon_tp_mode muon_split muon_preset".split(), str),
-    "muon_nesterov": bool,
-    "muon_num_ns_steps": int,
-}
-_OTHERS: dict[str, type] = {
-    **dict.fromkeys(
-        """tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
+        max_position_embeddings""",
+    str="normalization position_embedding_type",
+    bool="""swiglu untie_embeddings_and_output_weights add_bias_linear add_qkv_bias qk_layernorm attention_output_gate
+        multi_latent_attention moe_shared_expert_gate""",
+)
+_UPDATE = _typed(
+    float="muon_momentum muon_extra_scale_factor",
+    bool="muon_nesterov",
+    str="muon_scale_mode muon_coefficient_type muon_tp_mode muon_split muon_preset",
+    int="muon_num_ns_steps",
+)
+_OTHERS = _typed(
+    int="""tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
         expert_tensor_parallel_size train_iters lr_decay_iters lr_warmup_iters global_batch_size spectron_rank
-        soap_max_dim""".split(),
-        int,
-    ),
-    **dict.fromkeys("lr min_lr weight_decay".split(), float),
-    **dict.fromkeys(
-        "optimizer adaptive_muon_moment2_method muon_scalar_optimizer lr_decay_style ckpt_format".split(), str
-    ),
-    **dict.fromkeys(
-        """group_query_attention bf16 fp16 no_load_optim finetune use_checkpoint_args override_opt_param_scheduler
-        use_checkpoint_opt_param_scheduler muon_momentum_from_adam""".split(),
-        bool,
-    ),
-}
+        soap_max_dim""",
+    float="lr min_lr weight_decay",
+    str="optimizer adaptive_muon_moment2_method muon_scalar_optimizer lr_decay_style ckpt_format",
+    bool="""group_query_attention bf16 fp16 no_load_optim finetune use_checkpoint_args override_opt_param_scheduler
+        use_checkpoint_opt_param_scheduler muon_momentum_from_adam""",
+)
 _FLAGS = _MODEL | _UPDATE | _OTHERS
 _SPELLED = {
     "add_bias_linear": "--disable-bias-linear",
@@ -262,7 +254,7 @@ def _kept(contents: Contents, saved: dict[str, Any]) -> str:
     if saved.get("optimizer"):
         return str(saved["optimizer"]).removeprefix("dist_")
     keys = {base(state) for kept in state_keys(contents).values() for state in kept}
-    return next((name for name in ("adaptive_muon", "muon", "adam") if OPTIMIZERS[name].states <= keys), "lion")
+    return next((name for name, known in OPTIMIZERS.items() if known.states and known.states <= keys), "lion")
 
 
 def _changed(names: Sequence[str] | Mapping[str, Any], run: dict[str, Any], saved: dict[str, Any]) -> list[str]:

@@ -1,6 +1,7 @@
 """Reading the metadata of a checkpoint: what it says, and what is refused with its reason."""
 
 import argparse
+import io
 import json
 import os
 import pickle
@@ -119,7 +120,6 @@ def test_stand_ins_take_what_pickles_do():
         patch.setattr("tests.checkpoints.test_contents.Odd", Odd, raising=False)
         Odd.__qualname__ = "Odd"
         data = pickle.dumps({"a": odd, "b": 1})
-    import io
 
     found = read_metadata(io.BytesIO(data))
     assert found["b"] == 1
@@ -154,9 +154,9 @@ def test_a_save_that_did_not_finish(tmp_path):
 
 def test_damaged_metadata(tmp_path):
     folder = save(tmp_path / "checkpoint")
-    layout = (folder / ".metadata").read_bytes()
-    for size in (0, 1, len(layout) // 2, len(layout) - 1):
-        (folder / ".metadata").write_bytes(layout[:size])
+    metadata = (folder / ".metadata").read_bytes()
+    for size in (0, 1, len(metadata) // 2, len(metadata) - 1):
+        (folder / ".metadata").write_bytes(metadata[:size])
         refused(folder, ".metadata cannot be read", "take another checkpoint")
     (folder / ".metadata").write_bytes(pickle.dumps([1]))
     refused(folder, "it holds a list")
@@ -183,10 +183,10 @@ def test_a_damaged_common_state(tmp_path):
 def test_metadata_that_point_outside(tmp_path):
     folder = save(tmp_path / "checkpoint")
     with (folder / ".metadata").open("rb") as file:
-        layout = pickle.load(file)
-    for place in layout.storage_data.values():
-        place.relative_path = "../other.distcp"
-    (folder / ".metadata").write_bytes(pickle.dumps(layout))
+        metadata = pickle.load(file)
+    for stored in metadata.storage_data.values():
+        stored.relative_path = "../other.distcp"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     refused(folder, "outside of the checkpoint")
 
 

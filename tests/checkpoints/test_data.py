@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_eopt.checkpoints import data as module
 from megatron_eopt.checkpoints.contents import StoredTensor, read_contents
 from megatron_eopt.checkpoints.data import Window, check_data, check_integrity
-from tests.checkpoints.made import overwrite, place, save, tensors
+from tests.checkpoints.made import archive_of, overwrite, save, tensors
 
 KEY = "optimizer.state.momentum_buffer.mlp.fc1"
 
@@ -42,7 +42,7 @@ def test_a_flipped_bit(tmp_path, monkeypatch, block):
     flipped[1, 3, 5] = -flipped[1, 3, 5]
     overwrite(folder, KEY, values[KEY], flipped)
     (problem,) = check_data(read_contents(folder)).problems
-    file, start, _ = place(folder, KEY)
+    file, start, _ = archive_of(folder, KEY)
     assert f"{KEY} in {file.name} at byte {start:,} is damaged: Bad CRC-32" in problem.what
     # torch itself loads the damaged number without a word; should it learn to check, this command could do less.
     loaded = {KEY: torch.zeros_like(flipped)}
@@ -59,7 +59,7 @@ def saved(tmp_path_factory):
 @given(data=st.data())
 def test_a_flipped_bit_shows_or_changes_nothing(saved, data):
     value, folder = saved
-    file, start, length = place(folder, KEY)
+    file, start, length = archive_of(folder, KEY)
     raw = bytearray(file.read_bytes())
     at = start + data.draw(st.integers(0, length - 1))
     bit = 1 << data.draw(st.integers(0, 7))
@@ -167,8 +167,8 @@ def test_a_window_is_the_file_that_its_bytes_would_be(raw, start, length, steps)
     length = min(length, max(0, len(raw) - start))
     window = io.BufferedReader(Window(io.BytesIO(raw), start, length))
     plain = io.BytesIO(raw[start : start + length])
-    for place_, size in steps:
-        assert window.seek(place_) == plain.seek(place_)
+    for position, size in steps:
+        assert window.seek(position) == plain.seek(position)
         assert window.read(size) == plain.read(size)
         assert window.tell() == plain.tell()
     assert window.seek(0, 2) == plain.seek(0, 2)

@@ -145,15 +145,15 @@ def _attention(name: str, model: Model, ranks: int) -> list[Matrices]:
     groups = model.num_query_groups or heads
     rows = (_divided(heads, groups, "num_attention_heads over num_query_groups") * channels, channels, channels)
     of_rank = _divided(groups * sum(rows), ranks, "rows of linear_qkv over tensor-parallel ranks")
-    parts, before = [], 0
-    for part, own in zip("qkv", rows, strict=True):
-        # Rows of this part above the first row of each rank: all of earlier groups, and some of the group it is in.
+    qkv, before = [], 0
+    for letter, height in zip("qkv", rows, strict=True):
+        # Rows of this matrix above the first row of each rank: those of earlier groups, and some of the group it is in.
         at = (divmod(rank * of_rank, sum(rows)) for rank in range(ranks + 1))
-        edges = [group * own + min(max(inside - before, 0), own) for group, inside in at]
-        shape = (groups * own, model.hidden_size)
-        parts.append(Matrix(f"{name}.linear_qkv.weight[{part}]", shape, cut_at(shape, 0, edges)))
-        before += own
-    return [tuple(parts), (_sharded(f"{name}.linear_proj.weight", (model.hidden_size, heads * channels), 1, ranks),)]
+        edges = [group * height + min(max(inside - before, 0), height) for group, inside in at]
+        shape = (groups * height, model.hidden_size)
+        qkv.append(Matrix(f"{name}.linear_qkv.weight[{letter}]", shape, cut_at(shape, 0, edges)))
+        before += height
+    return [tuple(qkv), (_sharded(f"{name}.linear_proj.weight", (model.hidden_size, heads * channels), 1, ranks),)]
 
 
 def _mlp(name: str, model: Model, columns: int, ranks: int, group: str, split: bool) -> list[Matrices]:
@@ -161,7 +161,7 @@ def _mlp(name: str, model: Model, columns: int, ranks: int, group: str, split: b
     hidden, first = model.hidden_size, f"{name}.linear_fc1.weight"
     names = [f"{first}[gate]", f"{first}[up]"] if model.swiglu and split else [first]
     rows = columns * 2 if model.swiglu and not split else columns
-    fc1 = tuple(_sharded(part, (rows, hidden), 0, ranks, group) for part in names)
+    fc1 = tuple(_sharded(each, (rows, hidden), 0, ranks, group) for each in names)
     return [fc1, (_sharded(f"{name}.linear_fc2.weight", (hidden, columns), 1, ranks, group),)]
 
 
@@ -173,7 +173,7 @@ def _on_one_rank(name: str, shape: Shape) -> Matrix:
     return Matrix(name, shape, (whole(shape),))
 
 
-def _divided(size: int, parts: int, what: str) -> int:
-    if size % parts:
-        raise ValueError(f"{what}: {size} is no multiple of {parts}")
-    return size // parts
+def _divided(size: int, by: int, what: str) -> int:
+    if size % by:
+        raise ValueError(f"{what}: {size} is no multiple of {by}")
+    return size // by

@@ -1,6 +1,6 @@
 """Replace attributes of other packages' modules and classes, as one thing that can be undone.
 
-Two places need it: :mod:`megatron_eopt.cpu` (torch.cuda answered by the CPU) and :mod:`megatron_eopt.megatron`
+Two rooms need it: :mod:`megatron_eopt.cpu` (torch.cuda answered by the CPU) and :mod:`megatron_eopt.megatron`
 (Megatron's registry and parser know our optimizers). Each replacement carries its reason, so that what was changed in
 a process can be printed.
 """

@@ -53,7 +53,7 @@ class _Seen:
     checked: bool = True
     nan: int = 0
     infinite: int = 0
-    zero: bool = True
+    zero: bool = False
 
 
 class Window(io.RawIOBase):

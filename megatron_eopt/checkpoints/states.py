@@ -133,11 +133,11 @@ def groups(contents: Contents) -> list[tuple[str, dict[str, Any]]]:
     if not isinstance(whole, dict):
         return []
     # By number; some of torch's utilities make text of it.
-    chained = {f"{index}.": part for index, part in whole.items() if str(index).isdecimal() and isinstance(part, dict)}
+    chained = {f"{index}.": each for index, each in whole.items() if str(index).isdecimal() and isinstance(each, dict)}
     found = []
-    for label, part in (chained or {"": whole}).items():
-        inner = part.get("optimizer")  # beside the main copies
-        saved = part.get("param_groups", inner.get("param_groups") if isinstance(inner, dict) else None)
+    for label, state in (chained or {"": whole}).items():
+        inner = state.get("optimizer")  # beside the main copies
+        saved = state.get("param_groups", inner.get("param_groups") if isinstance(inner, dict) else None)
         found += [(f"{label}{index}", group) for index, group in enumerate(saved or [])]
     return found
 

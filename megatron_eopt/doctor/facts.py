@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from megatron_eopt.orthogonalize.ladder import RUNGS, choose
+from megatron_eopt.registry import list_optimizers
 
 _KERNELS = "triton"
 # A square matrix, a wide one and a stack, as the matrices of a model are; in the dtypes that products are computed in.
@@ -148,13 +149,13 @@ def _apex() -> Apex | None:
 def _megatron() -> Megatron | None:
     """What the imported Megatron-Core makes possible; None if it is too old to be asked."""
     try:
-        releases = importlib.import_module("megatron_eopt.megatron.releases")
+        from megatron_eopt.megatron import releases
+
         releases.check_supported()
     except ImportError:
         return None
-    registered = importlib.import_module("megatron_eopt.registry").list_optimizers()
     return Megatron(
-        optimizers=tuple(name for name in registered if name not in releases.unavailable()),
+        optimizers=tuple(name for name in list_optimizers() if name not in releases.unavailable()),
         adam=releases.core_optimizer.Adam.__module__.split(".")[0],
         training_error=_import_error("megatron.training.training"),
     )

@@ -41,7 +41,9 @@ def test_a_flipped_bit(tmp_path, monkeypatch, block):
     flipped = values[KEY].clone()
     flipped[1, 3, 5] = -flipped[1, 3, 5]
     overwrite(folder, KEY, values[KEY], flipped)
-    (problem,) = check_data(read_contents(folder)).problems
+    data = check_data(read_contents(folder))
+    (problem,) = data.problems
+    assert data.zeros == set()
     file, start, _ = archive_of(folder, KEY)
     assert f"{KEY} in {file.name} at byte {start:,} is damaged: Bad CRC-32" in problem.what
     # torch itself loads the damaged number without a word; should it learn to check, this command could do less.

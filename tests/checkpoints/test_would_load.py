@@ -98,6 +98,14 @@ def test_another_optimizer(compared, states, was, wanted, words):
     assert compared(f"{flags} --no-load-optim", tensors(states), optimizer=was).problems == ()
 
 
+@pytest.mark.parametrize(
+    ("states", "was"), [(["momentum_buffer"], "muon"), (ADAPTIVE, "adaptive_muon"), (ADAM, "adam")]
+)
+def test_an_optimizer_that_was_not_saved_by_name_is_known_by_its_states(compared, states, was):
+    said = errors(compared(WHOLE.replace("muon", "scion"), tensors(states), optimizer=None))
+    assert f"it holds the state of {was}, and the run wants scion" in said
+
+
 def test_adams_momentum_may_be_taken_by_name(compared):
     assert compared(f"{WHOLE} --muon-momentum-from-adam", tensors(ADAM), optimizer="adam").problems == ()
 

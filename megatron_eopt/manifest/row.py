@@ -1,8 +1,11 @@
-"""One line of the manifest: all that is said of one parameter."""
+"""A line of the manifest: everything that is known of one parameter."""
 
-from collections.abc import Mapping
+import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
+
+_NUMBER = re.compile(r"\s*\b[0-9]+\b")
 
 
 @dataclass(frozen=True)
@@ -25,27 +28,27 @@ class LogicalMatrix:
 
 
 @dataclass(frozen=True)
-class Row:
+class ManifestRow:
     """One parameter. Lists given for tuples become tuples, and dicts are put in the order of their keys.
 
     Attributes:
         name: global and unwrapped, as in ``decoder.layers.3.mlp.linear_fc1.weight``.
         shape: of the global parameter.
         dtype: of the parameter, as in ``bfloat16``.
-        owner: name of the optimizer; None where nobody owns it.
-        reason: for this owner, as in ``overrides.yaml:9``.
-        layout: where it lies: ``whole``, ``rows over tp 2``, ...
+        optimizer: name of the one that updates it; None where none does. Files have it under the key ``owner``.
+        reason: for this optimizer, as in ``overrides.yaml:9``.
+        layout: how ranks share it: ``whole``, ``rows over tp 2``, ...
         matrices: the logical ones; none for a parameter that is not orthogonalized.
         update_rms: predicted RMS of the entries of the first update, before the learning rate; None if not known.
         lr: the largest learning rate of the schedule.
         min_lr: the smallest.
         weight_decay: as it is applied.
         settings: further ones that are not the defaults: texts, numbers, bools, None and tuples of these.
-        sources: setting -> place that it comes from.
-        overruled: what other places say of this parameter, a line each.
+        sources: setting -> the file and line, or the flag, that set it.
+        overruled: settings of this parameter from other sources, which did not win, a line each.
         state_bytes: of its optimizer state, over all tensor-parallel ranks of one replica.
         tied_to: name of the parameter that this one is to equal.
-        excluded: left without owner on purpose.
+        excluded: left without an optimizer on purpose.
 
     Raises:
         TypeError: for a setting that is no such value, and for a rate or size that is no number.
@@ -54,7 +57,7 @@ class Row:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    owner: str | None
+    optimizer: str | None
     reason: str
     layout: str
     matrices: tuple[LogicalMatrix, ...]
@@ -75,20 +78,17 @@ class Row:
             value = getattr(self, key)
             if not isinstance(value, int | float):
                 raise TypeError(f"{key} of {self.name} is {value!r} ({type(value).__name__}): expected a number")
+        for key in ("shape", "matrices", "overruled"):
+            object.__setattr__(self, key, tuple(getattr(self, key)))
         settings = {key: _plain(key, value, self.name) for key, value in self.settings.items()}
-        plain = {
-            "shape": tuple(self.shape),
-            "matrices": tuple(self.matrices),
-            "settings": _in_order(settings),
-            "sources": _in_order(self.sources),
-            "overruled": tuple(self.overruled),
-        }
-        for name, value in plain.items():
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "settings", dict(sorted(settings.items())))
+        object.__setattr__(self, "sources", dict(sorted(self.sources.items())))
 
-
-def _in_order(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: found[key] for key in sorted(found)}
+    @property
+    def sizes(self) -> str:
+        """Names and sizes of the logical matrices: ``q 64x64, k 32x64``, and ``8 q 16x64`` for 8 heads of one size."""
+        named = (f"{_NUMBER.sub('', each.name).strip()} {each.rows}x{each.cols}".strip() for each in self.matrices)
+        return ", ".join(size if number == 1 else f"{number:,} {size}" for size, number in Counter(named).items())
 
 
 def _plain(key: str, value: Any, name: str) -> Any:

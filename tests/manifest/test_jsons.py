@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.manifest.family import families
+from megatron_eopt.manifest.families import families
 from megatron_eopt.manifest.jsons import FORMAT, from_json, to_json
 from tests.manifest.made import any_rows, model
 
@@ -79,10 +79,10 @@ def test_a_manifest_without_families_is_refused(said):
 )
 def test_damage_is_found_and_named(key, value):
     said = to_json(families(model()))
-    place = next(n for n, each in enumerate(said["families"]) if "linear_fc2" in each["pattern"])
-    said["families"][place][key] = value
+    index = next(n for n, each in enumerate(said["families"]) if "linear_fc2" in each["pattern"])
+    said["families"][index][key] = value
     named = "'members' cannot be" if key == "pattern" and value else f"'{key}' cannot be"
-    with pytest.raises(ValueError, match=rf"damaged: family {place} \(.*\): {named}"):
+    with pytest.raises(ValueError, match=rf"damaged: family {index} \(.*\): {named}"):
         from_json(said)
 
 

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.manifest.columns import aligned
-from megatron_eopt.manifest.family import families
+from megatron_eopt.manifest.families import families
 from megatron_eopt.manifest.row import LogicalMatrix
-from megatron_eopt.manifest.text import table
+from megatron_eopt.manifest.text import aligned, table
 from tests.manifest.made import BIAS, EMBEDDING, QKV, changed, model, muons, row
 
 EXPERT = "decoder.layers.*.mlp.experts.local_experts.*.linear_fc1.weight"
@@ -49,11 +48,11 @@ def test_a_learning_rate_that_stays_is_one_number():
     assert "0.5" in cells(wide(changed(model(), EMBEDDING, lr=0.5, min_lr=0.5)), EMBEDDING)
 
 
-def test_layers_with_another_owner_are_told_apart():
-    text = wide(changed(model(), "layers.2.mlp.linear_fc2", owner=None, excluded=True, reason="excluded by f:3"))
+def test_layers_with_another_optimizer_are_told_apart():
+    text = wide(changed(model(), "layers.2.mlp.linear_fc2", optimizer=None, excluded=True, reason="excluded by f:3"))
     assert cells(text, "decoder.layers.{0-1,3}.mlp.linear_fc2.weight")[1] == "3"
     others = cells(text, "decoder.layers.2.mlp.linear_fc2.weight")
-    assert others[3:5] == ["nobody", "excluded by f:3"]
+    assert others[3:5] == ["none", "excluded by f:3"]
     assert others[-3:-1] == ["-", "-"]
 
 
@@ -67,19 +66,19 @@ def test_the_full_table_has_a_line_for_each_parameter_in_the_order_of_layers():
     assert "*" not in text
 
 
-def test_totals_of_each_owner_and_of_all():
+def test_totals_of_each_optimizer_and_of_all():
     rows = [row("a.0", (10, 10), state_bytes=2_000_000), row("a.1", (10, 10), state_bytes=2_000_000)]
     rows += [muons(f"b.{n}", (8, 5), ("q", 4, 5), ("k", 4, 5), state_bytes=500_000_000) for n in range(3)]
-    rows += [row("c", (), owner=None, state_bytes=0)]
+    rows += [row("c", (), optimizer=None, state_bytes=0)]
     text = wide(rows)
     assert cells(text, "adam") == ["adam", "2", "200", "0", "4"]
     assert cells(text, "muon") == ["muon", "3", "120", "6", "1,500"]
-    assert cells(text, "nobody") == ["nobody", "1", "1", "0", "0"]
+    assert cells(text, "none") == ["none", "1", "1", "0", "0"]
     assert cells(text, "all") == ["all", "6", "321", "6", "1,504"]
     assert "scalar" in cells(text, "c")
 
 
-def test_one_owner_needs_no_sum():
+def test_one_optimizer_needs_no_sum():
     assert not [line for line in wide([row("a", (2, 2))]).splitlines() if line.startswith("all ")]
 
 
@@ -91,7 +90,7 @@ def test_matrices_of_one_size_are_counted():
     assert cells(text, "b")[5] == "2 expert gate 32x64, 2 expert up 32x64"
 
 
-def test_places_of_settings_are_said_only_where_there_are_any():
+def test_sources_of_settings_are_said_only_where_there_are_any():
     plain = table(model())
     assert "settings" not in plain
     assert "overruled" not in plain

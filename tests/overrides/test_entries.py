@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from megatron_eopt.overrides import Layer, OverrideError, Predicate, entries_from_dict, entries_from_megatron, resolve
+from megatron_eopt.overrides import Layer, OverrideError, Predicate, entries_from_dict, resolve
 from tests.overrides.made import KNOWN, model
 from tests.overrides.test_selectors import FromMegatron, ParamKey
 
@@ -47,7 +47,7 @@ def test_megatrons_dicts():
         ParamKey(name="module.module.decoder*"): {"start_wd": 0.5, "end_wd": 0.5},
         ParamKey(name="*.bias"): {"start_wd": 0.5, "end_wd": 1},
     }
-    entries = entries_from_megatron(overrides, known=KNOWN)
+    entries = entries_from_dict(overrides, known=KNOWN)
     assert [entry.settings for entry in entries] == [
         {"wd_mult": 0.0},
         {"lr": 0.5, "min_lr": 0.25, "optimizer": "adam"},
@@ -55,7 +55,6 @@ def test_megatrons_dicts():
         {"start_wd": 0.5, "end_wd": 1.0},
     ]
     assert str(entries[2].selector) == "module.module.decoder*"
-    assert entries_from_megatron(None) == []
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from megatron_eopt.manifest.families import (
     Family,
     Index,
-    as_families,
     by_index,
     by_pattern,
     compressed,
     expanded,
     join_name,
-    label,
     split_name,
 )
 from megatron_eopt.manifest.row import ManifestRow
@@ -40,23 +38,19 @@ _COMPARED = {
 }
 
 
-def problems(found: Iterable[Family] | Iterable[ManifestRow], optimizer: str, for_matrices: bool) -> list[str]:
+def problems(families: Sequence[Family], optimizer: str, for_matrices: bool) -> list[str]:
     """Errors that a start fails on, each with what was found, what was expected and what to do.
 
     Args:
-        found: of all ranks together; two rows of one name with different optimizers are one of the errors.
+        families: of all ranks together; two rows of one name with different optimizers are one of the errors.
         optimizer: of the run, as ``--optimizer`` names it.
         for_matrices: whether that optimizer is for matrices, so that it is of no use without any.
-
-    Raises:
-        ValueError: for rows that are equal, see :func:`~megatron_eopt.manifest.families.families`.
     """
-    listed = as_families(found)
     return [
-        *_without_optimizer(listed),
-        *_listed_twice(listed),
-        *_drifting_ties(listed),
-        *(_without_matrices(listed, optimizer) if for_matrices else ()),
+        *_without_optimizer(families),
+        *_listed_twice(families),
+        *_drifting_ties(families),
+        *(_without_matrices(families, optimizer) if for_matrices else ()),
     ]
 
 
@@ -77,7 +71,7 @@ def _without_optimizer(found: Sequence[Family]) -> Iterator[str]:
 
 
 def _listed_twice(found: Sequence[Family]) -> Iterator[str]:
-    for pattern, group in by_pattern(found).items():
+    for group in by_pattern(found).values():
         if len(group) == 1:
             continue
         twice: dict[frozenset[ManifestRow], list[Index]] = {}
@@ -86,9 +80,10 @@ def _listed_twice(found: Sequence[Family]) -> Iterator[str]:
                 twice.setdefault(rows, []).append(index)
         for rows, indices in twice.items():
             optimizers = " and ".join(sorted(_shown(row.optimizer) + _because(row) for row in rows))
+            label = Family(group[0].like, compressed(indices)).label
             yield (
-                f"{label(pattern, compressed(indices))} is listed {len(rows)} times, for the optimizers {optimizers}: "
-                f"expected one optimizer, or it is stepped twice; give each optimizer its own parameters"
+                f"{label} is listed {len(rows)} times, for the optimizers {optimizers}: expected one optimizer, or it "
+                f"is stepped twice; give each optimizer its own parameters"
             )
 
 
@@ -123,19 +118,18 @@ def _without_matrices(found: Sequence[Family], optimizer: str) -> Iterator[str]:
     )
 
 
-def warnings(found: Iterable[Family] | Iterable[ManifestRow], scale_mode: str) -> list[str]:
+def warnings(families: Sequence[Family], scale_mode: str) -> list[str]:
     """What a run may well be meant to have, and should be seen: a line for each class of parameters.
 
     Args:
-        found: of all ranks together.
+        families: of all ranks together.
         scale_mode: of the run, for parameters whose settings have no other.
     """
-    listed = as_families(found)
-    excluded = [family for family in listed if family.like.excluded]
+    excluded = [family for family in families if family.like.excluded]
     return [
-        *_far_from_adam(listed, scale_mode),
+        *_far_from_adam(families, scale_mode),
         *(f"{family.named} keeps the value it starts with{_because(family.like)}" for family in excluded),
-        *_decayed_vectors(listed),
+        *_decayed_vectors(families),
     ]
 
 
@@ -194,6 +188,7 @@ def compare(old: Iterable[Family], new: Iterable[Family]) -> list[str]:
     for pattern in dict.fromkeys([*before, *now]):
         if before.get(pattern) == now.get(pattern):
             continue
+        groups = [*before.get(pattern, ()), *now.get(pattern, ())]
         was, comes = (_single(pattern, each.get(pattern, ())) for each in (before, now))
         known: dict[tuple[ManifestRow | None, ManifestRow | None], str] = {}
         changed: dict[str, list[Index]] = {}
@@ -204,8 +199,7 @@ def compare(old: Iterable[Family], new: Iterable[Family]) -> list[str]:
             if known[pair]:
                 changed.setdefault(known[pair], []).append(index)
         for what, indices in changed.items():
-            number = f" ({len(indices):,} parameters)" if len(indices) > 1 else ""
-            lines.append(f"{label(pattern, compressed(indices))}{number}: {what}")
+            lines.append(f"{Family(groups[0].like, compressed(indices)).named}: {what}")
     return lines
 
 

@@ -1,7 +1,7 @@
 """Families: rows that are alike but for the numbers in their names, of one rank or of all ranks together.
 
 A name is a pattern with ``*`` for every number, and an index: its numbers. A set of indices is kept as boxes, a short
-form that is exact.
+form that is exact. Files and the common state of checkpoints hold families as plain values.
 """
 
 import re
@@ -10,8 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise, product
+from typing import Any
 
-from megatron_eopt.manifest.row import ManifestRow
+from megatron_eopt.manifest.row import ManifestRow, as_lists, from_plain, short, to_plain
+
+FORMAT = 1
+"""Of the manifest as plain values; counts up with every change that an older release cannot read."""
 
 Index = tuple[int, ...]
 """The numbers of one name, from left to right: of the layer, of the expert."""
@@ -26,6 +30,7 @@ _DIGITS = r"(?:0|[1-9][0-9]*)"
 # Between dots, as layers and experts are numbered, and behind the names that grouped experts' parameters have.
 _NUMBER = re.compile(rf"(?<![^.]){_DIGITS}(?![^.])|(?:(?<=\.weight)|(?<=\.bias)){_DIGITS}\Z")
 _SHOWN_BOXES = 3
+_ADVICE = "take that of another checkpoint"
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,9 @@ class Family:
     @cached_property
     def label(self) -> str:
         """The names with ranges of numbers, as ``decoder.layers.{0-3}.mlp.linear_fc1.weight``."""
-        return label(self.pattern, self.members)
+        shown = [join_name(self.pattern, map(_ranges, box)) for box in self.members[:_SHOWN_BOXES]]
+        more = len(self.members) - _SHOWN_BOXES
+        return " and ".join([*shown, f"{more} more such blocks"] if more > 0 else shown)
 
     @property
     def named(self) -> str:
@@ -91,13 +98,6 @@ def rows(families: Iterable[Family]) -> list[ManifestRow]:
     return sorted(found, key=lambda row: _by_numbers(row.name))
 
 
-def as_families(found: Iterable[Family] | Iterable[ManifestRow]) -> list[Family]:
-    """Families as they are, and those of rows."""
-    listed = list(found)
-    singles = [each for each in listed if isinstance(each, ManifestRow)]
-    return [*(each for each in listed if isinstance(each, Family)), *families(singles)]
-
-
 def merged(lists: Iterable[Sequence[Family]]) -> list[Family]:
     """The families of all ranks together: the same for every order of the ranks.
 
@@ -130,6 +130,76 @@ def merged(lists: Iterable[Sequence[Family]]) -> list[Family]:
             for like in likes:
                 found.setdefault(like, []).append(index)
     return in_order(Family(like, compressed(indices)) for like, indices in found.items())
+
+
+def to_json(families: Iterable[Family]) -> dict[str, Any]:
+    """Dicts, lists, texts, numbers, bools and None: what ``json`` gives back as it was.
+
+    Args:
+        families: as :func:`families` or :func:`merged` returns them.
+    """
+    written = [
+        {"pattern": family.pattern, "members": as_lists(family.members)} | to_plain(family.like)
+        for family in in_order(families)
+    ]
+    return {"format": FORMAT, "families": written}
+
+
+def from_json(manifest: Any) -> list[Family]:
+    """The families, equal to those that went in.
+
+    Raises:
+        ValueError: for a newer format, and for anything that :func:`to_json` does not write.
+    """
+    number = manifest.get("format") if isinstance(manifest, dict) else None
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise ValueError(f"no manifest: expected a dict with its format number, got {short(manifest)}")
+    if number > FORMAT:
+        raise ValueError(
+            f"the manifest has format {number}, and this release of megatron_eopt reads up to {FORMAT}: install the "
+            f"release that wrote it, or a later one"
+        )
+    written = manifest.get("families")
+    if number < 1 or not isinstance(written, list | tuple):
+        raise ValueError(f"the manifest is damaged: expected format {FORMAT} and a list of families; {_ADVICE}")
+    found = [_from_plain(each, index) for index, each in enumerate(written)]
+    try:
+        sound = merged([found]) == found
+    except ValueError as error:
+        raise ValueError(f"the manifest is damaged: {error}; {_ADVICE}") from error
+    if not sound:
+        raise ValueError(f"the manifest is damaged: its families are not in order, or one is there twice; {_ADVICE}")
+    return found
+
+
+def _from_plain(written: Any, index: int) -> Family:
+    pattern = written.get("pattern", "") if isinstance(written, dict) else ""
+    try:
+        if not isinstance(written, dict):
+            raise ValueError(f"expected a dict, got {short(written)}")
+        if "members" not in written:
+            raise ValueError("'members' is missing")
+        members = _tuples(written["members"])
+        family = Family(from_plain({key: value for key, value in written.items() if key != "members"}), members)
+        if not _fits(family):
+            raise ValueError(f"'members' cannot be {short(written['members'])}")
+    except ValueError as error:
+        raise ValueError(f"the manifest is damaged: family {index} ({pattern}): {error}; {_ADVICE}") from None
+    return family
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(inner) for inner in value) if isinstance(value, list | tuple) else value
+
+
+def _fits(family: Family) -> bool:
+    """Whether these are the members of a pattern, in the form that :func:`compressed` gives them."""
+    try:
+        indices = expanded(family.members)
+        name = join_name(family.pattern, indices[0])
+        return split_name(name) == (family.pattern, indices[0]) and compressed(indices) == family.members
+    except (TypeError, ValueError, IndexError):
+        return False
 
 
 def by_pattern(found: Iterable[Family]) -> dict[str, list[Family]]:
@@ -208,13 +278,6 @@ def expanded(members: Members) -> list[Index]:
     return sorted(index for box in combined for index in box)
 
 
-def label(pattern: str, members: Members) -> str:
-    """The names for people: ``decoder.layers.{0-3}.mlp.linear_fc1.weight``."""
-    shown = [join_name(pattern, map(_ranges, box)) for box in members[:_SHOWN_BOXES]]
-    more = [f"{len(members) - _SHOWN_BOXES} more such blocks"] if len(members) > _SHOWN_BOXES else []
-    return " and ".join([*shown, *more])
-
-
 def _ranges(runs: Runs) -> str:
     shown = ",".join(str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in runs)
     return shown if shown.isdecimal() else f"{{{shown}}}"
@@ -236,13 +299,12 @@ def _disagreement(
 ) -> ValueError:
     if len(likes) == len(others) == 1:
         (one,), (another,) = likes, others
-        pairs = {field.name: (getattr(one, field.name), getattr(another, field.name)) for field in fields(ManifestRow)}
-        differing: dict[str, tuple[object, object]] = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+        names = [field.name for field in fields(ManifestRow)]
+        differing = [name for name in names if getattr(one, name) != getattr(another, name)]
+        first, second = (", ".join(f"{name} {getattr(row, name)!r}" for name in differing) for row in (one, another))
     else:
-        first, second = (sorted(like.optimizer or "none" for like in each) for each in (likes, others))
-        differing = {"optimizers": (first, second)}
-    said, otherwise = (", ".join(f"{key} {pair[side]!r}" for key, pair in differing.items()) for side in (0, 1))
+        first, second = (f"optimizers {sorted(row.optimizer or 'none' for row in rows)}" for rows in (likes, others))
     return ValueError(
-        f"ranks disagree about {name}: rank {rank} says {said}, and rank {other} says {otherwise}; expected the same "
+        f"ranks disagree about {name}: rank {rank} says {first}, and rank {other} says {second}; expected the same "
         f"on all ranks: start them with the same flags, overrides and release"
     )

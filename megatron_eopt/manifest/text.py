@@ -9,7 +9,7 @@ from itertools import zip_longest
 from math import prod
 
 from megatron_eopt.manifest.checks import ADAMW_RMS
-from megatron_eopt.manifest.families import Family, as_families, rows
+from megatron_eopt.manifest.families import Family, rows
 from megatron_eopt.manifest.row import ManifestRow
 
 _HEADER = (
@@ -34,32 +34,31 @@ _NAMES_BEFORE_OTHERS = 3
 _BREAK = re.compile(r"(?<= )|(?<=\.)(?=[^0-9 ])")
 
 
-def table(found: Iterable[Family] | Iterable[ManifestRow], full: bool = False, width: int | None = None) -> str:
+def table(families: Sequence[Family], full: bool = False, width: int | None = None) -> str:
     """The optimizer of every parameter, the totals of each optimizer, and the sources of settings that were set.
 
     Args:
-        found: of all ranks together.
+        families: of all ranks together.
         full: a line for each parameter, in place of one for each family.
         width: of a line at most: longer cells go on in the next one. By default 170, and as wide as it takes where
             ``full``, so that each line has a whole name.
     """
-    listed = as_families(found)
     bound = width or (sys.maxsize if full else _WIDTH)
-    times = Counter(family.pattern for family in listed)
+    times = Counter(family.pattern for family in families)
     if full:
-        lines = [_cells(row.name, 1, row) for row in rows(listed)]
+        lines = [_cells(row.name, 1, row) for row in rows(families)]
     else:
         # a pattern can be taken for a selector as it is, so ranges stand only where it would say too much
-        names = [family.pattern if times[family.pattern] == 1 else family.label for family in listed]
-        lines = [_cells(name, family.count, family.like) for name, family in zip(names, listed, strict=True)]
-    overruled = [f"{family.label}: {'; '.join(family.like.overruled)}" for family in listed if family.like.overruled]
+        names = [family.pattern if times[family.pattern] == 1 else family.label for family in families]
+        lines = [_cells(name, family.count, family.like) for name, family in zip(names, families, strict=True)]
+    overruled = [f"{family.label}: {'; '.join(family.like.overruled)}" for family in families if family.like.overruled]
     return "\n".join(
         [
             *aligned(_HEADER, lines, bound, _NUMBERS),
             *textwrap.wrap(_LEGEND, bound),
             "",
-            *aligned(_TOTALS, list(_totals(listed)), bound, _TOTALS[1:]),
-            *_section("settings that were set, and where", _set(listed), bound),
+            *aligned(_TOTALS, list(_totals(families)), bound, _TOTALS[1:]),
+            *_section("settings that were set, and where", _set(families), bound),
             *_section("overruled", overruled, bound),
         ]
     )

@@ -93,12 +93,12 @@ class Condition:
     prefix: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        self.check()
+        self._check()
 
     def __str__(self) -> str:
         return f"{self.prefix}{self.text}"
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Refuse a text that cannot be meant."""
 
     def matches(self, info: ParameterInfo) -> bool:
@@ -126,8 +126,7 @@ class Name(Condition):
 
     kind = Kind.GLOB
 
-    def check(self) -> None:
-        """Refuse an empty one."""
+    def _check(self) -> None:
         if not self.text:
             raise OverrideError("an empty name selects nothing: write '*' for every parameter")
 
@@ -149,8 +148,7 @@ class Regex(Condition):
 
     kind, prefix = Kind.REGEX, "re:"
 
-    def check(self) -> None:
-        """Refuse what is no regular expression."""
+    def _check(self) -> None:
         if not self.text:
             raise OverrideError("an empty regular expression selects everything: write '*' for every parameter")
         try:
@@ -168,8 +166,7 @@ class Attribute(Condition):
 
     kind, prefix = Kind.ATTRIBUTE, "attr:"
 
-    def check(self) -> None:
-        """Refuse what is no name of an attribute."""
+    def _check(self) -> None:
         if not self.text.isidentifier():
             raise OverrideError(f"{self.text!r} cannot be the name of an attribute")
 
@@ -183,8 +180,7 @@ class Shape(Condition):
 
     kind, prefix = Kind.SHAPE, "shape:"
 
-    def check(self) -> None:
-        """Refuse an unknown class."""
+    def _check(self) -> None:
         if self.text not in SHAPES:
             near = did_you_mean(self.text, SHAPES) or f": expected {listing(SHAPES)}"
             raise OverrideError(f"unknown shape {self.text!r}{near}")

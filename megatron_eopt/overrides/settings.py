@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, get_args
 
@@ -26,98 +26,85 @@ Value = Any
 
 
 @dataclass(frozen=True)
-class Number:
-    """A number from ``low`` to below ``high``; ``low`` itself is allowed unless ``above``."""
+class Check:
+    """What a value may be.
 
-    low: float = 0.0
-    high: float = math.inf
-    above: bool = False
-    whole: bool = False
+    Attributes:
+        expected: in words; two checks of which the same is expected are equal.
+        convert: makes the value from what was written, and None from what is none; ``ValueError`` to say more of it.
+    """
 
-    @property
-    def expected(self) -> str:
-        """The range in words."""
-        noun = "a whole number" if self.whole else "a number"
-        if self.low == -math.inf:
-            return noun
-        if self.high < math.inf:
-            return f"{noun} in [{self.low:g}, {self.high:g})"
-        return f"{noun} {'above' if self.above else 'of at least'} {self.low:g}"
+    expected: str
+    convert: Callable[[Any, Known], Value | None] = field(compare=False)
 
     def __call__(self, raw: object, known: Known) -> Value:
-        """The number, as an int if it is whole and else as a float."""
-        if isinstance(raw, str) and _is_number(raw):
-            raise ValueError(f"expected {self.expected}, got the text {raw!r}: write it without quotes")
-        if not isinstance(raw, Real) or isinstance(raw, bool) or not self._holds(float(raw)):
+        """The value; ``ValueError`` for what is none."""
+        value = self.convert(raw, known)
+        if value is None:
             raise ValueError(f"expected {self.expected}, got {shown(raw)}")
-        return int(raw) if self.whole else float(raw)  # type: ignore[call-overload]
-
-    def _holds(self, value: float) -> bool:
-        above = value > self.low if self.above else value >= self.low
-        return math.isfinite(value) and above and value < self.high and not (self.whole and value % 1)
+        return value
 
 
-@dataclass(frozen=True)
-class Numbers:
+def number(low: float = 0.0, high: float = math.inf, above: bool = False, whole: bool = False) -> Check:
+    """A number from ``low`` to below ``high``, as an int or a float; ``low`` itself is allowed unless ``above``."""
+    expected = "a whole number" if whole else "a number"
+    if high < math.inf:
+        expected += f" in [{low:g}, {high:g})"
+    elif low > -math.inf:
+        expected += f" {'above' if above else 'of at least'} {low:g}"
+
+    def convert(raw: Any, known: Known) -> Value | None:
+        if isinstance(raw, str) and _is_number(raw):
+            raise ValueError(f"expected {expected}, got the text {raw!r}: write it without quotes")
+        if not isinstance(raw, Real) or isinstance(raw, bool):
+            return None
+        value = float(raw)
+        inside = math.isfinite(value) and low <= value < high and not (above and value == low)
+        if not inside or (whole and value % 1):
+            return None
+        return int(raw) if whole else value  # type: ignore[call-overload]
+
+    return Check(expected, convert)
+
+
+def numbers(count: int, each: Check, expected: str) -> Check:
     """So many numbers, as a tuple, which can be hashed."""
 
-    count: int
-    each: Number = Number(low=-math.inf)
-    in_words: str = ""
-
-    @property
-    def expected(self) -> str:
-        """How many, and their range."""
-        return self.in_words or f"{self.count} numbers"
-
-    def __call__(self, raw: object, known: Known) -> Value:
-        """The tuple."""
+    def convert(raw: Any, known: Known) -> Value | None:
+        if not isinstance(raw, list | tuple) or len(raw) != count:
+            return None
         try:
-            if isinstance(raw, list | tuple) and len(raw) == self.count:
-                return tuple(self.each(number, known) for number in raw)
+            return tuple(each(value, known) for value in raw)
         except ValueError:
-            pass
-        raise ValueError(f"expected {self.expected}, got {shown(raw)}")
+            return None
+
+    return Check(expected, convert)
 
 
-@dataclass(frozen=True)
-class Choice:
+def choice(
+    what: str, expected: str, names: Callable[[Known], Iterable[str]], booleans: tuple[str, str] | None = None
+) -> Check:
     """One of a few names; true and false may stand for two of them."""
 
-    what: str
-    expected: str
-    names: Callable[[Known], Iterable[str]]
-    booleans: tuple[str, str] | None = None
-
-    def __call__(self, raw: object, known: Known) -> Value:
-        """The name."""
-        if isinstance(raw, bool) and self.booleans:
-            return self.booleans[raw]
-        names = list(self.names(known))
-        if raw not in names:
-            near = did_you_mean(raw, names) if isinstance(raw, str) else ""
-            raise ValueError(f"unknown {self.what} {shown(raw)}{near or f': expected {listing(names)}'}")
+    def convert(raw: Any, known: Known) -> Value:
+        if isinstance(raw, bool) and booleans:
+            return booleans[raw]
+        choices = list(names(known))
+        if raw not in choices:
+            near = did_you_mean(raw, choices) if isinstance(raw, str) else ""
+            raise ValueError(f"unknown {what} {shown(raw)}{near or f': expected {listing(choices)}'}")
         return str(raw)
 
+    return Check(expected, convert)
 
-@dataclass(frozen=True)
-class OfType:
+
+def of_type(kind: Any, expected: str) -> Check:
     """Any value of a type."""
-
-    type: Any
-    expected: str
-
-    def __call__(self, raw: object, known: Known) -> Value:
-        """The same."""
-        if not isinstance(raw, self.type):
-            raise ValueError(f"expected {self.expected}, got {shown(raw)}")
-        return raw
+    return Check(expected, lambda raw, known: raw if isinstance(raw, kind) else None)
 
 
-Check = Number | Numbers | Choice | OfType
-"""Makes a value from what was written, and raises ``ValueError`` for what is none; ``expected`` says it in words."""
-
-_BOOL = OfType(bool, "true or false")
+_ANY_NUMBER = number(low=-math.inf)
+_BOOL = of_type(bool, "true or false")
 
 
 def check_like(default: object) -> Check:
@@ -125,12 +112,12 @@ def check_like(default: object) -> Check:
     if isinstance(default, bool):
         return _BOOL
     if isinstance(default, Real):
-        return Number(low=-math.inf, whole=isinstance(default, int))
+        return number(low=-math.inf, whole=isinstance(default, int))
     if isinstance(default, str):
-        return OfType(str, "a text")
+        return of_type(str, "a text")
     if isinstance(default, list | tuple) and all(isinstance(each, Real) for each in default):
-        return Numbers(len(default))
-    return OfType(str | bool | Real, "a number, a text, true or false")
+        return numbers(len(default), _ANY_NUMBER, f"{len(default)} numbers")
+    return of_type(str | bool | Real, "a number, a text, true or false")
 
 
 def _is_number(text: str) -> bool:
@@ -143,23 +130,23 @@ def _is_number(text: str) -> bool:
 _COEFFICIENTS, _SCALES = get_supported_coefficient_types(), get_args(ScaleMode)
 
 SETTINGS: dict[str, Check] = {
-    "optimizer": Choice("optimizer", "adam, sgd or a registered name", lambda known: sorted(known.optimizers)),
-    "lr": Number(),
-    "min_lr": Number(),
-    "lr_mult": Number(),
-    "weight_decay": Number(),
-    "start_wd": Number(),
-    "end_wd": Number(),
-    "wd_mult": Number(),
-    "betas": Numbers(2, Number(high=1), "two numbers in [0, 1), as [0.9, 0.95]"),
-    "eps": Number(above=True),
-    "momentum": Number(high=1),
-    "num_ns_steps": Number(low=1, whole=True),
-    "coefficient_type": Choice("coefficient type", listing(_COEFFICIENTS), lambda known: _COEFFICIENTS),
-    "scale_mode": Choice("scale mode", listing(_SCALES), lambda known: _SCALES),
-    "extra_scale_factor": Number(above=True),
-    "rank": Number(low=1, whole=True),
-    SPLIT: Choice("split", listing(SPLITS), lambda known: known.splits, ("none", "default")),
+    "optimizer": choice("optimizer", "adam, sgd or a registered name", lambda known: sorted(known.optimizers)),
+    "lr": number(),
+    "min_lr": number(),
+    "lr_mult": number(),
+    "weight_decay": number(),
+    "start_wd": number(),
+    "end_wd": number(),
+    "wd_mult": number(),
+    "betas": numbers(2, number(high=1), "two numbers in [0, 1), as [0.9, 0.95]"),
+    "eps": number(above=True),
+    "momentum": number(high=1),
+    "num_ns_steps": number(low=1, whole=True),
+    "coefficient_type": choice("coefficient type", listing(_COEFFICIENTS), lambda known: _COEFFICIENTS),
+    "scale_mode": choice("scale mode", listing(_SCALES), lambda known: _SCALES),
+    "extra_scale_factor": number(above=True),
+    "rank": number(low=1, whole=True),
+    SPLIT: choice("split", listing(SPLITS), lambda known: known.splits, ("none", "default")),
     "exclude": _BOOL,
 }
 """Settings whose range of values is known here, explained in docs/overrides.md; optimizers have further ones."""

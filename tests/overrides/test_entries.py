@@ -1,14 +1,175 @@
-"""Entries from dicts."""
+"""What each selector takes, which of two is more specific, and entries from dicts."""
 
+import itertools
 import pickle
 
 import pytest
 
-from megatron_eopt.overrides import Layer, OverrideError, Predicate, entries_from_dict, resolve
-from tests.overrides.made import KNOWN, model
-from tests.overrides.test_selectors import FromMegatron, ParamKey
+from megatron_eopt.overrides import (
+    Layer,
+    OverrideError,
+    ParameterInfo,
+    Predicate,
+    Selector,
+    entries_from_dict,
+    resolve,
+    unwrapped,
+)
+from tests.overrides.made import KNOWN, FromMegatron, ParamKey, model, named
 
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
+
+
+def taken(written, parameters=None):
+    selector = Selector.parse(written)
+    return [info.name for info in parameters or model(1) if selector.matches(info)]
+
+
+def test_wrappers_are_no_part_of_a_name():
+    assert unwrapped("module.module.decoder.module.weight") == "decoder.module.weight"
+    assert taken("module.module.output_layer.weight") == ["output_layer.weight"]
+
+
+@pytest.mark.parametrize(
+    ("written", "ends"),
+    [
+        (QKV, ["linear_qkv.weight"]),
+        ("linear_qkv.weight", ["linear_qkv.weight"]),
+        ("*.linear_qkv.weight", ["linear_qkv.weight"]),
+        ("name: linear_qkv.weight", ["linear_qkv.weight"]),
+        ("qkv.weight", []),  # not after a dot
+        ("*qkv.weight", ["linear_qkv.weight"]),
+        ("Linear_qkv.weight", []),
+        ("layers.0.mlp.linear_fc?.weight", ["mlp.linear_fc1.weight", "mlp.linear_fc2.weight"]),
+        ("mlp.*_fc[2-9].weight", ["mlp.linear_fc2.weight"]),
+        ("re:linear_(qkv|proj)", ["linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight"]),
+        ("re: ^output", ["output_layer.weight"]),
+        ("re: ^layer", []),
+        ("attr: is_qkv", ["linear_qkv.weight"]),
+        ("attr:nobody_has", []),
+        ("shape: vector", ["linear_qkv.bias", "final_layernorm.weight"]),
+        ("shape: stack", ["experts.stacked"]),
+        ("shape: embedding", ["word_embeddings.weight", "output_layer.weight"]),
+        ("shape: wide", ["mlp.linear_fc2.weight"]),
+        ("shape: square", ["linear_proj.weight"]),
+        ("shape: tall", ["linear_qkv.weight", "mlp.linear_fc1.weight", "experts.0.linear_fc1.weight"]),
+        ("shape: expert", ["experts.0.linear_fc1.weight", "experts.stacked"]),
+        ({"name": "*fc1*", "shape": "expert"}, ["experts.0.linear_fc1.weight"]),
+        ({"shape": ["matrix", "expert"]}, ["experts.0.linear_fc1.weight"]),
+        ({"regex": "fc", "name": "*.mlp.linear*", "shape": "wide"}, ["mlp.linear_fc2.weight"]),
+    ],
+)
+def test_a_selector_takes(written, ends):
+    names = taken(written)
+    assert len(names) == len(ends)
+    assert all(name.endswith(end) for name, end in zip(names, ends, strict=True))
+
+
+def test_everything_is_everything():
+    assert taken("*") == [info.name for info in model(1)]
+
+
+def test_a_dimension_is_square_tall_or_wide_and_no_embedding():
+    kinds = [set(taken(f"shape:{kind}")) for kind in ("tall", "wide", "square")]
+    assert set().union(*kinds) == set(taken("shape:matrix"))
+    assert not any(one & other for one, other in itertools.combinations(kinds, 2))
+
+
+def test_parameters_of_an_optimizer():
+    info = ParameterInfo("x", (2, 2), optimizer="muon")
+    assert Selector.parse("optimizer:muon").matches(info)
+    assert not Selector.parse("optimizer:adam").matches(info)
+
+
+def many_rows(info):
+    return info.shape[0] > 500
+
+
+def test_predicates_are_python_functions_with_a_name():
+    expected = ["embedding.word_embeddings.weight", "output_layer.weight"]
+    assert taken(many_rows) == taken(Predicate("rows", lambda info: info.shape[0] > 500)) == expected
+    assert taken({"predicate": many_rows, "name": "output*"}) == expected[1:]
+    assert pickle.loads(pickle.dumps(Selector.parse(many_rows))) == Selector.parse(many_rows)
+    with pytest.raises(OverrideError, match="a predicate needs a name"):
+        Selector.parse(lambda info: True)
+
+
+# From the least specific up, each for the parameter QKV; those of one line are equal.
+ORDER = [
+    ["*", {"name": ["*", "*"]}],
+    ["optimizer:muon", {"optimizer": "muon", "name": "*"}],
+    ["shape:matrix", "shape:tall"],
+    [{"shape": "tall", "optimizer": "muon"}],
+    [{"shape": ["matrix", "tall"]}],
+    ["attr:is_qkv", "attr:other"],
+    [{"attr": "is_qkv", "shape": "matrix"}],
+    [{"attr": ["is_qkv", "other"]}],
+    [many_rows],
+    ["re:qkv", "re:^decoder.*linear_qkv.weight$"],
+    [{"regex": "qkv", "attr": "is_qkv"}],
+    ["*weight", "weight", "*.weight"],
+    ["*qkv.weight"],
+    ["linear_qkv.weight", "*.linear_qkv.weight", "*linear_qkv.weight"],
+    [{"name": "linear_qkv.weight", "shape": "matrix"}],
+    [{"name": "linear_qkv.weight", "regex": "qkv"}],
+    ["layers.?.self_attention.linear_qkv.weight", "layers.[0-3].self_attention.linear_qkv.weight"],
+    [QKV, f"module.{QKV}"],
+    [{"name": QKV, "shape": "matrix"}],
+]
+
+
+def test_specificity_has_one_order():
+    info = ParameterInfo(QKV, (600, 64), {"is_qkv": True, "other": True}, "muon")
+    lines = [[Selector.parse(written) for written in line] for line in ORDER]
+    assert all(selector.matches(info) for line in lines for selector in line)
+    ranks = [{selector.specificity(info) for selector in line} for line in lines]
+    assert all(len(rank) == 1 for rank in ranks)
+    assert all(min(lower) < min(higher) for lower, higher in itertools.pairwise(ranks))
+
+
+def test_a_param_key_takes_what_any_field_does():
+    key = ParamKey(name=("*.bias", "output*"), attr="is_qkv")
+    assert taken(key) == [QKV, QKV.replace("weight", "bias"), "output_layer.weight"]
+    selector = Selector.parse(key)
+    assert selector.specificity(named(QKV)) == Selector.parse("attr:is_qkv").specificity(named(QKV))
+    assert str(selector) == "*.bias or output* or attr:is_qkv"
+
+
+def test_predicates_of_a_param_key_get_the_parameter():
+    key = ParamKey(
+        predicate=FromMegatron("short", lambda parameter: parameter == "short"),
+        with_name_predicate=FromMegatron("named", lambda parameter, name: name == "b"),
+    )
+    infos = [ParameterInfo(name, (1,), parameter=what) for name, what in [("a", "short"), ("b", "x"), ("c", "x")]]
+    assert taken(key, infos) == ["a", "b"]
+    with pytest.raises(OverrideError, match="predicate short needs the parameter a itself"):
+        taken(key, [ParameterInfo("a", (1,))])
+    with pytest.raises(OverrideError, match="selects nothing"):
+        Selector.parse(ParamKey())
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("", "an empty name selects nothing: write '*' for every parameter"),
+        ("re:", "an empty regular expression selects everything: write '*' for every parameter"),
+        ("re:(", "'(' is no regular expression: missing ), unterminated subpattern at position 0"),
+        ("shape:matrx", "unknown shape 'matrx', did you mean 'matrix'?"),
+        ("attr:not a name", "'not a name' cannot be the name of an attribute"),
+        ("atr:is_qkv", "unknown kind of selector 'atr' in 'atr:is_qkv', did you mean 'attr'?"),
+        ({"nmae": "x"}, "unknown kind of selector 'nmae', did you mean 'name'?"),
+        ({"name": 3}, "expected text for name, got 3"),
+        ({"shape": []}, "shape has no value"),
+        ({}, "a selector without conditions: write '*' for every parameter"),
+        (3, "expected a glob, or a mapping of name, regex, attr, shape or optimizer, got 3"),
+        ("predicate:f", "a predicate is a Python function: it cannot be written as text"),
+        ({"predicate": "f"}, "a predicate is a Python function: it cannot be written as text"),
+    ],
+)
+def test_what_cannot_be_a_selector(written, message):
+    with pytest.raises(OverrideError) as error:
+        Selector.parse(written)
+    assert str(error.value) == message
 
 
 def is_short(info):

@@ -99,7 +99,7 @@ class Condition:
         return f"{self.prefix}{self.text}"
 
     def _check(self) -> None:
-        """Refuse a text that cannot be meant."""
+        """Refuse a text that can select nothing."""
 
     def matches(self, info: ParameterInfo) -> bool:
         """Whether it holds."""

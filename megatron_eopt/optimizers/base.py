@@ -399,7 +399,7 @@ class BaseOptimizer(Optimizer):
         self._check_gradients(parameters)
         engine = self.prepare()
         assert self._nonfinite is not None  # prepared, too
-        gradients = [None if p.grad is None else local(p.grad) for p in parameters]
+        gradients = [local(p.grad) if isinstance(p.grad, DTensor) else p.grad for p in parameters]
         # shards that are taken for matrices step each by itself
         agree = None if self.tp_mode == "blockwise" else engine.agree
         self._take(self._nonfinite.accept(gradients, agree))

@@ -182,7 +182,7 @@ def _megatron() -> Megatron | None:
     registered = importlib.import_module("megatron_eopt.registry").list_optimizers()
     return Megatron(
         optimizers=tuple(name for name in registered if name not in releases.unavailable()),
-        adam=releases.core_optimizer.Adam.__module__.split(".")[0],
+        adam=releases.core_optimizer().Adam.__module__.split(".")[0],
         training_error=_import_error("megatron.training.training"),
     )
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from megatron_eopt.megatron.parameters import torch_optimizers
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.factored import FactoredOptimizer
 from megatron_eopt.optimizers.muon import TensorParallelMuon
@@ -20,18 +21,6 @@ def print_summary(optimizer: Any) -> None:
     text = summary(list(torch_optimizers(optimizer)))
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(f"megatron_eopt: {text}", flush=True)
-
-
-def torch_optimizers(optimizer: Any) -> Iterator[Optimizer]:
-    """The torch optimizers inside Megatron's wrappers, in their order."""
-    chained = getattr(optimizer, "chained_optimizers", None)
-    if chained is not None:
-        for each in chained:
-            yield from torch_optimizers(each)
-    elif isinstance(optimizer, Optimizer):
-        yield optimizer
-    elif getattr(optimizer, "optimizer", None) is not None:
-        yield from torch_optimizers(optimizer.optimizer)
 
 
 def summary(optimizers: Sequence[Optimizer]) -> str:

@@ -1,9 +1,11 @@
 """Data-parallel ranks that hold different parameters do not make a first step."""
 
+from types import SimpleNamespace
+
 import torch
 import torch.distributed as dist
 
-from megatron_eopt.megatron.checkpoints.replicas import check_before_first_step
+from megatron_eopt.megatron.first_step import check_first_step, replicas_are_equal
 from tests.distributed.ranks import run_ranks
 
 
@@ -34,8 +36,8 @@ def first_steps(rank, world_size):
 
 def first_step(rank, different, experts):
     optimizer = Optimizer()
-    groups = dist.group.WORLD, dist.group.WORLD if experts else None
-    check_before_first_step(optimizer, [model(rank, different)], *groups)
+    groups = SimpleNamespace(dp_cp=dist.group.WORLD, expt_dp=dist.group.WORLD if experts else None)
+    check_first_step(optimizer, [replicas_are_equal([model(rank, different)], groups)])
     try:
         return optimizer.step(), optimizer.step()
     except RuntimeError as error:

@@ -20,7 +20,7 @@ from megatron_eopt.megatron.checkpoints.exporting import Exporting
 from megatron_eopt.megatron.checkpoints.groups import Names, Settings, compressed, has, merged, settings_after_load
 from megatron_eopt.megatron.checkpoints.parts import GROUPS, torch_part
 from megatron_eopt.megatron.checkpoints.sharding import Sharded, built, joined, sharded_state
-from megatron_eopt.megatron.held import model_parameters
+from megatron_eopt.megatron.parameters import model_parameters, plain_wrappers
 from megatron_eopt.optimizers.batch import local
 from megatron_eopt.optimizers.state import DescribedState, StateTensor
 from megatron_eopt.parallel.layout import is_cut_again
@@ -276,15 +276,6 @@ def attach(optimizer: Any, manifest: dict[str, Any] | None = None) -> None:
     """
     for number, each in enumerate(plain_wrappers(optimizer)):
         SavedState(each, manifest if number == 0 else None)
-
-
-def plain_wrappers(optimizer: Any) -> Iterator[Any]:
-    """Those of Megatron's optimizers, of one or of a chain, that hold a torch optimizer of whole parameters."""
-    for each in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
-        if hasattr(each, "chained_optimizers"):
-            yield from plain_wrappers(each)
-        elif releases.is_plain_wrapper(each):
-            yield each
 
 
 def _places(sharded: dict[int, Sharded]) -> dict[int, tuple[str, int]]:

@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from megatron_eopt.megatron.held import model_parameters
+from megatron_eopt.megatron.parameters import model_parameters
 from megatron_eopt.optimizers.state import DescribedState
 
 

@@ -10,6 +10,7 @@ import torch.utils._device
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
+from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.described.arguments import Parsed
 from megatron_eopt.redirect import Redirection
 
@@ -89,7 +90,7 @@ class _OnMeta(TorchFunctionMode):
 def _chunks(found: Parsed, groups: Any) -> Iterator[Module]:
     from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 
-    build = _builder(found.args, groups)
+    build = releases.gpt_builder(found.args, groups)
     rank, last = groups.pp.rank(), groups.pp.size() - 1
     stages = found.args.virtual_pipeline_model_parallel_size if last else None
     for stage in [None] if stages is None else range(stages):
@@ -101,49 +102,6 @@ def _chunks(found: Parsed, groups: Any) -> Iterator[Module]:
         for parameter in chunk.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         yield chunk
-
-
-def _builder(args: Namespace, groups: Any) -> Callable[..., Module]:
-    from megatron.training import argument_utils
-
-    if not hasattr(argument_utils, "gpt_config_from_args"):  # before 0.19 the builder is the script's, not Megatron's
-        return _gpt_of_script(args, groups)
-    config = argument_utils.gpt_config_from_args(args)
-    builder = config.get_builder_cls()(config)
-    return lambda **stage: builder.build_model(groups, **stage)
-
-
-def _gpt_of_script(args: Namespace, groups: Any) -> Callable[..., Module]:
-    """What the pretrain_gpt.py of 0.17 and 0.18 builds."""
-    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-    from megatron.training.arguments import core_transformer_config_from_args
-
-    config = core_transformer_config_from_args(args)
-
-    def build(pre_process: bool, post_process: bool, vp_stage: int | None) -> Module:
-        spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, False, args.normalization, vp_stage=vp_stage)
-        prediction = None
-        if args.mtp_num_layers:
-            layers = gpt_layer_specs.get_gpt_decoder_layer_specs(config, False, args.normalization, vp_stage=vp_stage)
-            prediction = gpt_layer_specs.get_gpt_mtp_block_spec(config, layers[-1], False, vp_stage=vp_stage)
-        return GPTModel(
-            config=config,
-            transformer_layer_spec=spec,
-            mtp_block_spec=prediction,
-            vocab_size=args.padded_vocab_size,
-            max_sequence_length=args.max_position_embeddings,
-            pre_process=pre_process,
-            post_process=post_process,
-            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-            position_embedding_type=args.position_embedding_type,
-            rotary_percent=args.rotary_percent,
-            rotary_base=args.rotary_base,
-            rope_scaling=args.use_rope_scaling,
-            vp_stage=vp_stage,
-            pg_collection=groups,
-        )
-
-    return build
 
 
 def _replicate_down_projections(chunk: Module) -> None:

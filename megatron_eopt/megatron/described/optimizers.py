@@ -8,18 +8,16 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.manifest import Family, Row, warnings
+from megatron_eopt.megatron.assignment import assignments, group_settings, matches
 from megatron_eopt.megatron.checking import refuse_bad_values
-from megatron_eopt.megatron.collecting import rows_here
 from megatron_eopt.megatron.described.model import DescribedRun
 from megatron_eopt.megatron.entries import all_entries
-from megatron_eopt.megatron.fused import tag
-from megatron_eopt.megatron.held import Held
-from megatron_eopt.megatron.overriding import group_settings, matches, owners_of, splits
-from megatron_eopt.megatron.parameters import Described, trainable
-from megatron_eopt.megatron.presets import with_preset
+from megatron_eopt.megatron.factory import with_preset
+from megatron_eopt.megatron.fused import logical_matrices, tag
+from megatron_eopt.megatron.manifest import rows_here
+from megatron_eopt.megatron.parameters import ModelParameter, OptimizerParameter, mark, trainable
 from megatron_eopt.megatron.support.facts import Run
 from megatron_eopt.megatron.support.rules import refuse_unsupported
-from megatron_eopt.megatron.tagging import tag_fused_projections
 from megatron_eopt.optimizers.logical import LogicalMatrices
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 
@@ -40,12 +38,14 @@ def matches_here(run: DescribedRun) -> list[int]:
     return matches(_parameters(run), run.optimizer_config, all_entries(run.optimizer_config, run.config_overrides))
 
 
-def _parameters(run: DescribedRun) -> list[Described]:
+def _parameters(run: DescribedRun) -> list[ModelParameter]:
     """The trainable parameters of a rank; the experts alone where another rank of its stage has the rest."""
     groups = run.pg_collection
     found = trainable(run.model_chunks, groups)
     first = groups.tp.rank() == 0 and groups.ep.rank() == 0
-    return [each for each in found if first or not getattr(each.parameter, "allreduce", True)]
+    parameters = [each for each in found if first or not getattr(each.tensor, "allreduce", True)]
+    mark(parameters)
+    return parameters
 
 
 class DescribedOptimizers:
@@ -63,39 +63,38 @@ class DescribedOptimizers:
         refuse_unsupported(Run.of(run.optimizer_config, run.model_chunks, run.pg_collection))
         self._run, self._config = run, with_preset(run.optimizer_config)
         entries = all_entries(self._config, run.config_overrides)
-        self._owned = owners_of(_parameters(run), self._config, entries, counts)
-        refuse_bad_values(self._owned, self._config, run.model_chunks, run.pg_collection)
-        tag(splits(self._owned, getattr(self._config, "muon_split", "default")))
-        if getattr(self._config, "muon_split_qkv", False):
-            tag_fused_projections(run.model_chunks, run.pg_collection)
+        self._assigned = assignments(_parameters(run), self._config, entries, counts)
+        refuse_bad_values(self._assigned, self._config, run.model_chunks, run.pg_collection)
+        tag(logical_matrices(self._assigned, self._config))
         self._optimizers: list[Optimizer] = []
         self._models: list[list[Tensor]] = []
-        for owner in dict.fromkeys(each.owner for each in self._owned if each.owner is not None):
-            self._add(owner)
+        for name in dict.fromkeys(each.optimizer for each in self._assigned if each.optimizer is not None):
+            self._add(name)
 
-    def _add(self, owner: str) -> None:
-        own = [each for each in self._owned if each.owner == owner]
-        primary = self._config.optimizer.removeprefix("dist_")
+    def _add(self, name: str) -> None:
+        own = [each for each in self._assigned if each.optimizer == name]
         groups = [
-            {"params": [_main(each.described.parameter, self._config)], **group_settings(each, self._config, primary)}
+            {"params": [_main(each.parameter.tensor, self._config)], **group_settings(each, self._config)}
             for each in own
         ]
-        if owner in EMERGING_OPTIMIZERS:
+        if name in EMERGING_OPTIMIZERS:
             chunks, process_groups = self._run.model_chunks, self._run.pg_collection
-            optimizer, _ = create_emerging_optimizer(self._config, groups, owner, chunks, process_groups)
+            optimizer, _ = create_emerging_optimizer(self._config, groups, name, chunks, process_groups)
         else:
-            optimizer = _OTHERS[owner](groups, lr=0.0)  # type: ignore[call-arg]
+            optimizer = _OTHERS[name](groups, lr=0.0)  # type: ignore[call-arg]
         self._optimizers.append(optimizer)
-        self._models.append([each.described.parameter for each in own])
+        self._models.append([each.parameter.tensor for each in own])
 
-    def _held(self) -> Iterator[Held]:
+    def _parameters(self) -> Iterator[OptimizerParameter]:
         for models, optimizer in zip(self._models, self._optimizers, strict=True):
             for parameter, group in zip(models, optimizer.param_groups, strict=True):
-                yield Held(parameter, optimizer, group, group["params"][0])
+                yield OptimizerParameter(parameter, optimizer, group, group["params"][0])
 
     def rows(self) -> list[Row]:
         """The lines of the manifest."""
-        found, without = rows_here(self._held(), self._owned, self._config, self._run.pg_collection, settled=False)
+        found, without = rows_here(
+            self._parameters(), self._assigned, self._config, self._run.pg_collection, settled=False
+        )
         return [*found, *without]
 
     def explained(self) -> list[str]:

@@ -1,9 +1,10 @@
 """What decides whether a run can work, known before its optimizer is built."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from megatron_eopt.megatron import releases
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,6 @@ class Run:
             ValueError: for an unknown optimizer.
         """
         # what needs Megatron is imported where Megatron is, so that the table can be read without it
-        from megatron_eopt.megatron import releases
         from megatron_eopt.registry import get_optimizer_entry, is_nonlinear_or_embedding, takes_matrices
 
         name = config.optimizer.removeprefix("dist_")
@@ -116,7 +116,7 @@ class Run:
     @property
     def has_registry(self) -> bool:
         """Whether this release knows emerging optimizers by their names: from 0.18 on."""
-        return release_number(self.release) >= (0, 18)
+        return releases.knows_names(self.release)
 
     @property
     def scatters(self) -> bool:
@@ -156,9 +156,3 @@ def _grouped_experts(model_chunks: Sequence[Any]) -> str | None:
 
 def _size(group: Any) -> int:
     return 1 if group is None else int(group.size())
-
-
-def release_number(release: str) -> tuple[int, int]:
-    """Its first two numbers, of ``0.19.2`` or ``0.20.0rc1``."""
-    major, minor = re.findall(r"\d+", release)[:2]
-    return int(major), int(minor)

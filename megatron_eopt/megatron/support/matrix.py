@@ -4,11 +4,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
-from megatron_eopt.megatron.support.facts import Run, release_number
+from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.support.facts import Run
 from megatron_eopt.megatron.support.rules import unsupported
 
-RELEASES = ("0.19", "0.18", "0.17")
-"""The supported ones, the latest first."""
+RELEASES = releases.SUPPORTED
 
 Facts = dict[str, Any]
 
@@ -32,37 +32,32 @@ class Feature(NamedTuple):
 
     Attributes:
         name: as the user asks for it.
-        facts: of the release's numbers.
+        facts: of the release.
         note: what is worth knowing where it works.
     """
 
     name: str
-    facts: Callable[[tuple[int, int]], Facts] = lambda release: {}
+    facts: Callable[[str], Facts] = lambda release: {}
     note: str = ""
 
 
-def _always(**facts: Any) -> Callable[[tuple[int, int]], Facts]:
+def _always(**facts: Any) -> Callable[[str], Facts]:
     return lambda release: facts
 
 
-def _config(**fields: Any) -> Callable[[tuple[int, int]], Facts]:
+def _config(**fields: Any) -> Callable[[str], Facts]:
     return _always(config=SimpleNamespace(**({"bf16": True} | fields)))
 
 
-def _shared(**facts: Any) -> Callable[[tuple[int, int]], Facts]:
-    """Facts of a run that ``--use-distributed-optimizer`` was given to, as ``megatron.training`` sets it up.
+def _shared(**facts: Any) -> Callable[[str], Facts]:
+    """Facts of a run that ``--use-distributed-optimizer`` was given to, as ``megatron.training`` sets it up."""
 
-    0.18 lays the gradient buffers out for whole matrices; the way in which scripts for 0.19 enter (``pretrain`` with a
-    config container) does not; 0.17 leaves the flag on the config.
-    """
-
-    def by_release(release: tuple[int, int]) -> Facts:
-        if release < (0, 18):
+    def by_release(release: str) -> Facts:
+        layer_wise, whole_matrices = releases.distributed_optimizer(release)
+        if not layer_wise:
             return {"config": SimpleNamespace(bf16=True, use_distributed_optimizer=True), **facts}
-        if release < (0, 19):
-            ddp = SimpleNamespace(use_distributed_optimizer=True)
-            return {"layer_wise": True, "ddp": ddp, "data_parallel": 2, "whole_matrices": True} | facts
-        return {"layer_wise": True, "data_parallel": 2} | facts
+        ddp = SimpleNamespace(use_distributed_optimizer=True) if whole_matrices else None
+        return {"layer_wise": True, "ddp": ddp, "data_parallel": 2, "whole_matrices": whole_matrices} | facts
 
     return by_release
 
@@ -153,13 +148,12 @@ def support_table() -> str:
 
 
 def _row(feature: Feature, release: str) -> Row:
-    number = release_number(release)
     plain: Facts = {
         "optimizer": "muon",
         "release": release,
         "config": SimpleNamespace(bf16=True),
-        "scalar_optimizers": ("adam", "lion") if number >= (0, 19) else ("adam",),
+        "scalar_optimizers": releases.scalar_optimizers_of(release),
     }
-    run = Run(**(plain | feature.facts(number)))
+    run = Run(**(plain | feature.facts(release)))
     reasons = [rule.instead.format(run=run) for rule in unsupported(run)]
     return Row(feature.name, "no" if reasons else "yes", "; ".join(reasons) or feature.note)

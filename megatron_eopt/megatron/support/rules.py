@@ -8,7 +8,8 @@ releases lack some, so that nothing of Megatron is imported here.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_eopt.megatron.support.facts import Run, on, release_number
+from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.support.facts import Run, on
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def _gathers_alone(run: Run) -> bool:
     """Whether Megatron would look for the other owners of parameters that one rank owns; 0.19 looks whether any are."""
     first = run.data_parallel == 1 or (not run.has_registry and run.expert_data_parallel == 1)
     legacy = run.layer_wise and not on(run.ddp, "use_distributed_optimizer")
-    return legacy and first and on(run.config, "overlap_param_gather") and release_number(run.release) < (0, 19)
+    return legacy and first and on(run.config, "overlap_param_gather") and not releases.gathers_alone(run.release)
 
 
 def _low_precision_parameters(run: Run) -> bool:
@@ -83,7 +84,7 @@ RULES = (
         "{run.cut_twice} is cut a second time over {run.weight_shards} ranks, which megatron-core does from 0.19 on, "
         "found {run.release}",
         "upgrade megatron-core (where it is unproven: no run on a CPU)",
-        lambda run: _cut_twice(run) and release_number(run.release) < (0, 19),
+        lambda run: _cut_twice(run) and not releases.cuts_weights_twice(run.release),
     ),
     Rule(
         "optimizer state of weights cut a second time",

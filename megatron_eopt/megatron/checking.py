@@ -1,6 +1,7 @@
 """Whether a run can be built as its overrides say: asked before any optimizer is, where it can be known then."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from megatron_eopt.megatron.assignment import Assignment
@@ -34,26 +35,29 @@ def refuse_bad_values(
 ) -> None:
     """Refuse values that an optimizer would refuse, or not read, and weight decays that Megatron could not follow.
 
-    Args:
-        assigned: parameters with their settings.
-        config: Megatron's ``OptimizerConfig``.
-        model_chunks: as ``create_emerging_optimizer`` takes them.
-        pg_collection: as ``create_emerging_optimizer`` takes it.
+    An optimizer without parameters is built as the run would build it, to be asked.
 
     Raises:
         OverrideError: naming the entry and the parameter.
     """
-    tried: set[tuple[str, tuple[tuple[str, Any], ...]]] = set()
+
+    def error(name: str, settings: Mapping[str, Any]) -> str | None:
+        try:
+            create_emerging_optimizer(config, [{"params": [], **settings}], name, model_chunks, pg_collection)
+        except Exception as found:  # of whatever kind a user's optimizer raises
+            return str(found)
+        return None
+
+    tried = []
     for each in assigned:
         if each.optimizer is None:
             continue
         _refuse_decay(each, each.optimizer, config)
-        own = _of_optimizer(each)
-        trial = each.optimizer, tuple(own.items())
-        if each.optimizer not in EMERGING_OPTIMIZERS or not own or trial in tried:
+        trial = each.optimizer, _of_optimizer(each)
+        if each.optimizer not in EMERGING_OPTIMIZERS or not trial[1] or trial in tried:
             continue
-        tried.add(trial)
-        wrong = _Trial(each.optimizer, config, model_chunks, pg_collection).mistake(own)
+        tried.append(trial)
+        wrong = _mistake(trial[1], partial(error, each.optimizer))
         if wrong is not None:
             key, what = wrong
             raise OverrideError(f"{each.resolved.sources[key]}: {key}: {what}, for {each.name}")
@@ -63,10 +67,6 @@ def refuse_unread(optimizer: Any, assigned: Sequence[Assignment]) -> None:
     """Refuse settings that the optimizer of a parameter has for all of its parameters, and reads from no group.
 
     Known for sure of optimizers that were built: some cannot be without parameters, to be asked before.
-
-    Args:
-        optimizer: Megatron's.
-        assigned: parameters with their settings.
 
     Raises:
         OverrideError: naming the entry and the parameter.
@@ -87,29 +87,20 @@ def _of_optimizer(assigned: Assignment) -> dict[str, Any]:
     return {k: value for k, value in assigned.settings.items() if k not in SETTINGS and assigned.user_source(k)}
 
 
-class _Trial:
-    """An optimizer without parameters, built as the run would build it."""
+def _mistake(settings: Mapping[str, Any], error: Callable[[Mapping[str, Any]], str | None]) -> tuple[str, str] | None:
+    """The setting that an optimizer does not take, and what it says; None where it takes all, or none at all.
 
-    def __init__(self, name: str, *run: Any) -> None:
-        self._name, self._run = name, run
-
-    def mistake(self, settings: Mapping[str, Any]) -> tuple[str, str] | None:
-        """The setting that the optimizer does not take, and what it says; None where it takes all, or none at all."""
-        if self._error({}) is not None:
-            return None  # whatever the overrides say: the run will meet it, or it has parameters to show
-        wrong = self._error(settings)
-        if wrong is None:
-            return None
-        alone = ((key, self._error({key: value})) for key, value in settings.items())
-        return next(((key, error) for key, error in alone if error is not None), (next(iter(settings)), wrong))
-
-    def _error(self, settings: Mapping[str, Any]) -> str | None:
-        config, model_chunks, pg_collection = self._run
-        try:
-            create_emerging_optimizer(config, [{"params": [], **settings}], self._name, model_chunks, pg_collection)
-        except Exception as error:  # of whatever kind a user's optimizer raises
-            return str(error)
+    Args:
+        settings: those that it is tried with, together and then each by itself.
+        error: what the optimizer says of some settings, None where it takes them.
+    """
+    if error({}) is not None:
+        return None  # whatever the overrides say: the run will meet it, or it has parameters to show
+    wrong = error(settings)
+    if wrong is None:
         return None
+    alone = ((key, error({key: value})) for key, value in settings.items())
+    return next(((key, said) for key, said in alone if said is not None), (next(iter(settings)), wrong))
 
 
 def _refuse_decay(assigned: Assignment, name: str, config: Any) -> None:

@@ -182,7 +182,7 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
     return build_checked
 
 
-def allowing_owners(check: Callable[..., Any]) -> Callable[..., Any]:
+def allowing_optimizers(check: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap Megatron's check of overrides, which takes an optimizer of a parameter's own for a mistake."""
 
     @functools.wraps(check)
@@ -192,7 +192,7 @@ def allowing_owners(check: Callable[..., Any]) -> Callable[..., Any]:
         rest = {
             key: {name: value for name, value in settings.items() if name != "optimizer"}
             for key, settings in config_overrides.items()
-            if isinstance(settings, Mapping)  # what is none is refused with the rest, by its place
+            if isinstance(settings, Mapping)  # what is none is refused with the rest, with its source
         }
         return check(config, rest)
 

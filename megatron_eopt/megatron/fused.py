@@ -1,6 +1,6 @@
 """Which logical matrices a parameter of Megatron's modules is made of, by each way to split, and how it is told."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,8 +28,6 @@ SplitName = Literal["none", "default", "all", "per_head"]
 """How fused parameters are split: not at all; as Megatron does; wherever it is geometrically right; and into heads."""
 
 _BY_SETTING = "logical_matrices_by_setting"
-
-type Kind = Callable[[Any, str], "Fused | None"]
 
 
 @dataclass(frozen=True)
@@ -138,10 +136,10 @@ def qkv_shapes(parameter: ModelParameter) -> list[int] | None:
 
 def fused(parameter: ModelParameter) -> Fused | None:
     """What a parameter is made of; None for one that is a single matrix."""
-    layer, module = parameter.path.rpartition(".")[2], _module(parameter)
-    if parameter.tensor.ndim not in (2, 3) or layer not in _KINDS or getattr(module, "config", None) is None:
+    module = _module(parameter)
+    if parameter.tensor.ndim not in (2, 3) or getattr(module, "config", None) is None:
         return None
-    return _KINDS[layer](module, parameter.name)
+    return _kind(parameter.path.rpartition(".")[2], module, parameter.name)
 
 
 def split_of(parameter: ModelParameter, name: SplitName) -> Split | None:
@@ -193,76 +191,48 @@ def _module(parameter: ModelParameter) -> Any:
     return parameter.chunk.get_submodule(parameter.path.rpartition(".")[0])
 
 
-def _query_key_value(owner: Any, name: str) -> Fused:
-    shapes = get_qkv_split_shapes(owner.config)
-    parts = "queries, gate, keys and values" if len(shapes) == 4 else "queries, keys and values"
-    return Fused(f"the {parts} of a query group", query_key_value(shapes), query_key_value(shapes, per_head=True))
+def _kind(layer: str, module: Any, name: str) -> Fused | None:
+    """What the weight of a linear layer is made of, by the name of the layer in its module."""
+    config = module.config
+    match layer:
+        case "linear_qkv":
+            shapes = get_qkv_split_shapes(config)
+            listed = "queries, gate, keys and values" if len(shapes) == 4 else "queries, keys and values"
+            what = f"the {listed} of a query group"
+            return Fused(what, query_key_value(shapes), query_key_value(shapes, per_head=True))
+        case "linear_q":  # of cross attention
+            return Fused("the queries of all heads", WHOLE, heads("q", config.kv_channels))
+        case "linear_kv":  # of cross attention
+            k = v = config.kv_channels
+            return Fused("the keys and values of all heads", key_value(k, v), key_value(k, v, per_head=True))
+        case "linear_q_proj" | "linear_q_up_proj":  # from here on of latent attention
+            rows = config.qk_head_dim + config.qk_pos_emb_head_dim
+            return Fused("the queries of all heads", WHOLE, heads("q", rows))
+        case "linear_kv_up_proj":
+            k, v = config.qk_head_dim, config.v_head_dim
+            return Fused("the keys and values of all heads", key_value(k, v), key_value(k, v, per_head=True))
+        case "linear_kv_down_proj":
+            split = concatenated(kv=config.kv_lora_rank, k_rope=config.qk_pos_emb_head_dim)
+            return Fused("the latent keys and values, and the keys with positions", split)
+        case "linear_qkv_down_proj":
+            split = latent_down(config.q_lora_rank, config.kv_lora_rank, config.qk_pos_emb_head_dim)
+            return Fused("the latent queries, the latent keys and values, and the keys with positions", split)
+        case "linear_fc1" if config.gated_linear_unit:
+            of_expert = "moe_shared_expert" if "shared_experts" in name else "moe_mlp"
+            interleaved = getattr(config, f"{of_expert}_glu_interleave_size", None) if "experts" in name else None
+            return Fused("gate and up", GATE_UP if interleaved is None else interleaved_gate_up(interleaved))
+        case "in_proj":
+            return _in_proj(module)
+    return None
 
 
-def _cross_query(owner: Any, name: str) -> Fused:
-    return Fused("the queries of all heads", WHOLE, heads("q", owner.config.kv_channels))
-
-
-def _cross_key_value(owner: Any, name: str) -> Fused:
-    channels = owner.config.kv_channels
-    return Fused("the keys and values of all heads", key_value(channels, channels), key_value(channels, channels, True))
-
-
-def _latent_query(owner: Any, name: str) -> Fused:
-    rows = owner.config.qk_head_dim + owner.config.qk_pos_emb_head_dim
-    return Fused("the queries of all heads", WHOLE, heads("q", rows))
-
-
-def _latent_key_value(owner: Any, name: str) -> Fused:
-    k, v = owner.config.qk_head_dim, owner.config.v_head_dim
-    return Fused("the keys and values of all heads", key_value(k, v), key_value(k, v, per_head=True))
-
-
-def _latent_down(owner: Any, name: str) -> Fused:
-    config = owner.config
-    return Fused(
-        "the latent keys and values, and the keys with positions",
-        concatenated(kv=config.kv_lora_rank, k_rope=config.qk_pos_emb_head_dim),
-    )
-
-
-def _latent_down_fused(owner: Any, name: str) -> Fused:
-    config = owner.config
-    return Fused(
-        "the latent queries, the latent keys and values, and the keys with positions",
-        latent_down(config.q_lora_rank, config.kv_lora_rank, config.qk_pos_emb_head_dim),
-    )
-
-
-def _gate_up(owner: Any, name: str) -> Fused | None:
-    config = owner.config
-    if not config.gated_linear_unit:
-        return None
-    setting = "moe_shared_expert_glu_interleave_size" if "shared_experts" in name else "moe_mlp_glu_interleave_size"
-    by_turns = getattr(config, setting, None) if "experts" in name else None
-    return Fused("gate and up", GATE_UP if by_turns is None else interleaved_gate_up(by_turns))
-
-
-def _state_space(owner: Any, name: str) -> Fused:
-    if all(hasattr(owner, each) for each in ("d_inner", "ngroups", "d_state", "nheads")):
-        between = owner.ngroups * owner.d_state
-        split = per_shard(z=owner.d_inner, x=owner.d_inner, B=between, C=between, dt=owner.nheads)
+def _in_proj(module: Any) -> Fused:
+    """Of a state-space layer, or of linear attention."""
+    if all(hasattr(module, each) for each in ("d_inner", "ngroups", "d_state", "nheads")):
+        between = module.ngroups * module.d_state
+        split = per_shard(z=module.d_inner, x=module.d_inner, B=between, C=between, dt=module.nheads)
         return Fused("z, x, B, C and dt of a state-space layer", split, known=False)
-    rows = releases.linear_attention_rows(owner)
+    rows = releases.linear_attention_rows(module)
     if not rows:
         return Fused("parts that this package does not know", WHOLE, known=False)
     return Fused(f"{', '.join(rows)} of linear attention", per_shard(**rows), known=False)
-
-
-_KINDS: dict[str, Kind] = {
-    "linear_qkv": _query_key_value,
-    "linear_q": _cross_query,
-    "linear_kv": _cross_key_value,
-    "linear_q_proj": _latent_query,
-    "linear_q_up_proj": _latent_query,
-    "linear_kv_up_proj": _latent_key_value,
-    "linear_kv_down_proj": _latent_down,
-    "linear_qkv_down_proj": _latent_down_fused,
-    "linear_fc1": _gate_up,
-    "in_proj": _state_space,
-}

@@ -60,16 +60,11 @@ def collect(optimizer: Any, assigned: Sequence[Assignment], config: Any, pg_coll
 
     Under a distributed optimizer a rank updates some of its parameters only.
 
-    Args:
-        optimizer: Megatron's.
-        assigned: of this rank.
-        config: Megatron's ``OptimizerConfig``.
-        pg_collection: Megatron's process groups.
-
     Raises:
         ValueError: if ranks say different things of one parameter.
     """
-    found, without = rows_here(optimizer_parameters(optimizer), assigned, config, pg_collection)
+    here = rows_here(optimizer_parameters(optimizer), assigned, config, pg_collection)
+    found = [row for row in here if row.owner is not None]
     wanted = {each.name: each.optimizer for each in assigned}
     misplaced = [
         f"{row.name} was given to {wanted[row.name] or 'nobody'} ({row.reason}), and {row.owner} holds it"
@@ -77,7 +72,7 @@ def collect(optimizer: Any, assigned: Sequence[Assignment], config: Any, pg_coll
         if row.owner != wanted[row.name]
     ]
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, (families(found), families(without), misplaced))
+    dist.all_gather_object(everywhere, (families(found), families(here[len(found) :]), misplaced))
     updated = merged([each for each, _, _ in everywhere])
     names = {row.name for row in rows(updated)}
     # what one rank does not update, another may
@@ -91,12 +86,6 @@ def collect(optimizer: Any, assigned: Sequence[Assignment], config: Any, pg_coll
 
 def declare(manifest: Manifest, name: str, config: Any) -> None:
     """Check a manifest; print and write it on rank 0, as the config says.
-
-    Args:
-        manifest: of all ranks.
-        name: of the optimizer that the run asks for.
-        config: Megatron's ``OptimizerConfig``; ``optimizer_manifest`` is short, full or none, and
-            ``optimizer_manifest_file`` a path.
 
     Raises:
         ValueError: for all that a run must not start with, on every rank.
@@ -123,12 +112,12 @@ def rows_here(
     config: Any,
     pg_collection: Any,
     settled: bool = True,
-) -> tuple[list[Row], list[Row]]:
-    """The parameters that optimizers of this rank update, and those in its part of the model that none does.
+) -> list[Row]:
+    """The parameters that optimizers of this rank update; after them those of its part of the model that none does.
 
     Args:
         updated: the parameters as the optimizers have them.
-        assigned: of this rank.
+        assigned: those of this rank.
         config: Megatron's ``OptimizerConfig``.
         pg_collection: Megatron's process groups.
         settled: whether other ranks are there to agree on plans.
@@ -151,7 +140,7 @@ def rows_here(
         found += [_row(each, one, described.get(id(one.main), []), config, layout) for one in same]
         if not same:
             without.append(_row(each, None, [], config, layout))
-    return found, without
+    return found + without
 
 
 def _row(

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.matrices import tag_declared
-from megatron_eopt.megatron import releases
 from megatron_eopt.optimizers.skipping import NAME
 from megatron_eopt.overrides import ParameterInfo, unwrapped
 from megatron_eopt.parallel.layout import is_cut_again, is_expert, is_sharded, padding_of
@@ -94,7 +93,8 @@ def wrappers(optimizer: Any) -> Iterator[Any]:
 
 def plain_wrappers(optimizer: Any) -> list[Any]:
     """Those of :func:`wrappers` that hold a torch optimizer of whole parameters, and save its state by their shapes."""
-    return [each for each in wrappers(optimizer) if releases.is_plain_wrapper(each)]
+    kinds = ("FP32Optimizer", "Float16OptimizerWithFloat16Params")
+    return [each for each in wrappers(optimizer) if type(each).__name__ in kinds and each.optimizer is not None]
 
 
 def torch_optimizers(optimizer: Any) -> Iterator[Optimizer]:

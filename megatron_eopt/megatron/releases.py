@@ -100,17 +100,11 @@ def muon_factory_module() -> ModuleType:
     return importlib.import_module("megatron.core.optimizer.muon")
 
 
-def builder(optimizer: str) -> Callable[..., Any]:
-    """Megatron's function that builds the optimizers of a run.
-
-    Args:
-        optimizer: the run's.
-    """
+def builder(optimizer: str) -> Any:
+    """Megatron's function that builds an optimizer of this name."""
     if has_registry() or optimizer in ("adam", "sgd"):
-        build: Callable[..., Any] = core_optimizer().get_megatron_optimizer
-    else:
-        build = muon_factory_module().get_megatron_muon_optimizer
-    return build
+        return core_optimizer().get_megatron_optimizer
+    return muon_factory_module().get_megatron_muon_optimizer
 
 
 @contextmanager
@@ -167,12 +161,6 @@ def muon_of_0_17(
 ) -> TensorParallelMuon:
     """:class:`TensorParallelMuon` under the argument names by which 0.17 calls its own."""
     return TensorParallelMuon(params, momentum=momentum_beta, nesterov=use_nesterov, tp_mode=mode, **settings)
-
-
-def is_plain_wrapper(optimizer: Any) -> bool:
-    """True for Megatron's wrapper of one torch optimizer that saves its state by the shapes of the parameters."""
-    wrapped = getattr(optimizer, "optimizer", None) is not None
-    return wrapped and type(optimizer).__name__ in ("FP32Optimizer", "Float16OptimizerWithFloat16Params")
 
 
 def training_args() -> Any:

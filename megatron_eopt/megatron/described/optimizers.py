@@ -92,10 +92,7 @@ class DescribedOptimizers:
 
     def rows(self) -> list[Row]:
         """The lines of the manifest."""
-        found, without = rows_here(
-            self._parameters(), self._assigned, self._config, self._run.pg_collection, settled=False
-        )
-        return [*found, *without]
+        return rows_here(self._parameters(), self._assigned, self._config, self._run.pg_collection, settled=False)
 
     def explained(self) -> list[str]:
         """The plan of every optimizer that has one."""

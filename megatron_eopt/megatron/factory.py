@@ -16,7 +16,8 @@ from megatron_eopt.megatron.averaging import remember
 from megatron_eopt.megatron.checking import refuse_bad_values, refuse_other_buffers, refuse_unread
 from megatron_eopt.megatron.checkpoints import layers
 from megatron_eopt.megatron.checkpoints.attach import attach
-from megatron_eopt.megatron.first_step import check_first_step, matrices_are_updated, replicas_are_equal
+from megatron_eopt.megatron.checkpoints.replicas import check_replicas
+from megatron_eopt.megatron.first_step import Check, check_first_step, matrices_are_updated
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag
 from megatron_eopt.megatron.manifest import collect, declare
 from megatron_eopt.megatron.parameters import frozen_names, mark, torch_optimizers, trainable
@@ -127,9 +128,10 @@ class OptimizerOfRun:
 
     def guard_first_step(self) -> None:
         """Check what can only be known in the first step."""
-        checks = [matrices_are_updated(self.optimizer, self.manifest.matrices_here)]
+        checks: list[Check] = [matrices_are_updated(self.optimizer, self.manifest.matrices_here)]
         if getattr(self.config, "check_replicas", True):
-            checks.append(replicas_are_equal(self.model_chunks, self.groups))
+            ranks = (getattr(self.groups, name, None) for name in ("dp_cp", "expt_dp"))
+            checks.append(functools.partial(check_replicas, self.model_chunks, *ranks))
         check_first_step(self.optimizer, checks)
 
 

@@ -1,15 +1,11 @@
-"""What is checked around the first step of a run: that replicas are equal, and that every matrix is updated."""
+"""What is checked around the first step of a run, by the one wrapper of its optimizer's ``step``."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from megatron_eopt.checkpoints.checksum import checksum
 from megatron_eopt.megatron.parameters import optimizer_parameters
 from megatron_eopt.optimizers.logical import LogicalMatrices
 
@@ -44,50 +40,6 @@ def check_first_step(optimizer: Any, checks: Sequence[Check]) -> None:
         return result
 
     optimizer.step = checked_step
-
-
-def replicas_are_equal(model_chunks: Sequence[Any], pg_collection: Any) -> Check:
-    """A check that data-parallel ranks have equal parameters, bit for bit, before the first step.
-
-    Args:
-        model_chunks: the model.
-        pg_collection: Megatron's process groups.
-    """
-
-    def check() -> None:
-        parameters: dict[str, dict[str, Tensor]] = {"dp_cp": {}, "expt_dp": {}}
-        for number, chunk in enumerate(model_chunks):
-            for name, parameter in chunk.named_parameters():
-                name_of_group = "dp_cp" if getattr(parameter, "allreduce", True) else "expt_dp"
-                parameters[name_of_group][f"{number}.{name}" if len(model_chunks) > 1 else name] = parameter
-        for name, of_group in parameters.items():
-            ranks = getattr(pg_collection, name, None)
-            if ranks is not None:
-                _check_replicas(of_group, ranks)
-
-    return check
-
-
-def _check_replicas(parameters: Mapping[str, Tensor], group: ProcessGroup) -> None:
-    """Check that parameters, which are in the same order on all ranks of a group, are equal there.
-
-    Raises:
-        RuntimeError: on all ranks of the group, naming parameters that differ.
-    """
-    if group.size() == 1 or not parameters:
-        return
-    hashes = torch.stack([checksum(p, [0] * p.ndim, p.shape) for p in parameters.values()])
-    extremes = torch.stack([hashes, ~hashes])  # the largest is the complement of the least complement
-    dist.all_reduce(extremes, dist.ReduceOp.MIN, group=group)
-    different = (extremes[0] != ~extremes[1]).tolist()
-    names = [name for name, differs in zip(parameters, different, strict=True) if differs]
-    if names:
-        raise RuntimeError(
-            f"{len(names)} of {len(parameters)} parameters differ between data-parallel ranks, such as {names[0]}: the "
-            f"ranks would train different models. Nothing was stepped. Load a checkpoint that verify-checkpoint calls "
-            f"good, or look for what makes ranks start differently (seeds, --data-parallel-random-init); "
-            f"--no-check-replicas leaves this check out"
-        )
 
 
 def matrices_are_updated(optimizer: Any, expected: int) -> Check:

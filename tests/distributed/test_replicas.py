@@ -1,11 +1,12 @@
 """Data-parallel ranks that hold different parameters do not make a first step."""
 
-from types import SimpleNamespace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from megatron_eopt.megatron.first_step import check_first_step, replicas_are_equal
+from megatron_eopt.megatron.checkpoints.replicas import check_replicas
+from megatron_eopt.megatron.first_step import check_first_step
 from tests.distributed.ranks import run_ranks
 
 
@@ -36,8 +37,8 @@ def first_steps(rank, world_size):
 
 def first_step(rank, different, experts):
     optimizer = Optimizer()
-    groups = SimpleNamespace(dp_cp=dist.group.WORLD, expt_dp=dist.group.WORLD if experts else None)
-    check_first_step(optimizer, [replicas_are_equal([model(rank, different)], groups)])
+    groups = dist.group.WORLD, dist.group.WORLD if experts else None
+    check_first_step(optimizer, [partial(check_replicas, [model(rank, different)], *groups)])
     try:
         return optimizer.step(), optimizer.step()
     except RuntimeError as error:

@@ -35,9 +35,10 @@ _MEGATRONS_OWN = ("adam", "sgd", "lion")
 class OptimizerOfRun:
     """The optimizer of a run, from Megatron's asking for one to its first step.
 
-    The methods below :meth:`built_by` are the phases, in their order. Up to :meth:`check` nothing is changed but marks
-    on the model's parameters, and whatever a run must not start with, for what can be known by then, is an error on all
-    ranks. All ranks go through the phases together. Megatron's optimizer has this object as its ``megatron_eopt``.
+    :meth:`built_by` goes through the phases, which are the methods below it in their order; all ranks do so together.
+    What can be known to be wrong before anything is built is an error by the end of :meth:`check`. Until then nothing
+    is changed, but that parameters are marked with their names. Megatron's optimizer has this object as its attribute
+    ``megatron_eopt``.
 
     Args:
         config: Megatron's ``OptimizerConfig``.
@@ -104,14 +105,13 @@ class OptimizerOfRun:
             self.optimizer = build(self.config, overrides)
         self.optimizer.megatron_eopt = self
         on_all_ranks(lambda: refuse_unread(self.optimizer, self.assigned))
+        for each in torch_optimizers(self.optimizer):
+            if isinstance(each, ElementwiseOptimizer):  # a scalar optimizer, which Megatron has not told of its ranks
+                each.pg_collection = self.groups
 
     def prepare(self) -> None:
         """Let every optimizer agree with the other ranks on what its steps will do."""
         for each in torch_optimizers(self.optimizer):
-            if isinstance(
-                each, ElementwiseOptimizer
-            ):  # Megatron builds a scalar optimizer without telling it its ranks
-                each.pg_collection = self.groups
             if hasattr(each, "prepare"):
                 each.prepare()
 

@@ -18,7 +18,7 @@ from megatron_eopt.megatron.averaging import averaged
 from megatron_eopt.megatron.checkpoints.finding import checked_base, checked_tracker
 from megatron_eopt.megatron.checkpoints.layers import named_apart
 from megatron_eopt.megatron.checkpoints.loading import checked_load, checked_save
-from megatron_eopt.megatron.factory import allowing_optimizers, checked, with_registered
+from megatron_eopt.megatron.factory import checked, checked_elsewhere, with_registered
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.skipping import NAME
 from megatron_eopt.redirect import Redirection, Redirections
@@ -108,7 +108,7 @@ def _of_registry() -> list[Redirection]:
         _wrap(
             core_optimizer,
             "check_config_overrides_consistency",
-            allowing_optimizers,
+            checked_elsewhere,
             "overrides may name the optimizer of a parameter, which Megatron refuses",
         ),
         _wrap(

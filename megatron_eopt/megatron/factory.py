@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -184,21 +184,15 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
     return build_checked
 
 
-def allowing_optimizers(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's check of overrides, which takes an optimizer of a parameter's own for a mistake."""
+def checked_elsewhere(check: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Megatron's check of overrides, which refuses an optimizer's name: :class:`OptimizerOfRun` checks ours."""
 
     @functools.wraps(check)
-    def check_rest(config: Any, config_overrides: Any) -> Any:
-        if config_overrides is None or config.optimizer.removeprefix("dist_") not in EMERGING_OPTIMIZERS:
-            return check(config, config_overrides)
-        rest = {
-            key: {name: value for name, value in settings.items() if name != "optimizer"}
-            for key, settings in config_overrides.items()
-            if isinstance(settings, Mapping)  # what is none is refused with the rest, with its source
-        }
-        return check(config, rest)
+    def check_others(config: Any, config_overrides: Any) -> Any:
+        ours = config.optimizer.removeprefix("dist_") in EMERGING_OPTIMIZERS
+        return True if ours else check(config, config_overrides)
 
-    return check_rest
+    return check_others
 
 
 def with_registered(build: Callable[..., Any]) -> Callable[..., Any]:

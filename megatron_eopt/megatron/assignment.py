@@ -45,7 +45,7 @@ class Assignment:
         return self.resolved.settings
 
     @property
-    def is_matrix(self) -> bool:
+    def has_matrix_optimizer(self) -> bool:
         """Whether its optimizer is one for matrices."""
         return self.optimizer is not None and takes_matrices(self.optimizer)
 

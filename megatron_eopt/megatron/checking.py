@@ -20,9 +20,13 @@ def refuse_other_buffers(assigned: Sequence[Assignment]) -> None:
     Raises:
         OverrideError: naming the parameters.
     """
-    wrong = [each for each in assigned if getattr(each.parameter.tensor, _LAYER_WISE, each.is_matrix) != each.is_matrix]
+    wrong = []
+    for each in assigned:
+        laid_out = getattr(each.parameter.tensor, _LAYER_WISE, None)
+        if laid_out is not None and laid_out != each.has_matrix_optimizer:
+            wrong.append(each)
     if wrong:
-        laid_out = "Adam" if wrong[0].is_matrix else "a matrix optimizer"
+        laid_out = "Adam" if wrong[0].has_matrix_optimizer else "a matrix optimizer"
         raise OverrideError(
             f"{wrong[0].name} and {len(wrong) - 1} more are given to {wrong[0].optimizer or 'nobody'}, but Megatron "
             f"laid their buffers out for {laid_out} before it read any override: leave these parameters where they "

@@ -86,7 +86,7 @@ def logical_matrices(assigned: Iterable[Assignment], config: Any) -> list[Matric
     return [
         Matrices(each.parameter, _split(each, of_run), qkv_shapes(each.parameter) if splits_qkv else None)
         for each in assigned
-        if each.is_matrix
+        if each.has_matrix_optimizer
     ]
 
 

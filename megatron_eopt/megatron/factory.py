@@ -110,9 +110,9 @@ class OptimizerOfRun:
                 each.pg_collection = self.groups
 
     def prepare(self) -> None:
-        """Let every optimizer agree with the other ranks on what its steps will do."""
+        """Let every optimizer that has parameters here agree on its steps with the ranks that share them."""
         for each in torch_optimizers(self.optimizer):
-            if hasattr(each, "prepare"):
+            if hasattr(each, "prepare") and any(group["params"] for group in each.param_groups):
                 each.prepare()
 
     def declare(self) -> None:

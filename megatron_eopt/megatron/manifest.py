@@ -67,7 +67,7 @@ def collect(optimizer: Any, assigned: Sequence[Assignment], config: Any, pg_coll
     found = [row for row in here if row.owner is not None]
     wanted = {each.name: each.optimizer for each in assigned}
     misplaced = [
-        f"{row.name} was given to {wanted[row.name] or 'nobody'} ({row.reason}), and {row.owner} holds it"
+        f"{row.name} was given to {wanted[row.name] or 'nobody'} ({row.reason}), and {row.owner} has it"
         for row in found
         if row.owner != wanted[row.name]
     ]
@@ -93,12 +93,15 @@ def declare(manifest: Manifest, name: str, config: Any) -> None:
     found = manifest.families
     wrong = [*problems(found, name, takes_matrices(name)), *manifest.misplaced]
     if wrong:
-        raise ValueError("\n".join(["the optimizer does not own what it has to:", *wrong]))
+        raise ValueError("\n".join(["the optimizers do not have the parameters that they have to:", *wrong]))
     if dist.get_rank() != 0:
         return
     form = getattr(config, "optimizer_manifest", "short")
     if form != "none":
-        print(f"megatron_eopt: the owner of every trainable parameter\n{table(found, full=form == 'full')}", flush=True)
+        print(
+            f"megatron_eopt: the optimizer of every trainable parameter\n{table(found, full=form == 'full')}",
+            flush=True,
+        )
     for each in warnings(found, config.muon_scale_mode):
         print(f"megatron_eopt: warning: {each}", flush=True)
     file = getattr(config, "optimizer_manifest_file", None)

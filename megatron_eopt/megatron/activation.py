@@ -14,9 +14,8 @@ from megatron_eopt.matrices import ATTRIBUTE
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, amend, with_flags
 from megatron_eopt.megatron.averaging import averaged
-from megatron_eopt.megatron.checkpoints.finding import checked_base, checked_tracker
-from megatron_eopt.megatron.checkpoints.layers import named_apart
-from megatron_eopt.megatron.checkpoints.loading import checked_load, checked_save
+from megatron_eopt.megatron.checkpoints.layers import named_apart, undecided
+from megatron_eopt.megatron.checkpoints.loading import checked_base, checked_load, checked_save, checked_tracker
 from megatron_eopt.megatron.factory import allowing_owners, checked, with_registered
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.skipping import NAME
@@ -226,7 +225,8 @@ def _training_redirections() -> list[Redirection]:
     empty = "a save that was killed while it wrote the tracker file leaves it empty, and Megatron exits with status 0"
     return [
         Redirection(owner=checkpointing, name="_load_base_checkpoint", make=checked_base, reason=whole),
-        Redirection(owner=checkpointing, name="_build_sharded_state_dict_metadata", make=named_apart, reason=apart),
+        Redirection(owner=checkpointing, name="_build_sharded_state_dict_metadata", make=undecided, reason=apart),
+        Redirection(owner=checkpointing, name="generate_state_dict", make=named_apart, reason=apart),
         Redirection(owner=checkpointing, name="read_metadata", make=checked_tracker, reason=empty),
         Redirection(
             owner=arguments,

@@ -13,9 +13,9 @@ from megatron_eopt.manifest import to_json
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.averaging import remember
 from megatron_eopt.megatron.checking import refuse_bad_values, refuse_unread
-from megatron_eopt.megatron.checkpoints import layers
 from megatron_eopt.megatron.checkpoints.attach import attach
-from megatron_eopt.megatron.checkpoints.replicas import check_before_first_step
+from megatron_eopt.megatron.checkpoints.checksums import check_replicas
+from megatron_eopt.megatron.checkpoints.layers import layers_differ
 from megatron_eopt.megatron.collecting import collect
 from megatron_eopt.megatron.declaring import declare, prove_in_first_step
 from megatron_eopt.megatron.fused import SplitName, tag
@@ -79,17 +79,30 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
         _complete(optimizer, kwargs["pg_collection"])
         manifest = collect(optimizer, owned, config, kwargs["pg_collection"])
         declare(manifest, name, config)
-        layers.settle(manifest.families, frozen_names(model_chunks))
-        attach(optimizer, to_json(manifest.families))
+        differ = layers_differ(manifest.families, frozen_names(model_chunks))
+        attach(optimizer, model_chunks, to_json(manifest.families), differ)
         remember(optimizer, model_chunks)
         prove_in_first_step(optimizer, manifest.matrices_here)
         if getattr(config, "check_replicas", True):
             groups = (getattr(kwargs["pg_collection"], name, None) for name in ("dp_cp", "expt_dp"))
-            check_before_first_step(optimizer, model_chunks, *groups)
+            before_first_step(optimizer, functools.partial(check_replicas, model_chunks, *groups))
         print_summary(optimizer)
         return optimizer
 
     return build_checked
+
+
+def before_first_step(optimizer: Any, action: Callable[[], None]) -> None:
+    """Let ``optimizer.step`` do something when it is called first."""
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def first_step(*args: Any, **kwargs: Any) -> Any:
+        optimizer.step = step
+        action()
+        return step(*args, **kwargs)
+
+    optimizer.step = first_step
 
 
 def _complete(optimizer: Any, pg_collection: Any) -> None:

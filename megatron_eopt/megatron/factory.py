@@ -32,7 +32,7 @@ from megatron_eopt.megatron.overriding import (
 from megatron_eopt.megatron.parameters import frozen_names, trainable
 from megatron_eopt.megatron.presets import with_preset
 from megatron_eopt.megatron.summary import print_summary, torch_optimizers
-from megatron_eopt.megatron.support.facts import Run
+from megatron_eopt.megatron.support import Run
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.tagging import tag_fused_projections
 from megatron_eopt.optimizers.elementwise import ElementwiseOptimizer
@@ -64,7 +64,7 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
         def decide() -> tuple[Any, Any]:
             excludes = any(each.owner is None for each in owned)
             names = frozenset(each.owner for each in owned if each.owner is not None)
-            refuse_unsupported(replace(run, routes_optimizers=routed(owned), excludes=excludes, owners=names))
+            refuse_unsupported(replace(run, routes_optimizers=routed(owned), excludes=excludes, assigned=names))
             refuse_other_buffers(owned)
             refuse_bad_values(owned, config, model_chunks, kwargs["pg_collection"])
             return splits(owned, of_run), for_megatron(owned, config)

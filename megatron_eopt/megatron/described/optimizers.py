@@ -17,7 +17,7 @@ from megatron_eopt.megatron.held import Held
 from megatron_eopt.megatron.overriding import group_settings, matches, owners_of, splits
 from megatron_eopt.megatron.parameters import Described, trainable
 from megatron_eopt.megatron.presets import with_preset
-from megatron_eopt.megatron.support.facts import Run
+from megatron_eopt.megatron.support import Run
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.tagging import tag_fused_projections
 from megatron_eopt.optimizers.logical import LogicalMatrices

@@ -15,9 +15,8 @@ from megatron_eopt.matrices import ATTRIBUTE
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, amend, with_flags
 from megatron_eopt.megatron.averaging import averaged
-from megatron_eopt.megatron.checkpoints.finding import checked_base, checked_tracker
-from megatron_eopt.megatron.checkpoints.layers import named_apart
-from megatron_eopt.megatron.checkpoints.loading import checked_load, checked_save
+from megatron_eopt.megatron.checkpoints.layers import named_apart, undecided
+from megatron_eopt.megatron.checkpoints.loading import checked_base, checked_load, checked_save, checked_tracker
 from megatron_eopt.megatron.factory import checked, checked_elsewhere, with_registered
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.skipping import NAME
@@ -166,7 +165,8 @@ def _of_training() -> list[Redirection]:
     empty = "a save that was killed while it wrote the tracker file leaves it empty, and Megatron exits with status 0"
     return [
         _wrap(checkpointing, "_load_base_checkpoint", checked_base, whole),
-        _wrap(checkpointing, "_build_sharded_state_dict_metadata", named_apart, apart),
+        _wrap(checkpointing, "_build_sharded_state_dict_metadata", undecided, apart),
+        _wrap(checkpointing, "generate_state_dict", named_apart, apart),
         _wrap(checkpointing, "read_metadata", checked_tracker, empty),
         _wrap(
             arguments,

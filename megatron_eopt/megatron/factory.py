@@ -14,15 +14,15 @@ from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.assignment import MegatronOverrides, assign, excluded_hidden, on_all_ranks
 from megatron_eopt.megatron.averaging import remember
 from megatron_eopt.megatron.checking import refuse_bad_values, refuse_other_buffers, refuse_unread
-from megatron_eopt.megatron.checkpoints import layers
 from megatron_eopt.megatron.checkpoints.attach import attach
-from megatron_eopt.megatron.checkpoints.replicas import check_replicas
+from megatron_eopt.megatron.checkpoints.checksums import check_replicas
+from megatron_eopt.megatron.checkpoints.layers import layers_differ
 from megatron_eopt.megatron.first_step import Check, check_first_step, matrices_are_updated
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag
 from megatron_eopt.megatron.manifest import collect, declare
 from megatron_eopt.megatron.parameters import frozen_names, mark, torch_optimizers, trainable
 from megatron_eopt.megatron.summary import print_summary
-from megatron_eopt.megatron.support.facts import Run
+from megatron_eopt.megatron.support import Run
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.optimizers.elementwise import ElementwiseOptimizer
 from megatron_eopt.orthogonalize.choices import check_choice
@@ -93,8 +93,8 @@ class OptimizerOfRun:
         """Refuse what was assigned and cannot work; what it means for the parameters, and for Megatron."""
         names = {each.optimizer for each in self.assigned}
         routes = any(each.user_source("optimizer") for each in self.assigned)
-        owners = frozenset(name for name in names if name is not None)
-        refuse_unsupported(replace(self.facts, routes_optimizers=routes, excludes=None in names, owners=owners))
+        assigned = frozenset(name for name in names if name is not None)
+        refuse_unsupported(replace(self.facts, routes_optimizers=routes, excludes=None in names, assigned=assigned))
         refuse_other_buffers(self.assigned)
         refuse_bad_values(self.assigned, self.config, self.model_chunks, self.groups)
         return logical_matrices(self.assigned, self.config), MegatronOverrides(self.assigned, self.config)
@@ -122,8 +122,9 @@ class OptimizerOfRun:
 
     def attach_checkpoints(self) -> None:
         """Let checkpoints hold the optimizers' state, and evaluation see what they will hold of the model."""
-        layers.settle(self.manifest.families, frozen_names(self.model_chunks))
-        attach(self.optimizer, to_json(self.manifest.families))
+        families = self.manifest.families
+        differ = layers_differ(families, frozen_names(self.model_chunks))
+        attach(self.optimizer, self.model_chunks, to_json(families), differ)
         remember(self.optimizer, self.model_chunks)
 
     def guard_first_step(self) -> None:

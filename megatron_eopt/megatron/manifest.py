@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_eopt.manifest import (
     Family,
     LogicalMatrix,
-    Row,
+    ManifestRow,
     families,
     merged,
     problems,
@@ -64,12 +64,12 @@ def collect(optimizer: Any, assigned: Sequence[Assignment], config: Any, pg_coll
         ValueError: if ranks say different things of one parameter.
     """
     here = rows_here(optimizer_parameters(optimizer), assigned, config, pg_collection)
-    found = [row for row in here if row.owner is not None]
+    found = [row for row in here if row.optimizer is not None]
     wanted = {each.name: each.optimizer for each in assigned}
     misplaced = [
-        f"{row.name} was given to {wanted[row.name] or 'nobody'} ({row.reason}), and {row.owner} has it"
+        f"{row.name} was given to {wanted[row.name] or 'nobody'} ({row.reason}), and {row.optimizer} has it"
         for row in found
-        if row.owner != wanted[row.name]
+        if row.optimizer != wanted[row.name]
     ]
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, (families(found), families(here[len(found) :]), misplaced))
@@ -115,7 +115,7 @@ def rows_here(
     config: Any,
     pg_collection: Any,
     settled: bool = True,
-) -> list[Row]:
+) -> list[ManifestRow]:
     """The parameters that optimizers of this rank update; after them those of its part of the model that none does.
 
     Args:
@@ -152,16 +152,16 @@ def _row(
     matrices: Sequence[DescribedMatrix],
     config: Any,
     layout: str,
-) -> Row:
+) -> ManifestRow:
     parameter, info, resolved = assigned.parameter.tensor, assigned.parameter.info, assigned.resolved
     sources = {key: source for key, source in resolved.sources.items() if assigned.user_source(key)}
     group = {} if updated is None else updated.group
     name = None if updated is None else optimizer_name(updated.optimizer)
-    return Row(
+    return ManifestRow(
         name=info.name,
         shape=info.shape,
         dtype=str(parameter.dtype).removeprefix("torch."),
-        owner=name,
+        optimizer=name,
         reason=_reason(assigned),
         layout=layout,
         matrices=tuple(LogicalMatrix(each.name, *each.shape, each.scheme, each.scale) for each in matrices),

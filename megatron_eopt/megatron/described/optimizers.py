@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.manifest import Row
+from megatron_eopt.manifest import ManifestRow
 from megatron_eopt.megatron.assignment import Assignment, assignments, group_settings, matches
 from megatron_eopt.megatron.checking import refuse_bad_values
 from megatron_eopt.megatron.described.model import DescribedRun
@@ -59,7 +59,7 @@ class PlannedRank:
         scale_mode: of the run.
     """
 
-    rows: list[Row]
+    rows: list[ManifestRow]
     explained: list[str]
     scale_mode: str
 

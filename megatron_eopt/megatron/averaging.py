@@ -25,7 +25,8 @@ def remember(optimizer: Any, model_chunks: Sequence[nn.Module]) -> None:
     """
     averaging = [weakref.ref(each) for each in plain_wrappers(optimizer) if _averages(each.optimizer)]
     for chunk in model_chunks:
-        setattr(chunk, _AVERAGING, averaging)
+        if averaging or hasattr(chunk, _AVERAGING):
+            setattr(chunk, _AVERAGING, averaging)
 
 
 def averaged(evaluate: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,8 +37,8 @@ def averaged(evaluate: Callable[..., Any]) -> Callable[..., Any]:
     def evaluate_averaged(*args: Any, **kwargs: Any) -> Any:
         model = parameters.bind(*args, **kwargs).arguments["model"]
         chunks = model if isinstance(model, list) else [model]
-        found = {each() for chunk in chunks for each in getattr(chunk, _AVERAGING, ())} - {None}
-        with _exported(found):
+        found = dict.fromkeys(each() for chunk in chunks for each in getattr(chunk, _AVERAGING, ()))
+        with _exported(each for each in found if each is not None):
             return evaluate(*args, **kwargs)
 
     return evaluate_averaged

@@ -9,6 +9,7 @@ from torch import nn
 from megatron_eopt import ScheduleFreeAdamW, TensorParallelMuon
 from megatron_eopt.megatron.assignment import Assignment, MegatronOverrides
 from megatron_eopt.megatron.averaging import averaged, remember
+from megatron_eopt.megatron.factory import OptimizerOfRun
 from megatron_eopt.megatron.first_step import check_first_step, matrices_are_updated
 from megatron_eopt.megatron.parameters import trainable
 from megatron_eopt.overrides import Resolved
@@ -84,6 +85,23 @@ def test_what_a_user_wraps_around_the_step_stays():
     assert all(optimizer.step()[0] for _ in range(2))
     assert optimizer.step is users
     assert calls == ["user", "user"]
+
+
+def test_optimizers_that_have_parameters_here_are_prepared():
+    """Those without one share none with other ranks, and have nothing to agree on."""
+    prepared = []
+
+    class Prepared(torch.optim.SGD):
+        def prepare(self):
+            prepared.append(self)
+
+    parameter = nn.Parameter(torch.ones(2))
+    with_one, without = (Prepared([{"params": params}], lr=0.1) for params in ([parameter], []))
+    plain = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    run = OptimizerOfRun.__new__(OptimizerOfRun)
+    run.optimizer = SimpleNamespace(chained_optimizers=[FP32Optimizer(each) for each in (with_one, without, plain)])
+    run.prepare()
+    assert prepared == [with_one]
 
 
 def test_what_megatron_adds_to_the_overrides_is_left_out():

@@ -15,7 +15,7 @@ from megatron_eopt.megatron.averaging import remember
 from megatron_eopt.megatron.checking import refuse_bad_values, refuse_unread
 from megatron_eopt.megatron.checkpoints.attach import attach
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
-from megatron_eopt.megatron.checkpoints.layers import layers_differ
+from megatron_eopt.megatron.checkpoints.sharding import layers_differ
 from megatron_eopt.megatron.collecting import collect
 from megatron_eopt.megatron.declaring import declare, prove_in_first_step
 from megatron_eopt.megatron.fused import SplitName, tag

@@ -155,7 +155,8 @@ def test_each_model_of_a_process_has_its_own_names_of_layers():
         return given(None, [chunk], optim_sd_kwargs=kwargs, model_sd_kwargs=kwargs)["metadata"]
 
     apart, alike = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    keep_apart([apart])
+    keep_apart([apart], True)
+    keep_apart([alike], False)
     for_save = undecided(lambda: {"singleton_local_shards": False})
     assert metadata_of(apart, for_save()) == {"singleton_local_shards": False, "non_homogeneous_layers": True}
     assert metadata_of(alike, for_save()) == {"singleton_local_shards": False}

@@ -74,7 +74,7 @@ REFUSED = {
     ),
     "gradients scattered without regard to matrices": (
         run(ddp=DISTRIBUTED, data_parallel=2),
-        r"each of 2 data-parallel ranks gets a piece of the gradients.*wrap_model_chunks_with_ddp",
+        r"each of 2 data-parallel ranks gets a shard of the gradients.*wrap_model_chunks_with_ddp",
     ),
     "experts' biases under the layer-wise distributed optimizer": (
         run(**DEALT, expert_vector="mlp.experts.linear_fc1.bias0"),

@@ -34,12 +34,7 @@ from megatron_eopt.optimizers.state import DescribedState, StateTensor
 from megatron_eopt.parallel.layout import is_cut_again
 
 
-def attach(
-    optimizer: Any,
-    model_chunks: Sequence[Any] = (),
-    manifest: dict[str, Any] | None = None,
-    layers_differ: bool = False,
-) -> None:
+def attach(optimizer: Any, model_chunks: Sequence[Any], manifest: dict[str, Any], layers_differ: bool) -> None:
     """Let every optimizer inside Megatron's wrappers save and load its state by its description.
 
     Args:
@@ -48,8 +43,7 @@ def attach(
         manifest: what the checkpoint says of the run, and what a run that loads it is compared with.
         layers_differ: whether layers differ in their optimizers, so that a checkpoint has to keep them apart.
     """
-    if layers_differ:
-        keep_apart(model_chunks)
+    keep_apart(model_chunks, layers_differ)
     for number, each in enumerate(plain_wrappers(optimizer)):
         SavedState(each, manifest if number == 0 else None, layers_differ)
 

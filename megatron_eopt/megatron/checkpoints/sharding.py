@@ -209,10 +209,10 @@ def _check_experts(kinds: Mapping[str, set[tuple[str | None, int]]]) -> None:
             )
 
 
-def keep_apart(model_chunks: Sequence[Any]) -> None:
-    """Let every layer of a model have a name of its own in the checkpoints of ``megatron.training``."""
+def keep_apart(model_chunks: Sequence[Any], apart: bool) -> None:
+    """Whether every layer of a model has a name of its own in the checkpoints of ``megatron.training``."""
     for chunk in unwrap_model(list(model_chunks)):
-        setattr(chunk, _MARK, True)
+        setattr(chunk, _MARK, apart)
 
 
 def undecided(build_metadata: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -226,7 +226,7 @@ def undecided(build_metadata: Callable[..., dict[str, Any]]) -> Callable[..., di
 
 
 def named_apart(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's ``generate_state_dict``: it names each layer of a model of which :func:`keep_apart` was called.
+    """Wrap Megatron's ``generate_state_dict``: it names each layer of a model that is to :func:`keep_apart`.
 
     What is loaded has the names that the checkpoint says; where it says nothing, the metadata are :func:`undecided`.
     """

@@ -15,8 +15,8 @@ from megatron_eopt.matrices import ATTRIBUTE
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, amend, with_flags
 from megatron_eopt.megatron.averaging import averaged
-from megatron_eopt.megatron.checkpoints.layers import named_apart, undecided
 from megatron_eopt.megatron.checkpoints.loading import checked_base, checked_load, checked_save, checked_tracker
+from megatron_eopt.megatron.checkpoints.sharding import named_apart, undecided
 from megatron_eopt.megatron.factory import checked, checked_elsewhere, with_registered
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.skipping import NAME

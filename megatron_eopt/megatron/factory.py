@@ -16,7 +16,7 @@ from megatron_eopt.megatron.averaging import remember
 from megatron_eopt.megatron.checking import refuse_bad_values, refuse_other_buffers, refuse_unread
 from megatron_eopt.megatron.checkpoints.attach import attach
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
-from megatron_eopt.megatron.checkpoints.layers import layers_differ
+from megatron_eopt.megatron.checkpoints.sharding import layers_differ
 from megatron_eopt.megatron.first_step import Check, check_first_step, matrices_are_updated
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag
 from megatron_eopt.megatron.manifest import collect, declare

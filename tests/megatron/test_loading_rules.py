@@ -3,12 +3,10 @@
 from itertools import pairwise
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt.megatron.checkpoints.compatibility import mismatch, of_another, stacks_layers
-from megatron_eopt.megatron.checkpoints.layers import keep_apart, named_apart, undecided
 from megatron_eopt.megatron.checkpoints.matching import compressed, has, merged, settings_after_load
 
 MODEL = {"decoder.weight": (2, 8, 4), "output.weight": (16, 4)}
@@ -138,25 +136,6 @@ def test_a_checkpoint_from_before_a_setting_was_one_of_groups_leaves_it_as_the_r
     settings, changed = settings_after_load(NOW | own, [THEN | own | {"nesterov": True}], {"rung"})
     assert settings["nesterov"] is False
     assert changed["nesterov"] == (True, False)
-
-
-def test_each_model_of_a_process_has_its_own_names_of_layers():
-    """Also the second one: what is saved of a model follows its own optimizer, and what is loaded the checkpoint."""
-
-    def metadata_of(chunk, metadata):
-        """What Megatron would build a state dict by, of metadata for a save or of a checkpoint."""
-        kwargs = {"metadata": metadata}
-        given = named_apart(lambda args, model, optim_sd_kwargs=None, model_sd_kwargs=None: model_sd_kwargs)
-        return given(None, [chunk], optim_sd_kwargs=kwargs, model_sd_kwargs=kwargs)["metadata"]
-
-    apart, alike = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    keep_apart([apart])
-    for_save = undecided(lambda: {"singleton_local_shards": False})
-    assert metadata_of(apart, for_save()) == {"singleton_local_shards": False, "non_homogeneous_layers": True}
-    assert metadata_of(alike, for_save()) == {"singleton_local_shards": False}
-    assert metadata_of(apart, {"of": "a checkpoint"}) == {"of": "a checkpoint"}
-    assert metadata_of(alike, {"non_homogeneous_layers": True}) == {"non_homogeneous_layers": True}
-    assert named_apart(lambda args, model: "written")(None, [apart]) == "written"
 
 
 def test_only_a_run_that_keeps_layers_apart_minds_that_they_are_stacked():

@@ -35,7 +35,7 @@ def run(optimizer="muon", release="0.19.2", *, settings=None, **facts):
     return Run(optimizer, release, config(optimizer, **(settings or {})), **facts)
 
 
-LION = {"optimizer": "lion", "takes_matrices": False, "leaves_scalars": False}
+LION = {"optimizer": "lion", "leaves_scalars": False}
 AVERAGING = LION | {"optimizer": "schedule_free_adamw"}
 DEALT = {"layer_wise": True, "ddp": DISTRIBUTED, "data_parallel": 2, "whole_matrices": True}
 # In the order of the rules.
@@ -74,7 +74,7 @@ REFUSED = {
     ),
     "gradients scattered without regard to matrices": (
         run(ddp=DISTRIBUTED, data_parallel=2),
-        r"each of 2 data-parallel ranks gets a piece of the gradients.*wrap_model_chunks_with_ddp",
+        r"each of 2 data-parallel ranks gets a shard of the gradients.*wrap_model_chunks_with_ddp",
     ),
     "experts' biases under the layer-wise distributed optimizer": (
         run(**DEALT, expert_vector="mlp.experts.linear_fc1.bias0"),
@@ -178,7 +178,7 @@ def plain_model():
         run(ddp=DISTRIBUTED),  # one rank has all of every gradient
         run(release="0.20.0rc1", layer_wise=True, settings={"overlap_param_gather": True}),
         run(**LION, grouped_experts="mlp.experts.linear_fc1.weight"),  # element by element, whosever they are
-        run("lion", cut_twice="weight", weight_shards=2, takes_matrices=False),  # element by element, at any cut
+        run("lion", cut_twice="weight", weight_shards=2),  # element by element, at any cut
         run(args=SimpleNamespace(ckpt_format="torch", dump_param_to_param_group_map=None)),
         run(excludes=True, routes_optimizers=True),
     ],

@@ -1,7 +1,6 @@
 """Megatron's optimizers save and load what is described: their own methods, wrapped one object at a time."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from megatron_eopt.manifest import compare, from_json
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.checkpoints.compatibility import FORMAT
 from megatron_eopt.megatron.checkpoints.exporting import export, go_on_from, trained
-from megatron_eopt.megatron.checkpoints.layers import keep_apart
 from megatron_eopt.megatron.checkpoints.matching import (
     GROUPS,
     Names,
@@ -29,19 +27,14 @@ from megatron_eopt.megatron.checkpoints.matching import (
     settings_after_load,
     torch_state,
 )
-from megatron_eopt.megatron.checkpoints.sharding import Sharded, joined, sharded_state, stacked_index
+from megatron_eopt.megatron.checkpoints.sharding import Sharded, joined, keep_apart, sharded_state, stacked_index
 from megatron_eopt.megatron.parameters import model_parameters, plain_wrappers
 from megatron_eopt.optimizers.batch import local
 from megatron_eopt.optimizers.state import DescribedState, StateTensor
 from megatron_eopt.parallel.layout import is_cut_again
 
 
-def attach(
-    optimizer: Any,
-    model_chunks: Sequence[Any] = (),
-    manifest: dict[str, Any] | None = None,
-    layers_differ: bool = False,
-) -> None:
+def attach(optimizer: Any, model_chunks: Sequence[Any], manifest: dict[str, Any], layers_differ: bool) -> None:
     """Let every optimizer inside Megatron's wrappers save and load its state by its description.
 
     Args:
@@ -50,8 +43,7 @@ def attach(
         manifest: what the checkpoint says of the run, and what a run that loads it is compared with.
         layers_differ: whether layers differ in their optimizers, so that a checkpoint has to keep them apart.
     """
-    if layers_differ:
-        keep_apart(model_chunks)
+    keep_apart(model_chunks, layers_differ)
     for number, each in enumerate(plain_wrappers(optimizer)):
         SavedState(each, manifest if number == 0 else None, layers_differ)
 
@@ -134,8 +126,12 @@ class SavedState:
         settings = self._settings(theirs, block)
         inner[GROUPS] = [{**each, "params": group["params"]} for each, group in zip(settings, packed, strict=True)]
         live = {index: inner["state"][index].pop(key) for index, (key, _) in trained(self._megatron).items()}
-        with self._groups_in_order():
+        # Megatron tells groups apart by some of their settings, and mixes up the rest: ours are in order.
+        self._megatron._filter_and_reorder_param_groups = lambda current, in_order: in_order
+        try:
             self._load(state_dict)
+        finally:
+            del self._megatron._filter_and_reorder_param_groups
         go_on_from(self._megatron, live)
         self._check_finite()
 
@@ -241,15 +237,6 @@ class SavedState:
             changes = [f"not known, since {error}"]
         for line in changes:
             print(f"megatron_eopt: other than in the checkpoint: {line}", flush=True)
-
-    @contextmanager
-    def _groups_in_order(self) -> Iterator[None]:
-        """Let Megatron take the groups as they come: it tells them apart by some settings, and mixes up the rest."""
-        self._megatron._filter_and_reorder_param_groups = lambda current, in_order: in_order
-        try:
-            yield
-        finally:
-            del self._megatron._filter_and_reorder_param_groups
 
     def _check_finite(self) -> None:
         """A value that is not finite would stay in the state for ever, so nobody goes on with it, on any rank."""

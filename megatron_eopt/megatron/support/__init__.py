@@ -24,8 +24,7 @@ class Run:
         model: its ``TransformerConfig``; None if unknown.
         args: the arguments of ``megatron.training``; None without it.
         layer_wise: whether Megatron's layer-wise distributed optimizer is asked for, under any of its names.
-        takes_matrices: whether the optimizer takes parameters for matrices.
-        leaves_scalars: whether it leaves what is no matrix to a scalar optimizer.
+        leaves_scalars: whether the optimizer leaves what is no matrix to a scalar optimizer.
         scalar_optimizers: what ``muon_scalar_optimizer`` may name in this release.
         data_parallel: number of data-parallel ranks, those of context parallelism among them.
         expert_data_parallel: number of those of expert-parallel parameters; None where there are no such parameters.
@@ -47,7 +46,6 @@ class Run:
     model: Any = None
     args: Any = None
     layer_wise: bool = False
-    takes_matrices: bool = True
     leaves_scalars: bool = True
     scalar_optimizers: tuple[str, ...] = ("adam", "lion")
     data_parallel: int = 1
@@ -63,14 +61,7 @@ class Run:
     assigned: frozenset[str] = frozenset()
 
     @classmethod
-    def of(
-        cls,
-        config: Any,
-        model_chunks: Sequence[Any],
-        pg_collection: Any,
-        *,
-        layer_wise: bool = False,
-    ) -> "Run":
+    def of(cls, config: Any, model_chunks: Sequence[Any], pg_collection: Any, *, layer_wise: bool = False) -> "Run":
         """The facts of a run in this process.
 
         Args:
@@ -96,7 +87,6 @@ class Run:
             model=getattr(model_chunks[0], "config", None),
             args=releases.training_args(),
             layer_wise=layer_wise or name != config.optimizer or on(config, "use_layer_wise_distributed_optimizer"),
-            takes_matrices=takes_matrices(name),
             leaves_scalars=bool(entry.default_param_overrides),
             scalar_optimizers=releases.scalar_optimizers(),
             data_parallel=_size(getattr(pg_collection, "dp_cp", None)),
@@ -108,6 +98,11 @@ class Run:
             grouped_experts=_grouped_experts(model_chunks),
             expert_vector=next((n for n, p in experts if is_nonlinear_or_embedding(p)), None),
         )
+
+    @property
+    def takes_matrices(self) -> bool:
+        """Whether the optimizer takes parameters for matrices."""
+        return takes_matrices(self.optimizer)
 
     @property
     def has_registry(self) -> bool:

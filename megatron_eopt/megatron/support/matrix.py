@@ -42,8 +42,7 @@ class Feature(NamedTuple):
 
 
 def _of(optimizer: str) -> dict[str, Any]:
-    matrices = takes_matrices(optimizer)
-    return {"optimizer": optimizer, "takes_matrices": matrices, "leaves_scalars": matrices}
+    return {"optimizer": optimizer, "leaves_scalars": takes_matrices(optimizer)}
 
 
 def _config(**fields: Any) -> dict[str, Any]:

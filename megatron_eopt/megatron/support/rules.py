@@ -105,7 +105,7 @@ RULES = (
     ),
     Rule(
         "the model is wrapped with use_distributed_optimizer in its DistributedDataParallelConfig, so that each of "
-        "{run.data_parallel} data-parallel ranks gets a piece of the gradients that cuts matrices",
+        "{run.data_parallel} data-parallel ranks gets a shard of the gradients that cuts matrices",
         "wrap it by megatron.training's wrap_model_chunks_with_ddp with use_layer_wise_distributed_optimizer "
         "(from 0.18 on), or without use_distributed_optimizer",
         lambda run: run.scatters and not (run.layer_wise and run.whole_matrices),
@@ -129,7 +129,7 @@ RULES = (
     ),
     Rule(
         "num_distributed_optimizer_instances is {run.ddp.num_distributed_optimizer_instances}, but whole matrices are "
-        "shared out over all data-parallel ranks, of which an instance has the gradients of a part",
+        "shared out over all data-parallel ranks, and an instance has the gradients of some of them only",
         "set --num-distributed-optimizer-instances to 1",
         lambda run: getattr(run.ddp, "num_distributed_optimizer_instances", 1) > 1,
     ),

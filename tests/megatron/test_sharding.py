@@ -1,4 +1,7 @@
-"""State tensors of every described kind, cut over ranks: they tile a global tensor, the same at any number of ranks."""
+"""State tensors of every described kind, cut over ranks: they tile a global tensor, the same at any number of ranks.
+
+And under which names: of layers that are stacked, or of each layer.
+"""
 
 import itertools
 from types import SimpleNamespace
@@ -10,7 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_repl
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 import megatron_eopt.cpu
-from megatron_eopt.megatron.checkpoints.sharding import joined, sharded_state
+from megatron_eopt.megatron.checkpoints.sharding import joined, keep_apart, named_apart, sharded_state, undecided
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.pieces import cut, whole
@@ -140,3 +143,23 @@ def test_rows_beside_the_first_dimension_are_refused_where_their_order_depends_o
     data = torch.zeros(ROWS // 2, ROWS // 2)
     with pytest.raises(ValueError, match=r"left of fc1.weight: rows .* dims \('rows', 'rows'\)"):
         sharded_state(tensor, data, parameter(0, 2, 0, swiglu=True), layouts)
+
+
+def test_each_model_of_a_process_has_its_own_names_of_layers():
+    """Also the second one: what is saved of a model follows its own optimizer, and what is loaded the checkpoint."""
+
+    def metadata_of(chunk, metadata):
+        """What Megatron would build a state dict by, of metadata for a save or of a checkpoint."""
+        kwargs = {"metadata": metadata}
+        given = named_apart(lambda args, model, optim_sd_kwargs=None, model_sd_kwargs=None: model_sd_kwargs)
+        return given(None, [chunk], optim_sd_kwargs=kwargs, model_sd_kwargs=kwargs)["metadata"]
+
+    apart, alike = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    keep_apart([apart], True)
+    keep_apart([alike], False)
+    for_save = undecided(lambda: {"singleton_local_shards": False})
+    assert metadata_of(apart, for_save()) == {"singleton_local_shards": False, "non_homogeneous_layers": True}
+    assert metadata_of(alike, for_save()) == {"singleton_local_shards": False}
+    assert metadata_of(apart, {"of": "a checkpoint"}) == {"of": "a checkpoint"}
+    assert metadata_of(alike, {"non_homogeneous_layers": True}) == {"non_homogeneous_layers": True}
+    assert named_apart(lambda args, model: "written")(None, [apart]) == "written"

@@ -93,13 +93,10 @@ class Condition:
     prefix: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        self._check()
+        """Refuse a text that can select nothing."""
 
     def __str__(self) -> str:
         return f"{self.prefix}{self.text}"
-
-    def _check(self) -> None:
-        """Refuse a text that cannot be meant."""
 
     def matches(self, info: ParameterInfo) -> bool:
         """Whether it holds."""
@@ -126,7 +123,7 @@ class Name(Condition):
 
     kind = Kind.GLOB
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         if not self.text:
             raise OverrideError("an empty name selects nothing: write '*' for every parameter")
 
@@ -148,7 +145,7 @@ class Regex(Condition):
 
     kind, prefix = Kind.REGEX, "re:"
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         if not self.text:
             raise OverrideError("an empty regular expression selects everything: write '*' for every parameter")
         try:
@@ -166,7 +163,7 @@ class Attribute(Condition):
 
     kind, prefix = Kind.ATTRIBUTE, "attr:"
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         if not self.text.isidentifier():
             raise OverrideError(f"{self.text!r} cannot be the name of an attribute")
 
@@ -180,7 +177,7 @@ class Shape(Condition):
 
     kind, prefix = Kind.SHAPE, "shape:"
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         if self.text not in SHAPES:
             near = did_you_mean(self.text, SHAPES) or f": expected {listing(SHAPES)}"
             raise OverrideError(f"unknown shape {self.text!r}{near}")

@@ -128,7 +128,7 @@ def _kind(name: str, where: str = "") -> Callable[[str], Condition]:
 
 
 def _from_param_key(key: Any) -> Condition:
-    """Any of what Megatron's ``ParamKey`` asks. Its predicates need the parameter itself in a ParameterInfo."""
+    """A condition that holds where any field of a ``ParamKey`` does; predicates need ``ParameterInfo.parameter``."""
     conditions: list[Condition] = [
         *map(Name, _several(key.name)),
         *map(Attribute, _several(key.attr)),
@@ -142,7 +142,7 @@ def _from_param_key(key: Any) -> Condition:
 
 @dataclass(frozen=True)
 class _OfParameter:
-    """A predicate of Megatron's, which asks the parameter itself; a class, so that it pickles as well as that does."""
+    """A predicate of Megatron's, which gets the parameter itself; a class, so that it pickles as well as that does."""
 
     predicate: Any
     with_name: bool

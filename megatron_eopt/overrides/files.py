@@ -9,7 +9,6 @@ YAML is read as version 1.2 has it, of which JSON is a part: ``1e-3`` is a numbe
 import json
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ _Node = Any  # of yaml, which has no types
 _Pairs = dict[Any, tuple[int, _Node]]  # key -> its line, and what it stands for
 
 _SELECT = "select"
+_INSIDE = object()  # in place of a selector: it stands in the entry, under select
 _FORMAT = "a list of entries {select: ..., SETTING: ...}, or a mapping of selectors to settings"
 _DEEPEST = 4
 
@@ -77,9 +77,9 @@ def read_overrides(path: str | PathLike[str], known: Known | None = None) -> lis
     wrong: list[tuple[int, str]] = []
     known = known or Known.registered()
     try:
-        for make in _entries(_compose(Path(path)), str(path), known):
+        for selector, line, node in _written(_compose(Path(path))):
             try:
-                entries.append(make())
+                entries.append(_entry(selector, line, node, str(path), known))
             except _FileError as error:
                 wrong += error.found
     except OSError as error:
@@ -91,65 +91,54 @@ def read_overrides(path: str | PathLike[str], known: Known | None = None) -> lis
     return entries
 
 
-def _entries(root: _Node, path: str, known: Known) -> Iterator[Callable[[], Entry]]:
-    """What makes each entry of a file."""
+def _written(root: _Node) -> Iterator[tuple[object, int, _Node]]:
+    """The entries as a file has them: selector, line, and the mapping of settings, which has the selector in a list."""
     if not isinstance(root, yaml.CollectionNode):
         line, got = (1, "nothing") if root is None else (_line(root), shown(_plain(root)))
         raise _FileError((line, f"expected {_FORMAT}, got {got}"))
     if not root.value:
         raise _FileError((_line(root), f"there are no entries: expected {_FORMAT}"))
     if isinstance(root, yaml.SequenceNode):
-        yield from (partial(_listed, node, path, known) for node in root.value)
+        yield from ((_INSIDE, _line(node), node) for node in root.value)
         return
     pairs = _pairs(root)
     if _SELECT in pairs:
         raise _FileError((_line(root), "select: a single entry is a list, too: put '- ' before it"))
-    yield from (partial(_mapped, key, *pair, path, known) for key, pair in pairs.items())
+    yield from ((selector, *pair) for selector, pair in pairs.items())
 
 
-def _listed(node: _Node, path: str, known: Known) -> Entry:
-    """An entry of a list."""
+def _entry(written: object, line: int, node: _Node, path: str, known: Known) -> Entry:
     if not isinstance(node, yaml.MappingNode):
-        got = shown(_plain(node))
-        raise _FileError((_line(node), f"expected an entry {{select: ..., SETTING: ...}}, got {got}"))
-    settings = _pairs(node)
-    if _SELECT not in settings:
-        near = [key for key in map(str, settings) if key not in SETTINGS and did_you_mean(key, [_SELECT])]
-        hint = f" (it has {near[0]!r})" if near else ""
-        raise _FileError((_line(node), f"select: is missing, which says for which parameters the entry is{hint}"))
-    line, selector = settings.pop(_SELECT)
-    return _entry(_line(node), line, _plain(selector), settings, path, known)
-
-
-def _mapped(selector: object, line: int, node: _Node, path: str, known: Known) -> Entry:
-    """An entry of a mapping."""
-    if not isinstance(node, yaml.MappingNode):
-        raise _FileError((line, f"{selector}: expected a mapping of settings, got {shown(_plain(node))}"))
-    return _entry(line, line, selector, _pairs(node), path, known)
-
-
-def _entry(at: int, select_line: int, written: object, settings: _Pairs, path: str, known: Known) -> Entry:
+        inside = "expected an entry {select: ..., SETTING: ...}"
+        expected = inside if written is _INSIDE else f"{written}: expected a mapping of settings"
+        raise _FileError((line, f"{expected}, got {shown(_plain(node))}"))
+    settings, select_line = _pairs(node), line
+    if written is _INSIDE:
+        if _SELECT not in settings:
+            near = [key for key in map(str, settings) if key not in SETTINGS and did_you_mean(key, [_SELECT])]
+            hint = f" (it has {near[0]!r})" if near else ""
+            raise _FileError((line, f"select: is missing, which says for which parameters the entry is{hint}"))
+        select_line, select = settings.pop(_SELECT)
+        written = _plain(select)
     wrong: list[tuple[int, str]] = []
+    selector, raw = None, {}
     try:
         selector = Selector.parse(written)
-        optimizer = selector.optimizer
     except OverrideError as error:
-        optimizer = None
         wrong.append((select_line, f"select: {error}"))
-    raw = {}
-    for key, (_, node) in settings.items():
+    for key, (_, value) in settings.items():
         try:
-            raw[key] = _plain(node)
+            raw[key] = _plain(value)
         except _FileError as error:
-            wrong += [(line, f"{key}: {what}") for line, what in error.found]
-    values, mistakes = checked(raw, known, optimizer)
-    lines = {str(key): line for key, (line, _) in settings.items()}
+            wrong += [(at, f"{key}: {what}") for at, what in error.found]
+    values, mistakes = checked(raw, known, None if selector is None else selector.optimizer)
+    lines = {str(key): at for key, (at, _) in settings.items()}
     wrong += [(lines[error.key], str(error)) for error in mistakes]
     if not settings:
-        wrong.append((at, NO_SETTINGS))
-    if wrong:
+        wrong.append((line, NO_SETTINGS))
+    if wrong or selector is None:
         raise _FileError(*wrong)
-    return Entry(selector, values, Layer.FILE, f"{path}:{at}")
+    return Entry(selector, values, Layer.FILE, f"{path}:{line}")
 
 
 def _compose(path: Path) -> _Node:

@@ -19,7 +19,7 @@ _Class = Callable[..., Optimizer]
 SPLITS = ("none", "default", "all")
 SPLIT = "split"
 
-# Megatron builds these two from its config, with these arguments; those in the registry say themselves what they have.
+# Megatron builds these two from its config, with these arguments; optimizers in the registry are read themselves.
 _MEGATRONS_OWN: dict[str, Callable[[], dict[str, Any]]] = {
     "adam": lambda: {"betas": (0.9, 0.999), "eps": 1e-8},
     "sgd": lambda: {"momentum": 0.9},
@@ -29,11 +29,11 @@ _OF_ALL = frozenset({"params", "lr", "weight_decay"})
 
 
 class OverrideError(ValueError):
-    """Overrides that cannot be meant: the message says where, what, and what is near; a line for each mistake."""
+    """Overrides with mistakes: a line for each, with its source, what is wrong, and the nearest right spelling."""
 
 
 class SettingError(OverrideError):
-    """A setting that cannot be meant.
+    """A setting that is unknown, or has a wrong value.
 
     Attributes:
         key: of the setting.
@@ -93,9 +93,9 @@ class Known:
 
 
 def settings_of_groups(optimizer: Optimizer) -> dict[str, Any]:
-    """The settings that single groups of an optimizer may have: what it says itself, else all that groups have."""
-    said = getattr(optimizer, "settings_of_groups", None)
-    return {key: value for key, value in (said() if said else optimizer.defaults).items() if key not in _OF_ALL}
+    """The settings that single groups of an optimizer may have: by its own method of this name, else its defaults."""
+    own = getattr(optimizer, "settings_of_groups", None)
+    return {key: value for key, value in (own() if own else optimizer.defaults).items() if key not in _OF_ALL}
 
 
 @cache
@@ -120,7 +120,7 @@ def _fixed(optimizer_cls: _Class) -> frozenset[str]:
 
 
 def _arguments(optimizer_cls: _Class) -> dict[str, inspect.Parameter]:
-    """What the constructor of a class takes by name; nothing of one that does not say it."""
+    """What the constructor of a class takes by name; nothing where it has no signature."""
     try:
         found = inspect.signature(optimizer_cls).parameters
     except (TypeError, ValueError):  # a stand-in for what is not installed, or a class that is not Python's

@@ -83,7 +83,7 @@ class _Claim(NamedTuple):
 
 
 _Claims = dict[str, list[_Claim]]
-_Mistakes = dict[str, list[str]]  # what is wrong -> the parameters it is wrong for, so that each is said once
+_Mistakes = dict[str, list[str]]  # mistake -> names of the parameters it is made for, so that it is printed once
 
 
 def resolve(
@@ -258,7 +258,7 @@ def _check_by_optimizer(won: dict[str, _Claim], optimizer: str | None, known: Kn
 
 
 def _no_match(selector: Selector, infos: Sequence[ParameterInfo]) -> str:
-    """What to say of a selector that takes none of the parameters: the condition that fails, and what is near it."""
+    """Why a selector takes none of the parameters: the condition that fails, and what is near it."""
     for condition in selector.conditions:
         if not any(condition.matches(info) for info in infos):
             return f"'{condition}' matches no parameter{_near(condition, infos)}"

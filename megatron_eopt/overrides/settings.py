@@ -214,8 +214,8 @@ def foreign(settings: Iterable[str], optimizer: str, known: Known) -> list[str]:
 
 def does_not_apply(key: str, optimizer: str, known: Known) -> SettingError:
     """The error for a setting that an optimizer has not, with the nearest that it has."""
-    if key in known.fixed.get(optimizer, ()):
-        return SettingError(key, f"{optimizer} has one {key} for all its parameters, which is set for the run alone")
+    if fixed := _fixed(key, known, optimizer):
+        return fixed
     others = known.having(key)
     hint = f": it is a setting of {listing(others, 'and')}" if others else ""
     near = close(key, [*OF_ALL, *known.optimizers.get(optimizer, ())])
@@ -224,17 +224,14 @@ def does_not_apply(key: str, optimizer: str, known: Known) -> SettingError:
 
 def _unknown(key: str, known: Known, optimizer: str | None) -> SettingError:
     """The error for a key that no optimizer has, with what is near among those that the parameter can have."""
-    if optimizer is not None and optimizer in known.optimizers:
-        if key in known.fixed.get(optimizer, ()):
-            return does_not_apply(key, optimizer, known)
+    if optimizer not in known.optimizers:
+        optimizer = None
+    if fixed := _fixed(key, known, optimizer):
+        return fixed
+    if optimizer is not None:
         has = [*(each for each in SETTINGS if each in OF_ALL), *sorted(known.optimizers[optimizer])]
         hint = did_you_mean(key, has) or f": {optimizer} has {listing(has, 'and')}"
         return SettingError(key, f"unknown setting{hint}")
-    fixed = sorted(name for name, arguments in known.fixed.items() if key in arguments)
-    if fixed:
-        have, their = ("have", "their") if len(fixed) > 1 else ("has", "its")
-        what = f"{have} one {key} for all {their} parameters, which is set for the run alone"
-        return SettingError(key, f"{listing(fixed, 'and')} {what}")
     found = close(key, {*SETTINGS, *(each for has in known.optimizers.values() for each in has)})
     if not found:
         expected = f"{listing(SETTINGS)}, or another of the optimizer of the parameter"
@@ -243,6 +240,17 @@ def _unknown(key: str, known: Known, optimizer: str | None) -> SettingError:
         found = found[:1]
     of = [repr(each) if each in OF_ALL else f"{each!r} of {listing(known.having(each), 'and')}" for each in found]
     return SettingError(key, f"unknown setting, did you mean {'; or '.join(of)}?")
+
+
+def _fixed(key: str, known: Known, optimizer: str | None) -> SettingError | None:
+    """The error for an argument of optimizers (of this one, if known) that all their parameters have in common."""
+    names = sorted(known.fixed) if optimizer is None else [optimizer]
+    fixed = [name for name in names if key in known.fixed.get(name, ())]
+    if not fixed:
+        return None
+    have, their = ("have", "their") if len(fixed) > 1 else ("has", "its")
+    what = f"{have} one {key} for all {their} parameters, which is set for the run alone"
+    return SettingError(key, f"{listing(fixed, 'and')} {what}")
 
 
 def conflicts(settings: Mapping[str, Value]) -> list[SettingError]:

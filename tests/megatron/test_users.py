@@ -152,7 +152,7 @@ def test_muon_without_a_matrix_is_refused(tmp_path):
     overrides.write_text(json.dumps([{"select": "decoder.*", "optimizer": "adam"}]))
     done = start(1, *SMALL_GPT, *RUN, "--optimizer-overrides", overrides)
     assert done.returncode != 0
-    assert "--optimizer muon is for matrices, and none is its own on any rank" in done.stdout
+    assert "--optimizer muon is for matrices, and it has none on any rank" in done.stdout
 
 
 def assert_resumes_as(straight, folder, run, **how):

@@ -91,3 +91,13 @@ def test_import_imports_no_megatron_and_changes_nothing():
 def test_nothing_depends_on_the_oracle():
     for path in FILES:
         assert not [module for module, _ in imports(path) if module.split(".")[0] == "emerging_optimizers"]
+
+
+def test_no_module_keeps_what_belongs_to_one_optimizer():
+    """A second one of the same process would meet it. What a process has replaced is known where it is undone."""
+    rebinding = {
+        str(path.relative_to(PACKAGE))
+        for path in FILES
+        if any(isinstance(node, ast.Global) for node in ast.walk(ast.parse(path.read_text())))
+    }
+    assert rebinding <= {"cpu/__init__.py", "megatron/activation.py"}

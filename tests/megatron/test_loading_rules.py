@@ -76,15 +76,15 @@ def test_equal_names_and_shapes_do_not_make_it_the_same_state(name, wrote, refus
     assert of_another(name, states("output.weight", "momentum_buffer"), [block]) is None
 
 
-PLACES = st.dictionaries(st.sampled_from("abc"), st.sets(st.integers(0, 40), min_size=1), max_size=3)
+INDICES = st.dictionaries(st.sampled_from("abc"), st.sets(st.integers(0, 40), min_size=1), max_size=3)
 
 
-@given(st.lists(PLACES, max_size=4))
+@given(st.lists(INDICES, max_size=4))
 def test_names_of_all_ranks_are_those_of_each(ranks):
-    names = merged([compressed(places) for places in ranks])
+    names = merged(compressed((key, index) for key in indices for index in indices[key]) for indices in ranks)
     for key in "abc":
-        there = {place for places in ranks for place in places.get(key, ())}
-        assert {place for place in range(45) if has(names, key, place)} == there
+        there = {index for indices in ranks for index in indices.get(key, ())}
+        assert {index for index in range(45) if has(names, key, index)} == there
         runs = names.get(key, [])
         assert all(first < end for first, end in runs)
         assert all(a[1] < b[0] for a, b in pairwise(runs))

@@ -29,7 +29,7 @@ def group(rank):
 
 
 def parameter(dim, ranks, rank, swiglu, layer=LAYER):
-    """What Megatron's model says of one rank's part of one of three stacked layers."""
+    """What Megatron's model says of one rank's shard of one of three stacked layers."""
     shape = [ROWS, COLS]
     offsets = [(0, layer, LAYERS)]
     if dim is not None:
@@ -53,8 +53,8 @@ def global_state(tensor, layouts):
     return torch.arange(float(torch.Size(shape).numel())).view(shape)
 
 
-def local_part(tensor, state, layouts, swiglu, ranks, rank):
-    """This rank's part of a state whose rows are in the order of the model: all gates, then all ups."""
+def local_shard(tensor, state, layouts, swiglu, ranks, rank):
+    """This rank's shard of a state whose rows are in the order of the model: all gates, then all ups."""
     piece = layouts[tensor.matrix].piece
     rows = list(range(piece.top, piece.bottom))
     if swiglu and layouts[0].ranks > 1 and layouts[0].shape[1] == piece.shape[1]:
@@ -78,38 +78,38 @@ CASES = [
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])  # 8: more ranks than the query groups of SPLIT, which are two
 @pytest.mark.parametrize(("dims", "dim", "swiglu", "matrix"), CASES, ids=str)
-def test_parts_tile_one_global_tensor(dims, dim, swiglu, matrix, ranks):
+def test_shards_tile_one_global_tensor(dims, dim, swiglu, matrix, ranks):
     tensor = StateTensor("moment", dims, matrix or 0)
     found = {}
     for rank in range(ranks):
         layouts = layouts_of(dim, ranks, rank, matrix is not None)
         state = global_state(tensor, layouts)
-        local = local_part(tensor, state, layouts, swiglu, ranks, rank)
-        parts = sharded_state(tensor, local, parameter(dim, ranks, rank, swiglu), layouts)
-        for part in parts:
-            assert part.key == "optimizer.state.moment.fc1.weight"
-            assert part.global_offset[0] == LAYER
-            assert part.global_shape == (LAYERS, *(state.shape or (1,)))
-            assert part.data.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-            if is_main_replica(part.replica_id):
-                sides = zip(part.global_offset[1:], part.local_shape[1:], strict=True)
-                for place in itertools.product(*(range(start, start + size) for start, size in sides)):
-                    assert place not in found
-                    found[place] = part.data[0][
-                        tuple(x - s for x, s in zip(place, part.global_offset[1:], strict=True))
+        local = local_shard(tensor, state, layouts, swiglu, ranks, rank)
+        saved = sharded_state(tensor, local, parameter(dim, ranks, rank, swiglu), layouts)
+        for each in saved:
+            assert each.key == "optimizer.state.moment.fc1.weight"
+            assert each.global_offset[0] == LAYER
+            assert each.global_shape == (LAYERS, *(state.shape or (1,)))
+            assert each.data.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+            if is_main_replica(each.replica_id):
+                sides = zip(each.global_offset[1:], each.local_shape[1:], strict=True)
+                for index in itertools.product(*(range(start, start + size) for start, size in sides)):
+                    assert index not in found
+                    found[index] = each.data[0][
+                        tuple(x - s for x, s in zip(index, each.global_offset[1:], strict=True))
                     ]
-        assert torch.equal(joined(tensor, [part.data for part in parts], tuple(local.shape)), local)
+        assert torch.equal(joined(tensor, [each.data for each in saved], tuple(local.shape)), local)
     expected = global_state(tensor, layouts).view(state.shape or (1,))
     assert len(found) == expected.numel()
-    assert all(expected[place] == value for place, value in found.items())
+    assert all(expected[index] == value for index, value in found.items())
 
 
 def kept(rank, ranks):
-    """For every case and layer a tensor, this rank's part, and what else says how it lies; keys differ by case."""
+    """For every case and layer a tensor, this rank's shard, and what else it is sharded by; keys differ by case."""
     for number, (dims, dim, swiglu, matrix) in enumerate(CASES):
         tensor = StateTensor(f"moment{number}", dims, matrix or 0)
         layouts = layouts_of(dim, ranks, rank, matrix is not None)
-        local = local_part(tensor, global_state(tensor, layouts), layouts, swiglu, ranks, rank)
+        local = local_shard(tensor, global_state(tensor, layouts), layouts, swiglu, ranks, rank)
         for layer in range(LAYERS):
             name = f"{number} of layer {layer}"
             yield name, tensor, local + 1000 * layer, parameter(dim, ranks, rank, swiglu, layer), layouts

@@ -1,6 +1,6 @@
 """Megatron's optimizers save and load what is described: their own methods, wrapped one object at a time."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK, base
 from megatron_eopt.manifest import compare, from_json
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.checkpoints.compatibility import FORMAT
+from megatron_eopt.megatron.checkpoints.compatibility import FORMAT, FRESH
 from megatron_eopt.megatron.checkpoints.exporting import export, go_on_from, trained
 from megatron_eopt.megatron.checkpoints.matching import (
     GROUPS,
@@ -168,8 +168,13 @@ class SavedState:
     def _about(self, step: Any) -> dict[str, Any]:
         """Which optimizer this is, with the parameters and settings of its groups: the same on every rank."""
         everywhere: list[Any] = [None] * dist.get_world_size()
-        settings = [{key: group[key] for key in group.keys() - {"params", "param_names"}} for group in self._groups()]
-        own = [(self._names_of(members), each) for members, each in zip(self._members(), settings, strict=True)]
+        own = [
+            (
+                compressed(self._names[index] for index in members),
+                {key: group[key] for key in group.keys() - {"params", "param_names"}},
+            )
+            for members, group in zip(self._members(), self._torch.param_groups, strict=True)
+        ]
         dist.all_gather_object(everywhere, (step, own, self._kept()))
         groups = []
         for of_ranks in zip(*(each for _, each, _ in everywhere), strict=True):
@@ -192,23 +197,17 @@ class SavedState:
         """The parameters that have each state, where the optimizer says what it keeps."""
         keys = [(index, tensor.key) for index, _, tensor in self._described() if tensor.saved]
         keys += [(index, key) for index, (key, _) in trained(self._megatron).items()]
-        having: dict[str, list[int]] = {}
-        for index, key in keys:
-            having.setdefault(base(key), []).append(index)
-        return {state: self._names_of(indices) for state, indices in having.items()}
-
-    def _names_of(self, indices: Iterable[int]) -> Names:
-        found: dict[str, set[int]] = {}
-        for key, stacked in (self._names[index] for index in indices):
-            found.setdefault(key, set()).add(stacked)
-        return compressed(found)
+        return {
+            state: compressed(self._names[index] for index, key in keys if base(key) == state)
+            for state in {base(key) for _, key in keys}
+        }
 
     def _settings(self, theirs: list[Settings], block: dict[str, Any]) -> list[Settings]:
         """Those of each group after a load, from ours in the checkpoint, or from Megatron's where it wrote it."""
         carried = self._torch.carried_settings if isinstance(self._torch, DescribedState) else frozenset()
         from_checkpoint = releases.wants_schedule_of_checkpoint()
         results = []
-        for number, (group, members) in enumerate(zip(self._groups(), self._members(), strict=True)):
+        for number, (group, members) in enumerate(zip(self._torch.param_groups, self._members(), strict=True)):
             if "groups" in block:
                 own = [self._names[index] for index in members]
                 saved = [g["settings"] for g in block["groups"] if any(has(g["names"], *name) for name in own)]
@@ -255,19 +254,15 @@ class SavedState:
         if found:
             raise CheckpointError(
                 f"the checkpoint holds values that are not finite, in {len(found)} tensors, such as {found[0]}: a run "
-                f"would not get rid of them. Load an earlier checkpoint, or pass --no-load-optim to load the weights "
-                f"alone and start with fresh optimizer state"
+                f"would not get rid of them. Load an earlier checkpoint, or {FRESH}"
             )
 
     def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self._groups() for parameter in group["params"]]
+        return [parameter for group in self._torch.param_groups for parameter in group["params"]]
 
     def _members(self) -> Iterator[range]:
         """The indices of the parameters of each group."""
         end = 0
-        for group in self._groups():
+        for group in self._torch.param_groups:
             start, end = end, end + len(group["params"])
             yield range(start, end)
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return self._torch.param_groups

@@ -67,15 +67,6 @@ def loaded_tensors(requested: Any, loaded: Any) -> Iterator[ShardedTensor]:
             yield from loaded_tensors(value, found)
 
 
-def changed(saved: Sums, loaded: Sums) -> list[str]:
-    """Keys whose tensors are not what was saved, of those that were loaded whole."""
-    return sorted(
-        key
-        for key, (value, entries) in loaded.items()
-        if key in saved and saved[key][1] == entries and saved[key][0] != value
-    )
-
-
 def check_replicas(model_chunks: Sequence[Any], dense: ProcessGroup | None, expert: ProcessGroup | None) -> None:
     """Check that data-parallel ranks hold the same parameters, bit for bit; all of them call it together.
 

@@ -1,8 +1,8 @@
 """What Megatron saves and loads, checked: a checkpoint is whole, serves the run, and is read as it was written.
 
-What Megatron makes of a damaged checkpoint depends on what is damaged: another format, a failed read far below, or an
-exit with status 0 where a save was killed while it wrote the tracker file, which a job queue takes for success. State
-of other optimizers it would load in part.
+Megatron itself takes a damaged checkpoint for one of another format, or fails in a read far below, or exits with status
+0 after a save that was killed while it wrote the tracker file, which a job queue takes for success. The state of other
+optimizers it would load in part.
 """
 
 import functools
@@ -18,7 +18,7 @@ from megatron_eopt.checkpoints.contents import TRACKER, CheckpointError, Content
 from megatron_eopt.checkpoints.problems import check_files
 from megatron_eopt.checkpoints.states import BLOCK, blocks_of, optimizers_in
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, Sums, changed, checksums, loaded_tensors
+from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, Sums, checksums, loaded_tensors
 from megatron_eopt.megatron.checkpoints.compatibility import (
     SECOND_MOMENT,
     imports_adam,
@@ -36,8 +36,8 @@ from megatron_eopt.registry import list_optimizers
 def checked_base(load_base: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``_load_base_checkpoint``: a checkpoint in torch_dist that is not whole is refused on all ranks.
 
-    Where there is no tracker file Megatron starts anew, and it does so still: that is how a first save that was killed
-    looks.
+    Without a tracker file Megatron starts anew, as it does without this package: a first save that was killed leaves
+    none.
     """
 
     @functools.wraps(load_base)
@@ -74,7 +74,7 @@ def checked_tracker(read_metadata: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def checked_save(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``dist_checkpointing.save``: where optimizers of ours are saved, checksums of all tensors are, too."""
+    """Wrap ``dist_checkpointing.save``: with our optimizers, checksums of all tensors are saved."""
 
     @functools.wraps(save)
     def save_checked(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -173,7 +173,7 @@ def _requested(optimizer: Any) -> dict[str, tuple[int, ...] | None]:
 
 
 def _refuse_ours(requested: Any, folder: str) -> None:
-    """Refuse, for an optimizer of Megatron's own, state that one of ours wrote; of the rest Megatron judges itself."""
+    """Refuse, for an optimizer of Megatron's own, state that one of ours wrote; Megatron checks the rest itself."""
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, sorted(_requested({"optimizer": requested})))
     wanted = {key for keys in everywhere for key in keys}
@@ -190,11 +190,16 @@ def _compare(stored: _Stored, requested: Any, loaded: dict[str, Any], folder: st
         for tensor in loaded_tensors(requested, loaded)
         if stored.shapes.get(tensor.key) == tuple(tensor.global_shape) and stored.dtypes[tensor.key] == tensor.dtype
     )
-    keys = changed(stored.sums, checksums(comparable))
-    if keys:
+    changed = sorted(
+        key
+        for key, (value, entries) in checksums(comparable).items()
+        # Of a vocabulary with another padding, other entries were loaded.
+        if key in stored.sums and entries == stored.sums[key][1] and value != stored.sums[key][0]
+    )
+    if changed:
         raise CheckpointError(
-            f"{folder}: {len(keys)} tensors are not what was saved, such as {keys[0]}: their bytes have changed since. "
-            f"megatron-eopt verify-checkpoint says where; load another checkpoint, or a good copy of this one"
+            f"{folder}: {len(changed)} tensors are not what was saved, such as {changed[0]}: their bytes have changed "
+            f"since. megatron-eopt verify-checkpoint says where; load another checkpoint, or a good copy of this one"
         )
 
 

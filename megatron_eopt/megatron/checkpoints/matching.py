@@ -1,4 +1,4 @@
-"""Which optimizer and which group of a checkpoint is which of this run: found by the names of their parameters.
+"""Optimizers and groups of this run find theirs in a checkpoint by the names of their parameters.
 
 Megatron goes by position: it merges the third optimizer of a chain into the third, and the second group into the
 second. At another expert-parallel size, after another optimizer, or where the first stage of a pipeline has no
@@ -9,7 +9,7 @@ What the user sets for a group comes from the run that loads, whatever the check
 reported. What the run itself made of it (a step count, where the schedule stood) comes from the checkpoint.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import pairwise
 from typing import Any
 
@@ -42,23 +42,23 @@ _PARAMETERS = frozenset({"params", "param_names"})
 _STRUCTURE = frozenset({"is_expert_parallel", "default_config"})  # of the layout, and of how Megatron logs
 
 
-def compressed(indices: Mapping[str, Set[int]]) -> Names:
-    """Names in the short form in which a checkpoint holds them."""
+def compressed(names: Iterable[tuple[str, int]]) -> Names:
+    """Names, each a key and an index, in the short form in which a checkpoint holds them."""
+    indices: dict[str, set[int]] = {}
+    for key, index in names:
+        indices.setdefault(key, set()).add(index)
     return {key: _runs(sorted(found)) for key, found in sorted(indices.items())}
 
 
 def _runs(indices: Sequence[int]) -> list[list[int]]:
     edges = [0, *(i for i, (a, b) in enumerate(pairwise(indices), 1) if b != a + 1), len(indices)]
-    return [[indices[first], indices[last - 1] + 1] for first, last in pairwise(edges)] if indices else []
+    return [[indices[first], indices[last - 1] + 1] for first, last in pairwise(edges)]
 
 
-def merged(names: Sequence[Names]) -> Names:
+def merged(names: Iterable[Names]) -> Names:
     """The names of all ranks together."""
-    indices: dict[str, set[int]] = {}
-    for each in names:
-        for key, runs in each.items():
-            indices.setdefault(key, set()).update(index for first, end in runs for index in range(first, end))
-    return compressed(indices)
+    of_keys = (of_key for each in names for of_key in each.items())
+    return compressed((key, index) for key, runs in of_keys for first, end in runs for index in range(first, end))
 
 
 def has(names: Names, key: str, index: int) -> bool:
@@ -185,7 +185,7 @@ def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -
 
 
 def _is_adam(name: str) -> bool:
-    """Whether an optimizer is one of the Adams that Megatron builds, of which each machine may have another."""
+    """Whether an optimizer is one of the Adams that Megatron builds: Transformer Engine's, Apex's or torch's."""
     described = (each.optimizer_cls for each in EMERGING_OPTIMIZERS.values())
     return "Adam" in name and name not in {each.__name__ for each in described if issubclass(each, DescribedState)}
 

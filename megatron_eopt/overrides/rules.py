@@ -28,8 +28,8 @@ from megatron_eopt.overrides.entries import Entry, Layer, Order, Selector
 from megatron_eopt.overrides.known import Known, OverrideError, SettingError, did_you_mean, shown
 from megatron_eopt.overrides.settings import (
     ENDS,
-    MULTIPLIERS,
     OF_ALL,
+    REPLACED,
     WEIGHT_DECAY,
     Value,
     check_setting,
@@ -213,7 +213,7 @@ def _resolve_one(
 def _drop_replaced(won: dict[str, _Claim]) -> list[str]:
     """Drop what an absolute value replaces: what multiplies it, and of a constant weight decay both ends."""
     wrong = []
-    for absolute, other in (*((WEIGHT_DECAY, end) for end in ENDS), *MULTIPLIERS.items()):
+    for absolute, other in REPLACED:
         if absolute in won and other in won:
             first, second = won[absolute], won[other]
             if first.order == second.order:
@@ -227,7 +227,7 @@ def _drop_replaced(won: dict[str, _Claim]) -> list[str]:
 
 
 def _drop_without_effect(won: dict[str, _Claim], optimizer: str | None, known: Known) -> list[str]:
-    """Drop what an excluded parameter or its optimizer has not."""
+    """Drop settings of an excluded parameter, and those that its optimizer has not: they would have no effect."""
     wrong = []
     exclude = won.get("exclude")
     if exclude is not None and exclude.value:

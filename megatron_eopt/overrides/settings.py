@@ -154,11 +154,15 @@ SETTINGS: dict[str, Check] = {
 OF_ALL = frozenset(["optimizer", "lr", "min_lr", "lr_mult", "weight_decay", "start_wd", "end_wd", "wd_mult", "exclude"])
 """Those that Megatron or this package obeys, whatever the optimizer; of the rest an optimizer has what it says."""
 
-# An absolute value, and what multiplies it.
-MULTIPLIERS = {"lr": "lr_mult", "weight_decay": "wd_mult", "start_wd": "wd_mult", "end_wd": "wd_mult"}
-
 WEIGHT_DECAY, ENDS = "weight_decay", ("start_wd", "end_wd")
 """A weight decay that is constant, and the two ends of one that is not."""
+
+REPLACED = (
+    *((WEIGHT_DECAY, end) for end in ENDS),
+    ("lr", "lr_mult"),
+    *((each, "wd_mult") for each in (WEIGHT_DECAY, *ENDS)),
+)
+"""An absolute value, and a setting that it replaces: one entry has one of the two."""
 
 
 def check_of(key: str, optimizer: str | None, known: Known) -> Check:
@@ -257,7 +261,7 @@ def conflicts(settings: Mapping[str, Value]) -> list[SettingError]:
     """What cannot stand together in the settings of one entry; the later one of two is to blame."""
     found = []
     order = list(settings)
-    for absolute, other in (*MULTIPLIERS.items(), *((WEIGHT_DECAY, end) for end in ENDS)):
+    for absolute, other in REPLACED:
         if absolute in settings and other in settings:
             later, earlier = sorted((absolute, other), key=order.index, reverse=True)
             found.append(SettingError(later, f"cannot stand beside {earlier}: keep one of the two"))

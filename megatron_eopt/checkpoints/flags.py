@@ -5,31 +5,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from megatron_eopt.family import FAMILY
+
 _INTEGERS = """num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups kv-channels vocab-size
     num-experts moe-ffn-hidden-size moe-shared-expert-intermediate-size mtp-num-layers max-position-embeddings
     q-lora-rank kv-lora-rank tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size
     expert-model-parallel-size expert-tensor-parallel-size train-iters lr-decay-iters lr-warmup-iters
-    global-batch-size muon-num-ns-steps spectron-rank soap-max-dim""".split()
-_NUMBERS = "lr min-lr weight-decay muon-momentum muon-extra-scale-factor".split()
-_WORDS = """normalization position-embedding-type optimizer adaptive-muon-moment2-method muon-scalar-optimizer
-    lr-decay-style muon-scale-mode muon-coefficient-type muon-tp-mode muon-split muon-preset ckpt-format""".split()
+    global-batch-size""".split()
+_NUMBERS = "lr min-lr weight-decay".split()
+_WORDS = "normalization position-embedding-type optimizer lr-decay-style ckpt-format".split()
 _SWITCHES = """swiglu untie-embeddings-and-output-weights group-query-attention add-qkv-bias qk-layernorm
     attention-output-gate multi-latent-attention moe-shared-expert-gate bf16 fp16 no-load-optim finetune
-    use-checkpoint-args override-opt-param-scheduler use-checkpoint-opt_param-scheduler muon-nesterov
-    muon-momentum-from-adam""".split()
+    use-checkpoint-args override-opt-param-scheduler use-checkpoint-opt_param-scheduler""".split()
+
+# Those of optimizers, but for rates, which the schedule has.
+_OF_OPTIMIZERS = tuple(flag for row in FAMILY for flag in row.flags if not flag.field)
+_OF_LOADING = ("muon_momentum_from_adam", "muon_scalar_optimizer")
+FLAGS_OF_UPDATES = tuple(flag for flag in _OF_OPTIMIZERS if flag.dest not in _OF_LOADING)
+"""Flags whose values may change from one run to the next, and the update with them."""
 
 _ALWAYS_GIVEN = ("num_layers", "hidden_size", "num_attention_heads")
 _DEFAULTS: dict[str, Any] = {
     **{flag.replace("-", "_"): False for flag in _SWITCHES},
+    **{flag.dest: flag.default for flag in _OF_OPTIMIZERS},
     "add_bias_linear": True,
     "normalization": "LayerNorm",
     "position_embedding_type": "learned_absolute",
     "optimizer": "adam",
-    "muon_scalar_optimizer": "adam",
-    "adaptive_muon_moment2_method": "adamuon",
-    "muon_split": "default",
-    "spectron_rank": 64,
-    "soap_max_dim": 10000,
     "num_experts": None,
     "mtp_num_layers": None,
     "moe_shared_expert_intermediate_size": None,
@@ -78,6 +80,9 @@ def parse_flags(flags: Sequence[str]) -> Flags:
             parser.add_argument(f"--{name}", type=kind)
     for name in _SWITCHES:
         parser.add_argument(f"--{name}", action="store_true")
+    for flag in _OF_OPTIMIZERS:
+        of_value = {key: value for key, value in flag.options.items() if key in ("action", "type")}
+        parser.add_argument(flag.name, dest=flag.dest, **of_value)
     parser.add_argument("--disable-bias-linear", dest="add_bias_linear", action="store_false")
     known, rest = parser.parse_known_args(flags)
     given = vars(known)

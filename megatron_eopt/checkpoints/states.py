@@ -10,6 +10,7 @@ import torch
 
 from megatron_eopt.checkpoints.contents import Contents, StoredTensor
 from megatron_eopt.checkpoints.problems import Problem
+from megatron_eopt.family import FAMILY, ROWS
 
 BLOCK = "megatron_eopt"
 """Where this package writes down what it saved, in the state of each of Megatron's optimizers."""
@@ -20,9 +21,9 @@ MAIN = "fp32_param"
 # Under the distributed optimizer Megatron puts the number of the optimizer ahead.
 _STATE = re.compile(r"(?:chained_\d+\.)*optimizer\.state\.([^.]+)\.(.+)")
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)*optimizer\.")
-_FULL_SHAPE = {MAIN, "momentum_buffer", "exp_avg", "exp_avg_sq", "y", "z"}
 _ADAM = frozenset({"exp_avg", "exp_avg_sq"})
-_LION = frozenset({"exp_avg"})
+_LION = frozenset(ROWS["lion"].state)
+_FULL_SHAPE = {MAIN, *_ADAM}.union(*(row.state for row in FAMILY))
 # ``moment2_buffer_1``: of the second logical matrix.
 _OF_A_MATRIX = re.compile(r"_\d+$")
 _FIRST_MOMENTS = ("momentum_buffer", "exp_avg")

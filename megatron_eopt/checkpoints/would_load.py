@@ -5,27 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_eopt.checkpoints.contents import Contents
-from megatron_eopt.checkpoints.flags import Flags, completed
+from megatron_eopt.checkpoints.flags import FLAGS_OF_UPDATES, Flags, completed
 from megatron_eopt.checkpoints.problems import Problem
 from megatron_eopt.checkpoints.states import MAIN, distributed_format, state_keys
+from megatron_eopt.family import ROWS
 
 _MODEL = """num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size swiglu
     normalization position_embedding_type untie_embeddings_and_output_weights add_bias_linear add_qkv_bias qk_layernorm
     attention_output_gate multi_latent_attention q_lora_rank kv_lora_rank num_experts moe_ffn_hidden_size
     moe_shared_expert_intermediate_size moe_shared_expert_gate mtp_num_layers""".split()
-_MUON = """muon_momentum muon_nesterov muon_scale_mode muon_extra_scale_factor muon_coefficient_type muon_num_ns_steps
-    muon_tp_mode muon_split muon_preset""".split()
-# What optimizers of matrices keep depends on these flags, and on which optimizer is beside them.
-_DECIDING: dict[str, list[str]] = {
-    "muon": [],
-    "adaptive_muon": ["adaptive_muon_moment2_method"],
-    "spectron": ["spectron_rank", "muon_split"],
-    "soap": ["soap_max_dim", "muon_split"],
-    "muon_hyperball": ["muon_split"],
-    "scion": [],
-    "polargrad": [],
-}
-_SPLIT_BY_DEFAULT = ("default", "all")  # the same for SOAP, whose state pairs rows with rows
+_SPLIT_BY_DEFAULT = ("default", "all")  # the same for optimizers whose state pairs rows with rows
 _SIZES = {
     "tensor_model_parallel_size": "TP",
     "pipeline_model_parallel_size": "PP",
@@ -78,9 +67,9 @@ def would_load(contents: Contents, flags: Flags) -> Comparison:
     else:
         problems += [*_optimizer(contents, run, saved), *_precision(contents, run), *_schedule(contents, run)]
         notes += [
-            f"--{name.replace('_', '-')} is {flags.given[name]} and was {saved[name]}: the update changes from here on"
-            for name in _MUON
-            if name in flags.given and name in saved and flags.given[name] != saved[name]
+            f"{flag.name} is {flags.given[flag.dest]} and was {saved[flag.dest]}: the update changes from here on"
+            for flag in FLAGS_OF_UPDATES
+            if flag.dest in flags.given and flag.dest in saved and flags.given[flag.dest] != saved[flag.dest]
         ]
     return Comparison(tuple(problems), tuple(notes))
 
@@ -132,26 +121,34 @@ def _optimizer(contents: Contents, run: dict[str, Any], saved: dict[str, Any]) -
         return
     wanted = wanted.removeprefix("dist_")
     what = f"it holds the state of {was}, and the run wants {wanted}"
-    if was == "adam" and wanted == "muon":
+    if was == "adam" and wanted in ROWS and ROWS[wanted].takes_adams:
         if flat:
             yield Problem("error", f"{what}; Adam's lies in flat buckets ({flat})", _anew("go on with adam"))
         elif not run.get("muon_momentum_from_adam"):
             advice = "--muon-momentum-from-adam takes Adam's first moment as momentum, " + _ANEW
             yield Problem("error", what, advice)
-    elif was == "adaptive_muon" and wanted == "muon":
-        yield Problem("error", f"{what}: its second moments would be dropped without a word", _anew(f"keep {was}"))
+    elif wanted in ROWS and _state(wanted) < _state(was):
+        lost = " and ".join(sorted(_state(was) - _state(wanted)))
+        yield Problem("error", f"{what}: its {lost} would be dropped without a word", _anew(f"keep {was}"))
     else:
         yield Problem("error", f"{what}, of which something is missing", _anew(f"keep --optimizer {was}"))
 
 
 def _same_optimizer(run: dict[str, Any], saved: dict[str, Any], was: str) -> Iterator[Problem]:
-    for name in [*_DECIDING[was], "muon_scalar_optimizer"] if was in _DECIDING else []:
-        alike = (
-            _SPLIT_BY_DEFAULT if (was, name) == ("soap", "muon_split") and run.get(name) in _SPLIT_BY_DEFAULT else ()
-        )
+    row = ROWS.get(was)
+    if row is None or row.owns == "all":
+        return
+    for name in (*row.state_depends_on, "muon_scalar_optimizer"):
+        by_default = name == "muon_split" and getattr(row.cls, "pairs_rows", False)
+        alike = _SPLIT_BY_DEFAULT if by_default and run.get(name) in _SPLIT_BY_DEFAULT else ()
         if name in run and saved.get(name) not in (None, run[name], *alike):
             what = f"{name} was {saved[name]} and is {run[name]}, which keeps other state"
             yield Problem("error", what, _anew(f"give --{name.replace('_', '-')} {saved[name]}"))
+
+
+def _state(optimizer: str) -> set[str]:
+    """What an optimizer of the table keeps."""
+    return {*ROWS[optimizer].state, *ROWS[optimizer].further_state} if optimizer in ROWS else set()
 
 
 def _precision(contents: Contents, run: dict[str, Any]) -> Iterator[Problem]:

@@ -3,19 +3,15 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.manifest.family import Family, as_families, by_index, by_pattern
 from megatron_eopt.manifest.members import Index, compressed, contains, join_name, label, split_name
 from megatron_eopt.manifest.row import Row
 from megatron_eopt.manifest.words import owner_in_words
-
-ADAMW_RMS = 0.2
-"""RMS of the entries of a typical AdamW update, before the learning rate (arXiv 2502.16982, section 2.2)."""
+from megatron_eopt.row import ADAMW_RMS
 
 FAR = 4.0
 """An update that is more than so many times larger or smaller than AdamW's is warned of."""
-
-_SCALED = ("muon", "adaptive_muon")
-"""Optimizers whose updates have the size that scale settings say."""
 
 _TIED = ("owner", "lr", "min_lr", "weight_decay", "settings")
 
@@ -131,7 +127,7 @@ def _far_from_adam(found: Sequence[Family], scale_mode: str) -> Iterator[str]:
         factors = _span([size / ADAMW_RMS for size in sizes])
         # for other modes the size depends on the shape, which one factor cannot undo
         factor = " or --muon-extra-scale-factor 0.2" if mode == "spectral" else ""
-        scaled = owner in _SCALED
+        scaled = owner in LIKE_MUON
         what = f"{owner} with scale mode {mode}" if scaled else owner
         advice = f"take --muon-preset match_adamw{factor}, or" if scaled else "set --muon-lr for it, or"
         yield (

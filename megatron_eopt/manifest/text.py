@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
-from megatron_eopt.manifest.checks import ADAMW_RMS
 from megatron_eopt.manifest.columns import aligned
 from megatron_eopt.manifest.family import Family, as_families, rows
 from megatron_eopt.manifest.row import Row
 from megatron_eopt.manifest.words import figure, matrices_in_words, owner_in_words
+from megatron_eopt.row import ADAMW_RMS
 
 _HEADER = ("parameter", "n", "shape", "owner", "reason", "matrices", "layout", "update RMS", "lr", "decay", "state MB")
 _NUMBERS = ("n", "update RMS", "decay", "state MB")

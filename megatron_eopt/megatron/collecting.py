@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from megatron_eopt.family import FAMILY
 from megatron_eopt.manifest import Family, LogicalMatrix, Row, families, merged, rows
-from megatron_eopt.manifest.checks import ADAMW_RMS
 from megatron_eopt.megatron.entries import DEFAULT
 from megatron_eopt.megatron.held import Held, held, owner_name
 from megatron_eopt.megatron.overriding import Owned
@@ -20,9 +20,10 @@ from megatron_eopt.optimizers.state import DescribedState
 from megatron_eopt.overrides import ParameterInfo
 from megatron_eopt.overrides.conditions import is_embedding
 from megatron_eopt.parallel.layout import is_cut_again, is_expert, is_sharded
+from megatron_eopt.row import ADAMW_RMS
 
 _TIED = {"output_layer.weight": "embedding.word_embeddings.weight"}
-_RMS = {"adam": ADAMW_RMS, "soap": ADAMW_RMS, "schedule_free_adamw": ADAMW_RMS, "lion": 1.0, "signum": 1.0}
+_RMS = {"adam": ADAMW_RMS} | {row.name: row.update_rms for row in FAMILY}
 _FULL_TENSORS = {"adam": 2, "sgd": 1}
 _SHOWN_ELSEWHERE = {"optimizer", "lr", "min_lr", "weight_decay", "exclude"}
 

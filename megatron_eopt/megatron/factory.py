@@ -9,6 +9,7 @@ import megatron.core.optimizer as core_optimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_eopt.family import SplitName
 from megatron_eopt.manifest import to_json
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.averaging import remember
@@ -18,7 +19,7 @@ from megatron_eopt.megatron.checkpoints.attach import attach
 from megatron_eopt.megatron.checkpoints.replicas import check_before_first_step
 from megatron_eopt.megatron.collecting import collect
 from megatron_eopt.megatron.declaring import declare, prove_in_first_step
-from megatron_eopt.megatron.fused import SplitName, tag
+from megatron_eopt.megatron.fused import tag
 from megatron_eopt.megatron.overriding import (
     excluded,
     for_megatron,

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from megatron_eopt.family import SplitName
 from megatron_eopt.matrices import (
     ATTRIBUTE,
     GATE_UP,
@@ -20,9 +21,6 @@ from megatron_eopt.matrices import (
 )
 from megatron_eopt.megatron.parameters import Described
 from megatron_eopt.registry import get_qkv_split_shapes
-
-SplitName = Literal["none", "default", "all", "per_head"]
-"""How fused parameters are split: not at all; as Megatron does; wherever it is geometrically right; and into heads."""
 
 _BY_SETTING = "logical_matrices_by_setting"
 

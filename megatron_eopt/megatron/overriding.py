@@ -8,10 +8,11 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
+from megatron_eopt.family import SplitName
 from megatron_eopt.matrices import Split, tag_declared
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.entries import DEFAULT, all_entries, known_names
-from megatron_eopt.megatron.fused import SplitName, fused, is_declared, split_of
+from megatron_eopt.megatron.fused import fused, is_declared, split_of
 from megatron_eopt.megatron.parameters import Described
 from megatron_eopt.optimizers.skipping import NAME
 from megatron_eopt.orthogonalize.coefficients import get_coefficients

@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.scale import PRESETS
 
@@ -21,9 +22,9 @@ def with_preset(config: Any) -> Any:
         return config
     check_choice("preset", preset, tuple(PRESETS))
     name = config.optimizer.removeprefix("dist_")
-    if name not in ("muon", "adaptive_muon"):
+    if name not in LIKE_MUON:
         raise ValueError(
-            f"--muon-preset {preset} is for muon and adaptive_muon, and updates of {name} have a size of their own: "
+            f"--muon-preset {preset} is for {' and '.join(LIKE_MUON)}, and updates of {name} have a size of their own: "
             f"leave it away"
         )
     given = (config.muon_scale_mode, config.muon_extra_scale_factor)

@@ -85,7 +85,7 @@ ADAM, ADAPTIVE = ["exp_avg", "exp_avg_sq"], ["momentum_buffer", "moment2_buffer"
     ("states", "was", "wanted", "words"),
     [
         (ADAM, "adam", "muon", "--muon-momentum-from-adam"),
-        (ADAPTIVE, "adaptive_muon", "muon", "second moments would be dropped"),
+        (ADAPTIVE, "adaptive_muon", "muon", "its moment2_buffer would be dropped without a word"),
         (["momentum_buffer"], "muon", "adaptive_muon", "something is missing -> keep --optimizer muon"),
         (["momentum_buffer"], "muon", "adam", "it holds the state of muon, and the run wants adam"),
         (["exp_avg"], "lion", "adam", "it holds the state of lion"),

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_eopt.family import LIKE_MUON
+
 
 @dataclass(frozen=True)
 class Run:
@@ -126,8 +128,7 @@ class Run:
     @property
     def scalar(self) -> str | None:
         """Name of the scalar optimizer; None where there is none, or none to choose."""
-        chooses = self.optimizer in ("muon", "adaptive_muon")
-        return getattr(self.config, "muon_scalar_optimizer", None) if chooses else None
+        return getattr(self.config, "muon_scalar_optimizer", None) if self.optimizer in LIKE_MUON else None
 
     @property
     def scalars(self) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
+from megatron_eopt.family import ROWS
 from megatron_eopt.megatron.support.facts import Run, release_number
 from megatron_eopt.megatron.support.rules import unsupported
 
@@ -67,17 +68,17 @@ def _shared(**facts: Any) -> Callable[[tuple[int, int]], Facts]:
     return by_release
 
 
-_LION = {"optimizer": "lion", "takes_matrices": False, "leaves_scalars": False}
-_AVERAGING = _LION | {"optimizer": "schedule_free_adamw"}
+def _facts(name: str) -> Facts:
+    matrices = ROWS[name].owns == "matrices"
+    return {"optimizer": name, "takes_matrices": matrices, "leaves_scalars": matrices}
+
+
+_LION, _AVERAGING = _facts("lion"), _facts("schedule_free_adamw")
 _CUT_TWICE = {"cut_twice": "a weight", "weight_shards": 2}
 _WHOLE = "whole matrices are shared out over data-parallel ranks"
 
 FEATURES = (
-    Feature("--optimizer muon"),
-    Feature("--optimizer adaptive_muon", _always(optimizer="adaptive_muon")),
-    Feature("--optimizer lion", _always(**_LION)),
-    Feature("--optimizer spectron, soap, muon_hyperball, scion, polargrad", _always(optimizer="soap")),
-    Feature("--optimizer signum, schedule_free_adamw", _always(**_AVERAGING)),
+    *(Feature(f"--optimizer {name}", _always(**_facts(name))) for name in ROWS),
     Feature("--muon-scalar-optimizer lion", _config(muon_scalar_optimizer="lion")),
     Feature("fp32", _config(bf16=False)),
     Feature("--bf16"),

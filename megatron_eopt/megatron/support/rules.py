@@ -8,6 +8,7 @@ releases lack some, so that nothing of Megatron is imported here.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron_eopt.family import FAMILY, LIKE_MUON
 from megatron_eopt.megatron.support.facts import Run, on, release_number
 
 
@@ -49,7 +50,7 @@ def _cut_twice(run: Run) -> bool:
 
 
 def _averages(run: Run) -> bool:
-    return "schedule_free_adamw" in (run.optimizer, *run.owners)
+    return any(row.averages and row.name in (run.optimizer, *run.owners) for row in FAMILY)
 
 
 RULES = (
@@ -209,12 +210,12 @@ RULES = (
     ),
     Rule(
         "weight decay that is not decoupled",
-        "lion and all optimizers but muon and adaptive_muon have decoupled weight decay only, and "
-        "decoupled_weight_decay is False",
+        f"lion and all optimizers but {' and '.join(LIKE_MUON)} have decoupled weight decay only, and "
+        f"decoupled_weight_decay is False",
         "leave decoupled_weight_decay at True, or take muon with adam beside it",
         lambda run: (
             not getattr(run.config, "decoupled_weight_decay", True)
-            and (run.optimizer not in ("muon", "adaptive_muon") or run.scalar == "lion")
+            and (run.optimizer not in LIKE_MUON or run.scalar == "lion")
         ),
     ),
     Rule(

@@ -6,6 +6,7 @@ import torch
 from megatron_eopt.checkpoints.contents import read_contents
 from megatron_eopt.checkpoints.flags import parse_flags
 from megatron_eopt.checkpoints.would_load import would_load
+from megatron_eopt.family import FAMILY
 from tests.checkpoints.made import common, save, tensors
 
 WHOLE = """--num-layers 2 --hidden-size 8 --ffn-hidden-size 12 --num-attention-heads 2 --swiglu --normalization RMSNorm
@@ -114,12 +115,13 @@ def test_another_second_moment(compared):
     assert "was adamuon and is normuon" in errors(compared(flags, tensors(ADAPTIVE), **saved))
 
 
-@pytest.mark.parametrize("name", ["scion", "polargrad", "muon_hyperball", "signum"])
-def test_relatives_of_muon_are_what_their_runs_asked_for(compared, name):
-    flags, values = WHOLE.replace("muon", name), tensors(["exp_avg" if name == "signum" else "momentum_buffer"])
-    assert compared(flags, values, optimizer=name).problems == ()
-    said = errors(compared(WHOLE.replace("muon", "lion"), values, optimizer=name))
-    assert f"it holds the state of {name}, and the run wants lion" in said
+@pytest.mark.parametrize("row", FAMILY, ids=lambda row: row.name)
+def test_every_optimizer_is_what_its_run_asked_for(compared, row):
+    other = "signum" if row.name == "lion" else "lion"
+    values = tensors([*row.state, *row.further_state])
+    assert compared(WHOLE.replace("muon", row.name), values, optimizer=row.name).problems == ()
+    said = errors(compared(WHOLE.replace("muon", other), values, optimizer=row.name))
+    assert f"it holds the state of {row.name}, and the run wants {other}" in said
 
 
 @pytest.mark.parametrize(

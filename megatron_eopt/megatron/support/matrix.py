@@ -142,17 +142,6 @@ def support_matrix(release: str) -> list[Row]:
     return [_row(feature, release) for feature in FEATURES]
 
 
-def support_table() -> str:
-    """The matrix of all supported releases as a table in Markdown."""
-    by_release = [support_matrix(release) for release in RELEASES]
-    lines = [f"| feature | {' | '.join(RELEASES)} | |", f"|---{'|---' * len(RELEASES)}|---|"]
-    for rows in zip(*by_release, strict=True):
-        # what to take instead is what is looked for; releases where it works need no word then
-        notes = [row.note for row in rows if row.works == "no"] or [row.note for row in rows]
-        lines.append(f"| {rows[0].feature} | {' | '.join(row.works for row in rows)} | {notes[0]} |")
-    return "\n".join(lines)
-
-
 def _row(feature: Feature, release: str) -> Row:
     number = release_number(release)
     plain: Facts = {

@@ -6,7 +6,7 @@ names are aliases here. The optimizers of the package are registered from its ta
 
 from functools import partial
 
-from megatron_eopt.family import FAMILY
+from megatron_eopt.family import FAMILY, TensorParallelAdaptiveMuon, TensorParallelMuon
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types, validate_coefficient_type
 from megatron_eopt.registry.configs import (
     adaptive_muon_config_to_kwargs,
@@ -40,6 +40,8 @@ from megatron_eopt.registry.table import (
 __all__ = [
     "EMERGING_OPTIMIZERS",
     "EmergingOptimizerEntry",
+    "TensorParallelAdaptiveMuon",
+    "TensorParallelMuon",
     "UnknownOptimizerError",
     "adaptive_muon_config_to_kwargs",
     "built_as",

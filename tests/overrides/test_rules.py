@@ -140,7 +140,8 @@ def test_an_owner_drops_what_it_has_not_and_is_below_it():
     assert found.settings == {"optimizer": "adam", "weight_decay": 0.5}
     assert found.overruled == (Overruled("num_ns_steps", 5, "a"),)
     assert refused(entry("attr:is_qkv", "b", optimizer="adam"), entry("*qkv.weight", "a", num_ns_steps=5)) == [
-        f"a: num_ns_steps: adam has no num_ns_steps: it is a setting of {having('num_ns_steps')} (b makes it the owner), for {QKV} and 1 more"
+        f"a: num_ns_steps: adam has no num_ns_steps: it is a setting of {having('num_ns_steps')} "
+        f"(b makes it the owner), for {QKV} and 1 more"
     ]
     assert refused(entry(BIAS, "a", betas=[0.9, 0.95])) == [
         f"a: betas: muon has no betas: it is a setting of {having('betas')}, for {BIAS}"

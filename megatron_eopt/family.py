@@ -28,19 +28,17 @@ from megatron_eopt.row import ADAMW_RMS, Flag, Row, arxiv, choices
 SplitName = Literal["default", "none", "all", "per_head"]
 """How fused parameters are split: as Megatron does; not at all; wherever it is geometrically right; and into heads."""
 
-ITERATION = (
-    *("split_qkv", "fp32_matmul_prec", "coefficient_type", "num_ns_steps", "tp_mode", "cuda_graphs"),
-    *("data_parallel_group", "plan_rates", "symmetric_products"),
+ITERATION = tuple(
+    "split_qkv fp32_matmul_prec coefficient_type num_ns_steps tp_mode cuda_graphs data_parallel_group plan_rates "
+    "symmetric_products".split()
 )
 """Settings of Muon that say how matrices are orthogonalized and exchanged."""
 
 MUON = (
-    *(*ITERATION, "momentum", "nesterov", "scale_mode", "extra_scale_factor"),
-    *("use_decoupled_weight_decay", "weight_decay_method"),
+    *ITERATION,
+    *"momentum nesterov scale_mode extra_scale_factor use_decoupled_weight_decay weight_decay_method".split(),
 )
 """All settings of Muon."""
-
-_SPHERES = "Wen et al., Fantastic Pretraining Optimizers 2.1: Hyperball Optimization (2025)"
 
 FAMILY = (
     Row(
@@ -112,9 +110,6 @@ FAMILY = (
         state=("momentum_buffer",),
         keeps="the momentum",
         state_bytes="4 mn",
-        takes_adams=True,
-        start="--muon-momentum 0.95 --muon-nesterov --muon-preset match_adamw --muon-lr 0.018 --muon-min-lr 0.0018",
-        start_note="updates the size of AdamW's, so that its rate is one to begin with; more was better here",
     ),
     Row(
         name="adaptive_muon",
@@ -140,9 +135,6 @@ FAMILY = (
         "side, namo one",
         state_bytes="8 mn, 4 mn + 4 max(m, n), 4 mn + 4",
         refuses="with normuon and namo `--muon-tp-mode blockwise`; with namo decay that is not decoupled",
-        start="--adaptive-muon-moment2-method normuon --muon-momentum 0.95 --muon-nesterov --muon-preset match_adamw "
-        "--muon-lr 0.018 --muon-min-lr 0.0018",
-        start_note="as Muon",
     ),
     Row(
         name="spectron",
@@ -157,17 +149,12 @@ FAMILY = (
             Flag("num_power_iterations", 1, "Of a step, for the spectral norms."),
         ),
         state=(),
-        further_state=(
-            *("factor_A", "factor_B", "momentum_buffer_A", "momentum_buffer_B"),
-            *("u_A", "u_B", "projected"),
-        ),
+        further_state=tuple("factor_A factor_B momentum_buffer_A momentum_buffer_B u_A u_B projected".split()),
         state_depends_on=("spectron_rank", "muon_split"),
         keeps="two factors of rank r, their momenta, two singular vectors, and whether it was projected",
         state_bytes="4 (2 r + 1) (m + n) + 4",
         refuses="a rank above the short side of a matrix; `blockwise`; in the first step a weight that is zero or not "
         "finite; another rank than the checkpoint's",
-        start="--spectron-rank 32 --spectron-momentum-beta 0.95 --muon-lr 0.06 --muon-min-lr 0.006",
-        start_note="the paper's momentum, and its rank: a quarter of the short side, which is 128 here",
     ),
     Row(
         name="soap",
@@ -200,8 +187,6 @@ FAMILY = (
         update_rms=ADAMW_RMS,
         refuses="`--muon-split none` for fused parameters whose rows follow the tensor-parallel ranks (gate and up): "
         "its bases of rows would fit no other number of ranks",
-        start="--soap-precondition-frequency 10 --adam-beta1 0.95 --adam-beta2 0.95 --muon-lr 0.003 "
-        "--muon-min-lr 0.0003",
     ),
     Row(
         name="lion",
@@ -218,8 +203,6 @@ FAMILY = (
         keeps="the momentum",
         state_bytes="4 mn",
         update_rms=1.0,
-        start="--weight-decay 0.1 --lr 0.0006 --min-lr 0.00006",
-        start_note="3 to 10 times less than AdamW's rate, as much more decay",
     ),
     Row(
         name="signum",
@@ -232,8 +215,6 @@ FAMILY = (
         keeps="the momentum",
         state_bytes="4 mn",
         update_rms=1.0,
-        start="--weight-decay 0.1 --lr 0.0006 --min-lr 0.00006",
-        start_note="as Lion",
     ),
     Row(
         name="schedule_free_adamw",
@@ -262,9 +243,6 @@ FAMILY = (
         averages=True,
         refuses="`--use-distributed-optimizer`, `--no-save-optim`, `--ckpt-format torch`: the average could not be "
         "made or saved",
-        start="--lr-decay-style constant --lr-warmup-iters 0 --schedule-free-adamw-warmup-steps 10 --lr 0.002 "
-        "--min-lr 0.002",
-        start_note="its own warm-up in the place of Megatron's",
     ),
     Row(
         name="scion",
@@ -283,8 +261,6 @@ FAMILY = (
         state_bytes="4 mn",
         refuses="a weight decay of its matrices (`--muon-weight-decay`), a radius that is not above 0, constrained an "
         "`lr` outside [0, 1]",
-        start="--scion-radius 50 --muon-lr 0.0027 --muon-min-lr 0.00027",
-        start_note="the paper's radius for hidden matrices",
     ),
     Row(
         name="polargrad",
@@ -298,15 +274,13 @@ FAMILY = (
         keeps="the momentum",
         state_bytes="4 mn",
         refuses="`blockwise`, whose norms would be those of shards",
-        start="--muon-coefficient-type polar_express --muon-num-ns-steps 8 --muon-lr 0.1 --muon-min-lr 0.01",
-        start_note="steps that leave singular values at 1, as its size is a sum of them",
     ),
     Row(
         name="muon_hyperball",
         cls=MuonHyperball,
         sentence="Muon on spheres: every matrix keeps the Frobenius norm that it starts with, and a step turns it by "
         "an angle of about `lr`",
-        papers=_SPHERES,
+        papers="Wen et al., Fantastic Pretraining Optimizers 2.1: Hyperball Optimization (2025)",
         of_muon=(*ITERATION, "momentum", "nesterov"),
         state=("momentum_buffer",),
         further_state=("radius",),
@@ -315,14 +289,11 @@ FAMILY = (
         state_bytes="4 mn + 8",
         refuses="a weight decay of its matrices; `blockwise`; in the first step a matrix whose norm is zero or not "
         "finite",
-        start="--muon-momentum 0.95 --muon-nesterov --muon-lr 0.06 --muon-min-lr 0.006",
-        start_note="the rate is the angle of a step",
     ),
 )  # fmt: skip
 """In the order of the docs."""
 
 ROWS = {row.name: row for row in FAMILY}
-FLAGS = tuple(flag for row in FAMILY for flag in row.flags)
 CLASSES: dict[str, type[Optimizer]] = {row.cls.__name__: row.cls for row in FAMILY}
 LIKE_MUON = tuple(row.name for row in FAMILY if row.of_muon == MUON)
 """Optimizers that all of Muon's flags hold for: their updates have Muon's size, and their weight decay may be L2."""

@@ -84,10 +84,7 @@ class Row:
         state_bytes: of a matrix of m x n in fp32, as a formula.
         update_rms: RMS of the entries of an update, before the learning rate, where no matrix has one of its own.
         averages: whether it evaluates and saves an average of the path, so that no rank may lack a parameter.
-        takes_adams: whether ``--muon-momentum-from-adam`` lets it load the checkpoint of a run with Adam.
         refuses: what it refuses beside the runs that none of the optimizers takes.
-        start: flags to begin with, for the model of ``make compare``.
-        start_note: why these.
     """
 
     name: str
@@ -107,14 +104,16 @@ class Row:
     state_bytes: str
     update_rms: float | None = None
     averages: bool = False
-    takes_adams: bool = False
     refuses: str = ""
-    start: str
-    start_note: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "vectors", self.vectors or self.owns == "all")
         object.__setattr__(self, "flags", tuple(replace(flag, optimizer=self.name) for flag in self.flags))
+
+    @property
+    def takes_adams(self) -> bool:
+        """Whether ``--muon-momentum-from-adam`` lets it load Adam's state: it keeps a momentum and nothing else."""
+        return (*self.state, *self.further_state) == ("momentum_buffer",)
 
     @property
     def takes_l2_decay(self) -> bool:

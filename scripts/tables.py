@@ -23,7 +23,6 @@ ADAM = {
         "each entry divided by the root of its own second moment",
         "[1711.05101](https://arxiv.org/abs/1711.05101)",
     ),
-    "settings": ("`--lr 0.003 --min-lr 0.0003`", ""),
     "state": ("two moments", "8 mn"),
 }
 
@@ -44,12 +43,6 @@ def family() -> str:
     """What each optimizer is, and where it is from."""
     rows = [(code([row.name]), row.sentence, row.papers) for row in FAMILY]
     return table(("name", "in a sentence", "from"), [("`adam`", *ADAM["family"]), *rows])
-
-
-def settings() -> str:
-    """Flags to begin with."""
-    rows = [(code([row.name]), code([row.start]), row.start_note) for row in FAMILY]
-    return table(("optimizer", "flags", ""), [("`adam`", *ADAM["settings"]), *rows])
 
 
 def owns() -> str:
@@ -217,7 +210,7 @@ Pages of their own: [presets](presets.md), [logical matrices](logical-matrices.m
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "adaptive.md": {"flags": lambda: flags_of(ROWS["adaptive_muon"].flags)},
-    "optimizers.md": {"family": family, "settings": settings, "owns": owns, "state": state, "refused": refused},
+    "optimizers.md": {"family": family, "owns": owns, "state": state, "refused": refused},
     "overrides.md": {"settings": override_settings, "settings of one": override_settings_of_one},
     "plain-torch.md": {"plain": plain},
     "support.md": {"support": support},

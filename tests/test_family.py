@@ -135,9 +135,3 @@ def test_megatron_has_the_flags_that_the_table_says_are_its_own():
     ours = vars(amend(parser()).parse_args([]))
     for flag in (*FLAGS, *(flag for row in FAMILY for flag in row.flags)):
         assert ours[flag.dest] == flag.default, flag.name
-
-
-@rows
-def test_the_command_line_takes_its_settings_to_begin_with(row):
-    parser = amend(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-    assert parser.parse_args(["--optimizer", row.name, *row.start.split()]).optimizer == row.name

@@ -100,8 +100,17 @@ def test_another_optimizer(compared, states, was, wanted, words):
     assert compared(f"{flags} --no-load-optim", tensors(states), optimizer=was).problems == ()
 
 
-def test_adams_momentum_may_be_taken_by_name(compared):
-    assert compared(f"{WHOLE} --muon-momentum-from-adam", tensors(ADAM), optimizer="adam").problems == ()
+@pytest.mark.parametrize("name", ["muon", "scion", "polargrad"])
+def test_adams_momentum_may_be_taken_by_name(compared, name):
+    flags = f"{WHOLE.replace('muon', name)} --muon-momentum-from-adam"
+    assert compared(flags, tensors(ADAM), optimizer="adam").problems == ()
+
+
+@pytest.mark.parametrize("name", ["adaptive_muon", "muon_hyperball", "soap"])
+def test_adams_momentum_is_not_all_that_others_need(compared, name):
+    flags = f"{WHOLE.replace('muon', name)} --muon-momentum-from-adam"
+    said = errors(compared(flags, tensors(ADAM), optimizer="adam"))
+    assert f"holds the state of adam, and the run wants {name}, of which something is missing" in said
 
 
 def test_old_names_of_an_optimizer(compared):

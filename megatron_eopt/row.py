@@ -69,7 +69,7 @@ class Row:
         name: for ``--optimizer``, and for the config of plain torch.
         cls: its class.
         sentence: what it is.
-        papers: where it is from, with links.
+        papers: those that it is from, with links.
         owns: the parameters that it is given in Megatron. With ``matrices``, Adam has the rest.
         vectors: whether the class takes parameters of any shape, so that plain torch gives it all; always where it
             owns ``all``.
@@ -79,7 +79,7 @@ class Row:
         flags: its own.
         state: state keys of tensors of the parameter's shape.
         further_state: state keys of other tensors, without the number of the logical matrix.
-        state_depends_on: fields of the config on which it depends what is kept.
+        state_depends_on: fields of the config that change what is kept.
         keeps: the state in words.
         state_bytes: of a matrix of m x n in fp32, as a formula.
         update_rms: RMS of the entries of an update, before the learning rate, where no matrix has one of its own.
@@ -131,5 +131,5 @@ def arxiv(*numbers: str) -> str:
 
 
 def choices(cls: type[Optimizer], setting: str) -> tuple[str, ...]:
-    """The values that the constructor's annotation, a ``Literal``, says."""
+    """The values of a constructor's argument whose annotation is a ``Literal``."""
     return get_args(inspect.signature(cls).parameters[setting].annotation)

@@ -58,6 +58,7 @@ def test_flags_are_arguments_of_the_constructor(row):
         if flag.setting in lions_betas or (row.name == "muon" and flag.setting in OF_MUON):
             continue
         assert flag.setting in arguments
+        assert flag.choices or not isinstance(flag.default, str), flag.name
         if (row.name, flag.setting) not in OTHER_DEFAULTS:
             assert arguments[flag.setting].default == flag.default, flag.name
     of_muons_flags = {flag.setting for flag in ROWS["muon"].flags} & set(row.of_muon)

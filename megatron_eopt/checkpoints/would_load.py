@@ -66,10 +66,16 @@ def would_load(contents: Contents, flags: Flags) -> Comparison:
         problems.append(Problem("error", "the run wants optimizer state, and there is none", _anew("load it")))
     else:
         problems += [*_optimizer(contents, run, saved), *_precision(contents, run), *_schedule(contents, run)]
+        row = ROWS.get(_kept(contents, saved))
+        changed = [
+            flag
+            for flag in FLAGS_OF_UPDATES
+            if flag.dest in flags.given and flags.given[flag.dest] != saved.get(flag.dest, flags.given[flag.dest])
+        ]
         notes += [
             f"{flag.name} is {flags.given[flag.dest]} and was {saved[flag.dest]}: the update changes from here on"
-            for flag in FLAGS_OF_UPDATES
-            if flag.dest in flags.given and flag.dest in saved and flags.given[flag.dest] != saved[flag.dest]
+            for flag in changed
+            if row is None or flag.dest not in row.state_depends_on  # these are problems
         ]
     return Comparison(tuple(problems), tuple(notes))
 

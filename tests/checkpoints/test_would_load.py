@@ -150,6 +150,8 @@ def test_flags_that_decide_what_an_optimizer_keeps(compared, name, saved, flags,
     flags = f"{WHOLE.replace('muon', name)} {flags}"
     found = compared(flags, tensors(["kept"]), optimizer=name, **saved)
     assert found.problems == () if words is None else words in errors(found)
+    changed = "muon_split" in saved and name == "muon"
+    assert any("the update changes" in note for note in found.notes) is changed
 
 
 def test_another_precision(compared):
@@ -165,7 +167,13 @@ def test_another_schedule(compared):
     assert compared(f"{WHOLE} --lr 0.02 --override-opt-param-scheduler").problems == ()
 
 
-def test_settings_that_change_the_update_are_noted(compared):
+def test_settings_of_every_optimizer_that_change_the_update_are_noted(compared):
+    flags = f"{WHOLE.replace('muon', 'scion')} --scion-radius 20 --scion-no-constrained"
+    saved = {"optimizer": "scion", "scion_radius": 50.0, "scion_constrained": True}
+    assert compared(flags, tensors(["momentum_buffer"]), **saved).notes == (
+        "--scion-radius is 20.0 and was 50.0: the update changes from here on",
+        "--scion-no-constrained is False and was True: the update changes from here on",
+    )
     assert compared(f"{WHOLE} --muon-momentum 0.9").notes == (
         "--muon-momentum is 0.9 and was 0.95: the update changes from here on",
     )

@@ -156,7 +156,7 @@ def state_per_parameter(manifest: Sequence[Family], owner: str | None = None) ->
     Raises:
         ValueError: the owner has no parameters.
     """
-    own = [each for each in manifest if owner in (None, each.like.owner)]
+    own = [each for each in manifest if owner in (None, each.like.optimizer)]
     elements = sum(each.count * prod(each.like.shape) for each in own)
     if not elements:
         raise ValueError(f"{owner or 'nobody'} owns no parameter in the manifest")
@@ -172,7 +172,7 @@ def states(manifests: Mapping[str, Sequence[Family]]) -> dict[str, float]:
         manifests: of a run of each optimizer but Adam.
     """
     found = {name: state_per_parameter(manifest) for name, manifest in manifests.items()}
-    beside = [each for each in manifests.values() if any(family.like.owner == "adam" for family in each)]
+    beside = [each for each in manifests.values() if any(family.like.optimizer == "adam" for family in each)]
     return found | ({"adam": state_per_parameter(beside[0], "adam")} if beside else {})
 
 

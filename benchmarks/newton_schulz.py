@@ -24,11 +24,10 @@ from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schu
 from torch import Tensor
 
 from megatron_eopt.orthogonalize import get_coefficients, newton_schulz
-from megatron_eopt.orthogonalize.forms import gram_flops, standard_flops
-from megatron_eopt.orthogonalize.ladder import choose
+from megatron_eopt.orthogonalize.forms import PRESETS, gram_flops, restarts_for, standard_flops
+from megatron_eopt.orthogonalize.kernels import choose
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.products import Products
-from megatron_eopt.orthogonalize.restarts import PRESETS, restarts_for
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

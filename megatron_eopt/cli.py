@@ -2,7 +2,7 @@
 
 ``plan`` shows what a step of a model will cost: ``megatron-eopt plan --model llama3-70b --tensor-model-parallel-size
 8``, or the sizes of a model by the names of Megatron's flags. ``plan -- FLAGS`` takes those of a whole pretrain
-command, and also says who will own which parameter. ``verify-checkpoint DIR`` says what is in a checkpoint.
+command, and also says which optimizer each parameter will have. ``verify-checkpoint DIR`` says what is in a checkpoint.
 ``doctor`` says what is installed, and what of it works together.
 """
 
@@ -16,8 +16,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args
 
-from megatron_eopt.checkpoints.command import add_command, verify
-from megatron_eopt.doctor import command as doctor
+from megatron_eopt.checkpoints import command as checkpoint
+from megatron_eopt.doctor import diagnosis as doctor
 from megatron_eopt.manifest import table, to_json
 from megatron_eopt.models import MODELS, Model, Parallel, matrices_of
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
@@ -57,15 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_muon(plan)
     _add_rates(plan)
     _add_run(plan)
-    checkpoint = add_command(commands)
+    checkpoint.add_command(commands)
     doctor.add_command(commands)
     plan.set_defaults(parser=plan, run=_print_plan)
-    checkpoint.set_defaults(parser=checkpoint, run=verify)
     given = list(sys.argv[1:] if argv is None else argv)
-    cut = given.index("--") if "--" in given else len(given)
-    options = parser.parse_args(given[:cut])
+    flags = None
+    if "--" in given:
+        cut = given.index("--")
+        given, flags = given[:cut], given[cut + 1 :]
+    options = parser.parse_args(given)
     try:
-        status: int = options.run(options, given[cut + 1 :] if cut < len(given) else None)
+        status: int = options.run(options, flags)
     except ValueError as error:
         options.parser.error(str(error))
     return status
@@ -117,13 +119,24 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--world-size", type=_positive, help="ranks of the run; as few as its parallel sizes allow")
     group.add_argument("--full", action="store_true", help="a line for each parameter, not for all that are alike")
-    group.add_argument("--json", metavar="FILE", help="write who owns what there, too")
+    group.add_argument("--json", metavar="FILE", help="write the optimizer of each parameter there, too")
 
 
-def _print_plan(options: argparse.Namespace, rest: Sequence[str] | None) -> int:
-    if rest is not None:
-        return _print_planned_run(options, rest)
-    print(_plan(options))
+def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
+    if flags is not None:
+        return _print_planned_run(options, flags)
+    settings = NewtonSchulz(steps=options.muon_num_ns_steps, coefficient_type=options.muon_coefficient_type)
+    work = Work(schedule=settings.schedule, restarts=settings.restarts, share=1.0 if options.dense else 0.5)
+    rates = Rates(flops=options.tflops * 1e12, bytes=options.bandwidth * 1e9, latency=options.latency * 1e-6)
+    parallel = Parallel(**{field.name: getattr(options, field.name) for field in fields(Parallel)})
+    matrices = matrices_of(
+        _model(options),
+        parallel,
+        work,
+        split_gate_up=options.split_gate_up,
+        itemsize=options.exchange_itemsize,
+    )
+    print(explain(make_plan(matrices, options.muon_tp_mode, work, rates), work, rates))
     return 0
 
 
@@ -152,21 +165,6 @@ def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int
     if options.json is not None:
         Path(options.json).write_text(json.dumps(to_json(run.families), indent=1) + "\n")
     return 1 if run.problems else 0
-
-
-def _plan(options: argparse.Namespace) -> str:
-    settings = NewtonSchulz(steps=options.muon_num_ns_steps, coefficient_type=options.muon_coefficient_type)
-    work = Work(schedule=settings.schedule, restarts=settings.restarts, share=1.0 if options.dense else 0.5)
-    rates = Rates(flops=options.tflops * 1e12, bytes=options.bandwidth * 1e9, latency=options.latency * 1e-6)
-    parallel = Parallel(**{field.name: getattr(options, field.name) for field in fields(Parallel)})
-    matrices = matrices_of(
-        _model(options),
-        parallel,
-        work,
-        split_gate_up=options.split_gate_up,
-        itemsize=options.exchange_itemsize,
-    )
-    return explain(make_plan(matrices, options.muon_tp_mode, work, rates), work, rates)
 
 
 def _model(options: argparse.Namespace) -> Model:

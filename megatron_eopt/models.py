@@ -7,7 +7,7 @@ from megatron_eopt.parallel.cost import Work, whole_flops
 from megatron_eopt.parallel.plan import Matrix
 from megatron_eopt.parallel.records import Shape, cut, cut_at, whole
 
-Parameter = tuple[Matrix, ...]
+Matrices = tuple[Matrix, ...]
 """The logical matrices of one parameter."""
 
 
@@ -36,7 +36,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """Over how many ranks a model lies.
+    """Over how many ranks a model is distributed.
 
     Attributes:
         tensor: tensor-parallel ranks.
@@ -101,8 +101,8 @@ def matrices_of(
     Raises:
         ValueError: for sizes that cannot be divided over the ranks.
     """
-    dense: list[Parameter] = []
-    experts: list[Parameter] = []
+    dense: list[Matrices] = []
+    experts: list[Matrices] = []
     for layer in range(-(-model.num_layers // parallel.pipeline)):
         name = f"decoder.layers.{layer}"
         dense += _attention(f"{name}.self_attention", model, parallel.tensor)
@@ -121,47 +121,47 @@ def matrices_of(
     return [replace(matrix, itemsize=itemsize) for parameter in own for matrix in parameter]
 
 
-def deal(parameters: Sequence[Parameter], ranks: int) -> list[list[Parameter]]:
+def deal(parameters: Sequence[Matrices], ranks: int) -> list[list[Matrices]]:
     """The parameters of each data-parallel rank: the largest first, dealt to and fro, as Megatron deals them."""
-    size = [sum(matrix.shape[0] * matrix.shape[1] for matrix in parameter) for parameter in parameters]
-    hands: list[list[Parameter]] = [[] for _ in range(ranks)]
-    for place, index in enumerate(sorted(range(len(parameters)), key=lambda index: -size[index])):
-        turn, rank = divmod(place, ranks)
+    size = [sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices) for matrices in parameters]
+    hands: list[list[Matrices]] = [[] for _ in range(ranks)]
+    for number, index in enumerate(sorted(range(len(parameters)), key=lambda index: -size[index])):
+        turn, rank = divmod(number, ranks)
         hands[ranks - 1 - rank if turn % 2 else rank].append(parameters[index])
     return hands
 
 
-def _busiest(parameters: Sequence[Parameter], ranks: int, work: Work) -> list[Parameter]:
-    def flops(hand: list[Parameter]) -> float:
+def _busiest(parameters: Sequence[Matrices], ranks: int, work: Work) -> list[Matrices]:
+    def flops(hand: list[Matrices]) -> float:
         return sum(whole_flops(matrix.shape, work) for parameter in hand for matrix in parameter)
 
     return max(deal(parameters, ranks), key=flops)
 
 
-def _attention(name: str, model: Model, ranks: int) -> list[Parameter]:
+def _attention(name: str, model: Model, ranks: int) -> list[Matrices]:
     """QKV, whose rows are interleaved by query group, and the output projection."""
     heads = model.num_attention_heads
     channels = model.kv_channels or _divided(model.hidden_size, heads, "hidden_size over num_attention_heads")
     groups = model.num_query_groups or heads
     rows = (_divided(heads, groups, "num_attention_heads over num_query_groups") * channels, channels, channels)
     of_rank = _divided(groups * sum(rows), ranks, "rows of linear_qkv over tensor-parallel ranks")
-    parts, before = [], 0
-    for part, own in zip("qkv", rows, strict=True):
-        # Rows of this part above the first row of each rank: all of earlier groups, and some of the group it is in.
+    qkv, before = [], 0
+    for letter, height in zip("qkv", rows, strict=True):
+        # Rows of this matrix above the first row of each rank: those of earlier groups, and some of the group it is in.
         at = (divmod(rank * of_rank, sum(rows)) for rank in range(ranks + 1))
-        edges = [group * own + min(max(inside - before, 0), own) for group, inside in at]
-        shape = (groups * own, model.hidden_size)
-        parts.append(Matrix(f"{name}.linear_qkv.weight[{part}]", shape, cut_at(shape, 0, edges)))
-        before += own
-    return [tuple(parts), (_sharded(f"{name}.linear_proj.weight", (model.hidden_size, heads * channels), 1, ranks),)]
+        edges = [group * height + min(max(inside - before, 0), height) for group, inside in at]
+        shape = (groups * height, model.hidden_size)
+        qkv.append(Matrix(f"{name}.linear_qkv.weight[{letter}]", shape, cut_at(shape, 0, edges)))
+        before += height
+    return [tuple(qkv), (_sharded(f"{name}.linear_proj.weight", (model.hidden_size, heads * channels), 1, ranks),)]
 
 
-def _mlp(name: str, model: Model, columns: int, ranks: int, group: str, split: bool) -> list[Parameter]:
+def _mlp(name: str, model: Model, columns: int, ranks: int, group: str, split: bool) -> list[Matrices]:
     """The first layer, with gate and up where there is one, and the second."""
     hidden, first = model.hidden_size, f"{name}.linear_fc1.weight"
     names = [f"{first}[gate]", f"{first}[up]"] if model.swiglu and split else [first]
     rows = columns * 2 if model.swiglu and not split else columns
-    fc1 = tuple(_sharded(part, (rows, hidden), 0, ranks, group) for part in names)
+    fc1 = tuple(_sharded(each, (rows, hidden), 0, ranks, group) for each in names)
     return [fc1, (_sharded(f"{name}.linear_fc2.weight", (hidden, columns), 1, ranks, group),)]
 
 
@@ -173,7 +173,7 @@ def _on_one_rank(name: str, shape: Shape) -> Matrix:
     return Matrix(name, shape, (whole(shape),))
 
 
-def _divided(size: int, parts: int, what: str) -> int:
-    if size % parts:
-        raise ValueError(f"{what}: {size} is no multiple of {parts}")
-    return size // parts
+def _divided(size: int, by: int, what: str) -> int:
+    if size % by:
+        raise ValueError(f"{what}: {size} is no multiple of {by}")
+    return size // by

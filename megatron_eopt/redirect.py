@@ -1,22 +1,22 @@
 """Replace attributes of other packages' modules and classes, as one thing that can be undone.
 
-Two places need it: :mod:`megatron_eopt.cpu` (torch.cuda answered by the CPU) and :mod:`megatron_eopt.megatron`
+Two rooms need it: :mod:`megatron_eopt.cpu` (torch.cuda answered by the CPU) and :mod:`megatron_eopt.megatron`
 (Megatron's registry and parser know our optimizers). Each replacement carries its reason, so that what was changed in
 a process can be printed.
 """
 
+import contextlib
+import functools
 import importlib
 import os
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-_MISSING = object()
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Redirection:
     """One attribute to replace.
 
@@ -35,8 +35,8 @@ class Redirection:
     name: str
     make: Callable[[Any], Any]
     reason: str
-    follow: bool = True
-    required: bool = True
+    follow: bool = field(default=True, kw_only=True)
+    required: bool = field(default=True, kw_only=True)
 
     @property
     def what(self) -> str:
@@ -49,16 +49,27 @@ class Redirection:
         return f"{self.what}: {self.reason}"
 
 
-@dataclass(frozen=True)
-class _Done:
-    """What was replaced: ``original`` is what ``holder`` itself held, ``seen`` what a reader got from it."""
+def answer(value: Callable[[], Any] | None = None) -> Callable[[Any], Any]:
+    """A ``make`` whose replacement ignores its arguments and returns ``value()``, or None.
 
-    holder: Any
-    name: str
-    original: Any
-    seen: Any
-    replacement: Any
-    follow: bool
+    Each call makes a new function: torch._dynamo refuses one function object under two names.
+    """
+    return lambda original: named_as(original, lambda *args, **kwargs: None if value is None else value())
+
+
+def becomes(replacement: Any) -> Callable[[Any], Any]:
+    """A ``make`` that puts ``replacement`` there as it is; a class, above all, which must not be wrapped."""
+    return lambda original: replacement
+
+
+def call(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A ``make`` that puts the function ``replacement`` there, under the original's name."""
+    return lambda original: named_as(original, replacement)
+
+
+def named_as(original: Any, replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """``replacement`` under the name and documentation of ``original``, so that tracebacks and pickle find it."""
+    return functools.wraps(original)(replacement) if callable(original) else replacement
 
 
 class Redirections:
@@ -77,35 +88,35 @@ class Redirections:
     def __init__(self, redirections: Sequence[Redirection], importers: Sequence[str] = ()) -> None:
         self.redirections = tuple(redirections)
         self.importers = tuple(importers)
-        self._done: list[_Done] = []
+        self._installed: contextlib.ExitStack | None = None
 
     @property
     def installed(self) -> bool:
         """True between :meth:`install` and :meth:`undo`."""
-        return bool(self._done)
+        return self._installed is not None
 
     def install(self) -> None:
         """Replace every attribute; nothing happens where they are replaced already."""
         if self.installed:
             return
-        try:
+        with contextlib.ExitStack() as undoing:
+            # originals and replacements; keeps them alive, and with them their ids
+            followed: list[tuple[Any, Any]] = []
+            undoing.callback(lambda: self._rename({id(new): old for old, new in followed}))
             for redirection in self.redirections:
                 if redirection.required or _importable(redirection.owner):
-                    self._done.append(_replace(redirection))
-            self._rename({id(done.seen): done.replacement for done in self._done if _followed(done)})
-        except BaseException:
-            self.undo()
-            raise
+                    old, new = _replace(redirection, undoing)
+                    # functions and classes can be imported by name and be told apart by identity, numbers cannot
+                    if redirection.follow and callable(old) and callable(new):
+                        followed.append((old, new))
+            self._rename({id(old): new for old, new in followed})
+            self._installed = undoing.pop_all()
 
     def undo(self) -> None:
         """Put every original back, the last replaced first."""
-        originals = {id(done.replacement): done.seen for done in self._done if _followed(done)}
-        undone = []  # keeps the replacements alive, and with them their ids, until the names are put back
-        while self._done:
-            done = self._done.pop()
-            undone.append(done)
-            _put_back(done)
-        self._rename(originals)
+        if self._installed is not None:
+            undoing, self._installed = self._installed, None
+            undoing.close()
 
     def _rename(self, new_of_id: dict[int, Any]) -> None:
         """Point the names that modules of ``importers`` hold at other objects; ``new_of_id`` is keyed by identity."""
@@ -137,38 +148,26 @@ def _imported(owner: str) -> Any:
     return getattr(found, attribute) if attribute else found
 
 
-def _followed(done: _Done) -> bool:
-    # What can be imported by name and be told apart by identity: functions and classes, not numbers or tuples.
-    return done.follow and callable(done.seen) and callable(done.replacement)
-
-
-def _replace(redirection: Redirection) -> _Done:
-    holder, name = redirection.owner, redirection.name
-    if isinstance(holder, str):
-        holder = _imported(holder)
-    if isinstance(holder, MutableMapping):
-        original = holder.get(name, _MISSING)
-        seen = None if original is _MISSING else original
-    else:
-        # vars(), not getattr: an inherited attribute or a bound classmethod must not be written back on undo
-        original = vars(holder).get(name, _MISSING)
-        seen = getattr(holder, name, None)
-    replacement = redirection.make(seen)
-    if isinstance(holder, MutableMapping):
-        holder[name] = replacement
-    else:
-        setattr(holder, name, replacement)
-    return _Done(holder, name, original, seen, replacement, redirection.follow)
-
-
-def _put_back(done: _Done) -> None:
-    missing = done.original is _MISSING
-    if isinstance(done.holder, MutableMapping):
-        if missing:
-            done.holder.pop(done.name, None)
+def _replace(redirection: Redirection, undoing: contextlib.ExitStack) -> tuple[Any, Any]:
+    """Replace one attribute; returns what a reader got from it before, and gets from now on."""
+    owner, name = redirection.owner, redirection.name
+    if isinstance(owner, str):
+        owner = _imported(owner)
+    if isinstance(owner, MutableMapping):
+        seen = owner.get(name)
+        if name in owner:
+            put_back = functools.partial(owner.__setitem__, name, seen)
         else:
-            done.holder[done.name] = done.original
-    elif missing:
-        delattr(done.holder, done.name)
+            put_back = functools.partial(owner.pop, name, None)
+        owner[name] = replacement = redirection.make(seen)
     else:
-        setattr(done.holder, done.name, done.original)
+        seen = getattr(owner, name, None)
+        if name in vars(owner):
+            # not what was seen: a bound classmethod must not be written back, nor an inherited attribute
+            put_back = functools.partial(setattr, owner, name, vars(owner)[name])
+        else:
+            put_back = functools.partial(delattr, owner, name)
+        replacement = redirection.make(seen)
+        setattr(owner, name, replacement)
+    undoing.callback(put_back)
+    return seen, replacement

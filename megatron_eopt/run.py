@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
         parser.error("expected a script, or -m and a module")
     if options.module is None and not Path(command[0]).exists():
         parser.error(f"there is no script {command[0]!r}")
-    # Before Megatron is imported: beside the script, or here, may lie a source tree of it, which python would find.
+    # Before Megatron is imported: python would find a source tree of it beside the script, or here.
     if not sys.flags.safe_path:
         sys.path[0] = str(Path.cwd() if options.module else Path(command[0]).resolve().parent)
     if options.cpu:

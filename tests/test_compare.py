@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from megatron.training.arguments import add_megatron_arguments
 
-from megatron_eopt.manifest import Row, families
+from megatron_eopt.manifest import ManifestRow, families
 from megatron_eopt.megatron.arguments import amend
 from megatron_eopt.registry import list_optimizers, takes_matrices
 from tests.megatron.runs import LAUNCHER, start
@@ -110,8 +110,8 @@ class TestFigures:
         assert figures.steps_within(record("fast", 0.1), 60.0) == 100
 
     def test_the_state_is_that_of_all_parameters_and_adams_that_beside_another(self):
-        def row(name: str, owner: str, state: int) -> Row:
-            return Row(
+        def row(name: str, owner: str, state: int) -> ManifestRow:
+            return ManifestRow(
                 name, (4, 5), "float32", owner, "", "whole", (), None, 1.0, 1.0, 0.0, {}, {}, (), state, None, False
             )
 

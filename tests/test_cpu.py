@@ -82,7 +82,7 @@ megatron_eopt.cpu.install()
 import megatron.training, megatron.core.distributed.param_and_grad_buffer
 megatron_eopt.cpu.undo()
 assert dict(os.environ) == environment
-ours = os.path.dirname(megatron_eopt.cpu.__file__)
+ours = os.path.dirname(megatron_eopt.__file__)
 for module_name, module in list(sys.modules.items()):
     if module_name.startswith(("megatron.", "torch")):
         for name, value in list(vars(module).items()):

@@ -1,4 +1,4 @@
-"""A checksum of a global tensor that is the same however the tensor is cut: the sum of those of its parts."""
+"""A checksum of a global tensor that is the same however the tensor is cut: the sum of its shards' checksums."""
 
 import math
 from collections.abc import Sequence
@@ -11,28 +11,28 @@ _SPREAD = 0x1E3779B97F4A7C14  # even, and no simple number
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def checksum(part: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """What a part of a tensor adds to its checksum, in int64 without dimensions, where the part is.
+def checksum(shard: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """What a shard of a tensor adds to the tensor's checksum: an int64 without dimensions, on the shard's device.
 
-    The sum of each entry's bits, times an odd number that depends on the entry's place in the global tensor, modulo
-    2^64. So it changes with any one entry, and where entries change places.
+    It is the sum of each entry's bits times an odd number that depends on the entry's index in the global tensor,
+    modulo 2^64. So it changes with any one entry, and where entries are exchanged.
 
     Args:
-        part: of any dtype of 1, 2, 4 or 8 bytes; its dimensions are the last of ``shape``.
-        offset: of the part in the global tensor.
+        shard: of any dtype of 1, 2, 4 or 8 bytes; its dimensions are the last of ``shape``.
+        offset: of the shard in the global tensor.
         shape: of the global tensor.
     """
-    total = torch.zeros((), dtype=torch.int64, device=part.device)
-    if not part.numel():
+    total = torch.zeros((), dtype=torch.int64, device=shard.device)
+    if not shard.numel():
         return total
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    sizes = [1] * (len(shape) - part.ndim) + list(part.shape)
+    sizes = [1] * (len(shape) - shard.ndim) + list(shard.shape)
     *leading, (size, start, stride) = [(1, 0, 1), *zip(sizes, offset, strides, strict=True)]
-    rows = torch.zeros(1, dtype=torch.int64, device=part.device)
+    rows = torch.zeros(1, dtype=torch.int64, device=shard.device)
     for axis in leading:
-        rows = (rows[:, None] + _places(*axis, part.device)).flatten()
-    columns = _places(size, start, stride, part.device)
-    bits = part.detach().contiguous().view(_INTEGERS[part.element_size()]).view(len(rows), size)
+        rows = (rows[:, None] + _offsets(*axis, shard.device)).flatten()
+    columns = _offsets(size, start, stride, shard.device)
+    bits = shard.detach().contiguous().view(_INTEGERS[shard.element_size()]).view(len(rows), size)
     height = max(1, _AT_ONCE // size)
     for top in range(0, len(rows), height):
         band = slice(top, top + height)
@@ -40,5 +40,5 @@ def checksum(part: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tenso
     return total
 
 
-def _places(size: int, start: int, stride: int, device: torch.device) -> Tensor:
+def _offsets(size: int, start: int, stride: int, device: torch.device) -> Tensor:
     return torch.arange(start, start + size, device=device) * stride

@@ -3,25 +3,42 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_eopt.checkpoints.contents import CheckpointError, newest, read_contents
-from megatron_eopt.checkpoints.data import check_data, check_manifest
-from megatron_eopt.checkpoints.flags import parse_flags
-from megatron_eopt.checkpoints.problems import check_layout
-from megatron_eopt.checkpoints.report import summary, text, verdict
-from megatron_eopt.checkpoints.states import blocks, check_states
-from megatron_eopt.checkpoints.would_load import would_load
+from megatron_eopt.checkpoints.contents import CheckpointError, Contents, StoredTensor, newest, read_contents
+from megatron_eopt.checkpoints.data import Data, check_data, check_integrity
+from megatron_eopt.checkpoints.problems import check_structure
+from megatron_eopt.checkpoints.states import (
+    MAIN,
+    blocks,
+    check_states,
+    distributed_format,
+    groups,
+    optimizer_states,
+    parameters,
+    state_keys,
+)
+from megatron_eopt.checkpoints.would_load import parse_flags, would_load
 from megatron_eopt.manifest import from_json, table
 
 OK, PROBLEMS, UNREADABLE = 0, 1, 2
 
+_SIZES = {
+    "TP": "tensor_model_parallel_size",
+    "PP": "pipeline_model_parallel_size",
+    "CP": "context_parallel_size",
+    "EP": "expert_model_parallel_size",
+    "world size": "world_size",
+}
+_SHOWN = "optimizer lr max_lr min_lr weight_decay wd_mult momentum betas eps".split()
 
-def add_command(commands: Any) -> argparse.ArgumentParser:
+
+def add_command(commands: Any) -> None:
     """Add the command's parser to those of the program."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = commands.add_parser(
         "verify-checkpoint",
         help="what is in a torch_dist checkpoint, whether it is whole and finite, and whether a run would load it",
         description="Exit status: 0 without errors, 1 with errors, 2 if it cannot be read.",
@@ -30,9 +47,11 @@ def add_command(commands: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="a checkpoint, or what a run's --save named")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
-    parser.add_argument("--manifest", action="store_true", help="also who owned which parameter in the run that saved")
+    parser.add_argument(
+        "--manifest", action="store_true", help="also the optimizer of each parameter, as the run saved"
+    )
     parser.add_argument("--no-data", action="store_true", help="metadata only: quick at any size")
-    return parser
+    parser.set_defaults(parser=parser, run=verify)
 
 
 def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
@@ -56,27 +75,136 @@ def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
             print(json.dumps({"ok": False, "unreadable": str(error)}))
         print(f"megatron-eopt verify-checkpoint: {error}", file=sys.stderr)
         return UNREADABLE
-    problems = check_layout(contents)
+    problems = check_structure(contents)
     data = None
     if not options.no_data:
         data = check_data(contents)
-        problems += [*data.problems, *check_manifest(contents.folder)]
+        problems += [*data.problems, *check_integrity(contents.folder)]
     problems += check_states(contents, data.zeros if data else None)
-    said = summary(contents, data)
+    said = _said(contents, data)
     if run is not None:
         comparison = would_load(contents, run)
         problems += comparison.problems
         said["notes"] = list(comparison.notes)
-    said.update(verdict(problems))
-    report = text(said)
+    errors = sum(problem.severity == "error" for problem in problems)
+    said |= {"problems": [asdict(problem) for problem in problems], "errors": errors}
+    said |= {"warnings": len(problems) - errors, "ok": not errors}
+    report = _text(said)
     if options.manifest:
-        said["manifest"] = next((block["manifest"] for block in blocks(contents) if "manifest" in block), None)
-        report = f"{_manifest(said['manifest'])}\n\n{report}"
+        saved = next((block["manifest"] for block in blocks(contents) if "manifest" in block), None)
+        said["manifest"] = saved
+        missing = "no manifest: another package, or an earlier release of this one, has saved it"
+        report = f"{table(from_json(saved)) if saved is not None else missing}\n\n{report}"
     print(json.dumps(said, indent=1) if options.json else report)
-    return OK if said["ok"] else PROBLEMS
+    return PROBLEMS if errors else OK
 
 
-def _manifest(saved: dict[str, Any] | None) -> str:
-    if saved is None:
-        return "no manifest: another package, or an earlier release of this one, has saved it"
-    return table(from_json(saved))
+def _said(contents: Contents, data: Data | None) -> dict[str, Any]:
+    """What the report says of a checkpoint but its problems, as values that JSON can hold."""
+    args, kept = contents.args, state_keys(contents)
+    precision = next((name for name in ("bf16", "fp16") if args.get(name)), "fp32")
+    optimizers = [
+        {
+            "name": each.name,
+            "source": each.source,
+            "settings": _plain(each.settings),
+            "parameters": list(each.parameters),
+            "states": {state: _totals(tensors) for state, tensors in each.states.items()},
+        }
+        for each in optimizer_states(contents)
+    ]
+    return {
+        "folder": str(contents.folder),
+        "iteration": contents.iteration,
+        "megatron": contents.release,
+        "sizes": {short: args[name] for short, name in _SIZES.items() if name in args},
+        "precision": precision if args else "precision not saved",
+        "model": _totals(parameters(contents).values()),
+        "main_copies": _totals(states[MAIN] for states in kept.values() if MAIN in states),
+        "distributed_optimizer": distributed_format(contents),
+        "optimizers": optimizers,
+        "groups": {label: _plain(group) for label, group in groups(contents)},
+        "data": data and {"archives": data.archives, "bytes": data.bytes, "sound": not data.problems},
+        "args": _plain(args),
+    }
+
+
+def _totals(tensors: Iterable[StoredTensor]) -> dict[str, Any]:
+    listed = list(tensors)
+    return {
+        "tensors": len(listed),
+        "entries": sum(tensor.entries for tensor in listed),
+        "bytes": sum(tensor.bytes for tensor in listed),
+        "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in listed}),
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _text(said: dict[str, Any]) -> str:
+    iteration = "not saved" if said["iteration"] is None else f"{said['iteration']:,}"
+    sizes = ", ".join(f"{short} {value}" for short, value in said["sizes"].items()) or "sizes not saved"
+    lines = [
+        f"checkpoint  {said['folder']}",
+        f"iteration   {iteration}",
+        f"saved by    Megatron-Core {said['megatron']}; {sizes}; {said['precision']}",
+        f"model       {_total_text(said['model'])}",
+        *_optimizer_lines(said),
+    ]
+    for label, group in said["groups"].items():
+        shown = ", ".join(f"{name} {_value(group[name])}" for name in _SHOWN if group.get(name) is not None)
+        lines.append(f"group {label:<5} {shown}")
+    data = said["data"]
+    read = f"{data['archives']:,} archives read, {_size(data['bytes'])}" if data else "not read (--no-data)"
+    read += ": checksums right, all finite" if data and data["sound"] else ""
+    lines.append(f"data        {read}")
+    lines += [f"note        {note}" for note in said.get("notes", [])]
+    for problem in said["problems"]:
+        lines.append(f"{problem['severity'] + ':':<11} {problem['what']}")
+        lines.append(f"{'':<11} -> {problem['advice']}")
+    counts = [_count(said[f"{kind}s"], kind) for kind in ("error", "warning") if said[f"{kind}s"]]
+    lines.append(", ".join(counts if said["errors"] else ["OK", *counts]))
+    return "\n".join(lines)
+
+
+def _optimizer_lines(said: dict[str, Any]) -> Iterator[str]:
+    if said["distributed_optimizer"]:
+        yield f"optimizer   Megatron's DistributedOptimizer, format {said['distributed_optimizer']}"
+    for each in said["optimizers"]:
+        yield f"optimizer   {each['name']} ({each['source']})"
+        if each["settings"]:
+            yield "  " + ", ".join(f"{name} {_value(value)}" for name, value in each["settings"].items())
+        for state, totals in each["states"].items():
+            yield f"  {state:<19} {_total_text(totals)}"
+    if said["main_copies"]["tensors"]:
+        yield f"  {MAIN:<19} {_total_text(said['main_copies'])}"
+    if not said["optimizers"] and not said["distributed_optimizer"]:
+        yield "optimizer   none"
+
+
+def _total_text(totals: dict[str, Any]) -> str:
+    dtypes = " and ".join(totals["dtypes"])
+    return f"{_count(totals['tensors'], 'tensor')}, {totals['entries']:,} entries {dtypes}, {_size(totals['bytes'])}"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        return f"of {len(value)} steps"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} bytes"

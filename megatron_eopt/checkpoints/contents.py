@@ -1,29 +1,48 @@
-"""What a torch_dist checkpoint says it holds, from its metadata alone: no tensor is read.
+"""What a torch_dist checkpoint says it holds, from its metadata alone: no tensor is read, no code of the file is run.
 
-A checkpoint is a folder of ``.distcp`` files, each a row of archives that ``torch.save`` wrote, one for each chunk of a
-tensor and one for each object; ``.metadata`` says what they are and where they lie. Megatron writes ``metadata.json``
-last. What is neither tensor nor per-rank object, the *common state* (arguments, iteration, parameter groups), is the
-object ``common_state/shard_0_1`` from 0.19 on and the file ``common.pt`` before.
+A checkpoint is a folder of ``.distcp`` files. Each is a sequence of archives that ``torch.save`` wrote, one for each
+chunk of a tensor and one for each object; ``.metadata`` names them with their positions. Megatron writes
+``metadata.json`` last. What is neither tensor nor per-rank object, the *common state* (arguments, iteration, parameter
+groups), is the object ``common_state/shard_0_1`` from 0.19 on and the file ``common.pt`` before.
+
+A pickle can name any function and have it called. Here only the classes of ``.metadata`` are loaded; every other name
+becomes an inert stand-in, so that an enum of a Megatron that is not installed costs its own value and nothing else.
 """
 
 import argparse
 import io
 import json
+import pickle
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
 
 import torch
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from megatron_eopt.checkpoints.pickles import read_archive, read_layout
-
-LAYOUT = ".metadata"
+METADATA = ".metadata"
 FORMAT = "metadata.json"
 COMMON_FILE = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
 TRACKER = "latest_checkpointed_iteration.txt"
+
+_METADATA_CLASSES: dict[tuple[str, str], Any] = {
+    **{
+        (metadata.__name__, name): getattr(metadata, name)
+        for name in """BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties
+            TensorStorageMetadata _MEM_FORMAT_ENCODING""".split()
+    },
+    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("torch", "Size"): torch.Size,
+    ("builtins", "set"): set,
+    ("collections", "OrderedDict"): dict,
+    ("pathlib", "PosixPath"): PurePosixPath,
+    ("pathlib", "Path"): PurePosixPath,
+}
 
 
 class CheckpointError(ValueError):
@@ -32,7 +51,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangle of a tensor, or an object (without offsets and sizes), and where its archive lies."""
+    """A rectangle of a tensor, or an object (without offsets and sizes), and the bytes of its archive in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -63,14 +82,14 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Contents:
-    """All that the metadata of a checkpoint say.
+    """All that the metadata of a checkpoint says.
 
     Attributes:
         folder: the checkpoint's own folder, as ``iter_0000100``.
         tensors: by key, in the order of the metadata.
-        blobs: where each object lies, by key; an object is read by nobody here but the common state.
+        blobs: the objects by key; of these only the common state is read.
         common: the common state.
-        release: which releases of Megatron-Core lay a checkpoint out so.
+        release: which releases of Megatron-Core save in this way.
     """
 
     folder: Path
@@ -78,11 +97,6 @@ class Contents:
     blobs: dict[str, Chunk]
     common: dict[str, Any]
     release: str
-
-    @property
-    def objects(self) -> tuple[str, ...]:
-        """Keys of the objects."""
-        return tuple(self.blobs)
 
     @property
     def args(self) -> dict[str, Any]:
@@ -106,10 +120,11 @@ def newest(folder: Path) -> Path:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; name a checkpoint, or the folder that a run's --save named")
     tracker = folder / TRACKER
-    saved = sorted(each.name for each in folder.iterdir() if each.is_dir() and _is_checkpoint_name(each.name))
+    names = sorted(each.name for each in folder.iterdir() if each.is_dir())
+    saved = [name for name in names if re.fullmatch(r"release|iter_\d+", name)]
     there = f"there are {', '.join(saved)}" if saved else "there are no checkpoints"
     if not tracker.is_file():
-        if saved and not (folder / LAYOUT).exists():
+        if saved and not (folder / METADATA).exists():
             raise CheckpointError(
                 f"{folder}: no {TRACKER}, so no save has finished and Megatron would start anew; {there}: name one"
             )
@@ -135,21 +150,21 @@ def read_contents(folder: Path) -> Contents:
         CheckpointError: if it is not there, not in torch_dist format, not finished, or if its metadata or its common
             state cannot be read.
     """
-    _refuse_what_is_none(folder)
+    _check_format(folder)
     try:
-        with (folder / LAYOUT).open("rb") as file:
-            layout = read_layout(file)
-        if not isinstance(layout, Metadata) or not isinstance(layout.storage_data, dict):
-            raise TypeError(f"it holds a {type(layout).__name__}")
-        tensors, blobs = _entries(layout)
+        with (folder / METADATA).open("rb") as file:
+            found = read_metadata(file)
+        if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+            raise TypeError(f"it holds a {type(found).__name__}")
+        tensors, blobs = _entries(found)
     except Exception as error:  # a damaged pickle raises anything
         raise CheckpointError(
-            f"{folder / LAYOUT} cannot be read ({type(error).__name__}: {error}). It is truncated, damaged or of "
+            f"{folder / METADATA} cannot be read ({type(error).__name__}: {error}). It is truncated, damaged or of "
             "another kind, and without it no data can be found: take another checkpoint, or a copy of this file"
         ) from error
-    legacy = (folder / COMMON_FILE).is_file()
-    release = "0.18 or before" if legacy else "0.19 or later"
-    return Contents(folder, tensors, blobs, _common(folder, None if legacy else blobs.get(COMMON_KEY)), release)
+    if (folder / COMMON_FILE).is_file():
+        return Contents(folder, tensors, blobs, _common(folder, None), "0.18 or before")
+    return Contents(folder, tensors, blobs, _common(folder, blobs.get(COMMON_KEY)), "0.19 or later")
 
 
 def is_legacy(folder: Path) -> bool:
@@ -157,11 +172,7 @@ def is_legacy(folder: Path) -> bool:
     return any(e.name.startswith("mp_rank_") or e.name.endswith("model_optim_rng.pt") for e in folder.iterdir())
 
 
-def _is_checkpoint_name(name: str) -> bool:
-    return name == "release" or re.fullmatch(r"iter_\d+", name) is not None
-
-
-def _refuse_what_is_none(folder: Path) -> None:
+def _check_format(folder: Path) -> None:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
     names = sorted(each.name for each in folder.iterdir())
@@ -173,52 +184,49 @@ def _refuse_what_is_none(folder: Path) -> None:
             "save it again with --ckpt-convert-format torch_dist"
         )
     if FORMAT not in names:
-        if LAYOUT in names or any(name.endswith(".distcp") for name in names):
+        if METADATA in names or any(name.endswith(".distcp") for name in names):
             raise CheckpointError(
                 f"{folder} has no {FORMAT}, which Megatron writes last: the save did not finish, or another program "
                 "than Megatron wrote it. Megatron will not load it: take the checkpoint before it"
             )
         raise CheckpointError(f"{folder} is no checkpoint: it has {', '.join(names[:5])}, and no {FORMAT}")
     try:
-        said = json.loads((folder / FORMAT).read_text())
-        backend = said["sharded_backend"]
+        backend = json.loads((folder / FORMAT).read_text())["sharded_backend"]
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{folder / FORMAT} cannot be read ({error}): the checkpoint is damaged") from error
     if backend != "torch_dist":
         raise CheckpointError(f"{folder} is in the format {backend!r}, and only torch_dist is read here")
-    if LAYOUT not in names:
-        raise CheckpointError(f"{folder} has no {LAYOUT}, without which no data can be found: copy it from where it is")
+    if METADATA not in names:
+        raise CheckpointError(
+            f"{folder} has no {METADATA}, without which no data can be found: copy it from where it is"
+        )
 
 
-def _entries(layout: Metadata) -> tuple[dict[str, StoredTensor], dict[str, Chunk]]:
+def _entries(found: Metadata) -> tuple[dict[str, StoredTensor], dict[str, Chunk]]:
     tensors, blobs = {}, {}
-    for key, stored in layout.state_dict_metadata.items():
+    for key, stored in found.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata):
-            chunks = tuple(
-                _chunk(layout, key, tuple(chunk.offsets), tuple(chunk.sizes), chunk.offsets) for chunk in stored.chunks
-            )
+            chunks = tuple(_chunk(found, key, chunk.offsets, chunk.sizes) for chunk in stored.chunks)
             tensors[key] = StoredTensor(key, tuple(stored.size), stored.properties.dtype, chunks)
         else:
-            blobs[key] = _chunk(layout, key, (), (), None)
+            blobs[key] = _chunk(found, key)
     return tensors, blobs
 
 
-def _chunk(
-    layout: Metadata, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], index: torch.Size | None
-) -> Chunk:
-    place = layout.storage_data[MetadataIndex(key, index)]
-    path = Path(place.relative_path)
+def _chunk(found: Metadata, key: str, offsets: torch.Size | None = None, sizes: Sequence[int] = ()) -> Chunk:
+    stored = found.storage_data[MetadataIndex(key, offsets)]
+    path = Path(stored.relative_path)
     if path.is_absolute() or ".." in path.parts:
-        raise ValueError(f"{key} lies in {path}, outside of the checkpoint")
-    return Chunk(offsets, sizes, str(path), int(place.offset), int(place.length))
+        raise ValueError(f"{key} is in {path}, outside of the checkpoint")
+    return Chunk(tuple(offsets or ()), tuple(sizes), str(path), int(stored.offset), int(stored.length))
 
 
 def _common(folder: Path, blob: Chunk | None) -> dict[str, Any]:
-    where = folder / (blob.file if blob else COMMON_FILE)
+    path = folder / (blob.file if blob else COMMON_FILE)
     try:
-        if blob is None and not where.is_file():
-            raise FileNotFoundError(f"neither {COMMON_KEY} in {LAYOUT} nor {COMMON_FILE}")
-        with where.open("rb") as file:
+        if blob is None and not path.is_file():
+            raise FileNotFoundError(f"neither {COMMON_KEY} in {METADATA} nor {COMMON_FILE}")
+        with path.open("rb") as file:
             file.seek(blob.start if blob else 0)
             common = read_archive(io.BytesIO(file.read(blob.length if blob else -1)))
         if isinstance(common, list) and len(common) == 1:
@@ -227,7 +235,61 @@ def _common(folder: Path, blob: Chunk | None) -> dict[str, Any]:
             raise TypeError(f"it holds a {type(common).__name__}")
     except Exception as error:  # a damaged archive raises anything
         raise CheckpointError(
-            f"{where}: the common state (arguments, iteration, parameter groups) cannot be read "
+            f"{path}: the common state (arguments, iteration, parameter groups) cannot be read "
             f"({type(error).__name__}: {error}). Megatron cannot load this checkpoint: take another one, or a copy"
         ) from error
     return common
+
+
+class Unknown:
+    """Stands for an object whose class is not loaded: keeps what it was made from, does nothing."""
+
+    name = "?"
+    arguments: tuple[Any, ...]
+
+    def __new__(cls, *arguments: Any, **keywords: Any) -> "Unknown":
+        """Take whatever the pickle would have given the real class."""
+        made = super().__new__(cls)
+        made.arguments = (*arguments, *keywords.values())
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        self.arguments = (*self.arguments, state)
+
+    def append(self, *items: Any) -> None:
+        """Ignore what the pickle puts into a list or a dict of an unknown class."""
+
+    extend = __setitem__ = append
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(map(repr, self.arguments))})"
+
+
+def _unknown(module: str, name: str) -> type[Unknown]:
+    return type(name.rpartition(".")[2], (Unknown,), {"name": f"{module}.{name}"})
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _METADATA_CLASSES:
+            return _METADATA_CLASSES[module, name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        return _unknown(module, name)
+
+
+def read_metadata(file: IO[bytes]) -> Any:
+    """Unpickle torch's ``.metadata``; torch's own reader would call whatever the file names."""
+    return _MetadataUnpickler(file).load()
+
+
+def read_archive(file: IO[bytes]) -> Any:
+    """Load what ``torch.save`` wrote, on the CPU, with stand-ins for all classes but tensors and Namespace."""
+    allowed: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = []
+    # of what is not safe already: what is made safe here is no longer so afterwards
+    for path in torch.serialization.get_unsafe_globals_in_checkpoint(file):
+        module, _, name = path.rpartition(".")
+        allowed.append(argparse.Namespace if path == "argparse.Namespace" else (_unknown(module, name), path))
+    file.seek(0)
+    with torch.serialization.safe_globals(allowed):
+        return torch.load(file, map_location="cpu", weights_only=True)

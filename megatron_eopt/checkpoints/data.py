@@ -20,7 +20,7 @@ from typing import IO, Any
 import torch
 
 from megatron_eopt.checkpoints.contents import COMMON_FILE, Chunk, Contents, StoredTensor
-from megatron_eopt.checkpoints.problems import MANIFEST, Problem
+from megatron_eopt.checkpoints.problems import INTEGRITY, Problem, needed
 
 BLOCK = 1 << 24
 """Bytes read at a time; a multiple of every entry's size. Memory is this times the threads."""
@@ -53,7 +53,7 @@ class _Seen:
     checked: bool = True
     nan: int = 0
     infinite: int = 0
-    zero: bool = True
+    zero: bool = False
 
 
 class Window(io.RawIOBase):
@@ -86,26 +86,20 @@ class Window(io.RawIOBase):
         return read
 
 
-def check_data(contents: Contents, threads: int | None = None) -> Data:
-    """Read all archives of a checkpoint once, in blocks; those in files that are missing or truncated are left out.
-
-    Args:
-        contents: of the checkpoint.
-        threads: how many archives are read at once; None for one per core, at most eight.
-    """
-    data = Data()
-    work: list[tuple[str, Chunk, StoredTensor | None]] = [
-        (tensor.key, chunk, tensor) for tensor in contents.tensors.values() for chunk in tensor.chunks
-    ]
-    work += [(key, chunk, None) for key, chunk in contents.blobs.items()]
-    legacy = contents.folder / COMMON_FILE
-    if legacy.is_file():
-        work.append(("the common state", Chunk((), (), COMMON_FILE, 0, legacy.stat().st_size), None))
-    work = [each for each in work if _reachable(contents.folder / each[1].file, each[1])]
+def check_data(contents: Contents) -> Data:
+    """Read all archives of a checkpoint once, in blocks; those in files that are missing or truncated are left out."""
+    data, folder = Data(), contents.folder
+    work = [(tensor.key, chunk) for tensor in contents.tensors.values() for chunk in tensor.chunks]
+    work += contents.blobs.items()
+    lengths = {name: (folder / name).stat().st_size for name in needed(contents) if (folder / name).is_file()}
+    work = [(key, chunk) for key, chunk in work if lengths.get(chunk.file, -1) >= chunk.start + chunk.length]
+    if (folder / COMMON_FILE).is_file():
+        size = (folder / COMMON_FILE).stat().st_size
+        work.append(("the common state", Chunk((), (), COMMON_FILE, 0, size)))
     seen: dict[str, list[tuple[Chunk, _Seen]]] = {}
-    with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
-        results = pool.map(lambda each: _look(contents.folder / each[1].file, each[1], each[2]), work)
-        for (key, chunk, _), result in zip(work, results, strict=True):
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        results = pool.map(lambda each: _look(folder / each[1].file, each[1], contents.tensors.get(each[0])), work)
+        for (key, chunk), result in zip(work, results, strict=True):
             seen.setdefault(key, []).append((chunk, result))
             data.archives += 1
             data.bytes += chunk.length
@@ -120,32 +114,27 @@ def check_data(contents: Contents, threads: int | None = None) -> Data:
     return data
 
 
-def check_manifest(folder: Path) -> list[Problem]:
-    """Files have the SHA-256 that Megatron wrote down (``--verify-integrity``, 0.19); nothing where it wrote none."""
-    path = folder / MANIFEST
+def check_integrity(folder: Path) -> list[Problem]:
+    """Files have the SHA-256 that Megatron wrote down; nothing is checked where it wrote none."""
+    path = folder / INTEGRITY
     if not path.is_file():
         return []
     try:
-        manifest = json.loads(path.read_text())
-        algorithm, files = manifest.get("algorithm", "sha256"), dict(manifest["files"])
+        written = json.loads(path.read_text())
+        algorithm, files = written.get("algorithm", "sha256"), dict(written["files"])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        return [Problem("error", f"{MANIFEST} cannot be read ({error})", _DAMAGED)]
+        return [Problem("error", f"{INTEGRITY} cannot be read ({error})", _DAMAGED)]
     if algorithm != "sha256":
-        return [Problem("error", f"{MANIFEST} has the algorithm {algorithm!r} instead of sha256", "compare by hand")]
+        return [Problem("error", f"{INTEGRITY} has the algorithm {algorithm!r} instead of sha256", "compare by hand")]
     problems = []
     for name, expected in files.items():
         if not (folder / name).is_file():
-            problems.append(Problem("error", f"{name} is in {MANIFEST} and missing", "copy it from where it is"))
+            problems.append(Problem("error", f"{name} is in {INTEGRITY} and missing", "copy it from where it is"))
             continue
         with (folder / name).open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != expected:
-            problems.append(Problem("error", f"{name} has another SHA-256 than {MANIFEST} says", _DAMAGED))
+            if hashlib.file_digest(file, "sha256").hexdigest() != expected:
+                problems.append(Problem("error", f"{name} has another SHA-256 than {INTEGRITY} says", _DAMAGED))
     return problems
-
-
-def _reachable(path: Path, chunk: Chunk) -> bool:
-    return path.is_file() and path.stat().st_size >= chunk.start + chunk.length
 
 
 def _look(path: Path, chunk: Chunk, tensor: StoredTensor | None) -> _Seen:
@@ -183,28 +172,18 @@ def _look_at_tensor(
     for entry in filter(_is_data, archive.infolist()):
         # What a storage holds beside the tensor is nobody's, so it is not looked at beyond its checksum.
         whole = entry.file_size == stored.numel() * stored.dtype.itemsize
+        zero = zero and whole
         for block in _blocks(archive, entry, checked):
             if whole:
                 values = torch.frombuffer(block, dtype=stored.dtype)
-                low, high = _range(values)  # one pass, in which NaN wins
+                values = values.float() if values.dtype.itemsize == 1 else values  # float8 has no reductions
+                real = torch.view_as_real(values) if values.is_complex() else values
+                low, high = map(float, real.aminmax())  # one pass, in which NaN wins
                 zero = zero and low == high == 0
                 if not math.isfinite(low + high):
-                    nan += int(_countable(values).isnan().sum())
-                    infinite += int(_countable(values).isinf().sum())
-            else:
-                zero = False
+                    nan += int(values.isnan().sum())
+                    infinite += int(values.isinf().sum())
     return _Seen(checked=checked, nan=nan, infinite=infinite, zero=zero)
-
-
-def _countable(values: torch.Tensor) -> torch.Tensor:
-    """Float8 has no reductions."""
-    return values.float() if values.dtype.itemsize == 1 else values
-
-
-def _range(values: torch.Tensor) -> tuple[float, float]:
-    values = torch.view_as_real(values) if values.is_complex() else _countable(values)
-    low, high = values.aminmax()
-    return float(low), float(high)
 
 
 def _is_data(entry: zipfile.ZipInfo) -> bool:

@@ -1,4 +1,4 @@
-"""What is missing from a checkpoint, or too much, without reading its tensors."""
+"""Whether the files of a checkpoint are what its metadata says, without reading its tensors."""
 
 import bisect
 import math
@@ -7,17 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from megatron_eopt.checkpoints.contents import (
-    COMMON_FILE,
-    FORMAT,
-    LAYOUT,
-    TRACKER,
-    CheckpointError,
-    Contents,
-    newest,
-)
+from megatron_eopt.checkpoints.contents import COMMON_FILE, FORMAT, METADATA, TRACKER, CheckpointError, Contents, newest
 
-MANIFEST = "integrity.json"
+INTEGRITY = "integrity.json"
+"""Megatron's list of the SHA-256 of files (``--verify-integrity``, from 0.19 on)."""
 
 
 @dataclass(frozen=True)
@@ -29,20 +22,29 @@ class Problem:
     advice: str
 
 
-def check_layout(contents: Contents) -> list[Problem]:
-    """Every file is there and long enough, every tensor is tiled by its chunks, and nothing else lies about."""
+def check_structure(contents: Contents) -> list[Problem]:
+    """Every file is there and long enough, every tensor is tiled by its chunks, and there are no stray files."""
     return [*check_files(contents), *check_tiling(contents), *check_neighbours(contents)]
+
+
+def needed(contents: Contents) -> dict[str, int]:
+    """How many bytes each file has at least, by name."""
+    lengths: dict[str, int] = {}
+    chunks = [chunk for tensor in contents.tensors.values() for chunk in tensor.chunks]
+    for chunk in [*chunks, *contents.blobs.values()]:
+        lengths[chunk.file] = max(lengths.get(chunk.file, 0), chunk.start + chunk.length)
+    return dict(sorted(lengths.items()))
 
 
 def check_files(contents: Contents) -> list[Problem]:
     """Files that the metadata name are there and reach to the end of the last chunk in them."""
     problems = []
-    for name, needed in _needed(contents).items():
+    for name, end in needed(contents).items():
         path = contents.folder / name
         if not path.is_file():
-            problems.append(Problem("error", f"{name} is missing ({needed:,} bytes)", "copy it from where it is"))
-        elif (length := path.stat().st_size) < needed:
-            what = f"{name} is truncated: {length:,} bytes, and its last chunk ends at {needed:,}"
+            problems.append(Problem("error", f"{name} is missing ({end:,} bytes)", "copy it from where it is"))
+        elif (length := path.stat().st_size) < end:
+            what = f"{name} is truncated: {length:,} bytes, and its last chunk ends at {end:,}"
             problems.append(Problem("error", what, "copy it again, or take another checkpoint"))
     return problems
 
@@ -59,17 +61,19 @@ def check_tiling(contents: Contents) -> list[Problem]:
 
 
 def check_neighbours(contents: Contents) -> list[Problem]:
-    """The run's tracker file names a checkpoint that is there, and no stray files lie in this one."""
+    """The run's tracker file names a checkpoint that is there, and this one has no stray files."""
     problems = []
-    known = {LAYOUT, FORMAT, COMMON_FILE, MANIFEST, "modelopt_state", *_needed(contents)}
+    known = {METADATA, FORMAT, COMMON_FILE, INTEGRITY, "modelopt_state"}
+    known |= {name.split("/")[0] for name in needed(contents)}
     for path in sorted(contents.folder.iterdir()):
-        if path.name not in known and path.name.split("/")[0] not in {name.split("/")[0] for name in known}:
+        if path.name not in known:
             what = f"{path.name} belongs to nothing that the metadata name"
             advice = "a temporary file, or one of a save that was interrupted before this one: delete it"
             problems.append(Problem("warning", what, advice))
-    if contents.folder.resolve().parent.joinpath(TRACKER).is_file():
+    run = contents.folder.resolve().parent
+    if (run / TRACKER).is_file():
         try:
-            newest(contents.folder.resolve().parent)
+            newest(run)
         except CheckpointError as error:
             problems.append(Problem("error", str(error), "a run that loads the folder above would stop"))
     elif contents.folder.name == "release" or contents.folder.name.startswith("iter_"):
@@ -122,12 +126,3 @@ def _fault(shape: tuple[int, ...], boxes: list[list[tuple[int, int]]], at: tuple
         if fault:
             return fault
     return None
-
-
-def _needed(contents: Contents) -> dict[str, int]:
-    """How long each file has to be at least."""
-    needed: dict[str, int] = {}
-    chunks = [chunk for tensor in contents.tensors.values() for chunk in tensor.chunks]
-    for chunk in [*chunks, *contents.blobs.values()]:
-        needed[chunk.file] = max(needed.get(chunk.file, 0), chunk.start + chunk.length)
-    return dict(sorted(needed.items()))

@@ -1,10 +1,9 @@
 """The optimizers of a checkpoint: what they keep for which parameters, and whether all of it is there."""
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,23 +11,62 @@ from megatron_eopt.checkpoints.contents import Contents, StoredTensor
 from megatron_eopt.checkpoints.problems import Problem
 
 BLOCK = "megatron_eopt"
-"""Where this package writes down what it saved, in the state of each of Megatron's optimizers."""
+"""The key of what this package writes into the state of each of Megatron's optimizers: our block."""
 
 MAIN = "fp32_param"
 """The state key of the main copy in runs with bf16 or fp16."""
 
+
+class Known(NamedTuple):
+    """What is known of an optimizer.
+
+    Attributes:
+        label: its name in the report.
+        states: the state keys by which it is recognized where there is no block.
+        flags: the flags that decide which state it keeps.
+        same: values of one of these flags that keep the same state.
+    """
+
+    label: str = ""
+    states: frozenset[str] = frozenset()
+    flags: tuple[str, ...] = ()
+    same: tuple[str, ...] = ()
+
+
+# ---- All that this room knows of single optimizers, to be taken from the family's table. Where several of them have
+# their states in a checkpoint, it is called by the first.
+_BESIDE = "muon_scalar_optimizer"
+OPTIMIZERS = {
+    "adaptive_muon": Known(
+        label="adaptive Muon",
+        states=frozenset({"momentum_buffer", "moment2_buffer"}),
+        flags=("adaptive_muon_moment2_method", _BESIDE),
+    ),
+    "muon": Known("Muon", frozenset({"momentum_buffer"}), (_BESIDE,)),
+    "spectron": Known(flags=("spectron_rank", "muon_split", _BESIDE)),
+    # SOAP pairs rows with rows, so it splits by default
+    "soap": Known(flags=("soap_max_dim", "muon_split", _BESIDE), same=("default", "all")),
+    "muon_hyperball": Known(flags=("muon_split", _BESIDE)),
+    "scion": Known(flags=(_BESIDE,)),
+    "polargrad": Known(flags=(_BESIDE,)),
+    "adam": Known("Adam", frozenset({"exp_avg", "exp_avg_sq"})),
+    "lion": Known("Lion", frozenset({"exp_avg"})),
+}
+_FIRST_MOMENTS = ("momentum_buffer", "exp_avg")
+_SHAPED_AS_PARAMETER = {MAIN, *_FIRST_MOMENTS, "exp_avg_sq", "y", "z"}
+# ----
+
 # Under the distributed optimizer Megatron puts the number of the optimizer ahead.
 _STATE = re.compile(r"(?:chained_\d+\.)*optimizer\.state\.([^.]+)\.(.+)")
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)*optimizer\.")
-_FULL_SHAPE = {MAIN, "momentum_buffer", "exp_avg", "exp_avg_sq", "y", "z"}
-_ADAM = frozenset({"exp_avg", "exp_avg_sq"})
-_LION = frozenset({"exp_avg"})
 # ``moment2_buffer_1``: of the second logical matrix.
 _OF_A_MATRIX = re.compile(r"_\d+$")
-_FIRST_MOMENTS = ("momentum_buffer", "exp_avg")
 # Buffers of the model, which no optimizer has state for.
 _BUFFERS = re.compile(r"_extra_state|expert_bias$|tokens_per_expert$|running_(mean|var)$")
 _INCOMPLETE = "it cannot be resumed as it is: take another checkpoint, or load with --no-load-optim"
+
+Kept = dict[str, dict[str, StoredTensor]]
+"""Parameter key -> state key -> the tensor."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +75,36 @@ class OptimizerState:
 
     Attributes:
         name: of the optimizer.
-        source: who says so: what the package wrote down, or the state keys.
-        settings: those that the package wrote down.
-        states: state key -> the tensors of it, without the main copy.
-        parameters: keys of the parameters.
+        source: how it is known: from our block, or from the state keys.
+        kept: its state; also parameters that our block names and for which nothing is there.
+        block: ours; empty where there is none.
     """
 
     name: str
     source: str
-    settings: dict[str, Any]
-    states: dict[str, list[StoredTensor]]
-    parameters: tuple[str, ...]
+    kept: Kept
+    block: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that our block has."""
+        return dict(self.block.get("settings") or {})
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """State keys of any of its parameters, without the main copy."""
+        return frozenset[str]().union(*map(_keys, self.kept.values()))
+
+    @property
+    def states(self) -> dict[str, list[StoredTensor]]:
+        """State key -> the tensors of it, without the main copy."""
+        tensors = [(base(state), tensor) for states in self.kept.values() for state, tensor in states.items()]
+        return {key: [tensor for state, tensor in tensors if state == key] for key in sorted(self.keys)}
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Keys of the parameters that it keeps something for."""
+        return tuple(parameter for parameter, states in self.kept.items() if states)
 
 
 def parts_of(state_dict: Any) -> Iterator[dict[Any, Any]]:
@@ -66,16 +123,22 @@ def blocks_of(state_dict: Any) -> list[dict[str, Any]]:
 
 
 def blocks(contents: Contents) -> list[dict[str, Any]]:
-    """What this package wrote into the common state, one for each of its optimizers."""
+    """Our blocks in the common state, one for each of Megatron's optimizers that is ours."""
     return blocks_of(contents.common.get("optimizer"))
 
 
 def groups(contents: Contents) -> list[tuple[str, dict[str, Any]]]:
-    """Each parameter group's settings, with a label: the place of its optimizer, and its own."""
+    """Each parameter group's settings with a label: the index of its optimizer in Megatron's chain, and its own."""
+    whole = contents.common.get("optimizer")
+    if not isinstance(whole, dict):
+        return []
+    # By number; some of torch's utilities make text of it.
+    chained = {f"{index}.": each for index, each in whole.items() if str(index).isdecimal() and isinstance(each, dict)}
     found = []
-    for label, part in _parts(contents):
-        for place, group in enumerate(part.get("param_groups") or []):
-            found.append((f"{label}.{place}" if label else str(place), group))
+    for label, state in (chained or {"": whole}).items():
+        inner = state.get("optimizer")  # beside the main copies
+        saved = state.get("param_groups", inner.get("param_groups") if isinstance(inner, dict) else None)
+        found += [(f"{label}{index}", group) for index, group in enumerate(saved or [])]
     return found
 
 
@@ -85,7 +148,7 @@ def parameters(contents: Contents) -> dict[str, StoredTensor]:
 
 
 def distributed_format(contents: Contents) -> str | None:
-    """How Megatron's DistributedOptimizer laid its state out; None if it did not save this."""
+    """How Megatron's DistributedOptimizer saved its state; None if it did not save this checkpoint."""
     said = (contents.common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
     flat = any(".distributed." in key for key in contents.tensors if _OPTIMIZER.match(key))
     return said or ("optimizer.distributed" if flat else None)
@@ -97,9 +160,14 @@ def split_key(key: str) -> tuple[str, str]:
     return (match[1], match[2]) if match else ("", key)
 
 
-def state_keys(contents: Contents) -> dict[str, dict[str, StoredTensor]]:
-    """Parameter key -> state key -> the tensor, for all that is kept per parameter."""
-    kept: dict[str, dict[str, StoredTensor]] = {}
+def base(state: str) -> str:
+    """The name of a state without the number of the logical matrix that it is kept for."""
+    return _OF_A_MATRIX.sub("", state)
+
+
+def state_keys(contents: Contents) -> Kept:
+    """All that is kept for a parameter."""
+    kept: Kept = {}
     for key, tensor in contents.tensors.items():
         state, parameter = split_key(key)
         if state:
@@ -108,16 +176,16 @@ def state_keys(contents: Contents) -> dict[str, dict[str, StoredTensor]]:
 
 
 def optimizer_states(contents: Contents) -> list[OptimizerState]:
-    """The optimizers that kept something for a parameter: as the package wrote down, the rest by what they keep."""
+    """The optimizers that keep something for a parameter: those of our blocks, the rest by what they keep."""
     rest = state_keys(contents)
     found = []
     for block in blocks(contents):
-        own = {parameter: rest.pop(parameter) for parameter in _members(block, rest) if parameter in rest}
+        own = {parameter: rest.pop(parameter, {}) for parameter in _members(block, rest)}
         source = f"written down by megatron_eopt {block.get('package', '')}".rstrip()
-        found.append(_optimizer(str(block.get("optimizer", "?")), source, dict(block.get("settings") or {}), own))
-    for signature in dict.fromkeys(_signature(states) for states in rest.values()):
-        own = {parameter: states for parameter, states in rest.items() if _signature(states) == signature}
-        found.append(_optimizer(_inferred(signature), "by its state keys", {}, own))
+        found.append(OptimizerState(str(block.get("optimizer", "?")), source, own, block))
+    for keys in dict.fromkeys(map(_keys, rest.values())):
+        own = {parameter: states for parameter, states in rest.items() if _keys(states) == keys}
+        found.append(OptimizerState(_label(keys), "by its state keys", own))
     return found
 
 
@@ -128,16 +196,18 @@ def check_states(contents: Contents, zeros: set[str] | None = None) -> list[Prob
         contents: of the checkpoint.
         zeros: keys of tensors that are zero throughout; None if no data were read.
     """
-    model, kept = parameters(contents), state_keys(contents)
+    model, kept, flat = parameters(contents), state_keys(contents), distributed_format(contents)
     if not kept:
-        if distributed_format(contents):
-            return []
         advice = "it was saved with --no-save-optim: load it with --no-load-optim or --finetune"
-        return [Problem("warning", "there is no optimizer state", advice)]
-    problems = [*_orphans(model, kept), *_incomplete(contents, kept), *_main_copies(model, kept)]
-    without = [key for key, tensor in model.items() if key not in kept and not _BUFFERS.search(key)]
-    without = [key for key in without if model[key].dtype.is_floating_point]
-    if without and not distributed_format(contents):
+        return [] if flat else [Problem("warning", "there is no optimizer state", advice)]
+    problems = [*_unfit(model, kept), *_incomplete(contents)]
+    half = [key for key in kept if key in model and model[key].dtype in (torch.bfloat16, torch.float16)]
+    uncopied = [key for key in half if MAIN not in kept[key]]
+    if uncopied and any(MAIN in states for states in kept.values()):
+        problems.append(Problem("error", f"{MAIN} is missing for {_named(uncopied)}", _INCOMPLETE))
+    trainable = [key for key, tensor in model.items() if tensor.dtype.is_floating_point and not _BUFFERS.search(key)]
+    without = [key for key in trainable if key not in kept]
+    if without and not flat:
         what = f"no optimizer keeps anything for {_named(without)}"
         problems.append(Problem("warning", what, "right for frozen parameters and buffers, and for nothing else"))
     for state in _FIRST_MOMENTS:
@@ -149,117 +219,67 @@ def check_states(contents: Contents, zeros: set[str] | None = None) -> list[Prob
     return problems
 
 
-def _parts(contents: Contents) -> Iterator[tuple[str, dict[str, Any]]]:
-    """State of each of Megatron's optimizers: alone, one of a chain, or inside of one with main copies."""
-    whole = contents.common.get("optimizer")
-    if not isinstance(whole, dict):
-        return
-    # By number; some of torch's utilities make text of it.
-    chained = {str(place): part for place, part in whole.items() if str(place).isdecimal() and isinstance(part, dict)}
-    for label, part in (chained or {"": whole}).items():
-        inner = part.get("optimizer")
-        yield label, {**inner, **part} if isinstance(inner, dict) else part
+def _keys(states: dict[str, StoredTensor]) -> frozenset[str]:
+    """What is kept for a parameter besides its main copy; one key for what is kept for each logical matrix of it."""
+    return frozenset(map(base, states)) - {MAIN}
 
 
-def _signature(states: dict[str, StoredTensor]) -> frozenset[str]:
-    """What is kept for a parameter; of states that are kept for each of its logical matrices, the common name."""
-    return frozenset(base(state) for state in states) - {MAIN}
+def _label(keys: frozenset[str]) -> str:
+    known = next((known.label for known in OPTIMIZERS.values() if known.states == keys), None)
+    return known or (f"Muon with {_listed(keys)}" if "momentum_buffer" in keys else f"unknown ({_listed(keys)})")
 
 
-def base(state: str) -> str:
-    """The name of a state without the number of the logical matrix that it is kept for."""
-    return _OF_A_MATRIX.sub("", state)
+def _members(block: dict[str, Any], kept: Kept) -> list[str]:
+    """Keys of the parameters of a block: by name, or by what it keeps."""
+    if block.get("groups"):
+        return [name for group in block["groups"] for name in group.get("names", ())]
+    return [parameter for parameter, states in kept.items() if _keys(states) == frozenset(block.get("states", ()))]
 
 
-def _inferred(signature: frozenset[str]) -> str:
-    if "momentum_buffer" in signature:
-        second = any(state.startswith("moment2_buffer") for state in signature)
-        return "adaptive Muon" if second else "Muon" if len(signature) == 1 else f"Muon with {_listed(signature)}"
-    named = {_ADAM: "Adam", _LION: "Lion"}
-    return named.get(signature, f"unknown ({_listed(signature)})")
-
-
-def _orphans(model: dict[str, StoredTensor], kept: dict[str, dict[str, StoredTensor]]) -> Iterator[Problem]:
+def _unfit(model: dict[str, StoredTensor], kept: Kept) -> Iterator[Problem]:
+    """State without its parameter, or of another shape."""
     orphans = [key for key in kept if key not in model]
     if orphans:
-        yield Problem("error", f"there is optimizer state for parameters that are not there: {_named(orphans)}",
-                      "the model was not saved with it: take another checkpoint")  # fmt: skip
+        what = f"there is optimizer state for parameters that are not there: {_named(orphans)}"
+        yield Problem("error", what, "the model was not saved with it: take another checkpoint")
     for key, states in kept.items():
         for state, tensor in states.items():
-            if key in model and state in _FULL_SHAPE and tensor.shape != model[key].shape:
+            if key in model and state in _SHAPED_AS_PARAMETER and tensor.shape != model[key].shape:
                 what = f"{tensor.key} is {list(tensor.shape)}, and its parameter {list(model[key].shape)}"
                 yield Problem("error", what, _INCOMPLETE)
 
 
-def _incomplete(contents: Contents, kept: dict[str, dict[str, StoredTensor]]) -> Iterator[Problem]:
-    rest = dict(kept)
-    for block in blocks(contents):
-        own = {parameter: rest.pop(parameter, {}) for parameter in _members(block, kept)}
-        expected = frozenset(block.get("states") or []).union(*map(_signature, own.values()))
-        without = {
-            parameter: frozenset(
-                state for state, names in (block.get("partly") or {}).items() if parameter not in names
-            )
-            for parameter in own
-        }
-        yield from _short_of(expected, own, str(block.get("optimizer", "?")), without)
-    signatures = {_signature(states) for states in rest.values()}
-    complete = {_ADAM}  # Adam's may be a part of another's, as SOAP's, beside which it serves
-    if any("lion" in str(contents.args.get(name)) for name in ("optimizer", "muon_scalar_optimizer")):
-        complete.add(_LION)
-    for signature in sorted(signatures, key=sorted):
-        wider = [other for other in signatures - {signature} if signature < other and signature not in complete]
-        whole = max(wider, key=len, default=signature)
-        own = {parameter: states for parameter, states in rest.items() if _signature(states) == signature}
-        yield from _short_of(whole, own, _inferred(whole))
-
-
-def _short_of(
-    expected: frozenset[str],
-    own: dict[str, dict[str, StoredTensor]],
-    name: str,
-    without: Mapping[str, frozenset[str]] = MappingProxyType({}),
-) -> Iterator[Problem]:
-    """What parameters of one optimizer lack of what it keeps, but for what it keeps ``without`` them."""
-    short: dict[frozenset[str], list[str]] = {}
-    for parameter, states in own.items():
-        expected_here = expected - without.get(parameter, frozenset())
-        if missing := (expected_here - _signature(states)) | _skipped(states):
-            short.setdefault(missing, []).append(parameter)
-    for missing, members in short.items():
-        what = f"{_listed(missing)} is missing for {_named(members)}; {name} keeps {_listed(expected)}"
-        yield Problem("error", what, _INCOMPLETE)
+def _incomplete(contents: Contents) -> Iterator[Problem]:
+    """What parameters lack of what their optimizer keeps."""
+    found = optimizer_states(contents)
+    inferred = [each.keys for each in found if not each.block]
+    # Adam's may be a subset of another's, as of SOAP's, beside which it serves.
+    complete = {OPTIMIZERS["adam"].states}
+    if any("lion" in str(contents.args.get(name)) for name in ("optimizer", _BESIDE)):
+        complete.add(OPTIMIZERS["lion"].states)
+    for each in found:
+        name, keys, partly = each.name, each.keys, each.block.get("partly") or {}
+        if each.block:
+            keys |= frozenset(each.block.get("states") or [])
+        elif keys not in complete:
+            keys = max((other for other in inferred if keys < other), key=len, default=keys)
+            name = _label(keys)
+        short: dict[frozenset[str], list[str]] = {}
+        for parameter, states in each.kept.items():
+            expected = frozenset(key for key in keys if parameter in partly.get(key, [parameter]))
+            if missing := (expected - _keys(states)) | _skipped(states):
+                short.setdefault(missing, []).append(parameter)
+        for missing, members in short.items():
+            what = f"{_listed(missing)} is missing for {_named(members)}; {name} keeps {_listed(keys)}"
+            yield Problem("error", what, _INCOMPLETE)
 
 
 def _skipped(states: dict[str, StoredTensor]) -> frozenset[str]:
     """States of logical matrices that are not there, while there are some of later ones."""
-    numbers: dict[str, int] = {}
-    for state in states:
-        if _OF_A_MATRIX.search(state):
-            numbers[base(state)] = max(numbers.get(base(state), 0), int(state.rpartition("_")[2]))
-    return frozenset(f"{base}_{number}" for base, last in numbers.items() for number in range(last)) - states.keys()
-
-
-def _members(block: dict[str, Any], kept: dict[str, dict[str, StoredTensor]]) -> list[str]:
-    """Keys of the parameters of an optimizer that the package wrote down: by name, or by what it keeps."""
-    if block.get("groups"):
-        return [name for group in block["groups"] for name in group.get("names", ())]
-    return [parameter for parameter, states in kept.items() if _signature(states) == frozenset(block.get("states", ()))]
-
-
-def _optimizer(
-    name: str, source: str, settings: dict[str, Any], own: dict[str, dict[str, StoredTensor]]
-) -> OptimizerState:
-    keys = sorted(frozenset[str]().union(*map(_signature, own.values())))
-    states = {key: [kept[state] for kept in own.values() for state in kept if base(state) == key] for key in keys}
-    return OptimizerState(name, source, settings, states, tuple(own))
-
-
-def _main_copies(model: dict[str, StoredTensor], kept: dict[str, dict[str, StoredTensor]]) -> Iterator[Problem]:
-    half = [key for key in kept if key in model and model[key].dtype in (torch.bfloat16, torch.float16)]
-    without = [key for key in half if MAIN not in kept[key]]
-    if without and any(MAIN in states for states in kept.values()):
-        yield Problem("error", f"{MAIN} is missing for {_named(without)}", _INCOMPLETE)
+    last: dict[str, int] = {}
+    for state in filter(_OF_A_MATRIX.search, states):
+        last[base(state)] = max(last.get(base(state), 0), int(state.rpartition("_")[2]))
+    return frozenset(f"{key}_{number}" for key, count in last.items() for number in range(count)) - states.keys()
 
 
 def _listed(names: frozenset[str]) -> str:

@@ -1,31 +1,73 @@
-"""Whether a checkpoint would load in a run with other flags, and whether that would go on with the same training."""
+"""Whether a run with given flags would load a checkpoint, and whether it would go on with the same training.
 
-from collections.abc import Iterator
+The flags are parsed without Megatron: those that decide this, with Megatron's defaults.
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 from megatron_eopt.checkpoints.contents import Contents
-from megatron_eopt.checkpoints.flags import Flags, completed
 from megatron_eopt.checkpoints.problems import Problem
-from megatron_eopt.checkpoints.states import MAIN, distributed_format, state_keys
+from megatron_eopt.checkpoints.states import MAIN, OPTIMIZERS, Known, base, distributed_format, state_keys
 
-_MODEL = """num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size swiglu
-    normalization position_embedding_type untie_embeddings_and_output_weights add_bias_linear add_qkv_bias qk_layernorm
-    attention_output_gate multi_latent_attention q_lora_rank kv_lora_rank num_experts moe_ffn_hidden_size
-    moe_shared_expert_intermediate_size moe_shared_expert_gate mtp_num_layers""".split()
-_MUON = """muon_momentum muon_nesterov muon_scale_mode muon_extra_scale_factor muon_coefficient_type muon_num_ns_steps
-    muon_tp_mode muon_split muon_preset""".split()
-# What optimizers of matrices keep depends on these flags, and on which optimizer is beside them.
-_DECIDING: dict[str, list[str]] = {
-    "muon": [],
-    "adaptive_muon": ["adaptive_muon_moment2_method"],
-    "spectron": ["spectron_rank", "muon_split"],
-    "soap": ["soap_max_dim", "muon_split"],
-    "muon_hyperball": ["muon_split"],
-    "scion": [],
-    "polargrad": [],
+
+def _typed(**names: str) -> dict[str, type]:
+    kinds = {"int": int, "float": float, "str": str, "bool": bool}
+    return {name: kinds[kind] for kind, listed in names.items() for name in listed.split()}
+
+
+# Flags by the names of Megatron's arguments, and their types.
+_MODEL = _typed(
+    int="""num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size
+        q_lora_rank kv_lora_rank num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size mtp_num_layers
+        max_position_embeddings""",
+    str="normalization position_embedding_type",
+    bool="""swiglu untie_embeddings_and_output_weights add_bias_linear add_qkv_bias qk_layernorm attention_output_gate
+        multi_latent_attention moe_shared_expert_gate""",
+)
+_UPDATE = _typed(
+    float="muon_momentum muon_extra_scale_factor",
+    bool="muon_nesterov",
+    str="muon_scale_mode muon_coefficient_type muon_tp_mode muon_split muon_preset",
+    int="muon_num_ns_steps",
+)
+_OTHERS = _typed(
+    int="""tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
+        expert_tensor_parallel_size train_iters lr_decay_iters lr_warmup_iters global_batch_size spectron_rank
+        soap_max_dim""",
+    float="lr min_lr weight_decay",
+    str="optimizer adaptive_muon_moment2_method muon_scalar_optimizer lr_decay_style ckpt_format",
+    bool="""group_query_attention bf16 fp16 no_load_optim finetune use_checkpoint_args override_opt_param_scheduler
+        use_checkpoint_opt_param_scheduler muon_momentum_from_adam""",
+)
+_FLAGS = _MODEL | _UPDATE | _OTHERS
+_SPELLED = {
+    "add_bias_linear": "--disable-bias-linear",
+    "use_checkpoint_opt_param_scheduler": "--use-checkpoint-opt_param-scheduler",
 }
-_SPLIT_BY_DEFAULT = ("default", "all")  # the same for SOAP, whose state pairs rows with rows
+_DEFAULTS: dict[str, Any] = {
+    **{name: False for name, kind in _FLAGS.items() if kind is bool},
+    "add_bias_linear": True,
+    "normalization": "LayerNorm",
+    "position_embedding_type": "learned_absolute",
+    "optimizer": "adam",
+    "muon_scalar_optimizer": "adam",
+    "adaptive_muon_moment2_method": "adamuon",
+    "muon_split": "default",
+    "spectron_rank": 64,
+    "soap_max_dim": 10000,
+    "num_experts": None,
+    "mtp_num_layers": None,
+    "moe_shared_expert_intermediate_size": None,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "min_lr": 0.0,
+    "lr_decay_style": "linear",
+    "weight_decay": 0.01,
+}
+_ALWAYS_GIVEN = {"num_layers", "hidden_size", "num_attention_heads"}
 _SIZES = {
     "tensor_model_parallel_size": "TP",
     "pipeline_model_parallel_size": "PP",
@@ -39,7 +81,50 @@ _ANEW = "or start the optimizer anew with --no-load-optim"
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Flags:
+    """A run's flags, by the names of Megatron's arguments.
+
+    Attributes:
+        given: those that were given.
+        whole: whether it is the whole command line of a run, so that what is not given has Megatron's default.
+        ignored: flags that say nothing about loading, or that are not known here.
+    """
+
+    given: dict[str, Any]
+    whole: bool
+    ignored: tuple[str, ...]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All that is known of the run: what was given, and the defaults if that was all."""
+        return _completed({**_DEFAULTS, **self.given}) if self.whole else self.given
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"the flags after --: {message}")
+
+
+def parse_flags(flags: Sequence[str]) -> Flags:
+    """Parse what matters of a command line; the rest is listed, not checked.
+
+    Raises:
+        ValueError: for a known flag with a value that it cannot have.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for name, kind in _FLAGS.items():
+        if kind is bool:
+            action = "store_false" if _DEFAULTS[name] else "store_true"
+            parser.add_argument(_flag(name), dest=name, action=action)
+        else:
+            parser.add_argument(_flag(name), type=kind)
+    known, rest = parser.parse_known_args(flags)
+    given = vars(known)
+    whole = given.keys() >= _ALWAYS_GIVEN and not given.get("use_checkpoint_args")
+    return Flags(given, whole, tuple(each for each in rest if each.startswith("--")))
+
+
+class Comparison(NamedTuple):
     """What a run would make of a checkpoint.
 
     Attributes:
@@ -58,7 +143,9 @@ def would_load(contents: Contents, flags: Flags) -> Comparison:
         contents: of the checkpoint.
         flags: if they are not a whole command line, only those that are given are compared.
     """
-    run, saved = flags.values, _saved(contents)
+    run, saved = flags.values, contents.args
+    if saved.keys() >= _ALWAYS_GIVEN:
+        saved = _completed(saved)
     notes = []
     if not saved:
         notes.append("the checkpoint has no arguments of its run: the model and the settings were not compared")
@@ -70,88 +157,62 @@ def would_load(contents: Contents, flags: Flags) -> Comparison:
     if flags.ignored:
         notes.append(f"not compared: {', '.join(dict.fromkeys(flags.ignored))}")
     problems = [] if run.get("use_checkpoint_args") else list(_model(run, saved))
-    notes += _sizes(run, saved)
+    if sizes := _changed(_SIZES, run, saved):
+        listed = ", ".join(f"{_SIZES[name]} {saved[name]} to {run[name]}" for name in sizes)
+        notes.append(f"{listed}: torch_dist loads at any sizes")
     if run.get("no_load_optim") or run.get("finetune"):
         notes.append("the optimizer and the schedule start anew (--no-load-optim or --finetune)")
     elif not state_keys(contents) and not distributed_format(contents):
-        problems.append(Problem("error", "the run wants optimizer state, and there is none", _anew("load it")))
+        problems.append(_error("the run wants optimizer state, and there is none", "load it"))
     else:
         problems += [*_optimizer(contents, run, saved), *_precision(contents, run), *_schedule(contents, run)]
         notes += [
-            f"--{name.replace('_', '-')} is {flags.given[name]} and was {saved[name]}: the update changes from here on"
-            for name in _MUON
+            f"{_flag(name)} is {flags.given[name]} and was {saved[name]}: the update changes from here on"
+            for name in _UPDATE
             if name in flags.given and name in saved and flags.given[name] != saved[name]
         ]
     return Comparison(tuple(problems), tuple(notes))
 
 
-def _saved(contents: Contents) -> dict[str, Any]:
-    args = contents.args
-    return completed(args) if {"num_layers", "hidden_size", "num_attention_heads"} <= args.keys() else args
-
-
 def _model(run: dict[str, Any], saved: dict[str, Any]) -> Iterator[Problem]:
-    names = list(_MODEL)
-    if saved.get("position_embedding_type") == "learned_absolute":
-        names.append("max_position_embeddings")
+    skipped = set()
+    if saved.get("position_embedding_type") != "learned_absolute":
+        skipped.add("max_position_embeddings")
     if not saved.get("multi_latent_attention"):
-        names = [name for name in names if not name.endswith("lora_rank")]
-    for name in names:
-        # A vocabulary often comes from a tokenizer instead of a flag, and then says nothing.
-        if (
-            name in run
-            and name in saved
-            and run[name] != saved[name]
-            and not (name == "vocab_size" and not saved[name])
-        ):
-            flag = "--disable-bias-linear" if name == "add_bias_linear" else f"--{name.replace('_', '-')}"
+        skipped |= {"q_lora_rank", "kv_lora_rank"}
+    if not saved.get("vocab_size"):  # it often comes from a tokenizer instead of a flag
+        skipped.add("vocab_size")
+    for name in _MODEL:
+        if name not in skipped and name in run and name in saved and run[name] != saved[name]:
             what = f"another model: {name} was {saved[name]} and is {run[name]}"
-            yield Problem("error", what, f"give {flag} as it was: these parameters would not fit, or not be there")
-
-
-def _sizes(run: dict[str, Any], saved: dict[str, Any]) -> Iterator[str]:
-    changed = [
-        f"{short} {saved[name]} to {run[name]}"
-        for name, short in _SIZES.items()
-        if name in run and saved.get(name) not in (None, run[name])
-    ]
-    if changed:
-        yield f"{', '.join(changed)}: torch_dist loads at any sizes"
+            yield Problem(
+                "error", what, f"give {_flag(name)} as it was: these parameters would not fit, or not be there"
+            )
 
 
 def _optimizer(contents: Contents, run: dict[str, Any], saved: dict[str, Any]) -> Iterator[Problem]:
-    was, wanted = _kept(contents, saved), run.get("optimizer")
-    flat = distributed_format(contents)
+    was, flat = _kept(contents, saved), distributed_format(contents)
     if flat == "dp_reshardable":
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-            if name in run and saved.get(name) not in (None, run[name]):
-                what = f"the DistributedOptimizer's state is {flat}: it cannot change {_SIZES[name]}"
-                yield Problem("error", what, "save it with --dist-ckpt-optim-fully-reshardable first, " + _ANEW)
-    if wanted is None or wanted.removeprefix("dist_") == was:
-        yield from _same_optimizer(run, saved, was)
-        return
-    wanted = wanted.removeprefix("dist_")
+        for name in _changed(("tensor_model_parallel_size", "pipeline_model_parallel_size"), run, saved):
+            what = f"the DistributedOptimizer's state is {flat}: it cannot change {_SIZES[name]}"
+            yield _error(what, "save it with --dist-ckpt-optim-fully-reshardable first")
+    wanted = run.get("optimizer", was).removeprefix("dist_")
     what = f"it holds the state of {was}, and the run wants {wanted}"
-    if was == "adam" and wanted == "muon":
+    if wanted == was:
+        known = OPTIMIZERS.get(was, Known())
+        for name in _changed(known.flags, run, saved):
+            if not (name == "muon_split" and {run[name], saved[name]} <= set(known.same)):
+                changed = f"{name} was {saved[name]} and is {run[name]}, which keeps other state"
+                yield _error(changed, f"give {_flag(name)} {saved[name]}")
+    elif (was, wanted) == ("adam", "muon"):
         if flat:
-            yield Problem("error", f"{what}; Adam's lies in flat buckets ({flat})", _anew("go on with adam"))
+            yield _error(f"{what}; Adam's is in flat buckets ({flat})", "go on with adam")
         elif not run.get("muon_momentum_from_adam"):
-            advice = "--muon-momentum-from-adam takes Adam's first moment as momentum, " + _ANEW
-            yield Problem("error", what, advice)
-    elif was == "adaptive_muon" and wanted == "muon":
-        yield Problem("error", f"{what}: its second moments would be dropped without a word", _anew(f"keep {was}"))
+            yield _error(what, "--muon-momentum-from-adam takes Adam's first moment as momentum")
+    elif (was, wanted) == ("adaptive_muon", "muon"):
+        yield _error(f"{what}: its second moments would be dropped without a word", f"keep {was}")
     else:
-        yield Problem("error", f"{what}, of which something is missing", _anew(f"keep --optimizer {was}"))
-
-
-def _same_optimizer(run: dict[str, Any], saved: dict[str, Any], was: str) -> Iterator[Problem]:
-    for name in [*_DECIDING[was], "muon_scalar_optimizer"] if was in _DECIDING else []:
-        alike = (
-            _SPLIT_BY_DEFAULT if (was, name) == ("soap", "muon_split") and run.get(name) in _SPLIT_BY_DEFAULT else ()
-        )
-        if name in run and saved.get(name) not in (None, run[name], *alike):
-            what = f"{name} was {saved[name]} and is {run[name]}, which keeps other state"
-            yield Problem("error", what, _anew(f"give --{name.replace('_', '-')} {saved[name]}"))
+        yield _error(f"{what}, of which something is missing", f"keep --optimizer {was}")
 
 
 def _precision(contents: Contents, run: dict[str, Any]) -> Iterator[Problem]:
@@ -162,10 +223,10 @@ def _precision(contents: Contents, run: dict[str, Any]) -> Iterator[Problem]:
     main = any(MAIN in states for states in kept.values())
     if half and not main:
         what = f"it is of a run in fp32, and the run in half precision wants {MAIN}, which is not there"
-        yield Problem("error", what, _anew("go on in fp32"))
+        yield _error(what, "go on in fp32")
     if main and not half:
         what = f"it is of a run in half precision: in fp32, {MAIN} would be dropped and rounded parameters go on"
-        yield Problem("error", what, _anew("give --bf16 or --fp16 as it was"))
+        yield _error(what, "give --bf16 or --fp16 as it was")
 
 
 def _schedule(contents: Contents, run: dict[str, Any]) -> Iterator[Problem]:
@@ -189,15 +250,36 @@ def _schedule(contents: Contents, run: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _kept(contents: Contents, saved: dict[str, Any]) -> str:
-    """The optimizer whose state is there, by Megatron's name."""
+    """The optimizer whose state is there, as ``--optimizer`` takes it."""
     if saved.get("optimizer"):
         return str(saved["optimizer"]).removeprefix("dist_")
-    states = {state for kept in state_keys(contents).values() for state in kept}
-    if "momentum_buffer" in states:
-        second = any(state.startswith("moment2_buffer") for state in states)
-        return "adaptive_muon" if second else "muon"
-    return "adam" if "exp_avg_sq" in states else "lion"
+    keys = {base(state) for kept in state_keys(contents).values() for state in kept}
+    return next((name for name, known in OPTIMIZERS.items() if known.states and known.states <= keys), "lion")
 
 
-def _anew(otherwise: str) -> str:
-    return f"{otherwise}, {_ANEW}"
+def _changed(names: Sequence[str] | Mapping[str, Any], run: dict[str, Any], saved: dict[str, Any]) -> list[str]:
+    """Those of the names that the run has, and that were saved with another value."""
+    return [name for name in names if name in run and saved.get(name) not in (None, run[name])]
+
+
+def _completed(values: dict[str, Any]) -> dict[str, Any]:
+    """The sizes that Megatron derives from others, where they are not given."""
+    done = dict(values)
+    hidden, heads = done["hidden_size"], done["num_attention_heads"]
+    if done.get("ffn_hidden_size") is None:
+        done["ffn_hidden_size"] = int(4 * hidden * 2 / 3 / 64) * 64 if done.get("swiglu") else 4 * hidden
+    if done.get("kv_channels") is None:
+        done["kv_channels"] = hidden // heads
+    if not done.get("group_query_attention") or done.get("num_query_groups") is None:
+        done["num_query_groups"] = heads
+    if done.get("num_experts") and done.get("moe_ffn_hidden_size") is None:
+        done["moe_ffn_hidden_size"] = done["ffn_hidden_size"]
+    return done
+
+
+def _flag(name: str) -> str:
+    return _SPELLED.get(name, f"--{name.replace('_', '-')}")
+
+
+def _error(what: str, otherwise: str) -> Problem:
+    return Problem("error", what, f"{otherwise}, {_ANEW}")

@@ -23,7 +23,7 @@ in the meantime runs uncompiled after :func:`undo` too.
 import torch
 import torch.distributed as dist
 
-from megatron_eopt.cpu import collectives, compilation, device, megatron, random, tensors
+from megatron_eopt.cpu import collectives, device, megatron, tensors
 from megatron_eopt.redirect import Redirections
 
 # Whose modules may have imported a redirected name: torch.distributed and torch.cuda re-export their own.
@@ -34,8 +34,8 @@ _active: Redirections | None = None
 
 def _all() -> Redirections:
     # Megatron comes last: it is imported by its redirection, when torch answers already.
-    parts = (device, random, tensors, compilation, collectives, megatron)
-    return Redirections([each for part in parts for each in part.redirections()], importers=_IMPORTERS)
+    modules = (device, tensors, collectives, megatron)
+    return Redirections([each for module in modules for each in module.redirections()], importers=_IMPORTERS)
 
 
 def installed() -> bool:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_eopt.cpu.answers import named_as
-from megatron_eopt.redirect import Redirection
+from megatron_eopt.redirect import Redirection, named_as
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -94,41 +93,22 @@ def _barrier(real: Callable[..., Any]) -> Callable[..., Any]:
     return named_as(real, barrier)
 
 
-def _loopback() -> list[Redirection]:
-    """Where all ranks are on this machine, gloo need not resolve its host name, which may not resolve at all."""
-    names = {name for _, name in socket.if_nameindex()}
-    if os.environ.get("MASTER_ADDR", "127.0.0.1") not in _LOOPBACK or "lo" not in names:
-        return []
-    return [
-        Redirection(
-            owner=os.environ,
-            name="GLOO_SOCKET_IFNAME",
-            make=lambda present: present or "lo",
-            reason="all ranks are on this machine: gloo talks over the loopback and looks no host name up",
-        )
-    ]
-
-
 def redirections() -> list[Redirection]:
     """Process groups and the collectives that gloo takes otherwise than nccl."""
     if not dist.is_available():
         return []
-    reason = "there is no nccl without GPUs; gloo takes its place, without nccl's options"
-    return [
-        Redirection(owner=dist, name="init_process_group", make=_init_process_group, reason=reason),
-        Redirection(owner=dist, name="new_group", make=_new_group, reason=reason),
-        Redirection(owner=dist, name="barrier", make=_barrier, reason="device_ids is nccl's alone"),
-        Redirection(
-            owner=dist,
-            name="all_gather",
-            make=_all_gather,
-            reason="gloo refuses outputs of unequal sizes, nccl sends them as broadcasts",
-        ),
-        Redirection(
-            owner=dist,
-            name="all_to_all_single",
-            make=_all_to_all_single,
-            reason="Megatron makes a list of the split sizes only where it fetches them from a GPU",
-        ),
-        *_loopback(),
+    group = "there is no nccl without GPUs; gloo takes its place, without nccl's options"
+    unequal = "gloo refuses outputs of unequal sizes, nccl sends them as broadcasts"
+    sizes = "Megatron makes a list of the split sizes only where it fetches them from a GPU"
+    found = [
+        Redirection(dist, "init_process_group", _init_process_group, group),
+        Redirection(dist, "new_group", _new_group, group),
+        Redirection(dist, "barrier", _barrier, "device_ids is nccl's alone"),
+        Redirection(dist, "all_gather", _all_gather, unequal),
+        Redirection(dist, "all_to_all_single", _all_to_all_single, sizes),
     ]
+    # Where all ranks are on this machine, gloo need not resolve its host name, which may not resolve at all.
+    if os.environ.get("MASTER_ADDR", "127.0.0.1") in _LOOPBACK and "lo" in {name for _, name in socket.if_nameindex()}:
+        reason = "all ranks are on this machine: gloo talks over the loopback and looks no host name up"
+        found.append(Redirection(os.environ, "GLOO_SOCKET_IFNAME", lambda present: present or "lo", reason))
+    return found

@@ -1,16 +1,15 @@
-"""What torch.cuda answers about devices, streams and memory when the host is the device."""
+"""What torch.cuda answers when the host is the device: devices, streams, memory and random numbers."""
 
 import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from megatron_eopt.cpu.answers import answer, becomes, call
-from megatron_eopt.redirect import Redirection
+from megatron_eopt.redirect import Redirection, answer, becomes, call
 
 # Megatron asks for CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism on architectures before this one. It asks
 # nothing else of it that a CPU run can reach.
@@ -62,94 +61,99 @@ class DeviceGuard(contextlib.nullcontext[None]):
         super().__init__()
 
 
-@dataclass(frozen=True)
-class Properties:
-    """Stands in for what torch.cuda.get_device_properties returns."""
-
-    name: str
-    total_memory: int
-    major: int
-    minor: int
-    multi_processor_count: int
-
-
-def host_memory() -> int:
-    """Bytes of memory this machine has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def local_ranks() -> int:
-    """How many ranks torchrun started on this machine: each believes to have a GPU of its own."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def _properties() -> Properties:
-    return Properties("cpu", host_memory(), *_CAPABILITY, os.cpu_count() or 1)
-
-
-def _run(waiting: Callable[[], Any], **kwargs: Any) -> None:
-    waiting()
-
-
 def redirections() -> list[Redirection]:
     """torch.cuda's and torch.accelerator's answers; the index that set_device chose lives as long as they do."""
     chosen = 0
+    host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes
 
     def set_device(device: Any) -> None:
         nonlocal chosen
         index = device if isinstance(device, int) else torch.device(device).index
         chosen = chosen if index is None or index < 0 else index
 
+    def properties() -> SimpleNamespace:
+        major, minor = _CAPABILITY
+        processors = os.cpu_count() or 1
+        return SimpleNamespace(
+            name="cpu", total_memory=host_memory, major=major, minor=minor, multi_processor_count=processors
+        )
+
     stream = Stream()
     exists = "Megatron trains only where a GPU is; the host stands in for it"
+    driver = "there is no driver to start"
     index = "one device per local rank, as with GPUs; the index means nothing else"
+    capability = "from here on no CUDA_DEVICE_MAX_CONNECTIONS=1 is asked for"
     finished = "the host has done the work when the call returns"
     memory = "no GPU holds anything; its memory is the host's"
-    table: list[tuple[str, Callable[[], Any] | None, str]] = [
+    answers: list[tuple[str, Callable[[], Any] | None, str]] = [
         ("is_available", lambda: True, exists),
         ("is_initialized", lambda: True, exists),
-        ("init", None, "there is no driver to start"),
-        ("_lazy_init", None, "there is no driver to start"),
-        ("device_count", local_ranks, index),
+        ("init", None, driver),
+        ("_lazy_init", None, driver),
+        ("device_count", _local_ranks, index),
         ("current_device", lambda: chosen, index),
         ("get_device_name", lambda: "cpu", exists),
-        ("get_device_capability", lambda: _CAPABILITY, "from here on no CUDA_DEVICE_MAX_CONNECTIONS=1 is asked for"),
-        ("get_device_properties", _properties, "from here on no CUDA_DEVICE_MAX_CONNECTIONS=1 is asked for"),
+        ("get_device_capability", lambda: _CAPABILITY, capability),
+        ("get_device_properties", properties, capability),
         ("is_bf16_supported", lambda: True, "the CPU computes in bfloat16"),
         ("is_current_stream_capturing", lambda: False, "there are no CUDA graphs"),
         ("synchronize", None, finished),
         ("current_stream", lambda: stream, finished),
         ("default_stream", lambda: stream, finished),
         ("set_stream", None, finished),
+        ("stream", DeviceGuard, finished),
         ("memory_allocated", lambda: 0, memory),
         ("max_memory_allocated", lambda: 0, memory),
         ("memory_reserved", lambda: 0, memory),
         ("max_memory_reserved", lambda: 0, memory),
         ("device_memory_used", lambda: 0, memory),
         ("memory_stats", Counter, memory),  # any statistic asked of it is 0
-        ("mem_get_info", lambda: (host_memory(), host_memory()), memory),
+        ("mem_get_info", lambda: (host_memory, host_memory), memory),
         ("reset_peak_memory_stats", None, memory),
         ("empty_cache", None, memory),
         ("ipc_collect", None, memory),
     ]
-    found = [Redirection(owner=torch.cuda, name=name, make=answer(value), reason=why) for name, value, why in table]
-    at_once = "what waits for the driver to start can run at once"
-    found += [
-        Redirection(owner=torch.cuda, name="set_device", make=call(set_device), reason=index),
-        Redirection(owner=torch.cuda, name="_lazy_call", make=call(_run), reason=at_once),
-        Redirection(owner=torch.cuda, name="stream", make=answer(DeviceGuard), reason=finished),
-    ]
     classes = {"Stream": Stream, "Event": Event, "ExternalStream": ExternalStream, "device": DeviceGuard}
-    for name, stand_in in classes.items():
-        found.append(Redirection(owner=torch.cuda, name=name, make=becomes(stand_in), reason=finished))
-    for name in ("range_push", "range_pop", "mark"):
-        found.append(Redirection(owner=torch.cuda.nvtx, name=name, make=answer(), reason="there is no NVTX to mark"))
-    found.append(
-        Redirection(
-            owner=torch.accelerator,
-            name="is_available",
-            make=answer(lambda: False),
-            reason="torch.optim and DataLoader would go on to ask the driver; torch.cuda.is_available said yes",
-        )
-    )
-    return found
+    at_once = "what waits for the driver to start can run at once"
+    unasked = "torch.optim and DataLoader would go on to ask the driver; torch.cuda.is_available said yes"
+    return [
+        *[Redirection(torch.cuda, name, answer(value), why) for name, value, why in answers],
+        *[Redirection(torch.cuda, name, becomes(stand_in), finished) for name, stand_in in classes.items()],
+        Redirection(torch.cuda, "set_device", call(set_device), index),
+        Redirection(torch.cuda, "_lazy_call", call(lambda waiting, **kwargs: waiting()), at_once),
+        *[
+            Redirection(torch.cuda.nvtx, name, answer(), "there is no NVTX to mark")
+            for name in ("range_push", "range_pop", "mark")
+        ],
+        Redirection(torch.accelerator, "is_available", answer(lambda: False), unasked),
+        *_random_numbers(),
+    ]
+
+
+def _local_ranks() -> int:
+    """How many ranks torchrun started on this machine: each believes to have a GPU of its own."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _random_numbers() -> list[Redirection]:
+    """Seeds and states of torch.cuda's generators are those of ``torch.default_generator``.
+
+    So one generator serves what on GPUs are two: a draw for the GPU moves the numbers that the CPU draws next.
+    """
+    generator = torch.default_generator
+
+    def seed(value: int) -> None:
+        generator.manual_seed(int(value))  # not torch.manual_seed, which calls torch.cuda.manual_seed_all
+
+    def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
+        generator.set_state(new_state)
+
+    makes = {  # two functions for the two seeds: torch._dynamo refuses one under two names
+        "manual_seed": call(lambda value: seed(value)),
+        "manual_seed_all": call(lambda value: seed(value)),
+        "get_rng_state": call(lambda device="cuda": generator.get_state()),
+        "set_rng_state": call(set_rng_state),
+        "default_generators": becomes((generator,) * _local_ranks()),
+    }
+    reason = "the CPU's generator makes the numbers, so it is the one whose state is kept"
+    return [Redirection(torch.cuda, name, make, reason) for name, make in makes.items()]

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_eopt.cpu.answers import answer, named_as
-from megatron_eopt.redirect import Redirection
+from megatron_eopt.redirect import Redirection, answer, named_as
 
 
 def _compile_helpers(real: Callable[[], None]) -> Callable[[], None]:
@@ -47,32 +46,32 @@ def redirections() -> list[Redirection]:
     """What no redirection of torch reaches; nothing where Megatron-Core is not installed."""
     found = [
         Redirection(
-            owner="megatron.core.datasets.utils",
-            name="compile_helpers",
-            make=_compile_helpers,
-            reason="the wheel ships them built, but without the Makefile that this runs",
+            "megatron.core.datasets.utils",
+            "compile_helpers",
+            _compile_helpers,
+            "the wheel ships them built, but without the Makefile that this runs",
         ),
+        # megatron.training needs packages that megatron-core does not declare; without them nobody warms up
         Redirection(
-            owner="megatron.training.initialize",
-            name="set_jit_fusion_options",
-            make=answer(),
-            reason="nothing is compiled, and warming it up draws numbers, how many depends on the tensor-parallel size:"
-            " the weights would depend on it too",
-            # megatron.training needs packages that megatron-core does not declare; without them nobody warms up
+            "megatron.training.initialize",
+            "set_jit_fusion_options",
+            answer(),
+            "nothing is compiled, and warming it up draws numbers, how many depends on the tensor-parallel size: the "
+            "weights would depend on it too",
             required=False,
         ),
         Redirection(
-            owner="megatron.training.initialize",
-            name="init_persistent_async_worker",
-            make=_forked_worker,
-            reason="a new interpreter would write asynchronous saves without this backend, and the trainer wait for it",
+            "megatron.training.initialize",
+            "init_persistent_async_worker",
+            _forked_worker,
+            "a new interpreter would write asynchronous saves without this backend, and the trainer wait for it",
             required=False,
         ),
         Redirection(
-            owner="megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync",
-            name="prepare_write_data",
-            make=_copied_for_writer,
-            reason="a tensor that is on the host is not copied there, so an asynchronous save would write later steps",
+            "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync",
+            "prepare_write_data",
+            _copied_for_writer,
+            "a tensor that is on the host is not copied there, so an asynchronous save would write later steps",
         ),
     ]
     return [redirection for redirection in found if _installed(redirection.owner)]

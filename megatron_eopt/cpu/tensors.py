@@ -1,60 +1,33 @@
-"""Tensors that are asked to be on a GPU are on the CPU."""
+"""Tensors that are asked to be on a GPU are on the CPU, and nothing is compiled."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils._device
 
-from megatron_eopt.cpu.answers import CPU, answer, becomes, is_cuda, named_as
-from megatron_eopt.redirect import Redirection
+from megatron_eopt.redirect import Redirection, answer, becomes, named_as
 
-# What makes a tensor and takes `device=`.
-_FACTORIES = (
-    "arange",
-    "asarray",
-    "as_tensor",
-    "bartlett_window",
-    "blackman_window",
-    "empty",
-    "empty_like",
-    "empty_permuted",
-    "empty_strided",
-    "eye",
-    "full",
-    "full_like",
-    "hamming_window",
-    "hann_window",
-    "kaiser_window",
-    "linspace",
-    "logspace",
-    "ones",
-    "ones_like",
-    "rand",
-    "rand_like",
-    "randint",
-    "randint_like",
-    "randn",
-    "randn_like",
-    "randperm",
-    "range",
-    "scalar_tensor",
-    "sparse_coo_tensor",
-    "sparse_compressed_tensor",
-    "sparse_csr_tensor",
-    "tensor",
-    "tril_indices",
-    "triu_indices",
-    "zeros",
-    "zeros_like",
-)
+_CPU = torch.device("cpu")
+# What makes a tensor and takes `device=`, besides the functions that `with torch.device` knows.
+_LIKE = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
 _METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 _ELEMENTS = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
 
 
+def _is_cuda(device: Any) -> bool:
+    """Whether ``device`` names a GPU: an index, ``"cuda"``, ``"cuda:1"`` or a torch.device of that type."""
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
-    if is_cuda(kwargs.get("device")):
-        kwargs["device"] = CPU
+    if _is_cuda(kwargs.get("device")):
+        kwargs["device"] = _CPU
     if kwargs.get("pin_memory"):
         kwargs["pin_memory"] = False
     return kwargs
@@ -68,8 +41,8 @@ def _to(real: Callable[..., Any]) -> Callable[..., Any]:
     """For ``Tensor.to`` and ``Module.to``, whose first argument may be a device, a dtype or a tensor."""
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args and is_cuda(args[0]):
-            args = (CPU, *args[1:])
+        if args and _is_cuda(args[0]):
+            args = (_CPU, *args[1:])
         return real(self, *args, **(_on_cpu(kwargs) if kwargs else kwargs))
 
     return named_as(real, to)
@@ -91,57 +64,62 @@ def _type(real: Callable[..., Any]) -> Callable[..., Any]:
 
 def _device_context(real: Callable[..., None]) -> Callable[..., None]:
     def init(self: Any, device: Any) -> None:
-        real(self, CPU if is_cuda(device) else device)
+        real(self, _CPU if _is_cuda(device) else device)
 
     return named_as(real, init)
 
 
 def _load(real: Callable[..., Any]) -> Callable[..., Any]:
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return real(f, CPU if is_cuda(map_location) else map_location, *args, **kwargs)
+        return real(f, _CPU if _is_cuda(map_location) else map_location, *args, **kwargs)
 
     return named_as(real, load)
 
 
+def _compile(real: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_(model: Any = None, **kwargs: Any) -> Any:
+        # called as a decorator with arguments, torch.compile gets no model
+        return (lambda decorated: decorated) if model is None else model
+
+    return named_as(real, compile_)
+
+
 def redirections() -> list[Redirection]:
-    """Factories, moves and names of tensors."""
-    # `with torch.device("meta")` knows the factories by identity: let it collect the originals first
-    torch.utils._device._device_constructors()
+    """Factories, moves and names of tensors; compilers, which return what they were given."""
+    # Before any is replaced: `with torch.device("meta")` knows its factories by identity.
+    known = torch.utils._device._device_constructors()
+    names = sorted(getattr(each, "__name__", "") for each in known)
+    factories = [name for name in names if getattr(torch, name, None) in known] + [f"{name}_like" for name in _LIKE]
     makes = "device='cuda' or a device's index means the CPU, and there is nothing to pin memory for"
     moves = "a tensor that is asked to go to the GPU stays where it is"
-    found = [Redirection(owner=torch, name=name, make=_factory, reason=makes) for name in _FACTORIES]
-    found += [Redirection(owner=torch.Tensor, name=name, make=_factory, reason=makes) for name in _METHODS]
-    found += [
-        Redirection(owner=torch.Tensor, name="to", make=_to, reason=moves),
-        Redirection(owner=torch.Tensor, name="cuda", make=_stays, reason=moves),
-        Redirection(owner=torch.Tensor, name="pin_memory", make=_stays, reason="there is no GPU to pin memory for"),
+    compiles = "compiling takes longer than a run on a CPU, and compiled code skips the redirections"
+    found = [
+        *[Redirection(torch, name, _factory, makes) for name in factories],
+        *[Redirection(torch.Tensor, name, _factory, makes) for name in _METHODS],
+        Redirection(torch.Tensor, "to", _to, moves),
+        Redirection(torch.Tensor, "cuda", _stays, moves),
+        Redirection(torch.nn.Module, "to", _to, moves),
+        Redirection(torch.nn.Module, "cuda", _stays, moves),
+        Redirection(torch.Tensor, "pin_memory", _stays, "there is no GPU to pin memory for"),
+        Redirection(torch.Tensor, "record_stream", answer(), "no stream uses it behind the host's back"),
+        Redirection(torch, "load", _load, "map_location='cuda' means the CPU"),
         Redirection(
-            owner=torch.Tensor, name="record_stream", make=answer(), reason="no stream uses it behind the host's back"
-        ),
-        Redirection(owner=torch.nn.Module, name="to", make=_to, reason=moves),
-        Redirection(owner=torch.nn.Module, name="cuda", make=_stays, reason=moves),
-        Redirection(owner=torch, name="load", make=_load, reason="map_location='cuda' means the CPU"),
-        Redirection(
-            owner=torch.utils._device.DeviceContext,
-            name="__init__",
-            make=_device_context,
-            reason="`with torch.device('cuda')` and torch.set_default_device('cuda') mean the CPU",
+            torch.utils._device.DeviceContext,
+            "__init__",
+            _device_context,
+            "`with torch.device('cuda')` and torch.set_default_device('cuda') mean the CPU",
         ),
         Redirection(
-            owner=torch.Tensor,
-            name="type",
-            make=_type,
-            reason="Megatron tells parameters apart by names like 'torch.cuda.FloatTensor'",
+            torch.Tensor, "type", _type, "Megatron tells parameters apart by names like 'torch.cuda.FloatTensor'"
         ),
+        Redirection(torch, "compile", _compile, compiles),
+        Redirection(torch.jit, "script", lambda real: named_as(real, lambda obj, *args, **kwargs: obj), compiles),
     ]
-    for element in _ELEMENTS:
-        found.append(
-            Redirection(
-                owner=torch.cuda,
-                name=f"{element}Tensor",
-                make=becomes(getattr(torch, f"{element}Tensor")),
-                reason="the classes of GPU tensors are those of CPU tensors",
-                follow=False,
-            )
-        )
+    same = "the classes of GPU tensors are those of CPU tensors"
+    for name in (f"{element}Tensor" for element in _ELEMENTS):
+        found.append(Redirection(torch.cuda, name, becomes(getattr(torch, name)), same, follow=False))
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None and hasattr(dynamo, "_stance"):  # else nothing was compiled yet, and nothing will be
+        eager = "functions that were compiled before run as they are written"
+        found.append(Redirection(dynamo, "_stance", becomes(dynamo.DynamoStance(stance="force_eager")), eager))
     return found

@@ -7,13 +7,13 @@ import importlib.util
 import platform
 import sys
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from megatron_eopt.orthogonalize.ladder import RUNGS, choose
+from megatron_eopt.orthogonalize.kernels import KERNELS, choose
+from megatron_eopt.registry import list_optimizers
 
 _KERNELS = "triton"
 # A square matrix, a wide one and a stack, as the matrices of a model are; in the dtypes that products are computed in.
@@ -23,12 +23,7 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Package:
-    """An installed package.
-
-    Attributes:
-        version: empty if it says none.
-        error: why it cannot be imported, or None.
-    """
+    """An installed package: its version, empty if it says none, and why it cannot be imported, or None."""
 
     version: str
     error: str | None = None
@@ -36,13 +31,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Apex:
-    """An installed package by the name apex.
-
-    Attributes:
-        version: as of a package.
-        nvidias: whether it is NVIDIA's; the one of this name on PyPI is another project.
-        compiled: whether its CUDA extensions were built.
-    """
+    """An installed package by the name apex: NVIDIA's, with or without its CUDA extensions, or another project's."""
 
     version: str
     nvidias: bool
@@ -66,12 +55,7 @@ class Megatron:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Whether the kernels for symmetric products can be used.
-
-    Attributes:
-        missing: what they need and this machine has not, or None.
-        failed: why they were dropped after a trial on the GPU, or None.
-    """
+    """What the kernels for symmetric products need and this machine has not, and why they failed a trial; or None."""
 
     missing: str | None = None
     failed: str | None = None
@@ -97,7 +81,9 @@ class Facts:
 
 def collect() -> Facts:
     """Find out, by importing what is there; what that prints goes to stderr, and no setting of the process changes."""
-    with _quietly():
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        warnings.simplefilter("ignore")
+        emerging_optimizers = _version("emerging-optimizers")
         core = _package("megatron-core", "megatron.core", "megatron.core.optimizer")
         return Facts(
             python=platform.python_version(),
@@ -111,17 +97,11 @@ def collect() -> Facts:
                 "transformer-engine", "transformer_engine", "transformer_engine.pytorch.optimizers"
             ),
             apex=_apex(),
-            emerging_optimizers=_emerging_optimizers(),
+            # not imported: nothing here needs it, and Megatron asks for its version alone before it does
+            emerging_optimizers=None if emerging_optimizers is None else Package(emerging_optimizers),
             megatron=_megatron() if core is not None and core.error is None else None,
             kernels=_kernels(),
         )
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _package(distribution: str, module: str, *further: str) -> Package | None:
@@ -130,7 +110,7 @@ def _package(distribution: str, module: str, *further: str) -> Package | None:
         return None
     error = next(filter(None, map(_import_error, (module, *further))), None)
     said = str(getattr(sys.modules.get(module), "__version__", None) or _version(distribution) or "")
-    # Megatron adds the commit of whatever git repository it lies in, a project with a .venv for instance
+    # Megatron adds the commit of whatever git repository it is in, a project with a .venv for instance
     return Package(said.partition("+")[0] if module == "megatron.core" else said, error)
 
 
@@ -156,12 +136,6 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _emerging_optimizers() -> Package | None:
-    # not imported: nothing here needs it, and Megatron asks for its version alone before it does
-    version = _version("emerging-optimizers")
-    return None if version is None else Package(version)
-
-
 def _apex() -> Apex | None:
     """Told apart by its files: importing the other one would run code that has nothing to do with this."""
     if not _found("apex"):
@@ -175,13 +149,13 @@ def _apex() -> Apex | None:
 def _megatron() -> Megatron | None:
     """What the imported Megatron-Core makes possible; None if it is too old to be asked."""
     try:
-        releases = importlib.import_module("megatron_eopt.megatron.releases")
+        from megatron_eopt.megatron import releases
+
         releases.check_supported()
     except ImportError:
         return None
-    registered = importlib.import_module("megatron_eopt.registry").list_optimizers()
     return Megatron(
-        optimizers=tuple(name for name in registered if name not in releases.unavailable()),
+        optimizers=tuple(name for name in list_optimizers() if name not in releases.unavailable()),
         adam=releases.core_optimizer.Adam.__module__.split(".")[0],
         training_error=_import_error("megatron.training.training"),
     )
@@ -191,7 +165,7 @@ def _kernels() -> Kernels:
     if not torch.cuda.is_available():
         return Kernels(missing="torch.cuda finds no GPU")
     device = torch.device("cuda")
-    missing = RUNGS[_KERNELS].missing(device)
+    missing = KERNELS[_KERNELS].missing(device)
     if missing is not None:
         return Kernels(missing=missing)
     return Kernels(failed=choose(_SHAPES, _DTYPES, device).dropped.get(_KERNELS))

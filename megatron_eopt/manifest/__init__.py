@@ -1,21 +1,19 @@
-"""The manifest: for every trainable parameter who owns it and why, as plain data. No torch, no Megatron.
+"""The manifest: for every trainable parameter its optimizer and why, as plain data. No torch, no Megatron.
 
 Rows are collected elsewhere; all that follows from them is here: families, the union of all ranks, what is wrong, the
 table, JSON, and what changed from one manifest to another.
 """
 
-from megatron_eopt.manifest.changes import compare
-from megatron_eopt.manifest.checks import problems, warnings
-from megatron_eopt.manifest.family import Family, families, merged, rows
-from megatron_eopt.manifest.jsons import FORMAT, from_json, to_json
-from megatron_eopt.manifest.row import LogicalMatrix, Row
+from megatron_eopt.manifest.checks import compare, problems, warnings
+from megatron_eopt.manifest.families import FORMAT, Family, families, from_json, merged, rows, to_json
+from megatron_eopt.manifest.row import LogicalMatrix, ManifestRow
 from megatron_eopt.manifest.text import table
 
 __all__ = [
     "FORMAT",
     "Family",
     "LogicalMatrix",
-    "Row",
+    "ManifestRow",
     "compare",
     "families",
     "from_json",

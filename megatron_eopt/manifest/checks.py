@@ -1,12 +1,19 @@
-"""What is wrong with who owns what: errors that a start fails on, and warnings that it prints."""
+"""What the manifest is looked through for: errors of a start, warnings, and changes since a checkpoint."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from megatron_eopt.manifest.family import Family, as_families, by_index, by_pattern
-from megatron_eopt.manifest.members import Index, compressed, contains, join_name, label, split_name
-from megatron_eopt.manifest.row import Row
-from megatron_eopt.manifest.words import owner_in_words
+from megatron_eopt.manifest.families import (
+    Family,
+    Index,
+    by_index,
+    by_pattern,
+    compressed,
+    expanded,
+    join_name,
+    split_name,
+)
+from megatron_eopt.manifest.row import ManifestRow
 
 ADAMW_RMS = 0.2
 """RMS of the entries of a typical AdamW update, before the learning rate (arXiv 2502.16982, section 2.2)."""
@@ -14,72 +21,69 @@ ADAMW_RMS = 0.2
 FAR = 4.0
 """An update that is more than so many times larger or smaller than AdamW's is warned of."""
 
+# Optimizers whose updates have the size that scale settings say.
 _SCALED = ("muon", "adaptive_muon")
-"""Optimizers whose updates have the size that scale settings say."""
+# What tied parameters must have in common.
+_TIED = ("optimizer", "lr", "min_lr", "weight_decay", "settings")
+# What a change of is printed, with its name for people; the optimizer, matrices and further settings beside them.
+_COMPARED = {
+    "shape": "shape",
+    "dtype": "dtype",
+    "update_rms": "update RMS",
+    "lr": "lr",
+    "min_lr": "min_lr",
+    "weight_decay": "weight decay",
+    "tied_to": "tied to",
+    "excluded": "excluded",
+}
 
-_TIED = ("owner", "lr", "min_lr", "weight_decay", "settings")
 
-
-def problems(found: Iterable[Family] | Iterable[Row], optimizer: str, for_matrices: bool) -> list[str]:
+def problems(families: Sequence[Family], optimizer: str, for_matrices: bool) -> list[str]:
     """Errors that a start fails on, each with what was found, what was expected and what to do.
 
     Args:
-        found: of all ranks together; two rows of one name with different owners are one of the errors.
+        families: of all ranks together; two rows of one name with different optimizers are one of the errors.
         optimizer: of the run, as ``--optimizer`` names it.
-        for_matrices: whether that optimizer is for matrices, so that one without any does nothing of what it is for.
-
-    Raises:
-        ValueError: for rows that are equal, see :func:`~megatron_eopt.manifest.family.families`.
+        for_matrices: whether that optimizer is for matrices, so that it is of no use without any.
     """
-    listed = as_families(found)
     return [
-        *_unowned(listed),
-        *_owned_twice(listed),
-        *_drifting_ties(listed),
-        *(_without_matrices(listed, optimizer) if for_matrices else ()),
+        *_without_optimizer(families),
+        *_listed_twice(families),
+        *_drifting_ties(families),
+        *(_without_matrices(families, optimizer) if for_matrices else ()),
     ]
 
 
-def warnings(found: Iterable[Family] | Iterable[Row], scale_mode: str) -> list[str]:
-    """What a run may well be meant to have, and should be seen: a line for each class of parameters.
-
-    Args:
-        found: of all ranks together.
-        scale_mode: of the run, for parameters whose settings have no other.
-    """
-    listed = as_families(found)
-    return [*_far_from_adam(listed, scale_mode), *_excluded(listed), *_decayed_vectors(listed)]
-
-
-def _unowned(found: Sequence[Family]) -> Iterator[str]:
+def _without_optimizer(found: Sequence[Family]) -> Iterator[str]:
     for family in found:
-        like = family.like
-        if like.owner is None and not like.excluded:
+        row = family.like
+        if row.optimizer is None and not row.excluded:
             yield (
-                f"nobody owns {family.named}{_because(like)}: expected one optimizer for every trainable parameter, or "
-                f"it keeps the value it starts with; give it one (optimizer: adam in an overrides file), or leave it "
-                f"out on purpose (exclude: true)"
+                f"no optimizer has {family.named}{_because(row)}: expected one optimizer for every trainable "
+                f"parameter, or it keeps the value it starts with; give it one (optimizer: adam in an overrides file), "
+                f"or leave it out on purpose (exclude: true)"
             )
-        elif like.owner is not None and like.excluded:
+        elif row.optimizer is not None and row.excluded:
             yield (
-                f"{like.owner} owns {family.named}, which is excluded{_because(like)}: expected no owner; build the "
-                f"optimizers from parameter groups that leave it out"
+                f"{row.optimizer} has {family.named}, which is excluded{_because(row)}: expected no optimizer; build "
+                f"the optimizers from parameter groups that leave it out"
             )
 
 
-def _owned_twice(found: Sequence[Family]) -> Iterator[str]:
-    for pattern, group in by_pattern(found).items():
+def _listed_twice(found: Sequence[Family]) -> Iterator[str]:
+    for group in by_pattern(found).values():
         if len(group) == 1:
             continue
-        twice: dict[frozenset[Row], list[Index]] = {}
-        for index, likes in by_index(group).items():
-            if len(likes) > 1:
-                twice.setdefault(likes, []).append(index)
-        for likes, indices in twice.items():
-            owners = " and ".join(sorted(owner_in_words(like.owner) + _because(like) for like in likes))
+        twice: dict[frozenset[ManifestRow], list[Index]] = {}
+        for index, rows in by_index(group).items():
+            if len(rows) > 1:
+                twice.setdefault(rows, []).append(index)
+        for rows, indices in twice.items():
+            optimizers = " and ".join(sorted(_shown(row.optimizer) + _because(row) for row in rows))
+            label = Family(group[0].like, compressed(indices)).label
             yield (
-                f"{label(pattern, compressed(indices))} is listed {len(likes)} times, as owned by {owners}: expected "
-                f"one owner, or it is stepped twice; give each optimizer its own parameters"
+                f"{label} is listed {len(rows)} times, for the optimizers {optimizers}: expected one optimizer, or it "
+                f"is stepped twice; give each optimizer its own parameters"
             )
 
 
@@ -87,72 +91,78 @@ def _drifting_ties(found: Sequence[Family]) -> Iterator[str]:
     """A tied parameter whose partner is not listed is another name of it, and cannot differ."""
     groups = by_pattern(found)
     for family in found:
-        if family.like.tied_to is None:
+        row = family.like
+        if row.tied_to is None:
             continue
-        pattern, index = split_name(family.like.tied_to)
+        pattern, index = split_name(row.tied_to)
         for partner in groups.get(pattern, ()):
-            if contains(partner.members, index) and (differing := _differing(family.like, partner.like)):
+            pairs = [(name, getattr(row, name), getattr(partner.like, name)) for name in _TIED]
+            differing = [f"{name} ({_shown(one)} and {_shown(other)})" for name, one, other in pairs if one != other]
+            if differing and index in expanded(partner.members):
                 yield (
-                    f"{family.label} is tied to {join_name(pattern, index)}, and they differ in {differing}: expected "
+                    f"{family.label} is tied to {row.tied_to}, and they differ in {', '.join(differing)}: expected "
                     f"the same for both, or they drift apart; select both in the override"
                 )
 
 
-def _differing(a: Row, b: Row) -> str:
-    pairs = [(name, getattr(a, name), getattr(b, name)) for name in _TIED]
-    return ", ".join(f"{name} ({_shown(one)} and {_shown(other)})" for name, one, other in pairs if one != other)
-
-
 def _without_matrices(found: Sequence[Family], optimizer: str) -> Iterator[str]:
-    if any(family.like.matrices for family in found if family.like.owner == optimizer):
+    if any(family.like.matrices for family in found if family.like.optimizer == optimizer):
         return
-    owned: Counter[str] = Counter()
+    numbers: Counter[str] = Counter()
     for family in found:
-        owned[owner_in_words(family.like.owner)] += family.count
-    owners = ", ".join(f"{owner} owns {number:,}" for owner, number in sorted(owned.items())) or "none is trainable"
+        numbers[family.like.optimizer or "no optimizer"] += family.count
+    others = ", ".join(f"{name} has {number:,}" for name, number in sorted(numbers.items())) or "none is trainable"
     yield (
-        f"--optimizer {optimizer} is for matrices, and none is its own on any rank (parameters: {owners}): "
-        f"expected at least one; see the reasons in the manifest, change the overrides or what is frozen, or take "
-        f"--optimizer adam"
+        f"--optimizer {optimizer} is for matrices, and it has none on any rank (parameters: {others}): expected at "
+        f"least one; see the reasons in the manifest, change the overrides or what is frozen, or take --optimizer adam"
     )
 
 
+def warnings(families: Sequence[Family], scale_mode: str) -> list[str]:
+    """What a run may well be meant to have, and should be seen: a line for each class of parameters.
+
+    Args:
+        families: of all ranks together.
+        scale_mode: of the run, for parameters whose settings have no other.
+    """
+    excluded = [family for family in families if family.like.excluded]
+    return [
+        *_far_from_adam(families, scale_mode),
+        *(f"{family.named} keeps the value it starts with{_because(family.like)}" for family in excluded),
+        *_decayed_vectors(families),
+    ]
+
+
 def _far_from_adam(found: Sequence[Family], scale_mode: str) -> Iterator[str]:
-    classes: dict[tuple[str, str, bool], list[Family]] = {}
+    classes: dict[tuple[str, str, bool], list[tuple[Family, float]]] = {}
     for family in found:
-        like = family.like
-        if like.owner is None or not like.matrices or like.update_rms is None:
+        row, rms = family.like, family.like.update_rms
+        if row.optimizer is None or not row.matrices or rms is None:
             continue
-        if not ADAMW_RMS / FAR <= like.update_rms <= ADAMW_RMS * FAR:
-            mode = str(like.settings.get("scale_mode", scale_mode))
-            classes.setdefault((like.owner, mode, like.update_rms > ADAMW_RMS), []).append(family)
-    for (owner, mode, large), members in sorted(classes.items()):
-        sizes = [family.like.update_rms for family in members if family.like.update_rms is not None]
-        factors = _span([size / ADAMW_RMS for size in sizes])
+        if not ADAMW_RMS / FAR <= rms <= ADAMW_RMS * FAR:
+            mode = str(row.settings.get("scale_mode", scale_mode))
+            classes.setdefault((row.optimizer, mode, rms > ADAMW_RMS), []).append((family, rms))
+    for (optimizer, mode, large), listed in sorted(classes.items(), key=lambda item: item[0]):
+        members, sizes = zip(*listed, strict=True)
         # for other modes the size depends on the shape, which one factor cannot undo
         factor = " or --muon-extra-scale-factor 0.2" if mode == "spectral" else ""
-        scaled = owner in _SCALED
-        what = f"{owner} with scale mode {mode}" if scaled else owner
+        scaled = optimizer in _SCALED
+        what = f"{optimizer} with scale mode {mode}" if scaled else optimizer
         advice = f"take --muon-preset match_adamw{factor}, or" if scaled else "set --muon-lr for it, or"
         yield (
-            f"{what} makes updates of RMS {_span(sizes)}, {factors} times Adam's {ADAMW_RMS:g}, for {_some(members)}: "
-            f"a learning rate that is right for Adam is too {'large' if large else 'small'} by that; {advice} keep it "
-            f"if lr {_span([family.like.lr for family in members])} is chosen for it"
+            f"{what} makes updates of RMS {_span(sizes)}, {_span([size / ADAMW_RMS for size in sizes])} times Adam's "
+            f"{ADAMW_RMS:g}, for {_some(members)}: a learning rate that is right for Adam is too "
+            f"{'large' if large else 'small'} by that; {advice} keep it if lr "
+            f"{_span([family.like.lr for family in members])} is chosen for it"
         )
-
-
-def _excluded(found: Sequence[Family]) -> Iterator[str]:
-    for family in found:
-        if family.like.excluded:
-            yield f"{family.named} keeps the value it starts with{_because(family.like)}"
 
 
 def _decayed_vectors(found: Sequence[Family]) -> Iterator[str]:
     decays: dict[float, list[Family]] = {}
     for family in found:
-        like = family.like
-        if like.owner is not None and len(like.shape) < 2 and like.weight_decay:
-            decays.setdefault(like.weight_decay, []).append(family)
+        row = family.like
+        if row.optimizer is not None and len(row.shape) < 2 and row.weight_decay:
+            decays.setdefault(row.weight_decay, []).append(family)
     for decay, members in sorted(decays.items()):
         yield (
             f"weight decay {decay:g} on vectors, {_some(members)}: biases and norms mostly have none; set weight_decay "
@@ -160,8 +170,89 @@ def _decayed_vectors(found: Sequence[Family]) -> Iterator[str]:
         )
 
 
-def _because(like: Row) -> str:
-    return f" ({like.reason})" if like.reason else ""
+def compare(old: Iterable[Family], new: Iterable[Family]) -> list[str]:
+    """A line for every change from one manifest to another, with all parameters that it was made for.
+
+    What another number of ranks changes is no change: layouts, schemes (but for blockwise, which makes other updates)
+    and sizes of state. Neither are reasons and sources of settings.
+
+    Args:
+        old: families of the checkpoint.
+        new: of the run that resumes from it.
+
+    Raises:
+        ValueError: for a parameter of two optimizers, which :func:`problems` finds.
+    """
+    before, now = by_pattern(old), by_pattern(new)
+    lines = []
+    for pattern in dict.fromkeys([*before, *now]):
+        if before.get(pattern) == now.get(pattern):
+            continue
+        groups = [*before.get(pattern, ()), *now.get(pattern, ())]
+        was, comes = (_single(pattern, each.get(pattern, ())) for each in (before, now))
+        known: dict[tuple[ManifestRow | None, ManifestRow | None], str] = {}
+        changed: dict[str, list[Index]] = {}
+        for index in sorted(was.keys() | comes.keys()):
+            pair = was.get(index), comes.get(index)
+            if pair not in known:
+                known[pair] = "; ".join(_changes(*pair))
+            if known[pair]:
+                changed.setdefault(known[pair], []).append(index)
+        for what, indices in changed.items():
+            lines.append(f"{Family(groups[0].like, compressed(indices)).named}: {what}")
+    return lines
+
+
+def _single(pattern: str, group: Iterable[Family]) -> dict[Index, ManifestRow]:
+    single = {}
+    for index, rows in by_index(group).items():
+        if len(rows) > 1:
+            optimizers = " and ".join(sorted(_shown(row.optimizer) for row in rows))
+            raise ValueError(
+                f"{join_name(pattern, index)} is listed {len(rows)} times, for the optimizers {optimizers}: expected a "
+                f"manifest without problems; this one cannot be compared"
+            )
+        (single[index],) = rows
+    return single
+
+
+def _changes(old: ManifestRow | None, new: ManifestRow | None) -> Iterator[str]:
+    if old is None or new is None:
+        if new is not None:
+            yield f"added, with the optimizer {_shown(new.optimizer)}"
+        if old is not None:
+            yield f"removed, had the optimizer {_shown(old.optimizer)}"
+        return
+    yield from _change("optimizer", old.optimizer, new.optimizer)
+    if _shapes(old) != _shapes(new):
+        yield f"matrices {old.sizes or 'none'} -> {new.sizes or 'none'}"
+    if _approximate(old) != _approximate(new):
+        yield "orthogonalized blockwise -> exactly" if _approximate(old) else "orthogonalized exactly -> blockwise"
+    for name, shown in _COMPARED.items():
+        yield from _change(shown, getattr(old, name), getattr(new, name))
+    for key in sorted(old.settings.keys() | new.settings.keys()):
+        yield from _change(key, old.settings.get(key, "default"), new.settings.get(key, "default"))
+
+
+def _change(name: str, old: object, new: object) -> Iterator[str]:
+    if old != new:
+        yield f"{name} {_shown(old)} -> {_shown(new)}"
+
+
+def _shapes(row: ManifestRow) -> list[tuple[str, int, int]]:
+    return [(matrix.name, matrix.rows, matrix.cols) for matrix in row.matrices]
+
+
+def _approximate(row: ManifestRow) -> bool:
+    return any(matrix.scheme == "blockwise" for matrix in row.matrices)
+
+
+def _shown(value: object) -> str:
+    return "none" if value is None else str(value)
+
+
+def _because(row: ManifestRow) -> str:
+    return f" ({row.reason})" if row.reason else ""
 
 
 def _some(members: Sequence[Family]) -> str:
@@ -172,9 +263,4 @@ def _some(members: Sequence[Family]) -> str:
 
 
 def _span(values: Sequence[float]) -> str:
-    shown = dict.fromkeys(f"{value:.3g}" for value in (min(values), max(values)))
-    return " to ".join(shown)
-
-
-def _shown(value: object) -> str:
-    return "nobody" if value is None else str(value)
+    return " to ".join(dict.fromkeys(f"{value:.3g}" for value in (min(values), max(values))))

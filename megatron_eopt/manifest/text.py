@@ -1,86 +1,92 @@
-"""The manifest as text for rank 0's log."""
+"""The manifest as a table, for rank 0's log."""
 
+import re
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
 from math import prod
 
 from megatron_eopt.manifest.checks import ADAMW_RMS
-from megatron_eopt.manifest.columns import aligned
-from megatron_eopt.manifest.family import Family, as_families, rows
-from megatron_eopt.manifest.row import Row
-from megatron_eopt.manifest.words import figure, matrices_in_words, owner_in_words
+from megatron_eopt.manifest.families import Family, rows
+from megatron_eopt.manifest.row import ManifestRow
 
-_HEADER = ("parameter", "n", "shape", "owner", "reason", "matrices", "layout", "update RMS", "lr", "decay", "state MB")
+_HEADER = (
+    *("parameter", "n", "shape", "optimizer", "reason", "matrices", "layout", "update RMS", "lr", "decay"),
+    "state MB",
+)
 _NUMBERS = ("n", "update RMS", "decay", "state MB")
 _LEGEND = (
     f"update RMS: predicted of the first update, before the learning rate; Adam's is near {ADAMW_RMS:g}. "
     f"state: over all tensor-parallel ranks of one replica."
 )
-_TOTALS = ("owner", "parameters", "elements", "matrices", "state MB")
+_TOTALS = ("optimizer", "parameters", "elements", "matrices", "state MB")
 _WIDTH = 170
+# Settings that have a column of their own, or a field.
 _IN_REASON = {"optimizer", "exclude"}
 _OF_THE_ROW = {"lr", "min_lr", "weight_decay"}
 
+_GAP = "  "
+_UNBROKEN = 24
+_NAMES_BEFORE_OTHERS = 3
+# Behind blanks, and behind dots that are no part of a number.
+_BREAK = re.compile(r"(?<= )|(?<=\.)(?=[^0-9 ])")
 
-def table(found: Iterable[Family] | Iterable[Row], full: bool = False, width: int | None = None) -> str:
-    """Who owns what, the totals of each owner, and where settings come from as far as any were set.
+
+def table(families: Sequence[Family], full: bool = False, width: int | None = None) -> str:
+    """The optimizer of every parameter, the totals of each optimizer, and the sources of settings that were set.
 
     Args:
-        found: of all ranks together.
+        families: of all ranks together.
         full: a line for each parameter, in place of one for each family.
         width: of a line at most: longer cells go on in the next one. By default 170, and as wide as it takes where
             ``full``, so that each line has a whole name.
     """
-    listed = as_families(found)
     bound = width or (sys.maxsize if full else _WIDTH)
-    times = Counter(family.pattern for family in listed)
+    times = Counter(family.pattern for family in families)
     if full:
-        lines = [_cells(row.name, 1, row) for row in rows(listed)]
+        lines = [_cells(row.name, 1, row) for row in rows(families)]
     else:
         # a pattern can be taken for a selector as it is, so ranges stand only where it would say too much
-        names = [family.pattern if times[family.pattern] == 1 else family.label for family in listed]
-        lines = [_cells(name, family.count, family.like) for name, family in zip(names, listed, strict=True)]
+        names = [family.pattern if times[family.pattern] == 1 else family.label for family in families]
+        lines = [_cells(name, family.count, family.like) for name, family in zip(names, families, strict=True)]
+    overruled = [f"{family.label}: {'; '.join(family.like.overruled)}" for family in families if family.like.overruled]
     return "\n".join(
         [
             *aligned(_HEADER, lines, bound, _NUMBERS),
             *textwrap.wrap(_LEGEND, bound),
             "",
-            *aligned(_TOTALS, list(_totals(listed)), bound, _TOTALS[1:]),
-            *_section("settings that were set, and where", _set(listed), bound),
-            *_section("overruled", _overruled(listed), bound),
+            *aligned(_TOTALS, list(_totals(families)), bound, _TOTALS[1:]),
+            *_section("settings that were set, and where", _set(families), bound),
+            *_section("overruled", overruled, bound),
         ]
     )
 
 
-def _cells(name: str, number: int, like: Row) -> list[str]:
-    schemes = dict.fromkeys(matrix.scheme for matrix in like.matrices)
-    owned = like.owner is not None
+def _cells(name: str, number: int, row: ManifestRow) -> list[str]:
+    schemes = dict.fromkeys(matrix.scheme for matrix in row.matrices)
+    rates = f"{row.lr:g}" if row.lr == row.min_lr else f"{row.lr:g} to {row.min_lr:g}"
     return [
         name,
         f"{number:,}",
-        "x".join(map(str, like.shape)) or "scalar",
-        owner_in_words(like.owner),
-        like.reason,
-        matrices_in_words(like.matrices) or "-",
-        ", ".join([like.layout, *schemes]),
-        "-" if like.update_rms is None else f"{like.update_rms:.3g}",
-        _lr(like) if owned else "-",
-        f"{like.weight_decay:g}" if owned else "-",
-        figure(number * like.state_bytes / 1e6),
+        "x".join(map(str, row.shape)) or "scalar",
+        row.optimizer or "none",
+        row.reason,
+        row.sizes or "-",
+        ", ".join([row.layout, *schemes]),
+        "-" if row.update_rms is None else f"{row.update_rms:.3g}",
+        rates if row.optimizer else "-",
+        f"{row.weight_decay:g}" if row.optimizer else "-",
+        _figure(number * row.state_bytes / 1e6),
     ]
 
 
-def _lr(like: Row) -> str:
-    return f"{like.lr:g}" if like.lr == like.min_lr else f"{like.lr:g} to {like.min_lr:g}"
-
-
 def _totals(found: Sequence[Family]) -> Iterator[list[str]]:
-    owners = sorted({family.like.owner for family in found}, key=lambda owner: (owner is None, owner or ""))
-    for owner in owners:
-        yield _total(owner_in_words(owner), [family for family in found if family.like.owner == owner])
-    if len(owners) != 1:
+    names = sorted({family.like.optimizer for family in found}, key=lambda name: (name is None, name or ""))
+    for name in names:
+        yield _total(name or "none", [family for family in found if family.like.optimizer == name])
+    if len(names) != 1:
         yield _total("all", found)
 
 
@@ -90,36 +96,87 @@ def _total(name: str, found: Sequence[Family]) -> list[str]:
         f"{sum(family.count for family in found):,}",
         f"{sum(family.count * prod(family.like.shape) for family in found):,}",
         f"{sum(family.count * len(family.like.matrices) for family in found):,}",
-        figure(sum(family.count * family.like.state_bytes for family in found) / 1e6),
+        _figure(sum(family.count * family.like.state_bytes for family in found) / 1e6),
     ]
+
+
+def _figure(value: float) -> str:
+    """Three digits or more, and no exponent where the figure is large."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _set(found: Sequence[Family]) -> Iterator[str]:
     for family in found:
-        like = family.like
-        # who owns it, and why, has a column
-        keys = sorted((like.settings.keys() | like.sources.keys()) - _IN_REASON)
+        row = family.like
+        keys = sorted((row.settings.keys() | row.sources.keys()) - _IN_REASON)
         if keys:
-            yield f"{family.label}: {', '.join(_setting(like, key) for key in keys)}"
+            yield f"{family.label}: {', '.join(_setting(row, key) for key in keys)}"
 
 
-def _setting(like: Row, key: str) -> str:
-    value = getattr(like, key) if key in _OF_THE_ROW else like.settings.get(key)
+def _setting(row: ManifestRow, key: str) -> str:
+    value = getattr(row, key) if key in _OF_THE_ROW else row.settings.get(key)
     shown = key if value is None else f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
-    return f"{shown} ({like.sources[key]})" if key in like.sources else shown
-
-
-def _overruled(found: Sequence[Family]) -> Iterator[str]:
-    for family in found:
-        if family.like.overruled:
-            yield f"{family.label}: {'; '.join(family.like.overruled)}"
+    return f"{shown} ({row.sources[key]})" if key in row.sources else shown
 
 
 def _section(title: str, lines: Iterable[str], width: int) -> Iterator[str]:
-    wrapped = [
-        part
-        for line in lines
-        for part in textwrap.wrap(line, width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
-    ]
+    wrap = textwrap.TextWrapper(width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False).wrap
+    wrapped = [text for line in lines for text in wrap(line)]
     if wrapped:
         yield from ("", f"{title}:", *wrapped)
+
+
+def aligned(
+    header: Sequence[str], lines: Sequence[Sequence[str]], width: int, numbers: Sequence[str] = ()
+) -> list[str]:
+    """A table as lines of text: columns as wide as their content, and cells on several lines where it is too much.
+
+    The first column is for names, and is made narrower last. In columns of more than two dozen characters words may
+    be cut, so that any content fits.
+
+    Args:
+        header: titles of the columns.
+        lines: cells, as many as there are titles.
+        width: of the table at most, unless its columns cannot be that narrow.
+        numbers: titles of the columns that are aligned to the right.
+    """
+    widths = _widths(list(zip(header, *lines, strict=True)), width)
+    justify: list[Callable[[str, int], str]] = [str.rjust if title in numbers else str.ljust for title in header]
+
+    def printed(cells: Sequence[str]) -> list[str]:
+        wrapped = [_wrapped(cell, size) for cell, size in zip(cells, widths, strict=True)]
+        return [
+            _GAP.join(put(text, size) for put, text, size in zip(justify, texts, widths, strict=True)).rstrip()
+            for texts in zip_longest(*wrapped, fillvalue="")
+        ]
+
+    rule = "-" * (sum(widths) + len(_GAP) * (len(widths) - 1))
+    return [*printed(header), rule, *(text for cells in lines for text in printed(cells))]
+
+
+def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int]:
+    # a title is no reason for a wide column, its longest word is
+    widths = [max(_longest_word(title), *map(len, cells), 0) for title, *cells in columns]
+    least = [min(size, _UNBROKEN, max(map(_longest_word, cells))) for size, cells in zip(widths, columns, strict=True)]
+    weights = [_NAMES_BEFORE_OTHERS, *[1] * (len(columns) - 1)]
+    while sum(widths) + len(_GAP) * (len(widths) - 1) > width:
+        wide = [column for column, size in enumerate(widths) if size > least[column]]
+        if not wide:
+            break
+        widths[max(wide, key=lambda column: widths[column] / weights[column])] -= 1
+    return widths
+
+
+def _longest_word(text: str) -> int:
+    return max(len(word.rstrip()) for word in _BREAK.split(text))
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    lines = [""]
+    for word in _BREAK.split(text):
+        if len((lines[-1] + word).rstrip()) > width and lines[-1]:
+            lines.append("")
+        lines[-1] += word
+        while len(lines[-1].rstrip()) > width:
+            lines[-1:] = [lines[-1][:width], lines[-1][width:]]
+    return [line.rstrip() for line in lines]

@@ -1,10 +1,14 @@
 """Which logical matrices a parameter is made of; split and merge are exact inverses."""
 
-from megatron_eopt.matrices.declared import ATTRIBUTE, declare, declared_for, declared_split, tag_declared, undeclare
-from megatron_eopt.matrices.kinds import (
+from megatron_eopt.matrices.declared import (
+    ATTRIBUTE,
     GATE_UP,
     WHOLE,
+    check_split_shapes,
     concatenated,
+    declare,
+    declared_for,
+    declared_split,
     experts,
     heads,
     interleaved,
@@ -13,9 +17,11 @@ from megatron_eopt.matrices.kinds import (
     latent_down,
     per_shard,
     query_key_value,
+    split_of,
+    tag_declared,
+    undeclare,
 )
-from megatron_eopt.matrices.pattern import Block, LocalRows, Pattern
-from megatron_eopt.matrices.qkv import check_split_shapes, merge_piece, merge_rows, part_rows, split_piece, split_rows
+from megatron_eopt.matrices.rows import Block, LocalRows, Pattern
 from megatron_eopt.matrices.split import Order, Part, Split
 
 __all__ = [
@@ -39,13 +45,9 @@ __all__ = [
     "interleaved_gate_up",
     "key_value",
     "latent_down",
-    "merge_piece",
-    "merge_rows",
-    "part_rows",
     "per_shard",
     "query_key_value",
-    "split_piece",
-    "split_rows",
+    "split_of",
     "tag_declared",
     "undeclare",
 ]

@@ -1,14 +1,18 @@
 """What is declared of a parameter: which logical matrices its rows make, whatever the number of ranks."""
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Literal, get_args
 
-from megatron_eopt.matrices.pattern import Block, LocalRows, Pattern
+from megatron_eopt.matrices.rows import Block, LocalRows, Pattern, Run
 
 Order = Literal["interleaved", "per_shard", "concatenated"]
 """How the rows of the parts follow one another in the global parameter, the shards of all ranks in their order:
 
 - ``interleaved``: a group has its rows of each part, the groups follow one another; a shard may end within a group.
+  Fused queries, keys and values are such: rows are ``(groups, q + k + v, hidden)`` flattened.
 - ``per_shard``: each shard has an equal share of every part, so the order depends on the number of shards. Where the
   parameter is not cut along its rows this is ``concatenated``.
 - ``concatenated``: the parts follow one another, wherever the parameter is cut.
@@ -32,6 +36,9 @@ class Part:
     each: int | None = None
     inside: tuple[tuple[str, int], ...] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inside", tuple((name, rows) for name, rows in self.inside))
+
 
 @dataclass(frozen=True)
 class Split:
@@ -52,6 +59,7 @@ class Split:
     stacked: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", tuple(self.parts))
         if self.order not in get_args(Order):
             raise ValueError(f"unknown order {self.order!r} of rows: expected one of {', '.join(get_args(Order))}")
         names = [name for part in self.parts for name in ([each for each, _ in part.inside] or [part.name])]
@@ -94,6 +102,8 @@ class Split:
             return names
         return [f"expert {layer} {name}".rstrip() for layer in range(self.stacked) for name in names]
 
+    # a model has many equal parameters
+    @lru_cache(maxsize=1024)  # noqa: B019
     def pattern(self, rows: int, shards: int = 1) -> Pattern:
         """Which rows are whose.
 
@@ -105,23 +115,40 @@ class Split:
             ValueError: for another number of rows than was declared, and for parts that cannot be cut so.
         """
         if not self.parts:
-            return Pattern((rows,), (Block("", 0, 0, rows),))
+            return Pattern((rows,), (Block("", rows),), ((0, rows),))
         of_parts = self._rows(rows)
         if self.order == "interleaved":
-            sizes = [part.rows or 0 for part in self.parts]
+            repeats = rows // self._group
         else:
             repeats = shards if self.order == "per_shard" else 1
-            sizes = [_share(part.name, of_part, repeats) for part, of_part in zip(self.parts, of_parts, strict=True)]
-        blocks = [
-            block
-            for place, (part, of_part) in enumerate(zip(self.parts, of_parts, strict=True))
-            for block in _blocks(place, part, of_part)
-        ]
-        return Pattern(tuple(sizes), tuple(blocks))
+        for part, of_part in zip(self.parts, of_parts, strict=True):
+            if of_part % repeats:
+                raise ValueError(f"{part.name} has {of_part} rows, of which {repeats} shards cannot have equal parts")
+        sizes = tuple(of_part // repeats for of_part in of_parts)
+        blocks: list[Block] = []
+        found: list[tuple[int, int, Run]] = []  # with its repeat and its part
+        for number, (part, of_part, size) in enumerate(zip(self.parts, of_parts, sizes, strict=True)):
+            own = _blocks(part, of_part)
+            edges = list(accumulate((block.rows for block in own), initial=0))
+            for start, end in pairwise(sorted({*edges, *range(0, of_part, size)})):
+                found.append((start // size, number, (len(blocks) + bisect_right(edges, start) - 1, end - start)))
+            blocks += own
+        runs = (run for _, _, run in sorted(found, key=lambda each: each[:2]))
+        return Pattern(sizes, tuple(blocks), tuple(runs))
 
+    @lru_cache(maxsize=1024)  # noqa: B019
     def local(self, rows: int, top: int, bottom: int, shards: int = 1, padding: int = 0) -> LocalRows:
-        """What splits and merges the rows from ``top`` to ``bottom``, with so many rows of padding behind them; the
-        rest as in :meth:`pattern`.
+        """What splits and merges the rows of one rank.
+
+        Args:
+            rows: of the global parameter, or of each of a stack.
+            top: first row of this rank.
+            bottom: the row after the last one.
+            shards: into so many the rows are cut by tensor parallelism.
+            padding: rows of this rank behind ``bottom``, which belong to no matrix.
+
+        Raises:
+            ValueError: as :meth:`pattern`.
         """
         return LocalRows(self.pattern(rows, shards), top, bottom, self.stacked, padding)
 
@@ -151,27 +178,17 @@ class Split:
         return [left // shares if size is None else size for size in sizes]
 
 
-def _share(name: str, rows: int, shards: int) -> int:
-    if rows % shards:
-        raise ValueError(f"{name} has {rows} rows, of which {shards} shards cannot have equal parts")
-    return rows // shards
-
-
-def _blocks(place: int, part: Part, rows: int) -> list[Block]:
+def _blocks(part: Part, rows: int) -> list[Block]:
     """The logical matrices of one part."""
     if part.each is not None:
         if rows % part.each:
             raise ValueError(f"{part.name} has {rows} rows, which are no multiple of the {part.each} of each matrix")
-        return [Block(f"{part.name} {i}", place, i * part.each, (i + 1) * part.each) for i in range(rows // part.each)]
+        return [Block(f"{part.name} {i}", part.each) for i in range(rows // part.each)]
     inside = part.inside or ((part.name, rows),)
     if sum(size for _, size in inside) != rows:
         listed = ", ".join(f"{name} {size}" for name, size in inside)
         raise ValueError(f"{part.name} has {rows} rows, which are not those of the matrices inside it: {listed}")
-    blocks, start = [], 0
-    for name, size in inside:
-        blocks.append(Block(name, place, start, start + size))
-        start += size
-    return blocks
+    return [Block(name, size) for name, size in inside]
 
 
 def _check_positive(what: str, number: int | None) -> None:

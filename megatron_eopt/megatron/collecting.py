@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.manifest import Family, LogicalMatrix, Row, families, merged, rows
+from megatron_eopt.manifest import Family, LogicalMatrix, ManifestRow, families, merged, rows
 from megatron_eopt.manifest.checks import ADAMW_RMS
 from megatron_eopt.megatron.entries import DEFAULT
 from megatron_eopt.megatron.held import Held, held, owner_name
@@ -58,9 +58,9 @@ def collect(optimizer: Any, owned: Sequence[Owned], config: Any, pg_collection: 
     found, without = rows_here(held(optimizer), owned, config, pg_collection)
     asked = {each.described.info.name: each.owner for each in owned}
     misplaced = [
-        f"{row.name} was given to {asked[row.name] or 'nobody'} ({row.reason}), and {row.owner} holds it"
+        f"{row.name} was given to {asked[row.name] or 'nobody'} ({row.reason}), and {row.optimizer} holds it"
         for row in found
-        if row.owner != asked[row.name]
+        if row.optimizer != asked[row.name]
     ]
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, (families(found), families(without), misplaced))
@@ -73,7 +73,7 @@ def collect(optimizer: Any, owned: Sequence[Owned], config: Any, pg_collection: 
 
 def rows_here(
     holders: Iterable[Held], owned: Sequence[Owned], config: Any, pg_collection: Any, settled: bool = True
-) -> tuple[list[Row], list[Row]]:
+) -> tuple[list[ManifestRow], list[ManifestRow]]:
     """What is held on this rank, and what is in its part of the model and is not.
 
     Args:
@@ -92,7 +92,7 @@ def rows_here(
     groups = {name: getattr(pg_collection, name, None) for name in GROUPS}
     sizes = {name: group.size() for name, group in groups.items() if group is not None}
 
-    def row(each: Owned, holder: Held | None) -> Row:
+    def row(each: Owned, holder: Held | None) -> ManifestRow:
         matrices = [] if holder is None or holder.own is None else described.get(id(holder.own), [])
         return _row(each, holder, matrices, config, _layout(each.described.parameter, sizes))
 
@@ -118,16 +118,18 @@ def _together(held_by_ranks: Sequence[list[Family]], without: Sequence[list[Fami
     return [*found, *families(row for row in rows(merged(without)) if row.name not in names)]
 
 
-def _row(owned: Owned, holder: Held | None, matrices: Sequence[DescribedMatrix], config: Any, layout: str) -> Row:
+def _row(
+    owned: Owned, holder: Held | None, matrices: Sequence[DescribedMatrix], config: Any, layout: str
+) -> ManifestRow:
     parameter, info, resolved = owned.described.parameter, owned.described.info, owned.resolved
     sources = {key: place for key, place in resolved.sources.items() if not place.startswith(DEFAULT)}
     group = {} if holder is None else holder.group
     name = None if holder is None else owner_name(holder.optimizer)
-    return Row(
+    return ManifestRow(
         name=info.name,
         shape=info.shape,
         dtype=str(parameter.dtype).removeprefix("torch."),
-        owner=name,
+        optimizer=name,
         reason=_reason(owned),
         layout=layout,
         matrices=tuple(LogicalMatrix(each.name, *each.shape, each.scheme, each.scale) for each in matrices),

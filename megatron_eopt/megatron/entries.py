@@ -14,7 +14,6 @@ from megatron_eopt.overrides import (
     OverrideError,
     ParameterInfo,
     entries_from_dict,
-    entries_from_megatron,
     make_entry,
     read_overrides,
 )
@@ -52,7 +51,7 @@ def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] |
 
 
 def _defaults(overrides: Mapping[Any, Mapping[str, Any]], whose: str, known: Known) -> list[Entry]:
-    entries = entries_from_megatron(overrides, Layer.DEFAULTS, known=known)
+    entries = entries_from_dict(overrides, Layer.DEFAULTS, known=known)
     return [replace(entry, source=f"{DEFAULT} {whose}") for entry in entries]
 
 

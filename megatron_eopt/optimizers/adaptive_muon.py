@@ -211,7 +211,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
     ) -> list[Tensor]:
         """``U`` of each logical matrix, times its scale."""
         engine, indices = self.engine, [i for batch in batches for i in batch.indices]
-        scales = [scale for batch in batches for of_parameter in self._scales(batch) for scale in of_parameter]
+        scales = [scale for batch in batches for scale in self._scales(batch)]
         described = self._described_factors(batches, factors)
         flat = [factor for of_parameter in described for factor in of_parameter]
         if self.moment2_method == "adamuon":
@@ -241,7 +241,6 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
                 flag = torch.as_tensor(batch.flag(n), device=moments[0].device)
                 matrices, own = self.engine.matrices[index], next(of_parameters)
                 each = moments if len(moments) == len(matrices) else moments * len(matrices)
-                described.append(
-                    [Factor(*of_matrix, flag, beta2, eps) for of_matrix in zip(matrices, own, each, strict=True)]
-                )
+                of_parameter = zip(matrices, own, each, strict=True)
+                described.append([Factor(m, x, moment, flag, beta2, eps) for m, x, moment in of_parameter])
         return described

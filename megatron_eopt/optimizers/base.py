@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.matrices import WHOLE, Split, check_split_shapes, declared_split, query_key_value
+from megatron_eopt.matrices import WHOLE, Split, check_split_shapes, declared_split, split_of
 from megatron_eopt.optimizers.group_settings import check_scalars
 from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients, nonfinite_for
 from megatron_eopt.optimizers.parameters import (
@@ -62,9 +62,6 @@ class BaseOptimizer(Optimizer):
 
     split_lengths: tuple[int, ...] = (3, 4)
     """How many logical matrices a fused projection may have."""
-
-    own_split_shapes: bool = True
-    """Whether a parameter may bring a ``qkv_split_shapes`` of its own, as an attribute."""
 
     pairs_rows: bool = False
     """Whether the state pairs rows with rows, so that their order, which may follow the ranks, is a part of it."""
@@ -163,8 +160,8 @@ class BaseOptimizer(Optimizer):
 
     def split_of(self, parameter: Tensor) -> Split:
         """The logical matrices of a parameter: what its attribute declares, else what ``split_qkv`` makes of it."""
-        shapes = self._split_shapes(parameter)
-        split = declared_split(parameter) or (WHOLE if shapes is None else query_key_value(shapes))
+        is_qkv_fn = self.is_qkv_fn if self.split_qkv else None
+        split = split_of(parameter, is_qkv_fn, self.qkv_split_shapes, self.split_lengths) or WHOLE
         return split.in_global_order() if isinstance(parameter, DTensor) else split
 
     def matrix_layouts(self, parameter: Tensor) -> list[Layout]:
@@ -195,13 +192,6 @@ class BaseOptimizer(Optimizer):
     def _names(self) -> list[str]:
         return parameter_names(self.param_groups)
 
-    def _split_shapes(self, parameter: Tensor) -> tuple[int, ...] | None:
-        """Rows of each logical matrix in one query group of a fused parameter; None for any other."""
-        if not (self.split_qkv and self.is_qkv_fn is not None and self.is_qkv_fn(parameter)):
-            return None
-        own = getattr(parameter, "qkv_split_shapes", None) if self.own_split_shapes else None
-        return self.qkv_split_shapes if own is None else tuple(own)
-
     def _set_split(
         self,
         split_qkv: bool,
@@ -216,7 +206,8 @@ class BaseOptimizer(Optimizer):
         self.split_qkv, self.is_qkv_fn, self.qkv_split_shapes = split_qkv, is_qkv_fn, None
         if split_qkv and is_qkv_fn is None:
             raise ValueError("split_qkv needs is_qkv_fn, which tells the fused parameters, got None")
-        if split_qkv and not (self.own_split_shapes and qkv_split_shapes is None):
+        if split_qkv and (qkv_split_shapes is not None or len(self.split_lengths) == 1):
+            # else each parameter may bring its own
             self.qkv_split_shapes = check_split_shapes(qkv_split_shapes, self.split_lengths)
 
     def _check_matrix(self, parameter: Tensor, called: str) -> None:
@@ -226,12 +217,11 @@ class BaseOptimizer(Optimizer):
 
     def _check_split(self, parameter: Tensor) -> None:
         """Refuse a split that does not fit the parameter."""
-        blockwise = self.tp_mode == "blockwise"
+        split, blockwise = self.split_of(parameter), self.tp_mode == "blockwise"
         if declared_split(parameter) is not None:
-            check_declared(parameter.shape, self.split_of(parameter), self.layout(parameter), blockwise)
-        elif self.split_qkv and self.is_qkv_fn is not None and self.is_qkv_fn(parameter):
-            shapes = check_split_shapes(self._split_shapes(parameter), self.split_lengths)
-            check_query_groups(shapes, self.layout(parameter), blockwise)
+            check_declared(parameter.shape, split, self.layout(parameter), blockwise)
+        elif not split.is_whole:
+            check_query_groups([part.rows or 0 for part in split.parts], self.layout(parameter), blockwise)
 
     # Groups and state.
 

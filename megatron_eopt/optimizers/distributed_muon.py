@@ -196,8 +196,9 @@ class DistributedMuon(BaseOptimizer):
                 )
 
     def _described(self, name: str, parameter: Tensor) -> Parameter:
-        groups = {} if self.process_group is None or self._ranks == 1 else {_LABEL: self.process_group}
-        return Parameter(name, parameter.dtype, groups=groups)
+        return Parameter(
+            name, parameter.dtype, groups={} if self.process_group is None else {_LABEL: self.process_group}
+        )
 
     def prepare(self) -> Engine:
         """Compare parameters and rounds with the other ranks; all ranks call it together, and the first step does.

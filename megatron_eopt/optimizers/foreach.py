@@ -59,13 +59,14 @@ class Batch:
         return True if self.accepted is None else self.accepted[index]
 
 
-def masked(new: Sequence[Tensor], old: Sequence[Tensor], accepted: Tensor | None) -> list[Tensor]:
-    """``new`` where accepted, ``old`` elsewhere."""
+def masked(new: Sequence[Tensor], old: Sequence[Tensor] | float, accepted: Tensor | None) -> list[Tensor]:
+    """``new`` where accepted, ``old`` elsewhere: further tensors where there is a mask."""
     result = list(new)
     for some in _alike(new) if accepted is not None else ():
         assert accepted is not None
         flags = _column(accepted, some, new[some[0]])
-        stack = torch.where(flags, torch.stack([new[i] for i in some]), torch.stack([old[i] for i in some]))
+        otherwise = old if isinstance(old, float) else torch.stack([old[i] for i in some])
+        stack = torch.where(flags, torch.stack([new[i] for i in some]), otherwise)
         for i, each in zip(some, stack.unbind(), strict=True):
             result[i] = each
     return result
@@ -81,7 +82,8 @@ def decay(batch: Batch) -> None:
 def scale(tensors: Sequence[Tensor], factor: Scalar, accepted: Tensor | None = None) -> None:
     """Multiply tensors in place."""
     if accepted is None:
-        torch._foreach_mul_(list(tensors), factor)
+        # a number would be rounded to the dtype of the tensors, a tensor without dimensions is not
+        torch._foreach_mul_(list(tensors), torch.as_tensor(factor, dtype=torch.float64, device=tensors[0].device))
         return
     for some in _alike(tensors):
         of_some = [tensors[i] for i in some]
@@ -108,8 +110,8 @@ def averaged(
     momenta: Sequence[Tensor], gradients: Sequence[Tensor], beta: float, nesterov: bool, accepted: Tensor | None
 ) -> list[Tensor]:
     """What :func:`average` returns, as further tensors: the momenta stay as they are."""
-    gradients = masked(gradients, momenta, accepted)
     found: list[Tensor] = []
+    gradients = masked(gradients, momenta, accepted)
     for of_some, momenta_of_some in zip(batched(gradients, 16), batched(momenta, 16), strict=True):  # few more copies
         new = list(torch._foreach_lerp(list(momenta_of_some), list(of_some), 1 - beta))
         found += torch._foreach_lerp(list(of_some), new, beta) if nesterov else new
@@ -120,22 +122,26 @@ def heavy_ball(
     momenta: Sequence[Tensor], gradients: Sequence[Tensor], beta: float, nesterov: bool, accepted: Tensor | None
 ) -> list[Tensor]:
     """``m <- beta m + g``; returns ``g + beta m``, or ``m`` itself without Nesterov's look-ahead."""
-    if accepted is not None:
-        gradients = masked(gradients, [torch.zeros_like(g) for g in gradients], accepted)
-    scale(momenta, beta, accepted)
+    gradients = masked(gradients, 0.0, accepted)
+    if accepted is None:
+        torch._foreach_mul_(list(momenta), beta)  # rounded as the original does
+    else:
+        scale(momenta, beta, accepted)
     torch._foreach_add_(list(momenta), list(gradients))
     return list(torch._foreach_add(list(gradients), list(momenta), alpha=beta)) if nesterov else list(momenta)
 
 
 def subtract(weights: Sequence[Tensor], updates: Sequence[Tensor], lr: Scalar, accepted: Tensor | None = None) -> None:
-    """``p -= lr * update``."""
-    if accepted is None and not isinstance(lr, Tensor):
-        torch._foreach_sub_(list(weights), list(updates), alpha=lr)
-        return
+    """``p -= lr * update``, where the product has the dtype of the update, with a mask and without."""
     for some in _alike(updates):
-        of_some = torch.stack([updates[i] for i in some])
-        rates = lr if accepted is None else _rates(lr * accepted.double(), some, of_some[0])
-        torch._foreach_sub_([weights[i] for i in some], list((of_some * rates).unbind()))
+        of_some = [updates[i] for i in some]
+        if accepted is None:
+            rate = torch.as_tensor(lr, dtype=torch.float64, device=of_some[0].device)
+            steps = list(torch._foreach_mul(of_some, rate))
+        else:
+            stack = torch.stack(of_some)
+            steps = list((stack * _rates(lr * accepted.double(), some, stack[0])).to(stack.dtype).unbind())
+        torch._foreach_sub_([weights[i] for i in some], steps)
 
 
 def _rates(factors: Tensor, some: Sequence[int], like: Tensor) -> Tensor:
@@ -145,7 +151,8 @@ def _rates(factors: Tensor, some: Sequence[int], like: Tensor) -> Tensor:
 
 def _column(x: Tensor, some: Sequence[int], like: Tensor) -> Tensor:
     """Entries of a vector, as many dimensions as a stack of tensors has."""
-    chosen = x if len(some) == len(x) else torch.stack([x[i] for i in some])
+    each = x.unbind()
+    chosen = x if len(some) == len(x) else torch.stack([each[i] for i in some])
     return chosen.view(-1, *[1] * like.ndim)
 
 

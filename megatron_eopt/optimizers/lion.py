@@ -194,4 +194,8 @@ def lion(
     torch._foreach_lerp_(momenta, gradients, 1 - beta2)
     if weight_decay != 0 and method != "l2":
         foreach.scale(weights, 1 - decay_power(lr, method) * weight_decay, accepted)
-    foreach.subtract(weights, updates, lr, accepted)
+    updates = foreach.masked(updates, 0.0, accepted)
+    if isinstance(lr, Tensor):  # a number as alpha is not rounded to the dtype of the weights, a factor is
+        torch._foreach_mul_(updates, lr)
+        lr = 1.0
+    torch._foreach_add_(weights, updates, alpha=-lr)

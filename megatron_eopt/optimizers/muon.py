@@ -33,7 +33,7 @@ from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_completed, local
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
-from megatron_eopt.orthogonalize.ladder import RUNGS
+from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.scale import ScaleMode
@@ -41,13 +41,12 @@ from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, is_sharded, shared_out
 from megatron_eopt.parallel.plan import validate_tp_mode
-from megatron_eopt.parallel.records import Matrix, TpMode
-
-Scales = Sequence[Sequence[float]]
-"""What multiplies the orthogonal factors, for each parameter one number for each of its logical matrices."""
+from megatron_eopt.parallel.records import Shape, TpMode
 
 
-def muon(batches: Sequence[Batch], engine: Engine, scales: Scales | None, optimizer: "TensorParallelMuon") -> None:
+def muon(
+    batches: Sequence[Batch], engine: Engine, scales: Sequence[float] | None, optimizer: "TensorParallelMuon"
+) -> None:
     """One step of Muon.
 
     For each parameter ``p`` with gradient ``g``, momentum ``m`` and logical matrices of scale ``s``, in this order:
@@ -133,7 +132,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     momentum_key, nesterov_key = "momentum", "nesterov"
     split_lengths = (3, 4)
-    own_split_shapes = True
     carried_settings = frozenset({KERNEL, RATES})
     keeps_directions: bool = False
     """Whether :meth:`update` needs what was orthogonalized."""
@@ -188,7 +186,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             check_flag(type(self).__name__, key, flag)
         validate_tp_mode(tp_mode)
         if symmetric_products is not None:
-            check_choice("symmetric_products", symmetric_products, tuple(RUNGS))
+            check_choice("symmetric_products", symmetric_products, tuple(KERNELS))
         if not isinstance(plan_rates, Rates) and plan_rates != "measure":
             raise ValueError(f"plan_rates are Rates or 'measure', got {plan_rates!r}")
         self.newton_schulz = NewtonSchulz(
@@ -226,7 +224,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     # The step, and the hooks of relatives.
 
     def _take(self, accepted: Tensor) -> None:
-        indices = [i for i, p in enumerate(self._parameters()) if p.grad is not None or self._waited_for(i)]
         if self._overrides(TensorParallelMuon):
             self._take_one_by_one(accepted)
         elif self.cuda_graphs:
@@ -234,7 +231,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             self._graphed(self._batches(accepted, masked=True))
         else:
             self._step(self._batches(accepted))
-        self.newton_schulz_calls += sum(len(self.engine.matrices[i]) for i in indices)
+        active = [i for i, p in enumerate(self._parameters()) if p.grad is not None or self._waited_for(i)]
+        self.newton_schulz_calls += len(self.engine.shapes(active))
 
     def _step(self, batches: Sequence[Batch]) -> None:
         with fp32_products(self.fp32_matmul_prec):
@@ -251,8 +249,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             factors: of each parameter this rank's shards of the orthogonal factors of its logical matrices.
             directions: of each parameter what was orthogonalized; empty without :attr:`keeps_directions`.
         """
-        indices = (i for batch in batches for i in batch.indices)
-        return [self.engine.merge(i, each) for i, each in zip(indices, factors, strict=True)]
+        return self.engine.merge_all((i for batch in batches for i in batch.indices), factors)
 
     def _updates_of(
         self, batches: Sequence[Batch], orthogonalized: list[Tensor], directions: Sequence[Tensor]
@@ -295,21 +292,20 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             engine = Engine([described], grad.device, self.tp_mode, engine.rates)
             engine.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
             index = 0
-        scales = self._scales_of([engine.matrices[index]], group) if self.scales_factors else None
+        scales = self._scales_of(engine.shapes([index]), group) if self.scales_factors else None
         (factors,) = engine.orthogonalize([local(grad)], [index], scales)
         return engine.merge(index, factors)
 
-    def _scales(self, batch: Batch) -> Scales:
-        """The scales of the logical matrices of each parameter of a group."""
-        return self._scales_of([self.engine.matrices[i] for i in batch.indices], batch.settings)
+    def _scales(self, batch: Batch) -> list[float]:
+        """The scales of the logical matrices of the parameters of a group, one after another."""
+        return self._scales_of(self.engine.shapes(batch.indices), batch.settings)
 
-    def _scales_of(self, matrices: Sequence[Sequence[Matrix]], group: Mapping[str, Any]) -> Scales:
+    def _scales_of(self, shapes: Sequence[Shape], group: Mapping[str, Any]) -> list[float]:
         """The scales of matrices whose parameters are in a group; 1 where no rule of shapes says them."""
-        shapes = {matrix.shape for each in matrices for matrix in each}
         scale = self.update_settings(group).scale
         # that of a matrix without entries may divide by zero
-        known = {shape: scale(*shape) if not self.measures and 0 not in shape else 1.0 for shape in shapes}
-        return [[known[matrix.shape] for matrix in each] for each in matrices]
+        known = {shape: scale(*shape) if not self.measures and 0 not in shape else 1.0 for shape in set(shapes)}
+        return [known[shape] for shape in shapes]
 
     def _waited_for(self, index: int) -> bool:
         return self.engine.shares(index)
@@ -391,7 +387,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         keys = (self.nesterov_key, DECOUPLED, METHOD)
         own = {
             number: said | {key: group[key] for key in keys if group[key] != self.defaults[key]}
-            for number, (said, group) in enumerate(zip(own_settings(self.param_groups), self.param_groups, strict=True))
+            for number, (said, group) in enumerate(zip(self._own_settings(), self.param_groups, strict=True))
         }
         found = super().settings() | {
             "coefficients": [list(each) for each in self.newton_schulz.schedule],
@@ -428,8 +424,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         dtype, layout, split = local(parameter).dtype, self.layout(parameter), self.split_of(parameter)
         return Parameter(name, dtype, layout, split, settings.newton_schulz, settings.name)
 
+    def _own_settings(self) -> list[dict[str, Any]]:
+        """What each group says of its updates: where that changes, ranks prepare anew."""
+        return own_settings(self.param_groups)
+
     def _planned_settings(self) -> object:
-        return self.newton_schulz, self.scale_mode, self.extra_scale_factor, own_settings(self.param_groups)
+        return self.newton_schulz, self.scale_mode, self.extra_scale_factor, self._own_settings()
 
     # Checks.
 

@@ -87,15 +87,16 @@ class NonFinite:
         # the largest magnitude would overflow in no case, but torch finds it far more slowly than the sum of them
         norms: list[Tensor] = [self._zero] * len(gradients)
         for wide in (torch.float32, torch.float64):
-            filled = {
-                i: gradient
+            filled = [
+                (i, gradient)
                 for i, gradient in enumerate(gradients)
-                if gradient is not None and gradient.numel()
-                if (gradient.dtype == torch.float64) == (wide == torch.float64)
-            }
+                if gradient is not None
+                and (gradient.dtype == torch.float64) == (wide == torch.float64)
+                and gradient.numel()
+            ]
             if filled:
-                found = torch._foreach_norm(list(filled.values()), 1, dtype=wide)
-                for i, norm in zip(filled, found, strict=True):
+                found = torch._foreach_norm([gradient for _, gradient in filled], 1, dtype=wide)
+                for (i, _), norm in zip(filled, found, strict=True):
                     norms[i] = norm
         return torch.stack(norms).isfinite()
 

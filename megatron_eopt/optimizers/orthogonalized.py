@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import declared_split
@@ -89,7 +90,6 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     """Names of the momentum and of Nesterov's look-ahead among the settings of a group."""
 
     split_lengths: tuple[int, ...] = (3,)
-    own_split_shapes = False
 
     def __init__(
         self,
@@ -202,15 +202,14 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             self._check_matrix(parameter, f"orthogonalizes matrices, but {called}")
 
     def _check_split(self, parameter: Tensor) -> None:
-        shapes = self._split_shapes(parameter)
-        if not self.own_split_shapes and declared_split(parameter) is None and shapes is not None:
-            if parameter.size(0) != sum(shapes):
-                raise ValueError(
-                    f"{type(self).__name__}: a fused projection of {parameter.size(0)} rows cannot be split into "
-                    f"{list(shapes)}, which are {sum(shapes)}"
-                )
-        else:
-            super()._check_split(parameter)
+        split = self.split_of(parameter)
+        rows = sum(part.rows or 0 for part in split.parts)
+        if len(self.split_lengths) == 1 and declared_split(parameter) is None and rows not in (0, parameter.size(0)):
+            raise ValueError(
+                f"{type(self).__name__}: a fused projection of {parameter.size(0)} rows cannot be split into "
+                f"{[part.rows for part in split.parts]}, which are {rows}"
+            )
+        super()._check_split(parameter)
 
     def settings_of_groups(self) -> dict[str, Any]:
         """Among them the kind of weight decay, by its name where the flag says it."""
@@ -319,6 +318,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             masked: whether they are to be masked nevertheless, so that the batches are the same in every step.
         """
         flags = None if masked or accepted.device.type != "cpu" else accepted.tolist()
+        masks = accepted.unbind() if flags is None else ()
         batches, first = [], 0
         for group in self.param_groups:
             params = group["params"]
@@ -331,23 +331,27 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             first += len(params)
             if not chosen:
                 continue
-            momenta = [local(self._state_of(p)[MOMENTUM_BUFFER]) for p in chosen]
+            momenta = [(self.state[p] or self._state_of(p))[MOMENTUM_BUFFER] for p in chosen]
+            # other ranks may wait for a parameter without a gradient: it is masked
+            gradients = [m if p.grad is None else p.grad for p, m in zip(chosen, momenta, strict=True)]
+            weights = chosen
+            if any(isinstance(p, DTensor) for p in chosen):
+                weights, momenta, gradients = (list(map(local, each)) for each in (chosen, momenta, gradients))
             batches.append(
                 Batch(
                     indices=indices,
                     parameters=chosen,
-                    weights=[local(p) for p in chosen],
+                    weights=weights,
                     momenta=momenta,
-                    # other ranks may wait for a parameter without a gradient: it is masked
                     gradients=[
-                        m if p.grad is None else local(p.grad).to(m.dtype) for p, m in zip(chosen, momenta, strict=True)
+                        g if g.dtype == m.dtype else g.to(m.dtype) for g, m in zip(gradients, momenta, strict=True)
                     ],
                     further=[self._further_state(p) for p in chosen],
                     settings={key: value for key, value in group.items() if key not in ("params", "param_names")},
                     lr=group["lr"],
                     weight_decay=self._weight_decay(group),
                     decay_method=decay_method(type(self).__name__, group),
-                    accepted=None if flags is not None else torch.stack([accepted[i] for i in indices]),
+                    accepted=None if flags is not None else torch.stack([masks[i] for i in indices]),
                 )
             )
         return batches

@@ -93,8 +93,9 @@ class Scion(TensorParallelMuon):
     def _further_settings(self) -> dict[str, Any]:
         return {RADIUS: self.radius}
 
-    def _planned_settings(self) -> object:
-        return super()._planned_settings(), [group[RADIUS] for group in self.param_groups]
+    def _own_settings(self) -> list[dict[str, Any]]:
+        groups = zip(super()._own_settings(), self.param_groups, strict=True)
+        return [{**own, RADIUS: group[RADIUS]} for own, group in groups]
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
         if self.constrained and not 0 <= group["lr"] <= 1:

@@ -320,9 +320,9 @@ class Task:
         momentum, squares, gradient = _own(self.state[EXP_AVG]), _own(self.state[EXP_AVG_SQ]), self.parameter.grad
         gradient = torch.zeros_like(momentum) if gradient is None else _own(gradient).to(momentum.dtype)
         gradient = torch.where(self.accepted, -gradient if self.settings["maximize"] else gradient, 0.0)
-        gradients, momenta, of_squares = (engine.split(self.index, x) for x in (gradient, momentum, squares))
+        gradients, momenta, seconds = (engine.split(self.index, x) for x in (gradient, momentum, squares))
         sides = map(self._sides, self.ends)
-        return [Preconditioned(*of_matrix) for of_matrix in zip(gradients, momenta, of_squares, sides, strict=True)]
+        return [Preconditioned(*each) for each in zip(gradients, momenta, seconds, sides, strict=True)]
 
     def _sides(self, end: str) -> tuple[Side | None, Side | None]:
         left, right = (

@@ -391,8 +391,9 @@ class HeavyBallMuon(TensorParallelMuon):
             parameter = parameter.detach().flatten(1)
         return super().layout(parameter)
 
-    def _planned_settings(self) -> object:
-        return super()._planned_settings(), [group[NS_STEPS] for group in self.param_groups]
+    def _own_settings(self) -> list[dict[str, Any]]:
+        groups = zip(super()._own_settings(), self.param_groups, strict=True)
+        return [{**own, STEPS: group[NS_STEPS]} for own, group in groups]
 
     def _check_parameter(self, parameter: Tensor, called: str) -> None:
         if _is_flattened(parameter):

@@ -6,13 +6,13 @@ from megatron_eopt.orthogonalize.coefficients import (
     composite_range,
     get_coefficients,
     get_supported_coefficient_types,
+    optimal_quintic,
     validate_coefficient_type,
 )
-from megatron_eopt.orthogonalize.generator import optimal_quintic
-from megatron_eopt.orthogonalize.health import Health
-from megatron_eopt.orthogonalize.newton_schulz import Form, Iteration, NewtonSchulz, newton_schulz
+from megatron_eopt.orthogonalize.forms import Preset
+from megatron_eopt.orthogonalize.iteration import Health, Iteration
+from megatron_eopt.orthogonalize.newton_schulz import Form, NewtonSchulz, newton_schulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
-from megatron_eopt.orthogonalize.restarts import Preset
 from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor, predicted_update_rms
 from megatron_eopt.orthogonalize.spectral import power_iteration, rayleigh_quotient
 

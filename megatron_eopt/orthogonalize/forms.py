@@ -1,15 +1,44 @@
-"""The arithmetic of Newton-Schulz: normalization, the standard form, the Gram form, and what these cost.
+"""The two forms of Newton-Schulz: their arithmetic, what they cost, and where the Gram form restarts.
 
 Nothing here checks or decides anything; :mod:`~megatron_eopt.orthogonalize.newton_schulz` does.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.products import Dense, Products, square_work
+
+Restarts = tuple[int, ...]
+"""Steps of a schedule, counted from 1, after which the Gram form computes its Gram matrix anew."""
+
+Preset = Literal["fast", "default", "accurate"]
+
+# By name of a set and number of steps: the necessary restarts, and those of the preset accurate, one more; None: the
+# standard form. Necessary are the fewest that keep fp16 as exact as the standard form is in bf16, by the simulation
+# that the tests repeat (tests/orthogonalize/simulation.py). cubic5 goes without, which is what it is for, at an error
+# of up to 2.6 times that of its own standard form in bf16; that is below quintic's in bf16 on all spectra but
+# harmonic.
+RESTARTS: dict[tuple[str, int], tuple[Restarts | None, Restarts | None]] = {
+    ("simple", 5): ((3,), (1, 3)),
+    ("quintic", 5): ((3,), (2, 3)),
+    ("polar_express", 5): ((2, 3), (2, 3, 4)),
+    ("polar_express", 8): ((2, 4), (2, 3, 4)),
+    ("cans", 5): ((1, 3), (1, 2, 3)),
+    ("aol", 4): ((2,), (1, 3)),
+    ("deepseekv4", 10): (None, None),
+    ("cubic5", 5): ((), (3,)),
+}
+
+# Set, steps and extra restarts of a preset; the default here with the default set.
+PRESETS: dict[Preset, tuple[str, int, int]] = {
+    "fast": ("cubic5", 5, 0),
+    "default": ("quintic", 5, 0),
+    "accurate": ("quintic", 5, 1),
+}
 
 Watch = Callable[[int, Tensor], None]
 """Is shown the number of a step, from 0, and the Gram matrix before it, which is overwritten later."""
@@ -235,3 +264,16 @@ def gram_flops(
     segments = len(restarts) + 1
     cubes = sum(c != 0 for _, _, c in schedule) + 3 * (len(schedule) - segments)
     return segments * (2 * share + 2) * rows**2 * cols + cubes * 2 * share * rows**3
+
+
+def restarts_for(coefficient_type: str | Sequence[Coefficients], steps: int, extra: int = 0) -> Restarts | None:
+    """Restarts of the Gram form for a schedule; None where the Gram form is not safe, or no table has it.
+
+    Args:
+        coefficient_type: name of a set, or a list of ``(a, b, c)``.
+        steps: number of steps.
+        extra: restarts beyond the necessary ones: 0, or 1 as in the preset ``accurate``.
+    """
+    if not isinstance(coefficient_type, str):
+        return None
+    return RESTARTS.get((coefficient_type, steps), (None, None))[extra]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Literal, get_args, overload
 
 import torch
@@ -10,26 +11,15 @@ from torch import Tensor
 
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients, get_coefficients
-from megatron_eopt.orthogonalize.forms import (
-    Watch,
-    gram_flops,
-    iterate_gram,
-    iterate_gram_fp16,
-    iterate_standard,
-    normalized,
-    scaled,
-    standard_flops,
-)
-from megatron_eopt.orthogonalize.health import Figures, Health, health_of_nothing, joined
+from megatron_eopt.orthogonalize.forms import PRESETS, Preset, Restarts, gram_flops, restarts_for, standard_flops
+from megatron_eopt.orthogonalize.iteration import Health, Iteration
 from megatron_eopt.orthogonalize.precision import (
     MatmulPrecision,
-    fp32_products,
     gram_dtype,
     product_dtype,
     validate_matmul_precision,
 )
 from megatron_eopt.orthogonalize.products import Products, default_products
-from megatron_eopt.orthogonalize.restarts import PRESETS, Preset, Restarts, restarts_for
 
 Form = Literal["auto", "standard", "gram"]
 
@@ -38,71 +28,6 @@ MAX_BYTES = 2**30
 
 _LARGE = 256
 """Short side from which on a CPU multiplies fp32 matrices faster one by one (by 5 to 15 %) than stacked."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Iteration:
-    """The iteration for matrices of one shape and dtype on one device: all is decided, calling it only computes.
-
-    Attributes:
-        schedule: one ``(a, b, c)`` per step.
-        restarts: of the Gram form; None for the standard form.
-        dtype: of the products.
-        products: computes the symmetric ones.
-        precision: of the products of fp32 tensors; None where there are none, so that torch's setting can stay.
-        transposed: whether the matrices have more rows than columns.
-        chunk: so many matrices of a stack are worked on at once.
-        one_by_one: whether matrices are computed faster each by itself than stacked.
-        propagate_nan: whether a matrix with entries that are not finite gives no numbers, or zero.
-    """
-
-    schedule: tuple[Coefficients, ...]
-    restarts: Restarts | None
-    dtype: torch.dtype
-    products: Products
-    precision: MatmulPrecision | None
-    transposed: bool
-    chunk: int
-    one_by_one: bool
-    propagate_nan: bool
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The orthogonal factor of a matrix (rows x cols), or of each of a stack (n x rows x cols), a new tensor."""
-        if x.ndim == 3 and x.size(0) > self.chunk:
-            return torch.cat([self(part) for part in x.split(self.chunk)])
-        if x.numel() == 0:
-            return torch.empty_like(x)
-        if self.precision is None:
-            return self._run(x)
-        with fp32_products(self.precision):
-            return self._run(x)
-
-    def with_health(self, x: Tensor) -> tuple[Tensor, Health]:
-        """The same, and what the Gram matrices tell of each matrix."""
-        if x.ndim == 3 and x.size(0) > self.chunk:
-            factors, parts = zip(*map(self.with_health, x.split(self.chunk)), strict=True)
-            return torch.cat(factors), joined(parts)
-        if x.numel() == 0:
-            return torch.empty_like(x), health_of_nothing(x)
-        figures = Figures(len(self.schedule))
-        with fp32_products(self.precision or "highest"):
-            return self._run(x, figures), figures.health()
-
-    def _run(self, x: Tensor, figures: Figures | None = None) -> Tensor:
-        X = x.mT if self.transposed else x
-        watch: Watch | None = None if figures is None else figures.watch
-        if self.restarts is None or self.dtype == torch.float16:
-            N, norm, largest = normalized(X, propagate_nan=self.propagate_nan)
-            if self.restarts is None:
-                factor = iterate_standard(N.to(self.dtype), self.schedule, self.products, watch=watch)
-            else:
-                factor = iterate_gram_fp16(N, self.schedule, self.restarts, self.products, watch=watch)
-        else:
-            (N, largest), norm = scaled(X, self.propagate_nan), None
-            factor = iterate_gram(N, self.schedule, self.restarts, self.products, watch=watch, normalize=True)
-        if figures is not None:
-            figures.of_input(largest, norm)
-        return (factor.mT if self.transposed else factor).to(x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,17 +69,11 @@ class NewtonSchulz:
     @cached_property
     def restarts(self) -> Restarts | None:
         """Restarts of the Gram form; None for a schedule that no table has, which the Gram form does not serve."""
-        return restarts_for(self.coefficient_type, self.steps, simulate=False)
+        return restarts_for(self.coefficient_type, self.steps)
 
-    def gram_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-        """The dtype of the Gram form of a shard: as in one process, but fp32 where that would take the standard one."""
-        return gram_dtype(product_dtype(dtype, self.fp32_matmul_prec), device) or torch.float32
-
-    def products_for(self, device: torch.device, dtype: torch.dtype) -> Products:
-        """What computes symmetric products in ``dtype``: those that are set, else what suits the device."""
-        return self.products or default_products(device, dtype)
-
-    def compile(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Iteration:
+    def compile(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, form: Form = "auto"
+    ) -> Iteration:
         """Decide everything for matrices, or stacks of them, of one shape: the same wherever this is asked.
 
         Entries that are not finite stay visible in the result: a matrix that got zero instead would stand still in
@@ -164,11 +83,21 @@ class NewtonSchulz:
             shape: rows and columns; sizes before them do not matter.
             dtype: of the matrices.
             device: of the matrices.
+            form: ``auto`` takes the cheaper one that is safe. ``gram``, for matrices that several ranks hold, iterates
+                in fp32 where ``auto`` would take the standard form for its dtype.
+
+        Raises:
+            ValueError: for the Gram form of a schedule that no table has.
         """
+        if form == "gram" and self.restarts is None:
+            raise ValueError(
+                f"no table has restarts of {self.coefficient_type!r} in {self.steps} steps, without which the Gram "
+                "form is not safe: take the standard form"
+            )
         return _compiled(
             self.schedule,
             self.restarts,
-            "auto",
+            form,
             self.fp32_matmul_prec,
             self.max_bytes,
             self.products,
@@ -192,6 +121,7 @@ def newton_schulz(
     fp32_matmul_prec: MatmulPrecision = "highest",
     form: Form = "auto",
     preset: Preset = "default",
+    restarts: Sequence[int] | None = None,
     max_bytes: int = MAX_BYTES,
     propagate_nan: bool = False,
     products: Products | None = None,
@@ -208,6 +138,7 @@ def newton_schulz(
     fp32_matmul_prec: MatmulPrecision = "highest",
     form: Form = "auto",
     preset: Preset = "default",
+    restarts: Sequence[int] | None = None,
     max_bytes: int = MAX_BYTES,
     propagate_nan: bool = False,
     products: Products | None = None,
@@ -223,6 +154,7 @@ def newton_schulz(
     fp32_matmul_prec: MatmulPrecision = "highest",
     form: Form = "auto",
     preset: Preset = "default",
+    restarts: Sequence[int] | None = None,
     max_bytes: int = MAX_BYTES,
     propagate_nan: bool = False,
     products: Products | None = None,
@@ -244,11 +176,12 @@ def newton_schulz(
         fp32_matmul_prec: precision of the products: ``medium`` (or ``low``) bf16 with fp32 accumulation, in the Gram
             form fp16, on a GPU only; ``high`` TF32 where the device has it, ``highest`` fp32. An fp64 input stays in
             fp64.
-        form: ``standard``, ``gram``, or ``auto``: the cheaper of the two, but the Gram form only of schedules whose
-            restarts are in a table. Asked for by name, it simulates those of others.
+        form: ``standard``, ``gram``, or ``auto``: the cheaper of the two. The Gram form serves schedules whose restarts
+            are in a table, and others with ``restarts``.
         preset: ``fast`` takes the set cubic5 in place of ``steps`` and ``coefficient_type``; ``accurate`` restarts the
-            Gram form once more than ``default``. Their errors are in
-            :data:`~megatron_eopt.orthogonalize.restarts.PUBLISHED_ERRORS`.
+            Gram form once more than ``default``.
+        restarts: steps, counted from 1, after which the Gram form computes its Gram matrix anew, in place of those of
+            the table and the preset; ascending, below the number of steps.
         max_bytes: a stack is worked on in chunks whose work takes at most so much memory, or one matrix at a time.
         propagate_nan: return no numbers instead of zero for a matrix with entries that are not finite.
         products: computes the symmetric products; hashable. By default torch, in blocks for a large fp32 matrix on a
@@ -273,19 +206,27 @@ def newton_schulz(
     if preset == "fast":
         coefficient_type, steps, _ = PRESETS[preset]
     schedule = get_coefficients(coefficient_type, steps)
-    # Unasked from the tables only: a simulation takes its time, and might choose otherwise on another rank.
-    restarts = restarts_for(coefficient_type, steps, PRESETS[preset][2], simulate=form == "gram")
+    if restarts is None:
+        restarts = restarts_for(coefficient_type, steps, PRESETS[preset][2])
+    else:
+        restarts = _checked(restarts, steps)
+    dtype = product_dtype(x.dtype, fp32_matmul_prec)
+    if form == "gram" and (restarts is None or gram_dtype(dtype, x.device) is None):
+        raise ValueError(
+            f"the Gram form is not safe with {coefficient_type!r} in {steps} steps and {dtype} products on "
+            f"{x.device.type!r}: take the standard form, precision 'high' or 'highest', or give its restarts"
+        )
     shape = (x.size(-2), x.size(-1))
     iteration = _compiled(
         schedule, restarts, form, fp32_matmul_prec, max_bytes, products, shape, x.dtype, x.device, propagate_nan
     )
-    if form == "gram" and iteration.restarts is None:
-        dtype = product_dtype(x.dtype, fp32_matmul_prec)
-        raise ValueError(
-            f"the Gram form is not safe with {coefficient_type!r} in {steps} steps and {dtype} products on "
-            f"{x.device.type!r}: take the standard form, or precision 'high' or 'highest'"
-        )
     return iteration.with_health(x) if health else iteration(x)
+
+
+def _checked(restarts: Sequence[int], steps: int) -> Restarts:
+    if any(not isinstance(step, int) or not before < step < steps for before, step in pairwise([0, *restarts])):
+        raise ValueError(f"restarts are ascending integers between 1 and {steps - 1}, got {list(restarts)}")
+    return tuple(restarts)
 
 
 @lru_cache(maxsize=1024)
@@ -306,7 +247,7 @@ def _compiled(
     Args:
         schedule: one ``(a, b, c)`` per step.
         restarts: of the Gram form; None where it is not safe.
-        form: asked for; the standard one is taken where the Gram form is not safe.
+        form: ``auto`` for the cheaper one.
         precision: of the products.
         max_bytes: what the work on a chunk may take.
         products: computes the symmetric products; None for what suits the device.
@@ -316,15 +257,16 @@ def _compiled(
         propagate_nan: see :class:`Iteration`.
     """
     rows, cols = sorted(shape)
-    asked = product_dtype(dtype, precision)
-    of_gram = gram_dtype(asked, device)
-    if form == "standard" or of_gram is None:
-        restarts = None
-    elif form == "auto" and restarts is not None:
+    used = product_dtype(dtype, precision)
+    of_gram = gram_dtype(used, device)
+    if form == "auto" and restarts is not None and of_gram is not None:
         share = (products or default_products(device, of_gram)).share(rows)
         gram, standard = gram_flops(rows, cols, schedule, restarts, share), standard_flops(rows, cols, schedule, share)
-        restarts = restarts if gram < standard else None
-    used = asked if restarts is None or of_gram is None else of_gram
+        form = "gram" if gram < standard else "standard"
+    if form == "gram":
+        used = of_gram or torch.float32
+    else:
+        restarts = None
     of_one = (3 * rows * cols + 4 * rows * rows) * used.itemsize
     return Iteration(
         schedule=schedule,

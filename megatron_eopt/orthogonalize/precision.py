@@ -57,15 +57,15 @@ def fp32_products(precision: MatmulPrecision) -> Iterator[None]:
     wanted = _FP32_PRODUCTS[precision]
     changed: list[tuple[Any, str, Any]] = []
     try:
-        for owner, name, value in _settings(wanted):
-            before = getattr(owner, name)
+        for backend, name, value in _settings(wanted):
+            before = getattr(backend, name)
             if before != value:
-                changed.append((owner, name, before))
-                setattr(owner, name, value)
+                changed.append((backend, name, before))
+                setattr(backend, name, value)
         yield
     finally:
-        for owner, name, before in reversed(changed):
-            setattr(owner, name, before)
+        for backend, name, before in reversed(changed):
+            setattr(backend, name, before)
 
 
 def _settings(wanted: str) -> list[tuple[Any, str, Any]]:

@@ -69,11 +69,11 @@ def rayleigh_quotient(matrix: Tensor, u: Tensor, v: Tensor) -> Tensor:
 def power_iterations(
     matrices: Sequence[Tensor], us: Sequence[Tensor], steps: int, summed: SumOverRanks = list
 ) -> list[tuple[Tensor, Tensor]]:
-    """:func:`power_iteration` of many matrices in step with each other, of which a rank may hold some rows alone.
+    """:func:`power_iteration` of many matrices in step with each other, of which a rank may hold only some rows.
 
     Args:
         matrices: this rank's rows of each.
-        us: likewise.
+        us: the vector ``u`` of each, this rank's entries.
         steps: at least 1.
         summed: called twice in each step, so that ranks exchange once for all matrices.
     """
@@ -99,13 +99,13 @@ def power_iterations(
 def rayleigh_quotients(
     matrices: Sequence[Tensor], us: Sequence[Tensor], vs: Sequence[Tensor], summed: SumOverRanks = list
 ) -> list[Tensor]:
-    """:func:`rayleigh_quotient` of many matrices, of which a rank may hold some rows alone; one call of ``summed``."""
-    parts = []
+    """:func:`rayleigh_quotient` of many matrices, of which a rank may hold only some rows; one call of ``summed``."""
+    products = []
     for matrix, u, v in zip(matrices, us, vs, strict=True):
         W = _wide(matrix)
         _check(W, u, v)
-        parts.append((u.to(W.dtype) * _times(W, v.to(W.dtype))).sum(-1))
-    return list(summed(parts))
+        products.append((u.to(W.dtype) * _times(W, v.to(W.dtype))).sum(-1))
+    return list(summed(products))
 
 
 def low_rank_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,20 +1,66 @@
 """Entries from a file of YAML or JSON, with the line of whatever is wrong in it.
 
 A file is a list of entries, each a mapping of ``select`` and of settings; or a mapping of selectors to settings.
+
+YAML is read as version 1.2 has it, of which JSON is a part: ``1e-3`` is a number, which version 1.1 takes for text, and
+``no`` is text. Nothing is built from tags, and an alias is followed only as deep as a file of overrides goes.
 """
 
+import json
+import re
+from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
-from megatron_eopt.overrides.errors import OverrideError, SettingError, did_you_mean, shown
-from megatron_eopt.overrides.known import Known
-from megatron_eopt.overrides.nodes import Node, NodeError, Pair, compose, is_list, is_mapping, line, pairs, plain
-from megatron_eopt.overrides.rules import Entry, Layer
-from megatron_eopt.overrides.selectors import Selector
-from megatron_eopt.overrides.settings import SETTINGS, check_setting, conflicts, named_optimizer
+import yaml  # type: ignore[import-untyped, unused-ignore]
+
+from megatron_eopt.overrides.entries import Entry, Layer, Selector
+from megatron_eopt.overrides.known import Known, OverrideError, did_you_mean, shown
+from megatron_eopt.overrides.settings import NO_SETTINGS, SETTINGS, checked
+
+_Node = Any  # of yaml, which has no types
+_Pairs = dict[Any, tuple[int, _Node]]  # key -> its line, and what it stands for
 
 _SELECT = "select"
+_INSIDE = object()  # in place of a selector: it stands in the entry, under select
 _FORMAT = "a list of entries {select: ..., SETTING: ...}, or a mapping of selectors to settings"
+_DEEPEST = 4
+
+_TAG = "tag:yaml.org,2002:"
+_MERGE = f"{_TAG}merge"
+_FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads plain scalars by the core schema of YAML 1.2, and merge keys."""
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", "~nN"),
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+", "-+0123456789"),
+    ("float", _FLOAT, "-+.0123456789"),
+    ("merge", r"<<", "<"),
+):  # fmt: skip
+    _Loader.add_implicit_resolver(_TAG + _tag, re.compile(f"^({_pattern})$"), [*_first, *([""] * (_tag == "null"))])
+
+_SCALARS: dict[str, Callable[[str], Any]] = {
+    "null": lambda text: None,
+    "bool": lambda text: text.lower() == "true",
+    "int": int,
+    "float": lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
+}
+_TAGS = {_TAG + kind for kind in (*_SCALARS, "str", "seq", "map", "merge")}
+
+
+class _FileError(OverrideError):
+    """Mistakes of a file: lines, and what is wrong there."""
+
+    def __init__(self, *found: tuple[int, str]) -> None:
+        super().__init__(*found)
+        self.found = found
 
 
 def read_overrides(path: str | PathLike[str], known: Known | None = None) -> list[Entry]:
@@ -27,106 +73,168 @@ def read_overrides(path: str | PathLike[str], known: Known | None = None) -> lis
     Raises:
         OverrideError: for everything that is wrong in it, a line for each: ``FILE:LINE: KEY: what, suggestion``.
     """
-    reader = _Reader(str(path), known or Known.registered())
     entries: list[Entry] = []
+    wrong: list[tuple[int, str]] = []
+    known = known or Known.registered()
     try:
-        entries = reader.document(compose(Path(path)))
+        for selector, line, node in _written(_compose(Path(path))):
+            try:
+                entries.append(_entry(selector, line, node, str(path), known))
+            except _FileError as error:
+                wrong += error.found
     except OSError as error:
         raise OverrideError(f"{path}: cannot be read: {error.strerror}") from None
-    except NodeError as error:
-        reader.wrong.append((error.line, error.what))
-    if reader.wrong:
-        raise OverrideError("\n".join(f"{path}:{at}: {what}" for at, what in sorted(reader.wrong)))
+    except _FileError as error:
+        wrong += error.found
+    if wrong:
+        raise OverrideError("\n".join(f"{path}:{line}: {what}" for line, what in sorted(wrong)))
     return entries
 
 
-class _Reader:
-    """Goes through one file, and collects what is wrong with it."""
+def _written(root: _Node) -> Iterator[tuple[object, int, _Node]]:
+    """The entries as a file has them: selector, line, and the mapping of settings, which has the selector in a list."""
+    if not isinstance(root, yaml.CollectionNode):
+        line, got = (1, "nothing") if root is None else (_line(root), shown(_plain(root)))
+        raise _FileError((line, f"expected {_FORMAT}, got {got}"))
+    if not root.value:
+        raise _FileError((_line(root), f"there are no entries: expected {_FORMAT}"))
+    if isinstance(root, yaml.SequenceNode):
+        yield from ((_INSIDE, _line(node), node) for node in root.value)
+        return
+    pairs = _pairs(root)
+    if _SELECT in pairs:
+        raise _FileError((_line(root), "select: a single entry is a list, too: put '- ' before it"))
+    yield from ((selector, *pair) for selector, pair in pairs.items())
 
-    def __init__(self, path: str, known: Known) -> None:
-        self.path = path
-        self.known = known
-        self.wrong: list[tuple[int, str]] = []
 
-    def document(self, root: Node) -> list[Entry]:
-        if root is None or (not is_list(root) and not is_mapping(root)):
-            at, got = (1, "nothing") if root is None else (line(root), shown(plain(root)))
-            raise NodeError(at, f"expected {_FORMAT}, got {got}")
-        if not root.value:
-            raise NodeError(line(root), f"there are no entries: expected {_FORMAT}")
-        found = self.listed(root) if is_list(root) else self.mapped(root)
-        return [entry for entry in found if entry is not None]
-
-    def listed(self, root: Node) -> list[Entry | None]:
-        entries = []
-        for node in root.value:
-            try:
-                entries.append(self.listed_entry(node))
-            except NodeError as error:
-                self.wrong.append((error.line, error.what))
-        return entries
-
-    def listed_entry(self, node: Node) -> Entry | None:
-        if not is_mapping(node):
-            raise NodeError(line(node), f"expected an entry {{select: ..., SETTING: ...}}, got {shown(plain(node))}")
-        selects: list[Pair] = []
-        settings: list[Pair] = []
-        for pair in pairs(node):
-            (selects if plain(pair.key) == _SELECT else settings).append(pair)
-        if not selects:
-            keys = [str(plain(pair.key)) for pair in settings]
-            near = [key for key in keys if key not in SETTINGS and did_you_mean(key, [_SELECT])]
+def _entry(written: object, line: int, node: _Node, path: str, known: Known) -> Entry:
+    if not isinstance(node, yaml.MappingNode):
+        inside = "expected an entry {select: ..., SETTING: ...}"
+        expected = inside if written is _INSIDE else f"{written}: expected a mapping of settings"
+        raise _FileError((line, f"{expected}, got {shown(_plain(node))}"))
+    settings, select_line = _pairs(node), line
+    if written is _INSIDE:
+        if _SELECT not in settings:
+            near = [key for key in map(str, settings) if key not in SETTINGS and did_you_mean(key, [_SELECT])]
             hint = f" (it has {near[0]!r})" if near else ""
-            raise NodeError(line(node), f"select: is missing, which says for which parameters the entry is{hint}")
-        return self.entry(line(node), selects[0].line, plain(selects[0].value), settings)
-
-    def mapped(self, root: Node) -> list[Entry | None]:
-        keys = pairs(root)
-        if any(plain(pair.key) == _SELECT for pair in keys):
-            raise NodeError(line(root), "select: a single entry is a list, too: put '- ' before it")
-        entries: list[Entry | None] = []
-        for key, at, value in keys:
-            try:
-                if not is_mapping(value):
-                    got = shown(plain(value))
-                    raise NodeError(at, f"{plain(key)}: expected a mapping of settings, got {got}")
-                entries.append(self.entry(at, at, plain(key), pairs(value)))
-            except NodeError as error:
-                self.wrong.append((error.line, error.what))
-        return entries
-
-    def entry(self, at: int, select_line: int, written: object, pairs_of_settings: list[Pair]) -> Entry | None:
-        before = len(self.wrong)
-        selector = self.selector(select_line, written)
-        lines = {str(plain(pair.key)): pair.line for pair in pairs_of_settings}
-        values = {}
-        optimizer = named_optimizer(_optimizer(pairs_of_settings), None if selector is None else selector.optimizer)
-        for pair in pairs_of_settings:
-            key = plain(pair.key)
-            try:
-                values[str(key)] = check_setting(key, plain(pair.value), self.known, optimizer)
-            except SettingError as error:
-                self.wrong.append((pair.line, str(error)))
-            except NodeError as error:
-                self.wrong.append((error.line, f"{key}: {error.what}"))
-        self.wrong += [(lines[error.key], str(error)) for error in conflicts(values)]
-        if not pairs_of_settings:
-            self.wrong.append((at, f"no settings: expected one or more of {', '.join(SETTINGS)}"))
-        if len(self.wrong) > before or selector is None:
-            return None
-        return Entry(selector, values, Layer.FILE, f"{self.path}:{at}")
-
-    def selector(self, at: int, written: object) -> Selector | None:
-        try:
-            return Selector.parse(written)
-        except OverrideError as error:
-            self.wrong.append((at, f"select: {error}"))
-            return None
-
-
-def _optimizer(settings: list[Pair]) -> object:
-    """What an entry sets as the optimizer; None if it sets none, or nothing that can be read."""
+            raise _FileError((line, f"select: is missing, which says for which parameters the entry is{hint}"))
+        select_line, select = settings.pop(_SELECT)
+        written = _plain(select)
+    wrong: list[tuple[int, str]] = []
+    selector, raw = None, {}
     try:
-        return next((plain(pair.value) for pair in settings if plain(pair.key) == "optimizer"), None)
-    except NodeError:
-        return None
+        selector = Selector.parse(written)
+    except OverrideError as error:
+        wrong.append((select_line, f"select: {error}"))
+    for key, (_, value) in settings.items():
+        try:
+            raw[key] = _plain(value)
+        except _FileError as error:
+            wrong += [(at, f"{key}: {what}") for at, what in error.found]
+    values, mistakes = checked(raw, known, None if selector is None else selector.optimizer)
+    lines = {str(key): at for key, (at, _) in settings.items()}
+    wrong += [(lines[error.key], str(error)) for error in mistakes]
+    if not settings:
+        wrong.append((line, NO_SETTINGS))
+    if wrong or selector is None:
+        raise _FileError(*wrong)
+    return Entry(selector, values, Layer.FILE, f"{path}:{line}")
+
+
+def _compose(path: Path) -> _Node:
+    """The root of a file; None for one that is empty.
+
+    Raises:
+        _FileError: for a file that is no text, no YAML or, by its name, no JSON.
+        OSError: for one that cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise _FileError((line, "this is no UTF-8 text")) from None
+    if path.suffix.lower() == ".json":
+        try:
+            json.loads(text)
+        except json.JSONDecodeError as error:
+            raise _FileError((error.lineno, f"this is no JSON: {error.msg}, at column {error.colno}")) from None
+        text = text.replace("\t", " ")  # no text of JSON has a tab in it, and YAML takes none before a value
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise _FileError((mark.line + 1, f"this is no YAML: {_problem(error, text.splitlines(), mark)}")) from None
+    except yaml.YAMLError as error:
+        raise _FileError((1, f"this is no YAML: {str(error).splitlines()[0]}")) from None
+    if root is not None:
+        _check_tag(root)
+    return root
+
+
+def _problem(error: Any, lines: list[str], mark: Any) -> str:
+    problem = error.problem or error.context
+    here = lines[mark.line] if mark.line < len(lines) else ""
+    hint = ""
+    if "alias" in f"{error.context} {error.problem}":
+        hint = f": quote a selector that begins with *, as in {shown('*.weight')}"
+    elif "\\t" in problem or here.startswith("\t"):
+        hint = ": indent by blanks"
+    return f"{problem}{hint}"
+
+
+def _line(node: _Node) -> int:
+    return node.start_mark.line + 1
+
+
+def _check_tag(node: _Node) -> None:
+    if node.tag not in _TAGS:
+        raise _FileError((_line(node), f"{node.tag.replace(_TAG, '!!')} is a tag: write plain values"))
+
+
+def _plain(node: _Node, depth: int = 0) -> Any:
+    """The value of a node: text, a number, true or false, None, or lists and mappings of them.
+
+    Raises:
+        _FileError: for a tag, a key that is there twice, and a value that lies too deep.
+    """
+    if depth > _DEEPEST:
+        raise _FileError((_line(node), f"values lie more than {_DEEPEST} deep"))
+    _check_tag(node)
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(each, depth + 1) for each in node.value]
+    if isinstance(node, yaml.MappingNode):
+        return {key: _plain(value, depth + 1) for key, (_, value) in _pairs(node).items()}
+    kind, text = node.tag.removeprefix(_TAG), node.value
+    try:
+        return _SCALARS.get(kind, str)(text)
+    except ValueError:
+        raise _FileError((_line(node), f"{text!r} is no {kind}")) from None
+
+
+def _pairs(node: _Node, merges: int = 0) -> _Pairs:
+    """What a mapping has: its own keys, and those of mappings that ``<<`` merges into it where it has not.
+
+    Raises:
+        _FileError: for a key that is there twice, and for a merge of what is no mapping.
+    """
+    _check_tag(node)
+    if merges > _DEEPEST:
+        raise _FileError((_line(node), f"merges lie more than {_DEEPEST} deep"))
+    own: _Pairs = {}
+    merged: list[tuple[Any, tuple[int, _Node]]] = []
+    for key, value in node.value:
+        if key.tag == _MERGE:
+            for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                if not isinstance(each, yaml.MappingNode):
+                    raise _FileError((_line(value), "<<: merges mappings only"))
+                merged += _pairs(each, merges + 1).items()
+            continue
+        if not isinstance(key, yaml.ScalarNode):
+            raise _FileError((_line(key), "a key is text, not a list or a mapping"))
+        name = _plain(key)
+        if name in own:
+            raise _FileError((_line(key), f"{name}: is here a second time, the first is on line {own[name][0]}"))
+        own[name] = _line(key), value
+    for name, pair in merged:
+        own.setdefault(name, pair)
+    return own

@@ -18,62 +18,25 @@ What follows from a winner:
   beside, they are errors: they would have no effect.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import IntEnum
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron_eopt.overrides.conditions import Kind, ParameterInfo
-from megatron_eopt.overrides.errors import OverrideError, SettingError, shown
-from megatron_eopt.overrides.known import Known
-from megatron_eopt.overrides.selectors import Selector, Specificity, no_match
+from megatron_eopt.overrides.conditions import Attribute, Condition, Name, OfOptimizer, ParameterInfo, Regex
+from megatron_eopt.overrides.entries import Entry, Layer, Order, Selector
+from megatron_eopt.overrides.known import Known, OverrideError, SettingError, did_you_mean, shown
 from megatron_eopt.overrides.settings import (
     ENDS,
-    MULTIPLIERS,
     OF_ALL,
+    REPLACED,
     WEIGHT_DECAY,
+    Value,
     check_setting,
     does_not_apply,
     foreign,
     inconsistent,
 )
-from megatron_eopt.overrides.values import Value
-
-
-class Layer(IntEnum):
-    """Where entries come from; of two that are equally specific the later one wins."""
-
-    DEFAULTS = 0
-    PYTHON = 1
-    FILE = 2
-    FLAGS = 3
-
-
-Order = tuple[Specificity, Layer, Specificity]
-
-_DEFAULTS_AT_MOST: Specificity = ((Kind.SHAPE, 0),)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Settings for the parameters that a selector takes.
-
-    Attributes:
-        selector: which parameters.
-        settings: as :func:`~megatron_eopt.overrides.settings.check_settings` returns them.
-        layer: where it comes from; an entry of the defaults may select nothing.
-        source: the place, as in ``overrides.yaml:3``.
-    """
-
-    selector: Selector
-    settings: Mapping[str, Value] = field(hash=False)
-    layer: Layer
-    source: str
-
-    def order(self, info: ParameterInfo) -> Order:
-        """Its rank for a parameter that it selects: of two entries the higher one wins."""
-        own = self.selector.specificity(info)
-        return min(own, _DEFAULTS_AT_MOST) if self.layer == Layer.DEFAULTS else own, self.layer, own
 
 
 class Overruled(NamedTuple):
@@ -90,17 +53,13 @@ class Resolved:
 
     Attributes:
         settings: in the order of their names.
-        sources: for each, the place that it comes from.
+        sources: setting -> source of the entry that it comes from.
         overruled: what other entries have for this parameter.
     """
 
     settings: dict[str, Value]
     sources: dict[str, str]
     overruled: tuple[Overruled, ...] = ()
-
-    def as_tuple(self) -> tuple[tuple[str, Value], ...]:
-        """The settings as one value that can be hashed, and sorted among others: what groups are made by."""
-        return tuple(item for item in self.settings.items() if item != ("exclude", False))
 
     def learning_rates(self, lr: float, min_lr: float) -> tuple[float, float]:
         """Largest and smallest learning rate of the schedule, from those of the optimizer.
@@ -112,14 +71,9 @@ class Resolved:
         high = own * factor
         low = self.settings.get("min_lr", min_lr * factor)
         if low > high:
-            places = ", ".join(f"{key} by {self.sources[key]}" for key in self.sources if "lr" in key)
-            raise OverrideError(f"min_lr {low:g} is above lr {high:g} ({places or 'no override'}): set both")
+            sources = ", ".join(f"{key} by {self.sources[key]}" for key in self.sources if "lr" in key)
+            raise OverrideError(f"min_lr {low:g} is above lr {high:g} ({sources or 'no override'}): set both")
         return high, low
-
-    def decay(self, weight_decay: float) -> float:
-        """The weight decay at the end of its schedule, from that of the optimizer."""
-        own = self.settings.get(WEIGHT_DECAY, weight_decay)
-        return self.settings.get("end_wd", own) * self.settings.get("wd_mult", 1.0)
 
 
 class _Claim(NamedTuple):
@@ -129,21 +83,7 @@ class _Claim(NamedTuple):
 
 
 _Claims = dict[str, list[_Claim]]
-
-
-class _Mistakes:
-    """Mistakes with the parameters that they are made for, so that each is said once."""
-
-    def __init__(self) -> None:
-        self.names: dict[str, list[str]] = {}
-
-    def add(self, what: str, name: str) -> None:
-        self.names.setdefault(what, []).append(name)
-
-    def lines(self) -> Iterator[str]:
-        for what, names in sorted(self.names.items()):
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            yield f"{what}, for {min(names)}{more}"
+_Mistakes = dict[str, list[str]]  # mistake -> names of the parameters it is made for, so that it is printed once
 
 
 def resolve(
@@ -158,7 +98,7 @@ def resolve(
     Args:
         entries: of all layers.
         parameters: with names that differ.
-        optimizer: owner of those that no entry gives another.
+        optimizer: of the parameters that no entry gives another.
         matches: number of parameters that each entry selects, on all ranks together; counted here if None.
         known: names that settings may have; those registered if None.
 
@@ -167,19 +107,22 @@ def resolve(
             effect; a line for each.
     """
     entries, known = list(entries), known or Known.registered()
-    owned = _owned(entries, parameters, optimizer, mistakes := _Mistakes())
-    counts = _count(entries, owned) if matches is None else matches
-    resolved = {info.name: _resolve_one(entries, info, optimizer, known, mistakes) for info in owned}
-    if len(resolved) < len(owned):
-        names = [info.name for info in owned]
+    mistakes: _Mistakes = {}
+    infos = _with_optimizers(entries, parameters, optimizer, mistakes)
+    counts = _count(entries, infos) if matches is None else matches
+    resolved = {info.name: _resolve_one(entries, info, optimizer, known, mistakes) for info in infos}
+    if len(resolved) < len(infos):
+        names = [info.name for info in infos]
         twice = sorted({name for name in names if names.count(name) > 1})
         raise OverrideError(f"two parameters are named {twice[0]!r}: settings are by name, so names must differ")
-    unmatched = [
-        f"{entry.source}: select: {no_match(entry.selector, owned)}"
+    wrong = [
+        f"{entry.source}: select: {_no_match(entry.selector, infos)}"
         for entry, count in zip(entries, counts, strict=True)
         if not count and entry.layer != Layer.DEFAULTS
     ]
-    if wrong := [*unmatched, *mistakes.lines()]:
+    for what, names in sorted(mistakes.items()):
+        wrong.append(f"{what}, for {min(names)}" + (f" and {len(names) - 1} more" if len(names) > 1 else ""))
+    if wrong:
         raise OverrideError("\n".join(wrong))
     return resolved
 
@@ -189,32 +132,32 @@ def match_counts(
 ) -> list[int]:
     """How many parameters each entry selects: summed over the ranks, :func:`resolve` finds what matches nowhere."""
     entries = list(entries)
-    return _count(entries, _owned(entries, parameters, optimizer, _Mistakes()))
+    return _count(entries, _with_optimizers(entries, parameters, optimizer, {}))
 
 
-def _count(entries: Sequence[Entry], owned: Sequence[ParameterInfo]) -> list[int]:
-    return [sum(entry.selector.matches(info) for info in owned) for entry in entries]
+def _count(entries: Sequence[Entry], infos: Sequence[ParameterInfo]) -> list[int]:
+    return [sum(entry.selector.matches(info) for info in infos) for entry in entries]
 
 
-def _owned(
+def _with_optimizers(
     entries: Sequence[Entry], parameters: Iterable[ParameterInfo], optimizer: str | None, mistakes: _Mistakes
 ) -> list[ParameterInfo]:
-    """The parameters with their owners, on which other settings may depend."""
+    """The parameters with their optimizers, on which other settings may depend."""
     routing = []
     for entry in entries:
-        owners = sorted({"optimizer", "exclude"} & set(entry.settings))
-        if owners and entry.selector.asks_for_optimizer:
+        keys = sorted({"optimizer", "exclude"} & set(entry.settings))
+        if keys and entry.selector.optimizer is not None:
             raise OverrideError(
-                f"{entry.source}: {owners[0]}: cannot be set where the optimizer is asked for, by '{entry.selector}'"
+                f"{entry.source}: {keys[0]}: cannot be set for the parameters of an optimizer, by '{entry.selector}'"
             )
-        if owners:
+        if keys:
             routing.append(entry)
     found = []
     for info in parameters:
-        claims = {key: _winner(key, each, info, mistakes) for key, each in _claims(routing, info).items()}
-        owner = claims["optimizer"].value if "optimizer" in claims else optimizer
-        excluded = "exclude" in claims and claims["exclude"].value
-        found.append(replace(info, optimizer=None if excluded else owner))
+        won = {key: _winner(key, each, info, mistakes) for key, each in _claims(routing, info).items()}
+        own = won["optimizer"].value if "optimizer" in won else optimizer
+        excluded = "exclude" in won and won["exclude"].value
+        found.append(replace(info, optimizer=None if excluded else own))
     return found
 
 
@@ -233,7 +176,8 @@ def _winner(key: str, claims: Sequence[_Claim], info: ParameterInfo, mistakes: _
     first = sorted({(claim.source, claim.value) for claim in claims if claim.order == top})
     if len({value for _, value in first}) > 1:
         said = " and ".join(f"{shown(value)} by {source}" for source, value in first)
-        mistakes.add(f"{key}: set to {said}, which are equally specific: remove one, or narrow its selector", info.name)
+        what = f"{key}: set to {said}, which are equally specific: remove one, or narrow its selector"
+        mistakes.setdefault(what, []).append(info.name)
     return _Claim(top, first[0][1], " and ".join(sorted({source for source, _ in first})))
 
 
@@ -241,16 +185,21 @@ def _resolve_one(
     entries: Sequence[Entry], info: ParameterInfo, optimizer: str | None, known: Known, mistakes: _Mistakes
 ) -> Resolved:
     claims = _claims(entries, info)
-    # the ties of who owns it were noted when the owner was found
-    silent = {"optimizer": _Mistakes(), "exclude": _Mistakes()}
-    won = {key: _winner(key, claims[key], info, silent.get(key, mistakes)) for key in sorted(claims)}
-    _drop_replaced(won, info, mistakes)
-    _drop_without_effect(won, info, optimizer, known, mistakes)
-    _check_by_optimizer(won, info, known, mistakes)
+    wrong: list[str] = []
+    # ties of optimizers and exclusions were noted when the optimizer was found
+    noted: dict[str, _Mistakes] = {"optimizer": {}, "exclude": {}}
+    won = {key: _winner(key, claims[key], info, noted.get(key, mistakes)) for key in sorted(claims)}
+    wrong += _drop_replaced(won)
+    wrong += _drop_without_effect(won, optimizer, known)
+    wrong += _check_by_optimizer(won, info.optimizer, known)
     settings = {key: claim.value for key, claim in won.items()}
     for error in inconsistent(settings):
-        places = sorted({won[key].source for key in _involved(error.key) if key in won})
-        mistakes.add(f"{' and '.join(places)}: {error}", info.name)
+        involved = ("lr", "min_lr") if error.key == "min_lr" else ("coefficient_type", "num_ns_steps")
+        by = sorted({won[key].source for key in involved if key in won})
+        wrong.append(f"{' and '.join(by)}: {error}")
+    for what in wrong:
+        mistakes.setdefault(what, []).append(info.name)
+    sources = {key: claim.source for key, claim in won.items()}
     overruled = {
         Overruled(key, claim.value, claim.source)
         for key, each in claims.items()
@@ -258,50 +207,83 @@ def _resolve_one(
         if key not in won or claim.source not in won[key].source.split(" and ")
     }
     in_order = sorted(overruled, key=lambda each: (each.key, each.source))
-    return Resolved(settings, {key: claim.source for key, claim in won.items()}, tuple(in_order))
+    return Resolved(settings, sources, tuple(in_order))
 
 
-def _drop_replaced(won: dict[str, _Claim], info: ParameterInfo, mistakes: _Mistakes) -> None:
+def _drop_replaced(won: dict[str, _Claim]) -> list[str]:
     """Drop what an absolute value replaces: what multiplies it, and of a constant weight decay both ends."""
-    for absolute, other in (*((WEIGHT_DECAY, end) for end in ENDS), *MULTIPLIERS.items()):
+    wrong = []
+    for absolute, other in REPLACED:
         if absolute in won and other in won:
             first, second = won[absolute], won[other]
             if first.order == second.order:
                 said = f"{absolute} by {first.source} and {other} by {second.source}"
-                mistakes.add(f"{other}: set are {said}, which are equally specific: keep one", info.name)
+                wrong.append(f"{other}: set are {said}, which are equally specific: keep one")
             elif first.order > second.order:
                 del won[other]
     if {WEIGHT_DECAY, *ENDS} <= won.keys():
         del won[WEIGHT_DECAY]
+    return wrong
 
 
-def _drop_without_effect(
-    won: dict[str, _Claim], info: ParameterInfo, optimizer: str | None, known: Known, mistakes: _Mistakes
-) -> None:
+def _drop_without_effect(won: dict[str, _Claim], optimizer: str | None, known: Known) -> list[str]:
+    """Drop settings of an excluded parameter, and those that its optimizer has not: they would have no effect."""
+    wrong = []
     exclude = won.get("exclude")
     if exclude is not None and exclude.value:
         for key in [key for key in won if key != "exclude"]:
             claim = won.pop(key)
             if claim.order >= exclude.order:
-                mistakes.add(f"{claim.source}: {key}: {exclude.source} excludes the parameter", info.name)
-        return
-    owner = won.get("optimizer")
-    name = str(owner.value) if owner is not None else optimizer
-    for key in foreign(won, name, known) if name is not None else ():
+                wrong.append(f"{claim.source}: {key}: {exclude.source} excludes the parameter")
+        return wrong
+    given = won.get("optimizer")
+    name = optimizer if given is None else str(given.value)
+    for key in [] if name is None else foreign(won, name, known):
         claim = won.pop(key)
-        if owner is None or claim.order >= owner.order:
-            where = f" ({owner.source} makes it the owner)" if owner is not None else ""
-            mistakes.add(f"{claim.source}: {does_not_apply(key, str(name), known)}{where}", info.name)
+        if given is None or claim.order >= given.order:
+            where = "" if given is None else f" ({given.source} gives it the parameter)"
+            wrong.append(f"{claim.source}: {does_not_apply(key, str(name), known)}{where}")
+    return wrong
 
 
-def _check_by_optimizer(won: dict[str, _Claim], info: ParameterInfo, known: Known, mistakes: _Mistakes) -> None:
+def _check_by_optimizer(won: dict[str, _Claim], optimizer: str | None, known: Known) -> list[str]:
     """Check the settings that not every optimizer has: each may have values of its own type."""
+    wrong = []
     for key in won.keys() - OF_ALL:
         try:
-            won[key] = won[key]._replace(value=check_setting(key, won[key].value, known, info.optimizer))
+            won[key] = won[key]._replace(value=check_setting(key, won[key].value, known, optimizer))
         except SettingError as error:
-            mistakes.add(f"{won[key].source}: {error} for {info.optimizer}", info.name)
+            wrong.append(f"{won[key].source}: {error} for {optimizer}")
+    return wrong
 
 
-def _involved(key: str) -> tuple[str, ...]:
-    return ("lr", "min_lr") if key == "min_lr" else ("coefficient_type", "num_ns_steps")
+def _no_match(selector: Selector, infos: Sequence[ParameterInfo]) -> str:
+    """Why a selector takes none of the parameters: the condition that fails, and what is near it."""
+    for condition in selector.conditions:
+        if not any(condition.matches(info) for info in infos):
+            return f"'{condition}' matches no parameter{_near(condition, infos)}"
+    return f"no parameter is matched by all of '{selector}', though some are by each"
+
+
+def _near(condition: Condition, infos: Sequence[ParameterInfo]) -> str:
+    """The nearest that there is: of names and their ends after a dot, of attributes that are true, of optimizers."""
+    if isinstance(condition, Attribute):
+        return did_you_mean(
+            condition.text, {name for info in infos for name, value in info.attributes.items() if value}
+        )
+    if isinstance(condition, OfOptimizer):
+        optimizers = sorted({info.optimizer for info in infos if info.optimizer})
+        return f": their optimizers are {', '.join(optimizers)}" if optimizers else ""
+    if isinstance(condition, Name):
+        wanted = condition.text.removeprefix("*.")
+    elif isinstance(condition, Regex):
+        wanted = re.sub(r"[\\^$*+?()\[\]{}|]", "", condition.text).replace("..", ".").strip(".")
+    else:
+        return ""
+    numbered = re.search(r"\d+(\.|$)", wanted) is not None
+    ends: dict[str, None] = {}
+    for info in infos:
+        # layers differ in their number only: without this, a model of many makes as many ends of names
+        words = (info.name if numbered else re.sub(r"(?<=\.)\d+(?=\.)", "*", info.name)).split(".")
+        ends |= dict.fromkeys(".".join(words[start:]) for start in range(len(words)))
+    return did_you_mean(wanted, ends)

@@ -1,100 +1,168 @@
-"""The settings that a parameter can have of its own: which optimizers have them, and what is said of wrong ones."""
+"""The settings that a parameter can have of its own: what a value may be, which optimizers have them, what fits."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, get_args
 
 from megatron_eopt.orthogonalize.coefficients import get_coefficients, get_supported_coefficient_types
 from megatron_eopt.orthogonalize.scale import ScaleMode
-from megatron_eopt.overrides.errors import OverrideError, SettingError, close, listing, nearest
-from megatron_eopt.overrides.known import SPLITS, Known
-from megatron_eopt.overrides.values import Betas, Check, Choice, Number, Value, YesNo, check_like
+from megatron_eopt.overrides.known import (
+    SPLIT,
+    SPLITS,
+    Known,
+    OverrideError,
+    SettingError,
+    close,
+    did_you_mean,
+    listing,
+    shown,
+)
+
+# A bool, an int, a float, a text or a tuple of floats; all values of one setting are of one type, as Megatron sorts
+# parameter groups by them.
+Value = Any
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One setting.
+class Check:
+    """What a value may be.
 
     Attributes:
-        key: its name.
-        check: makes its value from what was written, or raises ``ValueError``.
-        meaning: a line for the documentation.
-        of_all: whether every optimizer has it; else those have it that say so themselves.
+        expected: in words; two checks of which the same is expected are equal.
+        convert: makes the value from what was written, and None from what is none; ``ValueError`` to say more of it.
     """
 
-    key: str
-    check: Check
-    meaning: str
-    of_all: bool = True
+    expected: str
+    convert: Callable[[Any, Known], Value | None] = field(compare=False)
 
-    def optimizers(self, known: Known) -> list[str]:
-        """Those that have it."""
-        return sorted(known.optimizers) if self.of_all else _having(self.key, known)
+    def __call__(self, raw: object, known: Known) -> Value:
+        """The value; ``ValueError`` for what is none."""
+        value = self.convert(raw, known)
+        if value is None:
+            raise ValueError(f"expected {self.expected}, got {shown(raw)}")
+        return value
 
 
-_TABLE = (
-    Setting(
-        "optimizer",
-        Choice("optimizer", "adam, sgd or a registered name", lambda known: sorted(known.optimizers)),
-        "the owner",
-    ),
-    Setting("lr", Number(), "the largest learning rate of the schedule"),
-    Setting("min_lr", Number(), "the smallest learning rate of the schedule"),
-    Setting("lr_mult", Number(), "multiplies lr, and min_lr where no entry sets it"),
-    Setting("weight_decay", Number(), "weight decay"),
-    Setting("start_wd", Number(), "weight decay at the start of Megatron's schedule of it"),
-    Setting("end_wd", Number(), "weight decay at the end of that schedule"),
-    Setting("wd_mult", Number(), "multiplies the weight decay"),
-    Setting("betas", Betas(), "decay rates of the moments", of_all=False),
-    Setting("eps", Number(above=True), "added to the root of the second moment", of_all=False),
-    Setting("momentum", Number(high=1), "decay rate of the momentum", of_all=False),
-    Setting("num_ns_steps", Number(low=1, whole=True), "Newton-Schulz steps", of_all=False),
-    Setting(
-        "coefficient_type",
-        Choice(
-            "coefficient type",
-            listing(get_supported_coefficient_types()),
-            lambda known: get_supported_coefficient_types(),
-        ),
-        "the Newton-Schulz coefficients",
-        of_all=False,
-    ),
-    Setting(
-        "scale_mode",
-        Choice("scale mode", listing(get_args(ScaleMode)), lambda known: get_args(ScaleMode)),
-        "how the size of an update follows from the shape",
-        of_all=False,
-    ),
-    Setting("extra_scale_factor", Number(above=True), "multiplies the update", of_all=False),
-    Setting("rank", Number(low=1, whole=True), "of the factors that a weight becomes", of_all=False),
-    Setting(
-        "split",
-        Choice("split", listing(SPLITS), lambda known: known.splits, ("none", "default")),
-        "the logical matrices; false is none, true is default",
-        of_all=False,
-    ),
-    Setting("exclude", YesNo(), "no optimizer owns the parameter, and it keeps its value"),
-)
-SETTINGS: dict[str, Setting] = {setting.key: setting for setting in _TABLE}
-"""Settings whose values have a range that is known here. Optimizers have further ones: see :func:`further_settings`."""
+def number(low: float = 0.0, high: float = math.inf, above: bool = False, whole: bool = False) -> Check:
+    """A number from ``low`` to below ``high``, as an int or a float; ``low`` itself is allowed unless ``above``."""
+    expected = "a whole number" if whole else "a number"
+    if high < math.inf:
+        expected += f" in [{low:g}, {high:g})"
+    elif low > -math.inf:
+        expected += f" {'above' if above else 'of at least'} {low:g}"
 
-OF_ALL = frozenset(setting.key for setting in _TABLE if setting.of_all)
-"""Those that Megatron or this package obeys, whatever the optimizer."""
+    def convert(raw: Any, known: Known) -> Value | None:
+        if isinstance(raw, str) and _is_number(raw):
+            raise ValueError(f"expected {expected}, got the text {raw!r}: write it without quotes")
+        if not isinstance(raw, Real) or isinstance(raw, bool):
+            return None
+        value = float(raw)
+        inside = math.isfinite(value) and low <= value < high and not (above and value == low)
+        if not inside or (whole and value % 1):
+            return None
+        return int(raw) if whole else value  # type: ignore[call-overload]
 
-# An absolute value, and what multiplies it.
-MULTIPLIERS = {"lr": "lr_mult", "weight_decay": "wd_mult", "start_wd": "wd_mult", "end_wd": "wd_mult"}
+    return Check(expected, convert)
+
+
+def numbers(count: int, each: Check, expected: str) -> Check:
+    """So many numbers, as a tuple, which can be hashed."""
+
+    def convert(raw: Any, known: Known) -> Value | None:
+        if not isinstance(raw, list | tuple) or len(raw) != count:
+            return None
+        try:
+            return tuple(each(value, known) for value in raw)
+        except ValueError:
+            return None
+
+    return Check(expected, convert)
+
+
+def choice(
+    what: str, expected: str, names: Callable[[Known], Iterable[str]], booleans: tuple[str, str] | None = None
+) -> Check:
+    """One of a few names; true and false may stand for two of them."""
+
+    def convert(raw: Any, known: Known) -> Value:
+        if isinstance(raw, bool) and booleans:
+            return booleans[raw]
+        choices = list(names(known))
+        if raw not in choices:
+            near = did_you_mean(raw, choices) if isinstance(raw, str) else ""
+            raise ValueError(f"unknown {what} {shown(raw)}{near or f': expected {listing(choices)}'}")
+        return str(raw)
+
+    return Check(expected, convert)
+
+
+def of_type(kind: Any, expected: str) -> Check:
+    """Any value of a type."""
+    return Check(expected, lambda raw, known: raw if isinstance(raw, kind) else None)
+
+
+_ANY_NUMBER = number(low=-math.inf)
+_BOOL = of_type(bool, "true or false")
+
+
+def check_like(default: object) -> Check:
+    """The check of values of the type of a default; the optimizer itself checks their range, when it is built."""
+    if isinstance(default, bool):
+        return _BOOL
+    if isinstance(default, Real):
+        return number(low=-math.inf, whole=isinstance(default, int))
+    if isinstance(default, str):
+        return of_type(str, "a text")
+    if isinstance(default, list | tuple) and all(isinstance(each, Real) for each in default):
+        return numbers(len(default), _ANY_NUMBER, f"{len(default)} numbers")
+    return of_type(str | bool | Real, "a number, a text, true or false")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+_COEFFICIENTS, _SCALES = get_supported_coefficient_types(), get_args(ScaleMode)
+
+SETTINGS: dict[str, Check] = {
+    "optimizer": choice("optimizer", "adam, sgd or a registered name", lambda known: sorted(known.optimizers)),
+    "lr": number(),
+    "min_lr": number(),
+    "lr_mult": number(),
+    "weight_decay": number(),
+    "start_wd": number(),
+    "end_wd": number(),
+    "wd_mult": number(),
+    "betas": numbers(2, number(high=1), "two numbers in [0, 1), as [0.9, 0.95]"),
+    "eps": number(above=True),
+    "momentum": number(high=1),
+    "num_ns_steps": number(low=1, whole=True),
+    "coefficient_type": choice("coefficient type", listing(_COEFFICIENTS), lambda known: _COEFFICIENTS),
+    "scale_mode": choice("scale mode", listing(_SCALES), lambda known: _SCALES),
+    "extra_scale_factor": number(above=True),
+    "rank": number(low=1, whole=True),
+    SPLIT: choice("split", listing(SPLITS), lambda known: known.splits, ("none", "default")),
+    "exclude": _BOOL,
+}
+"""Settings whose range of values is known here, explained in docs/overrides.md; optimizers have further ones."""
+
+OF_ALL = frozenset(["optimizer", "lr", "min_lr", "lr_mult", "weight_decay", "start_wd", "end_wd", "wd_mult", "exclude"])
+"""Those that Megatron or this package obeys, whatever the optimizer; of the rest an optimizer has what it says."""
 
 WEIGHT_DECAY, ENDS = "weight_decay", ("start_wd", "end_wd")
 """A weight decay that is constant, and the two ends of one that is not."""
 
-
-def further_settings(known: Known) -> list[tuple[str, str, list[str]]]:
-    """Settings that single optimizers have beside those of :data:`SETTINGS`: key, what a value is, the optimizers."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for name in sorted(known.optimizers):
-        for key in known.optimizers[name].keys() - SETTINGS:
-            found.setdefault((key, check_of(key, name, known).expected), []).append(name)
-    return [(key, expected, names) for (key, expected), names in sorted(found.items())]
+REPLACED = (
+    *((WEIGHT_DECAY, end) for end in ENDS),
+    ("lr", "lr_mult"),
+    *((each, "wd_mult") for each in (WEIGHT_DECAY, *ENDS)),
+)
+"""An absolute value, and a setting that it replaces: one entry has one of the two."""
 
 
 def check_of(key: str, optimizer: str | None, known: Known) -> Check:
@@ -102,16 +170,17 @@ def check_of(key: str, optimizer: str | None, known: Known) -> Check:
 
     That of the table, unless the optimizer's own default would not pass it: then values are to be like that.
     """
+    check = SETTINGS.get(key)
     if key in OF_ALL or optimizer is None or optimizer not in known.optimizers:
-        return SETTINGS[key].check if key in SETTINGS else check_like(None)
+        return check or check_like(None)
     default = known.optimizers[optimizer][key]
-    if key not in SETTINGS:
-        return check_like(default)
     try:
-        SETTINGS[key].check(default, known)
+        if check is not None:
+            check(default, known)
+            return check
     except ValueError:
-        return check_like(default)
-    return SETTINGS[key].check
+        pass
+    return check_like(default)
 
 
 def check_setting(key: object, raw: object, known: Known, optimizer: str | None = None) -> Value:
@@ -126,14 +195,14 @@ def check_setting(key: object, raw: object, known: Known, optimizer: str | None 
     Raises:
         SettingError: for a key that the optimizer has not, and for a value out of range, with what is near.
     """
-    if not isinstance(key, str) or not (key in SETTINGS or _having(key, known)):
+    if not isinstance(key, str) or not (key in SETTINGS or known.having(key)):
         raise _unknown(str(key), known, optimizer)
     if optimizer is not None and foreign([key], optimizer, known):
         raise does_not_apply(key, optimizer, known)
-    owners = _having(key, known) if optimizer is None or optimizer not in known.optimizers else [optimizer]
-    checks = [check_of(key, owner, known) for owner in owners] or [check_of(key, None, known)]
+    named = optimizer is not None and optimizer in known.optimizers
+    checks = [check_of(key, each, known) for each in ([optimizer] if named else known.having(key))]
     wrong = []
-    for check in dict.fromkeys(checks):
+    for check in dict.fromkeys(checks or [check_of(key, None, known)]):
         try:
             return check(raw, known)
         except ValueError as error:
@@ -141,19 +210,65 @@ def check_setting(key: object, raw: object, known: Known, optimizer: str | None 
     raise SettingError(key, str(wrong[0])) from None
 
 
+def foreign(settings: Iterable[str], optimizer: str, known: Known) -> list[str]:
+    """Settings that an optimizer has not; of an optimizer that is not known none."""
+    has = known.optimizers.get(optimizer)
+    return [] if has is None else [key for key in settings if key not in OF_ALL and key not in has]
+
+
+def does_not_apply(key: str, optimizer: str, known: Known) -> SettingError:
+    """The error for a setting that an optimizer has not, with the nearest that it has."""
+    if fixed := _fixed(key, known, optimizer):
+        return fixed
+    others = known.having(key)
+    hint = f": it is a setting of {listing(others, 'and')}" if others else ""
+    near = close(key, [*OF_ALL, *known.optimizers.get(optimizer, ())])
+    return SettingError(key, f"{optimizer} has no {key}{hint}" + (f"; did you mean its {near[0]!r}?" if near else ""))
+
+
+def _unknown(key: str, known: Known, optimizer: str | None) -> SettingError:
+    """The error for a key that no optimizer has, with what is near among those that the parameter can have."""
+    if optimizer not in known.optimizers:
+        optimizer = None
+    if fixed := _fixed(key, known, optimizer):
+        return fixed
+    if optimizer is not None:
+        has = [*(each for each in SETTINGS if each in OF_ALL), *sorted(known.optimizers[optimizer])]
+        hint = did_you_mean(key, has) or f": {optimizer} has {listing(has, 'and')}"
+        return SettingError(key, f"unknown setting{hint}")
+    found = close(key, {*SETTINGS, *(each for has in known.optimizers.values() for each in has)})
+    if not found:
+        expected = f"{listing(SETTINGS)}, or another of the optimizer of the parameter"
+        return SettingError(key, f"unknown setting: expected {expected}")
+    if found[0] in OF_ALL:
+        found = found[:1]
+    of = [repr(each) if each in OF_ALL else f"{each!r} of {listing(known.having(each), 'and')}" for each in found]
+    return SettingError(key, f"unknown setting, did you mean {'; or '.join(of)}?")
+
+
+def _fixed(key: str, known: Known, optimizer: str | None) -> SettingError | None:
+    """The error for an argument of optimizers (of this one, if known) that all their parameters have in common."""
+    names = sorted(known.fixed) if optimizer is None else [optimizer]
+    fixed = [name for name in names if key in known.fixed.get(name, ())]
+    if not fixed:
+        return None
+    have, their = ("have", "their") if len(fixed) > 1 else ("has", "its")
+    what = f"{have} one {key} for all {their} parameters, which is set for the run alone"
+    return SettingError(key, f"{listing(fixed, 'and')} {what}")
+
+
 def conflicts(settings: Mapping[str, Value]) -> list[SettingError]:
     """What cannot stand together in the settings of one entry; the later one of two is to blame."""
     found = []
     order = list(settings)
-    for absolute, other in (*MULTIPLIERS.items(), *((WEIGHT_DECAY, end) for end in ENDS)):
+    for absolute, other in REPLACED:
         if absolute in settings and other in settings:
             later, earlier = sorted((absolute, other), key=order.index, reverse=True)
             found.append(SettingError(later, f"cannot stand beside {earlier}: keep one of the two"))
     others = [key for key in order if key != "exclude"]
     if settings.get("exclude") and others:
         found.append(SettingError("exclude", f"an excluded parameter has no settings: remove {' and '.join(others)}"))
-    found.extend(inconsistent(settings))
-    return found
+    return [*found, *inconsistent(settings)]
 
 
 def inconsistent(settings: Mapping[str, Value]) -> list[SettingError]:
@@ -170,77 +285,39 @@ def inconsistent(settings: Mapping[str, Value]) -> list[SettingError]:
     return found
 
 
-def foreign(settings: Iterable[str], optimizer: str, known: Known) -> list[str]:
-    """Settings that an optimizer has not; one that nobody knows is not judged."""
-    has = known.optimizers.get(optimizer)
-    return [] if has is None else [key for key in settings if key not in OF_ALL and key not in has]
-
-
-def does_not_apply(key: str, optimizer: str, known: Known) -> SettingError:
-    """The error for a setting that an optimizer has not, with the nearest that it has."""
-    if key in known.fixed.get(optimizer, ()):
-        return SettingError(key, f"{optimizer} has one {key} for all its parameters, which is set for the run alone")
-    owners = _having(key, known)
-    hint = f": it is a setting of {listing(owners, 'and')}" if owners else ""
-    near = nearest(key, [*OF_ALL, *known.optimizers.get(optimizer, ())])
-    return SettingError(key, f"{optimizer} has no {key}{hint}" + (f"; did you mean its {near!r}?" if near else ""))
-
-
-def _having(key: str, known: Known) -> list[str]:
-    return sorted(name for name, has in known.optimizers.items() if key in has)
-
-
-def _unknown(key: str, known: Known, optimizer: str | None) -> SettingError:
-    """The error for a key that no optimizer has, with what is near among those that the parameter can have."""
-    if optimizer is not None and optimizer in known.optimizers:
-        if key in known.fixed.get(optimizer, ()):
-            return does_not_apply(key, optimizer, known)
-        has = [*(each for each in SETTINGS if each in OF_ALL), *sorted(known.optimizers[optimizer])]
-        near = nearest(key, has)
-        hint = f", did you mean {near!r}?" if near else f": {optimizer} has {listing(has, 'and')}"
-        return SettingError(key, f"unknown setting{hint}")
-    fixed = sorted(name for name, arguments in known.fixed.items() if key in arguments)
-    if fixed:
-        have, their = ("have", "their") if len(fixed) > 1 else ("has", "its")
-        what = f"{have} one {key} for all {their} parameters, which is set for the run alone"
-        return SettingError(key, f"{listing(fixed, 'and')} {what}")
-    found = close(key, {*SETTINGS, *(each for has in known.optimizers.values() for each in has)})
-    if not found:
-        return SettingError(
-            key, f"unknown setting: expected {listing(SETTINGS)}, or another of the optimizer of the parameter"
-        )
-    if found[0] in OF_ALL:
-        return SettingError(key, f"unknown setting, did you mean {found[0]!r}?")
-    of = [repr(each) if each in OF_ALL else f"{each!r} of {listing(_having(each, known), 'and')}" for each in found]
-    return SettingError(key, f"unknown setting, did you mean {'; or '.join(of)}?")
-
-
-def named_optimizer(written: object, selected: str | None) -> str | None:
-    """The optimizer of the parameters of an entry, from what it sets and from what it selects by; None for any."""
-    return written if isinstance(written, str) else selected
-
-
-def check_settings(raw: Mapping[str, Any], known: Known, optimizer: str | None = None) -> dict[str, Value]:
-    """The settings of one entry.
+def checked(
+    raw: Mapping[Any, Any], known: Known, optimizer: str | None = None
+) -> tuple[dict[str, Value], list[SettingError]]:
+    """The settings of one entry that are right by themselves, and what is wrong with the others or with all together.
 
     Args:
         raw: what was written.
         known: names that settings may have.
         optimizer: the one that the entry selects by; one that it sets comes before.
+    """
+    values: dict[str, Value] = {}
+    wrong: list[SettingError] = []
+    given = raw.get("optimizer")
+    for key, value in raw.items():
+        try:
+            values[key] = check_setting(key, value, known, given if isinstance(given, str) else optimizer)
+        except SettingError as error:
+            wrong.append(error)
+    return values, wrong + conflicts(values)
+
+
+def check_settings(raw: Mapping[str, Any], known: Known, optimizer: str | None = None) -> dict[str, Value]:
+    """The settings of one entry, as :func:`checked` takes them.
 
     Raises:
         OverrideError: for what is wrong, each with its key, a line for each.
     """
-    values, wrong = {}, []
-    optimizer = named_optimizer(raw.get("optimizer"), optimizer)
-    for key, value in raw.items():
-        try:
-            values[key] = check_setting(key, value, known, optimizer)
-        except SettingError as error:
-            wrong.append(error)
-    wrong += conflicts(values)
+    if not raw:
+        raise OverrideError(NO_SETTINGS)
+    values, wrong = checked(raw, known, optimizer)
     if wrong:
         raise OverrideError("\n".join(map(str, wrong)))
-    if not values:
-        raise OverrideError(f"no settings: expected one or more of {', '.join(SETTINGS)}")
     return values
+
+
+NO_SETTINGS = f"no settings: expected one or more of {', '.join(SETTINGS)}"

@@ -6,8 +6,9 @@ gather whole matrices.
 """
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Literal
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.matrices import WHOLE, Split
-from megatron_eopt.orthogonalize.ladder import choose, restore
-from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
+from megatron_eopt.orthogonalize.kernels import choose
+from megatron_eopt.orthogonalize.newton_schulz import Form, Iteration, NewtonSchulz
 from megatron_eopt.orthogonalize.precision import gram_dtype, product_dtype
 from megatron_eopt.orthogonalize.products import default_products
 from megatron_eopt.parallel.collectives import all_gather, all_reduce, lowest
@@ -25,7 +26,7 @@ from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
 from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.layout import Layout, local_rows, split_layout
 from megatron_eopt.parallel.plan import fingerprint, first_difference, make_plan
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, TpMode, whole
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Shape, TpMode, whole
 from megatron_eopt.parallel.schemes import SCHEMES, Job
 from megatron_eopt.parallel.schemes.whole import cut_out, gather
 from megatron_eopt.parallel.statistics import Statistics, Wanted, reduce_statistics
@@ -117,6 +118,7 @@ class Engine:
         if self._iterations:
             self.plan = make_plan(planned, tp_mode, self.works, self.rates)
         self._plans: dict[tuple[int, ...], Plan] = {tuple(range(len(parameters))): self.plan}
+        self._shapes: dict[tuple[int, ...], list[Shape]] = {}
         flat = iter(self.plan.matrices)
         self.matrices = [
             tuple(_as_worked_on(next(flat), layout, tp_mode) for layout in layouts) for layouts in self._layouts
@@ -146,14 +148,13 @@ class Engine:
         dtypes = list(dict.fromkeys(dtype for dtype in (*products, *grams) if dtype is not None))
         high = next(iter(self._iterations.values())).fp32_matmul_prec == "high"
         precision: Literal["tf32", "ieee"] = "tf32" if high else "ieee"
-        if kernel is None and kept is not None:
-            choice = restore({"rung": kept}, shapes, dtypes, self.device, fp32_precision=precision, agree=self._lowest)
-        else:
-            choice = choose(shapes, dtypes, self.device, rung=kernel, fp32_precision=precision, agree=self._lowest)
+        choice = choose(
+            shapes, dtypes, self.device, kernel=kernel, kept=kept, fp32_precision=precision, agree=self._lowest
+        )
         self._iterations = {
             name: replace(iteration, products=choice.products) for name, iteration in self._iterations.items()
         }
-        return choice.rung
+        return choice.kernel
 
     def explain(self) -> str:
         """The plan as a table: scheme, operations, bytes, collectives and predicted time of each bucket."""
@@ -177,29 +178,45 @@ class Engine:
         """The inverse of :meth:`split`."""
         return self._rows[index].merge(shards)
 
+    def merge_all(self, indices: Iterable[int], shards: Iterable[Sequence[Tensor]]) -> list[Tensor]:
+        """What :meth:`merge` makes for several parameters."""
+        pairs = zip(indices, shards, strict=True)
+        return [each[0] if i in self._plain else self.merge(i, each) for i, each in pairs]
+
+    def shapes(self, indices: Sequence[int]) -> list[Shape]:
+        """The shapes of the logical matrices of parameters, one parameter's after the other's."""
+        wanted = tuple(indices)
+        if wanted not in self._shapes:
+            self._shapes[wanted] = [matrix.shape for i in wanted for matrix in self.matrices[i]]
+        return self._shapes[wanted]
+
     @torch.no_grad()
     def orthogonalize(
-        self, updates: list[Tensor], indices: Sequence[int], scales: Sequence[Sequence[float]] | None = None
+        self, updates: list[Tensor], indices: Sequence[int], scales: Sequence[float] | None = None
     ) -> list[list[Tensor]]:
         """This rank's shards of the orthogonal factors of the logical matrices of parameters.
 
         Args:
             updates: this rank's parts; the list is emptied, so that each can be freed when its result is there.
             indices: of their parameters, ascending. Of those that are shared with other ranks all ranks name the same.
-            scales: what multiplies the factors, for each parameter one number for each of its matrices; None for 1.
+            scales: what multiplies the factors, in the order of :meth:`shapes`; None for 1.
 
         Returns:
             For each parameter new tensors, one for each of its matrices.
         """
-        if self._plain.issuperset(indices):
+        plain = self._plain.issuperset(indices)
+        if plain:
             shards, updates[:] = list(updates), []
         else:
             shards = [shard for i, x in zip(indices, updates, strict=True) for shard in self.split(i, x)]
             updates.clear()
         plan = self._plan_of(tuple(indices))
-        flat = [1.0] * len(shards) if scales is None else [scale for each in scales for scale in each]
-        factors = iter(execute(plan, shards, flat, self.groups, self._iterations))
-        return [[next(factors) for _ in self.matrices[i]] for i in indices]
+        of_matrices = [1.0] * len(shards) if scales is None else scales
+        found = execute(plan, shards, of_matrices, self.groups, self._iterations)
+        if plain:
+            return [[factor] for factor in found]
+        factors = iter(found)
+        return [list(islice(factors, len(self.matrices[i]))) for i in indices]
 
     def statistics(self, wanted: Sequence[Wanted]) -> list[Statistics]:
         """Statistics of logical matrices, with at most one all-reduce for each group; the same on all its ranks."""
@@ -343,9 +360,10 @@ def execute(
         if waiting and len(at_work) < IN_FLIGHT:
             bucket = waiting.pop()
             matrix = plan.matrices[bucket.matrices[0]]
-            of_bucket = [scales[i] for i in bucket.matrices]
-            job = Job(bucket, matrix, groups.get(matrix.group), iterations[matrix.iteration], of_bucket)
-            at_work.insert(0, (bucket, SCHEMES[bucket.scheme](job, [shards[i] for i in bucket.matrices])))
+            own = [shards[i] for i in bucket.matrices]
+            iteration = _compiled(bucket, matrix, iterations[matrix.iteration], own[0])
+            job = Job(bucket, matrix, groups.get(matrix.group), iteration, [scales[i] for i in bucket.matrices])
+            at_work.insert(0, (bucket, SCHEMES[bucket.scheme](job, own)))
         still = []
         for bucket, running in at_work:
             try:
@@ -356,6 +374,14 @@ def execute(
                     shards[i] = result
         at_work = still
     return shards
+
+
+def _compiled(bucket: Bucket, matrix: Matrix, settings: NewtonSchulz, shard: Tensor) -> Iteration:
+    """The iteration of a bucket, whose form is that of the scheme."""
+    form: Form = "gram" if bucket.scheme.startswith("gram") else "auto"
+    form = "standard" if bucket.scheme == "distributed" else form
+    shape = (shard.size(0), shard.size(1)) if bucket.scheme == "blockwise" else matrix.shape
+    return settings.compile(shape, shard.dtype, shard.device, form)
 
 
 def subset(plan: Plan, kept: Sequence[int]) -> Plan:

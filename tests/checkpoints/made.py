@@ -77,15 +77,15 @@ def save(folder, values=None, state=None):
     return folder
 
 
-def place(folder, key, chunk=0) -> tuple[Path, int, int]:
+def archive_of(folder, key, chunk=0) -> tuple[Path, int, int]:
     """File, start and length of a stored tensor's archive."""
     chunk = read_contents(folder).tensors[key].chunks[chunk]
     return folder / chunk.file, chunk.start, chunk.length
 
 
 def overwrite(folder, key, old: torch.Tensor, new: torch.Tensor, fix_checksum=False):
-    """Write other bytes over a tensor's data where they lie; with the checksum that belongs to them, if asked for."""
-    file, start, length = place(folder, key)
+    """Write other bytes over a stored tensor's data; with the checksum that belongs to them, if asked for."""
+    file, start, length = archive_of(folder, key)
     raw = bytearray(file.read_bytes())
     before, after = old.contiguous().numpy().tobytes(), new.contiguous().numpy().tobytes()
     at = raw.index(before, start, start + length)

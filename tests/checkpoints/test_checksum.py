@@ -17,7 +17,7 @@ def reference(x):
     """From the definition, in Python's integers."""
     sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = x.contiguous().view(-1).view(sizes[x.element_size()]).tolist()
-    return sum(bit * (place * 0x1E3779B97F4A7C14 + 1) for place, bit in enumerate(bits)) % WORD
+    return sum(bit * (index * 0x1E3779B97F4A7C14 + 1) for index, bit in enumerate(bits)) % WORD
 
 
 @st.composite
@@ -30,15 +30,15 @@ def cut_tensors(draw):
 
 
 @given(cut_tensors())
-def test_parts_add_up_to_the_whole(case):
+def test_shards_add_up_to_the_whole(case):
     x, edges = case
     boxes = itertools.product(*(itertools.pairwise(along) for along in edges))
-    parts = [(x[tuple(slice(*side) for side in box)], [start for start, _ in box]) for box in boxes]
-    total = sum(int(checksum(part, offset, x.shape)) for part, offset in parts)
+    shards = [(x[tuple(slice(*side) for side in box)], [start for start, _ in box]) for box in boxes]
+    total = sum(int(checksum(shard, offset, x.shape)) for shard, offset in shards)
     assert total % WORD == int(checksum(x, [0] * x.ndim, x.shape)) % WORD == reference(x)
 
 
-def test_a_part_may_lack_the_leading_dimensions():
+def test_a_shard_may_lack_the_leading_dimensions():
     x = torch.randn(3, 4, 5)
     total = sum(int(checksum(x[layer], (layer, 0, 0), x.shape)) for layer in range(3))
     assert total % WORD == reference(x)
@@ -51,7 +51,7 @@ def test_large_tensors_are_taken_in_bands():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_bit_or_an_exchange_of_places_shows(dtype):
+def test_a_bit_or_an_exchange_of_entries_shows(dtype):
     x = (torch.randn(4, 5) * 50).to(dtype)
     before = int(checksum(x, (0, 0), (4, 5)))
     swapped = x[[1, 0, 2, 3]]

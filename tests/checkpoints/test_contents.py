@@ -1,6 +1,7 @@
 """Reading the metadata of a checkpoint: what it says, and what is refused with its reason."""
 
 import argparse
+import io
 import json
 import os
 import pickle
@@ -11,8 +12,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron_eopt.checkpoints.contents import CheckpointError, newest, read_contents
-from megatron_eopt.checkpoints.pickles import Unknown, read_archive, read_layout
+from megatron_eopt.checkpoints.contents import (
+    CheckpointError,
+    Unknown,
+    newest,
+    read_archive,
+    read_contents,
+    read_metadata,
+)
 from tests.checkpoints.made import common, save, tensors
 
 
@@ -28,7 +35,7 @@ def test_what_it_says(tmp_path):
             with (contents.folder / chunk.file).open("rb") as file:
                 file.seek(chunk.start)
                 assert file.read(2) == b"PK"
-    assert set(contents.objects) == {"rng_state/shard_0_1", "common_state/shard_0_1"}
+    assert contents.blobs.keys() == {"rng_state/shard_0_1", "common_state/shard_0_1"}
     assert contents.iteration == 5
     assert contents.args["params_dtype"] == torch.float32
     assert contents.release == "0.19 or later"
@@ -113,9 +120,8 @@ def test_stand_ins_take_what_pickles_do():
         patch.setattr("tests.checkpoints.test_contents.Odd", Odd, raising=False)
         Odd.__qualname__ = "Odd"
         data = pickle.dumps({"a": odd, "b": 1})
-    import io
 
-    found = read_layout(io.BytesIO(data))
+    found = read_metadata(io.BytesIO(data))
     assert found["b"] == 1
     assert isinstance(found["a"], Unknown)
 
@@ -148,9 +154,9 @@ def test_a_save_that_did_not_finish(tmp_path):
 
 def test_damaged_metadata(tmp_path):
     folder = save(tmp_path / "checkpoint")
-    layout = (folder / ".metadata").read_bytes()
-    for size in (0, 1, len(layout) // 2, len(layout) - 1):
-        (folder / ".metadata").write_bytes(layout[:size])
+    metadata = (folder / ".metadata").read_bytes()
+    for size in (0, 1, len(metadata) // 2, len(metadata) - 1):
+        (folder / ".metadata").write_bytes(metadata[:size])
         refused(folder, ".metadata cannot be read", "take another checkpoint")
     (folder / ".metadata").write_bytes(pickle.dumps([1]))
     refused(folder, "it holds a list")
@@ -177,10 +183,10 @@ def test_a_damaged_common_state(tmp_path):
 def test_metadata_that_point_outside(tmp_path):
     folder = save(tmp_path / "checkpoint")
     with (folder / ".metadata").open("rb") as file:
-        layout = pickle.load(file)
-    for place in layout.storage_data.values():
-        place.relative_path = "../other.distcp"
-    (folder / ".metadata").write_bytes(pickle.dumps(layout))
+        metadata = pickle.load(file)
+    for stored in metadata.storage_data.values():
+        stored.relative_path = "../other.distcp"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     refused(folder, "outside of the checkpoint")
 
 

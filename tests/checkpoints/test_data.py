@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_eopt.checkpoints import data as module
 from megatron_eopt.checkpoints.contents import StoredTensor, read_contents
-from megatron_eopt.checkpoints.data import Window, check_data, check_manifest
-from tests.checkpoints.made import overwrite, place, save, tensors
+from megatron_eopt.checkpoints.data import Window, check_data, check_integrity
+from tests.checkpoints.made import archive_of, overwrite, save, tensors
 
 KEY = "optimizer.state.momentum_buffer.mlp.fc1"
 
@@ -41,8 +41,10 @@ def test_a_flipped_bit(tmp_path, monkeypatch, block):
     flipped = values[KEY].clone()
     flipped[1, 3, 5] = -flipped[1, 3, 5]
     overwrite(folder, KEY, values[KEY], flipped)
-    (problem,) = check_data(read_contents(folder)).problems
-    file, start, _ = place(folder, KEY)
+    data = check_data(read_contents(folder))
+    (problem,) = data.problems
+    assert data.zeros == set()
+    file, start, _ = archive_of(folder, KEY)
     assert f"{KEY} in {file.name} at byte {start:,} is damaged: Bad CRC-32" in problem.what
     # torch itself loads the damaged number without a word; should it learn to check, this command could do less.
     loaded = {KEY: torch.zeros_like(flipped)}
@@ -59,7 +61,7 @@ def saved(tmp_path_factory):
 @given(data=st.data())
 def test_a_flipped_bit_shows_or_changes_nothing(saved, data):
     value, folder = saved
-    file, start, length = place(folder, KEY)
+    file, start, length = archive_of(folder, KEY)
     raw = bytearray(file.read_bytes())
     at = start + data.draw(st.integers(0, length - 1))
     bit = 1 << data.draw(st.integers(0, 7))
@@ -137,24 +139,24 @@ def test_missing_and_truncated_files_are_left_to_others(tmp_path):
     assert check_data(contents).archives == 0
 
 
-def test_the_manifest_of_megatron(tmp_path):
+def test_the_checksums_that_megatron_wrote_down(tmp_path):
     folder = save(tmp_path / "checkpoint")
-    assert check_manifest(folder) == []
+    assert check_integrity(folder) == []
     files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
     manifest = folder / "integrity.json"
     manifest.write_text(json.dumps({"algorithm": "sha256", "files": files}))
-    assert check_manifest(folder) == []
+    assert check_integrity(folder) == []
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     (folder / ".metadata").unlink()
-    said = sorted(problem.what for problem in check_manifest(folder))
+    said = sorted(problem.what for problem in check_integrity(folder))
     assert said == [
         ".metadata is in integrity.json and missing",
         "metadata.json has another SHA-256 than integrity.json says",
     ]
     manifest.write_text('{"algorithm": "md5", "files": {}}')
-    assert "md5" in check_manifest(folder)[0].what
+    assert "md5" in check_integrity(folder)[0].what
     manifest.write_text("[]")
-    assert "cannot be read" in check_manifest(folder)[0].what
+    assert "cannot be read" in check_integrity(folder)[0].what
 
 
 @given(
@@ -167,8 +169,8 @@ def test_a_window_is_the_file_that_its_bytes_would_be(raw, start, length, steps)
     length = min(length, max(0, len(raw) - start))
     window = io.BufferedReader(Window(io.BytesIO(raw), start, length))
     plain = io.BytesIO(raw[start : start + length])
-    for place_, size in steps:
-        assert window.seek(place_) == plain.seek(place_)
+    for position, size in steps:
+        assert window.seek(position) == plain.seek(position)
         assert window.read(size) == plain.read(size)
         assert window.tell() == plain.tell()
     assert window.seek(0, 2) == plain.seek(0, 2)

@@ -1,4 +1,4 @@
-"""Completeness without data: files, tiling, what lies beside."""
+"""Completeness without data: files, tiling, stray files and the tracker file."""
 
 import itertools
 import os
@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt.checkpoints.contents import read_contents
-from megatron_eopt.checkpoints.problems import check_files, check_layout, check_neighbours, check_tiling, tiling_fault
+from megatron_eopt.checkpoints.problems import (
+    check_files,
+    check_neighbours,
+    check_structure,
+    check_tiling,
+    tiling_fault,
+)
 from tests.checkpoints.made import save
 
 
@@ -23,10 +29,10 @@ def tilings(draw):
         axis = draw(st.integers(0, len(shape) - 1))
         cut = draw(st.integers(0, sizes[axis]))
         for start, size in ((0, cut), (cut, sizes[axis] - cut)):
-            place, extent = list(offsets), list(sizes)
-            place[axis] += start
+            start_of, extent = list(offsets), list(sizes)
+            start_of[axis] += start
             extent[axis] = size
-            boxes.append((tuple(place), tuple(extent)))
+            boxes.append((tuple(start_of), tuple(extent)))
     return shape, draw(st.permutations(boxes))
 
 
@@ -75,12 +81,12 @@ def test_boxes_of_another_kind():
 
 @pytest.mark.parametrize("shape", [(30_000,), (40, 20, 40)])
 def test_many_chunks_take_no_time(shape):
-    boxes = [(place, (1,) * len(shape)) for place in itertools.product(*map(range, shape))]
+    boxes = [(index, (1,) * len(shape)) for index in itertools.product(*map(range, shape))]
     assert tiling_fault(shape, boxes) is None
 
 
 def test_a_whole_checkpoint(tmp_path):
-    assert check_layout(read_contents(save(tmp_path / "checkpoint"))) == []
+    assert check_structure(read_contents(save(tmp_path / "checkpoint"))) == []
 
 
 def test_files(tmp_path):
@@ -107,7 +113,7 @@ def test_chunks_that_do_not_tile(tmp_path):
     assert problem.what == "norm [9]: no chunk holds the entry at [8]"
 
 
-def test_what_lies_beside(tmp_path):
+def test_stray_files_and_the_tracker_file(tmp_path):
     folder = save(tmp_path / "iter_0000005")
     contents = read_contents(folder)
     (problem,) = check_neighbours(contents)

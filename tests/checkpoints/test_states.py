@@ -132,7 +132,7 @@ def test_state_that_only_some_parameters_have_is_missing_where_it_was(tmp_path):
 def test_two_optimizers_that_keep_the_same_are_told_apart_by_what_was_written_down(tmp_path):
     state = common()
     written = [block("Lion"), block("Own", ["norm"])]
-    state["optimizer"] = {place: {"megatron_eopt": each} for place, each in enumerate(written)}
+    state["optimizer"] = {index: {"megatron_eopt": each} for index, each in enumerate(written)}
     values = tensors(["exp_avg"])
     del values["optimizer.state.exp_avg_sq.norm"]
     contents = made(tmp_path, values, state)

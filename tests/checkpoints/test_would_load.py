@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from megatron_eopt.checkpoints.contents import read_contents
-from megatron_eopt.checkpoints.flags import parse_flags
-from megatron_eopt.checkpoints.would_load import would_load
+from megatron_eopt.checkpoints.would_load import parse_flags, would_load
 from tests.checkpoints.made import common, save, tensors
 
 WHOLE = """--num-layers 2 --hidden-size 8 --ffn-hidden-size 12 --num-attention-heads 2 --swiglu --normalization RMSNorm
@@ -99,6 +98,14 @@ def test_another_optimizer(compared, states, was, wanted, words):
     assert compared(f"{flags} --no-load-optim", tensors(states), optimizer=was).problems == ()
 
 
+@pytest.mark.parametrize(
+    ("states", "was"), [(["momentum_buffer"], "muon"), (ADAPTIVE, "adaptive_muon"), (ADAM, "adam")]
+)
+def test_an_optimizer_that_was_not_saved_by_name_is_known_by_its_states(compared, states, was):
+    said = errors(compared(WHOLE.replace("muon", "scion"), tensors(states), optimizer=None))
+    assert f"it holds the state of {was}, and the run wants scion" in said
+
+
 def test_adams_momentum_may_be_taken_by_name(compared):
     assert compared(f"{WHOLE} --muon-momentum-from-adam", tensors(ADAM), optimizer="adam").problems == ()
 
@@ -178,4 +185,4 @@ def test_the_distributed_optimizer(tmp_path):
     assert "cannot change TP -> save it with --dist-ckpt-optim-fully-reshardable" in said(
         "--tensor-model-parallel-size 2"
     )
-    assert "Adam's lies in flat buckets (dp_reshardable)" in said("--optimizer muon")
+    assert "Adam's is in flat buckets (dp_reshardable)" in said("--optimizer muon")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from megatron_eopt.manifest.row import LogicalMatrix, Row
+from megatron_eopt.manifest.row import LogicalMatrix, ManifestRow
 
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 BIAS = "decoder.layers.0.self_attention.linear_qkv.bias"
@@ -12,10 +12,10 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def row(name, shape, **said):
-    """A row that Adam owns."""
+    """A row of Adam's."""
     defaults = {
         "dtype": "bfloat16",
-        "owner": "adam",
+        "optimizer": "adam",
         "reason": "default of muon",
         "layout": "whole",
         "matrices": (),
@@ -30,13 +30,13 @@ def row(name, shape, **said):
         "tied_to": None,
         "excluded": False,
     }
-    return Row(name=name, shape=shape, **(defaults | said))
+    return ManifestRow(name=name, shape=shape, **(defaults | said))
 
 
 def muons(name, shape, *matrices, scheme="duplicated", rms=0.2, **said):
-    """A row that Muon owns; matrices by name, rows and columns, or one that is all of the parameter."""
+    """A row of Muon's; matrices by name, rows and columns, or one that is all of the parameter."""
     listed = [LogicalMatrix(*each, scheme, 1.0) for each in matrices or [("", *shape)]]
-    said = {"owner": "muon", "weight_decay": 0.1, "layout": "rows over tp 2", "state_bytes": 4} | said
+    said = {"optimizer": "muon", "weight_decay": 0.1, "layout": "rows over tp 2", "state_bytes": 4} | said
     return row(name, shape, matrices=listed, update_rms=rms, **said)
 
 
@@ -81,7 +81,7 @@ _MATRICES = st.builds(
     _NUMBER,
 )
 _SAID = st.fixed_dictionaries(
-    {"owner": st.sampled_from(["muon", "adam", None]), "lr": st.sampled_from([1.0, 0.5])},
+    {"optimizer": st.sampled_from(["muon", "adam", None]), "lr": st.sampled_from([1.0, 0.5])},
     optional={
         "matrices": st.lists(_MATRICES, max_size=2),
         "update_rms": st.none() | _NUMBER,
@@ -102,8 +102,8 @@ def any_rows(draw):
     said = draw(SAID)
     names = draw(st.lists(st.tuples(_NAMES, st.integers(0, len(said) - 1)), max_size=30))
     found = []
-    for name, place in names:
-        made = row(name, (4, 4), **said[place])
+    for name, index in names:
+        made = row(name, (4, 4), **said[index])
         if made not in found:
             found.append(made)
     return found

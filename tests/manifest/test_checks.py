@@ -1,39 +1,38 @@
-"""What a start fails on, and what it warns of."""
+"""What a start fails on, what it warns of, and what a resume prints."""
 
 import pytest
 
-from megatron_eopt.manifest.checks import problems, warnings
-from megatron_eopt.manifest.family import families, merged
+from megatron_eopt.manifest.checks import compare, problems, warnings
+from megatron_eopt.manifest.families import families, merged
+from megatron_eopt.manifest.row import LogicalMatrix
 from tests.manifest.made import BIAS, EMBEDDING, QKV, changed, model, row
+
+FC2 = "decoder.layers.{0-3}.mlp.linear_fc2.weight (4 parameters)"
 
 
 def found(rows, optimizer="muon", for_matrices=True):
-    lines = problems(rows, optimizer, for_matrices)
-    assert problems(families(rows), optimizer, for_matrices) == lines
-    return lines
+    return problems(families(rows), optimizer, for_matrices)
 
 
 def warned(rows, scale_mode="spectral"):
-    lines = warnings(rows, scale_mode)
-    assert warnings(families(rows), scale_mode) == lines
-    return lines
+    return warnings(families(rows), scale_mode)
 
 
-def test_a_model_with_an_owner_for_each_parameter_is_right():
+def test_a_model_with_an_optimizer_for_each_parameter_is_right():
     assert found(model()) == []
     assert warned(model()) == []
 
 
-def test_parameters_that_nobody_owns_are_named_with_their_number():
-    (line,) = found(changed(model(), "linear_fc2", owner=None, reason="in no group"))
-    assert line.startswith("nobody owns decoder.layers.{0-3}.mlp.linear_fc2.weight (4 parameters) (in no group): ")
+def test_parameters_without_an_optimizer_are_named_with_their_number():
+    (line,) = found(changed(model(), "linear_fc2", optimizer=None, reason="in no group"))
+    assert line.startswith("no optimizer has decoder.layers.{0-3}.mlp.linear_fc2.weight (4 parameters) (in no group): ")
     assert "expected one optimizer for every trainable parameter" in line
     assert "optimizer: adam" in line
     assert "exclude: true" in line
 
 
 def test_excluding_on_purpose_is_no_error_but_a_warning():
-    rows = changed(model(), "linear_fc2", owner=None, excluded=True, reason="excluded by overrides.yaml:3")
+    rows = changed(model(), "linear_fc2", optimizer=None, excluded=True, reason="excluded by overrides.yaml:3")
     assert found(rows) == []
     assert warned(rows) == [
         "decoder.layers.{0-3}.mlp.linear_fc2.weight (4 parameters) keeps the value it starts with (excluded by "
@@ -41,35 +40,36 @@ def test_excluding_on_purpose_is_no_error_but_a_warning():
     ]
 
 
-def test_an_excluded_parameter_with_an_owner_is_an_error():
+def test_an_excluded_parameter_with_an_optimizer_is_an_error():
     (line,) = found(changed(model(), EMBEDDING, excluded=True))
     assert line.startswith(
-        f"adam owns {EMBEDDING}, which is excluded (an embedding: default of muon): expected no owner"
+        f"adam has {EMBEDDING}, which is excluded (an embedding: default of muon): expected no optimizer"
     )
 
 
-def test_two_owners_are_both_named():
+def test_two_optimizers_are_both_named():
     rows = [*model(), row(QKV, (128, 64), reason="overrides.yaml:9")]
     (line,) = found(rows)
     assert line.startswith(
-        f"{QKV} is listed 2 times, as owned by adam (overrides.yaml:9) and muon (default of muon): expected one owner"
+        f"{QKV} is listed 2 times, for the optimizers adam (overrides.yaml:9) and muon (default of muon): "
+        "expected one optimizer"
     )
     assert problems(merged([families(rows)] * 2), "muon", True) == [line]
 
 
-def test_two_groups_of_one_owner_are_two_owners():
+def test_two_groups_of_one_optimizer_are_two():
     (line,) = found([*model(), *changed([each for each in model() if "linear_fc2" in each.name], "", lr=2.0)])
-    assert line.startswith("decoder.layers.{0-3}.mlp.linear_fc2.weight is listed 2 times, as owned by muon")
+    assert line.startswith("decoder.layers.{0-3}.mlp.linear_fc2.weight is listed 2 times, for the optimizers muon")
 
 
-def test_layers_of_one_name_with_different_owners_are_right():
-    assert found(changed(model(), "layers.1.mlp.linear_fc2", owner="adam", matrices=())) == []
+def test_layers_of_one_name_with_different_optimizers_are_right():
+    assert found(changed(model(), "layers.1.mlp.linear_fc2", optimizer="adam", matrices=())) == []
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"owner": "lion"}, "owner (lion and adam)"),
+        ({"optimizer": "lion"}, "optimizer (lion and adam)"),
         ({"lr": 2.0, "min_lr": 1.0}, "lr (2.0 and 0.001), min_lr (1.0 and 1e-05)"),
         ({"weight_decay": 0.0}, "weight_decay (0.0 and 0.1)"),
         ({"settings": {"eps": 1.0}}, "settings ({'eps': 1.0} and {})"),
@@ -97,20 +97,23 @@ def test_a_tie_to_another_name_of_the_same_parameter_is_right():
     assert found(changed(model(), EMBEDDING, tied_to="output_layer.weight")) == []
 
 
-def test_an_optimizer_for_matrices_that_owns_none_is_an_error():
-    rows = [*changed(model(layers=1, experts=0), "", owner="adam", matrices=()), row("frozen", (2,), owner=None)]
-    lines = problems(changed(rows, "frozen", excluded=True), "muon", True)
-    assert [line.split(":")[0] for line in lines] == [
-        "--optimizer muon is for matrices, and none is its own on any rank (parameters"
+def test_an_optimizer_for_matrices_that_has_none_is_an_error():
+    rows = [
+        *changed(model(layers=1, experts=0), "", optimizer="adam", matrices=()),
+        row("frozen", (2,), optimizer=None),
     ]
-    assert "(parameters: adam owns 5, nobody owns 1): expected at least one" in lines[0]
+    lines = found(changed(rows, "frozen", excluded=True))
+    assert [line.split(":")[0] for line in lines] == [
+        "--optimizer muon is for matrices, and it has none on any rank (parameters"
+    ]
+    assert "(parameters: adam has 5, no optimizer has 1): expected at least one" in lines[0]
     assert found(rows[:-1], "adam", for_matrices=False) == []
     assert "none is trainable" in problems([], "muon", True)[0]
 
 
 def test_matrices_of_another_optimizer_do_not_count():
-    (line,) = found(changed(model(), "", owner="adam"))
-    assert line.startswith("--optimizer muon is for matrices, and none is its own on any rank")
+    (line,) = found(changed(model(), "", optimizer="adam"))
+    assert line.startswith("--optimizer muon is for matrices, and it has none on any rank")
 
 
 def test_matrices_on_another_rank_are_enough():
@@ -138,7 +141,9 @@ def test_updates_far_from_those_of_adam_are_one_line_for_each_class():
 
 def test_updates_too_small_name_their_range_and_the_mode_of_the_parameters():
     rows = changed(model(), "linear_qkv.weight", update_rms=0.04)
-    rows = changed(rows, "linear_fc2", update_rms=0.01, owner="adaptive_muon", settings={"scale_mode": "unit_rms_norm"})
+    rows = changed(
+        rows, "linear_fc2", update_rms=0.01, optimizer="adaptive_muon", settings={"scale_mode": "unit_rms_norm"}
+    )
     rows = changed(rows, "layers.0.mlp.linear_fc2", update_rms=0.02)
     adaptive, plain = warned(rows, "shape_scaling")
     assert adaptive.startswith(
@@ -160,3 +165,86 @@ def test_decay_of_vectors_is_one_line_for_each_decay():
         "weight decay 0.1 on vectors, 5 parameters (decoder.final_layernorm.weight and 1 more families): biases and "
         "norms mostly have none; set weight_decay 0 for shape:vector"
     )
+
+
+def lines(old, new):
+    return compare(families(old), families(new))
+
+
+def test_nothing_changed():
+    assert lines(model(), model()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"optimizer": "lion"}, "optimizer muon -> lion"),
+        ({"optimizer": None, "excluded": True}, "optimizer muon -> none; excluded False -> True"),
+        ({"matrices": (), "update_rms": None}, "matrices 64x256 -> none; update RMS 0.2 -> none"),
+        ({"lr": 2.0, "min_lr": 1.0}, "lr 0.001 -> 2.0; min_lr 1e-05 -> 1.0"),
+        ({"weight_decay": 0.0}, "weight decay 0.1 -> 0.0"),
+        ({"settings": {"num_ns_steps": 7}}, "num_ns_steps default -> 7"),
+        ({"shape": (64, 128)}, "shape (64, 256) -> (64, 128)"),
+        ({"tied_to": "x"}, "tied to none -> x"),
+    ],
+)
+def test_a_change_of_all_layers_is_one_line(change, said):
+    assert lines(model(), changed(model(), "linear_fc2", **change)) == [f"{FC2}: {said}"]
+
+
+def test_matrices_that_are_cut_otherwise_are_named():
+    heads = [LogicalMatrix(f"q {head}", 16, 64, "local", 1.0) for head in range(4)]
+    heads += [LogicalMatrix("k", 32, 64, "local", 1.0), LogicalMatrix("v", 32, 64, "local", 1.0)]
+    assert lines(model(), changed(model(), QKV, matrices=heads)) == [
+        f"{QKV}: matrices q 64x64, k 32x64, v 32x64 -> 4 q 16x64, k 32x64, v 32x64"
+    ]
+
+
+def test_settings_are_compared_one_by_one():
+    old = changed(model(), EMBEDDING, settings={"betas": (0.9, 0.95), "eps": 1e-8})
+    new = changed(model(), EMBEDDING, settings={"betas": (0.9, 0.99), "eps": 1e-8})
+    assert lines(old, new) == [f"{EMBEDDING}: betas (0.9, 0.95) -> (0.9, 0.99)"]
+    assert lines(old, model()) == [f"{EMBEDDING}: betas (0.9, 0.95) -> default; eps 1e-08 -> default"]
+
+
+def test_added_and_removed_parameters():
+    assert lines(model(layers=4), model(layers=6))[1] == (
+        "decoder.layers.{4-5}.mlp.linear_fc2.weight (2 parameters): added, with the optimizer muon"
+    )
+    new = [each for each in model() if each.name != EMBEDDING]
+    assert lines(model(), new) == [f"{EMBEDDING}: removed, had the optimizer adam"]
+    assert lines(new, model()) == [f"{EMBEDDING}: added, with the optimizer adam"]
+
+
+def test_layers_that_changed_alike_are_together_whatever_they_were_grouped_with():
+    old = changed(model(), "layers.1.mlp.linear_fc2", reason="overrides.yaml:1")
+    assert lines(old, changed(old, "linear_fc2", lr=2.0)) == [f"{FC2}: lr 0.001 -> 2.0"]
+    new = changed(model(), "layers.1.mlp.linear_fc2", lr=2.0)
+    assert lines(model(), new) == ["decoder.layers.1.mlp.linear_fc2.weight: lr 0.001 -> 2.0"]
+
+
+def test_another_number_of_ranks_and_another_file_of_overrides_are_no_changes():
+    new = changed(
+        model(),
+        "linear_fc2",
+        layout="whole",
+        matrices=[LogicalMatrix("", 64, 256, "local", 1.0)],
+        state_bytes=99,
+        reason="elsewhere",
+        sources={"lr": "elsewhere.yaml:1"},
+        overruled=("lr 2.0 by c",),
+    )
+    assert lines(model(), new) == []
+
+
+def test_an_approximation_is_a_change():
+    blockwise = changed(model(), "linear_fc2", matrices=[LogicalMatrix("", 64, 256, "blockwise", 1.0)])
+    assert lines(model(), blockwise) == [f"{FC2}: orthogonalized exactly -> blockwise"]
+    assert lines(blockwise, model()) == [f"{FC2}: orthogonalized blockwise -> exactly"]
+
+
+def test_two_optimizers_cannot_be_compared():
+    with pytest.raises(
+        ValueError, match=rf"{QKV} is listed 2 times, for the optimizers adam and muon: expected a manifest"
+    ):
+        lines(model(), [*model(), row(QKV, (128, 64))])

@@ -26,6 +26,17 @@ def by_group(count):
     return lambda matrices: torch.cat([part for group in zip(*(x.chunk(count) for x in matrices)) for part in group])  # noqa: B905
 
 
+def split_rows(x, shapes):
+    """The matrices of a fused one whose groups have so many rows of each, row by row."""
+    matrix_of = [matrix for matrix, rows in enumerate(shapes) for _ in range(rows)] * (len(x) // sum(shapes))
+    return [x[[row for row, own in enumerate(matrix_of) if own == matrix]] for matrix in range(len(shapes))]
+
+
+def merge_rows(matrices, shapes):
+    """The fused matrix of these."""
+    return by_group(len(matrices[0]) // shapes[0])(matrices)
+
+
 def cut(store, dim=0):
     """A parameter that is the same at every number of ranks, and is cut there."""
     return lambda matrices, ranks: [shard.contiguous() for shard in store(matrices).chunk(ranks, dim)]

@@ -1,7 +1,18 @@
 import pytest
 import torch
 
-from megatron_eopt.matrices import GATE_UP, WHOLE, declare, declared_for, declared_split, tag_declared, undeclare
+from megatron_eopt.matrices import (
+    GATE_UP,
+    WHOLE,
+    check_split_shapes,
+    declare,
+    declared_for,
+    declared_split,
+    query_key_value,
+    split_of,
+    tag_declared,
+    undeclare,
+)
 
 FC1, IN_PROJ = "*.linear_fc1.weight", "decoder.layers.*.in_proj.weight"
 
@@ -47,3 +58,59 @@ def test_only_a_split_is_a_declaration():
         ValueError, match=r"logical_matrices of a parameter of shape \(4, 4\) has to be a Split, got li"
     ):
         declared_split(parameter)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (None, "needs qkv_split_shapes: 3 or 4 positive integers, got None"),
+        ([2, 1], r"3 or 4 positive integers, got 2: \[2, 1\]"),
+        ([2, 1, 1, 1, 1], "got 5"),
+        ([2, 1.0, 1], r"must be integers, got \[2, 1.0, 1\]"),
+        ([2, True, 1], "must be integers"),
+        ([2, 0, 1], r"must be positive, got \[2, 0, 1\]"),
+        ([2, -1, 1], "must be positive"),
+    ],
+)
+def test_each_wrong_shape_has_its_own_error(shapes, message):
+    with pytest.raises(ValueError, match=message):
+        check_split_shapes(shapes)
+
+
+def test_a_gate_makes_four_parts():
+    assert check_split_shapes([4, 4, 2, 2]) == (4, 4, 2, 2)
+    with pytest.raises(ValueError, match=r"must be 3 positive integers, got 4"):
+        check_split_shapes([4, 4, 2, 2], (3,))
+
+
+def fused(**attributes):
+    parameter = torch.nn.Parameter(torch.ones(8, 4))
+    for name, value in attributes.items():
+        setattr(parameter, name, value)
+    return parameter
+
+
+@pytest.mark.parametrize(
+    ("attributes", "is_qkv", "shapes", "split"),
+    [
+        ({}, None, (2, 1, 1), None),
+        ({}, False, (2, 1, 1), None),
+        ({}, True, [2, 1, 1], query_key_value((2, 1, 1))),
+        ({"qkv_split_shapes": [2, 2, 2, 2]}, True, (2, 1, 1), query_key_value((2, 2, 2, 2))),
+        ({"qkv_split_shapes": [2, 2, 2, 2]}, None, None, None),
+        ({"logical_matrices": GATE_UP, "qkv_split_shapes": [2, 1, 1]}, True, (2, 1, 1), GATE_UP),
+        ({"logical_matrices": WHOLE}, True, None, WHOLE),
+    ],
+)
+def test_what_an_optimizer_is_told_becomes_a_split(attributes, is_qkv, shapes, split):
+    tells = None if is_qkv is None else lambda parameter: is_qkv
+    assert split_of(fused(**attributes), tells, shapes) == split
+
+
+def test_a_projection_needs_its_shapes():
+    with pytest.raises(ValueError, match="split_qkv needs qkv_split_shapes: 3 or 4 positive integers, got None"):
+        split_of(fused(), lambda parameter: True)
+    with pytest.raises(ValueError, match=r"must be 3 positive integers, got 4: \[2, 2, 2, 2\]"):
+        split_of(fused(qkv_split_shapes=[2, 2, 2, 2]), lambda parameter: True, lengths=(3,))
+    with pytest.raises(ValueError, match=r"has to be a Split, got list"):
+        split_of(fused(logical_matrices=[2, 1, 1]))

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -5,9 +7,10 @@ from hypothesis import strategies as st
 
 from megatron_eopt.matrices import GATE_UP, WHOLE, Part, Split, concatenated, experts, heads, interleaved, per_shard
 from megatron_eopt.matrices import query_key_value as qkv
+from megatron_eopt.matrices.rows import LocalRows
 from megatron_eopt.parallel.layout import Layout, local_rows, on_one_rank, shared_out, split_layout
 from megatron_eopt.parallel.records import cut, cut_at, whole
-from tests.matrices.models import kinds
+from tests.matrices.models import kinds, merge_rows, split_rows
 from tests.parallel.test_layout import Group
 
 KINDS = list(kinds())
@@ -66,6 +69,78 @@ def test_heads_of_any_cut(heads_of_group, length, count, edges):
     q, k, v = ([torch.cat(parts) for name, parts in found.items() if name[0] == part] for part in "qkv")
     assert (len(q), len(k), len(v)) == (count * heads_of_group, count, count)
     assert all(torch.equal(torch.cat(x), part) for x, part in zip((q, k, v), whole_parts, strict=True))
+
+
+@st.composite
+def fused(draw):
+    """A fused matrix of unique entries, the rows of its parts in one group, and two cuts."""
+    shapes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    rows, cols = draw(st.integers(1, 6)) * sum(shapes), draw(st.integers(0, 3))
+    top, bottom = sorted(draw(st.tuples(st.integers(0, rows), st.integers(0, rows))))
+    return torch.arange(rows * cols).view(rows, cols), shapes, top, bottom
+
+
+@given(case=fused())
+def test_any_rows_are_split_as_the_whole_is(case):
+    x, shapes, top, bottom = case
+    pattern, local = qkv(shapes).pattern(len(x)), qkv(shapes).local(len(x), top, bottom)
+    expected = [
+        part[start:end] for part, (start, end) in zip(split_rows(x, shapes), pattern.held(top, bottom), strict=True)
+    ]
+    for rows in (x[top:bottom], torch.cat([x, x], 1)[top:bottom, : x.size(1)]):
+        parts = local.split(rows)
+        assert [part.shape for part in parts] == [part.shape for part in expected]
+        assert all(torch.equal(part, other) for part, other in zip(parts, expected, strict=True))
+        assert torch.equal(local.merge(parts), x[top:bottom])
+        assert torch.equal(local.merge([part.clone() for part in parts]), x[top:bottom])
+    assert torch.equal(merge_rows(qkv(shapes).local(len(x), 0, len(x)).split(x), shapes), x)
+
+
+@given(case=fused(), stacked=st.integers(1, 3), padding=st.integers(0, 2))
+def test_stacks_and_padded_rows_are_split_too(case, stacked, padding):
+    x, shapes, top, bottom = case
+    stack = torch.nn.functional.pad(
+        torch.stack([x[top:bottom] + i * x.numel() for i in range(stacked)]), (0, 0, 0, padding)
+    )
+    rows = LocalRows(qkv(shapes).pattern(len(x)), top, bottom, stacked, padding)
+    one = qkv(shapes).local(len(x), top, bottom)
+    expected = [part for matrix in stack[:, : bottom - top] for part in one.split(matrix)]
+    parts = rows.split(stack)
+    assert len(parts) == len(expected)
+    assert all(torch.equal(part, other) for part, other in zip(parts, expected, strict=True))
+    assert torch.equal(rows.merge(parts), stack)
+
+
+@given(case=fused())
+def test_consecutive_rows_hold_consecutive_rows_of_each_matrix(case):
+    x, shapes, top, bottom = case
+    held = [qkv(shapes).pattern(len(x)).held(start, end) for start, end in pairwise([0, top, bottom, len(x)])]
+    for ranges, rows in zip(zip(*held, strict=True), shapes, strict=True):
+        ends = [0, *(end for _, end in ranges)]
+        assert [start for start, _ in ranges] == ends[:-1]
+        assert ends[-1] == len(x) // sum(shapes) * rows
+
+
+def test_a_shard_may_begin_and_end_within_a_group():
+    # the last q row and k and v of one group, two groups, q of the next
+    pattern = qkv([2, 1, 1]).pattern(16)
+    assert pattern.held(1, 14) == ((1, 8), (0, 3), (0, 3))
+    assert pattern.held(2, 3) == ((2, 2), (0, 1), (0, 0))
+
+
+def test_groups_are_interleaved():
+    # two query groups of two q rows, one k row and one v row
+    rows = torch.tensor([[1.0], [2.0], [3.0], [4.0], [11.0], [12.0], [13.0], [14.0]])
+    q, k, v = qkv([2, 1, 1]).local(8, 0, 8).split(rows)
+    assert q.flatten().tolist() == [1, 2, 11, 12]
+    assert k.flatten().tolist() == [3, 13]
+    assert v.flatten().tolist() == [4, 14]
+
+
+def test_rows_of_one_group_are_not_copied():
+    x = torch.arange(10.0).view(5, 2)
+    parts = qkv([8, 1]).local(18, 3, 8).split(x)
+    assert {part.untyped_storage().data_ptr() for part in parts} == {x.untyped_storage().data_ptr()}
 
 
 @pytest.mark.parametrize("name", ["linear_fc1", "experts fc1", "mamba in_proj", "qkv per head", "linear_q per head"])
@@ -146,6 +221,12 @@ def test_unequal_shards_cannot_have_a_part_of_every_matrix():
         split_layout(layout, GATE_UP)
 
 
+def test_lists_are_taken_for_tuples():
+    split = Split([Part("kv", 8, inside=[("k", 4), ("v", 4)])], "per_shard")
+    assert split == Split((Part("kv", 8, inside=(("k", 4), ("v", 4))),), "per_shard")
+    assert split.names(8) == ["k", "v"]
+
+
 def test_tensors_of_other_rows_are_refused():
     rows = local_rows(on_one_rank((8, 2)), GATE_UP)
     with pytest.raises(ValueError, match=r"shape \(6, 2\) is split, whose rows have to be \(8,\)"):
@@ -153,8 +234,10 @@ def test_tensors_of_other_rows_are_refused():
     rows = local_rows(on_one_rank((8, 2)), experts(2, GATE_UP))
     with pytest.raises(ValueError, match=r"shape \(3, 8, 2\) is split, whose rows have to be \(2, 8\)"):
         rows.split(torch.ones(3, 8, 2))
-    with pytest.raises(ValueError, match=r"pieces of \[4, 4, 4, 4\] rows, got pieces of \[4, 4\]"):
+    with pytest.raises(ValueError, match=r"\(2, 8\) rows are merged of matrices of \[4, 4, 4, 4\] rows, got \[4, 4\]"):
         rows.merge([torch.ones(4, 2)] * 2)
+    with pytest.raises(ValueError, match=r"\(5,\) rows are merged of matrices of \[3, 1, 1\] rows, got \[2, 2, 1\]"):
+        qkv([2, 1, 1]).local(8, 0, 5).merge(qkv([2, 1, 1]).local(8, 2, 7).split(torch.ones(5, 2)))
 
 
 def test_a_stack_of_one_matrix_keeps_its_dimensions():

@@ -92,8 +92,8 @@ def test_every_parameter_has_one_owner_which_changes_it(tmp_path, name):
         for name, parts in found.items()
         if parts[0]["parameter"].ndim == 2 and "word_embeddings" not in name and not name.startswith("output_layer")
     }
-    assert {name for name, row in manifest.items() if row.owner == "muon"} == momenta == matrices
-    assert {row.owner for row in manifest.values()} == {"muon", "adam"}
+    assert {name for name, row in manifest.items() if row.optimizer == "muon"} == momenta == matrices
+    assert {row.optimizer for row in manifest.values()} == {"muon", "adam"}
     assert {name for name, row in manifest.items() if row.matrices} == matrices
 
 
@@ -105,7 +105,7 @@ def test_both_ends_of_a_pipeline_step_tied_embeddings_alike(tmp_path):
     assert not torch.equal(first["after"][embedding]["parameter"], first["before"][embedding]["parameter"])
     manifest = manifest_of(tmp_path / "manifest.json")
     assert manifest[output].tied_to == embedding
-    assert manifest[output].owner == manifest[embedding].owner == "adam"
+    assert manifest[output].optimizer == manifest[embedding].optimizer == "adam"
 
 
 @pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
@@ -134,10 +134,10 @@ def test_a_matrix_that_is_left_out_ends_the_run_in_its_first_step(what):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("forget_one", r"nobody owns \S+ .*expected one optimizer for every trainable parameter"),
-        ("own_twice", r"embedding\S+ is listed 2 times, as owned by adam .* and muon .*expected one owner"),
-        ("freeze:layers", r"--optimizer muon is for matrices, and none is its own .*adam owns 3\)"),
-        ("freeze:.", r"none is its own on any rank \(parameters: none is trainable\)"),
+        ("forget_one", r"no optimizer has \S+ .*expected one optimizer for every trainable parameter"),
+        ("own_twice", r"embedding\S+ is listed 2 times, for the optimizers adam .* and muon .*expected one optimizer"),
+        ("freeze:layers", r"--optimizer muon is for matrices, and it has none .*adam has 3\)"),
+        ("freeze:.", r"it has none on any rank \(parameters: none is trainable\)"),
     ],
 )
 def test_a_start_fails_where_owners_are_not_as_they_have_to_be(what, message):
@@ -152,7 +152,7 @@ def test_muon_without_a_matrix_is_refused(tmp_path):
     overrides.write_text(json.dumps([{"select": "decoder.*", "optimizer": "adam"}]))
     done = start(1, *SMALL_GPT, *RUN, "--optimizer-overrides", overrides)
     assert done.returncode != 0
-    assert "--optimizer muon is for matrices, and none is its own on any rank" in done.stdout
+    assert "--optimizer muon is for matrices, and it has none on any rank" in done.stdout
 
 
 def assert_resumes_as(straight, folder, run, **how):

@@ -58,7 +58,7 @@ def test_who_owned_what(saved, capsys):
     assert qkv[1:5] == ["2", "128x64", "muon", "matrix"]
     assert ["muon", "8", "61,440", "12", "0.246"] in lines
     said = json.loads(verify(capsys, folder, "--manifest", "--json")[1])
-    assert {family.like.owner for family in from_json(said["manifest"])} == {"adam", "muon"}
+    assert {family.like.optimizer for family in from_json(said["manifest"])} == {"adam", "muon"}
     assert (status, said["ok"]) == (0, True)
 
 

@@ -2,10 +2,10 @@
 
 from megatron_eopt.optimizers import Lion, TensorParallelAdaptiveMuon, TensorParallelMuon
 from megatron_eopt.optimizers.hyperball import MuonHyperball
+from megatron_eopt.optimizers.lion import Signum
 from megatron_eopt.optimizers.polar_grad import PolarGrad
 from megatron_eopt.optimizers.schedule_free import ScheduleFreeAdamW
 from megatron_eopt.optimizers.scion import Scion
-from megatron_eopt.optimizers.lion import Signum
 from megatron_eopt.optimizers.soap import SOAP
 from megatron_eopt.optimizers.spectron import Spectron
 

@@ -17,7 +17,7 @@ def pair(device):
         TensorParallelMuon([{"params": p[:1]}, {"params": p[1:], "weight_decay": 0.3}], lr=0.1) for p in parameters
     )
     captured.cuda_graphs = True
-    captured._graphed = GraphedUpdate(captured._update) if CUDA else GraphedUpdate(captured._update, lambda run: run)
+    captured._graphed = GraphedUpdate(captured._step) if CUDA else GraphedUpdate(captured._step, lambda run: run)
     return parameters, plain, captured
 
 

@@ -87,10 +87,9 @@ def test_groups_are_what_optimizers_of_their_own_would_be(method):
     alone = [optimizer(group["params"], method, **own) for group, own in zip(groups, OWN, strict=True)]
     expected = [p for each in alone for p in stepped(each)]
     actual = stepped(optimizer(in_fp64(grouped()), method))
-    if method is None:
-        assert_equal(actual, expected)
-    else:  # groups of one iteration are one stack, which rounds otherwise
-        assert all((a - b).abs().max() <= 1e-6 * b.abs().max() for a, b in zip(actual, expected, strict=True))
+    # groups of one iteration are one stack, which rounds otherwise, in fp64; second moments are in fp32
+    bound = 1e-12 if method is None else 1e-6
+    assert all((a - b).abs().max() <= bound * b.abs().max() for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -100,21 +99,23 @@ def test_groups_that_say_the_same_are_planned_and_computed_as_one(method):
     made = optimizer(grouped([said, {}, {"num_ns_steps": 5}, said]), method)
     assert_equal(stepped(made), stepped(plain))
     assert made.explain() == plain.explain()
-    assert len(made.planned.plan.buckets) == len(plain.planned.plan.buckets)
+    assert len(made.prepare().plan.buckets) == len(plain.prepare().plan.buckets)
 
 
 def test_the_plan_says_what_each_setting_gets():
     made = optimizer(grouped())
     table = made.explain()
-    assert table.count("ms\n") == 4
-    assert "7 Newton-Schulz steps of polar_express, scale spectral times 0.7:\n" in table
-    assert "5 Newton-Schulz steps of quintic, scale unit_rms_norm times 0.5:\n" in table
-    assert "of ((2.0, -1.5, 0.5), (2.0, -1.5, 0.5), (2.0, -1.5, 0.5), (2.0, -1.5, 0.5), (2.0, -1.5, 0.5))" in table
-    names = [matrix.name.split(",")[0] for matrix in made.planned.plan.matrices]
+    plan = made.prepare().plan
+    of_buckets = {plan.matrices[bucket.matrices[0]].iteration for bucket in plan.buckets}
+    own = f"5 Newton-Schulz steps of {((2.0, -1.5, 0.5),) * 5}"
+    assert of_buckets == {"7 Newton-Schulz steps of polar_express", "5 Newton-Schulz steps of quintic", own}
+    # at the end of the lines of its buckets, and once below with its restarts
+    assert all(f"  {name}\n" in table and f"\n{name}, " in table for name in of_buckets)
+    names = [matrix.name.split(",")[0] for matrix in plan.matrices]
     assert names[4::5] == [f"parameter 2 of group {number}" for number in range(4)]
-    assert sorted(i for bucket in made.planned.plan.buckets for i in bucket.matrices) == list(range(20))
-    # the scale of an adaptive update comes after the plan
-    assert optimizer(grouped(), "namo").explain().count("ms\n") == 3
+    assert sorted(i for bucket in made.prepare().plan.buckets for i in bucket.matrices) == list(range(20))
+    # matrices of two groups that differ in the scale alone are in one bucket
+    assert len(plan.buckets) == len(optimizer(grouped(), "namo").prepare().plan.buckets)
 
 
 WRONG = [
@@ -265,7 +266,7 @@ def test_a_step_that_is_made_parameter_by_parameter_counts_too():
 def test_a_captured_step_is_the_step_of_all_groups_and_counts():
     plain, captured = optimizer(grouped()), optimizer(grouped())
     captured.cuda_graphs = True
-    captured._graphed = GraphedUpdate(captured._update, lambda run: run)
+    captured._graphed = GraphedUpdate(captured._step, lambda run: run)
     for made in (plain, captured):
         made.result = stepped(made, [0, 2, 3])
         assert made.newton_schulz_calls == 60

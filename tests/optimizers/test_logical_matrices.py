@@ -53,7 +53,7 @@ def test_a_split_update_is_the_updates_of_its_matrices(name, precision):
     assert [layout.shape for layout in optimizer.matrix_layouts(p)] == [
         (r, COLS) for r in KINDS[name].matrices.values()
     ]
-    names = [matrix.name for matrix in optimizer.planned.plan.matrices]
+    names = [matrix.name for matrix in optimizer.prepare().plan.matrices]
     parameter_name = "parameter 0 of group 0, of shape " + str(tuple(p.shape))
     assert names == [f"{parameter_name}[{n}]" if n else parameter_name for n in KINDS[name].matrices]
     assert optimizer.state[p]["momentum_buffer"].shape == p.shape

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt import TensorParallelMuon
+from megatron_eopt.matrices import query_key_value
 from megatron_eopt.orthogonalize import muon_scale_factor, newton_schulz
 from tests.parallel.test_layout import Group
 
@@ -83,9 +84,9 @@ def test_a_split_update_is_the_updates_of_its_matrices(shapes, groups, cols):
 def test_a_parameters_own_split_wins():
     p = matrix(8, 4, is_qkv=True, qkv_split_shapes=[2, 1, 1])
     opt = TensorParallelMuon([p], split_qkv=True, is_qkv_fn=is_qkv, qkv_split_shapes=[4, 2, 2])
-    assert opt.split_shapes(p) == (2, 1, 1)
-    assert TensorParallelMuon([p], split_qkv=True, is_qkv_fn=is_qkv).split_shapes(p) == (2, 1, 1)
-    assert TensorParallelMuon([p], is_qkv_fn=is_qkv).split_shapes(p) is None
+    assert opt.split_of(p) == query_key_value((2, 1, 1))
+    assert TensorParallelMuon([p], split_qkv=True, is_qkv_fn=is_qkv).split_of(p) == query_key_value((2, 1, 1))
+    assert TensorParallelMuon([p], is_qkv_fn=is_qkv).split_of(p).is_whole
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def test_a_resumed_run_computes_symmetric_products_as_before():
     assert state["param_groups"][0]["symmetric_products"] == "torch"
     state["param_groups"][0]["symmetric_products"] = "triton"
     opt.load_state_dict(state)
-    with pytest.raises(RuntimeError, match=r"'triton' of symmetric products cannot serve.*the rung of the"):
+    with pytest.raises(RuntimeError, match=r"'triton' of symmetric products cannot serve.*the kernel of the"):
         opt.step()
     other = TensorParallelMuon([p], symmetric_products="torch")
     other.load_state_dict(state)

@@ -67,7 +67,7 @@ def test_a_good_gradient_starts_the_count_anew():
 
 
 def test_a_missing_gradient_is_neither_counted_nor_good():
-    skipping = Skipping(["a", "b"], torch.device("cpu"))
+    skipping = NonFinite(["a", "b"], torch.device("cpu"))
     bad = torch.tensor([[torch.inf]])
     for _ in range(MAX_IN_A_ROW - 1):
         assert skipping.accept([bad, None]).tolist() == [False, False]
@@ -82,7 +82,7 @@ def test_what_another_rank_says_counts():
         flags = torch.tensor([[ok], [present], [-present]], dtype=torch.int32)
         return lambda own: torch.minimum(own, flags)
 
-    skipping = Skipping(["a"], torch.device("cpu"))
+    skipping = NonFinite(["a"], torch.device("cpu"))
     good = torch.ones(2, 2)
     assert skipping.accept([good], other(1, 1)).tolist() == [True]
     assert skipping.accept([good], other(0, 1)).tolist() == [False]
@@ -90,13 +90,13 @@ def test_what_another_rank_says_counts():
     assert skipping.accept([None], other(0, 0)).tolist() == [False]
     for own, theirs in ((good, other(0, 0)), (None, other(1, 1))):
         with pytest.raises(RuntimeError, match="a has a gradient on some of the ranks that share it, none on others"):
-            Skipping(["a"], torch.device("cpu")).accept([own], theirs)
+            NonFinite(["a"], torch.device("cpu")).accept([own], theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_large_and_empty_gradients_are_finite(dtype):
     large = torch.full((64, 64), torch.finfo(dtype).max / (1 if dtype in (torch.float16,) else 1e5), dtype=dtype)
-    skipping = Skipping(["large", "empty", "zero"], torch.device("cpu"))
+    skipping = NonFinite(["large", "empty", "zero"], torch.device("cpu"))
     assert skipping.accept([large, large.new_empty(0, 4), torch.zeros_like(large)]).all()
 
 
@@ -105,6 +105,6 @@ def test_gradients_of_several_dtypes_are_judged_each_in_its_own():
     # finite in fp64 alone
     values = (1.0, 1e300, 1.0, torch.nan, torch.inf)
     gradients = [torch.full((2, 2), value, dtype=dtype) for value, dtype in zip(values, dtypes, strict=True)]
-    skipping = Skipping(list("abcdef"), torch.device("cpu"))
+    skipping = NonFinite(list("abcdef"), torch.device("cpu"))
     assert skipping.accept([*gradients, None]).tolist() == [True, True, True, False, False, False]
     assert skipping.total == {"d": 1, "e": 1}

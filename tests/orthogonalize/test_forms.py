@@ -8,13 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt.orthogonalize import get_coefficients, newton_schulz
-from megatron_eopt.orthogonalize.forms import gram_flops, iterate_gram_fp16, standard_flops
-from megatron_eopt.orthogonalize.ladder import choose
+from megatron_eopt.orthogonalize.forms import PRESETS, gram_flops, iterate_gram_fp16, restarts_for, standard_flops
+from megatron_eopt.orthogonalize.kernels import choose
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import gram_dtype
 from megatron_eopt.orthogonalize.products import Blocked, Dense
-from megatron_eopt.orthogonalize.restarts import PRESETS, PUBLISHED_ERRORS, restarts_for
-from megatron_eopt.orthogonalize.simulate import Rounded
+from tests.orthogonalize.simulation import PUBLISHED_ERRORS, Rounded
 from tests.orthogonalize.test_newton_schulz import exact, gaussian, relative
 
 QUINTIC = get_coefficients("quintic", 5)
@@ -80,7 +79,6 @@ def test_auto_is_the_cheaper_form():
     # no restarts in the table, or no safe ones
     own = [(2.0, -1.5, 0.5)] * 3
     assert torch.equal(newton_schulz(wide, 3, own), newton_schulz(wide, 3, own, form="standard"))
-    assert not torch.equal(newton_schulz(wide, 3, own), newton_schulz(wide, 3, own, form="gram"))
     long = newton_schulz(wide, 10, "deepseekv4")
     assert torch.equal(long, newton_schulz(wide, 10, "deepseekv4", form="standard"))
 
@@ -115,6 +113,17 @@ def test_an_iteration_is_decided_once():
     assert torch.equal(iteration(x), newton_schulz(x))
     assert torch.equal(iteration(x[0]), newton_schulz(x[0]))
     assert iteration.restarts == (3,)
+
+
+def test_the_gram_form_of_shards_is_in_fp32_where_it_would_not_be_taken():
+    settings = NewtonSchulz(fp32_matmul_prec="medium")
+    assert settings.compile((24, 80), torch.float32, "cpu").restarts is None
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.float16)):
+        iteration = settings.compile((24, 24), torch.float32, device, form="gram")
+        assert (iteration.restarts, iteration.dtype) == ((3,), dtype)
+        assert settings.compile((24, 80), torch.float32, device, form="standard").dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="no table has restarts of 'deepseekv4' in 10 steps"):
+        NewtonSchulz(steps=10, coefficient_type="deepseekv4").compile((24, 80), torch.float32, "cpu", form="gram")
 
 
 def test_the_dtype_of_the_gram_form():
@@ -188,6 +197,7 @@ def test_plain_products_in_fp16_are_exactly_symmetric():
             "the Gram form is not safe with 'quintic' in 5 steps and torch.b",
         ),
         ({"form": "gram", "steps": 10, "coefficient_type": "deepseekv4"}, "not safe with 'deepseekv4' in 10 steps"),
+        ({"form": "gram", "steps": 1, "coefficient_type": [(2.0, -1.5, 0.5)]}, "or give its restarts"),
     ],
 )
 def test_what_is_unknown_or_unsafe_is_refused(settings, message):
@@ -307,10 +317,10 @@ def test_the_input_is_left_as_it_is(form, scale):
         torch.testing.assert_close(result, newton_schulz(gaussian(2, 16, 40), form=form, **settings), rtol=0, atol=2e-5)
 
 
-def test_products_of_a_ladder_serve_the_entry():
+def test_the_kernel_that_is_chosen_serves_the_entry():
     x = gaussian(512, 640)
     choice = choose([x.shape], x.dtype, x.device)
-    assert choice.rung == "blocked"
+    assert choice.kernel == "blocked"
     for form in ("standard", "gram"):
         assert torch.equal(newton_schulz(x, form=form, products=choice.products), newton_schulz(x, form=form))
         whole = newton_schulz(x, form=form, products=Dense())

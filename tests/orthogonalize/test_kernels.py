@@ -1,238 +1,205 @@
-"""The Triton kernel: natively where there is a GPU, else in Triton's interpreter.
-
-Triton asks for its interpreter when it is first imported, so all cases run in a process of their own, which is this
-file as a program; each test reads the outcome of one case.
-"""
-
-import importlib.util
-import json
 import os
-import subprocess
-import sys
-import traceback
-from pathlib import Path
+import re
+import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+from megatron_eopt.orthogonalize.kernels import KERNELS, Kernel, check, choose
+from megatron_eopt.orthogonalize.products import Blocked, Dense
+from tests.distributed.ranks import run_ranks
 
-ROOT = Path(__file__).parents[2]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# half a unit in the last place; Triton's interpreter cuts bf16 off (3.9), GPUs round it
-ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0 ** (-8 if DEVICE == "cuda" else -7), torch.float32: 2.0**-24}
-CASES = {}
-
-
-def case(function):
-    CASES[function.__name__] = function
-    return function
+SHAPES = [(24, 40), (40, 24), (3, 16, 20), (1, 1), (0, 5)]
 
 
-def product(a, b, c=None, **more):
-    from megatron_eopt.orthogonalize.kernels import symmetric_product
+@dataclass(frozen=True)
+class Wrong(Dense):
+    """Products that are wrong in one of the ways a kernel can be."""
 
-    return symmetric_product(a, b, c, **more)
+    how: str = ""
 
+    def gram(self, x, out=None):
+        if self.how == "raises":
+            raise RuntimeError("out of resources")
+        result = super().gram(x, out=None if self.how == "forgets out" else out)
+        if self.how == "an entry":
+            result[..., -1, 0] += 1e-2
+        if self.how == "a tile":
+            result[..., -8:, :8] = torch.nan
+        return result
 
-def tiles(width, band):
-    from megatron_eopt.orthogonalize.kernels import Tiles
-
-    return Tiles(width, 16, band)
-
-
-def gaussian(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-
-
-def expect(got, a, b, c=None, alpha=1.0, beta=0.0, sums=2.0**-19):
-    """``got`` is the lower half of ``alpha A B^T + beta C`` and its mirror image, whether that is symmetric or not.
-
-    ``sums`` is what the sum in fp32 may be off by, of its largest entry.
-    """
-    expected = alpha * a.double() @ b.double().mT
-    if c is not None:
-        expected += beta * c.double()
-    expected = expected.tril() + expected.tril(-1).mT
-    assert torch.equal(got, got.mT)
-    error = (got.double() - expected).abs() - ROUNDING[got.dtype] * expected.abs()
-    assert error.max() <= sums * expected.abs().max(), f"off by {error.max() / expected.abs().max():.1e}"
-
-
-@case
-def sizes_and_dtypes():
-    for dtype in ROUNDING:
-        for rows, cols in ((1, 1), (1, 50), (7, 5), (16, 16), (33, 100), (64, 64), (64, 200), (100, 17), (129, 65)):
-            x = gaussian(rows, cols, dtype=dtype)
-            got = product(x, x)
-            assert got.dtype == dtype
-            assert got.is_contiguous()
-            expect(got, x, x)
+    def addmm(self, c, a, b, *, beta, alpha, out=None):
+        match self.how:
+            case "swapped factors":
+                beta, alpha = alpha, beta
+            case "no c":
+                c = torch.zeros_like(c)
+            case "a squared":
+                b = a
+            case "rounded to TF32":
+                a = (a.view(torch.int32) + 0x1000 & ~0x1FFF).view(torch.float32)
+        return super().addmm(c, a, b, beta=beta, alpha=alpha, out=out)
 
 
-@case
-def transposed_factors():
-    for dtype in ROUNDING:
-        for shape in ((100, 33), (65, 7), (2, 129, 64)):
-            x = gaussian(*shape, dtype=dtype).mT
-            assert not x.is_contiguous()
-            expect(product(x, x), x, x)
+def kernels(how, **more):
+    return {"kernel": Kernel(lambda precision: Wrong(how), **more), **KERNELS}
 
 
-@case
-def factors_and_coefficients():
-    for dtype in ROUNDING:
-        for alpha, beta in ((1.0, 1.0), (1, -2), (-4.775, 2.0315), (0.5, 0.0), (0.0, 3.4445)):
-            for shape in ((7, 7), (2, 100, 100)):
-                a, b, c = (gaussian(*shape, seed=seed, dtype=dtype) for seed in range(3))
-                expect(product(a, b, c, alpha=alpha, beta=beta), a, b, c, alpha, beta)
-                expect(product(a, b, alpha=alpha, beta=beta), a, b, None, alpha)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("products", [Dense(), Blocked(1), Blocked(3)])
+def test_right_products_pass(products, dtype):
+    shapes = SHAPES if dtype != torch.float32 else [*SHAPES, (520, 1030)]
+    assert check(products, shapes, dtype, "cpu") is None
 
 
-@case
-def every_tile_of_the_walk():
-    x = gaussian(145, 20)
-    for band in (1, 2, 3, 4, 8, 16):
-        expect(product(x, x, tiles=tiles(16, band)), x, x)
-    for rows in range(16, 129, 16):  # no masks, bands full and not
-        x = gaussian(rows, 16)
-        expect(product(x, x, tiles=tiles(16, 3)), x, x)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("how", ["an entry", "a tile", "swapped factors", "no c", "a squared", "forgets out"])
+def test_wrong_products_do_not(how, dtype):
+    reason = check(Wrong(how), SHAPES, dtype, "cpu")
+    assert re.search("not written to out" if how == "forgets out" else "off by", reason)
+    assert str(dtype) in reason
+    assert "(24, 40)" in reason
 
 
-@case
-def stacks():
-    for dtype in ROUNDING:
-        a, b, c = (gaussian(3, 70, 70, seed=seed, dtype=dtype) for seed in range(3))
-        got = product(a, b, c, alpha=0.7, beta=-1.3)
-        expect(got, a, b, c, 0.7, -1.3)
-        for index in range(3):
-            assert torch.equal(got[index], product(a[index], b[index], c[index], alpha=0.7, beta=-1.3))
+def test_what_counts_as_wrong_depends_on_the_precision():
+    assert "off by" in check(Wrong("rounded to TF32"), SHAPES, torch.float32, "cpu")
+    assert check(Wrong("rounded to TF32"), SHAPES, torch.float32, "cpu", fp32_precision="tf32") is None
 
 
-@case
-def any_strides():
-    a = gaussian(70, 2, 60)[:, :, ::3].transpose(0, 1)  # columns apart, matrices inside rows
-    b = gaussian(70, 20, seed=1).expand(2, 70, 20)  # one matrix for all
-    c = gaussian(72, 140, 2, seed=2)[1:71, ::2].permute(2, 1, 0)  # no row and no column lies together
-    expect(product(a, b, c, alpha=2.0, beta=3.0), a, b, c, 2.0, 3.0)
+def test_every_shape_is_checked():
+    class WrongAbove30(Dense):
+        def gram(self, x, out=None):
+            return super().gram(x, out).mul_(1 if x.size(-1) <= 30 else 1.1)
+
+    assert check(WrongAbove30(), [(8, 30), (30, 8)], torch.float32, "cpu") is None
+    assert "(31, 8)" in check(WrongAbove30(), [(8, 30), (31, 8)], torch.float32, "cpu")
 
 
-@case
-def out_of_any_strides():
-    for cols in (20, 64):  # 64 needs no masks along the columns, but along the rows
-        x = gaussian(2, 100, cols, dtype=torch.bfloat16)
-        for dtype in (torch.bfloat16, torch.float32):
-            room = torch.empty((2, 160, 260), dtype=dtype, device=DEVICE)
-            for out in (room[:, 3:103, 5:105], room[:, 3:103, 5:205:2], room.mT[:, 5:105, 3:103]):
-                room.fill_(torch.nan)
-                assert product(x, x, out=out) is out
-                expect(out, x, x)
-                assert room.isfinite().sum() == out.numel()  # nothing is written beside it
+def test_a_check_leaves_no_traces():
+    before = torch.get_rng_state(), torch.get_float32_matmul_precision()
+    check(Dense(), SHAPES, torch.float32, "cpu")
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert torch.get_float32_matmul_precision() == before[1]
 
 
-@case
-def fp32_results_of_half_precision():
-    x = gaussian(33, 200, dtype=torch.bfloat16)
-    got = product(x, x, out_dtype=torch.float32)
-    assert got.dtype == torch.float32
-    expect(got, x, x)
+@pytest.mark.parametrize(
+    ("shapes", "dtype", "kernel"),
+    [
+        ([(512, 2048), (4096, 512)], torch.float32, "blocked"),
+        ([(512, 2048), (511, 2048)], torch.float32, "blocked"),  # which computes smaller ones whole
+        ([(511, 2048)], torch.float32, "torch"),
+        ([(512, 512)], torch.bfloat16, "torch"),
+        ([], torch.float64, "torch"),
+    ],
+)
+def test_on_a_cpu(shapes, dtype, kernel):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nobody is told of a GPU that he did not ask for
+        choice = choose(shapes, dtype, "cpu")
+    assert (choice.kernel, choice.dropped) == (kernel, {})
+    assert isinstance(choice.products, Blocked if kernel == "blocked" else Dense)
 
 
-@case
-def tf32():
-    x = gaussian(100, 70)
-    expect(product(x, x, input_precision="tf32"), x, x, sums=2.0**-9)
+def test_a_right_kernel_serves():
+    choice = choose(SHAPES, torch.float32, "cpu", kernels=kernels(""))
+    assert (choice.kernel, choice.products, choice.dropped) == ("kernel", Wrong(""), {})
 
 
-@case
-def a_factor_of_zero_does_not_read_c():
-    x, c = gaussian(7, 5), torch.full((7, 7), torch.nan, device=DEVICE)
-    expect(product(x, x, c, beta=0.0), x, x)
+@pytest.mark.parametrize(
+    ("how", "missing", "reason"),
+    [
+        ("an entry", None, "X X^T of (24, 40) in torch.float32 is off by"),
+        ("raises", None, "RuntimeError: out of resources"),
+        ("", "compute capability 7.0", "compute capability 7.0"),
+    ],
+)
+def test_a_dropped_kernel_is_told_once(how, missing, reason):
+    with pytest.warns(UserWarning, match="kernel is dropped") as caught:
+        choice = choose(SHAPES, torch.float32, "cpu", kernels=kernels(how, missing=lambda device: missing))
+    assert [str(each.message) for each in caught] == [
+        f"symmetric products: kernel is dropped, torch serves: {choice.dropped['kernel']}"
+    ]
+    assert caught[0].filename == __file__
+    assert reason in choice.dropped["kernel"]
+    assert (choice.kernel, choice.products) == ("torch", Dense())
 
 
-@case
-def empty():
-    for shape in ((0, 5), (0, 4, 5), (3, 0, 5)):
-        x = gaussian(*shape)
-        assert product(x, x).shape == (*shape[:-1], shape[-2])
-    x = gaussian(4, 0)
-    assert torch.equal(product(x, x), torch.zeros(4, 4, device=DEVICE))
+@pytest.mark.skipif(torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ, reason="triton can run here")
+def test_triton_without_a_gpu():
+    reason = KERNELS["triton"].missing(torch.device("cuda"))
+    assert re.search("no GPU|not installed", reason)
+    with pytest.raises(RuntimeError, match=r"'triton' .* cannot serve: (no GPU|triton is not installed)"):
+        choose(SHAPES, torch.float32, "cpu", kernel="triton")
+    with pytest.warns(UserWarning, match="triton is dropped, torch serves") as caught:
+        assert choose([], torch.float16, "cuda").dropped == {"triton": reason}
+    assert len(caught) == 1
 
 
-@case
-def half_the_tiles():
-    from megatron_eopt.orthogonalize import kernels
-
-    grids, kernel = [], kernels._kernel
-    kernels._kernel = type("Recorder", (), {"__getitem__": lambda self, grid: grids.append(grid) or kernel[grid]})()
-    try:
-        for rows, side, stack in ((16, 1, ()), (17, 2, ()), (129, 9, ()), (64, 4, (3,))):
-            x = gaussian(*stack, rows, 8)
-            expect(product(x, x, tiles=tiles(16, 4)), x, x)
-            assert grids.pop() == ((stack or (1,))[0] * side * (side + 1) // 2,)
-    finally:
-        kernels._kernel = kernel
+def test_triton_needs_capability_8(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, there in (((7, 5), False), ((8, 0), True), ((9, 0), True), ((12, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, of=capability: of)
+        reason = KERNELS["triton"].missing(torch.device("cuda", 0))
+        assert reason is None if there else "7.5" in reason
 
 
-@case
-def wrong_arguments():
-    x = gaussian(4, 5)
-    square = gaussian(4, 4)
-    for error, name, arguments in (
-        (TypeError, "float64", {"a": x.double(), "b": x.double()}),
-        (TypeError, "float16", {"a": x, "b": x.half()}),
-        (ValueError, "shape", {"a": x, "b": x[:3]}),
-        (ValueError, "shape", {"a": x[0], "b": x[0]}),
-        (ValueError, "expected c", {"a": x, "b": x, "c": x}),
-        (ValueError, "expected out", {"a": x, "b": x, "out": x}),
-        (ValueError, "expected b on", {"a": x, "b": x.to("meta")}),
-        (ValueError, "one of the inputs", {"a": square, "b": square, "out": square}),
-    ):
-        with pytest.raises(error, match=name):
-            product(**arguments)
+def test_triton_not_installed(monkeypatch):
+    monkeypatch.setattr("megatron_eopt.orthogonalize.kernels.find_spec", lambda name: None)
+    assert KERNELS["triton"].missing(torch.device("cuda")) == "triton is not installed"
 
 
-@case
-def the_ladder_takes_it():
-    from megatron_eopt.orthogonalize.kernels import Triton
-    from megatron_eopt.orthogonalize.ladder import choose
-
-    for dtype in ROUNDING:
-        choice = choose([(33, 70), (70, 33), (4, 20, 20), (1, 1)], dtype, DEVICE, rung="triton")
-        assert choice.products == Triton()
-
-
-def run(code, interpret, **environment):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    environment.pop("TRITON_INTERPRET", None)
-    if interpret:
-        environment["TRITON_INTERPRET"] = "1"
-    run = subprocess.run([sys.executable, *code], env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+def test_a_kernel_can_be_asked_for():
+    for name, kind in (("torch", Dense), ("blocked", Blocked)):
+        assert isinstance(choose(SHAPES, torch.float32, "cpu", kernel=name, kernels=kernels("")).products, kind)
+    with pytest.raises(RuntimeError, match="'kernel' of symmetric products cannot serve: RuntimeError: out of res"):
+        choose(SHAPES, torch.float32, "cpu", kernel="kernel", kernels=kernels("raises"))
+    with pytest.raises(ValueError, match=r"unknown kernel 'cutlass' .* expected one of triton, blocked, torch"):
+        choose(SHAPES, torch.float32, "cpu", kernel="cutlass")
 
 
-@pytest.fixture(scope="module")
-def outcomes():
-    return run(["-m", "tests.orthogonalize.test_kernels"], interpret=DEVICE == "cpu")
+def test_the_kernel_of_a_checkpoint_is_taken():
+    assert choose(SHAPES, torch.float32, "cpu", kept="kernel", kernels=kernels("")).products == Wrong("")
+    # the slower one stays where a faster one would serve
+    assert choose(SHAPES, torch.float32, "cpu", kept="torch", kernels=kernels("")).kernel == "torch"
+    # what the user names comes first
+    assert choose(SHAPES, torch.float32, "cpu", kernel="torch", kept="kernel", kernels=kernels("")).kernel == "torch"
+    with pytest.raises(RuntimeError, match=r"off by .* kernel of the checkpoint, .* resume where it can serve"):
+        choose(SHAPES, torch.float32, "cpu", kept="kernel", kernels=kernels("an entry"))
+    with pytest.raises(RuntimeError, match=r"unknown kernel 'kernel' .* kernel of the checkpoint"):
+        choose(SHAPES, torch.float32, "cpu", kept="kernel")
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_kernel(outcomes, name):
-    assert outcomes[name] is None, outcomes[name]
+def minimum(serves):
+    dist.all_reduce(serves, dist.ReduceOp.MIN)
+    return serves
 
 
-def test_is_imported_with_the_kernel_alone():
-    code = "import sys, json, megatron_eopt.orthogonalize.ladder; print(json.dumps('triton' in sys.modules))"
-    assert run(["-c", code], interpret=False) is False
+def on_rank(rank, world_size, wrong_rank):
+    known = {"other": Kernel(lambda precision: Wrong("raises" if rank == 1 - wrong_rank else "")), **KERNELS}
+    known = {"kernel": Kernel(lambda precision: Wrong("an entry" if rank == wrong_rank else "")), **known}
+    outcome = []
+    for name in (None, "kernel", "torch"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                choice = choose(SHAPES, torch.float32, "cpu", kernel=name, agree=minimum, kernels=known)
+                outcome.append((choice.kernel, dict(choice.dropped), [str(each.message) for each in caught]))
+            except RuntimeError as error:
+                outcome.append(str(error))
+    return outcome
 
 
-if __name__ == "__main__":
-    outcomes = {}
-    for name, check in CASES.items():
-        try:
-            check()
-            outcomes[name] = None
-        except Exception:
-            outcomes[name] = traceback.format_exc()
-    print(json.dumps(outcomes))
+def test_the_ranks_agree():
+    # rank 1 cannot use the kernel, rank 0 not the other one: what is left to both is torch
+    first, second = run_ranks(on_rank, 2, 1)
+    for (kernel, dropped, caught), own, others in ((first[0], "other", "kernel"), (second[0], "kernel", "other")):
+        assert kernel == "torch"
+        assert dropped.keys() == {own, others}
+        assert dropped[others] == "it fails on another rank"
+        assert caught == [f"symmetric products: {own} is dropped, torch serves: {dropped[own]}"]
+    assert "cannot serve: it fails on another rank" in first[1]
+    assert "cannot serve: X X^T of (24, 40)" in second[1]
+    assert first[2] == second[2] == ("torch", {}, [])

@@ -2,18 +2,17 @@ import pytest
 import torch
 
 from megatron_eopt.orthogonalize import get_coefficients, get_supported_coefficient_types, newton_schulz
-from megatron_eopt.orthogonalize.forms import iterate_gram
+from megatron_eopt.orthogonalize.forms import PRESETS, RESTARTS, iterate_gram, restarts_for
 from megatron_eopt.orthogonalize.products import Dense
-from megatron_eopt.orthogonalize.restarts import (
-    ACCURATE_RESTARTS,
+from tests.orthogonalize.simulation import (
     LARGEST_ERROR,
-    PRESETS,
     PUBLISHED_ERRORS,
-    RESTARTS,
+    SHAPES,
+    SPECTRA,
+    Rounded,
     choose_restarts,
-    restarts_for,
+    simulated_error,
 )
-from megatron_eopt.orthogonalize.simulate import SHAPES, SPECTRA, Rounded, simulated_error
 
 QUINTIC = get_coefficients("quintic", 5)
 POLAR_EXPRESS = get_coefficients("polar_express", 5)
@@ -33,35 +32,36 @@ def gaussian(*shape, dtype=torch.float32):
 def test_the_tables_are_what_the_simulation_chooses(coefficient_type, steps):
     schedule = get_coefficients(coefficient_type, steps)
     if coefficient_type == "cubic5":  # without by decision: "accurate" is what would be chosen
-        assert (RESTARTS["cubic5", 5], ACCURATE_RESTARTS["cubic5", 5]) == ((), choose_restarts(schedule))
+        assert RESTARTS["cubic5", 5] == ((), choose_restarts(schedule))
         return
-    assert choose_restarts(schedule) == RESTARTS[coefficient_type, steps]
-    assert choose_restarts(schedule, extra=1) == ACCURATE_RESTARTS[coefficient_type, steps]
+    assert (choose_restarts(schedule), choose_restarts(schedule, extra=1)) == RESTARTS[coefficient_type, steps]
 
 
 def test_the_tables_have_every_set():
     assert {name for name, _ in RESTARTS} == set(get_supported_coefficient_types())
-    assert list(RESTARTS) == list(ACCURATE_RESTARTS)
 
 
 # seeds and shapes that took no part in the choice
 @pytest.mark.parametrize(("shape", "seed"), [(SHAPES[0], 1), (SHAPES[1], 1), ((64, 256), 2), ((192, 192), 3)])
-@pytest.mark.parametrize(("coefficient_type", "steps"), [key for key, each in RESTARTS.items() if each])
+@pytest.mark.parametrize(("coefficient_type", "steps"), [key for key, (each, _) in RESTARTS.items() if each])
 def test_the_gram_form_in_fp16_is_never_worse_than_the_standard_form_in_bf16(coefficient_type, steps, shape, seed):
     schedule = get_coefficients(coefficient_type, steps)
     standard = simulated_error(schedule, None, torch.bfloat16, shape=shape, seed=seed)
-    errors = simulated_error(schedule, RESTARTS[coefficient_type, steps], shape=shape, seed=seed)
-    accurate = simulated_error(schedule, ACCURATE_RESTARTS[coefficient_type, steps], shape=shape, seed=seed)
+    errors, accurate = (
+        simulated_error(schedule, restarts, shape=shape, seed=seed) for restarts in RESTARTS[coefficient_type, steps]
+    )
     for name in SPECTRA:
         assert errors[name] <= min(standard[name], LARGEST_ERROR), name
         assert accurate[name] <= min(standard[name], LARGEST_ERROR), name
 
 
-@pytest.mark.parametrize(("coefficient_type", "steps"), [key for key, each in RESTARTS.items() if each is not None])
+@pytest.mark.parametrize(
+    ("coefficient_type", "steps"), [key for key, (each, _) in RESTARTS.items() if each is not None]
+)
 def test_one_restart_more_is_more_accurate(coefficient_type, steps):
     schedule = get_coefficients(coefficient_type, steps)
     ratios = []
-    for restarts in (RESTARTS[coefficient_type, steps], ACCURATE_RESTARTS[coefficient_type, steps]):
+    for restarts in RESTARTS[coefficient_type, steps]:
         ratios.append(0.0)
         for shape in SHAPES:
             standard = simulated_error(schedule, None, torch.bfloat16, shape=shape)
@@ -186,45 +186,45 @@ def test_it_is_on_the_cpu_and_exact_whatever_the_process_is_set_to():
         ("cubic5", 5, 1, (3,)),
         ("deepseekv4", 10, 0, None),
         ("deepseekv4", 10, 1, None),
-        ("quintic", 4, 0, (2,)),  # not in the table
-        ("quintic", 1, 1, ()),  # nothing to restart
-        ("aol", 4, 3, (1, 2, 3)),
-        ("aol", 4, 9, (1, 2, 3)),
-        (QUINTIC, 5, 0, (3,)),
+        ("quintic", 4, 0, None),  # not in the table
+        (QUINTIC, 5, 0, None),
     ],
 )
 def test_restarts_of_a_schedule(coefficient_type, steps, extra, restarts):
     assert restarts_for(coefficient_type, steps, extra) == restarts
 
 
-def test_a_list_is_simulated_once(monkeypatch):
-    calls = []
-
-    def counted(*args, **kwargs):
-        calls.append(args)
-        return simulated_error(*args, **kwargs)
-
-    monkeypatch.setattr("megatron_eopt.orthogonalize.restarts.simulated_error", counted)
-    own = [(2.0, -1.5, 0.5), (1.9, -1.2, 0.3)]
-    first = restarts_for(own, 2)
-    assert calls
-    calls.clear()
-    assert restarts_for(own, 2) == first
-    assert not calls
+@pytest.mark.parametrize(
+    ("coefficient_type", "steps", "extra", "restarts"),
+    [
+        ("quintic", 4, 0, (2,)),
+        ("quintic", 1, 1, ()),  # nothing to restart
+        ("aol", 4, 3, (1, 2, 3)),
+        ("aol", 4, 9, (1, 2, 3)),
+    ],
+)
+def test_what_the_simulation_chooses(coefficient_type, steps, extra, restarts):
+    assert choose_restarts(get_coefficients(coefficient_type, steps), extra=extra) == restarts
 
 
 def test_in_fp32_a_gram_form_needs_no_restart():
     assert choose_restarts(QUINTIC, torch.float32) == ()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("quintic", 6), "cannot be served in 6"),
-        (("quintc", 5), "unknown coefficient type"),
-        (("quintic", 5, -1), "at least 0, got -1"),
-    ],
-)
-def test_what_does_not_exist_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        restarts_for(*arguments)
+def test_restarts_of_ones_own():
+    x = torch.stack([gaussian(24, 64), gaussian(24, 64).flip(0)])
+    own = [(2.0, -1.5, 0.5)] * 3
+    expected = newton_schulz(x, 3, own, form="standard")
+    for restarts in ([], [1], (1, 2)):
+        result = newton_schulz(x, 3, own, form="gram", restarts=restarts)
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+        assert not torch.equal(result, expected)
+    # in place of those of the table, and the Gram form is taken where it is cheaper
+    assert torch.equal(newton_schulz(x, restarts=(2, 3)), newton_schulz(x, preset="accurate"))
+    assert torch.equal(newton_schulz(x, 3, own, restarts=(1,)), newton_schulz(x, 3, own, form="gram", restarts=(1,)))
+
+
+@pytest.mark.parametrize("restarts", [(0,), (5,), (3, 2), (2, 2), (1.0,)])
+def test_restarts_that_are_none_are_refused(restarts):
+    with pytest.raises(ValueError, match="restarts are ascending integers between 1 and 4, got "):
+        newton_schulz(gaussian(24, 64), restarts=restarts)

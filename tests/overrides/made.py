@@ -1,5 +1,7 @@
 """A small model's parameters, as selectors see them, and the names that settings may have."""
 
+from dataclasses import dataclass, field
+
 from megatron_eopt.overrides import Known, ParameterInfo
 
 KNOWN = Known.registered()
@@ -32,3 +34,24 @@ def model(layers=2):
 def named(name):
     """The parameter of that name."""
     return next(info for info in model() if info.name == name)
+
+
+@dataclass(frozen=True)
+class FromMegatron:
+    """A ParamPredicate, or a ParamWithNamePredicate."""
+
+    name: str
+    fn: object = field(compare=False)
+
+    def __call__(self, *args):
+        return self.fn(*args)
+
+
+@dataclass(frozen=True)
+class ParamKey:
+    """Megatron's, whose fields these are."""
+
+    name: object = ()
+    attr: object = ()
+    predicate: object = ()
+    with_name_predicate: object = ()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_eopt import EmergingOptimizerEntry, register_optimizer
 from megatron_eopt.overrides import Known, OverrideError, SettingError, check_setting, make_entry, resolve
-from megatron_eopt.overrides.settings import OF_ALL, further_settings
+from megatron_eopt.overrides.settings import OF_ALL, SETTINGS, check_of
 from megatron_eopt.registry import EMERGING_OPTIMIZERS
 from tests.optimizers.family import CLASSES, build
 from tests.overrides.made import KNOWN, model
@@ -209,34 +209,38 @@ def test_a_value_that_is_taken_has_the_type_of_the_default_and_can_be_sorted(nam
 
 
 @given(st.sampled_from(OF_OPTIMIZERS), st.sampled_from(sorted(CLASSES)))
-def test_suggestions_are_settings_that_the_optimizer_has(named, owner):
+def test_suggestions_are_settings_that_the_optimizer_has(named, optimizer):
     """A key of one optimizer for a parameter of another: what is suggested would be taken."""
     _, key = named
-    if key in KNOWN.optimizers[owner]:
-        default = KNOWN.optimizers[owner][key]
-        assert default is None or check_setting(key, default, KNOWN, owner) == default
+    if key in KNOWN.optimizers[optimizer]:
+        default = KNOWN.optimizers[optimizer][key]
+        assert default is None or check_setting(key, default, KNOWN, optimizer) == default
         return
     with pytest.raises(SettingError) as error:
-        check_setting(key, 1, KNOWN, owner)
-    assert f"{owner} has " in error.value.what
+        check_setting(key, 1, KNOWN, optimizer)
+    assert f"{optimizer} has " in error.value.what
     if "did you mean its" in error.value.what:
         suggested = error.value.what.split("'")[1]
-        assert suggested in KNOWN.optimizers[owner] or suggested in OF_ALL
+        assert suggested in KNOWN.optimizers[optimizer] or suggested in OF_ALL
 
 
 @given(st.text("abcdefimnoprstu_2", min_size=1, max_size=10), st.sampled_from([None, *CLASSES]))
-def test_no_key_is_suggested_that_the_optimizer_named_beside_it_has_not(key, owner):
+def test_no_key_is_suggested_that_the_optimizer_named_beside_it_has_not(key, optimizer):
     try:
-        check_setting(key, 0.5, KNOWN, owner)
+        check_setting(key, 0.5, KNOWN, optimizer)
     except SettingError as error:
         said = error.what.partition("did you mean ")[2].rstrip("?")
         for some in filter(None, said.split("; or ")):
-            suggested, _, owners = some.removeprefix("its ").partition(" of ")
-            names = [owner] if owner else owners.replace(" and ", ", ").split(", ") if owners else []
+            suggested, _, optimizers = some.removeprefix("its ").partition(" of ")
+            names = [optimizer] if optimizer else optimizers.replace(" and ", ", ").split(", ") if optimizers else []
             assert all(suggested.strip("'") in OF_ALL | KNOWN.optimizers[name].keys() for name in names)
             assert names or suggested.strip("'") in OF_ALL
 
 
 def test_the_documentation_has_every_setting_of_single_optimizers():
-    lines = [f"| `{key}` | {expected} | {', '.join(names)} |" for key, expected, names in further_settings(KNOWN)]
+    found = {}
+    for name in sorted(KNOWN.optimizers):
+        for key in KNOWN.optimizers[name].keys() - SETTINGS:
+            found.setdefault((key, check_of(key, name, KNOWN).expected), []).append(name)
+    lines = [f"| `{key}` | {expected} | {', '.join(names)} |" for (key, expected), names in sorted(found.items())]
     assert "\n".join(lines) in DOCS.read_text(), "\n".join(lines)

@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.matrices import Part, Split, merge_piece, query_key_value, split_piece, split_rows
+from megatron_eopt.matrices import Part, Split, query_key_value
 from megatron_eopt.parallel.layout import (
     Layout,
     is_expert,
@@ -14,6 +16,7 @@ from megatron_eopt.parallel.layout import (
     split_layout,
 )
 from megatron_eopt.parallel.records import Piece, cut, cut_at, cut_twice, whole
+from tests.matrices.models import split_rows
 
 
 class Group:
@@ -129,11 +132,12 @@ def test_logical_matrices_of_any_cut(grid):
     times_held = [torch.zeros_like(x) for x in logical]
     for rank, piece in enumerate(layout.pieces):
         shard = part_of(matrix, piece)
-        parts = split_piece(shard, piece.top, shapes)
+        rows = local_rows(replace(layout, group=Group(layout.ranks, rank)), query_key_value(shapes))
+        parts = rows.split(shard)
         for i, part in enumerate(parts):
             part_of(times_held[i], layouts[i].pieces[rank]).add_(1)
             assert torch.equal(part, part_of(logical[i], layouts[i].pieces[rank]))
-        assert torch.equal(merge_piece(parts, piece.top, piece.shape[0], shapes), shard)
+        assert torch.equal(rows.merge(parts), shard)
     assert all((held == 1).all() for held in times_held)
 
 

@@ -38,7 +38,7 @@ def settle(families: Iterable[Family], frozen: Iterable[str]) -> None:
     global _apart
     kinds: dict[str, set[_Kind]] = {}
     for row in rows(families):
-        kinds.setdefault(_EXPERT.sub("*", row.name), set()).add((row.owner, len(row.matrices)))
+        kinds.setdefault(_EXPERT.sub("*", row.name), set()).add((row.optimizer, len(row.matrices)))
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, sorted({_EXPERT.sub("*", name) for name in frozen}))
     for name in {name for names in everywhere for name in names}:

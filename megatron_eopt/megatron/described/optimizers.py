@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.manifest import Family, Row, warnings
+from megatron_eopt.manifest import Family, ManifestRow, warnings
 from megatron_eopt.megatron.checking import refuse_bad_values
 from megatron_eopt.megatron.collecting import rows_here
 from megatron_eopt.megatron.described.model import DescribedRun
@@ -93,7 +93,7 @@ class DescribedOptimizers:
             for parameter, group in zip(models, optimizer.param_groups, strict=True):
                 yield Held(parameter, optimizer, group, group["params"][0])
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ManifestRow]:
         """The lines of the manifest."""
         found, without = rows_here(self._held(), self._owned, self._config, self._run.pg_collection, settled=False)
         return [*found, *without]

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.orthogonalize.forms import gram_factor, iterate_standard, nonzero, normalized
-from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.orthogonalize.precision import fp32_products, product_dtype
+from megatron_eopt.orthogonalize.newton_schulz import Iteration
 from megatron_eopt.orthogonalize.products import Products, square_work
 from megatron_eopt.parallel.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
 from megatron_eopt.parallel.records import cut_dimension, in_rounds
@@ -41,10 +40,9 @@ def distributed(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Te
     if X.numel() == 0:  # this rank takes part in the sums with a column of zeros
         X = X.new_zeros(*X.shape[:-1], 1)
     X, _, _ = normalized(X, lambda squared: all_reduce(squared, group).wait())
-    X = X.to(product_dtype(stack.dtype, iteration.fp32_matmul_prec))
-    products = iteration.products_for(X.device, X.dtype)
-    with fp32_products(iteration.fp32_matmul_prec):
-        X = iterate_standard(X, iteration.schedule, products, lambda gram: all_reduce(gram, group).wait())
+    X = X.to(iteration.dtype)
+    with iteration.in_precision():
+        X = iterate_standard(X, iteration.schedule, iteration.products, lambda gram: all_reduce(gram, group).wait())
     if stack.numel() == 0:
         return list(torch.empty_like(stack).unbind())
     X = X.mT if dim == 0 else X
@@ -107,28 +105,23 @@ def _run(job: Job, shards: list[Tensor], exchange: _Exchange) -> Generator[None,
     """The iteration, as :func:`~megatron_eopt.orthogonalize.forms.iterate_gram` has it in one process.
 
     Raises:
-        ValueError: for pieces that are not cut along the long side, and a schedule without a table of restarts.
+        ValueError: for pieces that are not cut along the long side.
     """
-    matrix, settings = job.matrix, job.iteration
+    matrix, iteration = job.matrix, job.iteration
     dim = cut_dimension(matrix.shape, matrix.pieces)
     if dim is None or matrix.shape[dim] < matrix.shape[1 - dim]:
         raise ValueError(f"gram takes pieces of {matrix.shape} that are cut along the long side, got {matrix.pieces}")
-    if settings.restarts is None:
-        raise ValueError(
-            f"no table has restarts of {settings.coefficient_type!r} in {settings.steps} steps, without which the Gram "
-            "form is not safe: take owner, duplicated or distributed"
-        )
+    assert iteration.restarts is not None, "an iteration in the Gram form has restarts"
     stack = torch.stack(shards)
-    X = LocalGram(stack, transposed=dim == 0, dtype=settings.gram_dtype(stack.dtype, stack.device))
-    products = settings.products_for(stack.device, X.dtype)
-    segments = _Segments(settings, settings.restarts, products, X.dtype, X.unit)
+    X = LocalGram(stack, transposed=dim == 0, dtype=iteration.dtype)
+    segments = _Segments(iteration, iteration.restarts, X.unit)
     del stack
-    for segment in range(len(settings.restarts) + 1):
-        with fp32_products(settings.fp32_matmul_prec):
-            grams = X.gram(products)
+    for segment in range(len(iteration.restarts) + 1):
+        with iteration.in_precision():
+            grams = X.gram(iteration.products)
         Q = yield from exchange(grams, segments.factors, segment)
         del grams
-        with fp32_products(settings.fp32_matmul_prec):
+        with iteration.in_precision():
             X.apply(Q)
     return _scaled(X.result(), job.scales)
 
@@ -144,10 +137,8 @@ def _scaled(stack: Tensor, scales: Sequence[float]) -> list[Tensor]:
 class _Segments:
     """The short side between two restarts: summed Gram matrices in, factors ``Q`` out."""
 
-    settings: NewtonSchulz
+    iteration: Iteration
     restarts: Sequence[int]
-    products: Products
-    dtype: torch.dtype
     unit: float
 
     def factors(self, grams: Tensor, segment: int) -> None:
@@ -156,19 +147,18 @@ class _Segments:
         Those of the first segment are of matrices of any norm, which is divided out; the trace is the square of it.
         Where it is not finite, all of ``Q`` becomes so.
         """
-        starts, ends = (0, *self.restarts), (*self.restarts, len(self.settings.schedule))
-        schedule = self.settings.schedule[starts[segment] : ends[segment]]
+        iteration = self.iteration
+        starts, ends = (0, *self.restarts), (*self.restarts, len(iteration.schedule))
+        schedule = iteration.schedule[starts[segment] : ends[segment]]
         schedule = tuple((a, b / self.unit**2, c / self.unit**4) for a, b, c in schedule)
         if segment == 0:
             squared = grams.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
             squared = nonzero(squared.masked_fill(~squared.isfinite(), torch.nan))
             grams.div_(squared).mul_(self.unit**2)
-        rows = grams.size(-1)
-        size = max(1, self.settings.max_bytes // max(1, 4 * rows * rows * self.dtype.itemsize))
-        with fp32_products(self.settings.fp32_matmul_prec):
-            for part in grams.split(size):
-                R = part.to(self.dtype)
-                part.copy_(gram_factor(R, schedule, self.products, square_work(R, 3)))
+        with iteration.in_precision():
+            for chunk in grams.split(iteration.chunk):
+                R = chunk.to(iteration.dtype)
+                chunk.copy_(gram_factor(R, schedule, iteration.products, square_work(R, 3)))
         if segment == 0:
             grams.mul_(squared.rsqrt())
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
+from megatron_eopt.orthogonalize.newton_schulz import Iteration
 from megatron_eopt.parallel.collectives import all_gather, all_to_all
 from megatron_eopt.parallel.records import Bucket, Matrix, Piece, Shape, of_ranks
 
@@ -20,14 +20,14 @@ class Job:
         bucket: what is worked on.
         matrix: one of its matrices, all of which have its shape and pieces.
         group: the ranks; None where nothing is exchanged.
-        iteration: settings of the iteration.
+        iteration: for matrices of the shape that is orthogonalized, in the form that the scheme has.
         scales: of each matrix, what its orthogonal factor is multiplied by.
     """
 
     bucket: Bucket
     matrix: Matrix
     group: ProcessGroup | None
-    iteration: NewtonSchulz
+    iteration: Iteration
     scales: Sequence[float]
 
     @property
@@ -115,20 +115,16 @@ def share(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]
     return results
 
 
-def orthogonalized(
-    matrices: Sequence[Tensor] | Tensor, settings: NewtonSchulz, scales: Sequence[float]
-) -> list[Tensor]:
+def orthogonalized(matrices: Sequence[Tensor] | Tensor, iteration: Iteration, scales: Sequence[float]) -> list[Tensor]:
     """The orthogonal factors of equal matrices times their scales, computed as stacks as far as that is faster.
 
     Args:
         matrices: (rows x cols) each, or a stack of them; may be none, or empty ones.
-        settings: of the iteration.
+        iteration: for matrices of their shape.
         scales: one for each matrix.
     """
     if len(matrices) == 0:
         return []
-    first = matrices[0]
-    iteration = settings.compile(first.shape, first.dtype, first.device)
     size = 1 if iteration.one_by_one else iteration.chunk
     results: list[Tensor] = []
     for start in range(0, len(matrices), size):

@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 
-from tests.orthogonalize.test_kernels import run
+from tests.orthogonalize.test_triton_kernel import run
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -17,7 +17,7 @@ def compiled(target, dtype, width, depth, warps, stages, precision, even, transp
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megatron_eopt.orthogonalize.kernels import _kernel
+    from megatron_eopt.orthogonalize.triton_kernel import _kernel
 
     names = _kernel.arg_names
     fixed = {"USE_C": True, "EVEN": even, "PRECISION": precision, "WIDTH": width, "DEPTH": depth, "BAND": 8}
@@ -41,7 +41,7 @@ def compile_all():
     """Compile what the table of tiles can ask for, and say what is wrong with it; None where triton is too old."""
     from triton.compiler import ASTSource
 
-    from megatron_eopt.orthogonalize.kernels import _kernel, tiles_for
+    from megatron_eopt.orthogonalize.triton_kernel import _kernel, tiles_for
 
     if "constexprs" not in inspect.signature(ASTSource.__init__).parameters:
         return None

@@ -1,0 +1,310 @@
+"""Families: rows that are alike but for the numbers in their names, of one rank or of all ranks together.
+
+A name is a pattern with ``*`` for every number, and an index: its numbers. A set of indices is kept as boxes, a short
+form that is exact. Files and the common state of checkpoints hold families as plain values.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import pairwise, product
+from typing import Any
+
+from megatron_eopt.manifest.row import ManifestRow, as_lists, from_plain, short, to_plain
+
+FORMAT = 1
+"""Of the manifest as plain values; counts up with every change that an older release cannot read."""
+
+Index = tuple[int, ...]
+"""The numbers of one name, from left to right: of the layer, of the expert."""
+
+Runs = tuple[tuple[int, int], ...]
+"""Whole numbers, as runs ``(first, last + 1)``."""
+
+Members = tuple[tuple[Runs, ...], ...]
+"""A set of indices as boxes: a box has runs for every star, and holds every combination of their numbers."""
+
+_DIGITS = r"(?:0|[1-9][0-9]*)"
+# Between dots, as layers and experts are numbered, and behind the names that grouped experts' parameters have.
+_NUMBER = re.compile(rf"(?<![^.]){_DIGITS}(?![^.])|(?:(?<=\.weight)|(?<=\.bias)){_DIGITS}\Z")
+_SHOWN_BOXES = 3
+_ADVICE = "take that of another checkpoint"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Parameters whose rows are alike.
+
+    Attributes:
+        like: their row, with the pattern for a name: ``decoder.layers.*.mlp.linear_fc1.weight``.
+        members: which numbers stand in the pattern, exactly.
+    """
+
+    like: ManifestRow
+    members: Members
+
+    @property
+    def pattern(self) -> str:
+        """The names, with ``*`` for every number."""
+        return self.like.name
+
+    @cached_property
+    def count(self) -> int:
+        """Number of parameters."""
+        return len(expanded(self.members))
+
+    @cached_property
+    def label(self) -> str:
+        """The names with ranges of numbers, as ``decoder.layers.{0-3}.mlp.linear_fc1.weight``."""
+        shown = [join_name(self.pattern, map(_ranges, box)) for box in self.members[:_SHOWN_BOXES]]
+        more = len(self.members) - _SHOWN_BOXES
+        return " and ".join([*shown, f"{more} more such blocks"] if more > 0 else shown)
+
+    @property
+    def named(self) -> str:
+        """The label, and how many parameters these are."""
+        return self.label if self.count == 1 else f"{self.label} ({self.count:,} parameters)"
+
+
+def families(rows: Iterable[ManifestRow]) -> list[Family]:
+    """Rows in their short form, by name and then by number; :func:`rows` is its inverse.
+
+    Args:
+        rows: in any order. Two rows of one name may differ, as those of two optimizers do.
+
+    Raises:
+        ValueError: for a name with a ``*``, and for two rows that are equal: one parameter was collected twice.
+    """
+    found: dict[ManifestRow, list[Index]] = {}
+    for row in rows:
+        pattern, index = split_name(row.name)
+        found.setdefault(replace(row, name=pattern), []).append(index)
+    for like, indices in found.items():
+        index, times = Counter(indices).most_common(1)[0]
+        if times > 1:
+            raise _listed_twice(like, index)
+    return in_order(Family(like, compressed(indices)) for like, indices in found.items())
+
+
+def rows(families: Iterable[Family]) -> list[ManifestRow]:
+    """Every parameter by itself, by name; numbers in names count as numbers, so layer 2 comes before layer 10."""
+    found = [
+        replace(family.like, name=join_name(family.pattern, index))
+        for family in families
+        for index in expanded(family.members)
+    ]
+    return sorted(found, key=lambda row: _by_numbers(row.name))
+
+
+def merged(lists: Iterable[Sequence[Family]]) -> list[Family]:
+    """The families of all ranks together: the same for every order of the ranks.
+
+    Families that several ranks have alike are looked at once, so the cost grows with what the ranks have of their own.
+
+    Args:
+        lists: of each rank, in the order of the ranks.
+
+    Raises:
+        ValueError: for a parameter of which two ranks have different rows, with both.
+    """
+    known: dict[ManifestRow, ManifestRow] = {}
+    seen: set[frozenset[Family]] = set()
+    together: dict[str, dict[Index, tuple[int, frozenset[ManifestRow]]]] = {}
+    for rank, each in enumerate(lists):
+        for pattern, group in by_pattern(each).items():
+            if (alike := frozenset(group)) in seen:
+                continue
+            seen.add(alike)
+            # one object for equal rows, so that comparing them per parameter is cheap
+            group = [Family(known.setdefault(family.like, family.like), family.members) for family in group]
+            of_pattern = together.setdefault(pattern, {})
+            for index, likes in by_index(group).items():
+                first, before = of_pattern.setdefault(index, (rank, likes))
+                if before != likes:
+                    raise _disagreement(join_name(pattern, index), first, before, rank, likes)
+    found: dict[ManifestRow, list[Index]] = {}
+    for of_pattern in together.values():
+        for index, (_, likes) in of_pattern.items():
+            for like in likes:
+                found.setdefault(like, []).append(index)
+    return in_order(Family(like, compressed(indices)) for like, indices in found.items())
+
+
+def to_json(families: Iterable[Family]) -> dict[str, Any]:
+    """Dicts, lists, texts, numbers, bools and None: what ``json`` gives back as it was.
+
+    Args:
+        families: as :func:`families` or :func:`merged` returns them.
+    """
+    written = [
+        {"pattern": family.pattern, "members": as_lists(family.members)} | to_plain(family.like)
+        for family in in_order(families)
+    ]
+    return {"format": FORMAT, "families": written}
+
+
+def from_json(manifest: Any) -> list[Family]:
+    """The families, equal to those that went in.
+
+    Raises:
+        ValueError: for a newer format, and for anything that :func:`to_json` does not write.
+    """
+    number = manifest.get("format") if isinstance(manifest, dict) else None
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise ValueError(f"no manifest: expected a dict with its format number, got {short(manifest)}")
+    if number > FORMAT:
+        raise ValueError(
+            f"the manifest has format {number}, and this release of megatron_eopt reads up to {FORMAT}: install the "
+            f"release that wrote it, or a later one"
+        )
+    written = manifest.get("families")
+    if number < 1 or not isinstance(written, list | tuple):
+        raise ValueError(f"the manifest is damaged: expected format {FORMAT} and a list of families; {_ADVICE}")
+    found = [_from_plain(each, index) for index, each in enumerate(written)]
+    try:
+        sound = merged([found]) == found
+    except ValueError as error:
+        raise ValueError(f"the manifest is damaged: {error}; {_ADVICE}") from error
+    if not sound:
+        raise ValueError(f"the manifest is damaged: its families are not in order, or one is there twice; {_ADVICE}")
+    return found
+
+
+def _from_plain(written: Any, index: int) -> Family:
+    pattern = written.get("pattern", "") if isinstance(written, dict) else ""
+    try:
+        if not isinstance(written, dict):
+            raise ValueError(f"expected a dict, got {short(written)}")
+        if "members" not in written:
+            raise ValueError("'members' is missing")
+        members = _tuples(written["members"])
+        family = Family(from_plain({key: value for key, value in written.items() if key != "members"}), members)
+        if not _fits(family):
+            raise ValueError(f"'members' cannot be {short(written['members'])}")
+    except ValueError as error:
+        raise ValueError(f"the manifest is damaged: family {index} ({pattern}): {error}; {_ADVICE}") from None
+    return family
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(inner) for inner in value) if isinstance(value, list | tuple) else value
+
+
+def _fits(family: Family) -> bool:
+    """Whether these are the members of a pattern, in the form that :func:`compressed` gives them."""
+    try:
+        indices = expanded(family.members)
+        name = join_name(family.pattern, indices[0])
+        return split_name(name) == (family.pattern, indices[0]) and compressed(indices) == family.members
+    except (TypeError, ValueError, IndexError):
+        return False
+
+
+def by_pattern(found: Iterable[Family]) -> dict[str, list[Family]]:
+    """Families whose names differ by their numbers only, together."""
+    groups: dict[str, list[Family]] = {}
+    for family in found:
+        groups.setdefault(family.pattern, []).append(family)
+    return groups
+
+
+def by_index(group: Iterable[Family]) -> dict[Index, frozenset[ManifestRow]]:
+    """The rows of each parameter, of families of one pattern: one, unless two optimizers have the parameter.
+
+    Raises:
+        ValueError: if two families have equal rows of one parameter.
+    """
+    found: dict[Index, frozenset[ManifestRow]] = {}
+    for family in group:
+        alone = frozenset([family.like])
+        for index in expanded(family.members):
+            before = found.setdefault(index, alone)
+            if before is not alone:
+                if family.like in before:
+                    raise _listed_twice(family.like, index)
+                found[index] = before | alone
+    return found
+
+
+def in_order(found: Iterable[Family]) -> list[Family]:
+    """The one order that families are listed in."""
+    return sorted(found, key=lambda family: (_by_numbers(family.pattern), family.members, repr(family.like)))
+
+
+def split_name(name: str) -> tuple[str, Index]:
+    """A name as pattern and index.
+
+    Raises:
+        ValueError: for a name with a ``*`` of its own.
+    """
+    if "*" in name:
+        raise ValueError(f"the parameter name {name!r} has a '*', which stands for numbers here: rename the module")
+    return _NUMBER.sub("*", name), tuple(map(int, _NUMBER.findall(name)))
+
+
+def join_name(pattern: str, numbers: Iterable[object]) -> str:
+    """A pattern with numbers, or what is to be shown for them, for its stars."""
+    first, *rest = pattern.split("*")
+    return first + "".join(f"{number}{text}" for number, text in zip(numbers, rest, strict=True))
+
+
+def compressed(indices: Iterable[Index]) -> Members:
+    """The short form of a set of indices of one length: the same for every order of them, so sets can be compared."""
+    return tuple(_boxes(sorted(set(indices))))
+
+
+def _boxes(indices: Sequence[Index]) -> Members:
+    if not indices or not indices[0]:
+        return ((),) if indices else ()
+    behind: dict[int, list[Index]] = {}
+    for first, *rest in indices:
+        behind.setdefault(first, []).append(tuple(rest))
+    alike: dict[Members, list[int]] = {}
+    for first, rests in behind.items():
+        alike.setdefault(_boxes(rests), []).append(first)
+    return tuple((_runs(firsts), *box) for boxes, firsts in alike.items() for box in boxes)
+
+
+def _runs(numbers: Sequence[int]) -> Runs:
+    edges = [0, *(i for i, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1), len(numbers)]
+    return tuple((numbers[start], numbers[stop - 1] + 1) for start, stop in pairwise(edges))
+
+
+def expanded(members: Members) -> list[Index]:
+    """All indices, in ascending order."""
+    combined = (product(*([n for run in runs for n in range(*run)] for runs in box)) for box in members)
+    return sorted(index for box in combined for index in box)
+
+
+def _ranges(runs: Runs) -> str:
+    shown = ",".join(str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in runs)
+    return shown if shown.isdecimal() else f"{{{shown}}}"
+
+
+def _by_numbers(name: str) -> tuple[str | int, ...]:
+    return tuple(int(text) if index % 2 else text for index, text in enumerate(re.split(r"([0-9]+)", name)))
+
+
+def _listed_twice(like: ManifestRow, index: Index) -> ValueError:
+    return ValueError(
+        f"{join_name(like.name, index)} is listed twice, both times for the optimizer {like.optimizer or 'none'}: "
+        f"expected every parameter in one group of one optimizer; give each optimizer its own parameters"
+    )
+
+
+def _disagreement(
+    name: str, rank: int, likes: frozenset[ManifestRow], other: int, others: frozenset[ManifestRow]
+) -> ValueError:
+    if len(likes) == len(others) == 1:
+        (one,), (another,) = likes, others
+        names = [field.name for field in fields(ManifestRow)]
+        differing = [name for name in names if getattr(one, name) != getattr(another, name)]
+        first, second = (", ".join(f"{name} {getattr(row, name)!r}" for name in differing) for row in (one, another))
+    else:
+        first, second = (f"optimizers {sorted(row.optimizer or 'none' for row in rows)}" for rows in (likes, others))
+    return ValueError(
+        f"ranks disagree about {name}: rank {rank} says {first}, and rank {other} says {second}; expected the same "
+        f"on all ranks: start them with the same flags, overrides and release"
+    )

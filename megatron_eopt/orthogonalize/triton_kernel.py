@@ -1,0 +1,289 @@
+"""Symmetric products by a Triton kernel that computes half of the tiles and stores each of them twice, mirrored.
+
+The only file that imports triton: import it where a kernel is wanted and no sooner. On a CPU the kernel runs in
+Triton's interpreter, for tests, if TRITON_INTERPRET=1 is set before triton is first imported.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+Fp32Precision = Literal["tf32", "ieee"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the result is cut, and with what a tile is computed.
+
+    Attributes:
+        width: rows and columns of a tile of the result; a power of two, at least 16.
+        depth: columns of ``A`` and ``B`` taken at once; a power of two, at least 16.
+        band: rows of tiles that are walked down column by column, so that programs that run together share panels of
+            ``A`` and ``B`` in the L2 cache.
+        warps: warps per program.
+        stages: steps of ``depth`` that are loaded ahead.
+    """
+
+    width: int
+    depth: int
+    band: int = 8
+    warps: int = 4
+    stages: int = 3
+
+
+def tiles_for(rows: int, dtype: torch.dtype, input_precision: Fp32Precision = "ieee") -> Tiles:
+    """The tiles for a result of (rows x rows): a fixed table, reasoned for Hopper and not measured on a GPU.
+
+    It does not look at the size of the stack, so that a matrix gives the same bits alone and in a stack.
+
+    - Half precision: 128 x 128 is what one warp group multiplies at once on Hopper, and with three stages (96 KiB) two
+      programs fit on a multiprocessor: one stores its mirrored tile while the other multiplies. Below 2048 rows there
+      would be fewer such tiles (136 at 2048) than an H100 has multiprocessors (132): smaller ones fill it.
+    - TF32: the same in bytes, by half the depth; the large tile takes twice the warps, or it spills registers.
+    - fp32: runs on the ordinary cores, where 64 x 64 fits into the registers.
+    """
+    if dtype == torch.float32 and input_precision == "ieee":
+        return Tiles(width=64, depth=16)
+    depth, warps = (32, 8) if dtype == torch.float32 else (64, 4)
+    return Tiles(width=64, depth=depth) if rows < 2048 else Tiles(width=128, depth=depth, warps=warps)
+
+
+def symmetric_product(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    input_precision: Fp32Precision = "ieee",
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """``alpha A B^T + beta C``, where the caller knows that the result is symmetric.
+
+    It is for ``A = B``, and for symmetric ``A`` and ``B`` that commute, with a symmetric ``C``. Entries on and below
+    the diagonal are computed, in fp32, and those above are their copies: the result is symmetric to the last bit. Of
+    ``t`` x ``t`` tiles ``t (t + 1) / 2`` are computed.
+
+    Args:
+        a: (rows x cols) or (n x rows x cols) in fp16, bf16 or fp32, of any strides.
+        b: of the shape and dtype of ``a``, of any strides.
+        c: (rows x rows) or (n x rows x rows), of any strides and floating dtype; not read where ``beta`` is 0.
+        alpha: factor of the product, and
+        beta: of ``c``; both arguments of the compiled kernel, which is the same for all of their values.
+        out: written to and returned, of any strides and floating dtype; none of the inputs. By default a new tensor,
+            contiguous, of
+        out_dtype: by default that of ``a``; fp32 keeps what was accumulated.
+        input_precision: how fp32 factors are multiplied.
+        tiles: by default :func:`tiles_for`.
+
+    Raises:
+        TypeError: for another dtype, or if ``a`` and ``b`` differ in theirs.
+        ValueError: for shapes or devices that do not fit, or if ``out`` is one of the inputs.
+    """
+    if a.dtype not in _DTYPES or a.dtype != b.dtype:
+        raise TypeError(f"expected factors of one dtype, fp16, bf16 or fp32, got {a.dtype} and {b.dtype}")
+    if a.ndim not in (2, 3) or a.shape != b.shape:
+        raise ValueError(f"expected factors of one 2-D or 3-D shape, got {tuple(a.shape)} and {tuple(b.shape)}")
+    rows, cols = a.shape[-2:]
+    if out is None:
+        out = torch.empty(*a.shape[:-1], rows, dtype=out_dtype or a.dtype, device=a.device)
+    for name, x in (("c", c), ("out", out)):
+        if x is not None and x.shape != (*a.shape[:-1], rows):
+            raise ValueError(f"expected {name} of shape {(*a.shape[:-1], rows)}, got {tuple(x.shape)}")
+    for name, x in (("b", b), ("c", c), ("out", out)):
+        if x is not None and x.device != a.device:
+            raise ValueError(f"expected {name} on {a.device} like a, got it on {x.device}")
+    if out is a or out is b or out is c:
+        raise ValueError("out is one of the inputs, which other programs still read when it is written")
+    if out.numel() == 0:
+        return out
+    # torch does not read c either where beta is 0; the kernel gets something with strides instead
+    use_c = c is not None and beta != 0.0
+    addend = c if c is not None and use_c else out
+    tiles = tiles or tiles_for(rows, a.dtype, input_precision)
+    side = -(-rows // tiles.width)
+    per_matrix = side * (side + 1) // 2
+    stack = a.size(0) if a.ndim == 3 else 1
+    # triton launches on the current device, whatever device the tensors are on
+    with torch.cuda.device_of(a):
+        _kernel[(stack * per_matrix,)](
+            a,
+            b,
+            addend,
+            out,
+            float(alpha),
+            float(beta),
+            rows,
+            cols,
+            per_matrix,
+            *_strides(a),
+            *_strides(b),
+            *_strides(addend),
+            *_strides(out),
+            USE_C=use_c,
+            EVEN=rows % tiles.width == 0 and cols % tiles.depth == 0,
+            PRECISION=input_precision,
+            WIDTH=tiles.width,
+            DEPTH=tiles.depth,
+            BAND=tiles.band,
+            WIDEN=INTERPRETED and a.dtype == torch.bfloat16,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+    return out
+
+
+@dataclass(frozen=True)
+class Triton:
+    """Products by :func:`symmetric_product`: half of them is computed, and results are symmetric to the last bit.
+
+    Attributes:
+        input_precision: how fp32 factors are multiplied; torch's own setting does not reach the kernel.
+    """
+
+    input_precision: Fp32Precision = "ieee"
+
+    def share(self, rows: int) -> float:
+        """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
+        return 0.5
+
+    def gram(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
+        return symmetric_product(x, x, out=out, input_precision=self.input_precision)
+
+    def addmm(self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
+        """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
+        # b is symmetric: A B = A B^T
+        return symmetric_product(a, b, c, alpha=alpha, beta=beta, out=out, input_precision=self.input_precision)
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    """Strides from matrix to matrix, row to row and column to column."""
+    return (x.stride(0) if x.ndim == 3 else 0, x.stride(-2), x.stride(-1))
+
+
+@triton.jit
+def _row_and_column(index):  # type: ignore[no-untyped-def]
+    """Row and column of the ``index``-th entry of a lower triangle that is counted row by row."""
+    row = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    # the root is rounded: it may be one row off
+    row = tl.where((row + 1) * (row + 2) // 2 <= index, row + 1, row)
+    row = tl.where(row * (row + 1) // 2 > index, row - 1, row)
+    return row, index - row * (row + 1) // 2
+
+
+@triton.jit
+def _tile(index, side, BAND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Row and column, counted in tiles, of the ``index``-th program of a matrix of ``side`` x ``side`` tiles.
+
+    The lower triangle is cut into bands of ``BAND`` rows. A band is a rectangle, walked down column by column, and a
+    small triangle at the diagonal, row by row.
+    """
+    row, _ = _row_and_column(index)
+    first = row // BAND * BAND
+    height = tl.minimum(BAND, side - first)
+    index -= first * (first + 1) // 2
+    row, column = _row_and_column(tl.maximum(index - first * height, 0))
+    in_rectangle = index < first * height
+    row = first + tl.where(in_rectangle, index % height, row)
+    column = tl.where(in_rectangle, index // height, first + column)
+    return row, column
+
+
+@triton.jit
+def _kernel(  # type: ignore[no-untyped-def]
+    a,
+    b,
+    c,
+    out,
+    alpha,
+    beta,
+    rows,
+    cols,
+    per_matrix,
+    a_matrix,
+    a_row,
+    a_col,
+    b_matrix,
+    b_row,
+    b_col,
+    c_matrix,
+    c_row,
+    c_col,
+    out_matrix,
+    out_row,
+    out_col,
+    USE_C: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BAND: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One tile on or below the diagonal of ``alpha A B^T + beta C``, stored there and mirrored."""
+    program = tl.program_id(0)
+    # where a matrix, a tile and a step begin is counted in 64 bits, what lies inside a tile in 32
+    matrix = (program // per_matrix).to(tl.int64)
+    row, column = _tile(program % per_matrix, tl.cdiv(rows, WIDTH), BAND)
+    top = row.to(tl.int64) * WIDTH
+    left = column.to(tl.int64) * WIDTH
+    inside = tl.arange(0, WIDTH)
+    deep = tl.arange(0, DEPTH)
+    in_rows = inside < rows - row * WIDTH
+    in_columns = inside < rows - column * WIDTH
+
+    a += matrix * a_matrix + top * a_row + (inside[:, None] * a_row + deep[None, :] * a_col)
+    b += matrix * b_matrix + left * b_row + (inside[None, :] * b_row + deep[:, None] * b_col)
+    total = tl.zeros((WIDTH, WIDTH), dtype=tl.float32)
+    for done in range(0, cols, DEPTH):
+        if EVEN:
+            of_a = tl.load(a)
+            of_b = tl.load(b)
+        else:
+            of_a = tl.load(a, mask=in_rows[:, None] & (deep[None, :] < cols - done), other=0.0)
+            of_b = tl.load(b, mask=in_columns[None, :] & (deep[:, None] < cols - done), other=0.0)
+        if WIDEN:
+            of_a = of_a.to(tl.float32)
+            of_b = of_b.to(tl.float32)
+        total = tl.dot(of_a, of_b, total, input_precision=PRECISION)
+        a += DEPTH * a_col
+        b += DEPTH * b_col
+
+    total *= alpha
+    bounds = in_rows[:, None] & in_columns[None, :]
+    if USE_C:
+        c += matrix * c_matrix + top * c_row + left * c_col + (inside[:, None] * c_row + inside[None, :] * c_col)
+        if EVEN:
+            total += beta * tl.load(c).to(tl.float32)
+        else:
+            total += beta * tl.load(c, mask=bounds, other=0.0).to(tl.float32)
+
+    result = total.to(out.dtype.element_ty)
+    out += matrix * out_matrix
+    here = out + top * out_row + left * out_col + (inside[:, None] * out_row + inside[None, :] * out_col)
+    mirrored = out + left * out_row + top * out_col + (inside[None, :] * out_row + inside[:, None] * out_col)
+    if row == column:
+        # a tile on the diagonal is symmetric but for rounding: its lower half is stored twice
+        bounds = bounds & (inside[:, None] >= inside[None, :])
+        tl.store(here, result, mask=bounds)
+        tl.store(mirrored, result, mask=bounds)
+    elif EVEN:
+        tl.store(here, result)
+        tl.store(mirrored, result)
+    else:
+        tl.store(here, result, mask=bounds)
+        tl.store(mirrored, result, mask=bounds)
+
+
+# Whether TRITON_INTERPRET was set when triton was imported. Its interpreter multiplies bf16 as if the bits were
+# integers (3.9), so there the kernel widens them first, which changes nothing in products that accumulate in fp32.
+INTERPRETED = not isinstance(_kernel, triton.JITFunction)

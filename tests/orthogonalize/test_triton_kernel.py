@@ -1,0 +1,240 @@
+"""The Triton kernel: natively where there is a GPU, else in Triton's interpreter.
+
+Triton asks for its interpreter when it is first imported, so all cases run in a process of their own, which is this
+file as a program; each test reads the outcome of one case.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+ROOT = Path(__file__).parents[2]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# half a unit in the last place; Triton's interpreter cuts bf16 off (3.9), GPUs round it
+ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0 ** (-8 if DEVICE == "cuda" else -7), torch.float32: 2.0**-24}
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+def product(a, b, c=None, **more):
+    from megatron_eopt.orthogonalize.triton_kernel import symmetric_product
+
+    return symmetric_product(a, b, c, **more)
+
+
+def tiles(width, band):
+    from megatron_eopt.orthogonalize.triton_kernel import Tiles
+
+    return Tiles(width, 16, band)
+
+
+def gaussian(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def expect(got, a, b, c=None, alpha=1.0, beta=0.0, sums=2.0**-19):
+    """``got`` is the lower half of ``alpha A B^T + beta C`` and its mirror image, whether that is symmetric or not.
+
+    ``sums`` is what the sum in fp32 may be off by, of its largest entry.
+    """
+    expected = alpha * a.double() @ b.double().mT
+    if c is not None:
+        expected += beta * c.double()
+    expected = expected.tril() + expected.tril(-1).mT
+    assert torch.equal(got, got.mT)
+    error = (got.double() - expected).abs() - ROUNDING[got.dtype] * expected.abs()
+    assert error.max() <= sums * expected.abs().max(), f"off by {error.max() / expected.abs().max():.1e}"
+
+
+@case
+def sizes_and_dtypes():
+    for dtype in ROUNDING:
+        for rows, cols in ((1, 1), (1, 50), (7, 5), (16, 16), (33, 100), (64, 64), (64, 200), (100, 17), (129, 65)):
+            x = gaussian(rows, cols, dtype=dtype)
+            got = product(x, x)
+            assert got.dtype == dtype
+            assert got.is_contiguous()
+            expect(got, x, x)
+
+
+@case
+def transposed_factors():
+    for dtype in ROUNDING:
+        for shape in ((100, 33), (65, 7), (2, 129, 64)):
+            x = gaussian(*shape, dtype=dtype).mT
+            assert not x.is_contiguous()
+            expect(product(x, x), x, x)
+
+
+@case
+def factors_and_coefficients():
+    for dtype in ROUNDING:
+        for alpha, beta in ((1.0, 1.0), (1, -2), (-4.775, 2.0315), (0.5, 0.0), (0.0, 3.4445)):
+            for shape in ((7, 7), (2, 100, 100)):
+                a, b, c = (gaussian(*shape, seed=seed, dtype=dtype) for seed in range(3))
+                expect(product(a, b, c, alpha=alpha, beta=beta), a, b, c, alpha, beta)
+                expect(product(a, b, alpha=alpha, beta=beta), a, b, None, alpha)
+
+
+@case
+def every_tile_of_the_walk():
+    x = gaussian(145, 20)
+    for band in (1, 2, 3, 4, 8, 16):
+        expect(product(x, x, tiles=tiles(16, band)), x, x)
+    for rows in range(16, 129, 16):  # no masks, bands full and not
+        x = gaussian(rows, 16)
+        expect(product(x, x, tiles=tiles(16, 3)), x, x)
+
+
+@case
+def stacks():
+    for dtype in ROUNDING:
+        a, b, c = (gaussian(3, 70, 70, seed=seed, dtype=dtype) for seed in range(3))
+        got = product(a, b, c, alpha=0.7, beta=-1.3)
+        expect(got, a, b, c, 0.7, -1.3)
+        for index in range(3):
+            assert torch.equal(got[index], product(a[index], b[index], c[index], alpha=0.7, beta=-1.3))
+
+
+@case
+def any_strides():
+    a = gaussian(70, 2, 60)[:, :, ::3].transpose(0, 1)  # columns apart, matrices inside rows
+    b = gaussian(70, 20, seed=1).expand(2, 70, 20)  # one matrix for all
+    c = gaussian(72, 140, 2, seed=2)[1:71, ::2].permute(2, 1, 0)  # no row and no column lies together
+    expect(product(a, b, c, alpha=2.0, beta=3.0), a, b, c, 2.0, 3.0)
+
+
+@case
+def out_of_any_strides():
+    for cols in (20, 64):  # 64 needs no masks along the columns, but along the rows
+        x = gaussian(2, 100, cols, dtype=torch.bfloat16)
+        for dtype in (torch.bfloat16, torch.float32):
+            room = torch.empty((2, 160, 260), dtype=dtype, device=DEVICE)
+            for out in (room[:, 3:103, 5:105], room[:, 3:103, 5:205:2], room.mT[:, 5:105, 3:103]):
+                room.fill_(torch.nan)
+                assert product(x, x, out=out) is out
+                expect(out, x, x)
+                assert room.isfinite().sum() == out.numel()  # nothing is written beside it
+
+
+@case
+def fp32_results_of_half_precision():
+    x = gaussian(33, 200, dtype=torch.bfloat16)
+    got = product(x, x, out_dtype=torch.float32)
+    assert got.dtype == torch.float32
+    expect(got, x, x)
+
+
+@case
+def tf32():
+    x = gaussian(100, 70)
+    expect(product(x, x, input_precision="tf32"), x, x, sums=2.0**-9)
+
+
+@case
+def a_factor_of_zero_does_not_read_c():
+    x, c = gaussian(7, 5), torch.full((7, 7), torch.nan, device=DEVICE)
+    expect(product(x, x, c, beta=0.0), x, x)
+
+
+@case
+def empty():
+    for shape in ((0, 5), (0, 4, 5), (3, 0, 5)):
+        x = gaussian(*shape)
+        assert product(x, x).shape == (*shape[:-1], shape[-2])
+    x = gaussian(4, 0)
+    assert torch.equal(product(x, x), torch.zeros(4, 4, device=DEVICE))
+
+
+@case
+def half_the_tiles():
+    from megatron_eopt.orthogonalize import triton_kernel
+
+    grids, kernel = [], triton_kernel._kernel
+    triton_kernel._kernel = type(
+        "Recorder", (), {"__getitem__": lambda self, grid: grids.append(grid) or kernel[grid]}
+    )()
+    try:
+        for rows, side, stack in ((16, 1, ()), (17, 2, ()), (129, 9, ()), (64, 4, (3,))):
+            x = gaussian(*stack, rows, 8)
+            expect(product(x, x, tiles=tiles(16, 4)), x, x)
+            assert grids.pop() == ((stack or (1,))[0] * side * (side + 1) // 2,)
+    finally:
+        triton_kernel._kernel = kernel
+
+
+@case
+def wrong_arguments():
+    x = gaussian(4, 5)
+    square = gaussian(4, 4)
+    for error, name, arguments in (
+        (TypeError, "float64", {"a": x.double(), "b": x.double()}),
+        (TypeError, "float16", {"a": x, "b": x.half()}),
+        (ValueError, "shape", {"a": x, "b": x[:3]}),
+        (ValueError, "shape", {"a": x[0], "b": x[0]}),
+        (ValueError, "expected c", {"a": x, "b": x, "c": x}),
+        (ValueError, "expected out", {"a": x, "b": x, "out": x}),
+        (ValueError, "expected b on", {"a": x, "b": x.to("meta")}),
+        (ValueError, "one of the inputs", {"a": square, "b": square, "out": square}),
+    ):
+        with pytest.raises(error, match=name):
+            product(**arguments)
+
+
+@case
+def the_choice_takes_it():
+    from megatron_eopt.orthogonalize.kernels import choose
+    from megatron_eopt.orthogonalize.triton_kernel import Triton
+
+    for dtype in ROUNDING:
+        choice = choose([(33, 70), (70, 33), (4, 20, 20), (1, 1)], dtype, DEVICE, kernel="triton")
+        assert choice.products == Triton()
+
+
+def run(code, interpret, **environment):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    environment.pop("TRITON_INTERPRET", None)
+    if interpret:
+        environment["TRITON_INTERPRET"] = "1"
+    run = subprocess.run([sys.executable, *code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return run(["-m", "tests.orthogonalize.test_triton_kernel"], interpret=DEVICE == "cpu")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel(outcomes, name):
+    assert outcomes[name] is None, outcomes[name]
+
+
+def test_is_imported_with_the_kernel_alone():
+    code = "import sys, json, megatron_eopt.orthogonalize.kernels; print(json.dumps('triton' in sys.modules))"
+    assert run(["-c", code], interpret=False) is False
+
+
+if __name__ == "__main__":
+    outcomes = {}
+    for name, check in CASES.items():
+        try:
+            check()
+            outcomes[name] = None
+        except Exception:
+            outcomes[name] = traceback.format_exc()
+    print(json.dumps(outcomes))

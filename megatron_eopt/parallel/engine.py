@@ -187,6 +187,8 @@ class Engine:
         """The shapes of the logical matrices of parameters, one parameter's after the other's."""
         wanted = tuple(indices)
         if wanted not in self._shapes:
+            if len(self._shapes) > _MOST_PLANS:
+                self._shapes.clear()
             self._shapes[wanted] = [matrix.shape for i in wanted for matrix in self.matrices[i]]
         return self._shapes[wanted]
 

@@ -61,7 +61,7 @@ def mixed(ranks):
 def factors_of(engine, parameters, rank, indices=None):
     indices = range(len(parameters)) if indices is None else indices
     shards = [part_of(matrix_of(i, parameters[i].layout.shape), parameters[i].layout.piece) for i in indices]
-    return [factor for (factor,) in engine.orthogonalize(shards, indices, [[2.0 + i] for i in indices])]
+    return [factor for (factor,) in engine.orthogonalize(shards, indices, [2.0 + i for i in indices])]
 
 
 def several_iterations(rank, ranks):
@@ -205,12 +205,13 @@ def with_and_without_layout(rank, ranks):
     engine = Engine([vector, fused, own, plain], CPU, "owner", DEFAULT_RATES)
     engine.prepare("torch")
     assert [len(matrices) for matrices in engine.matrices] == [0, 2, 0, 1]
+    assert engine.shapes([1, 3]) == [(3, 30), (5, 30), (8, 30)]
     assert [engine.shares(i) for i in range(4)] == [True, True, False, True]
     assert engine.agree(torch.full((1, 4), rank)).tolist() == [[0, 0, rank, 0]]
     x = matrix_of(0, (8, 30))
     shard = part_of(x, fused.layout.piece)
     assert torch.equal(engine.merge(1, engine.split(1, shard)), shard)
-    first, second = engine.orthogonalize([shard, shard], [1, 3], [[1.0, 3.0], [2.0]])
+    first, second = engine.orthogonalize([shard, shard], [1, 3], [1.0, 3.0, 2.0])
     expected = [iteration(x[:3]), 3 * iteration(x[3:]), 2 * iteration(x)]
     for actual, of_whole in zip([*first, *second], expected, strict=True):
         of_rank = of_whole[:, fused.layout.piece.left : fused.layout.piece.right]

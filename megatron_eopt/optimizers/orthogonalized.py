@@ -322,16 +322,18 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         batches, first = [], 0
         for group in self.param_groups:
             params = group["params"]
-            indices = [
-                i
+            # a parameter whose gradient is left out has a momentum, too
+            known = {
+                i: (self.state[p] or self._state_of(p))[MOMENTUM_BUFFER]
                 for i, p in enumerate(params, first)
-                if (flags[i] if flags is not None else p.grad is not None or self._waited_for(i))
-            ]
+                if p.grad is not None or self._waited_for(i)
+            }
+            indices = [i for i in known if flags is None or flags[i]]
             chosen = [params[i - first] for i in indices]
             first += len(params)
             if not chosen:
                 continue
-            momenta = [(self.state[p] or self._state_of(p))[MOMENTUM_BUFFER] for p in chosen]
+            momenta = [known[i] for i in indices]
             # other ranks may wait for a parameter without a gradient: it is masked
             gradients = [m if p.grad is None else p.grad for p, m in zip(chosen, momenta, strict=True)]
             weights = chosen

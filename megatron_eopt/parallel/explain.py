@@ -22,12 +22,13 @@ def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> str:
     """
     sharing = frozenset(plan.matrices[b.matrices[0]].group for b in plan.buckets if b.scheme == "share")
     lines = [_LINE.format("matrices", *_COLUMNS), "-" * len(_LINE.format("", *_COLUMNS))]
-    several = not isinstance(work, Work) and len(work) > 1
+    works = {"": work} if isinstance(work, Work) else work
+    numbers = {name: f"#{number}" for number, name in enumerate(works, 1)} if len(works) > 1 else {}
     for bucket in plan.buckets:
         matrix = plan.matrices[bucket.matrices[0]]
         group = matrix.group if matrix.ranks > 1 else "-"
         line = _row(_matrices(plan, bucket), group, bucket.scheme, bucket_cost(plan, bucket, work, rates))
-        lines.append(f"{line}  {matrix.iteration}" if several else line)
+        lines.append(f"{line}  {numbers[matrix.iteration]}" if numbers else line)
     lines += ["", _row(f"all {len(plan.matrices)}: this plan", "", "", plan_cost(plan, work, rates))]
     for mode in _COMPARED:
         other = make_plan(plan.matrices, mode, work, rates, sharing)
@@ -39,9 +40,9 @@ def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> str:
         "",
         f"Of the busiest rank in one step, modelled at {modelled}, nothing overlapped.",
         *(
-            f"{name if several else f'{len(each.schedule)} steps'}, {_restarts(each)}, {each.share:.0%} of a symmetric "
-            "product computed."
-            for name, each in ({"": work} if isinstance(work, Work) else work).items()
+            f"{f'{numbers[name]}: {name}' if numbers else f'{len(each.schedule)} steps'}, {_restarts(each)}, "
+            f"{each.share:.0%} of a symmetric product computed."
+            for name, each in works.items()
         ),
         "blockwise is an approximation.",
     ]

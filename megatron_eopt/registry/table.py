@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.registry.configs import kwargs_from_config
 
 InitStateFn = Callable[..., None]
@@ -297,7 +298,10 @@ def create_emerging_optimizer(
 def takes_matrices(name: str) -> bool:
     """Whether an optimizer is for matrices, by what is registered under its name."""
     entry = EMERGING_OPTIMIZERS.get(name)
-    return entry is not None and issubclass(entry.optimizer_cls, BaseOptimizer)
+    if entry is None or not issubclass(entry.optimizer_cls, BaseOptimizer):
+        return False
+    counts = entry.optimizer_cls.described_matrices is not BaseOptimizer.described_matrices
+    return counts or issubclass(entry.optimizer_cls, OrthogonalizedOptimizer)
 
 
 def pairs_rows(name: str) -> bool:

@@ -1,13 +1,14 @@
 """Buckets of all schemes, cuts, norms and settings, with plans and matrices for them."""
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.parallel.engine import execute
+from megatron_eopt.parallel.engine import Engine, Parameter
+from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import Bucket, Matrix, Piece, Plan, cut_at, whole
 
 OWNED = ("owner", "gram_split", "share")
@@ -18,8 +19,8 @@ ONE_CUT = ("duplicated", "distributed", "owner", "gram_replicated", "gram_split"
 class InFp16(NewtonSchulz):
     """The Gram form as it is on a GPU."""
 
-    def gram_dtype(self, dtype, device):
-        return torch.float16
+    def compile(self, shape, dtype, device, form="auto"):
+        return replace(super().compile(shape, dtype, device, form), dtype=torch.float16, precision=None)
 
 
 @dataclass(frozen=True)
@@ -161,12 +162,38 @@ def own_parts(case, ranks, rank):
     return [part_of(x, pieces[rank % len(pieces)]) for x in matrices_of(case)]
 
 
+def engine_of(plan, groups, iterations, scales, dtypes):
+    """An engine that executes a plan, whatever it would have planned itself.
+
+    Args:
+        plan: of matrices in the shape that a group of ranks has.
+        groups: by label.
+        iterations: by name.
+        scales: of each matrix.
+        dtypes: of each matrix.
+    """
+    parameters = [
+        Parameter(
+            str(i),
+            dtype,
+            Layout(matrix.shape, matrix.pieces, groups[matrix.group] if matrix.ranks > 1 else None, matrix.group),
+            iteration=iterations[matrix.iteration],
+            scale=lambda rows, cols, scale=scale: scale,
+        )
+        for i, (matrix, scale, dtype) in enumerate(zip(plan.matrices, scales, dtypes, strict=True))
+    ]
+    engine = Engine(parameters, torch.device("cpu"))
+    engine.plan, engine._iterations = plan, iterations
+    engine._compile()
+    return engine
+
+
 def executed(plan, shards, groups, iterations):
-    """What :func:`execute` makes of shards, with scales by the shapes of what each bucket takes for matrices.
+    """What an engine makes of shards by a plan, with scales by the shapes of what each bucket takes for matrices.
 
     Args:
         plan: any.
-        shards: as :func:`execute` takes them.
+        shards: one for each matrix.
         groups: by label.
         iterations: by name, or one for all matrices.
     """
@@ -176,4 +203,5 @@ def executed(plan, shards, groups, iterations):
     for bucket in plan.buckets:
         for index in bucket.matrices if bucket.scheme == "blockwise" else ():
             scales[index] = scale(*shards[index].shape) if shards[index].numel() else 1.0
-    return execute(plan, shards, scales, groups, iterations)
+    engine = engine_of(plan, groups, iterations, scales, [shard.dtype for shard in shards])
+    return engine.orthogonalize(shards, range(len(shards)))

@@ -45,18 +45,22 @@ def pieces(draw, shape, ranks):
     return cut_at(shape, dim, [0, *draw(st.sampled_from([even, inner])), shape[dim]])
 
 
+iterations = st.sampled_from(["a", "b"])
+
+
 @st.composite
 def matrices(draw):
-    """Up to six kinds of matrices of up to seven each, in any order; every group has its own size."""
+    """Up to six kinds of matrices of up to seven each, in any order, of two iterations; each group has its own size."""
     sizes = {label: draw(st.integers(2, 5)) for label in ("tp", "expt_tp", "dp")}
     kinds = []
     for _ in range(draw(st.integers(1, 6))):
         shape, group = draw(st.sampled_from(SHAPES)), draw(st.sampled_from(sorted(sizes)))
-        kind = (shape, draw(pieces(shape, sizes[group])), group, draw(st.sampled_from([2, 4])))
+        kind = (shape, draw(pieces(shape, sizes[group])), group, draw(st.sampled_from([2, 4])), draw(iterations))
         kinds += [kind] * draw(st.integers(1, 7))
     return [Matrix(f"m{i}", *kind) for i, kind in enumerate(draw(st.permutations(kinds)))]
 
 
-works = st.sampled_from([WORK, STANDARD, Work(schedule=get_coefficients("cubic5", 5), restarts=(), share=1.0)])
+ONCE = Work(schedule=get_coefficients("cubic5", 5), restarts=(), share=1.0)
+works = st.sampled_from([WORK, STANDARD, ONCE, {"a": WORK, "b": STANDARD}, {"a": ONCE, "b": WORK}])
 modes = st.sampled_from(MODES)
 rates = st.sampled_from([Rates(), Rates(flops=1e11, bytes=1e9, latency=1e-4), Rates(latency=0.0)])

@@ -206,6 +206,21 @@ def test_a_plan_costs_what_its_ranks_do(given_matrices, mode, work):
     assert total.seconds <= sums["seconds"] * (1 + 1e-9)
 
 
+def test_each_matrix_costs_what_its_iteration_does():
+    both = [replace(m, iteration="ab"[i % 2]) for i, m in enumerate(some(6, (64, 256), 1))]
+    works, plan = (
+        {"a": WORK, "b": ONCE},
+        Plan(tuple(both), (Bucket((0, 2, 4), "gram_replicated"), Bucket((1, 3), "owner", (0, 1)))),
+    )
+    for bucket, work in zip(plan.buckets, works.values(), strict=True):
+        for rank in range(4):
+            assert rank_cost(plan, bucket, rank, works) == rank_cost(plan, bucket, rank, work)
+            assert bucket_bytes(plan, bucket, rank, works) == bucket_bytes(plan, bucket, rank, work)
+        assert bucket_calls(plan, bucket, works) == bucket_calls(plan, bucket, work)
+    first, second = (bucket_flops(plan, *each, works) for each in zip(plan.buckets, (0, 0), strict=True))
+    assert plan_cost(plan, works).flops == first + second
+
+
 def test_ranks_that_are_busy_with_different_buckets_are_busy_together():
     plan = make_plan([*some(2, (4096, 8192), 1), *some(2, (4096, 16384), 1)], "owner", WORK)
     assert plan_cost(plan, WORK).flops == whole_flops((4096, 16384), WORK)

@@ -1,6 +1,7 @@
 """The table of a plan."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -70,3 +71,18 @@ def test_what_was_assumed_is_said():
     assert "standard form only" in explain(make_plan([], "auto", STANDARD), STANDARD)
     cubic = Work(schedule=get_coefficients("cubic5", 5), restarts=(), share=1.0)
     assert "Gram form with 0 restarts, 100%" in explain(make_plan([], "auto", cubic), cubic)
+
+
+def test_iterations_are_numbered_where_there_are_several():
+    cubic = Work(schedule=get_coefficients("cubic5", 5), restarts=(), share=1.0)
+    names, works = ["5 steps of quintic", "5 steps of cubic5"], [WORK, cubic]
+    both = [replace(m, iteration=names[i % 2]) for i, m in enumerate(some(5, (4096, 16384), 1))]
+    plan = make_plan(both, "owner", dict(zip(names, works, strict=True)))
+    text = explain(plan, dict(zip(names, works, strict=True)))
+    assert {row[0]: row[-1] for row in rows(text)[2:4]} == {"3 of 4096 x 16384": "#1", "2 of 4096 x 16384": "#2"}
+    assert "#1: 5 steps of quintic, Gram form with 1 restart, 50% of a symmetric product computed." in text
+    assert "#2: 5 steps of cubic5, Gram form with 0 restarts, 100% of a symmetric product computed." in text
+    assert max(map(len, text.splitlines())) <= 120
+    one = explain(make_plan(both[::2], "owner", WORK), {names[0]: WORK})
+    assert "#" not in one
+    assert "\n5 steps, Gram form with 1 restart, 50%" in one

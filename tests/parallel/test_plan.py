@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.parallel.cost import Rates, cube_flops, plan_cost, whole_flops
+from megatron_eopt.parallel.cost import Rates, cube_flops, plan_cost, whole_flops, work_of
 from megatron_eopt.parallel.plan import MAX_BYTES, SHARED_PARTS, fingerprint, first_difference, in_parts, make_plan
 from megatron_eopt.parallel.records import Bucket, Matrix, Piece, Plan, cut, cut_dimension, of_ranks, whole
 from tests.parallel.plans import MODES, STANDARD, WORK, matrices, matrix, modes, quarters, rates, some, works
@@ -54,7 +54,7 @@ def test_a_scheme_is_taken_where_it_can_serve(given_matrices, mode, work, speeds
             assert bucket.scheme == ("share" if first.group == "dp" else "local")
         elif bucket.scheme.startswith("gram"):
             assert mode in ("gram", "auto")
-            assert work.restarts is not None
+            assert work_of(first, work).restarts is not None
             assert along_long_side
         elif mode != "auto":
             assert bucket.scheme in (mode, "owner")
@@ -73,7 +73,7 @@ def test_owners_are_balanced(given_matrices, mode, work, speeds):
             counts.update(bucket.owners)
             assert max(counts.values()) - min(counts.values()) <= 1
             # what pieces cost besides is uneven as they are
-            flops = (cube_flops if bucket.scheme == "gram_split" else whole_flops)(first.shape, work)
+            flops = (cube_flops if bucket.scheme == "gram_split" else whole_flops)(first.shape, work_of(first, work))
             largest[first.group] = max(largest[first.group], flops)
             ranks = load.setdefault(first.group, [0.0] * first.ranks)
             for rank in range(first.ranks):
@@ -171,6 +171,17 @@ def test_matrices_of_other_groups_pieces_or_item_sizes_are_other_buckets():
         WORK,
     )
     assert sorted(bucket.matrices for bucket in plan.buckets) == [(0, 4), (1,), (2,), (3,)]
+
+
+def test_each_iteration_has_buckets_of_its_own_and_its_own_schemes():
+    both = [replace(m, iteration="ab"[i % 2]) for i, m in enumerate(some(4, *LONG))]
+    plan = make_plan(both, "gram", {"a": WORK, "b": STANDARD})
+    assert sorted((bucket.matrices, bucket.scheme) for bucket in plan.buckets) == [
+        ((0, 2), "gram_split"),
+        ((1, 3), "owner"),  # whose iteration has no Gram form
+    ]
+    with pytest.raises(KeyError, match="'b'"):
+        make_plan(both, "gram", {"a": WORK})
 
 
 def test_who_shares_is_said_by_the_caller():

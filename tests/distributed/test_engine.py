@@ -1,0 +1,304 @@
+"""The engine: several iterations in one plan, what it sums, gathers and agrees on, and how ranks end without one."""
+
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megatron_eopt.matrices import Part, Split
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
+from megatron_eopt.parallel import collectives
+from megatron_eopt.parallel.collectives import counters
+from megatron_eopt.parallel.cost import DEFAULT_RATES, bucket_bytes, bucket_calls
+from megatron_eopt.parallel.engine import Engine, Parameter
+from megatron_eopt.parallel.layout import Layout, on_one_rank
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, cut, cut_at
+from megatron_eopt.parallel.schemes import SCHEMES
+from tests.distributed.buckets import engine_of, executed, part_of
+from tests.distributed.ranks import run_ranks
+
+CPU, F32 = torch.device("cpu"), torch.float32
+ITERATIONS = {
+    each.name: each
+    for each in (
+        NewtonSchulz(fp32_matmul_prec="highest"),
+        NewtonSchulz(steps=8, coefficient_type="polar_express", fp32_matmul_prec="highest"),
+        NewtonSchulz(coefficient_type="cubic5", fp32_matmul_prec="highest"),
+    )
+}
+MODES = ("owner", "duplicated", "distributed", "gram", "auto")
+SHAPES = [((24, 96), 1), ((96, 24), 0), ((48, 48), 1), ((8, 20), None)]
+TIMEOUT = 5
+"""Seconds of the groups in which a rank dies."""
+
+
+def matrix_of(index, shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(index))
+
+
+def sharded(shape, dim, ranks):
+    return Layout(shape, cut(shape, dim, ranks), dist.group.WORLD, "tp")
+
+
+# Several iterations in one plan.
+
+
+def mixed(ranks):
+    """Parameters of which each kind has every iteration, in an order that mixes these."""
+    lying = [on_one_rank(shape) if dim is None else sharded(shape, dim, ranks) for shape, dim in SHAPES]
+    return [
+        Parameter(f"{number}.{copy}.{name}", F32, layout, iteration=iteration, settings=name)
+        for copy in range(2)
+        for number, layout in enumerate(lying)
+        for name, iteration in ITERATIONS.items()
+    ]
+
+
+def factors_of(engine, parameters, rank, indices=None):
+    indices = range(len(parameters)) if indices is None else indices
+    shards = [part_of(matrix_of(i, parameters[i].layout.shape), parameters[i].layout.piece) for i in indices]
+    return [factor for (factor,) in engine.orthogonalize(shards, indices, [2.0 + i for i in indices])]
+
+
+def several_iterations(rank, ranks):
+    """What one engine and one for each iteration make of the same parameters, and what is sent and predicted."""
+    found = {}
+    for mode in MODES:
+        parameters = mixed(ranks)
+        engine = Engine(parameters, CPU, mode)
+        engine.prepare("torch")
+        counters.reset()
+        together = factors_of(engine, parameters, rank)
+        counted = {name: (counters.calls[name], counters.bytes[name]) for name in counters.calls}
+        predicted = {}
+        for bucket in engine.plan.buckets:
+            sent = bucket_bytes(engine.plan, bucket, rank, engine.works)
+            for name, calls in bucket_calls(engine.plan, bucket, engine.works).items():
+                before = predicted.get(name, (0, 0))
+                predicted[name] = (before[0] + calls, before[1] + sent[name])
+        # the same matrices and buckets, but only those of one iteration at a time
+        alone = {}
+        for name in ITERATIONS:
+            own = [i for i, parameter in enumerate(parameters) if parameter.settings == name]
+            alone |= dict(zip(own, factors_of(engine, parameters, rank, own), strict=True))
+        found[mode] = together, [alone[i] for i in range(len(parameters))], counted, predicted, engine.explain()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_several_iterations_are_one_plan(ranks):
+    parameters = [(name, shape) for _ in range(2) for shape in SHAPES for name in ITERATIONS]
+    for rank, found in enumerate(run_ranks(several_iterations, ranks)):
+        for mode, (together, alone, counted, predicted, table) in found.items():
+            assert counted == predicted, mode
+            for i, (actual, by_itself, (name, (shape, dim))) in enumerate(
+                zip(together, alone, parameters, strict=True)
+            ):
+                assert torch.equal(actual, by_itself), (mode, i)
+                expected = ITERATIONS[name](matrix_of(i, shape)) * (2.0 + i)
+                expected = expected if dim is None else part_of(expected, cut(shape, dim, ranks)[rank])
+                # as in test_schemes: with polar_express the Gram form is itself 1e-5 from the polynomial
+                assert (actual - expected).abs().max() <= 3e-5 * expected.abs().max(), (mode, i)
+            for name in ITERATIONS:
+                assert f"{name}, " in table
+
+
+def waits_and_starts(rank, ranks):
+    """What happens in which order in a plan of a bucket for each of three iterations."""
+    events, count, wait = [], counters.count, collectives.Pending.wait
+
+    def waits(pending):
+        events.append("wait")
+        return wait(pending)
+
+    matrices = [Matrix(str(i), (24, 96), cut((24, 96), 1, ranks), iteration=name) for i, name in enumerate(ITERATIONS)]
+    plan = Plan(tuple(matrices), tuple(Bucket((i,), "owner", (0,)) for i in range(3)))
+    shards = [torch.ones(24, 96 // ranks) for _ in matrices]
+    counters.count = lambda name, sent: (events.append("start"), count(name, sent))
+    collectives.Pending.wait = waits
+    try:
+        executed(plan, shards, {"tp": dist.group.WORLD}, ITERATIONS)
+    finally:
+        counters.count, collectives.Pending.wait = count, wait
+    return events
+
+
+def test_exchanges_of_several_iterations_overlap():
+    for events in run_ranks(waits_and_starts, 2):
+        at_once = [events[:i].count("start") - events[:i].count("wait") for i in range(len(events) + 1)]
+        assert events.count("start") == events.count("wait") == 6
+        assert events[:2] == ["start", "start"]  # of two iterations, before either is computed
+        assert at_once[-1] == 0
+        assert min(at_once[1:-1]) >= 1  # something is on its way from the first exchange to the last
+
+
+# Sums, whole matrices, agreement.
+
+
+def summed_and_gathered(rank, ranks):
+    pair = dist.new_group([0, 1])
+    other = dist.new_group([1, 2])
+    groups = {"all": dist.group.WORLD, **({"pair": pair} if rank < 2 else {}), **({"other": other} if rank else {})}
+    # no layout, no iteration: such an engine only agrees and sums
+    names = ["all", "pair", "other", "own"]
+    of_each = [{name: groups[name]} if name in groups else {} for name in names]
+    engine = Engine([Parameter(*each, groups=own) for *each, own in zip(names, [F32] * 4, of_each, strict=True)], CPU)
+    assert engine.prepare() is None
+    assert engine.groups == groups
+    assert (engine.plan, engine.matrices, engine.works) == (Plan((), ()), [()] * 4, {})
+    assert [engine.shares(i) for i in range(4)] == [True, rank < 2, rank > 0, False]
+    counters.reset()
+    agreed = engine.agree(torch.tensor([[3 + rank] * 4, [-rank] * 4]))
+    pair, other = [[3, -1], [3, -1], [5, -2]][rank], [[3, 0], [4, -2], [4, -2]][rank]
+    assert agreed.T.tolist() == [[3, -2], pair, other, [3 + rank, -rank]]
+    assert counters.calls == {"agree": len(groups)}
+
+    counters.reset()
+    tensors = [torch.full((2, 3), 1.0 + rank), torch.tensor(10.0 * rank), torch.arange(2.0) + rank, torch.ones(4)]
+    tensors += [torch.full((1, 2), rank, dtype=torch.float64), torch.empty(0)]
+    labels = ["all", "pair" if rank < 2 else "", "all", "", "all", "all"]
+    sums = engine.sums(tensors, labels)
+    assert torch.equal(sums[0], torch.full((2, 3), 6.0))
+    assert sums[1].item() == (10.0 if rank < 2 else 20.0)
+    assert sums[1].shape == ()
+    assert torch.equal(sums[2], torch.tensor([3.0, 6.0]))
+    assert sums[3] is tensors[3]
+    assert torch.equal(sums[4], torch.full((1, 2), 3.0, dtype=torch.float64))
+    assert sums[5].shape == (0,)
+    # one exchange for each group and dtype
+    assert counters.calls == {"all_reduce": 3 if rank < 2 else 2}
+    assert engine.sums([], []) == []
+
+    # whole matrices of unequal pieces, several stacks in one gather, and back
+    uneven = [((7, 5), 0, [0, 4, 4, 7]), ((4, 6), 1, [0, 1, 3, 6])]
+    layouts = [Layout(shape, cut_at(shape, *cut), dist.group.WORLD, "tp") for shape, *cut in uneven]
+    engine = Engine([Parameter(str(each.shape), F32, each) for each in layouts], CPU)
+    matrices = [of_parameter[0] for of_parameter in engine.matrices]
+    whole = [torch.stack([matrix_of(10 * i + n, m.shape) for n in range(2 + i)]) for i, m in enumerate(matrices)]
+    counters.reset()
+    wait = engine.gather_whole([engine.scatter_back(x, m) for x, m in zip(whole, matrices, strict=True)], matrices)
+    assert counters.calls == {"all_gather": 1}
+    for gathered, expected, matrix in zip(wait(), whole, matrices, strict=True):
+        assert torch.equal(gathered, expected)
+        back = engine.scatter_back(expected, matrix)
+        assert torch.equal(back, part_of(expected.movedim(0, -1), matrix.pieces[rank]).movedim(-1, 0))
+        assert back._base is expected
+    return True
+
+
+def test_sums_whole_matrices_and_agreement():
+    assert all(run_ranks(summed_and_gathered, 3))
+
+
+def with_and_without_layout(rank, ranks):
+    """Parameters of both kinds in one engine: indices are those of all parameters."""
+    group = dist.group.WORLD
+    iteration = NewtonSchulz(fp32_matmul_prec="highest")
+    fused = Parameter("fused", F32, sharded((8, 30), 1, ranks), Split((Part("a", 3), Part("b", 5))), iteration)
+    vector = Parameter("vector", F32, groups={"tp": group})
+    own = Parameter("own", F32)
+    plain = Parameter("plain", F32, sharded((8, 30), 1, ranks), iteration=iteration)
+    engine = Engine([vector, fused, own, plain], CPU, "owner", DEFAULT_RATES)
+    engine.prepare("torch")
+    assert [len(matrices) for matrices in engine.matrices] == [0, 2, 0, 1]
+    assert engine.shapes([1, 3]) == [(3, 30), (5, 30), (8, 30)]
+    assert [engine.shares(i) for i in range(4)] == [True, True, False, True]
+    assert engine.agree(torch.full((1, 4), rank)).tolist() == [[0, 0, rank, 0]]
+    x = matrix_of(0, (8, 30))
+    shard = part_of(x, fused.layout.piece)
+    assert torch.equal(engine.merge(1, engine.split(1, shard)), shard)
+    first, second = engine.orthogonalize([shard, shard], [1, 3], [1.0, 3.0, 2.0])
+    expected = [iteration(x[:3]), 3 * iteration(x[3:]), 2 * iteration(x)]
+    for actual, of_whole in zip([*first, *second], expected, strict=True):
+        of_rank = of_whole[:, fused.layout.piece.left : fused.layout.piece.right]
+        torch.testing.assert_close(actual, of_rank, rtol=1e-5, atol=1e-5)
+    return True
+
+
+def test_parameters_with_and_without_layout_are_one_engine():
+    assert all(run_ranks(with_and_without_layout, 2))
+
+
+def differing(rank, ranks):
+    """What is said where ranks have other settings, iterations or names, and one set of them or several."""
+    layout, iterations = sharded((24, 96), 1, ranks), list(ITERATIONS.values())
+    messages = []
+    for of_rank in (
+        [("a", iterations[rank], ""), ("b", iterations[rank], "")],
+        [("a", iterations[0], f"scale {rank}"), ("b", iterations[0], f"scale {rank}")],
+        [("a", iterations[0], "scale 5"), ("b", iterations[0], f"scale {rank}")],
+        [("a", iterations[0], ""), ("bc"[rank], iterations[0], "")],
+    ):
+        parameters = [Parameter(name, F32, layout, iteration=i, settings=each) for name, i, each in of_rank]
+        try:
+            Engine(parameters, CPU, "owner").prepare("torch")
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_ranks_that_differ_are_refused():
+    one, two, _ = ITERATIONS
+    for messages in run_ranks(differing, 2):
+        iteration, settings, several, name = messages
+        assert f"'a' has the iteration {one!r} in the one and {two!r} in the other" in iteration
+        assert "'a' has the iteration 'scale 0' in the one and 'scale 1' in the other" in settings
+        assert "matrix 1 is 'b, scale 0' in the one and 'b, scale 1' in the other" in several
+        assert "matrix 1 is 'b' in the one and 'c' in the other" in name
+        assert all("the optimizer's plan differs between ranks 0 and 1 of group 'tp'" in each for each in messages)
+
+
+# A rank that is gone.
+
+
+def stopping(rank, ranks, folder, scheme):
+    """Three buckets, twice; the last rank is gone when it goes on with the second one, in the middle of the step."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT))
+    matrix, run = Matrix("a", (32, 96), cut((32, 96), 1, ranks)), SCHEMES[scheme]
+    plan = Plan((matrix,) * 6, tuple(Bucket((2 * index, 2 * index + 1), scheme, (1, 2)) for index in range(3)))
+    shards = [torch.randn(matrix.pieces[rank].shape) for _ in plan.matrices]
+
+    def leaving(job, shards):
+        running = run(job, shards)
+        next(running)
+        yield
+        if rank == ranks - 1 and job.bucket == plan.buckets[1]:
+            os._exit(0)
+        return (yield from running)
+
+    SCHEMES[scheme] = leaving
+    start = time.monotonic()
+    try:
+        # what the others still needed of the first step may have been sent before; of the second nothing was
+        engine = engine_of(plan, {"tp": dist.group.WORLD}, {"": NewtonSchulz()}, [1.0] * 6, [torch.float32] * 6)
+        for _ in range(2):
+            engine.orthogonalize(shards, range(6))
+    except RuntimeError:
+        (folder / f"{rank}").write_text(str(time.monotonic() - start))
+        raise
+
+
+@pytest.mark.parametrize("scheme", ["owner", "duplicated", "distributed", "gram_replicated", "gram_split"])
+def test_a_rank_that_is_gone_ends_the_others(tmp_path, scheme):
+    ranks = 3
+    context = mp.get_context("forkserver")
+    processes = [context.Process(target=stopping, args=(rank, ranks, tmp_path, scheme)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(60)
+        *others, gone = [process.exitcode for process in processes]
+        assert gone == 0
+        assert all(others)  # neither None, which is a process that runs, nor 0
+    finally:
+        for process in processes:
+            process.kill()
+    for rank in range(ranks - 1):
+        assert float((tmp_path / f"{rank}").read_text()) < TIMEOUT + 2

@@ -26,7 +26,7 @@ from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
 from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.layout import Layout, local_rows, split_layout
 from megatron_eopt.parallel.plan import fingerprint, first_difference, make_plan
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Scheme, Shape, TpMode, whole
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Scheme, TpMode, whole
 from megatron_eopt.parallel.schemes import SCHEMES, Job
 from megatron_eopt.parallel.schemes.whole import cut_out, gather
 from megatron_eopt.parallel.statistics import Statistics, Wanted, reduce_statistics
@@ -135,7 +135,7 @@ class Engine:
         if self._iterations:
             self.plan = make_plan(planned, tp_mode, self.works, self.rates)
         self._active: dict[tuple[int, ...], _Active] = {}
-        self._compiled: dict[tuple[str, Shape, Scheme, torch.dtype], Iteration] = {}
+        self._compiled: dict[tuple[str, tuple[int, ...], Scheme, torch.dtype], Iteration] = {}
         flat = iter(self.plan.matrices)
         self.matrices = [
             tuple(_as_worked_on(next(flat), layout, tp_mode) for layout in layouts) for layouts in self._layouts
@@ -250,10 +250,10 @@ class Engine:
             if waiting and len(at_work) < IN_FLIGHT:
                 bucket = waiting.pop()
                 matrix, own = active.plan.matrices[bucket.matrices[0]], [shards[i] for i in bucket.matrices]
-                iteration = self._compiled[matrix.iteration, matrix.shape, bucket.scheme, own[0].dtype]
-                job = Job(
-                    bucket, matrix, self.groups.get(matrix.group), iteration, [scales[i] for i in bucket.matrices]
-                )
+                shape = tuple(own[0].shape) if bucket.scheme == "blockwise" else matrix.shape
+                iteration = self._compiled[matrix.iteration, shape, bucket.scheme, own[0].dtype]
+                of_bucket = [scales[i] for i in bucket.matrices]
+                job = Job(bucket, matrix, self.groups.get(matrix.group), iteration, of_bucket)
                 at_work.insert(0, (bucket, SCHEMES[bucket.scheme](job, own)))
             still = []
             for bucket, running in at_work:
@@ -356,9 +356,9 @@ class Engine:
             form = "standard" if bucket.scheme == "distributed" else form
             parameter, layout = of_matrix[bucket.matrices[0]]
             shape = layout.piece.shape if bucket.scheme == "blockwise" else layout.shape
-            matrix = self.plan.matrices[bucket.matrices[0]]
-            compiled = self._iterations[matrix.iteration].compile(shape, parameter.dtype, self.device, form)
-            self._compiled[matrix.iteration, matrix.shape, bucket.scheme, parameter.dtype] = compiled
+            name = self.plan.matrices[bucket.matrices[0]].iteration
+            compiled = self._iterations[name].compile(shape, parameter.dtype, self.device, form)
+            self._compiled[name, shape, bucket.scheme, parameter.dtype] = compiled
 
     def _with_settings(self) -> Plan:
         """The plan with what else ranks have to agree on: in place of the iterations, and if these differ in names."""

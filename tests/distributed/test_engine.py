@@ -3,6 +3,7 @@
 import os
 import time
 from datetime import timedelta
+from itertools import product
 
 import pytest
 import torch
@@ -50,18 +51,24 @@ def sharded(shape, dim, ranks):
 def mixed(ranks):
     """Parameters of which each kind has every iteration, in an order that mixes these."""
     lying = [on_one_rank(shape) if dim is None else sharded(shape, dim, ranks) for shape, dim in SHAPES]
+    kinds = list(product(range(2), enumerate(lying), ITERATIONS.items()))
     return [
-        Parameter(f"{number}.{copy}.{name}", F32, layout, iteration=iteration, settings=name)
-        for copy in range(2)
-        for number, layout in enumerate(lying)
-        for name, iteration in ITERATIONS.items()
+        Parameter(
+            f"{number}.{copy}.{name}",
+            F32,
+            layout,
+            iteration=iteration,
+            scale=lambda rows, cols, i=i: 2.0 + i,
+            settings=name,
+        )
+        for i, (copy, (number, layout), (name, iteration)) in enumerate(kinds)
     ]
 
 
 def factors_of(engine, parameters, rank, indices=None):
     indices = range(len(parameters)) if indices is None else indices
     shards = [part_of(matrix_of(i, parameters[i].layout.shape), parameters[i].layout.piece) for i in indices]
-    return [factor for (factor,) in engine.orthogonalize(shards, indices, [2.0 + i for i in indices])]
+    return engine.orthogonalize(shards, indices)
 
 
 def several_iterations(rank, ranks):
@@ -198,22 +205,24 @@ def with_and_without_layout(rank, ranks):
     """Parameters of both kinds in one engine: indices are those of all parameters."""
     group = dist.group.WORLD
     iteration = NewtonSchulz(fp32_matmul_prec="highest")
-    fused = Parameter("fused", F32, sharded((8, 30), 1, ranks), Split((Part("a", 3), Part("b", 5))), iteration)
+    split = Split((Part("a", 3), Part("b", 5)))
+    fused = Parameter("fused", F32, sharded((8, 30), 1, ranks), split, iteration, lambda rows, cols: rows)
     vector = Parameter("vector", F32, groups={"tp": group})
     own = Parameter("own", F32)
-    plain = Parameter("plain", F32, sharded((8, 30), 1, ranks), iteration=iteration)
+    plain = Parameter("plain", F32, sharded((8, 30), 1, ranks), iteration=iteration, scale=lambda rows, cols: 0.5)
     engine = Engine([vector, fused, own, plain], CPU, "owner", DEFAULT_RATES)
     engine.prepare("torch")
     assert [len(matrices) for matrices in engine.matrices] == [0, 2, 0, 1]
-    assert engine.shapes([1, 3]) == [(3, 30), (5, 30), (8, 30)]
+    assert [matrix.shape for matrix in engine.flat([1, 3])] == [(3, 30), (5, 30), (8, 30)]
+    assert engine.scales([1, 3]) == [3, 5, 0.5]
     assert [engine.shares(i) for i in range(4)] == [True, True, False, True]
     assert engine.agree(torch.full((1, 4), rank)).tolist() == [[0, 0, rank, 0]]
     x = matrix_of(0, (8, 30))
     shard = part_of(x, fused.layout.piece)
     assert torch.equal(engine.merge(1, engine.split(1, shard)), shard)
-    first, second = engine.orthogonalize([shard, shard], [1, 3], [1.0, 3.0, 2.0])
-    expected = [iteration(x[:3]), 3 * iteration(x[3:]), 2 * iteration(x)]
-    for actual, of_whole in zip([*first, *second], expected, strict=True):
+    factors = engine.orthogonalize(engine.split_all([1, 3], [shard, shard]), [1, 3])
+    expected = [3 * iteration(x[:3]), 5 * iteration(x[3:]), 0.5 * iteration(x)]
+    for actual, of_whole in zip(factors, expected, strict=True):
         of_rank = of_whole[:, fused.layout.piece.left : fused.layout.piece.right]
         torch.testing.assert_close(actual, of_rank, rtol=1e-5, atol=1e-5)
     return True

@@ -12,7 +12,7 @@ from megatron_eopt.family import FAMILY, LIKE_MUON, MUON, ROWS
 from megatron_eopt.megatron.arguments import RUN_FLAGS
 from megatron_eopt.megatron.support.matrix import RELEASES, support_matrix
 from megatron_eopt.overrides import Known
-from megatron_eopt.overrides.settings import SETTINGS, further_settings
+from megatron_eopt.overrides.settings import OF_ALL, SETTINGS, check_of
 from megatron_eopt.row import Flag, Row
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -25,6 +25,29 @@ ADAM = {
     ),
     "state": ("two moments", "8 mn"),
 }
+
+
+MEANINGS = {
+    "optimizer": "what updates the parameter",
+    "lr": "the largest learning rate of the schedule",
+    "min_lr": "the smallest learning rate of the schedule",
+    "lr_mult": "multiplies lr, and min_lr where no entry sets it",
+    "weight_decay": "weight decay",
+    "start_wd": "weight decay at the start of Megatron's schedule of it",
+    "end_wd": "weight decay at the end of that schedule",
+    "wd_mult": "multiplies the weight decay",
+    "betas": "decay rates of the moments",
+    "eps": "added to the root of the second moment",
+    "momentum": "decay rate of the momentum",
+    "num_ns_steps": "Newton-Schulz steps",
+    "coefficient_type": "the Newton-Schulz coefficients",
+    "scale_mode": "how the size of an update follows from the shape",
+    "extra_scale_factor": "multiplies the update",
+    "rank": "of the factors that a weight becomes",
+    "split": "the logical matrices; false is none, true is default",
+    "exclude": "no optimizer updates the parameter, and it keeps its value",
+}
+"""What settings of overrides mean, for the table of them."""
 
 
 def table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
@@ -111,20 +134,19 @@ def override_settings() -> str:
     """Settings that overrides may have, whose values have a range that is known."""
     known = Known.registered()
     rows = [
-        (
-            code([each.key]),
-            each.check.expected,
-            "all" if each.of_all else ", ".join(each.optimizers(known)),
-            each.meaning,
-        )
-        for each in SETTINGS.values()
+        (code([key]), check.expected, "all" if key in OF_ALL else ", ".join(known.having(key)), MEANINGS[key])
+        for key, check in SETTINGS.items()
     ]
     return table(("key", "value", "optimizers", "meaning"), rows)
 
 
 def override_settings_of_one() -> str:
     """Settings that single optimizers have beside those."""
-    rows = [(code([key]), expected, ", ".join(names)) for key, expected, names in further_settings(Known.registered())]
+    known, found = Known.registered(), dict[tuple[str, str], list[str]]()
+    for name in sorted(known.optimizers):
+        for key in known.optimizers[name].keys() - SETTINGS:
+            found.setdefault((key, check_of(key, name, known).expected), []).append(name)
+    rows = [(code([key]), expected, ", ".join(names)) for (key, expected), names in sorted(found.items())]
     return table(("key", "value", "optimizers"), rows)
 
 

@@ -8,7 +8,7 @@ import pytest
 from megatron_eopt.family import FAMILY, LIKE_MUON
 from megatron_eopt.overrides import SETTINGS, Known, OverrideError, SettingError, check_setting, check_settings
 from megatron_eopt.overrides.settings import OF_ALL
-from tests.overrides.made import KNOWN
+from tests.overrides.made import KNOWN, having
 
 DOCS = Path(__file__).parents[2] / "docs" / "overrides.md"
 
@@ -44,13 +44,13 @@ def test_no_setting_takes(key, raw):
     assert error.value.key == key
 
 
-def having(key):
+def those_with(key):
     """The optimizers that have a setting."""
     return sorted(KNOWN.optimizers) if key in OF_ALL else KNOWN.having(key)
 
 
 def test_optimizers_say_themselves_what_they_take():
-    table = {key: having(key) for key in SETTINGS}
+    table = {key: those_with(key) for key in SETTINGS}
     muons = {"adaptive_muon", "muon"}
     relatives = {*muons, "muon_hyperball", "polargrad", "scion", "spectron"}
     assert table["lr"] == table["exclude"] == sorted(KNOWN.optimizers)
@@ -80,5 +80,5 @@ def test_all_mistakes_are_said():
 def test_the_documentation_has_every_setting_as_it_is():
     text = DOCS.read_text()
     for key, check in SETTINGS.items():
-        optimizers = "all" if key in OF_ALL else ", ".join(having(key))
+        optimizers = "all" if key in OF_ALL else ", ".join(those_with(key))
         assert f"| `{key}` | {check.expected} | {optimizers} | " in text

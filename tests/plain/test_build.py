@@ -182,7 +182,7 @@ def test_declared_matrices_are_split():
         optimizer = build(Model(), "muon")
     finally:
         undeclare(pattern)
-    assert "layers.0.output.weight[second]" in str(optimizer.matrices.proposed.plan.matrices)
+    assert "layers.0.output.weight[second]" in str(optimizer.matrices.proposed().plan.matrices)
 
 
 def test_tied_embeddings_are_adamws():

@@ -148,7 +148,7 @@ def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int
     if without_effect:
         raise ValueError(f"{', '.join(without_effect)} would have no effect: the flags after -- say all of the run")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU stands in for the GPUs of the run, also on a machine that has one
-    from megatron_eopt.megatron.described.plan import planned_run
+    from megatron_eopt.megatron.described import planned_run
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, of packages that are not needed here

@@ -1,6 +1,7 @@
 """The house itself: which room may import which, and that importing the package changes nothing."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,12 @@ def test_two_rooms_import_megatron(path):
         assert not [module for module, _ in imports(path) if module.split(".")[0] == "megatron"]
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_one_file_knows_releases_of_megatron(path):
+    if path != PACKAGE / "megatron" / "releases.py":
+        assert not re.search(r"\(0, 1\d\)|startswith\(\"0\.1", path.read_text()), "ask megatron/releases.py"
+
+
 def run(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
@@ -74,7 +81,7 @@ def test_import_imports_no_megatron_and_changes_nothing():
         "seen = lambda: (torch.get_float32_matmul_precision(), torch.get_default_dtype(), torch.get_num_threads(), "
         "torch.random.initial_seed(), torch.is_grad_enabled(), torch.cuda.is_available, dict(os.environ))\n"
         "before = seen()\n"
-        "import megatron_eopt, megatron_eopt.cpu, megatron_eopt.run\n"
+        "import megatron_eopt, megatron_eopt.cpu, megatron_eopt.run, megatron_eopt.megatron.releases\n"
         "assert seen() == before\n"
         "print([name for name in sys.modules if name.split('.')[0] in ('megatron', 'emerging_optimizers')])"
     )
@@ -84,3 +91,13 @@ def test_import_imports_no_megatron_and_changes_nothing():
 def test_nothing_depends_on_the_oracle():
     for path in FILES:
         assert not [module for module, _ in imports(path) if module.split(".")[0] == "emerging_optimizers"]
+
+
+def test_no_module_keeps_what_belongs_to_one_optimizer():
+    """A second one of the same process would meet it. What a process has replaced is known where it is undone."""
+    rebinding = {
+        str(path.relative_to(PACKAGE))
+        for path in FILES
+        if any(isinstance(node, ast.Global) for node in ast.walk(ast.parse(path.read_text())))
+    }
+    assert rebinding <= {"cpu/__init__.py", "megatron/activation.py"}

@@ -107,19 +107,19 @@ class OptimizerState:
         return tuple(parameter for parameter, states in self.kept.items() if states)
 
 
-def parts_of(state_dict: Any) -> Iterator[dict[Any, Any]]:
+def optimizers_in(state_dict: Any) -> Iterator[dict[Any, Any]]:
     """The state dicts of those of Megatron's optimizers that have our block."""
     if isinstance(state_dict, dict):
         if BLOCK in state_dict:
             yield state_dict
         else:
             for value in state_dict.values():
-                yield from parts_of(value)
+                yield from optimizers_in(value)
 
 
 def blocks_of(state_dict: Any) -> list[dict[str, Any]]:
     """Our blocks."""
-    return [part[BLOCK] for part in parts_of(state_dict)]
+    return [each[BLOCK] for each in optimizers_in(state_dict)]
 
 
 def blocks(contents: Contents) -> list[dict[str, Any]]:

@@ -156,7 +156,7 @@ def _megatron() -> Megatron | None:
         return None
     return Megatron(
         optimizers=tuple(name for name in list_optimizers() if name not in releases.unavailable()),
-        adam=releases.core_optimizer.Adam.__module__.split(".")[0],
+        adam=releases.core_optimizer().Adam.__module__.split(".")[0],
         training_error=_import_error("megatron.training.training"),
     )
 

@@ -8,16 +8,16 @@ from typing import Any
 import megatron.core.optimizer as core_optimizer
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import optimizer_config
+from megatron.core.tensor_parallel import layers
 
 from megatron_eopt import registry
 from megatron_eopt.matrices import ATTRIBUTE
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, amend, with_flags
 from megatron_eopt.megatron.averaging import averaged
-from megatron_eopt.megatron.checkpoints.finding import checked_base, checked_tracker
-from megatron_eopt.megatron.checkpoints.layers import named_apart
-from megatron_eopt.megatron.checkpoints.loading import checked_load, checked_save
-from megatron_eopt.megatron.factory import allowing_owners, checked, with_registered
+from megatron_eopt.megatron.checkpoints.loading import checked_base, checked_load, checked_save, checked_tracker
+from megatron_eopt.megatron.checkpoints.sharding import named_apart, undecided
+from megatron_eopt.megatron.factory import checked, checked_elsewhere, with_registered
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.parameters import NAME
 from megatron_eopt.redirect import Redirection, Redirections
@@ -95,36 +95,110 @@ def _together(names: Sequence[str]) -> str:
 
 
 def _redirections() -> Redirections:
-    training = releases.has_training()
-    core = _registry_redirections() if releases.has_registry() else _redirections_of_0_17(training)
-    anywhere = [*_attributes_kept(), *_checkpoints_checked(), *_config_redirections()]
-    return Redirections([*core, *anywhere, *(_training_redirections() if training else [])], importers=["megatron"])
+    replaced = [*(_of_registry() if releases.has_registry() else _of_0_17()), *_of_core()]
+    return Redirections([*replaced, *(_of_training() if releases.has_training() else [])], importers=["megatron"])
 
 
-def _registry_redirections() -> list[Redirection]:
+def _of_registry() -> list[Redirection]:
     theirs, named = releases.registry_module(), "scripts that import Megatron's names get our optimizers"
     return [
         *(_replace(theirs, name, getattr(registry, name), named) for name in _NAMES),
         _replace(core_optimizer, "Lion", Lion, "Megatron builds the scalar optimizer beside Muon by this name"),
-        Redirection(
-            owner=core_optimizer,
-            name="check_config_overrides_consistency",
-            make=allowing_owners,
-            reason="overrides may name the optimizer of a parameter, which Megatron refuses",
+        _wrap(
+            core_optimizer,
+            "check_config_overrides_consistency",
+            checked_elsewhere,
+            "overrides may name the optimizer of a parameter, which Megatron refuses",
         ),
-        Redirection(
-            owner=core_optimizer,
-            name="_get_megatron_optimizer_based_on_param_groups",
-            make=with_registered,
-            reason="Megatron builds one registered optimizer in a run, and overrides may name several",
+        _wrap(
+            core_optimizer,
+            "_get_megatron_optimizer_based_on_param_groups",
+            with_registered,
+            "Megatron builds one registered optimizer in a run, and overrides may name several",
         ),
-        Redirection(
-            owner=core_optimizer,
-            name="_get_megatron_emerging_optimizer",
-            make=checked,
-            reason="checks come before the model is touched, and one line says who owns what",
+        _wrap(
+            core_optimizer,
+            "_get_megatron_emerging_optimizer",
+            checked,
+            "checks come before the model is touched, and one line says who owns what",
         ),
     ]
+
+
+def _of_0_17() -> list[Redirection]:
+    module = releases.muon_factory_module()
+    return [
+        _replace(module, "TensorParallelMuon", releases.muon_of_0_17, "Megatron builds Muon by this name"),
+        _wrap(module, "get_megatron_muon_optimizer", checked, "checks come before the model is touched"),
+    ]
+
+
+def _of_core() -> list[Redirection]:
+    attributes = layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS
+    lost = "the fp32 copy of a bf16 parameter would lose its name, its padding, and which matrices it is made of"
+    refused = "another optimizer's state is refused with its reason, or imported, before anything is read"
+    compared = "checksums of what is saved, which are compared when it is loaded"
+    exact = "a config that does not name muon_tp_mode gets an exact one, as the command line does"
+    configs = dict.fromkeys(  # several classes in 0.17, and several names of one in later releases
+        value
+        for value in vars(optimizer_config).values()
+        if isinstance(value, type) and issubclass(value, optimizer_config.OptimizerConfig)
+    )
+    return [
+        *(
+            _wrap(attributes, name, lambda default: default, lost)
+            for name in ("qkv_split_shapes", "pad_length", ATTRIBUTE, NAME)
+        ),
+        _wrap(dist_checkpointing, "load", checked_load, refused),
+        _wrap(dist_checkpointing, "save", checked_save, compared),
+        *(_wrap(config, "__init__", _with_exact_tp_mode, exact) for config in configs),
+    ]
+
+
+def _of_training() -> list[Redirection]:
+    import megatron.training.arguments as arguments
+    import megatron.training.checkpointing as checkpointing
+    import megatron.training.training as training
+
+    whole = "a checkpoint that is not whole is refused with its reason, whatever is damaged"
+    apart = "layers whose parameters have different optimizers cannot be stacked into one tensor"
+    empty = "a save that was killed while it wrote the tracker file leaves it empty, and Megatron exits with status 0"
+    return [
+        _wrap(checkpointing, "_load_base_checkpoint", checked_base, whole),
+        _wrap(checkpointing, "_build_sharded_state_dict_metadata", undecided, apart),
+        _wrap(checkpointing, "generate_state_dict", named_apart, apart),
+        _wrap(checkpointing, "read_metadata", checked_tracker, empty),
+        _wrap(
+            arguments,
+            "add_megatron_arguments",
+            lambda original: lambda parser: amend(original(parser), releases.unavailable()),
+            "--optimizer and the flags of Muon take what our optimizers take, and refuse the rest when parsed",
+        ),
+        _wrap(
+            training,
+            "get_megatron_optimizer_config",
+            with_flags,
+            "what the flags of our optimizers say reaches the config, which has no fields for some of them",
+        ),
+        _wrap(training, "evaluate", averaged, "Schedule-Free trains at one point and is evaluated at another"),
+    ]
+
+
+def _with_exact_tp_mode(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def init_with_exact_tp_mode(self: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("muon_tp_mode", DEFAULT_TP_MODE)
+        init(self, *args, **kwargs)
+
+    return init_with_exact_tp_mode
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Any], Any], reason: str) -> Redirection:
+    return Redirection(owner=owner, name=name, make=make, reason=reason)
+
+
+def _replace(owner: Any, name: str, value: Any, reason: str) -> Redirection:
+    return _wrap(owner, name, lambda _: value, reason)
 
 
 def _forward_registry() -> None:
@@ -150,104 +224,3 @@ def _is_megatrons_own(entry: Any) -> bool:
         made_of.append(entry.config_to_kwargs)
     homes = (releases.registry_module().__name__, "emerging_optimizers.")
     return bool(routing) and all(str(getattr(each, "__module__", "")).startswith(homes) for each in made_of)
-
-
-def _redirections_of_0_17(with_training: bool) -> list[Redirection]:
-    module = releases.muon_factory_module()
-    factory = checked(module.get_megatron_muon_optimizer)
-    owners = [module]
-    if with_training:
-        import megatron.training.training as training
-
-        owners.append(training)
-    return [
-        _replace(module, "TensorParallelMuon", releases.muon_of_0_17, "Megatron builds Muon by this name"),
-        *(
-            _replace(owner, "get_megatron_muon_optimizer", factory, "checks come before the model is touched")
-            for owner in owners
-        ),
-    ]
-
-
-def _attributes_kept() -> list[Redirection]:
-    from megatron.core.tensor_parallel import layers
-
-    reason = "the fp32 copy of a bf16 parameter would lose its name, its padding, and which matrices it is made of"
-    return [
-        Redirection(
-            owner=layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS, name=name, make=lambda default: default, reason=reason
-        )
-        for name in ("qkv_split_shapes", "pad_length", ATTRIBUTE, NAME)
-    ]
-
-
-def _checkpoints_checked() -> list[Redirection]:
-    refused = "another optimizer's state is refused with its reason, or imported, before anything is read"
-    compared = "checksums of what is saved, which are compared when it is loaded"
-    return [
-        Redirection(owner=dist_checkpointing, name="load", make=checked_load, reason=refused),
-        Redirection(owner=dist_checkpointing, name="save", make=checked_save, reason=compared),
-    ]
-
-
-def _config_redirections() -> list[Redirection]:
-    classes = dict.fromkeys(  # 0.17 has several; later there are several names of one
-        value
-        for value in vars(optimizer_config).values()
-        if isinstance(value, type) and issubclass(value, optimizer_config.OptimizerConfig)
-    )
-    return [
-        Redirection(
-            owner=cls,
-            name="__init__",
-            make=_with_exact_tp_mode,
-            reason="a config that does not name muon_tp_mode gets an exact one, as the command line does",
-        )
-        for cls in classes
-    ]
-
-
-def _with_exact_tp_mode(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def init_with_exact_tp_mode(self: Any, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("muon_tp_mode", DEFAULT_TP_MODE)
-        init(self, *args, **kwargs)
-
-    return init_with_exact_tp_mode
-
-
-def _training_redirections() -> list[Redirection]:
-    import megatron.training.arguments as arguments
-    import megatron.training.checkpointing as checkpointing
-    import megatron.training.training as training
-
-    whole = "a checkpoint that is not whole is refused with its reason, whatever is damaged"
-    apart = "layers whose parameters have different optimizers cannot be stacked into one tensor"
-    empty = "a save that was killed while it wrote the tracker file leaves it empty, and Megatron exits with status 0"
-    return [
-        Redirection(owner=checkpointing, name="_load_base_checkpoint", make=checked_base, reason=whole),
-        Redirection(owner=checkpointing, name="_build_sharded_state_dict_metadata", make=named_apart, reason=apart),
-        Redirection(owner=checkpointing, name="read_metadata", make=checked_tracker, reason=empty),
-        Redirection(
-            owner=arguments,
-            name="add_megatron_arguments",
-            make=lambda original: lambda parser: amend(original(parser), releases.unavailable()),
-            reason="--optimizer and the flags of Muon take what our optimizers take, and refuse the rest when parsed",
-        ),
-        Redirection(
-            owner=training,
-            name="get_megatron_optimizer_config",
-            make=with_flags,
-            reason="what the flags of our optimizers say reaches the config, which has no fields for some of them",
-        ),
-        Redirection(
-            owner=training,
-            name="evaluate",
-            make=averaged,
-            reason="Schedule-Free trains at one point and is evaluated at another",
-        ),
-    ]
-
-
-def _replace(owner: Any, name: str, value: Any, reason: str) -> Redirection:
-    return Redirection(owner=owner, name=name, make=lambda _: value, reason=reason)

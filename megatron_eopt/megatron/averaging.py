@@ -2,32 +2,31 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from megatron_eopt.megatron.checkpoints.attach import plain_wrappers
-from megatron_eopt.megatron.held import model_parameters
-from megatron_eopt.optimizers.base import BaseOptimizer as BaseOptimizer
+from megatron_eopt.megatron.parameters import model_parameters, plain_wrappers
+from megatron_eopt.optimizers.base import BaseOptimizer
 
-_EXPORTING: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
-"""Model chunk -> those of Megatron's optimizers that evaluate and export something else than its parameters."""
+_AVERAGING = "averaging_optimizers"  # attribute of a model chunk: weak references to Megatron's optimizers
 
 
 def remember(optimizer: Any, model_chunks: Sequence[nn.Module]) -> None:
-    """Let :func:`averaged` find what trains a model, where it trains at another point than is evaluated.
+    """Let :func:`averaged` find what trains a model at another point than is evaluated; of several, the last one built.
 
     Args:
         optimizer: Megatron's.
         model_chunks: of this rank.
     """
-    exporting = [each for each in plain_wrappers(optimizer) if _exports(each.optimizer)]
-    for chunk in model_chunks if exporting else ():
-        _EXPORTING[chunk] = exporting
+    averaging = [weakref.ref(each) for each in plain_wrappers(optimizer) if _averages(each.optimizer)]
+    for chunk in model_chunks:
+        if averaging or hasattr(chunk, _AVERAGING):
+            setattr(chunk, _AVERAGING, averaging)
 
 
 def averaged(evaluate: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,15 +37,15 @@ def averaged(evaluate: Callable[..., Any]) -> Callable[..., Any]:
     def evaluate_averaged(*args: Any, **kwargs: Any) -> Any:
         model = parameters.bind(*args, **kwargs).arguments["model"]
         chunks = model if isinstance(model, list) else [model]
-        wrappers = {id(each): each for chunk in chunks for each in _EXPORTING.get(chunk, ())}
-        with _exported(list(wrappers.values())):
+        found = dict.fromkeys(each() for chunk in chunks for each in getattr(chunk, _AVERAGING, ()))
+        with _exported(each for each in found if each is not None):
             return evaluate(*args, **kwargs)
 
     return evaluate_averaged
 
 
 @contextmanager
-def _exported(wrappers: Sequence[Any]) -> Iterator[None]:
+def _exported(wrappers: Iterable[Any]) -> Iterator[None]:
     kept: list[tuple[Tensor, Tensor]] = []
     try:
         with torch.no_grad():
@@ -63,5 +62,5 @@ def _exported(wrappers: Sequence[Any]) -> Iterator[None]:
                 parameter.copy_(before)
 
 
-def _exports(optimizer: Any) -> bool:
+def _averages(optimizer: Any) -> bool:
     return isinstance(optimizer, BaseOptimizer) and optimizer.live_key is not None

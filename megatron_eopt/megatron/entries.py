@@ -24,7 +24,7 @@ from megatron_eopt.registry import decays_weights, get_optimizer_entry, list_opt
 _SPLITS = ("per_head",)
 
 DEFAULT = "default of"
-"""What the place of a setting begins with that nobody has asked for."""
+"""What the source of a setting begins with that nobody has asked for."""
 
 
 def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] | None) -> list[Entry]:
@@ -45,7 +45,7 @@ def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] |
         *_mup_of_others(defaults, known),
         *_without_decay(known),
         *entries_from_dict(own, Layer.PYTHON, "config_overrides", known),
-        *_asked_for(getattr(config, "optimizer_overrides", None), known),
+        *_from_user(getattr(config, "optimizer_overrides", None), known),
         *_from_flags(primary, config, known),
     ]
 
@@ -73,7 +73,7 @@ def _without_decay(known: Known) -> Iterator[Entry]:
             yield make_entry(f"optimizer:{name}", {"weight_decay": 0.0}, Layer.DEFAULTS, f"{DEFAULT} {name}", known)
 
 
-def _asked_for(overrides: Any, known: Known) -> list[Entry]:
+def _from_user(overrides: Any, known: Known) -> list[Entry]:
     if overrides is None:
         return []
     if isinstance(overrides, Mapping):

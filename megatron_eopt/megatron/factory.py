@@ -1,48 +1,171 @@
-"""Building an optimizer for a Megatron model: what is checked before, what is printed after."""
+"""Building the optimizer of a run: its phases in their order, and what takes the place of Megatron's own builders."""
 
+import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import megatron.core.optimizer as core_optimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_eopt.manifest import to_json
 from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.assignment import MegatronOverrides, assign, excluded_hidden, on_all_ranks
 from megatron_eopt.megatron.averaging import remember
-from megatron_eopt.megatron.checking import refuse_bad_values, refuse_unread
-from megatron_eopt.megatron.checkpoints import layers
+from megatron_eopt.megatron.checking import refuse_bad_values, refuse_other_buffers, refuse_unread
 from megatron_eopt.megatron.checkpoints.attach import attach
-from megatron_eopt.megatron.checkpoints.replicas import check_before_first_step
-from megatron_eopt.megatron.collecting import collect
-from megatron_eopt.megatron.declaring import declare, prove_in_first_step
-from megatron_eopt.megatron.fused import SplitName, tag
-from megatron_eopt.megatron.overriding import (
-    excluded,
-    for_megatron,
-    on_all_ranks,
-    owners,
-    refuse_other_buffers,
-    routed,
-    splits,
-    without_defaults,
-)
-from megatron_eopt.megatron.parameters import frozen_names, trainable
-from megatron_eopt.megatron.presets import with_preset
-from megatron_eopt.megatron.summary import print_summary, torch_optimizers
-from megatron_eopt.megatron.support.facts import Run
+from megatron_eopt.megatron.checkpoints.checksums import check_replicas
+from megatron_eopt.megatron.checkpoints.sharding import layers_differ
+from megatron_eopt.megatron.first_step import Check, check_first_step, matrices_are_updated
+from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag
+from megatron_eopt.megatron.manifest import collect, declare
+from megatron_eopt.megatron.parameters import frozen_names, mark, torch_optimizers, trainable
+from megatron_eopt.megatron.summary import print_summary
+from megatron_eopt.megatron.support import Run
 from megatron_eopt.megatron.support.rules import refuse_unsupported
-from megatron_eopt.megatron.tagging import tag_fused_projections
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer, takes_matrices
+from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.orthogonalize.scale import PRESETS
+from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 
 _MEGATRONS_OWN = ("adam", "sgd", "lion")
 
 
+class OptimizerOfRun:
+    """The optimizer of a run, from Megatron's asking for one to its first step.
+
+    :meth:`built_by` goes through the phases, which are the methods below it in their order; all ranks do so together.
+    What can be known to be wrong before anything is built is an error by the end of :meth:`check`. Until then nothing
+    is changed, but that parameters are marked with their names. Megatron's optimizer has this object as its attribute
+    ``megatron_eopt``.
+
+    Args:
+        config: Megatron's ``OptimizerConfig``.
+        model_chunks: the model, one module per virtual pipeline stage.
+        pg_collection: Megatron's process groups.
+        layer_wise: what the caller of Megatron-Core 0.17 passes; later releases have it in ``config``.
+
+    Attributes:
+        facts: what decides whether the run can work.
+        parameters: the trainable ones of this rank.
+        assigned: the same with their optimizers and settings.
+        optimizer: Megatron's.
+        manifest: of all ranks.
+    """
+
+    def __init__(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any, layer_wise: bool) -> None:
+        self.facts = Run.of(config, model_chunks, pg_collection, layer_wise=layer_wise)
+        refuse_unsupported(self.facts)
+        self.config = with_preset(config)
+        self.model_chunks = model_chunks
+        self.groups = pg_collection
+
+    def built_by(self, build: Callable[[Any, Any], Any], config_overrides: Any) -> Any:
+        """Megatron's optimizer.
+
+        Args:
+            build: Megatron's builder, of a config and of overrides.
+            config_overrides: those of the run.
+        """
+        self.describe()
+        self.assign(config_overrides)
+        matrices, overrides = on_all_ranks(self.check)
+        tag(matrices)
+        self.build(build, overrides)
+        self.prepare()
+        self.declare()
+        self.attach_checkpoints()
+        self.guard_first_step()
+        print_summary(self.optimizer)
+        return self.optimizer
+
+    def describe(self) -> None:
+        """Name the parameters of the model, and mark those whose matrices the user has declared."""
+        self.parameters = trainable(self.model_chunks, self.groups)
+        mark(self.parameters)
+
+    def assign(self, config_overrides: Any) -> None:
+        """Decide which optimizer updates every parameter, with which settings."""
+        self.assigned = assign(self.parameters, self.config, config_overrides)
+
+    def check(self) -> tuple[list[Matrices], MegatronOverrides]:
+        """Refuse what was assigned and cannot work; what it means for the parameters, and for Megatron."""
+        names = {each.optimizer for each in self.assigned}
+        routes = any(each.user_source("optimizer") for each in self.assigned)
+        assigned = frozenset(name for name in names if name is not None)
+        refuse_unsupported(replace(self.facts, routes_optimizers=routes, excludes=None in names, assigned=assigned))
+        refuse_other_buffers(self.assigned)
+        refuse_bad_values(self.assigned, self.config, self.model_chunks, self.groups)
+        return logical_matrices(self.assigned, self.config), MegatronOverrides(self.assigned, self.config)
+
+    def build(self, build: Callable[[Any, Any], Any], overrides: MegatronOverrides) -> None:
+        """Let Megatron build its optimizer, and look at what it has built."""
+        with excluded_hidden(self.assigned), releases.package_not_needed():
+            self.optimizer = build(self.config, overrides)
+        self.optimizer.megatron_eopt = self
+        on_all_ranks(lambda: refuse_unread(self.optimizer, self.assigned))
+        for each in torch_optimizers(self.optimizer):
+            if isinstance(each, BaseOptimizer):  # a scalar optimizer, which Megatron has not told of its ranks
+                each.pg_collection = self.groups
+
+    def prepare(self) -> None:
+        """Let every optimizer that has parameters here agree on its steps with the ranks that share them."""
+        for each in torch_optimizers(self.optimizer):
+            if hasattr(each, "prepare") and any(group["params"] for group in each.param_groups):
+                each.prepare()
+
+    def declare(self) -> None:
+        """Say which optimizer updates every parameter, as it was built."""
+        self.manifest = collect(self.optimizer, self.assigned, self.config, self.groups)
+        declare(self.manifest, self.facts.optimizer, self.config)
+
+    def attach_checkpoints(self) -> None:
+        """Let checkpoints hold the optimizers' state, and evaluation see what they will hold of the model."""
+        families = self.manifest.families
+        differ = layers_differ(families, frozen_names(self.model_chunks))
+        attach(self.optimizer, self.model_chunks, to_json(families), differ)
+        remember(self.optimizer, self.model_chunks)
+
+    def guard_first_step(self) -> None:
+        """Check what can only be known in the first step."""
+        checks: list[Check] = [matrices_are_updated(self.optimizer, self.manifest.matrices_here)]
+        if getattr(self.config, "check_replicas", True):
+            ranks = (getattr(self.groups, name, None) for name in ("dp_cp", "expt_dp"))
+            checks.append(functools.partial(check_replicas, self.model_chunks, *ranks))
+        check_first_step(self.optimizer, checks)
+
+
+def with_preset(config: Any) -> Any:
+    """The config with the size of updates that its ``muon_preset`` says; the same object where it has none.
+
+    Raises:
+        ValueError: for an unknown preset, with an optimizer whose updates have a size of their own, and where the
+            config also has a scale mode or a factor that contradicts it.
+    """
+    preset = getattr(config, "muon_preset", None)
+    if preset is None:
+        return config
+    check_choice("preset", preset, tuple(PRESETS))
+    name = config.optimizer.removeprefix("dist_")
+    if name not in ("muon", "adaptive_muon"):
+        raise ValueError(
+            f"--muon-preset {preset} is for muon and adaptive_muon, and updates of {name} have a size of their own: "
+            f"leave it away"
+        )
+    given, (mode, factor) = (config.muon_scale_mode, config.muon_extra_scale_factor), PRESETS[preset]
+    if given not in (PRESETS["megatron"], (mode, factor)):
+        raise ValueError(
+            f"--muon-preset {preset} stands for --muon-scale-mode {mode} --muon-extra-scale-factor {factor:g}, but the "
+            f"run also says {given[0]} and {given[1]:g}: keep the preset or the two"
+        )
+    found = copy.copy(config)
+    found.muon_scale_mode, found.muon_extra_scale_factor = mode, factor
+    return found
+
+
 def checked(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's builder of emerging optimizers: errors come before it changes anything, a summary comes after.
+    """Wrap Megatron's builder of emerging optimizers: what it builds is the :class:`OptimizerOfRun`.
 
     Args:
         build: takes ``(config, model_chunks, ..., pg_collection=...)``.
@@ -53,67 +176,24 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if kwargs.get("pg_collection") is None:
             kwargs["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
-        name = config.optimizer.removeprefix("dist_")
         layer_wise = kwargs.get("layer_wise_distributed_optimizer", False)
-        run = Run.of(config, model_chunks, kwargs["pg_collection"], layer_wise=layer_wise)
-        refuse_unsupported(run)
-        config = with_preset(config)
-        owned = owners(trainable(model_chunks, kwargs["pg_collection"]), config, config_overrides)
-        of_run: SplitName = getattr(config, "muon_split", "default")
-
-        def decide() -> tuple[Any, Any]:
-            excludes = any(each.owner is None for each in owned)
-            names = frozenset(each.owner for each in owned if each.owner is not None)
-            refuse_unsupported(replace(run, routes_optimizers=routed(owned), excludes=excludes, owners=names))
-            refuse_other_buffers(owned)
-            refuse_bad_values(owned, config, model_chunks, kwargs["pg_collection"])
-            return splits(owned, of_run), for_megatron(owned, config)
-
-        split, overrides = on_all_ranks(decide)
-        tag(split)
-        if takes_matrices(name) and getattr(config, "muon_split_qkv", False):
-            tag_fused_projections(model_chunks, kwargs["pg_collection"])
-        with without_defaults(name), excluded(owned), releases.package_not_needed():
-            optimizer = build(config, model_chunks, overrides, *args, **kwargs)
-        on_all_ranks(lambda: refuse_unread(optimizer, owned))
-        _complete(optimizer, kwargs["pg_collection"])
-        manifest = collect(optimizer, owned, config, kwargs["pg_collection"])
-        declare(manifest, name, config)
-        layers.settle(manifest.families, frozen_names(model_chunks))
-        attach(optimizer, to_json(manifest.families))
-        remember(optimizer, model_chunks)
-        prove_in_first_step(optimizer, manifest.matrices_here)
-        if getattr(config, "check_replicas", True):
-            groups = (getattr(kwargs["pg_collection"], name, None) for name in ("dp_cp", "expt_dp"))
-            check_before_first_step(optimizer, model_chunks, *groups)
-        print_summary(optimizer)
-        return optimizer
+        run = OptimizerOfRun(config, model_chunks, kwargs["pg_collection"], layer_wise)
+        return run.built_by(
+            lambda config, overrides: build(config, model_chunks, overrides, *args, **kwargs), config_overrides
+        )
 
     return build_checked
 
 
-def _complete(optimizer: Any, pg_collection: Any) -> None:
-    """Tell the ranks of a scalar optimizer, which Megatron builds without them, whom to agree with."""
-    for each in torch_optimizers(optimizer):
-        if isinstance(each, BaseOptimizer):
-            each.pg_collection = pg_collection
-
-
-def allowing_owners(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's check of overrides, which takes an optimizer of a parameter's own for a mistake."""
+def checked_elsewhere(check: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Megatron's check of overrides, which refuses an optimizer's name: :class:`OptimizerOfRun` checks ours."""
 
     @functools.wraps(check)
-    def check_rest(config: Any, config_overrides: Any) -> Any:
-        if config_overrides is None or config.optimizer.removeprefix("dist_") not in EMERGING_OPTIMIZERS:
-            return check(config, config_overrides)
-        rest = {
-            key: {name: value for name, value in settings.items() if name != "optimizer"}
-            for key, settings in config_overrides.items()
-            if isinstance(settings, Mapping)  # what is none is refused with the rest, by its place
-        }
-        return check(config, rest)
+    def check_others(config: Any, config_overrides: Any) -> Any:
+        ours = config.optimizer.removeprefix("dist_") in EMERGING_OPTIMIZERS
+        return True if ours else check(config, config_overrides)
 
-    return check_rest
+    return check_others
 
 
 def with_registered(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,6 +243,4 @@ def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *args: Any,
     Raises:
         ValueError: for an unknown optimizer and for settings that it refuses, before anything is changed.
     """
-    if releases.has_registry() or config.optimizer in ("adam", "sgd"):
-        return core_optimizer.get_megatron_optimizer(config, model_chunks, *args, **kwargs)
-    return releases.muon_factory_module().get_megatron_muon_optimizer(config, model_chunks, *args, **kwargs)
+    return releases.builder(config.optimizer)(config, model_chunks, *args, **kwargs)

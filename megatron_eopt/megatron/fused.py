@@ -1,6 +1,6 @@
-"""The fused parameters of Megatron's modules, and the logical matrices that each way to split makes of them."""
+"""Which logical matrices a parameter of Megatron's modules is made of, by each way to split, and how it is told."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,15 +18,16 @@ from megatron_eopt.matrices import (
     per_shard,
     query_key_value,
 )
-from megatron_eopt.megatron.parameters import Described
-from megatron_eopt.registry import get_qkv_split_shapes
+from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.assignment import Assignment
+from megatron_eopt.megatron.parameters import ModelParameter
+from megatron_eopt.overrides import OverrideError
+from megatron_eopt.registry import get_qkv_split_shapes, pairs_rows
 
 SplitName = Literal["none", "default", "all", "per_head"]
 """How fused parameters are split: not at all; as Megatron does; wherever it is geometrically right; and into heads."""
 
 _BY_SETTING = "logical_matrices_by_setting"
-
-type Kind = Callable[[Any, str], "Fused | None"]
 
 
 @dataclass(frozen=True)
@@ -54,18 +55,94 @@ class Fused:
         return self.matrices if name == "all" else None
 
 
-def fused(described: Described) -> Fused | None:
-    """What a parameter is made of; None for one that is a single matrix."""
-    parameter = described.parameter
-    if parameter.ndim not in (2, 3):
+@dataclass(frozen=True)
+class Matrices:
+    """What is to be put on a parameter for the optimizers of matrices.
+
+    Attributes:
+        parameter: the parameter.
+        split: its logical matrices; None where the optimizer decides.
+        qkv_shapes: rows of each matrix in a query group, of a fused projection that Megatron splits.
+    """
+
+    parameter: ModelParameter
+    split: Split | None
+    qkv_shapes: list[int] | None
+
+
+def logical_matrices(assigned: Iterable[Assignment], config: Any) -> list[Matrices]:
+    """The logical matrices of every parameter of an optimizer of matrices: by its own setting, else by the run's.
+
+    Args:
+        assigned: of this rank.
+        config: Megatron's ``OptimizerConfig``.
+
+    Raises:
+        ValueError: if nobody has said how a fused parameter is to be orthogonalized, if it was said twice, and if a
+            fused projection has another number of rows than its config says.
+    """
+    of_run: SplitName = getattr(config, "muon_split", "default")
+    splits_qkv = getattr(config, "muon_split_qkv", False)
+    return [
+        Matrices(each.parameter, _split(each, of_run), qkv_shapes(each.parameter) if splits_qkv else None)
+        for each in assigned
+        if each.has_matrix_optimizer
+    ]
+
+
+def tag(found: Iterable[Matrices]) -> None:
+    """Put on the parameters what the optimizers read; what an earlier call put there is replaced.
+
+    That is the attribute ``logical_matrices``, and on fused projections Megatron's own attributes ``is_qkv`` and
+    ``qkv_split_shapes``, by which an optimizer with ``split_qkv`` finds them. Megatron itself marks a projection if a
+    shard is a whole number of query groups, so that the marks depend on the number of ranks. Here the global matrix
+    decides, and the config of its attention, which need not be the model's (an encoder beside the language model).
+    """
+    for each in found:
+        tensor = each.parameter.tensor
+        if each.qkv_shapes is not None:
+            tensor.is_qkv, tensor.qkv_split_shapes = True, each.qkv_shapes  # type: ignore[attr-defined]
+        if is_declared(each.parameter):
+            continue
+        for name, value in ((ATTRIBUTE, each.split), (_BY_SETTING, True)):
+            if each.split is not None:
+                setattr(tensor, name, value)
+            elif hasattr(tensor, name):
+                delattr(tensor, name)
+
+
+def is_declared(parameter: ModelParameter) -> bool:
+    """Whether its user declared the matrices of a parameter, and not an earlier :func:`tag`."""
+    return declared_split(parameter.tensor) is not None and not hasattr(parameter.tensor, _BY_SETTING)
+
+
+def qkv_shapes(parameter: ModelParameter) -> list[int] | None:
+    """Rows of each matrix in a query group of a fused projection of queries, keys and values; None for any other.
+
+    Raises:
+        ValueError: if it has another number of rows than the config of its attention says.
+    """
+    if parameter.tensor.ndim != 2 or not f".{parameter.path}".endswith(".linear_qkv"):
         return None
-    owner = _parent(described)
-    name = described.path.rpartition(".")[2]
-    config = getattr(owner, "config", None)
-    return _KINDS[name](owner, described.info.name) if name in _KINDS and config is not None else None
+    config, rows = _module(parameter).config, parameter.info.shape[0]
+    shapes = get_qkv_split_shapes(config)
+    if rows != config.num_query_groups * sum(shapes):
+        raise ValueError(
+            f"{parameter.name} has {rows} rows over all ranks, but {config.num_query_groups} query groups of {shapes} "
+            f"rows make {config.num_query_groups * sum(shapes)}: turn QKV splitting off with --muon-no-split-qkv"
+        )
+    return shapes
 
 
-def split_of(described: Described, name: SplitName) -> Split | None:
+def fused(parameter: ModelParameter) -> Fused | None:
+    """What a parameter is made of; None for one that is a single matrix."""
+    module = _module(parameter)
+    if parameter.tensor.ndim not in (2, 3) or getattr(module, "config", None) is None:
+        return None
+    return _kind(parameter.path.rpartition(".")[2], module, parameter.name)
+
+
+def split_of(parameter: ModelParameter, name: SplitName) -> Split | None:
     """The split to put on a parameter: what its attribute declares, else what ``name`` makes of it.
 
     Returns:
@@ -74,124 +151,88 @@ def split_of(described: Described, name: SplitName) -> Split | None:
     Raises:
         ValueError: if nobody has said how a fused parameter is to be orthogonalized.
     """
-    if is_declared(described):
-        return declared_split(described.parameter)
-    found = fused(described)
+    if is_declared(parameter):
+        return declared_split(parameter.tensor)
+    found = fused(parameter)
     if found is None:
         return None
     split = found.split(name)
     if split is None and not found.known:
         raise ValueError(
-            f"{described.info.name} is fused of {found.what}, and nothing says how it is to be orthogonalized: declare "
+            f"{parameter.name} is fused of {found.what}, and nothing says how it is to be orthogonalized: declare "
             f"that as these (--muon-split all, or an override with split: all) or as one matrix (split: none), or "
             f"give it to Adam (optimizer: adam)"
         )
     return split
 
 
-def is_declared(described: Described) -> bool:
-    """Whether its user declared the matrices of a parameter, and not an earlier :func:`tag`."""
-    return declared_split(described.parameter) is not None and not hasattr(described.parameter, _BY_SETTING)
+def _split(assigned: Assignment, of_run: SplitName) -> Split | None:
+    own, parameter = assigned.settings.get("split"), assigned.parameter
+    if own is not None and is_declared(parameter):
+        raise OverrideError(
+            f"{parameter.name}: split {own} by {assigned.resolved.sources['split']} would have no effect, since its "
+            f"matrices are declared: remove one of the two"
+        )
+    name: SplitName = own or of_run
+    if assigned.optimizer is None or not pairs_rows(assigned.optimizer):
+        return split_of(parameter, name)
+    found = fused(parameter)
+    if name == "none" and not is_declared(parameter) and found and found.matrices.order == "per_shard":
+        raise OverrideError(
+            f"{parameter.name} holds {found.what} in an order that follows the tensor-parallel ranks, and what "
+            f"{assigned.optimizer} keeps of its rows would be of no other size: let it be split (split: all), or give "
+            f"it to another optimizer"
+        )
+    return split_of(parameter, "all" if name == "default" else name)
 
 
-def tag(splits: Iterable[tuple[Described, Split | None]]) -> None:
-    """Put the splits on the parameters, as the attribute that the optimizers read; what an earlier call put is gone."""
-    for described, split in splits:
-        if is_declared(described):
-            continue
-        for name, value in ((ATTRIBUTE, split), (_BY_SETTING, True)):
-            if split is not None:
-                setattr(described.parameter, name, value)
-            elif hasattr(described.parameter, name):
-                delattr(described.parameter, name)
-
-
-def _parent(described: Described) -> Any:
+def _module(parameter: ModelParameter) -> Any:
     """The module that has the linear layer, whose config says how it is fused."""
-    return described.chunk.get_submodule(described.path.rpartition(".")[0])
+    return parameter.chunk.get_submodule(parameter.path.rpartition(".")[0])
 
 
-def _query_key_value(owner: Any, name: str) -> Fused:
-    shapes = get_qkv_split_shapes(owner.config)
-    parts = "queries, gate, keys and values" if len(shapes) == 4 else "queries, keys and values"
-    return Fused(f"the {parts} of a query group", query_key_value(shapes), query_key_value(shapes, per_head=True))
+def _kind(layer: str, module: Any, name: str) -> Fused | None:
+    """What the weight of a linear layer is made of, by the name of the layer in its module."""
+    config = module.config
+    match layer:
+        case "linear_qkv":
+            shapes = get_qkv_split_shapes(config)
+            listed = "queries, gate, keys and values" if len(shapes) == 4 else "queries, keys and values"
+            what = f"the {listed} of a query group"
+            return Fused(what, query_key_value(shapes), query_key_value(shapes, per_head=True))
+        case "linear_q":  # of cross attention
+            return Fused("the queries of all heads", WHOLE, heads("q", config.kv_channels))
+        case "linear_kv":  # of cross attention
+            k = v = config.kv_channels
+            return Fused("the keys and values of all heads", key_value(k, v), key_value(k, v, per_head=True))
+        case "linear_q_proj" | "linear_q_up_proj":  # from here on of latent attention
+            rows = config.qk_head_dim + config.qk_pos_emb_head_dim
+            return Fused("the queries of all heads", WHOLE, heads("q", rows))
+        case "linear_kv_up_proj":
+            k, v = config.qk_head_dim, config.v_head_dim
+            return Fused("the keys and values of all heads", key_value(k, v), key_value(k, v, per_head=True))
+        case "linear_kv_down_proj":
+            split = concatenated(kv=config.kv_lora_rank, k_rope=config.qk_pos_emb_head_dim)
+            return Fused("the latent keys and values, and the keys with positions", split)
+        case "linear_qkv_down_proj":
+            split = latent_down(config.q_lora_rank, config.kv_lora_rank, config.qk_pos_emb_head_dim)
+            return Fused("the latent queries, the latent keys and values, and the keys with positions", split)
+        case "linear_fc1" if config.gated_linear_unit:
+            of_expert = "moe_shared_expert" if "shared_experts" in name else "moe_mlp"
+            interleaved = getattr(config, f"{of_expert}_glu_interleave_size", None) if "experts" in name else None
+            return Fused("gate and up", GATE_UP if interleaved is None else interleaved_gate_up(interleaved))
+        case "in_proj":
+            return _in_proj(module)
+    return None
 
 
-def _cross_query(owner: Any, name: str) -> Fused:
-    return Fused("the queries of all heads", WHOLE, heads("q", owner.config.kv_channels))
-
-
-def _cross_key_value(owner: Any, name: str) -> Fused:
-    channels = owner.config.kv_channels
-    return Fused("the keys and values of all heads", key_value(channels, channels), key_value(channels, channels, True))
-
-
-def _latent_query(owner: Any, name: str) -> Fused:
-    rows = owner.config.qk_head_dim + owner.config.qk_pos_emb_head_dim
-    return Fused("the queries of all heads", WHOLE, heads("q", rows))
-
-
-def _latent_key_value(owner: Any, name: str) -> Fused:
-    k, v = owner.config.qk_head_dim, owner.config.v_head_dim
-    return Fused("the keys and values of all heads", key_value(k, v), key_value(k, v, per_head=True))
-
-
-def _latent_down(owner: Any, name: str) -> Fused:
-    config = owner.config
-    return Fused(
-        "the latent keys and values, and the keys with positions",
-        concatenated(kv=config.kv_lora_rank, k_rope=config.qk_pos_emb_head_dim),
-    )
-
-
-def _latent_down_fused(owner: Any, name: str) -> Fused:
-    config = owner.config
-    return Fused(
-        "the latent queries, the latent keys and values, and the keys with positions",
-        latent_down(config.q_lora_rank, config.kv_lora_rank, config.qk_pos_emb_head_dim),
-    )
-
-
-def _gate_up(owner: Any, name: str) -> Fused | None:
-    config = owner.config
-    if not config.gated_linear_unit:
-        return None
-    setting = "moe_shared_expert_glu_interleave_size" if "shared_experts" in name else "moe_mlp_glu_interleave_size"
-    by_turns = getattr(config, setting, None) if "experts" in name else None
-    return Fused("gate and up", GATE_UP if by_turns is None else interleaved_gate_up(by_turns))
-
-
-def _state_space(owner: Any, name: str) -> Fused:
-    if all(hasattr(owner, each) for each in ("d_inner", "ngroups", "d_state", "nheads")):
-        between = owner.ngroups * owner.d_state
-        split = per_shard(z=owner.d_inner, x=owner.d_inner, B=between, C=between, dt=owner.nheads)
+def _in_proj(module: Any) -> Fused:
+    """Of a state-space layer, or of linear attention."""
+    if all(hasattr(module, each) for each in ("d_inner", "ngroups", "d_state", "nheads")):
+        between = module.ngroups * module.d_state
+        split = per_shard(z=module.d_inner, x=module.d_inner, B=between, C=between, dt=module.nheads)
         return Fused("z, x, B, C and dt of a state-space layer", split, known=False)
-    rows = _linear_attention(owner)
+    rows = releases.linear_attention_rows(module)
     if not rows:
         return Fused("parts that this package does not know", WHOLE, known=False)
     return Fused(f"{', '.join(rows)} of linear attention", per_shard(**rows), known=False)
-
-
-def _linear_attention(owner: Any) -> dict[str, int]:
-    """Rows of each part over all ranks; none for a module that does not say them."""
-    if hasattr(owner, "in_proj_split_names"):  # from 0.19 on
-        sizes = zip(owner.in_proj_split_names, owner.in_proj_split_sections, strict=True)
-        return {part: size * owner.tp_size for part, size in sizes}
-    if all(hasattr(owner, each) for each in ("qk_dim", "v_dim", "num_value_heads")):
-        qk, v, heads_of_v = owner.qk_dim, owner.v_dim, owner.num_value_heads
-        return {"query": qk, "key": qk, "value": v, "z": v, "beta": heads_of_v, "alpha": heads_of_v}
-    return {}
-
-
-_KINDS: dict[str, Kind] = {
-    "linear_qkv": _query_key_value,
-    "linear_q": _cross_query,
-    "linear_kv": _cross_key_value,
-    "linear_q_proj": _latent_query,
-    "linear_q_up_proj": _latent_query,
-    "linear_kv_up_proj": _latent_key_value,
-    "linear_kv_down_proj": _latent_down,
-    "linear_qkv_down_proj": _latent_down_fused,
-    "linear_fc1": _gate_up,
-    "in_proj": _state_space,
-}

@@ -1,4 +1,7 @@
-"""The trainable parameters of a Megatron model: names and shapes that are the same at every parallel size."""
+"""The trainable parameters of a Megatron model, and where the optimizers that Megatron has built keep them.
+
+Names and shapes are those of the whole model, the same at every parallel size.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -6,34 +9,60 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
+from megatron_eopt.matrices import tag_declared
+from megatron_eopt.optimizers.parameters import NAME
 from megatron_eopt.overrides import ParameterInfo, unwrapped
 from megatron_eopt.parallel.layout import is_cut_again, is_expert, is_sharded, padding_of
+from megatron_eopt.registry import built_as
 
 _GROUPED_WEIGHT = re.compile(r"(weight|bias)(\d+)")
 
 
 @dataclass(frozen=True)
-class Described:
+class ModelParameter:
     """A trainable parameter of this rank.
 
     Attributes:
-        parameter: itself, or this rank's part of it.
+        tensor: the parameter, or this rank's shard of it.
         info: what selectors see: its global name and shape, and the attributes that Megatron set.
         chunk: the model chunk that has it.
-        path: where the module that it belongs to lies in the chunk.
+        path: of its module in the chunk.
     """
 
-    parameter: Tensor
+    tensor: Tensor
     info: ParameterInfo
     chunk: Any
     path: str
 
+    @property
+    def name(self) -> str:
+        """In the whole model."""
+        return self.info.name
 
-def trainable(model_chunks: Sequence[Any], pg_collection: Any) -> list[Described]:
+
+@dataclass(frozen=True)
+class OptimizerParameter:
+    """A parameter as a torch optimizer inside Megatron's wrappers has it.
+
+    Attributes:
+        model: the model's tensor.
+        optimizer: the torch optimizer.
+        group: its group there.
+        main: the tensor in that group, the model's or its fp32 copy; None where the optimizer has shards of a buffer.
+    """
+
+    model: Tensor
+    optimizer: Optimizer
+    group: dict[str, Any]
+    main: Tensor | None
+
+
+def trainable(model_chunks: Sequence[Any], pg_collection: Any) -> list[ModelParameter]:
     """All parameters that require a gradient, in the order of the model; one that is used twice comes once."""
     return [
-        Described(parameter, _info(name, parameter, pg_collection), chunk, path)
+        ModelParameter(parameter, _info(name, parameter, pg_collection), chunk, path)
         for chunk in model_chunks
         for name, parameter, path in _named(chunk)
         if parameter.requires_grad
@@ -46,8 +75,80 @@ def frozen_names(model_chunks: Sequence[Any]) -> list[str]:
     return [name for name, parameter, _ in named if not parameter.requires_grad]
 
 
+def mark(parameters: Sequence[ModelParameter]) -> None:
+    """Put on every parameter its name, for messages, and the logical matrices that its user declared by that name."""
+    tag_declared((each.name, each.tensor) for each in parameters)
+    for each in parameters:
+        setattr(each.tensor, NAME, each.name)
+
+
+def wrappers(optimizer: Any) -> Iterator[Any]:
+    """The links of an optimizer of Megatron's that chains several, or chains of several; else the optimizer itself."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is None:
+        yield optimizer
+    for each in chained or ():
+        yield from wrappers(each)
+
+
+def plain_wrappers(optimizer: Any) -> list[Any]:
+    """Those of :func:`wrappers` that hold a torch optimizer of whole parameters, and save its state by their shapes."""
+    kinds = ("FP32Optimizer", "Float16OptimizerWithFloat16Params")
+    return [each for each in wrappers(optimizer) if type(each).__name__ in kinds and each.optimizer is not None]
+
+
+def torch_optimizers(optimizer: Any) -> Iterator[Optimizer]:
+    """The torch optimizers inside Megatron's wrappers, in their order."""
+    for each in wrappers(optimizer):
+        if isinstance(each, Optimizer):
+            yield each
+        elif getattr(each, "optimizer", None) is not None:
+            yield from torch_optimizers(each.optimizer)
+
+
+def optimizer_parameters(optimizer: Any) -> Iterator[OptimizerParameter]:
+    """All that an optimizer of Megatron's updates on this rank, in the order of its wrappers and groups."""
+    for wrapper in wrappers(optimizer):
+        inner = getattr(wrapper, "optimizer", None)
+        if inner is None:
+            continue
+        ranges = getattr(wrapper, "model_param_group_index_map", None)
+        if ranges is not None:
+            for parameter, (group, _) in ranges.items():
+                yield OptimizerParameter(parameter, inner, inner.param_groups[group], None)
+            continue
+        models = iter(model_parameters(wrapper))
+        for group in inner.param_groups:
+            for main in group["params"]:
+                yield OptimizerParameter(next(models), inner, group, main)
+
+
+def model_parameters(wrapper: Any) -> list[Tensor]:
+    """Those of the model, in the order of the torch optimizer's, which may be their fp32 copies.
+
+    Args:
+        wrapper: Megatron's, of one torch optimizer that holds whole parameters.
+    """
+    groups = (getattr(wrapper, name, []) for name in ("fp32_from_float16_groups", "float16_groups"))
+    of_main = {
+        id(main): model
+        for mains, models in zip(*groups, strict=True)
+        for main, model in zip(mains, models, strict=True)
+    }
+    own = (parameter for group in wrapper.optimizer.param_groups for parameter in group["params"])
+    return [of_main.get(id(parameter), parameter) for parameter in own]
+
+
+def optimizer_name(optimizer: Optimizer) -> str:
+    """The name by which a run asks for a torch optimizer: the registered one, or that of its kind."""
+    name = built_as(optimizer)
+    kind = type(optimizer).__name__
+    known = ("adam", "sgd", "lion", "muon")  # which Megatron builds by itself, Muon where there is no registry
+    return name or next((name for name in known if name in kind.lower()), kind)
+
+
 def _named(chunk: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
-    """Global name, parameter, and where its module is."""
+    """Global name, parameter, and path of its module."""
     numbers = dict(_numbers(chunk))
     for name, parameter in chunk.named_parameters():
         path, _, last = name.rpartition(".")
@@ -69,18 +170,16 @@ def _numbers(chunk: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _global_name(path: str, last: str, numbers: dict[str, int]) -> str:
-    parts = path.split(".")
-    for place, part in enumerate(parts):
-        if not part.isdecimal():
-            continue
-        ahead = ".".join(path.split(".")[:place])
-        offset = numbers.get(f"{ahead}.{part}", numbers.get(f"{ahead}.*", 0))
-        parts[place] = str(int(part) + offset)
+    words = path.split(".")
+    for index, word in enumerate(path.split(".")):
+        if word.isdecimal():
+            ahead = ".".join(path.split(".")[:index])
+            words[index] = str(int(word) + numbers.get(f"{ahead}.{word}", numbers.get(f"{ahead}.*", 0)))
     grouped = _GROUPED_WEIGHT.fullmatch(last)
     if grouped:  # Transformer Engine's experts are numbered in the name of the weight
-        owner = path.rpartition(".")[0]
-        last = f"{grouped[1]}{int(grouped[2]) + numbers.get(f'{owner}.linear_fc*.weight*', 0)}"
-    return unwrapped(".".join([*parts, last] if path else [last]))
+        module = path.rpartition(".")[0]
+        last = f"{grouped[1]}{int(grouped[2]) + numbers.get(f'{module}.linear_fc*.weight*', 0)}"
+    return unwrapped(".".join([*words, last] if path else [last]))
 
 
 def _info(name: str, parameter: Tensor, pg_collection: Any) -> ParameterInfo:

@@ -1,25 +1,76 @@
-"""What differs between the releases of Megatron-Core that are supported: 0.17, 0.18 and 0.19."""
+"""What differs between the releases of Megatron-Core that are supported, 0.17, 0.18 and 0.19, and nowhere else.
+
+Functions of a release's number speak of any release; the others of the one that is installed, and look at what it has.
+Importing this module imports no Megatron.
+"""
 
 import importlib
 import importlib.util
+import re
 import sys
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-import megatron.core
-import megatron.core.optimizer as core_optimizer
+from torch.nn import Module
 
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.redirect import Redirection, Redirections
 from megatron_eopt.registry import list_optimizers
 
+SUPPORTED = ("0.19", "0.18", "0.17")
+"""The latest first."""
+
+
+def number(release: str) -> tuple[int, int]:
+    """The first two numbers of a release, ``0.19.2`` or ``0.20.0rc1``."""
+    major, minor = re.findall(r"\d+", release)[:2]
+    return int(major), int(minor)
+
+
+def knows_names(release: str) -> bool:
+    """Whether a release knows emerging optimizers by their names, in a registry."""
+    return number(release) >= (0, 18)
+
+
+def cuts_weights_twice(release: str) -> bool:
+    """Whether a release has ``--tensor-parallel-num-weight-shards``."""
+    return number(release) >= (0, 19)
+
+
+def gathers_alone(release: str) -> bool:
+    """Whether overlapped gathers of parameters work in a release for a rank that has no other to gather from."""
+    return number(release) >= (0, 19)
+
+
+def scalar_optimizers_of(release: str) -> tuple[str, ...]:
+    """What ``muon_scalar_optimizer`` may name: 0.18 reads it nowhere, and the lion of 0.17 is from another package."""
+    return ("adam", "lion") if number(release) >= (0, 19) else ("adam",)
+
+
+def distributed_optimizer(release: str) -> tuple[bool, bool]:
+    """What ``megatron.training`` of a release makes of ``--use-distributed-optimizer`` beside emerging optimizers.
+
+    0.18 lays the gradient buffers out for whole matrices; the way in which scripts for 0.19 enter (``pretrain`` with a
+    config container) does not; 0.17 leaves the flag on the config.
+
+    Returns:
+        Whether it is the layer-wise one, and whether buffers are laid out for it.
+    """
+    return number(release) >= (0, 18), number(release) == (0, 18)
+
 
 def version() -> str:
     """The release that is imported, without the commit that it adds of whatever git repository it lies in."""
-    number: str = megatron.core.__version__.partition("+")[0]
-    return number
+    found: str = importlib.import_module("megatron.core").__version__.partition("+")[0]
+    return found
+
+
+def core_optimizer() -> ModuleType:
+    """The module that builds Megatron's optimizers."""
+    return importlib.import_module("megatron.core.optimizer")
 
 
 def has_registry() -> bool:
@@ -49,13 +100,20 @@ def muon_factory_module() -> ModuleType:
     return importlib.import_module("megatron.core.optimizer.muon")
 
 
+def builder(optimizer: str) -> Any:
+    """Megatron's function that builds an optimizer of this name."""
+    if has_registry() or optimizer in ("adam", "sgd"):
+        return core_optimizer().get_megatron_optimizer
+    return muon_factory_module().get_megatron_muon_optimizer
+
+
 @contextmanager
 def package_not_needed() -> Iterator[None]:
     """While it is open, Megatron builds optimizers without asking for the emerging-optimizers package.
 
     Its flags are left alone otherwise: code behind them imports the package.
     """
-    asked = [(core_optimizer, "HAVE_EMERGING_OPTIMIZERS")]
+    asked = [(core_optimizer(), "HAVE_EMERGING_OPTIMIZERS")]
     if not has_registry():
         asked = [(muon_factory_module(), name) for name in ("HAVE_EMERGING_OPTIMIZERS", "HAVE_EO_V02")]
     reason = "the optimizers that Megatron builds are ours"
@@ -88,14 +146,14 @@ def unavailable() -> frozenset[str]:
     if has_registry():
         buildable = set(registered)
     else:
-        buildable = {"muon", "lion"} if hasattr(core_optimizer, "Lion") else {"muon"}
+        buildable = {"muon", "lion"} if hasattr(core_optimizer(), "Lion") else {"muon"}
     return frozenset({"lion", "soap", "adaptive_muon", *registered} - buildable)
 
 
 def scalar_optimizers() -> tuple[str, ...]:
-    """What ``muon_scalar_optimizer`` may name: 0.18 reads it nowhere, and the lion of 0.17 is from another package."""
+    """:func:`scalar_optimizers_of` this release, to which other packages may have added."""
     reads = not version().startswith("0.18.")
-    return ("adam", "lion") if reads and hasattr(core_optimizer, "Lion") else ("adam",)
+    return ("adam", "lion") if reads and hasattr(core_optimizer(), "Lion") else ("adam",)
 
 
 def muon_of_0_17(
@@ -103,12 +161,6 @@ def muon_of_0_17(
 ) -> TensorParallelMuon:
     """:class:`TensorParallelMuon` under the argument names by which 0.17 calls its own."""
     return TensorParallelMuon(params, momentum=momentum_beta, nesterov=use_nesterov, tp_mode=mode, **settings)
-
-
-def is_plain_wrapper(optimizer: Any) -> bool:
-    """True for Megatron's wrapper of one torch optimizer that saves its state by the shapes of the parameters."""
-    wrapped = getattr(optimizer, "optimizer", None) is not None
-    return wrapped and type(optimizer).__name__ in ("FP32Optimizer", "Float16OptimizerWithFloat16Params")
 
 
 def training_args() -> Any:
@@ -119,3 +171,63 @@ def training_args() -> Any:
 def wants_schedule_of_checkpoint() -> bool:
     """Whether the user passed ``--use-checkpoint-opt_param-scheduler``."""
     return bool(getattr(training_args(), "use_checkpoint_opt_param_scheduler", False))
+
+
+def linear_attention_rows(module: Any) -> dict[str, int]:
+    """Rows over all ranks of each matrix in the ``in_proj`` of linear attention; none for a module of another kind."""
+    if hasattr(module, "in_proj_split_names"):  # from 0.19 on
+        sizes = zip(module.in_proj_split_names, module.in_proj_split_sections, strict=True)
+        return {name: size * module.tp_size for name, size in sizes}
+    if all(hasattr(module, each) for each in ("qk_dim", "v_dim", "num_value_heads")):
+        qk, v, heads = module.qk_dim, module.v_dim, module.num_value_heads
+        return {"query": qk, "key": qk, "value": v, "z": v, "beta": heads, "alpha": heads}
+    return {}
+
+
+def gpt_builder(args: Namespace, groups: Any) -> Callable[..., Module]:
+    """What builds the part of a GPT that ``pre_process``, ``post_process`` and ``vp_stage`` say.
+
+    Args:
+        args: validated, of a pretrain command.
+        groups: Megatron's ``ProcessGroupCollection``.
+    """
+    from megatron.training import argument_utils
+
+    if not hasattr(argument_utils, "gpt_config_from_args"):  # before 0.19 the builder is the script's, not Megatron's
+        return _gpt_of_script(args, groups)
+    config = argument_utils.gpt_config_from_args(args)
+    builder = config.get_builder_cls()(config)
+    return lambda **stage: builder.build_model(groups, **stage)
+
+
+def _gpt_of_script(args: Namespace, groups: Any) -> Callable[..., Module]:
+    """What the pretrain_gpt.py of 0.17 and 0.18 builds."""
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    config = core_transformer_config_from_args(args)
+
+    def build(pre_process: bool, post_process: bool, vp_stage: int | None) -> Module:
+        spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, False, args.normalization, vp_stage=vp_stage)
+        prediction = None
+        if args.mtp_num_layers:
+            layers = gpt_layer_specs.get_gpt_decoder_layer_specs(config, False, args.normalization, vp_stage=vp_stage)
+            prediction = gpt_layer_specs.get_gpt_mtp_block_spec(config, layers[-1], False, vp_stage=vp_stage)
+        return GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            mtp_block_spec=prediction,
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            rotary_percent=args.rotary_percent,
+            rotary_base=args.rotary_base,
+            rope_scaling=args.use_rope_scaling,
+            vp_stage=vp_stage,
+            pg_collection=groups,
+        )
+
+    return build

@@ -1,87 +1,77 @@
 """The line that says which optimizer owns how many parameters and how they are orthogonalized."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from megatron_eopt.megatron.parameters import torch_optimizers
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.base import KERNEL
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.spectron import Spectron
-from megatron_eopt.parallel.records import Shape
 
 
 def print_summary(optimizer: Any) -> None:
-    """Print :func:`summary` on rank 0; all ranks call it, since it settles their plan."""
-    text = summary(list(torch_optimizers(optimizer)))
+    """Print :func:`summary` on rank 0.
+
+    Args:
+        optimizer: Megatron's.
+    """
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"megatron_eopt: {text}", flush=True)
-
-
-def torch_optimizers(optimizer: Any) -> Iterator[Optimizer]:
-    """The torch optimizers inside Megatron's wrappers, in their order."""
-    chained = getattr(optimizer, "chained_optimizers", None)
-    if chained is not None:
-        for each in chained:
-            yield from torch_optimizers(each)
-    elif isinstance(optimizer, Optimizer):
-        yield optimizer
-    elif getattr(optimizer, "optimizer", None) is not None:
-        yield from torch_optimizers(optimizer.optimizer)
+        print(f"megatron_eopt: {summary(list(torch_optimizers(optimizer)))}", flush=True)
 
 
 def summary(optimizers: Sequence[Optimizer]) -> str:
-    """One line on what each optimizer owns on this rank."""
-    kinds: dict[str, list[Tensor]] = {}
-    muons: dict[str, list[TensorParallelMuon]] = {}
-    factored: dict[str, list[Spectron]] = {}
+    """One line on what each optimizer owns on this rank; those of one class, as for experts, are taken together."""
+    alike: dict[str, list[Optimizer]] = {}
     for optimizer in optimizers:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        kinds.setdefault(type(optimizer).__name__, []).extend(parameters)
-        if isinstance(optimizer, TensorParallelMuon) and parameters:
-            muons.setdefault(type(optimizer).__name__, []).append(optimizer)
-        if isinstance(optimizer, Spectron) and parameters:
-            factored.setdefault(type(optimizer).__name__, []).append(optimizer)
-    notes = {name: _how(found) for name, found in muons.items()}
-    notes |= {name: _factored(found) for name, found in factored.items()}
-    return "; ".join(
-        f"{name} owns {len(parameters)} parameters with {sum(p.numel() for p in parameters):,} elements on this rank"
-        + (f", {notes[name]}" if name in notes else "")
-        for name, parameters in kinds.items()
+        alike.setdefault(type(optimizer).__name__, []).append(optimizer)
+    return "; ".join(_owned(name, group) for name, group in alike.items())
+
+
+def _owned(name: str, alike: Sequence[Optimizer]) -> str:
+    with_parameters = [each for each in alike if any(group["params"] for group in each.param_groups)]
+    parameters = [p for each in with_parameters for group in each.param_groups for p in group["params"]]
+    elements = sum(p.numel() for p in parameters)
+    text = f"{name} owns {len(parameters)} parameters with {elements:,} elements on this rank"
+    muons = [each for each in with_parameters if isinstance(each, TensorParallelMuon)]
+    factored = [each for each in with_parameters if isinstance(each, Spectron)]
+    how = _orthogonalized(muons) if muons else _factored(factored) if factored else None
+    return text if how is None else f"{text}, {how}"
+
+
+def _orthogonalized(muons: Sequence[TensorParallelMuon]) -> str:
+    """How the matrices of Muon are orthogonalized, by optimizers that are built alike."""
+    schemes, iterations = Counter[str](), Counter[tuple[int, str]]()
+    ranks, sizes = 1, set[float]()
+    for muon in muons:
+        described = muon.described_matrices()
+        for group in muon.param_groups:
+            settings = muon.update_settings(group).newton_schulz
+            coefficients = settings.coefficient_type if isinstance(settings.coefficient_type, str) else "custom"
+            for parameter in group["params"]:
+                for matrix, layout in zip(described[parameter], muon.matrix_layouts(parameter), strict=True):
+                    iterations[settings.steps, coefficients] += 1
+                    sizes |= set() if matrix.rms is None else {round(matrix.rms, 3)}
+                    if matrix.scheme != "local":
+                        schemes[matrix.scheme] += 1
+                        ranks = max(ranks, layout.ranks)
+    first = muons[0]
+    listed = " and ".join(f"{count} {scheme}" for scheme, count in sorted(schemes.items()))
+    where = f"{listed} over {ranks} ranks" if schemes else "none sharded"
+    rms = (
+        " to ".join(f"{size:g}" for size in sorted({min(sizes), max(sizes)})) if sizes else "not known before the steps"
     )
-
-
-def _how(muons: Sequence[TensorParallelMuon]) -> str:
-    """How the matrices of Muon are orthogonalized: one optimizer, or one for experts beside it, built alike."""
-    muon = muons[0]
-    plans = [each.prepare().plan for each in muons]
-    counts = Counter[str]()
-    ranks = 1
-    for plan in plans:
-        for bucket in plan.buckets:
-            if bucket.scheme != "local":
-                counts[bucket.scheme.replace("_", " ")] += len(bucket.matrices)
-                ranks = max(ranks, plan.matrices[bucket.matrices[0]].ranks)
-    iterations = Counter[tuple[int, str]]()
-    rms: set[float] = set()
-    for each, group, shape in _matrices(muons):
-        settings = each.update_settings(group).newton_schulz
-        named = isinstance(settings.coefficient_type, str)
-        iterations[settings.steps, str(settings.coefficient_type) if named else "custom"] += 1
-        size = each.predicted_rms(*shape, group)
-        rms |= set() if size is None else {round(size, 3)}
-    listed = " and ".join(f"{count} {scheme}" for scheme, count in sorted(counts.items()))
-    where = f"{listed} over {ranks} ranks" if counts else "none sharded"
-    sizes = " to ".join(f"{size:g}" for size in sorted({min(rms), max(rms)})) if rms else "not known before the steps"
-    exactness = "an approximation" if "blockwise" in counts else "exact"
-    precision = f"{muon.newton_schulz.fp32_matmul_prec} precision, symmetric products by {muon.param_groups[0][KERNEL]}"
+    exactness = "an approximation" if "blockwise" in schemes else "exact"
+    precision = (
+        f"{first.newton_schulz.fp32_matmul_prec} precision, symmetric products by {first.param_groups[0][KERNEL]}"
+    )
     return (
         f"{sum(iterations.values())} matrices orthogonalized by {_iterations(iterations)}, {precision}), {where} "
-        f"({exactness}), {_second_moment(muon)}update RMS {sizes} "
+        f"({exactness}), {_second_moment(first)}update RMS {rms} "
         f"(AdamW's is near 0.2)"
     )
 
@@ -92,15 +82,6 @@ def _factored(optimizers: Sequence[Spectron]) -> str:
     ranks = sorted({group["rank"] for each in optimizers for group in each.param_groups if group["params"]})
     listed = " or ".join(map(str, ranks))
     return f"{count} matrices, each the product of two factors of rank {listed} from the first step on"
-
-
-def _matrices(muons: Sequence[TensorParallelMuon]) -> Iterator[tuple[TensorParallelMuon, dict[str, Any], Shape]]:
-    """Every logical matrix: its optimizer, its group and its shape."""
-    for muon in muons:
-        for group in muon.param_groups:
-            for parameter in group["params"]:
-                for layout in muon.matrix_layouts(parameter):
-                    yield muon, group, layout.shape
 
 
 def _iterations(counts: Mapping[tuple[int, str], int]) -> str:
@@ -115,5 +96,5 @@ def _iterations(counts: Mapping[tuple[int, str], int]) -> str:
 def _second_moment(muon: TensorParallelMuon) -> str:
     if not isinstance(muon, TensorParallelAdaptiveMuon):
         return ""
-    sizes = {"adamuon": "aligned" if muon.align_rms else "not aligned", "normuon": "aligned", "namo": "not aligned"}
-    return f"second moment by {muon.moment2_method} ({sizes[muon.moment2_method]} to Muon's size), first "
+    aligned = muon.moment2_method == "normuon" or (muon.moment2_method == "adamuon" and muon.align_rms)
+    return f"second moment by {muon.moment2_method} ({'aligned' if aligned else 'not aligned'} to Muon's size), first "

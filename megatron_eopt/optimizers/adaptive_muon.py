@@ -206,41 +206,31 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         state = self._state_of(parameter)
         return [local(state[key]) for key in self._moment_keys(parameter)]
 
-    def update(
-        self, batches: Sequence[Batch], factors: list[list[Tensor]], directions: Sequence[Tensor]
-    ) -> list[Tensor]:
+    def update(self, batches: Sequence[Batch], factors: list[Tensor], directions: Sequence[Tensor]) -> Sequence[Tensor]:
         """``U`` of each logical matrix, times its scale."""
         engine, indices = self.engine, [i for batch in batches for i in batch.indices]
-        scales = [scale for batch in batches for scale in self._scales(batch)]
         described = self._described_factors(batches, factors)
-        flat = [factor for of_parameter in described for factor in of_parameter]
         if self.moment2_method == "adamuon":
             directed = second_moment.adamuon(engine, indices, described, self.align_rms)
         elif self.moment2_method == "normuon":
-            directed = second_moment.normuon(engine, flat)
+            directed = second_moment.normuon(engine, described)
         else:
-            gradients = [gradient for batch in batches for gradient in batch.gradients]
-            shards = [
-                [shard for i, x in zip(indices, of_all, strict=True) for shard in engine.split(i, x)]
-                for of_all in (gradients, directions)
-            ]
-            norms = second_moment.squared_norms(engine, [factor.matrix for factor in flat], *shards)
-            directed = second_moment.namo(flat, norms)
-        scaled = (
-            (x * (ratio * scale)).to(factor.x.dtype)
-            for factor, (x, ratio), scale in zip(flat, directed, scales, strict=True)
-        )
-        return [engine.merge(i, [next(scaled) for _ in of]) for i, of in zip(indices, described, strict=True)]
+            gradients = engine.split_all(indices, [gradient for batch in batches for gradient in batch.gradients])
+            norms = second_moment.squared_norms(engine, engine.flat(indices), gradients, directions)
+            directed = second_moment.namo(described, norms)
+        return [
+            (x * (ratio * scale)).to(factor.dtype)
+            for factor, (x, ratio), scale in zip(factors, directed, engine.scales(indices), strict=True)
+        ]
 
-    def _described_factors(self, batches: Sequence[Batch], factors: Sequence[Sequence[Tensor]]) -> list[list[Factor]]:
-        """The orthogonal factors of one parameter after another, with what their second moments need."""
-        described, of_parameters = [], iter(factors)
+    def _described_factors(self, batches: Sequence[Batch], factors: Sequence[Tensor]) -> list[Factor]:
+        """The orthogonal factors, with what their second moments need."""
+        described, of_matrices = [], iter(factors)
         for batch in batches:
             beta2, eps = batch.settings["beta2"], batch.settings["eps"]
             for n, (index, moments) in enumerate(zip(batch.indices, batch.further, strict=True)):
-                flag = torch.as_tensor(batch.flag(n), device=moments[0].device)
-                matrices, own = self.engine.matrices[index], next(of_parameters)
+                flag, matrices = torch.as_tensor(batch.flag(n), device=moments[0].device), self.engine.matrices[index]
                 each = moments if len(moments) == len(matrices) else moments * len(matrices)
-                of_parameter = zip(matrices, own, each, strict=True)
-                described.append([Factor(m, x, moment, flag, beta2, eps) for m, x, moment in of_parameter])
+                pairs = zip(matrices, each, strict=True)
+                described += [Factor(m, next(of_matrices), moment, flag, beta2, eps) for m, moment in pairs]
         return described

@@ -335,7 +335,8 @@ class BaseOptimizer(Optimizer):
         known = self.param_groups[0].get(RATES)
         rates = Rates.from_state_dict(known) if known is not None else None  # those of the checkpoint, or measured now
         own = self.plan_rates if isinstance(self.plan_rates, Rates) else rates
-        return Engine(described, local(parameters[0]).device, self.tp_mode, own)
+        device = local(parameters[0]).device if parameters else torch.device("cpu")
+        return Engine(described, device, self.tp_mode, own)
 
     def prepare(self) -> Engine:
         """Settle with the other ranks what a step does; all ranks call it together, and the first step does.
@@ -357,7 +358,7 @@ class BaseOptimizer(Optimizer):
                 if RATES in self.carried_settings:
                     group[RATES] = engine.rates.state_dict()
             self._engine, self._engine_of = engine, wanted
-        if self._nonfinite is None:
+        if self._nonfinite is None and self._parameters():
             self._nonfinite = nonfinite_for(self)
         return self._engine
 
@@ -399,7 +400,7 @@ class BaseOptimizer(Optimizer):
         self._check_gradients(parameters)
         engine = self.prepare()
         assert self._nonfinite is not None  # prepared, too
-        gradients = [None if p.grad is None else local(p.grad) for p in parameters]
+        gradients = [local(p.grad) if isinstance(p.grad, DTensor) else p.grad for p in parameters]
         # shards that are taken for matrices step each by itself
         agree = None if self.tp_mode == "blockwise" else engine.agree
         self._take(self._nonfinite.accept(gradients, agree))

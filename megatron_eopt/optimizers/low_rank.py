@@ -76,8 +76,8 @@ def spectron(pairs: Sequence[Pair], engine: Engine, power_steps: int, precision:
         _average(pair)
     factors = [factor for pair in pairs for factor in pair.factors]
     with fp32_products(precision):
-        found = engine.orthogonalize([factor.momentum for factor in factors], [factor.index for factor in factors])
-    directions = (direction for (direction,) in found)
+        momenta, indices = [factor.momentum for factor in factors], [factor.index for factor in factors]
+        directions = iter(engine.orthogonalize(momenta, indices))
     flags = [pair.accepted for pair in pairs for _ in pair.factors]
     norms = iter(_spectral_norms(factors, flags, power_steps, engine))
     for pair in pairs:

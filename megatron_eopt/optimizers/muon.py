@@ -35,18 +35,16 @@ from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
+from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, is_sharded, shared_out
 from megatron_eopt.parallel.plan import validate_tp_mode
-from megatron_eopt.parallel.records import Shape, TpMode
+from megatron_eopt.parallel.records import TpMode
 
 
-def muon(
-    batches: Sequence[Batch], engine: Engine, scales: Sequence[float] | None, optimizer: "TensorParallelMuon"
-) -> None:
+def muon(batches: Sequence[Batch], engine: Engine, optimizer: "TensorParallelMuon") -> None:
     """One step of Muon.
 
     For each parameter ``p`` with gradient ``g``, momentum ``m`` and logical matrices of scale ``s``, in this order:
@@ -59,17 +57,16 @@ def muon(
     Args:
         batches: of each group what the step works on; weights and momenta are written to.
         engine: all that is known of other ranks.
-        scales: of the logical matrices; None where ``update`` scales.
         optimizer: whose hooks ``direction``, ``update`` and ``apply`` make 2, what follows on ``O`` in 3, and 4. A
             relative of Muon overrides some of them.
     """
+    indices = [i for batch in batches for i in batch.indices]
     for batch in batches:
         foreach.decay(batch)
-    directions = [each for batch in batches for each in optimizer.direction(batch)]
-    indices = [i for batch in batches for i in batch.indices]
+    directions = engine.split_all(indices, [each for batch in batches for each in optimizer.direction(batch)])
     kept = list(directions) if optimizer.keeps_directions else []
-    factors = engine.orthogonalize(directions, indices, scales)
-    optimizer.apply(batches, optimizer.update(batches, factors, kept))
+    factors = engine.orthogonalize(directions, indices, optimizer.scales_factors)
+    optimizer.apply(batches, engine.merge_all(indices, optimizer.update(batches, factors, kept)))
 
 
 class TensorParallelMuon(OrthogonalizedOptimizer):
@@ -140,7 +137,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     """Whether the size of an update follows from what is measured of each global matrix in every step."""
 
     scales_factors: bool = True
-    """Whether orthogonal factors are scaled by the shape of their matrix before :meth:`update` gets them."""
+    """Whether :meth:`update` gets orthogonal factors times the scales of their matrices."""
 
     decays_weights: bool = True
     """Whether there is a weight decay; where there is none, what fills settings from a run's leaves it at 0."""
@@ -227,36 +224,30 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if self._overrides(TensorParallelMuon):
             self._take_one_by_one(accepted)
         elif self.cuda_graphs:
-            self._graphed = self._graphed or GraphedUpdate(self._step)
+            self._graphed = self._graphed or GraphedUpdate(lambda batches: muon(batches, self.engine, self))
             self._graphed(self._batches(accepted, masked=True))
         else:
-            self._step(self._batches(accepted))
+            muon(self._batches(accepted), self.engine, self)
         active = [i for i, p in enumerate(self._parameters()) if p.grad is not None or self._waited_for(i)]
-        self.newton_schulz_calls += len(self.engine.shapes(active))
+        self.newton_schulz_calls += len(self.engine.flat(active))
 
-    def _step(self, batches: Sequence[Batch]) -> None:
-        with fp32_products(self.fp32_matmul_prec):
-            scales = [x for batch in batches for x in self._scales(batch)] if self.scales_factors else None
-            muon(batches, self.engine, scales, self)
-
-    def update(
-        self, batches: Sequence[Batch], factors: list[list[Tensor]], directions: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """The updates of all parameters of all batches, before the learning rate.
+    def update(self, batches: Sequence[Batch], factors: list[Tensor], directions: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The updates of the logical matrices of all parameters of all batches, before the learning rate.
 
         Args:
             batches: of each group what the step works on.
-            factors: of each parameter this rank's shards of the orthogonal factors of its logical matrices.
-            directions: of each parameter what was orthogonalized; empty without :attr:`keeps_directions`.
+            factors: this rank's shards of the orthogonal factors, in the order of
+                :meth:`~megatron_eopt.parallel.engine.Engine.flat`.
+            directions: this rank's shards of what was orthogonalized; empty without :attr:`keeps_directions`.
         """
-        return self.engine.merge_all((i for batch in batches for i in batch.indices), factors)
+        return factors
 
     def _updates_of(
-        self, batches: Sequence[Batch], orthogonalized: list[Tensor], directions: Sequence[Tensor]
+        self, batches: Sequence[Batch], orthogonalized: list[Tensor], directions: list[Tensor]
     ) -> list[Tensor]:
-        indices = (i for batch in batches for i in batch.indices)
-        factors = [self.engine.split(i, x) for i, x in zip(indices, orthogonalized, strict=True)]
-        return self.update(batches, factors, directions)
+        engine, indices = self.engine, [i for batch in batches for i in batch.indices]
+        factors = engine.split_all(indices, orthogonalized)
+        return engine.merge_all(indices, self.update(batches, factors, engine.split_all(indices, directions)))
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
         """The update of one parameter, before the learning rate; sharded as the parameter is.
@@ -292,20 +283,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             engine = Engine([described], grad.device, self.tp_mode, engine.rates)
             engine.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
             index = 0
-        scales = self._scales_of(engine.shapes([index]), group) if self.scales_factors else None
-        (factors,) = engine.orthogonalize([local(grad)], [index], scales)
+        factors = engine.orthogonalize(engine.split_all([index], [local(grad)]), [index], self.scales_factors)
         return engine.merge(index, factors)
-
-    def _scales(self, batch: Batch) -> list[float]:
-        """The scales of the logical matrices of the parameters of a group, one after another."""
-        return self._scales_of(self.engine.shapes(batch.indices), batch.settings)
-
-    def _scales_of(self, shapes: Sequence[Shape], group: Mapping[str, Any]) -> list[float]:
-        """The scales of matrices whose parameters are in a group; 1 where no rule of shapes says them."""
-        scale = self.update_settings(group).scale
-        # that of a matrix without entries may divide by zero
-        known = {shape: scale(*shape) if not self.measures and 0 not in shape else 1.0 for shape in set(shapes)}
-        return [known[shape] for shape in shapes]
 
     def _waited_for(self, index: int) -> bool:
         return self.engine.shares(index)
@@ -422,7 +401,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def _described(self, name: str, parameter: Tensor, group: Mapping[str, Any] | None = None) -> Parameter:
         settings = self.update_settings(self.group_of(parameter) if group is None else group)
         dtype, layout, split = local(parameter).dtype, self.layout(parameter), self.split_of(parameter)
-        return Parameter(name, dtype, layout, split, settings.newton_schulz, settings.name)
+        scale = None if self.measures else settings.scale
+        return Parameter(name, dtype, layout, split, settings.newton_schulz, scale, settings.name)
 
     def _own_settings(self) -> list[dict[str, Any]]:
         """What each group says of its updates: where that changes, ranks prepare anew."""

@@ -279,7 +279,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         self.apply(batches, updates)
 
     def _updates_of(
-        self, batches: Sequence[Batch], orthogonalized: list[Tensor], directions: Sequence[Tensor]
+        self, batches: Sequence[Batch], orthogonalized: list[Tensor], directions: list[Tensor]
     ) -> list[Tensor]:
         """The updates of parameters, from what :meth:`orthogonalize` made of their directions."""
         return orthogonalized

@@ -66,20 +66,9 @@ class PolarGrad(TensorParallelMuon):
             params, lr, momentum, nesterov, weight_decay, weight_decay_method=weight_decay_method, **transport
         )
 
-    def update(
-        self, batches: Sequence[Batch], factors: list[list[Tensor]], directions: Sequence[Tensor]
-    ) -> list[Tensor]:
+    def update(self, batches: Sequence[Batch], factors: list[Tensor], directions: Sequence[Tensor]) -> Sequence[Tensor]:
         """``<M, U> U`` of each logical matrix."""
-        engine, indices = self.engine, [i for batch in batches for i in batch.indices]
-        wanted = [
-            Wanted(matrix=matrix, x=momentum, inner=factor)
-            for i, direction, of_parameter in zip(indices, directions, factors, strict=True)
-            for matrix, momentum, factor in zip(
-                engine.matrices[i], engine.split(i, direction), of_parameter, strict=True
-            )
-        ]
-        found = iter(engine.statistics(wanted))
-        return [
-            engine.merge(i, [factor * known(next(found).inner_product) for factor in of_parameter])
-            for i, of_parameter in zip(indices, factors, strict=True)
-        ]
+        matrices = self.engine.flat([i for batch in batches for i in batch.indices])
+        wanted = [Wanted(matrix=m, x=x, inner=U) for m, x, U in zip(matrices, directions, factors, strict=True)]
+        found = zip(factors, self.engine.statistics(wanted), strict=True)
+        return [factor * known(statistics.inner_product) for factor, statistics in found]

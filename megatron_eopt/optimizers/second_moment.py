@@ -12,6 +12,7 @@ for each group of ranks. Nothing here waits for the device.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import sqrt
 from typing import Literal
 
@@ -93,24 +94,25 @@ def squared_norms(engine: Engine, matrices: Sequence[Matrix], *pieces: Sequence[
     return [tuple(found[i :: len(matrices)]) for i in range(len(matrices))]
 
 
-def adamuon(engine: Engine, indices: Sequence[int], factors: Sequence[Sequence[Factor]], align: bool) -> list[Directed]:
+def adamuon(engine: Engine, indices: Sequence[int], factors: Sequence[Factor], align: bool) -> list[Directed]:
     """AdaMuon: what is elementwise is of parameters, the norms of their logical matrices.
 
     Args:
-        engine: what puts the matrices of a parameter together.
+        engine: splits and merges the matrices of parameters.
         indices: of the parameters.
-        factors: of each of them.
+        factors: of their matrices.
         align: whether to rescale to the norm of the orthogonal factor.
     """
-    directions = []
-    for index, of_parameter in zip(indices, factors, strict=True):
-        first, whole = of_parameter[0], engine.merge(index, [factor.x for factor in of_parameter])
-        direction = _adamuon(whole, first.moment, first.beta2, first.eps, first.accepted)
-        directions += engine.split(index, direction)
+    each = iter(factors)
+    firsts = [list(islice(each, len(engine.matrices[i])))[0] for i in indices]  # noqa: RUF015  # the rest is passed over
+    whole = engine.merge_all(indices, [factor.x for factor in factors])
+    directions = engine.split_all(
+        indices,
+        [_adamuon(x, f.moment, f.beta2, f.eps, f.accepted) for x, f in zip(whole, firsts, strict=True)],
+    )
     if not align:
         return [(direction, 1.0) for direction in directions]
-    flat = [factor for of_parameter in factors for factor in of_parameter]
-    norms = squared_norms(engine, [factor.matrix for factor in flat], [factor.x for factor in flat], directions)
+    norms = squared_norms(engine, engine.flat(indices), [factor.x for factor in factors], directions)
     return [(x, _alignment(*pair)) for x, pair in zip(directions, norms, strict=True)]
 
 

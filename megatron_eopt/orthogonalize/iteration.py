@@ -105,10 +105,7 @@ class Iteration:
         """The orthogonal factor of a matrix (rows x cols), or of each of a stack (n x rows x cols), a new tensor."""
         if x.ndim == 3 and x.size(0) > self.chunk:
             return torch.cat([self(part) for part in x.split(self.chunk)])
-        if x.numel() == 0:
-            return torch.empty_like(x)
-        with self.in_precision():
-            return self._run(x)
+        return self.run(x)
 
     def in_precision(self) -> AbstractContextManager[None]:
         """In which products of fp32 tensors have this iteration's precision."""
@@ -122,21 +119,29 @@ class Iteration:
         if x.numel() == 0:
             return torch.empty_like(x), _health_of_nothing(x)
         figures = Figures(len(self.schedule))
-        with self.in_precision():
-            return self._run(x, figures), figures.health()
+        return self.run(x, figures), figures.health()
 
-    def _run(self, x: Tensor, figures: Figures | None = None) -> Tensor:
+    def run(self, x: Tensor, figures: Figures | None = None) -> Tensor:
+        """The same as calling it, for as much at once as it is given.
+
+        Args:
+            x: (rows x cols) or (n x rows x cols), ``n`` at most :attr:`chunk`.
+            figures: take the health of what is computed.
+        """
+        if x.numel() == 0:
+            return torch.empty_like(x)
         X = x.mT if self.transposed else x
         watch = None if figures is None else figures.watch
-        if self.restarts is None or self.dtype == torch.float16:
-            N, norm, largest = normalized(X, propagate_nan=self.propagate_nan)
-            if self.restarts is None:
-                factor = iterate_standard(N.to(self.dtype), self.schedule, self.products, watch=watch)
+        with self.in_precision():
+            if self.restarts is None or self.dtype == torch.float16:
+                N, norm, largest = normalized(X, propagate_nan=self.propagate_nan)
+                if self.restarts is None:
+                    factor = iterate_standard(N.to(self.dtype), self.schedule, self.products, watch=watch)
+                else:
+                    factor = iterate_gram_fp16(N, self.schedule, self.restarts, self.products, watch=watch)
             else:
-                factor = iterate_gram_fp16(N, self.schedule, self.restarts, self.products, watch=watch)
-        else:
-            (N, largest), norm = scaled(X, self.propagate_nan), None
-            factor = iterate_gram(N, self.schedule, self.restarts, self.products, watch=watch, normalize=True)
+                (N, largest), norm = scaled(X, self.propagate_nan), None
+                factor = iterate_gram(N, self.schedule, self.restarts, self.products, watch=watch, normalize=True)
         if figures is not None:
             figures.of_input(largest, norm)
         return (factor.mT if self.transposed else factor).to(x.dtype)

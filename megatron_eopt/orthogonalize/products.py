@@ -52,17 +52,19 @@ class Dense:
 
     def gram(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See :class:`Products`."""
-        return self._mirrored((torch.bmm if x.ndim == 3 else torch.mm)(x, x.mT, out=out))
+        out = (torch.bmm if x.ndim == 3 else torch.mm)(x, x.mT, out=out)
+        return _mirrored(out) if out.dtype == torch.float16 or (out.dtype == torch.float32 and out.is_cuda) else out
 
     def addmm(self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
         """See :class:`Products`."""
         fused = torch.baddbmm if c.ndim == 3 else torch.addmm
-        return self._mirrored(fused(c, a, b, beta=beta, alpha=alpha, out=out))
+        out = fused(c, a, b, beta=beta, alpha=alpha, out=out)
+        return _mirrored(out) if out.dtype == torch.float16 or (out.dtype == torch.float32 and out.is_cuda) else out
 
-    def _mirrored(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float16 or (x.dtype == torch.float32 and x.device.type == "cuda"):
-            x.copy_(x.tril() + x.tril(-1).mT)
-        return x
+
+def _mirrored(x: Tensor) -> Tensor:
+    """The symmetric matrix that agrees with ``x`` on and below the diagonal, in its memory."""
+    return x.copy_(x.tril() + x.tril(-1).mT)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ gather whole matrices.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
@@ -26,7 +26,7 @@ from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
 from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.layout import Layout, local_rows, split_layout
 from megatron_eopt.parallel.plan import fingerprint, first_difference, make_plan
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Shape, TpMode, whole
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Scheme, Shape, TpMode, whole
 from megatron_eopt.parallel.schemes import SCHEMES, Job
 from megatron_eopt.parallel.schemes.whole import cut_out, gather
 from megatron_eopt.parallel.statistics import Statistics, Wanted, reduce_statistics
@@ -51,6 +51,7 @@ class Parameter:
         layout: of the parameter, or of each matrix of a stack; None where its entries step each for itself.
         split: its logical matrices.
         iteration: what orthogonalizes these; None where nothing is orthogonalized.
+        scale: what multiplies an orthogonal factor, from the rows and columns of its matrix; None for 1.
         settings: what else ranks that share it have to agree on, in words.
         groups: of ranks that share a parameter without layout, by label.
     """
@@ -60,6 +61,7 @@ class Parameter:
     layout: Layout | None = None
     split: Split = WHOLE
     iteration: NewtonSchulz | None = None
+    scale: Callable[[int, int], float] | None = None
     settings: str = ""
     groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
 
@@ -68,6 +70,21 @@ class Parameter:
         """The groups of ranks that share it, by label."""
         layout = self.layout
         return self.groups if layout is None or layout.group is None else {layout.label: layout.group}
+
+
+@dataclass(frozen=True)
+class _Active:
+    """What is known of those parameters that are worked on in a step.
+
+    Attributes:
+        plan: as far as it is of them.
+        matrices: their logical matrices, one parameter's after the other's, as they are orthogonalized.
+        scales: of each matrix.
+    """
+
+    plan: Plan
+    matrices: list[Matrix]
+    scales: list[float]
 
 
 class Engine:
@@ -117,8 +134,8 @@ class Engine:
         self.plan = Plan(tuple(planned), ())
         if self._iterations:
             self.plan = make_plan(planned, tp_mode, self.works, self.rates)
-        self._plans: dict[tuple[int, ...], Plan] = {tuple(range(len(parameters))): self.plan}
-        self._shapes: dict[tuple[int, ...], list[Shape]] = {}
+        self._active: dict[tuple[int, ...], _Active] = {}
+        self._compiled: dict[tuple[str, Shape, Scheme, torch.dtype], Iteration] = {}
         flat = iter(self.plan.matrices)
         self.matrices = [
             tuple(_as_worked_on(next(flat), layout, tp_mode) for layout in layouts) for layouts in self._layouts
@@ -154,6 +171,7 @@ class Engine:
         self._iterations = {
             name: replace(iteration, products=choice.products) for name, iteration in self._iterations.items()
         }
+        self._compile()
         return choice.kernel
 
     def explain(self) -> str:
@@ -178,47 +196,78 @@ class Engine:
         """The inverse of :meth:`split`."""
         return self._rows[index].merge(shards)
 
-    def merge_all(self, indices: Iterable[int], shards: Iterable[Sequence[Tensor]]) -> list[Tensor]:
-        """What :meth:`merge` makes for several parameters."""
-        pairs = zip(indices, shards, strict=True)
-        return [each[0] if i in self._plain else self.merge(i, each) for i, each in pairs]
+    def flat(self, indices: Sequence[int]) -> list[Matrix]:
+        """The logical matrices of parameters, one parameter's after the other's."""
+        return self._of(indices).matrices
 
-    def shapes(self, indices: Sequence[int]) -> list[Shape]:
-        """The shapes of the logical matrices of parameters, one parameter's after the other's."""
-        wanted = tuple(indices)
-        if wanted not in self._shapes:
-            if len(self._shapes) > _MOST_PLANS:
-                self._shapes.clear()
-            self._shapes[wanted] = [matrix.shape for i in wanted for matrix in self.matrices[i]]
-        return self._shapes[wanted]
+    def scales(self, indices: Sequence[int]) -> list[float]:
+        """What multiplies the orthogonal factors of these matrices."""
+        return self._of(indices).scales
 
-    @torch.no_grad()
-    def orthogonalize(
-        self, updates: list[Tensor], indices: Sequence[int], scales: Sequence[float] | None = None
-    ) -> list[list[Tensor]]:
-        """This rank's shards of the orthogonal factors of the logical matrices of parameters.
+    def split_all(self, indices: Sequence[int], updates: list[Tensor]) -> list[Tensor]:
+        """This rank's shards of the logical matrices of parameters, in the order of :meth:`flat`.
 
         Args:
-            updates: this rank's parts; the list is emptied, so that each can be freed when its result is there.
-            indices: of their parameters, ascending. Of those that are shared with other ranks all ranks name the same.
-            scales: what multiplies the factors, in the order of :meth:`shapes`; None for 1.
+            indices: of the parameters.
+            updates: this rank's parts of them; the list is emptied, so that each can be freed when it was worked on.
+        """
+        if self._plain.issuperset(indices):
+            shards, updates[:] = list(updates), []
+            return shards
+        shards = [shard for i, x in zip(indices, updates, strict=True) for shard in self.split(i, x)]
+        updates.clear()
+        return shards
+
+    def merge_all(self, indices: Sequence[int], shards: Sequence[Tensor]) -> list[Tensor]:
+        """The inverse of :meth:`split_all`."""
+        if self._plain.issuperset(indices):
+            return list(shards)
+        each = iter(shards)
+        return [self.merge(i, list(islice(each, len(self.matrices[i])))) for i in indices]
+
+    @torch.no_grad()
+    def orthogonalize(self, shards: list[Tensor], indices: Sequence[int], scaled: bool = True) -> list[Tensor]:
+        """This rank's shards of the orthogonal factors of the logical matrices of parameters.
+
+        The order in which buckets are resumed, and with it that of the collectives, follows from the plan alone, so it
+        is the same on every rank: in each round the next bucket starts, and then those at work go on, the youngest
+        first.
+
+        Args:
+            shards: of the matrices, in the order of :meth:`flat`. They are not written to, but the list is: each makes
+                room for its result, so that it can be freed.
+            indices: of the parameters, ascending. Of those that are shared with other ranks all ranks name the same.
+            scaled: whether factors are multiplied by the scales of their matrices.
 
         Returns:
-            For each parameter new tensors, one for each of its matrices.
+            ``shards``, now with new tensors of the same shapes and dtypes.
         """
-        plain = self._plain.issuperset(indices)
-        if plain:
-            shards, updates[:] = list(updates), []
-        else:
-            shards = [shard for i, x in zip(indices, updates, strict=True) for shard in self.split(i, x)]
-            updates.clear()
-        plan = self._plan_of(tuple(indices))
-        of_matrices = [1.0] * len(shards) if scales is None else scales
-        found = execute(plan, shards, of_matrices, self.groups, self._iterations)
-        if plain:
-            return [[factor] for factor in found]
-        factors = iter(found)
-        return [list(islice(factors, len(self.matrices[i]))) for i in indices]
+        active = self._of(indices)
+        if len(shards) != len(active.matrices):
+            raise ValueError(f"the plan has {len(active.matrices)} matrices, got {len(shards)} shards")
+        scales = active.scales if scaled else [1.0] * len(shards)
+        at_work: list[tuple[Bucket, _Running]] = []
+        waiting = list(reversed(active.plan.buckets))
+        while waiting or at_work:
+            if waiting and len(at_work) < IN_FLIGHT:
+                bucket = waiting.pop()
+                matrix, own = active.plan.matrices[bucket.matrices[0]], [shards[i] for i in bucket.matrices]
+                shape = matrix.shape if bucket.scheme != "blockwise" else (own[0].shape[0], own[0].shape[1])
+                iteration = self._compiled[matrix.iteration, shape, bucket.scheme, own[0].dtype]
+                job = Job(
+                    bucket, matrix, self.groups.get(matrix.group), iteration, [scales[i] for i in bucket.matrices]
+                )
+                at_work.insert(0, (bucket, SCHEMES[bucket.scheme](job, own)))
+            still = []
+            for bucket, running in at_work:
+                try:
+                    next(running)
+                    still.append((bucket, running))
+                except StopIteration as done:
+                    for i, result in zip(bucket.matrices, done.value, strict=True):
+                        shards[i] = result
+            at_work = still
+        return shards
 
     def statistics(self, wanted: Sequence[Wanted]) -> list[Statistics]:
         """Statistics of logical matrices, with at most one all-reduce for each group; the same on all its ranks."""
@@ -283,15 +332,36 @@ class Engine:
             for name, layout in zip(names, layouts, strict=True)
         ]
 
-    def _plan_of(self, indices: tuple[int, ...]) -> Plan:
-        """What the plan says of some parameters."""
-        if indices not in self._plans:
-            if len(self._plans) > _MOST_PLANS:
-                self._plans.clear()
-            wanted = set(indices)
+    def _of(self, indices: Sequence[int]) -> "_Active":
+        """What is known of some parameters together."""
+        wanted = tuple(indices)
+        if wanted not in self._active:
+            if len(self._active) > _MOST_PLANS:
+                self._active.clear()
+            kept = set(wanted)
             of_matrix = [i for i, layouts in enumerate(self._layouts) for _ in layouts]
-            self._plans[indices] = subset(self.plan, [m for m, i in enumerate(of_matrix) if i in wanted])
-        return self._plans[indices]
+            plan = subset(self.plan, [m for m, i in enumerate(of_matrix) if i in kept])
+            matrices = [matrix for i in wanted for matrix in self.matrices[i]]
+            self._active[wanted] = _Active(plan, matrices, [scale for i in wanted for scale in self._scales_of(i)])
+        return self._active[wanted]
+
+    def _scales_of(self, index: int) -> list[float]:
+        """What multiplies the orthogonal factors of a parameter, by the shapes of its logical matrices."""
+        scale, shapes = self._parameters[index].scale, [matrix.shape for matrix in self.matrices[index]]
+        # that of a matrix without entries may divide by zero
+        return [1.0 if scale is None or 0 in shape else scale(*shape) for shape in shapes]
+
+    def _compile(self) -> None:
+        """Fix the iteration of every bucket: its form is that of the scheme."""
+        of_matrix = [(p, layout) for p, each in zip(self._parameters, self._layouts, strict=True) for layout in each]
+        for bucket in self.plan.buckets:
+            form: Form = "gram" if bucket.scheme.startswith("gram") else "auto"
+            form = "standard" if bucket.scheme == "distributed" else form
+            parameter, layout = of_matrix[bucket.matrices[0]]
+            shape = layout.piece.shape if bucket.scheme == "blockwise" else layout.shape
+            matrix = self.plan.matrices[bucket.matrices[0]]
+            compiled = self._iterations[matrix.iteration].compile(shape, parameter.dtype, self.device, form)
+            self._compiled[matrix.iteration, shape, bucket.scheme, parameter.dtype] = compiled
 
     def _with_settings(self) -> Plan:
         """The plan with what else ranks have to agree on: in place of the iterations, and if these differ in names."""
@@ -322,68 +392,6 @@ class Engine:
         for group in self.groups.values():
             x = lowest(x, group)
         return x
-
-
-def execute(
-    plan: Plan,
-    shards: list[Tensor],
-    scales: Sequence[float],
-    groups: Mapping[str, ProcessGroup],
-    iterations: Mapping[str, NewtonSchulz],
-) -> list[Tensor]:
-    """This rank's pieces of the scaled orthogonal factors of all matrices of a plan.
-
-    The order in which buckets are resumed, and with it that of the collectives, follows from the plan alone, so it is
-    the same on every rank: in each round the next bucket starts, and then those at work go on, the youngest first.
-
-    Args:
-        plan: the same on every rank of its groups.
-        shards: this rank's piece of each matrix, in the order of ``plan.matrices``. The tensors are not written to, but
-            the list is: each makes room for its result, so that it can be freed.
-        scales: of each matrix.
-        groups: the ranks of each group that the plan names; those need no entry whose matrices exchange nothing.
-        iterations: by name.
-
-    Returns:
-        ``shards``, now with new tensors of the same shapes and dtypes.
-
-    Raises:
-        ValueError: if there is not one shard for each matrix, or a group is missing.
-    """
-    if len(shards) != len(plan.matrices):
-        raise ValueError(f"the plan has {len(plan.matrices)} matrices, got {len(shards)} shards")
-    for bucket in plan.buckets:
-        label = plan.matrices[bucket.matrices[0]].group
-        if bucket.scheme not in ("local", "blockwise") and label not in groups:
-            raise ValueError(f"the plan exchanges over the group {label!r}; given are {sorted(groups)}")
-    at_work: list[tuple[Bucket, _Running]] = []
-    waiting = list(reversed(plan.buckets))
-    while waiting or at_work:
-        if waiting and len(at_work) < IN_FLIGHT:
-            bucket = waiting.pop()
-            matrix = plan.matrices[bucket.matrices[0]]
-            own = [shards[i] for i in bucket.matrices]
-            iteration = _compiled(bucket, matrix, iterations[matrix.iteration], own[0])
-            job = Job(bucket, matrix, groups.get(matrix.group), iteration, [scales[i] for i in bucket.matrices])
-            at_work.insert(0, (bucket, SCHEMES[bucket.scheme](job, own)))
-        still = []
-        for bucket, running in at_work:
-            try:
-                next(running)
-                still.append((bucket, running))
-            except StopIteration as done:
-                for i, result in zip(bucket.matrices, done.value, strict=True):
-                    shards[i] = result
-        at_work = still
-    return shards
-
-
-def _compiled(bucket: Bucket, matrix: Matrix, settings: NewtonSchulz, shard: Tensor) -> Iteration:
-    """The iteration of a bucket, whose form is that of the scheme."""
-    form: Form = "gram" if bucket.scheme.startswith("gram") else "auto"
-    form = "standard" if bucket.scheme == "distributed" else form
-    shape = (shard.size(0), shard.size(1)) if bucket.scheme == "blockwise" else matrix.shape
-    return settings.compile(shape, shard.dtype, shard.device, form)
 
 
 def subset(plan: Plan, kept: Sequence[int]) -> Plan:

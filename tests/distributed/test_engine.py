@@ -14,7 +14,7 @@ from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel import collectives
 from megatron_eopt.parallel.collectives import counters
 from megatron_eopt.parallel.cost import DEFAULT_RATES, bucket_bytes, bucket_calls
-from megatron_eopt.parallel.engine import Engine, Parameter, execute
+from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, on_one_rank
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, cut, cut_at
 from megatron_eopt.parallel.schemes import SCHEMES
@@ -40,6 +40,10 @@ def matrix_of(index, shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(index))
 
 
+def shaped(rows, cols):
+    return 1 + rows / cols
+
+
 def sharded(shape, dim, ranks):
     return Layout(shape, cut(shape, dim, ranks), dist.group.WORLD, "tp")
 
@@ -51,7 +55,7 @@ def mixed(ranks):
     """Parameters of which each kind has every iteration, in an order that mixes these."""
     lying = [on_one_rank(shape) if dim is None else sharded(shape, dim, ranks) for shape, dim in SHAPES]
     return [
-        Parameter(f"{number}.{copy}.{name}", F32, layout, iteration=iteration, settings=name)
+        Parameter(f"{number}.{copy}.{name}", F32, layout, iteration=iteration, scale=shaped, settings=name)
         for copy in range(2)
         for number, layout in enumerate(lying)
         for name, iteration in ITERATIONS.items()
@@ -61,7 +65,7 @@ def mixed(ranks):
 def factors_of(engine, parameters, rank, indices=None):
     indices = range(len(parameters)) if indices is None else indices
     shards = [part_of(matrix_of(i, parameters[i].layout.shape), parameters[i].layout.piece) for i in indices]
-    return [factor for (factor,) in engine.orthogonalize(shards, indices, [2.0 + i for i in indices])]
+    return engine.orthogonalize(shards, indices)
 
 
 def several_iterations(rank, ranks):
@@ -99,7 +103,7 @@ def test_several_iterations_are_one_plan(ranks):
                 zip(together, alone, parameters, strict=True)
             ):
                 assert torch.equal(actual, by_itself), (mode, i)
-                expected = ITERATIONS[name](matrix_of(i, shape)) * (2.0 + i)
+                expected = ITERATIONS[name](matrix_of(i, shape)) * shaped(*shape)
                 expected = expected if dim is None else part_of(expected, cut(shape, dim, ranks)[rank])
                 # as in test_schemes: with polar_express the Gram form is itself 1e-5 from the polynomial
                 assert (actual - expected).abs().max() <= 3e-5 * expected.abs().max(), (mode, i)
@@ -198,22 +202,25 @@ def with_and_without_layout(rank, ranks):
     """Parameters of both kinds in one engine: indices are those of all parameters."""
     group = dist.group.WORLD
     iteration = NewtonSchulz(fp32_matmul_prec="highest")
-    fused = Parameter("fused", F32, sharded((8, 30), 1, ranks), Split((Part("a", 3), Part("b", 5))), iteration)
+    fused = Parameter("fused", F32, sharded((8, 30), 1, ranks), Split((Part("a", 3), Part("b", 5))), iteration, shaped)
     vector = Parameter("vector", F32, groups={"tp": group})
     own = Parameter("own", F32)
     plain = Parameter("plain", F32, sharded((8, 30), 1, ranks), iteration=iteration)
     engine = Engine([vector, fused, own, plain], CPU, "owner", DEFAULT_RATES)
     engine.prepare("torch")
     assert [len(matrices) for matrices in engine.matrices] == [0, 2, 0, 1]
-    assert engine.shapes([1, 3]) == [(3, 30), (5, 30), (8, 30)]
+    assert [matrix.shape for matrix in engine.flat([1, 3])] == [(3, 30), (5, 30), (8, 30)]
+    assert engine.scales([1, 3]) == [shaped(3, 30), shaped(5, 30), 1.0]
     assert [engine.shares(i) for i in range(4)] == [True, True, False, True]
     assert engine.agree(torch.full((1, 4), rank)).tolist() == [[0, 0, rank, 0]]
     x = matrix_of(0, (8, 30))
     shard = part_of(x, fused.layout.piece)
     assert torch.equal(engine.merge(1, engine.split(1, shard)), shard)
-    first, second = engine.orthogonalize([shard, shard], [1, 3], [1.0, 3.0, 2.0])
-    expected = [iteration(x[:3]), 3 * iteration(x[3:]), 2 * iteration(x)]
-    for actual, of_whole in zip([*first, *second], expected, strict=True):
+    shards = engine.split_all([1, 3], [shard, shard])
+    assert [len(each) for each in shards] == [3, 5, 8]
+    assert all(map(torch.equal, engine.merge_all([1, 3], shards), [shard, shard]))
+    expected = [shaped(3, 30) * iteration(x[:3]), shaped(5, 30) * iteration(x[3:]), iteration(x)]
+    for actual, of_whole in zip(engine.orthogonalize(shards, [1, 3]), expected, strict=True):
         of_rank = of_whole[:, fused.layout.piece.left : fused.layout.piece.right]
         torch.testing.assert_close(actual, of_rank, rtol=1e-5, atol=1e-5)
     return True
@@ -221,6 +228,22 @@ def with_and_without_layout(rank, ranks):
 
 def test_parameters_with_and_without_layout_are_one_engine():
     assert all(run_ranks(with_and_without_layout, 2))
+
+
+def blockwise(rank, ranks):
+    """Shards of different shapes, of matrices of one shape."""
+    iteration = NewtonSchulz(fp32_matmul_prec="highest")
+    layouts = [sharded((40, 40), dim, ranks) for dim in (0, 1)]
+    parameters = [Parameter(str(i), F32, layout, iteration=iteration) for i, layout in enumerate(layouts)]
+    engine = Engine(parameters, CPU, "blockwise")
+    engine.prepare("torch")
+    shards = [part_of(matrix_of(0, (40, 40)), layout.piece) for layout in layouts]
+    expected = [iteration(shard) for shard in shards]
+    return all(map(torch.equal, engine.orthogonalize(shards, [0, 1]), expected))
+
+
+def test_each_shard_gets_the_iteration_of_its_shape():
+    assert all(run_ranks(blockwise, 2))
 
 
 def differing(rank, ranks):
@@ -277,7 +300,7 @@ def stopping(rank, ranks, folder, scheme):
     try:
         # what the others still needed of the first step may have been sent before; of the second nothing was
         for _ in range(2):
-            execute(plan, shards, [1.0] * 6, {"tp": dist.group.WORLD}, {"": NewtonSchulz()})
+            executed(plan, shards, {"tp": dist.group.WORLD}, NewtonSchulz())
     except RuntimeError:
         (folder / f"{rank}").write_text(str(time.monotonic() - start))
         raise

@@ -1,9 +1,12 @@
 """Data-parallel ranks that hold different parameters do not make a first step."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
-from megatron_eopt.megatron.checkpoints.replicas import check_before_first_step
+from megatron_eopt.megatron.checkpoints.checksums import check_replicas
+from megatron_eopt.megatron.first_step import check_first_step
 from tests.distributed.ranks import run_ranks
 
 
@@ -35,7 +38,7 @@ def first_steps(rank, world_size):
 def first_step(rank, different, experts):
     optimizer = Optimizer()
     groups = dist.group.WORLD, dist.group.WORLD if experts else None
-    check_before_first_step(optimizer, [model(rank, different)], *groups)
+    check_first_step(optimizer, [partial(check_replicas, [model(rank, different)], *groups)])
     try:
         return optimizer.step(), optimizer.step()
     except RuntimeError as error:

@@ -9,7 +9,7 @@ from megatron_eopt.checkpoints.contents import newest, read_contents
 from megatron_eopt.checkpoints.states import check_states
 from megatron_eopt.cli import main
 from tests.megatron.runs import MUON, SMALL_GPT, assert_same, start, summary, train, whole
-from tests.megatron.test_described_plan import planned
+from tests.megatron.test_described import planned
 
 TP2 = ["--tensor-model-parallel-size", 2]
 EXACT = ["--muon-fp32-matmul-prec", "highest"]

@@ -1,4 +1,4 @@
-"""What fused parameters of Megatron's modules are made of, where no real run on a CPU has them."""
+"""What fused parameters of Megatron's modules are made of, where no real run on a CPU has them, and their marks."""
 
 from types import SimpleNamespace
 
@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from megatron_eopt.matrices import ATTRIBUTE, WHOLE, concatenated, declare, experts, tag_declared, undeclare
-from megatron_eopt.megatron.fused import fused, is_declared, split_of, tag
+from megatron_eopt.megatron.assignment import Assignment
+from megatron_eopt.megatron.fused import Matrices, fused, is_declared, logical_matrices, split_of, tag
 from megatron_eopt.megatron.parameters import trainable
+from megatron_eopt.overrides import Resolved
 from megatron_eopt.registry import is_nonlinear_or_embedding
 from tests.parallel.test_layout import Group
 
@@ -89,7 +91,7 @@ def test_what_the_user_declared_wins():
     own = concatenated(first=16, rest=None)
     declare("mixer.in_proj.*", own)
     try:
-        tag_declared([(parameter.info.name, parameter.parameter)])
+        tag_declared([(parameter.name, parameter.tensor)])
     finally:
         undeclare("mixer.in_proj.*")
     assert {split_of(parameter, name) for name in ("default", "none", "all", "per_head")} == {own}
@@ -97,12 +99,12 @@ def test_what_the_user_declared_wins():
 
 def test_a_second_optimizer_of_the_same_model_splits_as_it_is_asked():
     parameter = described(mamba(1))
-    tag([(parameter, split_of(parameter, "all"))])
+    tag([Matrices(parameter, split_of(parameter, "all"), None)])
     assert split_of(parameter, "none") == WHOLE
-    tag([(parameter, WHOLE)])
-    assert getattr(parameter.parameter, ATTRIBUTE) == WHOLE
-    tag([(parameter, None)])
-    assert not hasattr(parameter.parameter, ATTRIBUTE)
+    tag([Matrices(parameter, WHOLE, None)])
+    assert getattr(parameter.tensor, ATTRIBUTE) == WHOLE
+    tag([Matrices(parameter, None, None)])
+    assert not hasattr(parameter.tensor, ATTRIBUTE)
     assert not is_declared(parameter)
 
 
@@ -168,3 +170,50 @@ def test_stacked_experts_are_matrices_once_they_are_declared():
     assert not is_nonlinear_or_embedding(parameter)
     parameter.is_embedding_or_output_parameter = True
     assert is_nonlinear_or_embedding(parameter)
+
+
+class Attention(nn.Module):
+    def __init__(self, rows, groups=2, **config):
+        super().__init__()
+        self.config = SimpleNamespace(num_attention_heads=4, num_query_groups=groups, kv_channels=8, **config)
+        self.linear_qkv = nn.Linear(16, rows, bias=False)
+        self.linear_proj = nn.Linear(32, 16, bias=False)
+
+
+def split_qkv(model_chunks, groups):
+    """What is put on the parameters of a model whose matrices are Muon's, before its optimizer is built."""
+    of_muon = [Assignment(each, "muon", Resolved({}, {})) for each in trainable(model_chunks, groups)]
+    tag(logical_matrices(of_muon, SimpleNamespace(muon_split_qkv=True)))
+
+
+def test_each_projection_gets_the_shapes_of_its_own_attention():
+    language, encoder = Attention(64), Attention(96, groups=4)
+    gated = Attention(96, attention_output_gate=True)
+    split_qkv([nn.ModuleList([language, encoder]), gated], groups())
+    assert language.linear_qkv.weight.qkv_split_shapes == [16, 8, 8]
+    assert encoder.linear_qkv.weight.qkv_split_shapes == [8, 8, 8]
+    assert gated.linear_qkv.weight.qkv_split_shapes == [16, 16, 8, 8]
+    assert all(each.linear_qkv.weight.is_qkv for each in (language, encoder, gated))
+    assert not hasattr(language.linear_proj.weight, "is_qkv")
+
+
+def test_a_shard_that_ends_inside_a_query_group_is_marked():
+    attention = Attention(16)  # a quarter of the 64 rows of two groups
+    attention.linear_qkv.weight.tensor_model_parallel = True
+    attention.linear_qkv.weight.partition_dim = 0
+    split_qkv([attention], groups(tp=4))
+    assert attention.linear_qkv.weight.is_qkv is True
+
+
+def test_a_projection_that_its_config_does_not_describe_is_refused_before_any_is_marked():
+    fine, other = Attention(64), Attention(72)
+    with pytest.raises(ValueError, match=r"1\.linear_qkv\.weight has 72 rows over all ranks, but 2 query groups of"):
+        split_qkv([nn.ModuleList([fine, other])], groups())
+    assert not hasattr(fine.linear_qkv.weight, "is_qkv")
+
+
+def test_a_frozen_projection_is_left_alone():
+    attention = Attention(72)
+    attention.linear_qkv.weight.requires_grad = False
+    split_qkv([attention], groups())
+    assert not hasattr(attention.linear_qkv.weight, "is_qkv")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.megatron.checkpoints.groups import compressed, has, merged, settings_after_load
-from megatron_eopt.megatron.checkpoints.loading import of_another, problem_of
+from megatron_eopt.megatron.checkpoints.compatibility import mismatch, of_another, stacks_layers
+from megatron_eopt.megatron.checkpoints.matching import compressed, has, merged, settings_after_load
 
 MODEL = {"decoder.weight": (2, 8, 4), "output.weight": (16, 4)}
 
@@ -42,19 +42,19 @@ FP32_COPY = states("decoder.weight", "fp32_param")
     ],
 )
 def test_reasons(wanted, stored, message):
-    found = problem_of("Muon", wanted, MODEL | stored)
+    found = mismatch("Muon", wanted, MODEL | stored)
     assert found is None if message is None else message in found
 
 
 def test_another_model():
     wanted = {"optimizer.state.momentum_buffer.encoder.weight": (2, 8, 4)}
-    assert "encoder.weight is not in it" in problem_of("Muon", wanted, MODEL | MUON)
+    assert "encoder.weight is not in it" in mismatch("Muon", wanted, MODEL | MUON)
 
 
 def test_second_moments_of_adam_may_be_left():
     wanted = states("decoder.weight", "exp_avg")
-    assert problem_of("Muon", wanted, MODEL | ADAM, left={"exp_avg_sq"}) is None
-    assert "needs exp_avg:" in problem_of("Muon", wanted, MODEL | ADAM)
+    assert mismatch("Muon", wanted, MODEL | ADAM, optional={"exp_avg_sq"}) is None
+    assert "needs exp_avg:" in mismatch("Muon", wanted, MODEL | ADAM)
 
 
 @pytest.mark.parametrize(
@@ -76,15 +76,15 @@ def test_equal_names_and_shapes_do_not_make_it_the_same_state(name, wrote, refus
     assert of_another(name, states("output.weight", "momentum_buffer"), [block]) is None
 
 
-PLACES = st.dictionaries(st.sampled_from("abc"), st.sets(st.integers(0, 40), min_size=1), max_size=3)
+INDICES = st.dictionaries(st.sampled_from("abc"), st.sets(st.integers(0, 40), min_size=1), max_size=3)
 
 
-@given(st.lists(PLACES, max_size=4))
+@given(st.lists(INDICES, max_size=4))
 def test_names_of_all_ranks_are_those_of_each(ranks):
-    names = merged([compressed(places) for places in ranks])
+    names = merged(compressed((key, index) for key in indices for index in indices[key]) for indices in ranks)
     for key in "abc":
-        there = {place for places in ranks for place in places.get(key, ())}
-        assert {place for place in range(45) if has(names, key, place)} == there
+        there = {index for indices in ranks for index in indices.get(key, ())}
+        assert {index for index in range(45) if has(names, key, index)} == there
         runs = names.get(key, [])
         assert all(first < end for first, end in runs)
         assert all(a[1] < b[0] for a, b in pairwise(runs))
@@ -136,3 +136,10 @@ def test_a_checkpoint_from_before_a_setting_was_one_of_groups_leaves_it_as_the_r
     settings, changed = settings_after_load(NOW | own, [THEN | own | {"nesterov": True}], {"rung"})
     assert settings["nesterov"] is False
     assert changed["nesterov"] == (True, False)
+
+
+def test_only_a_run_that_keeps_layers_apart_minds_that_they_are_stacked():
+    assert "stacks the state of all layers (optimizer.state.m.decoder.layers.mlp" in stacks_layers(
+        ["decoder.layers.mlp.weight", "optimizer.state.m.decoder.layers.mlp.weight"]
+    )
+    assert stacks_layers(["decoder.layers.mlp.weight", "optimizer.state.m.decoder.layers.0.mlp.weight"]) is None

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron_eopt import EmergingOptimizerEntry
+from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.checking import refuse_bad_values
-from megatron_eopt.megatron.overriding import Owned
-from megatron_eopt.overrides import OverrideError, ParameterInfo, Resolved
+from megatron_eopt.overrides import OverrideError, Resolved
 from megatron_eopt.registry import EMERGING_OPTIMIZERS
 from tests.megatron.runs import MUON, SMALL_GPT, assert_same, start, train
 
@@ -317,12 +317,12 @@ class Together(torch.optim.Optimizer):
 def test_an_optimizer_checks_the_settings_of_a_parameter_together(monkeypatch, settings, message):
     entry = EmergingOptimizerEntry(Together, config_to_kwargs=lambda config, chunks, groups: {"lr": config.lr})
     monkeypatch.setitem(EMERGING_OPTIMIZERS, "together", entry)
-    described = SimpleNamespace(info=ParameterInfo("w", (4, 4)))
-    owned = Owned(described, Resolved(settings, dict.fromkeys(settings, "f:1")), "together")
+    parameter = SimpleNamespace(name="w")
+    assigned = Assignment(parameter, "together", Resolved(settings, dict.fromkeys(settings, "f:1")))
     config = SimpleNamespace(lr=0.1, weight_decay=0.0)
     if message is None:
-        refuse_bad_values([owned], config, [], None)
+        refuse_bad_values([assigned], config, [], None)
         return
     with pytest.raises(OverrideError) as error:
-        refuse_bad_values([owned], config, [], None)
+        refuse_bad_values([assigned], config, [], None)
     assert str(error.value) == message

@@ -145,7 +145,7 @@ def test_overrides_change_what_they_name_and_resume(release, tmp_path):
     )
     run = [*TP2, *muon(version), "--ckpt-format", "torch_dist", "--train-iters", 4, "--optimizer-overrides", file]
     straight, output = train(tmp_path / "straight", 2, *run, megatron=megatron)
-    assert "the owner of every trainable parameter" in output
+    assert "the optimizer of every trainable parameter" in output
     saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2, "--exit-interval", 2]
     train(tmp_path / "first", 2, *run, *saved, megatron=megatron)
     resumed, _ = train(tmp_path / "second", 2, *run, "--load", tmp_path / "checkpoint", megatron=megatron)

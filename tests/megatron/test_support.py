@@ -12,8 +12,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.support.facts import Run
-from megatron_eopt.megatron.support.matrix import FEATURES, RELEASES, support_matrix, support_table
+from megatron_eopt.megatron.support import Run
+from megatron_eopt.megatron.support.matrix import FEATURES, RELEASES, support_matrix
 from megatron_eopt.megatron.support.rules import RULES, refuse_unsupported, unsupported
 from tests.megatron.runs import MUON, SMALL_GPT, start
 from tests.parallel.test_layout import Group
@@ -35,9 +35,10 @@ def run(optimizer="muon", release="0.19.2", *, settings=None, **facts):
     return Run(optimizer, release, config(optimizer, **(settings or {})), **facts)
 
 
-LION = {"optimizer": "lion", "takes_matrices": False, "leaves_scalars": False}
+LION = {"optimizer": "lion", "leaves_scalars": False}
 AVERAGING = LION | {"optimizer": "schedule_free_adamw"}
 DEALT = {"layer_wise": True, "ddp": DISTRIBUTED, "data_parallel": 2, "whole_matrices": True}
+# In the order of the rules.
 REFUSED = {
     "an optimizer other than muon": (
         run("adaptive_muon", "0.17.1"),
@@ -73,7 +74,7 @@ REFUSED = {
     ),
     "gradients scattered without regard to matrices": (
         run(ddp=DISTRIBUTED, data_parallel=2),
-        r"each of 2 data-parallel ranks gets a piece of the gradients.*wrap_model_chunks_with_ddp",
+        r"each of 2 data-parallel ranks gets a shard of the gradients.*wrap_model_chunks_with_ddp",
     ),
     "experts' biases under the layer-wise distributed optimizer": (
         run(**DEALT, expert_vector="mlp.experts.linear_fc1.bias0"),
@@ -81,7 +82,7 @@ REFUSED = {
     ),
     "an optimizer of all parameters under the layer-wise distributed optimizer": (
         run(**LION, **DEALT),
-        r"'lion' owns parameters that are no matrices.*--no-use-layer-wise-param-layout",
+        r"'lion' has parameters that are no matrices.*--no-use-layer-wise-param-layout",
     ),
     "several instances of the distributed optimizer": (
         run(ddp=DistributedDataParallelConfig(num_distributed_optimizer_instances=2)),
@@ -126,7 +127,7 @@ REFUSED = {
         r"ckpt_format 'torch_dcp' is not written with 'muon': take --ckpt-format torch_dist",
     ),
     "Schedule-Free under the distributed optimizer": (
-        run("muon", layer_wise=True, owners=frozenset({"muon", "schedule_free_adamw"})),
+        run("muon", layer_wise=True, assigned=frozenset({"muon", "schedule_free_adamw"})),
         r"schedule_free_adamw evaluates and saves at the average.*leave --use-distributed-optimizer away",
     ),
     "Schedule-Free whose average could not be saved beside what it trains": (
@@ -148,14 +149,10 @@ REFUSED = {
 }
 
 
-def test_every_rule_is_tried_here():
-    assert list(REFUSED) == [rule.name for rule in RULES]
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_work_is_refused_with_what_works_instead(name):
     refused, message = REFUSED[name]
-    assert [rule.name for rule in unsupported(refused)] == [name]
+    assert unsupported(refused) == [dict(zip(REFUSED, RULES, strict=True))[name]]
     with pytest.raises(ValueError, match=message) as error:
         refuse_unsupported(refused)
     assert "\n" not in str(error.value)
@@ -181,7 +178,7 @@ def plain_model():
         run(ddp=DISTRIBUTED),  # one rank has all of every gradient
         run(release="0.20.0rc1", layer_wise=True, settings={"overlap_param_gather": True}),
         run(**LION, grouped_experts="mlp.experts.linear_fc1.weight"),  # element by element, whosever they are
-        run("lion", cut_twice="weight", weight_shards=2, takes_matrices=False),  # element by element, at any cut
+        run("lion", cut_twice="weight", weight_shards=2),  # element by element, at any cut
         run(args=SimpleNamespace(ckpt_format="torch", dump_param_to_param_group_map=None)),
         run(excludes=True, routes_optimizers=True),
     ],
@@ -227,7 +224,7 @@ def test_facts_are_read_from_the_model_and_its_configs():
     for parameter in model.experts.parameters():
         parameter.allreduce = False
     settings = config("dist_muon")
-    found = Run.of(settings, [model], groups(2, expt_dp=Group(1)), excludes=True)
+    found = Run.of(settings, [model], groups(2, expt_dp=Group(1)))
     assert found == Run(
         optimizer="muon",
         release=releases.version(),
@@ -240,7 +237,6 @@ def test_facts_are_read_from_the_model_and_its_configs():
         expert_data_parallel=1,
         wrapper="Model",
         expert_vector="experts.bias",
-        excludes=True,
     )
     model.linear.weight.is_managed_by_layer_wise_optimizer = True
     model.experts.bias.requires_grad = False
@@ -323,13 +319,20 @@ def test_the_matrix_says_what_the_rules_say():
         assert [row.feature for row in support_matrix(release)] == [feature.name for feature in FEATURES]
 
 
+def table():
+    """The matrix of all supported releases, in Markdown."""
+    yield from (f"| feature | {' | '.join(RELEASES)} | |", f"|---{'|---' * len(RELEASES)}|---|")
+    for rows in zip(*map(support_matrix, RELEASES), strict=True):
+        # what to take instead is what is looked for; releases where it works need no word then
+        notes = [row.note for row in rows if row.works == "no"] or [row.note for row in rows]
+        yield f"| {rows[0].feature} | {' | '.join(row.works for row in rows)} | {notes[0]} |"
+
+
 def test_the_page_shows_the_table():
     page = (ROOT / "docs" / "support.md").read_text()
-    table = re.search(r"<!-- support -->\n\n(.*?)\n\n<!-- end -->", page, re.DOTALL)
-    assert table is not None
-    assert table[1] == support_table(), (
-        "docs/support.md is not what the code says; take support_table() of megatron_eopt.megatron.support.matrix"
-    )
+    shown = re.search(r"<!-- support -->\n\n(.*?)\n\n<!-- end -->", page, re.DOTALL)
+    assert shown is not None
+    assert shown[1] == (made := "\n".join(table())), f"docs/support.md is not what the code says, which is\n{made}"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
 )
 
-from megatron_eopt.megatron.summary import torch_optimizers
+from megatron_eopt.megatron.parameters import torch_optimizers
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from tests.megatron.faulty import replaced
 

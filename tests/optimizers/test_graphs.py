@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron_eopt import TensorParallelMuon
-from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
+from megatron_eopt.optimizers.cuda_graph import GraphedUpdate, capture_cuda
+from megatron_eopt.optimizers.muon import muon
 from tests.optimizers.test_orthogonalized import gradient, matrix
 
 CUDA = torch.cuda.is_available()
@@ -17,7 +18,8 @@ def pair(device):
         TensorParallelMuon([{"params": p[:1]}, {"params": p[1:], "weight_decay": 0.3}], lr=0.1) for p in parameters
     )
     captured.cuda_graphs = True
-    captured._graphed = GraphedUpdate(captured._step) if CUDA else GraphedUpdate(captured._step, lambda run: run)
+    capture = capture_cuda if CUDA else lambda run: run
+    captured._graphed = GraphedUpdate(lambda batches: muon(batches, captured.engine, captured), capture)
     return parameters, plain, captured
 
 

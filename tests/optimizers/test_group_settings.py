@@ -9,6 +9,7 @@ import torch
 from megatron_eopt import TensorParallelAdaptiveMuon, TensorParallelMuon
 from megatron_eopt.megatron.summary import summary
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
+from megatron_eopt.optimizers.muon import muon
 from tests.optimizers.test_muon import is_qkv, matrix
 
 COMMON = {
@@ -266,7 +267,7 @@ def test_a_step_that_is_made_parameter_by_parameter_counts_too():
 def test_a_captured_step_is_the_step_of_all_groups_and_counts():
     plain, captured = optimizer(grouped()), optimizer(grouped())
     captured.cuda_graphs = True
-    captured._graphed = GraphedUpdate(captured._step, lambda run: run)
+    captured._graphed = GraphedUpdate(lambda batches: muon(batches, captured.engine, captured), lambda run: run)
     for made in (plain, captured):
         made.result = stepped(made, [0, 2, 3])
         assert made.newton_schulz_calls == 60

@@ -1,21 +1,23 @@
-"""What is loaded is what was saved, at any layout: a checksum of every global tensor, kept in the checkpoint.
+"""Hashes of tensors: what is loaded is what was saved, and data-parallel ranks hold the same parameters.
 
-torch reads its archives without looking at their CRC, so a byte that changed on a disk would be trained with. The
-checksums are sums over the parts that ranks hold, so they can be compared at another number of ranks, too.
+torch reads its archives without looking at their CRC, so a byte that changed on a disk would be trained with. A
+checkpoint therefore keeps a checksum of every global tensor. It is a sum over the shards that ranks hold, so it can be
+compared at another number of ranks, too.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_eopt.checkpoints.checksum import checksum
+from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
 
 CHECKSUMS = "megatron_eopt_checksums"
 """Where the common state of a checkpoint has them."""
@@ -24,58 +26,81 @@ Sums = dict[str, tuple[int, int]]
 """Key -> checksum and number of entries."""
 
 
-def checksums(tensors: Iterator[ShardedTensor]) -> Sums:
+def checksums(tensors: Iterable[ShardedTensor]) -> Sums:
     """Those of all global tensors; all ranks call it with what they save or have loaded, and get the same."""
-    parts: dict[str, list[Tensor]] = {}
+    sums: dict[str, list[Tensor]] = {}
     entries = Counter[str]()
     for tensor in tensors:
         # a quantized tensor has no bits of its own to look at
         if is_main_replica(tensor.replica_id) and type(tensor.data) in (torch.Tensor, torch.nn.Parameter):
-            parts.setdefault(tensor.key, []).append(checksum(tensor.data, tensor.global_offset, tensor.global_shape))
+            sums.setdefault(tensor.key, []).append(checksum(tensor.data, tensor.global_offset, tensor.global_shape))
             entries[tensor.key] += tensor.data.numel()
-    own = {key: (int(torch.stack(sums).sum()), entries[key]) for key, sums in parts.items()}
+    own = {key: (int(torch.stack(of_shards).sum()), entries[key]) for key, of_shards in sums.items()}
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, own)
     totals: Sums = {}
-    for sums in everywhere:
-        for key, (value, count) in sums.items():
+    for of_rank in everywhere:
+        for key, (value, count) in of_rank.items():
             known, counted = totals.get(key, (0, 0))
             totals[key] = ((known + value) % 2**64, counted + count)
     return totals
 
 
-def saved_tensors(sharded_state_dict: Any) -> Iterator[ShardedTensor]:
-    """What a state dict saves, with factories applied."""
-    return (value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor))
-
-
-def loaded_tensors(asked: Any, loaded: Any) -> Iterator[ShardedTensor]:
-    """What was loaded, each part with where it lies.
+def loaded_tensors(requested: Any, loaded: Any) -> Iterator[ShardedTensor]:
+    """What was loaded, each shard with its place in the global tensor.
 
     Args:
-        asked: the state dict that was asked for, factories not applied.
+        requested: the state dict that was requested, factories not applied.
         loaded: what became of it.
     """
-    if isinstance(asked, ShardedTensor):
-        yield replace(asked, data=loaded, dtype=loaded.dtype)
-    elif isinstance(asked, ShardedTensorFactory):
-        built = asked.build_fn(asked.key, loaded, asked.replica_id, asked.flattened_range)
-        yield from (value for value in nested_values(built) if isinstance(value, ShardedTensor))
-    elif isinstance(asked, Mapping):
-        for key, value in asked.items():
-            if key in loaded:
-                yield from loaded_tensors(value, loaded[key])
-    elif isinstance(asked, list) and asked:
+    if isinstance(requested, ShardedTensor):
+        yield replace(requested, data=loaded, dtype=loaded.dtype)
+    elif isinstance(requested, ShardedTensorFactory):
+        yield from sharded_tensors([replace(requested, data=loaded)])
+    elif isinstance(requested, Mapping):
+        for key in requested.keys() & loaded.keys():
+            yield from loaded_tensors(requested[key], loaded[key])
+    elif isinstance(requested, list) and requested:
         # Megatron leaves out of a list what has no tensor
-        filled = [value for value in asked if not isinstance(value, list | dict) or value]
+        filled = [value for value in requested if not isinstance(value, list | dict) or value]
         for value, found in zip(filled, loaded if filled else [], strict=True):
             yield from loaded_tensors(value, found)
 
 
-def changed(saved: Sums, loaded: Sums) -> list[str]:
-    """Keys whose tensors are not what was saved, of those that were loaded whole."""
-    return sorted(
-        key
-        for key, (value, entries) in loaded.items()
-        if key in saved and saved[key][1] == entries and saved[key][0] != value
-    )
+def check_replicas(model_chunks: Sequence[Any], dense: ProcessGroup | None, expert: ProcessGroup | None) -> None:
+    """Check that data-parallel ranks hold the same parameters, bit for bit; all of them call it together.
+
+    It is for the time before the first step, after whatever has loaded or made the parameters: a checkpoint with or
+    without optimizer state, or an initialization.
+
+    Args:
+        model_chunks: the model.
+        dense: the data-parallel group of parameters; None to leave them out.
+        expert: that of experts' parameters.
+
+    Raises:
+        RuntimeError: on all ranks of the group, naming parameters that differ.
+    """
+    parameters: dict[bool, dict[str, Tensor]] = {False: {}, True: {}}
+    for number, chunk in enumerate(model_chunks):
+        for name, parameter in chunk.named_parameters():
+            of_expert = not getattr(parameter, "allreduce", True)
+            parameters[of_expert][f"{number}.{name}" if len(model_chunks) > 1 else name] = parameter
+    for of_expert, group in ((False, dense), (True, expert)):
+        if group is not None and group.size() > 1 and parameters[of_expert]:
+            _check_equal(parameters[of_expert], group)
+
+
+def _check_equal(parameters: Mapping[str, Tensor], group: ProcessGroup) -> None:
+    hashes = torch.stack([checksum(p, [0] * p.ndim, p.shape) for p in parameters.values()])
+    extremes = torch.stack([hashes, ~hashes])  # the largest is the complement of the least complement
+    dist.all_reduce(extremes, dist.ReduceOp.MIN, group=group)
+    different = (extremes[0] != ~extremes[1]).tolist()
+    names = [name for name, differs in zip(parameters, different, strict=True) if differs]
+    if names:
+        raise RuntimeError(
+            f"{len(names)} of {len(parameters)} parameters differ between data-parallel ranks, such as {names[0]}: the "
+            f"ranks would train different models. Nothing was stepped. Load a checkpoint that verify-checkpoint calls "
+            f"good, or look for what makes ranks start differently (seeds, --data-parallel-random-init); "
+            f"--no-check-replicas leaves this check out"
+        )

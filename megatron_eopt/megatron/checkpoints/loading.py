@@ -1,254 +1,242 @@
-"""What a checkpoint has to hold before anything is read from it: other optimizers' state is refused, or imported."""
+"""What Megatron saves and loads, checked: a checkpoint is whole, serves the run, and is read as it was written.
+
+Megatron itself takes a damaged checkpoint for one of another format, or fails in a read far below, or exits with status
+0 after a save that was killed while it wrote the tracker file, which a job queue takes for success. The state of other
+optimizers it would load in part.
+"""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories
 
-from megatron_eopt.checkpoints.contents import CheckpointError, read_contents
+from megatron_eopt.checkpoints.contents import TRACKER, CheckpointError, Contents, is_legacy, newest, read_contents
 from megatron_eopt.checkpoints.problems import check_files
-from megatron_eopt.checkpoints.states import BLOCK, MAIN, blocks_of, parts_of, split_key
-from megatron_eopt.megatron.checkpoints.attach import FORMAT
-from megatron_eopt.megatron.checkpoints.checksums import (
-    CHECKSUMS,
-    Sums,
-    changed,
-    checksums,
-    loaded_tensors,
-    saved_tensors,
+from megatron_eopt.checkpoints.states import BLOCK, blocks_of, optimizers_in
+from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, Sums, checksums, loaded_tensors
+from megatron_eopt.megatron.checkpoints.compatibility import (
+    SECOND_MOMENT,
+    imports_adam,
+    mismatch,
+    of_another,
+    stacks_layers,
+    take_first_moments,
+    unreadable,
 )
-from megatron_eopt.megatron.checkpoints.importing import FIRST_MOMENT, imports_adam, take_first_moments
-from megatron_eopt.megatron.checkpoints.layers import stacked_problem
-from megatron_eopt.megatron.checkpoints.parts import put_back, taken_out
-from megatron_eopt.megatron.checkpoints.sharding import built
-from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
-from megatron_eopt.registry import EMERGING_OPTIMIZERS
-
-FRESH = "pass --no-load-optim to load the weights alone and start with fresh optimizer state"
+from megatron_eopt.megatron.checkpoints.matching import put_back, taken_out
+from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
+from megatron_eopt.registry import list_optimizers
 
 
-@dataclass
-class _Held:
-    """What a checkpoint holds.
+def checked_base(load_base: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``_load_base_checkpoint``: a checkpoint in torch_dist that is not whole is refused on all ranks.
 
-    Attributes:
-        shapes: by key, of every tensor, and
-        dtypes: likewise.
-        optimizer: the common state of ``optimizer``.
-        sums: checksums, empty where the checkpoint has none.
-        error: why it cannot be read.
+    Without a tracker file Megatron starts anew, as it does without this package: a first save that was killed leaves
+    none.
     """
 
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    optimizer: Any = None
-    sums: Sums = field(default_factory=dict)
-    error: str | None = None
+    @functools.wraps(load_base)
+    def load_base_checked(load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any) -> Any:
+        if rank0 and load_dir is not None and _is_ours(args) and dist.is_initialized():
+            problem = _on_rank_0(lambda: _damage_of_resumed(Path(load_dir), getattr(args, "ckpt_step", None)))
+            if problem:
+                raise CheckpointError(problem)
+        return load_base(load_dir, args, rank0, *rest, **kwargs)
+
+    return load_base_checked
+
+
+def checked_tracker(read_metadata: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``read_metadata``: an empty tracker file, which a killed save leaves, stands for the newest checkpoint."""
+
+    @functools.wraps(read_metadata)
+    def read_metadata_checked(tracker_filename: str) -> Any:
+        tracker = Path(tracker_filename)
+        if not _is_ours(releases.training_args()) or not dist.is_initialized():
+            return read_metadata(tracker_filename)
+        iteration = _on_rank_0(lambda: None if tracker.read_text().strip() else _newest_whole(tracker.parent))
+        if iteration is None:
+            return read_metadata(tracker_filename)
+        if dist.get_rank() == 0:
+            print(
+                f"megatron_eopt: {tracker} is empty, as a save leaves it that was killed while it wrote there; the "
+                f"newest checkpoint that is whole is of iteration {iteration}",
+                flush=True,
+            )
+        return iteration, False
+
+    return read_metadata_checked
 
 
 def checked_save(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``dist_checkpointing.save``: where optimizers of ours are saved, checksums of all tensors are, too."""
+    """Wrap ``dist_checkpointing.save``: with our optimizers, checksums of all tensors are saved."""
 
     @functools.wraps(save)
     def save_checked(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(part[BLOCK]["checksums"] for part in parts_of(sharded_state_dict)):
-            apply_factories(sharded_state_dict)  # as saving does
-            sharded_state_dict[CHECKSUMS] = checksums(saved_tensors(sharded_state_dict))
+        if any(each[BLOCK]["checksums"] for each in optimizers_in(sharded_state_dict)):
+            sharded_state_dict[CHECKSUMS] = checksums(sharded_tensors(sharded_state_dict))
         return save(sharded_state_dict, *args, **kwargs)
 
     return save_checked
 
 
 def checked_load(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``dist_checkpointing.load``: where optimizers of ours are asked for, the checkpoint has to have them.
+    """Wrap ``dist_checkpointing.load``: the checkpoint must have the state of our optimizers that is requested.
 
-    And where Megatron's own are, it must not have ours in their places.
+    State of our optimizers must not be loaded by Megatron's own.
     """
 
     @functools.wraps(load)
     def load_checked(sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
-        parts = list(parts_of(sharded_state_dict))
-        if not parts:
+        optimizers = list(optimizers_in(sharded_state_dict))
+        if not optimizers:
             if "optimizer" in sharded_state_dict:
                 _refuse_ours(sharded_state_dict["optimizer"], checkpoint_dir)
             return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        held = _held(checkpoint_dir)
-        imports = held.error is None and imports_adam(parts, held.shapes)
+        stored = _on_rank_0(lambda: _read(Path(checkpoint_dir)))
+        imports = stored.damage is None and imports_adam(optimizers, stored.shapes)
         if imports:
-            take_first_moments(parts)
-        problem = held.error or _problem(parts, held, frozenset({"exp_avg_sq"}) if imports else frozenset())
-        problem = problem or stacked_problem(key for key in held.shapes if split_key(key)[0])
+            take_first_moments(optimizers)
+        problem = stored.damage or _problem(optimizers, stored, imports)
         if problem:
             raise CheckpointError(f"{checkpoint_dir}: {problem}")
         request = taken_out(sharded_state_dict)
         result = load(request, checkpoint_dir, *args, **kwargs)
         loaded = result[0] if isinstance(result, tuple) else result
-        if any(part[BLOCK]["checksums"] for part in parts):
-            _compare(held, request, loaded, checkpoint_dir)
+        if any(each[BLOCK]["checksums"] for each in optimizers):
+            _compare(stored, request, loaded, checkpoint_dir)
         loaded.pop(CHECKSUMS, None)
-        put_back(sharded_state_dict, loaded, held.optimizer)
+        put_back(sharded_state_dict, loaded, stored.optimizer)
         return result
 
     return load_checked
 
 
-def _refuse_ours(asked: Any, folder: str) -> None:
-    """Refuse, for an optimizer of Megatron's own, state that one of ours wrote; of the rest Megatron judges itself."""
-    wanted = [tensor.key for tensor in _sharded({"optimizer": asked})]
+@dataclass
+class _Stored:
+    """What a checkpoint holds.
+
+    Attributes:
+        shapes: global shape of every tensor, by its key.
+        dtypes: dtype of every tensor, by its key.
+        optimizer: the common state of ``optimizer``.
+        sums: checksums, empty where the checkpoint has none.
+        damage: why it cannot be read.
+    """
+
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    optimizer: Any = None
+    sums: Sums = field(default_factory=dict)
+    damage: str | None = None
+
+
+def _read(folder: Path) -> _Stored:
+    try:
+        contents = read_contents(folder)
+    except CheckpointError as error:
+        return _Stored(damage=str(error))
+    return _Stored(
+        {key: tensor.shape for key, tensor in contents.tensors.items()},
+        {key: tensor.dtype for key, tensor in contents.tensors.items()},
+        contents.common.get("optimizer"),
+        contents.common.get(CHECKSUMS, {}),
+        _damage(contents),
+    )
+
+
+def _problem(optimizers: Sequence[dict[Any, Any]], stored: _Stored, imports: bool) -> str | None:
+    """Why the checkpoint cannot serve, the same on every rank; Adam's second moments are left where it ``imports``."""
+    blocks = blocks_of(stored.optimizer)
+    if problem := unreadable(stored.shapes, blocks):
+        return problem
+    own = [(each[BLOCK]["optimizer"], _requested(each)) for each in optimizers]
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, wanted)
-    problem = of_another(None, {key for keys in everywhere for key in keys}, blocks_of(_held(folder).optimizer))
+    dist.all_gather_object(everywhere, own)
+    for of_ranks in zip(*everywhere, strict=True):
+        wanted = {key: shape for _, shapes in of_ranks for key, shape in shapes.items()}
+        name, optional = of_ranks[0][0], frozenset({SECOND_MOMENT} if imports else ())
+        problem = mismatch(name, wanted, stored.shapes, optional) or of_another(name, wanted, blocks)
+        if problem:
+            return problem
+    return stacks_layers(stored.shapes) if any(each[BLOCK]["layers_differ"] for each in optimizers) else None
+
+
+def _requested(optimizer: Any) -> dict[str, tuple[int, ...] | None]:
+    """The tensors that are requested, by key, with their shapes; None for a vocabulary, whose padding may differ."""
+    return {t.key: None if t.allow_shape_mismatch else t.global_shape for t in sharded_tensors(optimizer)}
+
+
+def _refuse_ours(requested: Any, folder: str) -> None:
+    """Refuse, for an optimizer of Megatron's own, state that one of ours wrote; Megatron checks the rest itself."""
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, sorted(_requested({"optimizer": requested})))
+    wanted = {key for keys in everywhere for key in keys}
+    problem = of_another(None, wanted, blocks_of(_on_rank_0(lambda: _read(Path(folder))).optimizer))
     if problem:
         raise CheckpointError(f"{folder}: {problem}")
 
 
-def _compare(held: _Held, asked: Any, loaded: dict[str, Any], folder: str) -> None:
-    if not held.sums:
+def _compare(stored: _Stored, requested: Any, loaded: dict[str, Any], folder: str) -> None:
+    if not stored.sums:
         return
     comparable = (
         tensor
-        for tensor in loaded_tensors(asked, loaded)
-        if held.shapes.get(tensor.key) == tuple(tensor.global_shape) and held.dtypes[tensor.key] == tensor.dtype
+        for tensor in loaded_tensors(requested, loaded)
+        if stored.shapes.get(tensor.key) == tuple(tensor.global_shape) and stored.dtypes[tensor.key] == tensor.dtype
     )
-    keys = changed(held.sums, checksums(comparable))
-    if keys:
-        raise CheckpointError(
-            f"{folder}: {len(keys)} tensors are not what was saved, such as {keys[0]}: their bytes have changed since. "
-            f"megatron-eopt verify-checkpoint says where; load another checkpoint, or a good copy of this one"
-        )
-
-
-def _held(folder: str) -> _Held:
-    """Read by one rank; the same on all."""
-    held = _Held()
-    if dist.get_rank() == 0:
-        try:
-            contents = read_contents(Path(folder))
-            held.shapes = {key: tensor.shape for key, tensor in contents.tensors.items()}
-            held.dtypes = {key: tensor.dtype for key, tensor in contents.tensors.items()}
-            held.optimizer = contents.common.get("optimizer")
-            held.sums = contents.common.get(CHECKSUMS, {})
-            faults = [problem for problem in check_files(contents) if problem.severity == "error"]
-            held.error = f"{faults[0].what}. {faults[0].advice}" if faults else None
-        except CheckpointError as error:
-            held.error = str(error)
-    everywhere = [held]
-    dist.broadcast_object_list(everywhere, src=0)
-    return everywhere[0]
-
-
-def _sharded(part: Mapping[Any, Any]) -> list[ShardedTensor]:
-    """The tensors that a part asks for, those of factories among them."""
-    asked = (value for value in nested_values(part) if isinstance(value, (ShardedTensor, ShardedTensorFactory)))
-    return [tensor for value in asked for tensor in built(value)]
-
-
-def _problem(parts: list[dict[Any, Any]], held: _Held, left: Set[str]) -> str | None:
-    """Why the checkpoint cannot serve; the same on every rank. States that are ``left`` need not be loaded."""
-    newer = [block["format"] for block in blocks_of(held.optimizer) if block.get("format", 0) > FORMAT]
-    if newer:
-        return (
-            f"it was written by a later release of megatron_eopt (format {newer[0]}; this one reads up to {FORMAT}): "
-            f"update the package"
-        )
-    if not any(split_key(key)[0] for key in held.shapes):
-        return f"it holds no optimizer state (it was saved with --no-save-optim, or converted): {FRESH}"
-    own = [
-        # a vocabulary may be padded to another size
-        (part[BLOCK]["optimizer"], {t.key: None if t.allow_shape_mismatch else t.global_shape for t in _sharded(part)})
-        for part in parts
-    ]
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, own)
-    for of_ranks in zip(*everywhere, strict=True):
-        wanted = {key: shape for _, keys in of_ranks for key, shape in keys.items()}
-        name = of_ranks[0][0]
-        problem = problem_of(name, wanted, held.shapes, left) or of_another(name, wanted, blocks_of(held.optimizer))
-        if problem:
-            return problem
-    return None
-
-
-def of_another(name: str | None, wanted: Iterable[str], blocks: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why state with the same names and shapes cannot serve: an optimizer of ours wrote it, and another one asks.
-
-    What a user's own optimizer is called now, or was, says nothing.
-
-    Args:
-        name: of the optimizer; None for one of Megatron's own.
-        wanted: keys of the tensors that it loads.
-        blocks: what the checkpoint says of its optimizers.
-    """
-    ours = {entry.optimizer_cls.__name__ for entry in EMERGING_OPTIMIZERS.values()}
-    parameters = {split_key(key)[1] for key in wanted}
-    for block in blocks if name is None or name in ours else ():
-        wrote = block["optimizer"]
-        shared = sorted(parameters & {key for group in block["groups"] for key in group["names"]})
-        if shared and wrote != name and wrote in ours:
-            return (
-                f"{wrote} wrote the state of {shared[0]}, and {name or 'an optimizer of Megatron'} would take it for "
-                f"its own: resume with that one, or {FRESH}"
-            )
-    return None
-
-
-def problem_of(
-    name: str,
-    wanted: Mapping[str, tuple[int, ...] | None],
-    stored: Mapping[str, tuple[int, ...]],
-    left: Set[str] = frozenset(),
-) -> str | None:
-    """Why a checkpoint cannot serve one optimizer.
-
-    Args:
-        name: of the optimizer.
-        wanted: key -> global shape, of every tensor that it loads on any rank; None where any shape will do.
-        stored: the same of the checkpoint, of models and of all optimizers.
-        left: states that need not be loaded.
-    """
-    states = {key: split_key(key) for key in wanted}
-    parameters = {parameter for _, parameter in states.values()}
-    missing = sorted(wanted.keys() - stored.keys())
-    unused = sorted(
+    changed = sorted(
         key
-        for key in stored.keys() - wanted.keys()
-        if split_key(key)[1] in parameters and split_key(key)[0] not in left | {""}
+        for key, (value, entries) in checksums(comparable).items()
+        # Of a vocabulary with another padding, other entries were loaded.
+        if key in stored.sums and entries == stored.sums[key][1] and value != stored.sums[key][0]
     )
-    if missing or unused:
-        example = split_key((missing or unused)[0])[1]
-        needs = sorted({state for state, parameter in states.values() if parameter == example})
-        has = sorted({split_key(key)[0] for key in stored if split_key(key)[1] == example} - {""})
-        if not has and example not in stored:
-            return (
-                f"{example} is not in it, nor are {len(missing) - 1} other tensors that this run needs: it is of "
-                f"another model"
-            )
-        return (
-            f"it holds {_listed(has)} for {example}, and {name} needs {_listed(needs)}: {_reason(set(has), set(needs))}"
+    if changed:
+        raise CheckpointError(
+            f"{folder}: {len(changed)} tensors are not what was saved, such as {changed[0]}: their bytes have changed "
+            f"since. megatron-eopt verify-checkpoint says where; load another checkpoint, or a good copy of this one"
         )
-    for key, shape in wanted.items():
-        if shape is not None and stored[key] != shape:
-            return (
-                f"{key} has shape {stored[key]} in it, and this run needs {shape}: it is of another model, or of other "
-                f"settings of the optimizer; {FRESH}"
-            )
-    return None
 
 
-def _reason(has: set[str], needs: set[str]) -> str:
-    if MAIN in has ^ needs:
-        saved, now = ("bf16", "fp32") if MAIN in has else ("fp32", "bf16")
-        return f"it is of a run in {saved}, and this one is in {now}; resume in {saved}, or {FRESH}"
-    if MOMENTUM_BUFFER in needs and has - {MAIN} == {FIRST_MOMENT, "exp_avg_sq"}:
-        return f"Adam wrote it. Pass --muon-momentum-from-adam to make its first moment the momentum, or {FRESH}"
-    return f"another optimizer wrote it, or this one with other settings; resume with that one, or {FRESH}"
+def _is_ours(args: Any) -> bool:
+    name = getattr(args, "optimizer", "").removeprefix("dist_")
+    return name in list_optimizers() and getattr(args, "ckpt_format", None) == "torch_dist"
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(names) or "no state"
+def _on_rank_0[T](look: Callable[[], T]) -> T:
+    """What the first rank finds, on all ranks."""
+    found: list[Any] = [look() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    result: T = found[0]
+    return result
+
+
+def _damage(contents: Contents) -> str | None:
+    """Why a checkpoint is not whole."""
+    faults = (problem for problem in check_files(contents) if problem.severity == "error")
+    return next((f"{fault.what}. {fault.advice}" for fault in faults), None)
+
+
+def _damage_of_resumed(folder: Path, step: int | None) -> str | None:
+    """Why the checkpoint that Megatron will take from a folder is not whole."""
+    try:
+        tracker = folder / TRACKER
+        if not step and not (tracker.is_file() and tracker.read_text().strip()):
+            return None
+        path = folder / f"iter_{step:07d}" if step else newest(folder)
+        if path.is_dir() and is_legacy(path):
+            return None
+        damage = _damage(read_contents(path))
+        return damage and f"{path}: {damage}"
+    except CheckpointError as error:
+        return str(error)
+
+
+def _newest_whole(folder: Path) -> int | None:
+    steps = sorted((int(each.name.removeprefix("iter_")) for each in folder.glob("iter_*")), reverse=True)
+    return next((step for step in steps if _damage_of_resumed(folder, step) is None), None)

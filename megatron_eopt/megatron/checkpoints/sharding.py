@@ -1,12 +1,32 @@
-"""State tensors of any shape as Megatron's ShardedTensors, from the description of the state alone."""
+"""How optimizer state lies in a checkpoint: as Megatron's ShardedTensors, by its description alone, layer by layer.
+
+Megatron stacks layers that are alike into one tensor of the checkpoint, and so their state. Where some layers have no
+state, or another, the stack would have holes, which Megatron refuses in the first save. It can name every layer
+instead; it writes down in the checkpoint that it did, and reads that before it loads.
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from megatron_eopt.manifest import Family, rows
+from megatron_eopt.megatron import releases
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.parallel.layout import Layout
+
+_LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)|(?<=\.weight)\d+$")
+_SETTING = "non_homogeneous_layers"  # Megatron's name for it
+_MARK = "megatron_eopt_layers_differ"
 
 type Sharded = ShardedTensor | ShardedTensorFactory
 """What Megatron's model says of a parameter: a factory makes several tensors of it (gate and up of a SwiGLU's fc1)."""
@@ -15,13 +35,13 @@ type Sharded = ShardedTensor | ShardedTensorFactory
 def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts: list[Layout]) -> list[ShardedTensor]:
     """One state tensor whose shape is not that of its parameter, as what is saved and loaded of it on this rank.
 
-    A factory's parts follow one another in the rows that this rank holds, in an order that depends on the
-    tensor-parallel size. So where the parameter is one matrix, a dimension along its rows is cut into the same parts,
-    each in its own place. One of several logical matrices has places of its own at every size.
+    The tensors of a factory follow one another in the rows that this rank holds, in an order that depends on the
+    tensor-parallel size. Where such a parameter is one logical matrix, a state dimension along its rows is therefore
+    saved in as many tensors. Where it is several, each matrix has the same rows at every size.
 
     Args:
         tensor: its description; ``dims`` is not None.
-        data: this rank's part.
+        data: this rank's shard.
         parameter: the sharded tensor of the parameter, with its data.
         layouts: of the logical matrices of the parameter.
 
@@ -29,40 +49,34 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
         Views of ``data``, one behind the other along its first dimension; none where it is empty.
 
     Raises:
-        ValueError: for a parameter whose parts are not cut along its rows, and, where they are of one matrix, for rows
-            in another than the first dimension.
+        ValueError: for a factory whose tensors are not cut along the rows of the parameter, and, where the parameter is
+            one logical matrix, for rows in another than the first dimension.
     """
     assert tensor.dims is not None
-    parts = _parts(parameter)
-    in_parts = len(parts) > 1 and len(layouts) == 1
-    if in_parts and "rows" in tensor.dims[1:]:
-        raise ValueError(
-            f"{tensor.key} of {parameter.key}: rows of a matrix that is saved in {len(parts)} parts have to be the "
-            f"first dimension of a state tensor; got dims {tensor.dims}"
-        )
-    layout = layouts[tensor.matrix]
-    replica_id = _replica_id(parts[0].replica_id, _earlier_copies(tensor, layout), layout.ranks)
-    if tensor.dims[:1] != ("rows",) or not in_parts:
+    saved, layout = _along_rows(parameter), layouts[tensor.matrix]
+    replica_id = _replica_id(saved[0].replica_id, _earlier_copies(tensor, layout), layout.ranks)
+    if len(saved) == 1 or len(layouts) > 1 or "rows" not in tensor.dims:
         sides = {
             "rows": (layout.shape[0], layout.piece.top, layout.piece.bottom),
             "columns": (layout.shape[1], layout.piece.left, layout.piece.right),
         }
-        return _placed(tensor, data, parameter.key, parts[0], sides, replica_id)
+        return _placed(tensor, data, parameter.key, saved[0], sides, replica_id)
+    if "rows" in tensor.dims[1:]:
+        raise ValueError(
+            f"{tensor.key} of {parameter.key}: rows of a matrix that is saved in {len(saved)} tensors have to be the "
+            f"first dimension of a state tensor; got dims {tensor.dims}"
+        )
     placed = []
-    start = 0
-    for part in parts:
-        rows, columns = (_side(part, axis) for axis in (0, 1))
-        size = part.local_shape[0]
-        piece = data[start : start + size]
-        placed += _placed(tensor, piece, part.key, part, {"rows": rows, "columns": columns}, replica_id)
-        start += size
+    for each, view in zip(saved, data.split([each.local_shape[0] for each in saved]), strict=True):
+        sides = {"rows": _side(each, 0), "columns": _side(each, 1)}
+        placed += _placed(tensor, view, each.key, each, sides, replica_id)
     return placed
 
 
-def joined(tensor: StateTensor, parts: list[Tensor], shape: tuple[int, ...]) -> Tensor:
+def joined(tensor: StateTensor, loaded: list[Tensor], shape: tuple[int, ...]) -> Tensor:
     """The state tensor of local ``shape`` from what was loaded for :func:`sharded_state`."""
-    flat = [part.reshape(-1) for part in parts]
-    if sum(part.numel() for part in flat) != torch.Size(shape).numel():
+    flat = [each.reshape(-1) for each in loaded]
+    if sum(each.numel() for each in flat) != torch.Size(shape).numel():
         raise ValueError(f"what was loaded for {tensor.key} does not fill its shape {shape}")
     return torch.cat(flat).view(shape) if flat else torch.empty(shape, dtype=tensor.dtype)
 
@@ -72,40 +86,51 @@ def state_key(key: str, parameter_key: str) -> str:
     return f"optimizer.state.{key}.{parameter_key}"
 
 
-def built(parameter: Sharded) -> list[ShardedTensor]:
-    """The tensors that are saved of a parameter on this rank."""
-    if isinstance(parameter, ShardedTensor):
-        return [parameter]
-    return [part for part in nested_values(parameter.build()) if isinstance(part, ShardedTensor)]
+def sharded_tensors(state_dict: Any) -> Iterator[ShardedTensor]:
+    """What a state dict saves or loads on this rank, with the tensors of factories."""
+    for value in nested_values(state_dict):
+        if isinstance(value, ShardedTensor):
+            yield value
+        elif isinstance(value, ShardedTensorFactory):
+            yield from sharded_tensors(value.build())
 
 
-def _parts(parameter: Sharded) -> list[ShardedTensor]:
-    parts = built(parameter)
-    rows = sum(part.local_shape[0] for part in parts)
-    if rows != parameter.data.shape[0] or any(p.local_shape[1:] != parts[0].local_shape[1:] for p in parts):
-        raise ValueError(f"{parameter.key} is saved in parts that are not cut along its rows: {parts}")
-    return parts
+def stacked_index(parameter: Sharded) -> int:
+    """Which of the layers (and experts) that Megatron stacks under one key a parameter is; 0 where there is one."""
+    first, index = next(sharded_tensors([parameter])), 0
+    for axis in range(first.prepend_axis_num):
+        index = index * first.global_shape[axis] + first.global_offset[axis]
+    return index
 
 
-def _side(part: ShardedTensor, axis: int) -> tuple[int, int, int]:
-    """Global length of a dimension of the parameter, and from where to where this rank's part goes."""
-    place = part.prepend_axis_num + axis
-    start = part.global_offset[place]
-    return part.global_shape[place], start, start + part.local_shape[axis]
+def _along_rows(parameter: Sharded) -> list[ShardedTensor]:
+    """The tensors that are saved of a parameter, one for consecutive rows each."""
+    saved = list(sharded_tensors([parameter]))
+    rows = sum(each.local_shape[0] for each in saved)
+    if rows != parameter.data.shape[0] or any(each.local_shape[1:] != saved[0].local_shape[1:] for each in saved):
+        raise ValueError(f"{parameter.key} is saved in tensors that are not cut along its rows: {saved}")
+    return saved
+
+
+def _side(saved: ShardedTensor, axis: int) -> tuple[int, int, int]:
+    """Global length of a dimension of the parameter, and from where to where this rank holds it."""
+    in_global = saved.prepend_axis_num + axis
+    start = saved.global_offset[in_global]
+    return saved.global_shape[in_global], start, start + saved.local_shape[axis]
 
 
 def _placed(
     tensor: StateTensor,
     data: Tensor,
     key: str,
-    part: ShardedTensor,
+    of_parameter: ShardedTensor,
     sides: dict[str, tuple[int, int, int]],
     replica_id: int | tuple[int, ...],
 ) -> list[ShardedTensor]:
     assert tensor.dims is not None
     if not data.numel():
         return []
-    ahead = part.prepend_axis_num  # dimensions of stacked layers and experts
+    ahead = of_parameter.prepend_axis_num  # dimensions of stacked layers and experts
     along = [(dim, 0, dim) if isinstance(dim, int) else sides[dim] for dim in tensor.dims] or [(1, 0, 1)]
     assert tuple(data.shape) == tuple(end - start for _, start, end in along[: data.ndim])
     # With its leading dimensions of one the tensor is whole: Megatron's own way to add them needs equal shards.
@@ -116,8 +141,8 @@ def _placed(
             data=view,
             dtype=view.dtype,
             local_shape=tuple(view.shape),
-            global_shape=(*part.global_shape[:ahead], *(length for length, _, _ in along)),
-            global_offset=(*part.global_offset[:ahead], *(start for _, start, _ in along)),
+            global_shape=(*of_parameter.global_shape[:ahead], *(length for length, _, _ in along)),
+            global_offset=(*of_parameter.global_offset[:ahead], *(start for _, start, _ in along)),
             axis_fragmentations=None,
             replica_id=replica_id,
         )
@@ -125,16 +150,16 @@ def _placed(
 
 
 def _earlier_copies(tensor: StateTensor, layout: Layout) -> int:
-    """How many ranks before this one hold the same part of the state tensor."""
+    """How many ranks before this one hold the same shard of the state tensor."""
     assert tensor.dims is not None
-    held = [
+    shards = [
         tuple(
             (piece.top, piece.bottom) if dim == "rows" else (piece.left, piece.right) if dim == "columns" else ()
             for dim in tensor.dims
         )
         for piece in layout.pieces
     ]
-    return held[: layout.rank].count(held[layout.rank])
+    return shards[: layout.rank].count(shards[layout.rank])
 
 
 def _replica_id(of_parameter: int | tuple[int, ...], copies: int, ranks: int) -> int | tuple[int, ...]:
@@ -143,3 +168,79 @@ def _replica_id(of_parameter: int | tuple[int, ...], copies: int, ranks: int) ->
         return of_parameter * ranks + copies
     pipeline, tensor, *data = of_parameter
     return (pipeline, tensor * ranks + copies, *data)
+
+
+def layers_differ(families: Iterable[Family], frozen: Iterable[str]) -> bool:
+    """Whether layers differ in the optimizers of parameters that are alike; all ranks call it together.
+
+    Args:
+        families: the manifest.
+        frozen: names of this rank's parameters that no optimizer may have.
+
+    Raises:
+        ValueError: where experts of one layer have different optimizers in a run that saves in torch_dist, where
+            Megatron can only stack them.
+    """
+    kinds: dict[str, set[tuple[str | None, int]]] = {}
+    for row in rows(families):
+        kinds.setdefault(_EXPERT.sub("*", row.name), set()).add((row.optimizer, len(row.matrices)))
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, sorted({_EXPERT.sub("*", name) for name in frozen}))
+    for name in {name for names in everywhere for name in names}:
+        kinds.setdefault(name, set()).add((None, 0))
+    _check_experts(kinds)
+    of_layers: dict[str, set[frozenset[Any]]] = {}
+    for name, found in kinds.items():
+        of_layers.setdefault(_LAYER.sub("*", name), set()).add(frozenset(found))
+    return any(len(found) > 1 for found in of_layers.values())
+
+
+def _check_experts(kinds: Mapping[str, set[tuple[str | None, int]]]) -> None:
+    args = releases.training_args()
+    if getattr(args, "save", None) is None or getattr(args, "ckpt_format", None) != "torch_dist":
+        return
+    for name, found in sorted(kinds.items()):
+        if len(found) > 1:
+            optimizers = " and ".join(sorted({optimizer or "none" for optimizer, _ in found}))
+            raise ValueError(
+                f"experts of one layer ({name}) are treated differently (optimizers: {optimizers}), and Megatron "
+                f"stacks their state in torch_dist checkpoints: let overrides select all experts of a layer, or leave "
+                f"--save away"
+            )
+
+
+def keep_apart(model_chunks: Sequence[Any], apart: bool) -> None:
+    """Whether every layer of a model has a name of its own in the checkpoints of ``megatron.training``."""
+    for chunk in unwrap_model(list(model_chunks)):
+        setattr(chunk, _MARK, apart)
+
+
+def undecided(build_metadata: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Wrap Megatron's ``_build_sharded_state_dict_metadata``, which knows no model: :func:`named_apart` decides."""
+
+    @functools.wraps(build_metadata)
+    def build_metadata_undecided(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {_SETTING: None} | build_metadata(*args, **kwargs)
+
+    return build_metadata_undecided
+
+
+def named_apart(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Megatron's ``generate_state_dict``: it names each layer of a model that is to :func:`keep_apart`.
+
+    What is loaded has the names that the checkpoint says; where it says nothing, the metadata are :func:`undecided`.
+    """
+    signature = inspect.signature(generate)
+
+    @functools.wraps(generate)
+    def generate_apart(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        apart = any(getattr(chunk, _MARK, False) for chunk in given["model"])
+        for name in ("model_sd_kwargs", "optim_sd_kwargs"):
+            metadata = (given.get(name) or {}).get("metadata") or {}
+            if metadata.get(_SETTING, ...) is None:
+                metadata.pop(_SETTING)
+                metadata |= {_SETTING: True} if apart else {}
+        return generate(*args, **kwargs)
+
+    return generate_apart

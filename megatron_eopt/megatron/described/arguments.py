@@ -99,7 +99,9 @@ def parsed(flags: Sequence[str], rank: int, world_size: int | None) -> Parsed:
             raise ValueError(f"{reason}: such a run cannot be described without a GPU")
     transformer_engine = args.transformer_impl != "local"
     notes = _notes(args) if transformer_engine else ()
-    _without_gpu(args)
+    for name, value in _WITHOUT.items():
+        if hasattr(args, name):
+            setattr(args, name, value)
     args.rank, args.world_size = rank, world_size or _smallest_world(args)
     if not 0 <= rank < args.world_size:
         raise ValueError(f"expected a rank below the world size {args.world_size}, got {rank}")
@@ -159,12 +161,6 @@ def _notes(args: Namespace) -> tuple[str, ...]:
             " experts.local_experts.0.linear_fc1.weight here"
         )
     return tuple(notes)
-
-
-def _without_gpu(args: Namespace) -> None:
-    for name, value in _WITHOUT.items():
-        if hasattr(args, name):
-            setattr(args, name, value)
 
 
 def _smallest_world(args: Namespace) -> int:

@@ -9,22 +9,28 @@ of this package (:mod:`megatron_eopt.cpu`), over a process group that pretends t
 torch's meta device. Afterwards the process is as it was, but for the modules that it imported.
 """
 
+import copy
 import importlib
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import Module
+import torch.utils._device
+from torch.nn import Module, Parameter
+from torch.overrides import TorchFunctionMode
 
 from megatron_eopt import cpu
+from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.described.arguments import Parsed, parsed, refused
-from megatron_eopt.megatron.described.chunks import layers_of_gpu, model_chunks
 from megatron_eopt.redirect import Redirection, Redirections
+
+_NORMS = ("persist_layer_norm", "layernorm_zero_centered_gamma", "memory_efficient_layer_norm", "sequence_parallel")
+"""Settings that torch's norms refuse; none is of consequence for their parameters."""
 
 # Their global variables are what a run leaves behind.
 _STATEFUL = (
@@ -41,8 +47,8 @@ class DescribedRun:
 
     Attributes:
         args: Megatron's arguments, validated; those that ask for a GPU are changed.
-        model_chunks: the parts of the model on this rank, one per virtual pipeline stage, wrapped as for training, so
-            that parameters have the names that Megatron's optimizer sees; on the meta device, with all attributes.
+        model_chunks: the model on this rank, one module per virtual pipeline stage, wrapped as for training, so that
+            parameters have the names that Megatron's optimizer sees; on the meta device, with all attributes.
         optimizer_config: Megatron's ``OptimizerConfig``.
         config_overrides: its overrides per group of parameters, keyed by ``ParamKey``.
         pg_collection: the process groups of this rank; their sizes and ranks are right, and they send nothing.
@@ -80,12 +86,12 @@ def described_run(flags: Sequence[str], rank: int = 0, world_size: int | None = 
             "process that takes part in no run"
         )
     with ExitStack() as stack:
-        stack.enter_context(_stand_ins())
+        _stand_in(stack)
         for name in _STATEFUL:
-            stack.enter_context(_globals_kept(name))
+            _keep(vars(importlib.import_module(name)), stack)
         stack.enter_context(torch.random.fork_rng(devices=[]))
         found = parsed(flags, rank, world_size)
-        stack.enter_context(_process_groups(found.args))
+        _make_process_groups(found.args, stack)
         yield _described(found)
 
 
@@ -108,64 +114,51 @@ def ranks_to_describe(args: Namespace) -> list[int]:
     ]
 
 
-@contextmanager
-def _stand_ins() -> Iterator[None]:
-    """The CPU backend and our optimizers, unless the process has them already."""
-    backend, environment = cpu.installed(), dict(os.environ)
+def _stand_in(stack: ExitStack) -> None:
+    """Install the CPU backend and our optimizers, until the stack closes unless the process has them already."""
+    _keep(os.environ, stack)
+    if not cpu.installed():
+        stack.callback(cpu.undo)
     cpu.install()
-    try:
-        from megatron_eopt.megatron import activation
+    from megatron_eopt.megatron import activation
 
-        active = activation._active is not None
-        activation.activate()
-        try:
-            yield
-        finally:
-            if not active:
-                activation.deactivate()
-    finally:
-        if not backend:
-            cpu.undo()
-        os.environ.clear()
-        os.environ.update(environment)
+    if activation._active is None:
+        stack.callback(activation.deactivate)
+    activation.activate()
 
 
-@contextmanager
-def _globals_kept(module: str) -> Iterator[None]:
-    namespace = vars(importlib.import_module(module))
-    before = dict(namespace)
-    try:
-        yield
-    finally:
-        namespace.clear()
-        namespace.update(before)
+def _keep(namespace: MutableMapping[str, Any], stack: ExitStack) -> None:
+    """Let a mapping be as it is now when the stack closes."""
+    stack.callback(namespace.update, dict(namespace))
+    stack.callback(namespace.clear)
 
 
-@contextmanager
-def _process_groups(args: Namespace) -> Iterator[None]:
-    """Megatron's parallel state at a rank of a world that has this one process."""
+def _make_process_groups(args: Namespace, stack: ExitStack) -> None:
+    """Megatron's parallel state at a rank of a world that has this one process, until the stack closes."""
     from megatron.core import tensor_parallel
     from megatron.training import global_vars, initialize
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    norm, attention = "torch_norm:WrappedTorchNorm", "dot_product_attention:DotProductAttention"
+    looked_at = "it is only looked at, so it may stand in for that of a GPU"
     redirections = Redirections(
         [
             Redirection(owner=dist, name="new_group", make=_pretending, reason="no other rank is there to talk to"),
-            *layers_of_gpu(),
+            *(
+                Redirection(owner=f"megatron.core.transformer.{owner}", name=name, make=make, reason=looked_at)
+                for owner, name, make in ((norm, "__new__", _any_norm), (attention, "__init__", _any_attention))
+            ),
         ],
         importers=("megatron", "torch.distributed"),
     )
     global_vars.set_args(args)
     dist.init_process_group("fake", store=FakeStore(), rank=args.rank, world_size=args.world_size)
-    try:
-        redirections.install()
-        with refused("cannot lay out these parallel sizes"):
-            initialize._initialize_distributed(None, None, None)
-            tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
-        yield
-    finally:
-        redirections.undo()
-        dist.destroy_process_group()
+    stack.callback(dist.destroy_process_group)
+    redirections.install()
+    stack.callback(redirections.undo)
+    with refused("cannot lay out these parallel sizes"):
+        initialize._initialize_distributed(None, None, None)
+        tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
 
 
 def _pretending(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,21 +169,90 @@ def _pretending(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _described(found: Parsed) -> DescribedRun:
+    from megatron.core import optimizer
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.utils import get_model_config
     from megatron.training import training
 
     args, groups = found.args, ProcessGroupCollection.use_mpu_process_groups()
     with refused("cannot build this model without a GPU"):
-        chunks = model_chunks(found, groups)
+        with _OnMeta():
+            chunks = [_wrapped(args, chunk) for chunk in _chunks(found, groups)]
         config, overrides = training.get_megatron_optimizer_config(args)
         if getattr(args, "use_mup", False):
-            overrides = {**overrides, **_mup_overrides(config, chunks[0])}
+            width = get_model_config(chunks[0]).mup_width_mult
+            of_mup = {"config": config, "mup_width_mult": width, "optimizer_type": config.optimizer}
+            overrides = {**overrides, **(optimizer.get_mup_config_overrides(**of_mup) or {})}
     return DescribedRun(args, chunks, config, overrides, groups, found.notes)
 
 
-def _mup_overrides(config: Any, chunk: Module) -> dict[Any, Any]:
-    from megatron.core.optimizer import get_mup_config_overrides
+def _any_norm(real: Callable[..., Module]) -> Callable[..., Module]:
+    def new(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Module:
+        plain = copy.copy(config)
+        for name in _NORMS:
+            setattr(plain, name, False)
+        norm = real(cls, plain, hidden_size, eps)
+        if config.sequence_parallel:
+            for parameter in norm.parameters():
+                parameter.sequence_parallel = True  # type: ignore[attr-defined]
+        return norm
+
+    return new
+
+
+def _any_attention(real: Callable[..., None]) -> Callable[..., None]:
+    def init(self: Any, config: Any, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any) -> None:
+        plain = copy.copy(config)
+        plain.context_parallel_size = 1
+        real(self, plain, *args, **kwargs)
+
+    return init
+
+
+class _OnMeta(TorchFunctionMode):
+    """Every tensor that is made is on the meta device, whichever device it was asked to be on."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in torch.utils._device._device_constructors():
+            kwargs["device"] = torch.device("meta")
+        return func(*args, **kwargs)
+
+
+def _chunks(found: Parsed, groups: Any) -> Iterator[Module]:
+    from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+
+    build = releases.gpt_builder(found.args, groups)
+    rank, last = groups.pp.rank(), groups.pp.size() - 1
+    stages = found.args.virtual_pipeline_model_parallel_size if last else None
+    for stage in [None] if stages is None else range(stages):
+        first = rank == 0 and not stage
+        is_last = rank == last and (stages is None or stage == stages - 1)
+        chunk = build(pre_process=first, post_process=is_last, vp_stage=stage)
+        if found.transformer_engine:
+            _replicate_down_projections(chunk)
+        for parameter in chunk.parameters():
+            set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        yield chunk
+
+
+def _replicate_down_projections(chunk: Module) -> None:
+    """Make MLA's down projections whole on every tensor-parallel rank, as Transformer Engine's layers have them."""
+    for module in chunk.modules():
+        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+            layer = getattr(module, name, None)
+            if layer is None:
+                continue
+            layer.weight = Parameter(layer.weight.new_empty(layer.output_size, layer.input_size))
+            layer.weight.allreduce, layer.weight.tensor_model_parallel = True, False
+            layer.weight.sequence_parallel = layer.config.sequence_parallel
+
+
+def _wrapped(args: Namespace, chunk: Module) -> Module:
+    """The chunk in the wrappers of training, which make the names and the dtype; the outer one without its buffers."""
+    from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+    from megatron.core.transformer.module import Float16Module
     from megatron.core.utils import get_model_config
 
-    width = get_model_config(chunk).mup_width_mult
-    return get_mup_config_overrides(config=config, mup_width_mult=width, optimizer_type=config.optimizer) or {}
+    config = get_model_config(chunk)
+    return _BaseDataParallel(config, Float16Module(config, chunk) if args.fp16 or args.bf16 else chunk)

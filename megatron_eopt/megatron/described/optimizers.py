@@ -1,25 +1,24 @@
 """The optimizers of a described run: as Megatron would make them, around parameters without numbers."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.manifest import Family, ManifestRow, warnings
+from megatron_eopt.manifest import ManifestRow
+from megatron_eopt.megatron.assignment import Assignment, assignments, group_settings, matches
 from megatron_eopt.megatron.checking import refuse_bad_values
-from megatron_eopt.megatron.collecting import rows_here
 from megatron_eopt.megatron.described.model import DescribedRun
 from megatron_eopt.megatron.entries import all_entries
-from megatron_eopt.megatron.fused import tag
-from megatron_eopt.megatron.held import Held
-from megatron_eopt.megatron.overriding import group_settings, matches, owners_of, splits
-from megatron_eopt.megatron.parameters import Described, trainable
-from megatron_eopt.megatron.presets import with_preset
-from megatron_eopt.megatron.support.facts import Run
+from megatron_eopt.megatron.factory import with_preset
+from megatron_eopt.megatron.fused import logical_matrices, tag
+from megatron_eopt.megatron.manifest import rows_here
+from megatron_eopt.megatron.parameters import ModelParameter, OptimizerParameter, mark, trainable
+from megatron_eopt.megatron.support import Run
 from megatron_eopt.megatron.support.rules import refuse_unsupported
-from megatron_eopt.megatron.tagging import tag_fused_projections
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 
@@ -40,16 +39,33 @@ def matches_here(run: DescribedRun) -> list[int]:
     return matches(_parameters(run), run.optimizer_config, all_entries(run.optimizer_config, run.config_overrides))
 
 
-def _parameters(run: DescribedRun) -> list[Described]:
+def _parameters(run: DescribedRun) -> list[ModelParameter]:
     """The trainable parameters of a rank; the experts alone where another rank of its stage has the rest."""
     groups = run.pg_collection
     found = trainable(run.model_chunks, groups)
     first = groups.tp.rank() == 0 and groups.ep.rank() == 0
-    return [each for each in found if first or not getattr(each.parameter, "allreduce", True)]
+    parameters = [each for each in found if first or not getattr(each.tensor, "allreduce", True)]
+    mark(parameters)
+    return parameters
 
 
-class DescribedOptimizers:
-    """The optimizers of one rank of a described run.
+@dataclass(frozen=True)
+class PlannedRank:
+    """What the optimizers of one rank will do.
+
+    Attributes:
+        rows: the lines of the manifest.
+        explained: the plan of every optimizer that has one, as a table.
+        scale_mode: of the run.
+    """
+
+    rows: list[ManifestRow]
+    explained: list[str]
+    scale_mode: str
+
+
+def planned_rank(run: DescribedRun, counts: Sequence[int]) -> PlannedRank:
+    """Make the optimizers of one rank, around parameters without numbers, as the run would, and ask them.
 
     Args:
         run: the rank.
@@ -58,55 +74,31 @@ class DescribedOptimizers:
     Raises:
         ValueError: for what the run would be refused for at its start.
     """
+    chunks, groups = run.model_chunks, run.pg_collection
+    refuse_unsupported(Run.of(run.optimizer_config, chunks, groups))
+    config = with_preset(run.optimizer_config)
+    assigned = assignments(_parameters(run), config, all_entries(config, run.config_overrides), counts)
+    refuse_bad_values(assigned, config, chunks, groups)
+    tag(logical_matrices(assigned, config))
+    names = dict.fromkeys(each.optimizer for each in assigned if each.optimizer is not None)
+    built = [each for name in names for each in _built(name, assigned, config, run)]
+    optimizers = dict.fromkeys(each.optimizer for each in built)
+    tables = {each: each.explain_proposed() for each in optimizers if isinstance(each, BaseOptimizer)}
+    explained = [f"{type(each).__name__}\n{table}" for each, table in tables.items() if table is not None]
+    rows = rows_here(built, assigned, config, groups, settled=False)
+    return PlannedRank(rows, explained, config.muon_scale_mode)
 
-    def __init__(self, run: DescribedRun, counts: Sequence[int]) -> None:
-        refuse_unsupported(Run.of(run.optimizer_config, run.model_chunks, run.pg_collection))
-        self._run, self._config = run, with_preset(run.optimizer_config)
-        entries = all_entries(self._config, run.config_overrides)
-        self._owned = owners_of(_parameters(run), self._config, entries, counts)
-        refuse_bad_values(self._owned, self._config, run.model_chunks, run.pg_collection)
-        tag(splits(self._owned, getattr(self._config, "muon_split", "default")))
-        if getattr(self._config, "muon_split_qkv", False):
-            tag_fused_projections(run.model_chunks, run.pg_collection)
-        self._optimizers: list[Optimizer] = []
-        self._models: list[list[Tensor]] = []
-        for owner in dict.fromkeys(each.owner for each in self._owned if each.owner is not None):
-            self._add(owner)
 
-    def _add(self, owner: str) -> None:
-        own = [each for each in self._owned if each.owner == owner]
-        primary = self._config.optimizer.removeprefix("dist_")
-        groups = [
-            {"params": [_main(each.described.parameter, self._config)], **group_settings(each, self._config, primary)}
-            for each in own
-        ]
-        if owner in EMERGING_OPTIMIZERS:
-            chunks, process_groups = self._run.model_chunks, self._run.pg_collection
-            optimizer, _ = create_emerging_optimizer(self._config, groups, owner, chunks, process_groups)
-        else:
-            optimizer = _OTHERS[owner](groups, lr=0.0)  # type: ignore[call-arg]
-        self._optimizers.append(optimizer)
-        self._models.append([each.described.parameter for each in own])
-
-    def _held(self) -> Iterator[Held]:
-        for models, optimizer in zip(self._models, self._optimizers, strict=True):
-            for parameter, group in zip(models, optimizer.param_groups, strict=True):
-                yield Held(parameter, optimizer, group, group["params"][0])
-
-    def rows(self) -> list[ManifestRow]:
-        """The lines of the manifest."""
-        found, without = rows_here(self._held(), self._owned, self._config, self._run.pg_collection, settled=False)
-        return [*found, *without]
-
-    def explained(self) -> list[str]:
-        """The plan of every optimizer that has one."""
-        planning = (each for each in self._optimizers if isinstance(each, BaseOptimizer))
-        tables = ((type(each).__name__, each.explain_proposed()) for each in planning)
-        return [f"{name}\n{table}" for name, table in tables if table is not None]
-
-    def warnings(self, found: Sequence[Family]) -> list[str]:
-        """What the run will warn of."""
-        return warnings(found, self._config.muon_scale_mode)
+def _built(name: str, assigned: Sequence[Assignment], config: Any, run: DescribedRun) -> Iterator[OptimizerParameter]:
+    """Build the optimizer of this name; the parameters of which it is the optimizer."""
+    own = [each for each in assigned if each.optimizer == name]
+    groups = [{"params": [_main(each.parameter.tensor, config)], **group_settings(each, config)} for each in own]
+    if name in EMERGING_OPTIMIZERS:
+        optimizer, _ = create_emerging_optimizer(config, groups, name, run.model_chunks, run.pg_collection)
+    else:
+        optimizer = _OTHERS[name](groups, lr=0.0)  # type: ignore[call-arg]
+    for each, group in zip(own, optimizer.param_groups, strict=True):
+        yield OptimizerParameter(each.parameter.tensor, optimizer, group, group["params"][0])
 
 
 def _main(parameter: Tensor, config: Any) -> Tensor:

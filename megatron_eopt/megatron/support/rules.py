@@ -8,7 +8,8 @@ releases lack some, so that nothing of Megatron is imported here.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_eopt.megatron.support.facts import Run, on, release_number
+from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.support import LIKE_MUON, Run, on
 
 
 @dataclass(frozen=True)
@@ -16,13 +17,11 @@ class Rule:
     """Something that does not work.
 
     Attributes:
-        name: of the feature.
         what: what was found, and why that cannot work; ``{run...}`` is filled in.
-        instead: the nearest that works, likewise.
+        instead: the nearest that works; ``{run...}`` is filled in.
         applies: whether a run has it.
     """
 
-    name: str
     what: str
     instead: str
     applies: Callable[[Run], bool]
@@ -33,60 +32,50 @@ class Rule:
 
 
 def _gathers_alone(run: Run) -> bool:
-    """Whether Megatron would look for the other owners of parameters that one rank owns; 0.19 looks whether any are."""
+    """Whether Megatron would gather parameters from other ranks where there are none; 0.19 looks first."""
     first = run.data_parallel == 1 or (not run.has_registry and run.expert_data_parallel == 1)
     legacy = run.layer_wise and not on(run.ddp, "use_distributed_optimizer")
-    return legacy and first and on(run.config, "overlap_param_gather") and release_number(run.release) < (0, 19)
+    return legacy and first and on(run.config, "overlap_param_gather") and not releases.gathers_alone(run.release)
 
 
 def _low_precision_parameters(run: Run) -> bool:
-    places = (run.ddp, "fp8_param_gather", "fp4_param_gather"), (run.model, "fp8_param", "fp4_param")
-    return any(on(settings, name) for settings, *names in places for name in names)
+    flags = (run.ddp, "fp8_param_gather", "fp4_param_gather"), (run.model, "fp8_param", "fp4_param")
+    return any(on(settings, name) for settings, *names in flags for name in names)
 
 
 def _cut_twice(run: Run) -> bool:
     return run.cut_twice is not None and run.weight_shards > 1
 
 
-def _averages(run: Run) -> bool:
-    return "schedule_free_adamw" in (run.optimizer, *run.owners)
-
-
 RULES = (
     Rule(
-        "an optimizer other than muon",
         "optimizer {run.optimizer!r} needs megatron-core 0.18 or later, found {run.release}",
         "upgrade megatron-core, or take --optimizer muon",
         lambda run: run.optimizer != "muon" and not run.has_registry,
     ),
     Rule(
-        "fp16",
         "optimizer {run.optimizer!r} does not run with fp16, for its gradients are not unscaled",
         "take --bf16, or fp32",
         lambda run: on(run.config, "fp16"),
     ),
     Rule(
-        "the layer-wise distributed optimizer without bf16",
         "Megatron-Core's layer-wise distributed optimizer, which --use-distributed-optimizer means with "
         "{run.optimizer!r}, runs with --bf16 only",
         "add --bf16, or leave --use-distributed-optimizer away",
         lambda run: run.layer_wise and not on(run.config, "bf16"),
     ),
     Rule(
-        "a scalar optimizer that cannot be built",
         "muon_scalar_optimizer {run.scalar!r} cannot be built with this Megatron-Core ({run.release})",
         "name one of {run.scalars}",
         lambda run: run.scalar is not None and run.scalar not in run.scalar_optimizers,
     ),
     Rule(
-        "weights cut a second time",
         "{run.cut_twice} is cut a second time over {run.weight_shards} ranks, which megatron-core does from 0.19 on, "
         "found {run.release}",
         "upgrade megatron-core (where it is unproven: no run on a CPU)",
-        lambda run: _cut_twice(run) and release_number(run.release) < (0, 19),
+        lambda run: _cut_twice(run) and not releases.cuts_weights_twice(run.release),
     ),
     Rule(
-        "optimizer state of weights cut a second time",
         "{run.cut_twice} is cut a second time over {run.weight_shards} ranks, and whether a checkpoint of its "
         "optimizer state could be loaded is unproven: no run on a CPU",
         "set --tensor-parallel-num-weight-shards (and the one of experts) to 1, or pass --no-save-optim and "
@@ -97,7 +86,6 @@ RULES = (
         ),
     ),
     Rule(
-        "experts in one parameter",
         "{run.grouped_experts} holds what is several experts', and Megatron-Core saves each expert by itself and would "
         "not find the optimizer state that belongs to it",
         "leave --moe-single-grouped-weight and --moe-single-grouped-bias away, which gives every expert parameters of "
@@ -105,7 +93,6 @@ RULES = (
         lambda run: run.takes_matrices and run.grouped_experts is not None,
     ),
     Rule(
-        "use_distributed_optimizer without the layer-wise one",
         "use_distributed_optimizer cuts matrices by bytes, so that Megatron-Core does not build it with "
         "{run.optimizer!r}",
         "leave it away and set use_layer_wise_distributed_optimizer (up to 0.17: take --optimizer dist_muon), "
@@ -117,15 +104,13 @@ RULES = (
         ),
     ),
     Rule(
-        "gradients scattered without regard to matrices",
         "the model is wrapped with use_distributed_optimizer in its DistributedDataParallelConfig, so that each of "
-        "{run.data_parallel} data-parallel ranks gets a piece of the gradients that cuts matrices",
+        "{run.data_parallel} data-parallel ranks gets a shard of the gradients that cuts matrices",
         "wrap it by megatron.training's wrap_model_chunks_with_ddp with use_layer_wise_distributed_optimizer "
         "(from 0.18 on), or without use_distributed_optimizer",
         lambda run: run.scatters and not (run.layer_wise and run.whole_matrices),
     ),
     Rule(
-        "experts' biases under the layer-wise distributed optimizer",
         "{run.expert_vector} is expert-parallel and no matrix, which Megatron-Core's layer-wise distributed optimizer "
         "has no place for beside matrices in shards of their own",
         "take --disable-bias-linear, --no-use-layer-wise-param-layout, or leave --use-distributed-optimizer away",
@@ -137,67 +122,57 @@ RULES = (
         ),
     ),
     Rule(
-        "an optimizer of all parameters under the layer-wise distributed optimizer",
-        "{run.optimizer!r} owns parameters that are no matrices, for which Megatron-Core's layer-wise distributed "
+        "{run.optimizer!r} has parameters that are no matrices, for which Megatron-Core's layer-wise distributed "
         "optimizer has no place beside matrices in shards of their own",
         "take --no-use-layer-wise-param-layout, or leave --use-distributed-optimizer away",
         lambda run: not run.leaves_scalars and run.layer_wise and run.scatters and run.whole_matrices,
     ),
     Rule(
-        "several instances of the distributed optimizer",
         "num_distributed_optimizer_instances is {run.ddp.num_distributed_optimizer_instances}, but whole matrices are "
-        "shared out over all data-parallel ranks, of which an instance has the gradients of a part",
+        "shared out over all data-parallel ranks, and an instance has the gradients of some of them only",
         "set --num-distributed-optimizer-instances to 1",
         lambda run: getattr(run.ddp, "num_distributed_optimizer_instances", 1) > 1,
     ),
     Rule(
-        "overlap_param_gather_with_optimizer_step",
         "overlap_param_gather_with_optimizer_step needs an optimizer for each model chunk, and Megatron-Core builds "
         "{run.optimizer!r} for all of them at once",
         "leave it away; --overlap-param-gather works with --use-distributed-optimizer",
         lambda run: on(run.config, "overlap_param_gather_with_optimizer_step"),
     ),
     Rule(
-        "overlap_param_gather where a rank has no others to gather from",
         "overlap_param_gather gathers parameters of data-parallel ranks, and in megatron-core {run.release} fails "
         "where all parameters, or those of experts, have one such rank",
         "leave --overlap-param-gather away, or upgrade megatron-core to 0.19",
         _gathers_alone,
     ),
     Rule(
-        "Megatron-FSDP",
         "Megatron-FSDP keeps shards of flattened parameters, which {run.optimizer!r} cannot be built for",
         "take --use-distributed-optimizer with --bf16",
         lambda run: on(run.ddp, "use_megatron_fsdp") or run.wrapper == "FullyShardedDataParallel",
     ),
     Rule(
-        "torch FSDP2 in Megatron",
         "Megatron-Core's emerging optimizers do not support torch FSDP2",
         "take --use-distributed-optimizer with --bf16; outside Megatron, TensorParallelMuon takes FSDP2's DTensors",
         lambda run: run.wrapper == "TorchFullyShardedDataParallel",
     ),
     Rule(
-        "optimizer_cpu_offload",
         "optimizer_cpu_offload moves nothing but the state of Adam to the CPU, not that of {run.optimizer!r}",
         "leave it away; --use-distributed-optimizer with --bf16 shares the state out over data-parallel ranks",
         lambda run: on(run.config, "optimizer_cpu_offload"),
     ),
     Rule(
-        "use_precision_aware_optimizer",
         "use_precision_aware_optimizer is a way of Adam's under the distributed optimizer, and {run.optimizer!r} has "
         "no state in other dtypes",
         "leave it away, and the dtypes of main parameters and moments with it",
         lambda run: on(run.config, "use_precision_aware_optimizer"),
     ),
     Rule(
-        "optimizer_cuda_graph",
         "optimizer_cuda_graph replays the step with the learning rate of the iteration in which it was captured, "
         "since {run.optimizer!r} gets it as a number",
         "leave it away",
         lambda run: on(run.config, "optimizer_cuda_graph"),
     ),
     Rule(
-        "a loss scale in bf16",
         "loss_scale {run.config.loss_scale} is applied or undone for the parameters of the scalar optimizer alone, "
         "so that the gradient norm is wrong",
         "leave it away: bf16 needs no loss scale",
@@ -208,59 +183,51 @@ RULES = (
         ),
     ),
     Rule(
-        "weight decay that is not decoupled",
         "lion and all optimizers but muon and adaptive_muon have decoupled weight decay only, and "
         "decoupled_weight_decay is False",
         "leave decoupled_weight_decay at True, or take muon with adam beside it",
         lambda run: (
             not getattr(run.config, "decoupled_weight_decay", True)
-            and (run.optimizer not in ("muon", "adaptive_muon") or run.scalar == "lion")
+            and (run.optimizer not in LIKE_MUON or run.scalar == "lion")
         ),
     ),
     Rule(
-        "parameters in fp8 or fp4",
         "parameters in fp8 or fp4 are updated by Megatron-Core's byte-sharded distributed optimizer alone, which "
         "{run.optimizer!r} does not run under",
         "leave --fp8-param-gather and --fp4-param-gather away; --fp8-format without them computes in fp8",
         _low_precision_parameters,
     ),
     Rule(
-        "another checkpoint format than torch_dist and torch",
         "ckpt_format {run.args.ckpt_format!r} is not written with {run.optimizer!r}",
         "take --ckpt-format torch_dist",
         lambda run: getattr(run.args, "ckpt_format", "torch_dist") not in ("torch_dist", "torch"),
     ),
     Rule(
-        "Schedule-Free under the distributed optimizer",
         "schedule_free_adamw evaluates and saves at the average of each parameter, which a data-parallel rank of the "
         "distributed optimizer has of its own parameters only",
         "leave --use-distributed-optimizer away",
-        lambda run: _averages(run) and run.layer_wise,
+        lambda run: run.averages and run.layer_wise,
     ),
     Rule(
-        "Schedule-Free whose average could not be saved beside what it trains",
         "schedule_free_adamw saves the average as the model and goes on from its state, which this run would not save",
         "leave --no-save-optim away, and take --ckpt-format torch_dist",
         lambda run: (
-            _averages(run)
+            run.averages
             and (on(run.args, "no_save_optim") or getattr(run.args, "ckpt_format", "torch_dist") == "torch")
         ),
     ),
     Rule(
-        "dump_param_to_param_group_map",
         "--dump-param-to-param-group-map is dropped by Megatron-Core on its way to {run.optimizer!r}, and nothing "
         "would be written",
         "leave it away",
         lambda run: getattr(run.args, "dump_param_to_param_group_map", None) is not None,
     ),
     Rule(
-        "optimizers chosen by overrides",
         "overrides that give parameters another optimizer need megatron-core 0.18 or later, found {run.release}",
         "upgrade megatron-core, or leave them away",
         lambda run: run.routes_optimizers and not run.has_registry,
     ),
     Rule(
-        "excluded parameters under the distributed optimizer",
         "overrides exclude parameters, whose places in the gradient buffers the distributed optimizer would look up in "
         "vain",
         "freeze them before the model is wrapped (requires_grad = False), or leave --use-distributed-optimizer away",

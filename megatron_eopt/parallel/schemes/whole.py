@@ -130,9 +130,9 @@ def orthogonalized(matrices: Sequence[Tensor] | Tensor, iteration: Iteration, sc
     for start in range(0, len(matrices), size):
         part, of_part = matrices[start : start + size], scales[start : start + size]
         if len(part) == 1:
-            results.append(iteration(part[0]).mul_(of_part[0]))
+            results.append(iteration.run(part[0]).mul_(of_part[0]))
             continue
-        factors = iteration(part if isinstance(part, Tensor) else torch.stack(list(part)))
+        factors = iteration.run(part if isinstance(part, Tensor) else torch.stack(list(part)))
         if len(set(of_part)) == 1:
             results += factors.mul_(of_part[0]).unbind()
         else:

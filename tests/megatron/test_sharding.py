@@ -1,4 +1,7 @@
-"""State tensors of every described kind, cut over ranks: they tile a global tensor, the same at any number of ranks."""
+"""State tensors of every described kind, cut over ranks: they tile a global tensor, the same at any number of ranks.
+
+And under which names: of layers that are stacked, or of each layer.
+"""
 
 import itertools
 from types import SimpleNamespace
@@ -10,7 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_repl
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 import megatron_eopt.cpu
-from megatron_eopt.megatron.checkpoints.sharding import joined, sharded_state
+from megatron_eopt.megatron.checkpoints.sharding import joined, keep_apart, named_apart, sharded_state, undecided
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.records import cut, whole
@@ -26,7 +29,7 @@ def group(rank):
 
 
 def parameter(dim, ranks, rank, swiglu, layer=LAYER):
-    """What Megatron's model says of one rank's part of one of three stacked layers."""
+    """What Megatron's model says of one rank's shard of one of three stacked layers."""
     shape = [ROWS, COLS]
     offsets = [(0, layer, LAYERS)]
     if dim is not None:
@@ -50,8 +53,8 @@ def global_state(tensor, layouts):
     return torch.arange(float(torch.Size(shape).numel())).view(shape)
 
 
-def local_part(tensor, state, layouts, swiglu, ranks, rank):
-    """This rank's part of a state whose rows are in the order of the model: all gates, then all ups."""
+def local_shard(tensor, state, layouts, swiglu, ranks, rank):
+    """This rank's shard of a state whose rows are in the order of the model: all gates, then all ups."""
     piece = layouts[tensor.matrix].piece
     rows = list(range(piece.top, piece.bottom))
     if swiglu and layouts[0].ranks > 1 and layouts[0].shape[1] == piece.shape[1]:
@@ -75,38 +78,38 @@ CASES = [
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])  # 8: more ranks than the query groups of SPLIT, which are two
 @pytest.mark.parametrize(("dims", "dim", "swiglu", "matrix"), CASES, ids=str)
-def test_parts_tile_one_global_tensor(dims, dim, swiglu, matrix, ranks):
+def test_shards_tile_one_global_tensor(dims, dim, swiglu, matrix, ranks):
     tensor = StateTensor("moment", dims, matrix or 0)
     found = {}
     for rank in range(ranks):
         layouts = layouts_of(dim, ranks, rank, matrix is not None)
         state = global_state(tensor, layouts)
-        local = local_part(tensor, state, layouts, swiglu, ranks, rank)
-        parts = sharded_state(tensor, local, parameter(dim, ranks, rank, swiglu), layouts)
-        for part in parts:
-            assert part.key == "optimizer.state.moment.fc1.weight"
-            assert part.global_offset[0] == LAYER
-            assert part.global_shape == (LAYERS, *(state.shape or (1,)))
-            assert part.data.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-            if is_main_replica(part.replica_id):
-                sides = zip(part.global_offset[1:], part.local_shape[1:], strict=True)
-                for place in itertools.product(*(range(start, start + size) for start, size in sides)):
-                    assert place not in found
-                    found[place] = part.data[0][
-                        tuple(x - s for x, s in zip(place, part.global_offset[1:], strict=True))
+        local = local_shard(tensor, state, layouts, swiglu, ranks, rank)
+        saved = sharded_state(tensor, local, parameter(dim, ranks, rank, swiglu), layouts)
+        for each in saved:
+            assert each.key == "optimizer.state.moment.fc1.weight"
+            assert each.global_offset[0] == LAYER
+            assert each.global_shape == (LAYERS, *(state.shape or (1,)))
+            assert each.data.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+            if is_main_replica(each.replica_id):
+                sides = zip(each.global_offset[1:], each.local_shape[1:], strict=True)
+                for index in itertools.product(*(range(start, start + size) for start, size in sides)):
+                    assert index not in found
+                    found[index] = each.data[0][
+                        tuple(x - s for x, s in zip(index, each.global_offset[1:], strict=True))
                     ]
-        assert torch.equal(joined(tensor, [part.data for part in parts], tuple(local.shape)), local)
+        assert torch.equal(joined(tensor, [each.data for each in saved], tuple(local.shape)), local)
     expected = global_state(tensor, layouts).view(state.shape or (1,))
     assert len(found) == expected.numel()
-    assert all(expected[place] == value for place, value in found.items())
+    assert all(expected[index] == value for index, value in found.items())
 
 
 def kept(rank, ranks):
-    """For every case and layer a tensor, this rank's part, and what else says how it lies; keys differ by case."""
+    """For every case and layer a tensor, this rank's shard, and what else it is sharded by; keys differ by case."""
     for number, (dims, dim, swiglu, matrix) in enumerate(CASES):
         tensor = StateTensor(f"moment{number}", dims, matrix or 0)
         layouts = layouts_of(dim, ranks, rank, matrix is not None)
-        local = local_part(tensor, global_state(tensor, layouts), layouts, swiglu, ranks, rank)
+        local = local_shard(tensor, global_state(tensor, layouts), layouts, swiglu, ranks, rank)
         for layer in range(LAYERS):
             name = f"{number} of layer {layer}"
             yield name, tensor, local + 1000 * layer, parameter(dim, ranks, rank, swiglu, layer), layouts
@@ -140,3 +143,23 @@ def test_rows_beside_the_first_dimension_are_refused_where_their_order_depends_o
     data = torch.zeros(ROWS // 2, ROWS // 2)
     with pytest.raises(ValueError, match=r"left of fc1.weight: rows .* dims \('rows', 'rows'\)"):
         sharded_state(tensor, data, parameter(0, 2, 0, swiglu=True), layouts)
+
+
+def test_each_model_of_a_process_has_its_own_names_of_layers():
+    """Also the second one: what is saved of a model follows its own optimizer, and what is loaded the checkpoint."""
+
+    def metadata_of(chunk, metadata):
+        """What Megatron would build a state dict by, of metadata for a save or of a checkpoint."""
+        kwargs = {"metadata": metadata}
+        given = named_apart(lambda args, model, optim_sd_kwargs=None, model_sd_kwargs=None: model_sd_kwargs)
+        return given(None, [chunk], optim_sd_kwargs=kwargs, model_sd_kwargs=kwargs)["metadata"]
+
+    apart, alike = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    keep_apart([apart], True)
+    keep_apart([alike], False)
+    for_save = undecided(lambda: {"singleton_local_shards": False})
+    assert metadata_of(apart, for_save()) == {"singleton_local_shards": False, "non_homogeneous_layers": True}
+    assert metadata_of(alike, for_save()) == {"singleton_local_shards": False}
+    assert metadata_of(apart, {"of": "a checkpoint"}) == {"of": "a checkpoint"}
+    assert metadata_of(alike, {"non_homogeneous_layers": True}) == {"non_homogeneous_layers": True}
+    assert named_apart(lambda args, model: "written")(None, [apart]) == "written"

@@ -1,0 +1,200 @@
+"""Optimizers and groups of this run find theirs in a checkpoint by the names of their parameters.
+
+Megatron goes by position: it merges the third optimizer of a chain into the third, and the second group into the
+second. At another expert-parallel size, after another optimizer, or where the first stage of a pipeline has no
+parameter of a group, these are not the same. So the state of each optimizer is loaded under a name of its own, and the
+common state of the whole checkpoint is given to each, which finds its groups there.
+
+What the user sets for a group comes from the run that loads, whatever the checkpoint says, and a difference is
+reported. What the run itself made of it (a step count, where the schedule stood) comes from the checkpoint.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence, Set
+from itertools import pairwise
+from typing import Any
+
+from megatron_eopt.checkpoints.states import BLOCK, blocks_of, optimizers_in
+from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.registry import EMERGING_OPTIMIZERS
+
+OPTIMIZERS = "optimizers of megatron_eopt"  # no name of Megatron's, so nothing is merged into it
+GROUPS = "param_groups"
+MAIN_PARAMETERS = "fp32_from_fp16_params"
+
+Settings = dict[str, Any]
+Names = dict[str, list[list[int]]]
+"""Key of a parameter in the checkpoint -> runs ``[first, last + 1]`` of the indices of the layers and experts that are
+stacked under it, ``[[0, 1]]`` for a key with nothing stacked."""
+
+SCHEDULED = frozenset({"lr", "weight_decay"})
+"""Where the schedule stands: Megatron's scheduler computes them anew after a load, a loop without one goes on from
+them."""
+
+SCHEDULE = frozenset({"max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult"})
+"""What the schedule starts from."""
+
+OVERRIDES = frozenset(
+    {"optimizer", "betas", "eps", "momentum", "num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor"}
+)
+"""What a user gives to single groups: where a run no longer has one of them, it goes on without."""
+
+_PARAMETERS = frozenset({"params", "param_names"})
+_STRUCTURE = frozenset({"is_expert_parallel", "default_config"})  # of the layout, and of how Megatron logs
+
+
+def compressed(names: Iterable[tuple[str, int]]) -> Names:
+    """Names, each a key and an index, in the short form in which a checkpoint holds them."""
+    indices: dict[str, set[int]] = {}
+    for key, index in names:
+        indices.setdefault(key, set()).add(index)
+    return {key: _runs(sorted(found)) for key, found in sorted(indices.items())}
+
+
+def _runs(indices: Sequence[int]) -> list[list[int]]:
+    edges = [0, *(i for i, (a, b) in enumerate(pairwise(indices), 1) if b != a + 1), len(indices)]
+    return [[indices[first], indices[last - 1] + 1] for first, last in pairwise(edges)]
+
+
+def merged(names: Iterable[Names]) -> Names:
+    """The names of all ranks together."""
+    of_keys = (of_key for each in names for of_key in each.items())
+    return compressed((key, index) for key, runs in of_keys for first, end in runs for index in range(first, end))
+
+
+def has(names: Names, key: str, index: int) -> bool:
+    """Whether a parameter is among the names."""
+    return any(first <= index < end for first, end in names.get(key, ()))
+
+
+def settings_after_load(
+    current: Settings, saved: Sequence[Settings], carried: Set[str], from_checkpoint: bool = False
+) -> tuple[Settings, dict[str, tuple[Any, Any]]]:
+    """The settings with which a group goes on.
+
+    Args:
+        current: of the group, as this run has built it.
+        saved: of the groups in which the checkpoint has its parameters; none for a group that is empty here.
+        carried: settings that the optimizer itself makes, which come from the checkpoint.
+        from_checkpoint: the user asked for the schedule of the checkpoint.
+
+    Returns:
+        The settings, and those that the user has changed: name -> (in the checkpoint, now).
+
+    Raises:
+        ValueError: if the groups of the checkpoint differ in what would be carried over.
+    """
+    result = {key: value for key, value in current.items() if key not in _PARAMETERS}
+    if not saved:
+        return result, {}
+    then = {key: [group[key] for group in saved if key in group] for group in saved for key in group}
+    gone = then.keys() - current.keys() - _PARAMETERS
+    carried = carried | {"step"} | (gone - OVERRIDES - SCHEDULE)
+    for key in sorted(carried & then.keys()):
+        if any(value != then[key][0] for value in then[key]):
+            raise ValueError(
+                f"parameters of one group come from groups of the checkpoint with different {key!r}: {then[key]}; keep "
+                f"the groups of the run that saved, or pass --no-load-optim to start with fresh state"
+            )
+        result[key] = then[key][0]
+    changed = {key: (then[key][0], "the optimizer's own") for key in sorted(gone & OVERRIDES)}
+    for key in result.keys() & then.keys() - carried - SCHEDULED - _STRUCTURE:
+        if any(_differs(result[key], value) for value in then[key]):
+            changed[key] = (then[key][0], result[key])
+    if from_checkpoint:
+        result |= {key: changed.pop(key)[0] for key in SCHEDULE & changed.keys()}
+    if not SCHEDULE & changed.keys():
+        result |= {key: saved[0][key] for key in SCHEDULED & saved[0].keys()}
+    return result, changed
+
+
+def _differs(a: Any, b: Any) -> bool:
+    # a list comes back from a file where a tuple went in
+    return list(a) != list(b) if isinstance(a, list | tuple) and isinstance(b, list | tuple) else bool(a != b)
+
+
+def torch_state(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state dict of the torch optimizer; for bf16 Megatron puts it beside the fp32 copies of the parameters."""
+    found: dict[str, Any] = state_dict.get("optimizer", state_dict)
+    return found
+
+
+def taken_out(requested: dict[Any, Any]) -> dict[Any, Any]:
+    """The requested state dict with that of each of our optimizers under :data:`OPTIMIZERS`, by number, instead."""
+    return _without(requested) | {OPTIMIZERS: dict(enumerate(optimizers_in(requested)))}
+
+
+def _without(requested: dict[Any, Any]) -> dict[Any, Any]:
+    return {
+        key: _without(value) if isinstance(value, dict) and any(optimizers_in(value)) else value
+        for key, value in requested.items()
+        if not (isinstance(value, dict) and BLOCK in value)
+    }
+
+
+def put_back(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> None:
+    """Bring what was loaded for :func:`taken_out` into the form that was requested.
+
+    Args:
+        requested: the state dict that was requested.
+        loaded: changed in place.
+        common: the common state of all optimizers in the checkpoint.
+    """
+    found = loaded.pop(OPTIMIZERS, {})
+    completed = iter([_completed(own, found.get(i, {}), common) for i, own in enumerate(optimizers_in(requested))])
+    for key, value in requested.items():
+        if any(optimizers_in(value)):
+            loaded[key] = _put(value, loaded.get(key), completed)
+
+
+def _put(requested: Any, loaded: Any, completed: Iterator[dict[Any, Any]]) -> Any:
+    if BLOCK in requested:
+        return next(completed)
+    rest = loaded if isinstance(loaded, dict) else {}
+    return {
+        key: _put(value, rest.get(key), completed) if any(optimizers_in(value)) else rest.get(key)
+        for key, value in requested.items()
+    }
+
+
+def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> dict[Any, Any]:
+    """The state dict of one optimizer, with the checkpoint's groups, step count and manifest.
+
+    Megatron leaves out what is empty on this rank: it comes back as empty.
+    """
+    inner: dict[Any, Any] = {"state": dict(torch_state(loaded).get("state", {}))}
+    saved = list(_torch_states(common))
+    inner[GROUPS] = [group for each in saved for group in each[GROUPS]]
+    blocks = blocks_of(common)
+    name = requested[BLOCK]["optimizer"]
+    counted = [(block["optimizer"], block["common_step"]) for block in blocks] or [
+        ("Adam", each.get("state", {}).get("common_step")) for each in saved
+    ]
+    steps = [step for of, step in counted if step is not None and (of == name or (_is_adam(of) and _is_adam(name)))]
+    if steps:
+        inner["state"]["common_step"] = steps[0]
+    groups = [group for block in blocks for group in block["groups"]]
+    block = {"state": loaded.get(BLOCK, {}).get("state", {})} | ({"groups": groups} if groups else {})
+    block |= next(({"manifest": each["manifest"]} for each in blocks if "manifest" in each), {})
+    if "optimizer" not in requested:
+        return inner | {BLOCK: block}
+    main = loaded.get(MAIN_PARAMETERS, [])
+    if isinstance(main, list):
+        filled = iter(main)
+        main = [next(filled) if group else [] for group in requested[MAIN_PARAMETERS]]
+    return {"optimizer": inner, MAIN_PARAMETERS: main, BLOCK: block}
+
+
+def _is_adam(name: str) -> bool:
+    """Whether an optimizer is one of the Adams that Megatron builds: Transformer Engine's, Apex's or torch's."""
+    described = (each.optimizer_cls for each in EMERGING_OPTIMIZERS.values())
+    return "Adam" in name and name not in {each.__name__ for each in described if issubclass(each, BaseOptimizer)}
+
+
+def _torch_states(common: Any) -> Iterator[dict[Any, Any]]:
+    """The state dicts of torch optimizers in the common state."""
+    if isinstance(common, dict):
+        if GROUPS in common:
+            yield common
+        else:
+            for key, value in common.items():
+                yield from (_torch_states(value) if key != BLOCK else ())

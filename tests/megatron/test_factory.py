@@ -1,0 +1,142 @@
+"""What building a run's optimizer leaves behind in Megatron's objects: around its step, its overrides and its model."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_eopt import ScheduleFreeAdamW, TensorParallelMuon
+from megatron_eopt.megatron.assignment import Assignment, MegatronOverrides
+from megatron_eopt.megatron.averaging import averaged, remember
+from megatron_eopt.megatron.factory import OptimizerOfRun
+from megatron_eopt.megatron.first_step import check_first_step, matrices_are_updated
+from megatron_eopt.megatron.parameters import trainable
+from megatron_eopt.overrides import Resolved
+from tests.parallel.test_layout import Group
+
+
+class FP32Optimizer:
+    """As Megatron's wrapper of this name is seen: around a torch optimizer, with a step that may be left out."""
+
+    def __init__(self, optimizer, left_out=0):
+        self.optimizer, self.left_out = optimizer, left_out
+
+    def step(self):
+        self.left_out -= 1
+        if self.left_out >= 0:
+            return False, None, None
+        self.optimizer.step()
+        return True, 1.0, 0
+
+
+def muon(count=2, **kwargs):
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(4, 3)) for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = torch.randn(4, 3)
+    return TensorParallelMuon(parameters, **kwargs)
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+
+
+def test_the_first_step_that_is_made_answers_and_the_wrapper_goes():
+    optimizer = FP32Optimizer(muon(), left_out=2)
+    asked = []
+    check_first_step(optimizer, [lambda: asked.append("before"), matrices_are_updated(optimizer, 2)])
+    wrapped = optimizer.step
+    assert [optimizer.step()[0] for _ in range(2)] == [False, False]
+    assert optimizer.step is wrapped
+    assert optimizer.step()[0]
+    assert optimizer.step.__func__ is FP32Optimizer.step
+    assert asked == ["before"]
+
+
+def test_a_matrix_without_a_gradient_is_an_error(one_rank):
+    optimizer = FP32Optimizer(muon())
+    optimizer.optimizer.param_groups[0]["params"][0].grad = None
+    check_first_step(optimizer, [matrices_are_updated(optimizer, 2)])
+    with pytest.raises(
+        RuntimeError, match="1 matrices were updated in the first step on rank 0, and the manifest has 2"
+    ):
+        optimizer.step()
+
+
+def test_a_step_at_rest_proves_nothing():
+    optimizer = FP32Optimizer(muon(lr=0.0))
+    check_first_step(optimizer, [matrices_are_updated(optimizer, 3)])
+    assert optimizer.step()[0]
+    assert optimizer.step()[0]
+
+
+def test_what_a_user_wraps_around_the_step_stays():
+    optimizer = FP32Optimizer(muon())
+    check_first_step(optimizer, [matrices_are_updated(optimizer, 2)])
+    checked, calls = optimizer.step, []
+
+    def users():
+        calls.append("user")
+        return checked()
+
+    optimizer.step = users
+    assert all(optimizer.step()[0] for _ in range(2))
+    assert optimizer.step is users
+    assert calls == ["user", "user"]
+
+
+def test_optimizers_that_have_parameters_here_are_prepared():
+    """Those without one share none with other ranks, and have nothing to agree on."""
+    prepared = []
+
+    class Prepared(torch.optim.SGD):
+        def prepare(self):
+            prepared.append(self)
+
+    parameter = nn.Parameter(torch.ones(2))
+    with_one, without = (Prepared([{"params": params}], lr=0.1) for params in ([parameter], []))
+    plain = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    run = OptimizerOfRun.__new__(OptimizerOfRun)
+    run.optimizer = SimpleNamespace(chained_optimizers=[FP32Optimizer(each) for each in (with_one, without, plain)])
+    run.prepare()
+    assert prepared == [with_one]
+
+
+def test_what_megatron_adds_to_the_overrides_is_left_out():
+    config = SimpleNamespace(optimizer="muon", lr=1e-2, min_lr=0.0)
+    model = nn.Linear(4, 3)
+    weight, bias = trainable([model], SimpleNamespace(tp=Group(1), expt_tp=Group(1)))
+    assigned = [
+        Assignment(weight, "muon", Resolved({"lr": 0.5, "min_lr": 0.0}, {"lr": "f:1", "min_lr": "f:1"})),
+        Assignment(bias, "adam", Resolved({"optimizer": "adam"}, {"optimizer": "default of muon"})),
+    ]
+    overrides = MegatronOverrides(assigned, config)
+    before = dict(overrides)
+    overrides.update({"what the registered optimizer routes by default": {"optimizer": "adam"}})
+    assert overrides == before
+    settings = {
+        name: [value for key, value in overrides.items() if key.matches(parameter, name)]
+        for name, parameter in model.named_parameters()
+    }
+    assert settings == {"weight": [{"max_lr": 0.5, "min_lr": 0.0}], "bias": [{"optimizer": "adam"}]}
+
+
+def test_a_model_is_evaluated_as_its_last_optimizer_has_it():
+    model = nn.Linear(4, 3, bias=False)
+    model.weight.grad = torch.ones_like(model.weight)
+    averaging = FP32Optimizer(ScheduleFreeAdamW([model.weight], lr=0.5))
+    for _ in range(3):
+        averaging.step()
+    trained = model.weight.detach().clone()
+    evaluate = averaged(lambda model: model[0].weight.detach().clone())
+
+    remember(averaging, [model])
+    average = averaging.optimizer.exported(model.weight)
+    assert not torch.equal(average, trained)
+    assert torch.equal(evaluate([model]), average)
+    assert torch.equal(model.weight, trained)
+
+    remember(FP32Optimizer(torch.optim.SGD([model.weight], lr=0.1)), [model])
+    assert torch.equal(evaluate([model]), trained)

@@ -15,8 +15,16 @@ import torch
 import torch.distributed as dist
 
 import megatron_eopt
-from megatron_eopt import MuonHyperball, PolarGrad, Scion, Spectron, TensorParallelAdaptiveMuon, TensorParallelMuon
-from megatron_eopt.optimizers import SOAP, Lion
+from megatron_eopt import (
+    SOAP,
+    Lion,
+    MuonHyperball,
+    PolarGrad,
+    Scion,
+    Spectron,
+    TensorParallelAdaptiveMuon,
+    TensorParallelMuon,
+)
 
 PACKAGE = Path(megatron_eopt.__file__).parent
 

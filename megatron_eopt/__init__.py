@@ -1,60 +1,34 @@
 """Muon and its relatives for Megatron-Core and plain torch: parallel, exact, resumable, nothing silent.
 
-Importing this package imports torch and not Megatron; :func:`activate` and :func:`get_megatron_optimizer` do.
+Importing this package imports torch and not Megatron; :func:`activate` and :func:`get_megatron_optimizer` do. The
+classes of the table of optimizers, :mod:`megatron_eopt.family`, are names of the package.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_eopt.optimizers import (
-    SOAP,
-    DistributedMuon,
-    Lion,
-    MuonHyperball,
-    OrthogonalizedOptimizer,
-    PolarGrad,
-    ScheduleFreeAdamW,
-    Scion,
-    Signum,
-    Spectron,
-    TensorParallelAdaptiveMuon,
-    TensorParallelMuon,
-    factor_pairs,
-)
-from megatron_eopt.optimizers.with_adamw import Muon
-from megatron_eopt.plain import OptimizerConfig, build_optimizer
-from megatron_eopt.registry import (
-    EMERGING_OPTIMIZERS,
-    EmergingOptimizerEntry,
-    get_optimizer_entry,
-    list_optimizers,
-    register_optimizer,
-)
+from megatron_eopt import family, optimizers, registry
+from megatron_eopt.optimizers import DistributedMuon as DistributedMuon
+from megatron_eopt.optimizers import OrthogonalizedOptimizer as OrthogonalizedOptimizer
+from megatron_eopt.optimizers import factor_pairs as factor_pairs
+from megatron_eopt.optimizers.with_adamw import Muon as Muon
+from megatron_eopt.plain import OptimizerConfig as OptimizerConfig
+from megatron_eopt.plain import build_optimizer as build_optimizer
+from megatron_eopt.registry import EMERGING_OPTIMIZERS as EMERGING_OPTIMIZERS
+from megatron_eopt.registry import EmergingOptimizerEntry as EmergingOptimizerEntry
+from megatron_eopt.registry import get_optimizer_entry as get_optimizer_entry
+from megatron_eopt.registry import list_optimizers as list_optimizers
+from megatron_eopt.registry import register_optimizer as register_optimizer
 
-__all__ = [
-    "EMERGING_OPTIMIZERS",
-    "SOAP",
-    "DistributedMuon",
-    "EmergingOptimizerEntry",
-    "Lion",
-    "Muon",
-    "MuonHyperball",
-    "OptimizerConfig",
-    "OrthogonalizedOptimizer",
-    "PolarGrad",
-    "ScheduleFreeAdamW",
-    "Scion",
-    "Signum",
-    "Spectron",
-    "TensorParallelAdaptiveMuon",
-    "TensorParallelMuon",
-    "activate",
-    "build_optimizer",
-    "factor_pairs",
-    "get_megatron_optimizer",
-    "get_optimizer_entry",
-    "list_optimizers",
-    "register_optimizer",
-]
+if TYPE_CHECKING:  # type checkers and editors find the classes where the table imports them
+    from megatron_eopt.family import *  # noqa: F403
+else:
+    globals().update(family.CLASSES)
+    vars(optimizers).update(family.CLASSES)
+    __all__ = [
+        *("DistributedMuon", "EMERGING_OPTIMIZERS", "EmergingOptimizerEntry", "Muon", "OptimizerConfig"),
+        *("OrthogonalizedOptimizer", "activate", "build_optimizer", "factor_pairs", "get_megatron_optimizer"),
+        *("get_optimizer_entry", "list_optimizers", "register_optimizer", *family.CLASSES),
+    ]
 
 
 def activate() -> None:
@@ -77,3 +51,12 @@ def get_megatron_optimizer(config: Any, model_chunks: Any, *args: Any, **kwargs:
     from megatron_eopt.megatron.factory import get_megatron_optimizer
 
     return get_megatron_optimizer(config, model_chunks, *args, **kwargs)
+
+
+def _routing() -> Any:
+    from megatron_eopt.megatron import routing
+
+    return routing
+
+
+registry.table.FROM_ABOVE["routing"] = _routing

@@ -3,12 +3,13 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from megatron_eopt.checkpoints.contents import Contents, StoredTensor
 from megatron_eopt.checkpoints.problems import Problem
+from megatron_eopt.family import FAMILY, ROWS
 
 BLOCK = "megatron_eopt"
 """The key of what this package writes into the state of each of Megatron's optimizers: our block."""
@@ -17,44 +18,16 @@ MAIN = "fp32_param"
 """The state key of the main copy in runs with bf16 or fp16."""
 
 
-class Known(NamedTuple):
-    """What is known of an optimizer.
-
-    Attributes:
-        label: its name in the report.
-        states: the state keys by which it is recognized where there is no block.
-        flags: the flags that decide which state it keeps.
-        same: values of one of these flags that keep the same state.
-    """
-
-    label: str = ""
-    states: frozenset[str] = frozenset()
-    flags: tuple[str, ...] = ()
-    same: tuple[str, ...] = ()
-
-
-# ---- All that this room knows of single optimizers, to be taken from the family's table. Where several of them have
-# their states in a checkpoint, it is called by the first.
-_BESIDE = "muon_scalar_optimizer"
-OPTIMIZERS = {
-    "adaptive_muon": Known(
-        label="adaptive Muon",
-        states=frozenset({"momentum_buffer", "moment2_buffer"}),
-        flags=("adaptive_muon_moment2_method", _BESIDE),
-    ),
-    "muon": Known("Muon", frozenset({"momentum_buffer"}), (_BESIDE,)),
-    "spectron": Known(flags=("spectron_rank", "muon_split", _BESIDE)),
-    # SOAP pairs rows with rows, so it splits by default
-    "soap": Known(flags=("soap_max_dim", "muon_split", _BESIDE), same=("default", "all")),
-    "muon_hyperball": Known(flags=("muon_split", _BESIDE)),
-    "scion": Known(flags=(_BESIDE,)),
-    "polargrad": Known(flags=(_BESIDE,)),
-    "adam": Known("Adam", frozenset({"exp_avg", "exp_avg_sq"})),
-    "lion": Known("Lion", frozenset({"exp_avg"})),
+_ADAM, _LION = frozenset({"exp_avg", "exp_avg_sq"}), frozenset(ROWS["lion"].state)
+# What an optimizer without our block is called by, where it keeps nothing else.
+_LABELS = {
+    frozenset({"momentum_buffer", "moment2_buffer"}): "adaptive Muon",
+    frozenset({"momentum_buffer"}): "Muon",
+    _ADAM: "Adam",
+    _LION: "Lion",
 }
 _FIRST_MOMENTS = ("momentum_buffer", "exp_avg")
-_SHAPED_AS_PARAMETER = {MAIN, *_FIRST_MOMENTS, "exp_avg_sq", "y", "z"}
-# ----
+_SHAPED_AS_PARAMETER = {MAIN, *_ADAM}.union(*(row.state for row in FAMILY))
 
 # Under the distributed optimizer Megatron puts the number of the optimizer ahead.
 _STATE = re.compile(r"(?:chained_\d+\.)*optimizer\.state\.([^.]+)\.(.+)")
@@ -225,8 +198,8 @@ def _keys(states: dict[str, StoredTensor]) -> frozenset[str]:
 
 
 def _label(keys: frozenset[str]) -> str:
-    known = next((known.label for known in OPTIMIZERS.values() if known.states == keys), None)
-    return known or (f"Muon with {_listed(keys)}" if "momentum_buffer" in keys else f"unknown ({_listed(keys)})")
+    unknown = f"Muon with {_listed(keys)}" if "momentum_buffer" in keys else f"unknown ({_listed(keys)})"
+    return _LABELS.get(keys, unknown)
 
 
 def _members(block: dict[str, Any], kept: Kept) -> list[str]:
@@ -254,9 +227,9 @@ def _incomplete(contents: Contents) -> Iterator[Problem]:
     found = optimizer_states(contents)
     inferred = [each.keys for each in found if not each.block]
     # Adam's may be a subset of another's, as of SOAP's, beside which it serves.
-    complete = {OPTIMIZERS["adam"].states}
-    if any("lion" in str(contents.args.get(name)) for name in ("optimizer", _BESIDE)):
-        complete.add(OPTIMIZERS["lion"].states)
+    complete = {_ADAM}
+    if any("lion" in str(contents.args.get(name)) for name in ("optimizer", "muon_scalar_optimizer")):
+        complete.add(_LION)
     for each in found:
         name, keys, partly = each.name, each.keys, each.block.get("partly") or {}
         if each.block:

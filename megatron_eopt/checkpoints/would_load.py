@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from megatron_eopt.checkpoints.contents import Contents
 from megatron_eopt.checkpoints.problems import Problem
-from megatron_eopt.checkpoints.states import MAIN, OPTIMIZERS, Known, base, distributed_format, state_keys
+from megatron_eopt.checkpoints.states import MAIN, base, distributed_format, state_keys
+from megatron_eopt.family import FAMILY, ROWS
 
 
 def _typed(**names: str) -> dict[str, type]:
@@ -27,37 +28,33 @@ _MODEL = _typed(
     bool="""swiglu untie_embeddings_and_output_weights add_bias_linear add_qkv_bias qk_layernorm attention_output_gate
         multi_latent_attention moe_shared_expert_gate""",
 )
-_UPDATE = _typed(
-    float="muon_momentum muon_extra_scale_factor",
-    bool="muon_nesterov",
-    str="muon_scale_mode muon_coefficient_type muon_tp_mode muon_split muon_preset",
-    int="muon_num_ns_steps",
-)
+# Those of optimizers, but for rates, which the schedule has.
+_OF_OPTIMIZERS = tuple(flag for row in FAMILY for flag in row.flags if not flag.field)
+_OF_LOADING = ("muon_momentum_from_adam", "muon_scalar_optimizer")
+FLAGS_OF_UPDATES = tuple(flag for flag in _OF_OPTIMIZERS if flag.dest not in _OF_LOADING)
+"""Flags whose values may change from one run to the next, and the update with them."""
+
+_SPLIT_BY_DEFAULT = {"default", "all"}  # the same for optimizers whose state pairs rows with rows
 _OTHERS = _typed(
     int="""tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
-        expert_tensor_parallel_size train_iters lr_decay_iters lr_warmup_iters global_batch_size spectron_rank
-        soap_max_dim""",
+        expert_tensor_parallel_size train_iters lr_decay_iters lr_warmup_iters global_batch_size""",
     float="lr min_lr weight_decay",
-    str="optimizer adaptive_muon_moment2_method muon_scalar_optimizer lr_decay_style ckpt_format",
+    str="optimizer lr_decay_style ckpt_format",
     bool="""group_query_attention bf16 fp16 no_load_optim finetune use_checkpoint_args override_opt_param_scheduler
-        use_checkpoint_opt_param_scheduler muon_momentum_from_adam""",
+        use_checkpoint_opt_param_scheduler""",
 )
-_FLAGS = _MODEL | _UPDATE | _OTHERS
+_FLAGS = _MODEL | _OTHERS
 _SPELLED = {
     "add_bias_linear": "--disable-bias-linear",
     "use_checkpoint_opt_param_scheduler": "--use-checkpoint-opt_param-scheduler",
 }
 _DEFAULTS: dict[str, Any] = {
     **{name: False for name, kind in _FLAGS.items() if kind is bool},
+    **{flag.dest: flag.default for flag in _OF_OPTIMIZERS},
     "add_bias_linear": True,
     "normalization": "LayerNorm",
     "position_embedding_type": "learned_absolute",
     "optimizer": "adam",
-    "muon_scalar_optimizer": "adam",
-    "adaptive_muon_moment2_method": "adamuon",
-    "muon_split": "default",
-    "spectron_rank": 64,
-    "soap_max_dim": 10000,
     "num_experts": None,
     "mtp_num_layers": None,
     "moe_shared_expert_intermediate_size": None,
@@ -118,6 +115,9 @@ def parse_flags(flags: Sequence[str]) -> Flags:
             parser.add_argument(_flag(name), dest=name, action=action)
         else:
             parser.add_argument(_flag(name), type=kind)
+    for flag in _OF_OPTIMIZERS:
+        of_value = {key: value for key, value in flag.options.items() if key in ("action", "type")}
+        parser.add_argument(flag.name, dest=flag.dest, **of_value)
     known, rest = parser.parse_known_args(flags)
     given = vars(known)
     whole = given.keys() >= _ALWAYS_GIVEN and not given.get("use_checkpoint_args")
@@ -166,10 +166,16 @@ def would_load(contents: Contents, flags: Flags) -> Comparison:
         problems.append(_error("the run wants optimizer state, and there is none", "load it"))
     else:
         problems += [*_optimizer(contents, run, saved), *_precision(contents, run), *_schedule(contents, run)]
+        row = ROWS.get(_kept(contents, saved))
+        changed = [
+            flag
+            for flag in FLAGS_OF_UPDATES
+            if flag.dest in flags.given and flags.given[flag.dest] != saved.get(flag.dest, flags.given[flag.dest])
+        ]
         notes += [
-            f"{_flag(name)} is {flags.given[name]} and was {saved[name]}: the update changes from here on"
-            for name in _UPDATE
-            if name in flags.given and name in saved and flags.given[name] != saved[name]
+            f"{flag.name} is {flags.given[flag.dest]} and was {saved[flag.dest]}: the update changes from here on"
+            for flag in changed
+            if row is None or flag.dest not in row.state_depends_on  # these are problems
         ]
     return Comparison(tuple(problems), tuple(notes))
 
@@ -199,20 +205,33 @@ def _optimizer(contents: Contents, run: dict[str, Any], saved: dict[str, Any]) -
     wanted = run.get("optimizer", was).removeprefix("dist_")
     what = f"it holds the state of {was}, and the run wants {wanted}"
     if wanted == was:
-        known = OPTIMIZERS.get(was, Known())
-        for name in _changed(known.flags, run, saved):
-            if not (name == "muon_split" and {run[name], saved[name]} <= set(known.same)):
-                changed = f"{name} was {saved[name]} and is {run[name]}, which keeps other state"
-                yield _error(changed, f"give {_flag(name)} {saved[name]}")
-    elif (was, wanted) == ("adam", "muon"):
+        yield from _same_optimizer(run, saved, was)
+    elif was == "adam" and wanted in ROWS and ROWS[wanted].takes_adams:
         if flat:
             yield _error(f"{what}; Adam's is in flat buckets ({flat})", "go on with adam")
         elif not run.get("muon_momentum_from_adam"):
             yield _error(what, "--muon-momentum-from-adam takes Adam's first moment as momentum")
-    elif (was, wanted) == ("adaptive_muon", "muon"):
-        yield _error(f"{what}: its second moments would be dropped without a word", f"keep {was}")
+    elif wanted in ROWS and _state(wanted) < _state(was):
+        lost = " and ".join(sorted(_state(was) - _state(wanted)))
+        yield _error(f"{what}: its {lost} would be dropped without a word", f"keep {was}")
     else:
         yield _error(f"{what}, of which something is missing", f"keep --optimizer {was}")
+
+
+def _same_optimizer(run: dict[str, Any], saved: dict[str, Any], was: str) -> Iterator[Problem]:
+    row = ROWS.get(was)
+    if row is None or row.owns == "all":
+        return
+    for name in _changed((*row.state_depends_on, "muon_scalar_optimizer"), run, saved):
+        both = {run[name], saved[name]}
+        if not (name == "muon_split" and getattr(row.cls, "pairs_rows", False) and both <= _SPLIT_BY_DEFAULT):
+            changed = f"{name} was {saved[name]} and is {run[name]}, which keeps other state"
+            yield _error(changed, f"give {_flag(name)} {saved[name]}")
+
+
+def _state(optimizer: str) -> set[str]:
+    """What an optimizer of the table keeps."""
+    return {*ROWS[optimizer].state, *ROWS[optimizer].further_state} if optimizer in ROWS else set()
 
 
 def _precision(contents: Contents, run: dict[str, Any]) -> Iterator[Problem]:
@@ -254,7 +273,9 @@ def _kept(contents: Contents, saved: dict[str, Any]) -> str:
     if saved.get("optimizer"):
         return str(saved["optimizer"]).removeprefix("dist_")
     keys = {base(state) for kept in state_keys(contents).values() for state in kept}
-    return next((name for name, known in OPTIMIZERS.items() if known.states and known.states <= keys), "lion")
+    if "momentum_buffer" in keys:
+        return "adaptive_muon" if "moment2_buffer" in keys else "muon"
+    return "adam" if "exp_avg_sq" in keys else "lion"
 
 
 def _changed(names: Sequence[str] | Mapping[str, Any], run: dict[str, Any], saved: dict[str, Any]) -> list[str]:

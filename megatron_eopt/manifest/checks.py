@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.manifest.families import (
     Family,
     Index,
@@ -14,15 +15,11 @@ from megatron_eopt.manifest.families import (
     split_name,
 )
 from megatron_eopt.manifest.row import ManifestRow
-
-ADAMW_RMS = 0.2
-"""RMS of the entries of a typical AdamW update, before the learning rate (arXiv 2502.16982, section 2.2)."""
+from megatron_eopt.row import ADAMW_RMS
 
 FAR = 4.0
 """An update that is more than so many times larger or smaller than AdamW's is warned of."""
 
-# Optimizers whose updates have the size that scale settings say.
-_SCALED = ("muon", "adaptive_muon")
 # What tied parameters must have in common.
 _TIED = ("optimizer", "lr", "min_lr", "weight_decay", "settings")
 # What a change of is printed, with its name for people; the optimizer, matrices and further settings beside them.
@@ -146,7 +143,7 @@ def _far_from_adam(found: Sequence[Family], scale_mode: str) -> Iterator[str]:
         members, sizes = zip(*listed, strict=True)
         # for other modes the size depends on the shape, which one factor cannot undo
         factor = " or --muon-extra-scale-factor 0.2" if mode == "spectral" else ""
-        scaled = optimizer in _SCALED
+        scaled = optimizer in LIKE_MUON
         what = f"{optimizer} with scale mode {mode}" if scaled else optimizer
         advice = f"take --muon-preset match_adamw{factor}, or" if scaled else "set --muon-lr for it, or"
         yield (

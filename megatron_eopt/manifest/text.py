@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from math import prod
 
-from megatron_eopt.manifest.checks import ADAMW_RMS
 from megatron_eopt.manifest.families import Family, rows
 from megatron_eopt.manifest.row import ManifestRow
+from megatron_eopt.row import ADAMW_RMS
 
 _HEADER = (
     *("parameter", "n", "shape", "optimizer", "reason", "matrices", "layout", "update RMS", "lr", "decay"),

@@ -5,13 +5,31 @@ import functools
 from collections.abc import Callable
 from typing import Any, get_args
 
-from megatron_eopt.megatron.flags import FLAGS, Flag
+from megatron_eopt.family import FAMILY
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.parallel.plan import TpMode
 from megatron_eopt.registry import list_optimizers, takes_matrices
+from megatron_eopt.row import Flag
 
 DEFAULT_TP_MODE: TpMode = "duplicated"
+
+RUN_FLAGS = (
+    Flag("optimizer_overrides", None, "Settings of single parameters, in YAML or JSON.", metavar="FILE"),
+    Flag(
+        "optimizer_manifest",
+        "short",
+        "Print which optimizer has which parameter: a line for parameters that are alike, or one for each.",
+        choices=("short", "full", "none"),
+    ),
+    Flag("optimizer_manifest_file", None, "Write that as JSON, too.", metavar="FILE"),
+    Flag("checksums", True, "Save no checksums in torch_dist checkpoints, and compare none on load."),
+    Flag("check_replicas", True, "Do not compare parameters over data-parallel ranks before the first step."),
+)
+"""Flags of a run, whatever its optimizer."""
+
+FLAGS = (*(flag for row in FAMILY for flag in row.flags if not flag.megatrons), *RUN_FLAGS)
+"""The flags that are added; one that a later Megatron has itself is left to it."""
 
 
 def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozenset()) -> argparse.ArgumentParser:
@@ -21,7 +39,7 @@ def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozens
     - ``--muon-coefficient-type`` takes the known names only.
     - ``--muon-fp32-matmul-prec`` also takes highest.
     - ``--muon-tp-mode`` is exact where the user gives none.
-    - :data:`~megatron_eopt.megatron.flags.FLAGS` are added.
+    - :data:`FLAGS` are added.
 
     Args:
         parser: Megatron's parser, with its arguments added.
@@ -46,7 +64,7 @@ def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozens
     group = parser.add_argument_group("megatron_eopt")
     for flag in FLAGS:
         if flag.optimizer not in unavailable and flag.name not in parser._option_string_actions:
-            group.add_argument(flag.name, dest=flag.dest, **flag.options)
+            group.add_argument(flag.name, dest=flag.dest, help=flag.help, **flag.options)
     return parser
 
 
@@ -92,7 +110,7 @@ def _warn_without_effect(args: argparse.Namespace) -> None:
 
 
 def _is_given(flag: Flag, value: Any) -> bool:
-    return value is False if flag.negated else value not in (None, False, flag.options.get("default"))
+    return value not in (None, flag.default)
 
 
 def _restrict(parser: argparse.ArgumentParser, flag: str, choices: tuple[Any, ...]) -> None:

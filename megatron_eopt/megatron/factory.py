@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.manifest import to_json
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.assignment import MegatronOverrides, assign, excluded_hidden, on_all_ranks
@@ -148,9 +149,9 @@ def with_preset(config: Any) -> Any:
         return config
     check_choice("preset", preset, tuple(PRESETS))
     name = config.optimizer.removeprefix("dist_")
-    if name not in ("muon", "adaptive_muon"):
+    if name not in LIKE_MUON:
         raise ValueError(
-            f"--muon-preset {preset} is for muon and adaptive_muon, and updates of {name} have a size of their own: "
+            f"--muon-preset {preset} is for {' and '.join(LIKE_MUON)}, and updates of {name} have a size of their own: "
             f"leave it away"
         )
     given, (mode, factor) = (config.muon_scale_mode, config.muon_extra_scale_factor), PRESETS[preset]

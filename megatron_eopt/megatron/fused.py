@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from megatron_eopt.family import SplitName
 from megatron_eopt.matrices import (
     ATTRIBUTE,
     GATE_UP,
@@ -23,9 +24,6 @@ from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.parameters import ModelParameter
 from megatron_eopt.overrides import OverrideError
 from megatron_eopt.registry import get_qkv_split_shapes, pairs_rows
-
-SplitName = Literal["none", "default", "all", "per_head"]
-"""How fused parameters are split: not at all; as Megatron does; wherever it is geometrically right; and into heads."""
 
 _BY_SETTING = "logical_matrices_by_setting"
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_eopt.family import FAMILY
 from megatron_eopt.manifest import (
     Family,
     LogicalMatrix,
@@ -22,7 +23,6 @@ from megatron_eopt.manifest import (
     to_json,
     warnings,
 )
-from megatron_eopt.manifest.checks import ADAMW_RMS
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.entries import DEFAULT
 from megatron_eopt.megatron.parameters import OptimizerParameter, optimizer_name, optimizer_parameters
@@ -32,9 +32,10 @@ from megatron_eopt.overrides import ParameterInfo
 from megatron_eopt.overrides.conditions import is_embedding
 from megatron_eopt.parallel.layout import is_cut_again, is_expert, is_sharded
 from megatron_eopt.registry import takes_matrices
+from megatron_eopt.row import ADAMW_RMS
 
 _TIED = {"output_layer.weight": "embedding.word_embeddings.weight"}
-_RMS = {"adam": ADAMW_RMS, "soap": ADAMW_RMS, "schedule_free_adamw": ADAMW_RMS, "lion": 1.0, "signum": 1.0}
+_RMS = {"adam": ADAMW_RMS} | {row.name: row.update_rms for row in FAMILY}
 _FULL_TENSORS = {"adam": 2, "sgd": 1}
 _SHOWN_ELSEWHERE = {"optimizer", "lr", "min_lr", "weight_decay", "exclude"}
 

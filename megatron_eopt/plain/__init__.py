@@ -1,7 +1,6 @@
 """Optimizers for plain torch: what a config says of a model's parameters, built by name."""
 
-from megatron_eopt.plain import builders as builders  # registers them
-from megatron_eopt.plain.build import build_optimizer
+from megatron_eopt.plain.build import build_optimizer, register_builders
 from megatron_eopt.plain.config import OptimizerConfig
 from megatron_eopt.registry import get_optimizer_builder, list_optimizer_builders, register_optimizer
 
@@ -16,3 +15,5 @@ __all__ = [
 
 get_optimizer = get_optimizer_builder
 list_optimizers = list_optimizer_builders
+
+register_builders()

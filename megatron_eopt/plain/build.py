@@ -1,26 +1,52 @@
-"""From a model and a config to an optimizer."""
+"""From a model and a config to an optimizer of plain torch, by the builder of its name."""
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
+from megatron_eopt.family import FAMILY
 from megatron_eopt.matrices import tag_declared
 from megatron_eopt.optimizers.parameters import NAME
-from megatron_eopt.plain.config import OptimizerConfig
-from megatron_eopt.plain.routing import decays, mark_embeddings_and_outputs
-from megatron_eopt.registry import get_optimizer_builder
+from megatron_eopt.optimizers.spectron import Spectron
+from megatron_eopt.optimizers.with_adamw import HybridOptimizer, Muon
+from megatron_eopt.plain.config import OptimizerConfig, as_config
+from megatron_eopt.plain.routing import (
+    Group,
+    Rule,
+    decays,
+    divided,
+    for_matrices,
+    for_muon,
+    for_muon_of_all,
+    mark_embeddings_and_outputs,
+    without_factors,
+)
+from megatron_eopt.registry import get_optimizer_builder, register_optimizer
+from megatron_eopt.row import Row
 
 logger = logging.getLogger(__name__)
 
-Named = Sequence[tuple[str, Tensor]]
+ADAM_BETAS = (0.9, 0.95)
 
+# What torch.compile puts into the names of a model's parameters.
 _COMPILED = "_orig_mod."
-"""What torch.compile puts into the names of a model's parameters."""
+# Where the FusedAdam of other packages is.
+_FUSED_ADAM = {"transformer_engine": "transformer_engine.pytorch.optimizers", "apex": "apex.optimizers"}
+# Arguments of a class -> the fields of the config that set them, where they are not None.
+_FIELDS = {"betas": "betas", "eps": "eps", "warmup_steps": "schedule_free_warmup_steps"}
+
+Build = Callable[[list[Group], OptimizerConfig], Optimizer]
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimizer:
@@ -63,21 +89,175 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
         setattr(parameter, NAME, name.replace(_COMPILED, "").removeprefix(prefix))
     decayed = [each for each in trained if decays(*each)]
     others = [each for each in trained if not decays(*each)]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.info(
-            "%s: weight decay %s of %s, none of %s; %s parameters are frozen",
-            optimizer_name,
-            weight_decay,
-            _counted(decayed),
-            _counted(others),
-            len(named) - len(trained),
-        )
-    groups = [
+    groups: list[Group] = [
         {"params": [parameter for _, parameter in decayed], "weight_decay": weight_decay},
         {"params": [parameter for _, parameter in others], "weight_decay": 0.0},
     ]
+    decayed_count, others_count = (_counted([group], "parameters") for group in groups)
+    frozen = len(named) - len(trained)
+    _log(
+        f"{optimizer_name}: weight decay {weight_decay} of {decayed_count}, none of {others_count}; "
+        f"{frozen} parameters are frozen"
+    )
     return builder(groups, config)
 
 
-def _counted(named: Named) -> str:
-    return f"{len(named)} parameters with {sum(parameter.numel() for _, parameter in named)} entries"
+def register_builders() -> None:
+    """Register the builder of each optimizer of the table, and that of torch's AdamW."""
+    special = {"muon": build_muon, "spectron": build_spectron}
+    _register("adamw", build_adamw)
+    for row in FAMILY:
+        if row.plain:
+            general = build_for_all if row.vectors else build_for_matrices
+            _register(row.name, special.get(row.name, partial(general, row)))
+
+
+def _register(name: str, build: Build) -> None:
+    """Register a builder, which gets the groups that have parameters, and the config as one of ours."""
+
+    @register_optimizer(name)
+    def build_of_any_config(groups: list[Group], config: Any) -> Optimizer:
+        filled = [{**group, "params": list(group["params"])} for group in groups]
+        return build([group for group in filled if group["params"]], as_config(config, name))
+
+
+def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
+    """AdamW of torch, or FusedAdam of the package that ``config.fused`` names.
+
+    Raises:
+        ValueError: if that package is not installed.
+    """
+    adam = {"betas": config.betas or ADAM_BETAS, "eps": config.eps}
+    if isinstance(config.fused, bool):
+        fused = config.fused and _fuses([p for group in groups for p in group["params"]])
+        return AdamW(groups, **_settings(config, **adam, fused=fused or None))
+    try:
+        package = import_module(_FUSED_ADAM[config.fused])
+    except ImportError as error:
+        raise ValueError(f"fused={config.fused!r} needs {config.fused} installed: {error}") from error
+    return package.FusedAdam(groups, **_settings(config, **adam, adam_w_mode=True))
+
+
+def build_for_all(row: Row, groups: list[Group], config: OptimizerConfig) -> Optimizer:
+    """An optimizer that takes parameters of every shape, for all of them."""
+    return row.cls(groups, **_settings(config, **_of_fields(row, config)))
+
+
+def build_for_matrices(row: Row, groups: list[Group], config: OptimizerConfig) -> Optimizer:
+    """An optimizer of matrices, and AdamW for the rest; AdamW alone where there are no matrices."""
+    tp_mode = {"tp_mode": "auto"} if row.takes("tp_mode") else {}
+    settings = {**tp_mode, **_settings(config, **_of_fields(row, config))}
+    return _beside_adamw(config, row.cls, *divided(groups, for_matrices), settings)
+
+
+def build_muon(groups: list[Group], config: OptimizerConfig) -> Optimizer:
+    """Muon for matrices, AdamW for the rest; AdamW alone where there are no matrices."""
+    why_adamw = for_muon_of_all if config.muon_embeddings else for_muon
+    matrices, rest = divided(groups, why_adamw)
+    _log_counts(config, matrices, rest, why_adamw)
+    adam = _adam(rest, config)
+    settings = {
+        "momentum": config.muon_momentum,
+        "ns_steps": config.muon_ns_steps,
+        "adam_lr": adam["lr"],
+        "adam_betas": adam["betas"],
+        "adam_eps": adam["eps"],
+        "adam_fused": bool(adam["fused"]),
+    }
+    settings = _settings(config, **settings)
+    return Muon(matrices, rest, **settings) if matrices else AdamW(rest, **adam)
+
+
+def build_spectron(groups: list[Group], config: OptimizerConfig) -> Optimizer:
+    """Spectron for matrices and for pairs of factors, AdamW for the rest; AdamW alone where there are none."""
+    pairs, others = without_factors(groups, config.spectron_factor_pairs)
+    matrices, rest = divided(others, for_matrices)
+    return _beside_adamw(config, Spectron, [*pairs, *matrices], rest, _settings(config))
+
+
+def _beside_adamw(
+    config: OptimizerConfig,
+    optimizer_cls: type[Any],
+    matrices: list[Group],
+    rest: list[Group],
+    settings: dict[str, Any],
+) -> Optimizer:
+    """An optimizer of matrices, and AdamW for the rest inside; AdamW alone where there are no matrices."""
+    _log_counts(config, matrices, rest, for_matrices)
+    if not getattr(optimizer_cls, "decays_weights", True):
+        settings = {**settings, "weight_decay": 0.0}
+        matrices = [{**group, "weight_decay": 0.0} for group in matrices]
+        _log(f"{config.name} bounds or keeps the norms of matrices: weight decay is for AdamW's parameters alone")
+    adam = _adam(rest, config)
+    if not matrices:
+        return AdamW(rest, **adam)
+    return HybridOptimizer(optimizer_cls(matrices, **settings), rest, adam)
+
+
+def _log_counts(config: OptimizerConfig, matrices: list[Group], rest: list[Group], why_adamw: Rule) -> None:
+    reasons = Counter(why_adamw(parameter) for group in rest for parameter in group["params"])
+    listed = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+    _log(
+        f"{config.name}: {_counted(matrices, 'matrices')}; AdamW beside it: {_counted(rest, 'parameters')}"
+        + (f" ({listed})" if listed else "")
+    )
+
+
+def _counted(groups: list[Group], what: str) -> str:
+    sizes = [p.numel() for group in groups for p in group["params"]]
+    return f"{len(sizes)} {what} with {sum(sizes)} entries"
+
+
+def _of_fields(row: Row, config: OptimizerConfig) -> dict[str, Any]:
+    """Arguments of the class that the config has fields for."""
+    found = {setting: getattr(config, field) for setting, field in _FIELDS.items() if row.takes(setting)}
+    return {setting: value for setting, value in found.items() if value is not None}
+
+
+def _settings(config: OptimizerConfig, **own: Any) -> dict[str, Any]:
+    """Arguments of a class: the rates, its own and the options of the config.
+
+    Raises:
+        ValueError: for an option that a field of the config sets.
+    """
+    known = {"lr": config.lr, "weight_decay": config.weight_decay, **own}
+    both = sorted(known.keys() & config.options.keys())
+    if both:
+        raise ValueError(f"options of the config have {', '.join(both)}, which its fields say: set these instead")
+    return {**known, **config.options}
+
+
+def _adam(groups: Sequence[Group], config: OptimizerConfig) -> dict[str, Any]:
+    """Settings of the AdamW beside an optimizer of matrices."""
+    if not isinstance(config.fused, bool):
+        raise ValueError(
+            f"fused={config.fused!r} is for adamw, and the AdamW beside {config.name} is torch's: set True or False"
+        )
+    return {
+        "lr": config.lr if config.muon_adam_lr is None else config.muon_adam_lr,
+        "betas": config.betas or ADAM_BETAS,
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+        "fused": (config.fused and _fuses([p for group in groups for p in group["params"]])) or None,
+    }
+
+
+def _fuses(parameters: Sequence[Tensor]) -> bool:
+    """Whether torch's fused kernel takes parameters together; logged on the first rank where it does not."""
+    devices = {parameter.device.type for parameter in parameters} - set(_get_fused_kernels_supported_devices())
+    meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in parameters}
+    reason = None
+    if devices:
+        reason = f"torch has no fused kernel for {', '.join(sorted(devices))}"
+    elif not all(parameter.is_floating_point() for parameter in parameters):
+        reason = "some parameters are not of floating point"
+    elif len(meshes) > 1:
+        reason = "parameters are on several device meshes, or some on none"
+    if reason:
+        _log(f"AdamW is not fused: {reason}")
+    return reason is None
+
+
+def _log(message: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.info(message)

@@ -1,4 +1,4 @@
-"""The tables themselves: name -> what is needed to build an optimizer for Megatron, and the builders of plain torch."""
+"""The registry: name -> what is needed to build an optimizer for Megatron, and name -> builder of plain torch."""
 
 import difflib
 import inspect
@@ -11,25 +11,25 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
+from megatron_eopt.registry.configs import kwargs_from_config
 
 InitStateFn = Callable[..., None]
 ConfigToKwargs = Callable[[Any, Sequence[Any], Any], dict[str, Any]]
 Builder = Callable[..., Optimizer]
 
 
+FROM_ABOVE: dict[str, Callable[[], Any]] = {}
+"""What only rooms above can say; the package fills in ``routing``, the module that speaks of Megatron's ParamKey."""
+
+
 def default_param_overrides_factory() -> dict[Any, dict[str, Any]]:
     """The default routing, parameters that are no matrices and embeddings to Adam, by Megatron's ``ParamKey``."""
-    # ParamKey is Megatron's, so this is asked of the one room that may import it, and only when it is called.
-    from megatron_eopt.megatron.routing import nonlinear_and_embedding_to_adam
-
-    return nonlinear_and_embedding_to_adam()
+    return FROM_ABOVE["routing"]().nonlinear_and_embedding_to_adam()
 
 
 def muon_param_overrides_factory() -> dict[Any, dict[str, Any]]:
-    """The routing of Muon and its relatives: the default one, and parameters with ``use_muon=False`` to Adam, too."""
-    from megatron_eopt.megatron.routing import excluded_from_muon_to_adam
-
-    return excluded_from_muon_to_adam()
+    """The routing of optimizers of matrices: the default one, and parameters with ``use_muon=False`` to Adam, too."""
+    return FROM_ABOVE["routing"]().excluded_from_muon_to_adam()
 
 
 class _DefaultOverrides:
@@ -319,22 +319,6 @@ def decays_weights(name: str) -> bool:
 def built_as(optimizer: Optimizer) -> str | None:
     """The name under which :func:`create_emerging_optimizer` built an optimizer; None for any other."""
     return _BUILT.get(optimizer)
-
-
-def kwargs_from_config(optimizer_cls: type, prefix: str, config: Any) -> dict[str, Any]:
-    """Arguments of an optimizer that a config has values for.
-
-    For every named parameter of ``__init__`` but self and params: ``config.{prefix}_{name}``, else ``config.{name}``.
-    """
-    kwargs = {}
-    for name, parameter in inspect.signature(optimizer_cls.__init__).parameters.items():  # type: ignore[misc]
-        if name in ("self", "params") or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        for attribute in (f"{prefix}_{name}", name):
-            if hasattr(config, attribute):
-                kwargs[name] = getattr(config, attribute)
-                break
-    return kwargs
 
 
 def default_adam_based_eopt_config_to_kwargs(

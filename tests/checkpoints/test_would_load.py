@@ -5,6 +5,7 @@ import torch
 
 from megatron_eopt.checkpoints.contents import read_contents
 from megatron_eopt.checkpoints.would_load import parse_flags, would_load
+from megatron_eopt.family import FAMILY
 from tests.checkpoints.made import common, save, tensors
 
 WHOLE = """--num-layers 2 --hidden-size 8 --ffn-hidden-size 12 --num-attention-heads 2 --swiglu --normalization RMSNorm
@@ -84,7 +85,7 @@ ADAM, ADAPTIVE = ["exp_avg", "exp_avg_sq"], ["momentum_buffer", "moment2_buffer"
     ("states", "was", "wanted", "words"),
     [
         (ADAM, "adam", "muon", "--muon-momentum-from-adam"),
-        (ADAPTIVE, "adaptive_muon", "muon", "second moments would be dropped"),
+        (ADAPTIVE, "adaptive_muon", "muon", "its moment2_buffer would be dropped without a word"),
         (["momentum_buffer"], "muon", "adaptive_muon", "something is missing -> keep --optimizer muon"),
         (["momentum_buffer"], "muon", "adam", "it holds the state of muon, and the run wants adam"),
         (["exp_avg"], "lion", "adam", "it holds the state of lion"),
@@ -106,8 +107,17 @@ def test_an_optimizer_that_was_not_saved_by_name_is_known_by_its_states(compared
     assert f"it holds the state of {was}, and the run wants scion" in said
 
 
-def test_adams_momentum_may_be_taken_by_name(compared):
-    assert compared(f"{WHOLE} --muon-momentum-from-adam", tensors(ADAM), optimizer="adam").problems == ()
+@pytest.mark.parametrize("name", ["muon", "scion", "polargrad"])
+def test_adams_momentum_may_be_taken_by_name(compared, name):
+    flags = f"{WHOLE.replace('muon', name)} --muon-momentum-from-adam"
+    assert compared(flags, tensors(ADAM), optimizer="adam").problems == ()
+
+
+@pytest.mark.parametrize("name", ["adaptive_muon", "muon_hyperball", "soap"])
+def test_adams_momentum_is_not_all_that_others_need(compared, name):
+    flags = f"{WHOLE.replace('muon', name)} --muon-momentum-from-adam"
+    said = errors(compared(flags, tensors(ADAM), optimizer="adam"))
+    assert f"holds the state of adam, and the run wants {name}, of which something is missing" in said
 
 
 def test_old_names_of_an_optimizer(compared):
@@ -121,12 +131,13 @@ def test_another_second_moment(compared):
     assert "was adamuon and is normuon" in errors(compared(flags, tensors(ADAPTIVE), **saved))
 
 
-@pytest.mark.parametrize("name", ["scion", "polargrad", "muon_hyperball", "signum"])
-def test_relatives_of_muon_are_what_their_runs_asked_for(compared, name):
-    flags, values = WHOLE.replace("muon", name), tensors(["exp_avg" if name == "signum" else "momentum_buffer"])
-    assert compared(flags, values, optimizer=name).problems == ()
-    said = errors(compared(WHOLE.replace("muon", "lion"), values, optimizer=name))
-    assert f"it holds the state of {name}, and the run wants lion" in said
+@pytest.mark.parametrize("row", FAMILY, ids=lambda row: row.name)
+def test_every_optimizer_is_what_its_run_asked_for(compared, row):
+    other = "signum" if row.name == "lion" else "lion"
+    values = tensors([*row.state, *row.further_state])
+    assert compared(WHOLE.replace("muon", row.name), values, optimizer=row.name).problems == ()
+    said = errors(compared(WHOLE.replace("muon", other), values, optimizer=row.name))
+    assert f"it holds the state of {row.name}, and the run wants {other}" in said
 
 
 @pytest.mark.parametrize(
@@ -146,6 +157,8 @@ def test_flags_that_decide_what_an_optimizer_keeps(compared, name, saved, flags,
     flags = f"{WHOLE.replace('muon', name)} {flags}"
     found = compared(flags, tensors(["kept"]), optimizer=name, **saved)
     assert found.problems == () if words is None else words in errors(found)
+    changed = "muon_split" in saved and name == "muon"
+    assert any("the update changes" in note for note in found.notes) is changed
 
 
 def test_another_precision(compared):
@@ -161,7 +174,13 @@ def test_another_schedule(compared):
     assert compared(f"{WHOLE} --lr 0.02 --override-opt-param-scheduler").problems == ()
 
 
-def test_settings_that_change_the_update_are_noted(compared):
+def test_settings_of_every_optimizer_that_change_the_update_are_noted(compared):
+    flags = f"{WHOLE.replace('muon', 'scion')} --scion-radius 20 --scion-no-constrained"
+    saved = {"optimizer": "scion", "scion_radius": 50.0, "scion_constrained": True}
+    assert compared(flags, tensors(["momentum_buffer"]), **saved).notes == (
+        "--scion-radius is 20.0 and was 50.0: the update changes from here on",
+        "--scion-no-constrained is False and was True: the update changes from here on",
+    )
     assert compared(f"{WHOLE} --muon-momentum 0.9").notes == (
         "--muon-momentum is 0.9 and was 0.95: the update changes from here on",
     )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_eopt import Lion, TensorParallelMuon
 from megatron_eopt.matrices import Part, Split
 from tests.distributed.ranks import run_ranks
-from tests.optimizers.family import ELEMENTWISE, build
+from tests.optimizers.family import ELEMENTWISE, ROWS, build, decays
 
 EXACT = ("duplicated", "distributed", "owner", "gram", "auto")
 TP, GTP = 2, 2
@@ -175,24 +175,15 @@ def test_blockwise_takes_the_rows_of_a_rank_for_a_matrix(results, name):
 
 
 FAMILY = [
-    ("muon", {}),
-    ("adaptive_muon", {"moment2_method": "adamuon"}),
-    ("adaptive_muon", {"moment2_method": "normuon"}),
-    ("adaptive_muon", {"moment2_method": "namo"}),
-    ("soap", {}),
-    ("spectron", {"rank": 3}),
-    ("scion", {}),
-    ("polargrad", {}),
-    ("muon_hyperball", {}),
-    ("lion", {}),
-    ("schedule_free_adamw", {}),
+    *((name, {}) for name in ROWS),
+    *(("adaptive_muon", {"moment2_method": method}) for method in ("adamuon", "namo")),
 ]
 OF_FAMILY = [case for case in CASES if case.name in ("padded rows", "padded, in one group", "gate and up")]
 
 
 def settings_of(name, settings, groups):
     exact = {} if name in ELEMENTWISE else {"fp32_matmul_prec": "highest"}
-    decay = {} if name in ("scion", "muon_hyperball") else {"weight_decay": 0.1}
+    decay = {"weight_decay": 0.1} if decays(name) else {}
     return {"lr": 0.01, "pg_collection": groups, **exact, **decay, **settings}
 
 

@@ -8,12 +8,13 @@ import pytest
 from megatron_eopt.checkpoints.contents import newest, read_contents
 from megatron_eopt.checkpoints.states import check_states
 from megatron_eopt.cli import main
+from megatron_eopt.family import ROWS
 from tests.megatron.runs import MUON, SMALL_GPT, assert_same, start, summary, train, whole
 from tests.megatron.test_described import planned
 
 TP2 = ["--tensor-model-parallel-size", 2]
 EXACT = ["--muon-fp32-matmul-prec", "highest"]
-FAMILY = {  # flags, and what the line at start says of it
+OWN = {  # flags, and what the line at start says of it
     "spectron": (["--spectron-rank", 16, "--lr", "1e-2"], "each the product of two factors of rank 16"),
     "soap": (["--lr", "3e-3", "--min-lr", "3e-3"], "SOAP owns 8 parameters"),
     "muon_hyperball": (["--lr", "2e-2", "--min-lr", "2e-2"], "update RMS not known before the steps"),
@@ -21,17 +22,11 @@ FAMILY = {  # flags, and what the line at start says of it
     "polargrad": (["--lr", "1e-1", "--min-lr", "1e-1"], "update RMS not known before the steps"),
     "signum": (["--lr", "1e-3", "--min-lr", "1e-3"], "Signum owns 15 parameters"),
 }
+ELSEWHERE = ("muon", "adaptive_muon", "lion", "schedule_free_adamw")  # in files of their own
+FAMILY = {name: OWN.get(name, ([], f"{row.cls.__name__} owns")) for name, row in ROWS.items() if name not in ELSEWHERE}
 # Where gradients do not span a side, their rounding, which depends on the ranks, chooses a part of SOAP's bases. The
 # same gradients make the same steps on any ranks: tests/distributed/test_soap.py.
 TOLERANCE = {"soap": 5e-3}
-STATES = {
-    "spectron": {"factor_A", "factor_B", "momentum_buffer_A", "momentum_buffer_B", "u_A", "u_B", "projected"},
-    "soap": {"exp_avg", "exp_avg_sq", "L", "R", "Q_L", "Q_R", "steps"},
-    "muon_hyperball": {"momentum_buffer", "radius"},
-    "scion": {"momentum_buffer"},
-    "polargrad": {"momentum_buffer"},
-    "signum": {"exp_avg"},
-}
 
 
 def run(name):
@@ -51,7 +46,7 @@ def test_two_ranks_train_as_one_and_resume_bit_for_bit(tmp_path, name):
     straight, _ = train(tmp_path / "straight", 2, *flags, *TP2, *saved)
     resumed, _ = train(tmp_path / "resumed", 2, *flags, *TP2, "--load", tmp_path / "checkpoint", "--ckpt-step", 3)
     kept = {key.rstrip("_0123456789") for state in straight[0]["after"].values() for key in state}
-    assert {key.rstrip("_0123456789") for key in STATES[name]} <= kept
+    assert {key.rstrip("_0123456789") for key in (*ROWS[name].state, *ROWS[name].further_state)} <= kept
     for one, other in zip(straight, resumed, strict=True):
         assert one["losses"] == pytest.approx(alone["losses"], rel=TOLERANCE.get(name, 1e-4))
         assert_same(other["after"], one["after"])

@@ -52,10 +52,11 @@ def test_settings_come_from_its_own_flags():
     from megatron.core.optimizer import OptimizerConfig
 
     config = OptimizerConfig(optimizer="lion", lr=0.1, weight_decay=0.2, lion_beta1=0.8, adam_beta1=0.7)
-    kwargs = registry.lion_config_to_kwargs(config, [], None)
+    config_to_kwargs = registry.get_optimizer_entry("lion").config_to_kwargs
+    kwargs = config_to_kwargs(config, [], None)
     assert kwargs == {"lr": 0.1, "betas": (0.8, 0.98), "weight_decay": 0.2}
     with pytest.raises(ValueError, match="lion has decoupled weight decay only"):
-        registry.lion_config_to_kwargs(OptimizerConfig(lr=0.1, decoupled_weight_decay=False), [], None)
+        config_to_kwargs(OptimizerConfig(lr=0.1, decoupled_weight_decay=False), [], None)
 
 
 @pytest.mark.parametrize(

@@ -6,18 +6,17 @@ import sys
 
 import pytest
 
+from megatron_eopt.family import ROWS
 from tests.megatron.runs import MUON, ROOT, SMALL_GPT, UPSTREAM, assert_same, start, train
 
 pytestmark = pytest.mark.full
-FAMILY = {
+OWN = {
     "spectron": ["--spectron-rank", 16],
     "soap": ["--lr", "3e-3", "--min-lr", "3e-3"],
-    "schedule_free_adamw": [],
     "signum": ["--lr", "1e-3", "--min-lr", "1e-3"],
     "scion": ["--muon-lr", "4e-4", "--muon-min-lr", "4e-4"],
-    "polargrad": [],
-    "muon_hyperball": [],
 }
+FAMILY = {name: OWN.get(name, []) for name in ROWS if name not in ("muon", "adaptive_muon", "lion")}
 TP2 = ["--num-layers", 2, "--tensor-model-parallel-size", 2]
 
 

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from megatron_eopt.family import ROWS
 from tests.megatron.runs import MUON, SMALL_GPT, assert_same, train, whole
 
 # Learning rates that warm up and decay, another one for embeddings, growing weight decay, and clipping in every step:
@@ -22,18 +23,19 @@ OPTIMIZERS = {  # flags, and what is kept beside the parameters
     "lion": (["--optimizer", "lion", "--lr", "1e-3", "--decoupled-lr", "5e-4"], {"exp_avg"}),
     "muon+lion": ([*MUON, "--muon-scalar-optimizer", "lion"], {"momentum_buffer", "exp_avg"}),
 }
-RELATIVES = {
-    "spectron": (
-        ["--optimizer", "spectron", "--spectron-rank", 4],  # a router has four rows
-        {"factor_A_0", "momentum_buffer_B", "u_A", "projected"},
-    ),
-    "soap": (["--optimizer", "soap", "--soap-precondition-frequency", 2], {"L", "R_0", "Q_L_1", "Q_R", "steps"}),
-    "schedule_free_adamw": (["--optimizer", "schedule_free_adamw"], {"z", "exp_avg_sq", "schedule"}),
-    "signum": (["--optimizer", "signum", "--lr", "1e-3", "--decoupled-lr", "5e-4"], {"exp_avg"}),
-    "scion": (["--optimizer", "scion", "--muon-lr", "4e-4", "--muon-min-lr", "4e-5"], {"momentum_buffer"}),
-    "polargrad": (["--optimizer", "polargrad"], {"momentum_buffer"}),
-    "muon_hyperball": (["--optimizer", "muon_hyperball"], {"momentum_buffer", "radius"}),
+OWN = {
+    # a router has four rows
+    "spectron": (["--spectron-rank", 4], {"factor_A_0", "momentum_buffer_B", "u_A", "projected"}),
+    "soap": (["--soap-precondition-frequency", 2], {"L", "R_0", "Q_L_1", "Q_R", "steps"}),
+    "schedule_free_adamw": ([], {"z", "exp_avg_sq", "schedule"}),
+    "signum": (["--lr", "1e-3", "--decoupled-lr", "5e-4"], {"exp_avg"}),
+    "scion": (["--muon-lr", "4e-4", "--muon-min-lr", "4e-5"], {"momentum_buffer"}),
 }
+RELATIVES = {}
+for name, row in ROWS.items():
+    if name not in ("muon", "adaptive_muon", "lion"):
+        flags, states = OWN.get(name, ([], {*row.state, *row.further_state}))
+        RELATIVES[name] = (["--optimizer", name, *flags], states)
 LAYOUTS = {
     "TP2": ["--tensor-model-parallel-size", 2],
     "PP2": ["--pipeline-model-parallel-size", 2],
@@ -74,7 +76,8 @@ COMBINATIONS = [
 COMBINATIONS += [
     pytest.param(*one, id="-".join(one), marks=pytest.mark.full)
     for one in itertools.product(RELATIVES, LAYOUTS, PRECISIONS)
-    if one[1:] in OF_RELATIVES and one[:2] != ("schedule_free_adamw", "DP2-distributed")  # which it is refused for
+    if one[1:] in OF_RELATIVES
+    and not (one[1] == "DP2-distributed" and ROWS[one[0]].averages)  # which it is refused for
 ]
 
 

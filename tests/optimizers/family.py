@@ -1,30 +1,31 @@
 """Every optimizer of the package, built for a few parameters."""
 
-from megatron_eopt.optimizers import Lion, TensorParallelAdaptiveMuon, TensorParallelMuon
-from megatron_eopt.optimizers.hyperball import MuonHyperball
-from megatron_eopt.optimizers.lion import Signum
-from megatron_eopt.optimizers.polar_grad import PolarGrad
-from megatron_eopt.optimizers.schedule_free import ScheduleFreeAdamW
-from megatron_eopt.optimizers.scion import Scion
-from megatron_eopt.optimizers.soap import SOAP
-from megatron_eopt.optimizers.spectron import Spectron
+import pytest
 
-CLASSES = {
-    "muon": (TensorParallelMuon, {}),
-    "adaptive_muon": (TensorParallelAdaptiveMuon, {"moment2_method": "normuon"}),
-    "spectron": (Spectron, {"rank": 3}),
-    "soap": (SOAP, {"precondition_frequency": 2}),
-    "lion": (Lion, {}),
-    "signum": (Signum, {}),
-    "schedule_free_adamw": (ScheduleFreeAdamW, {"warmup_steps": 2}),
-    "scion": (Scion, {}),
-    "polargrad": (PolarGrad, {}),
-    "muon_hyperball": (MuonHyperball, {}),
+from megatron_eopt.family import ROWS
+
+# What is set to let a few steps of small matrices show what the optimizer does.
+SETTINGS = {
+    "adaptive_muon": {"moment2_method": "normuon"},
+    "spectron": {"rank": 3},
+    "soap": {"precondition_frequency": 2},
+    "schedule_free_adamw": {"warmup_steps": 2},
 }
-ELEMENTWISE = ("lion", "signum", "schedule_free_adamw")
+ELEMENTWISE = tuple(name for name, row in ROWS.items() if row.owns == "all")
+FOR_VECTORS = tuple(name for name, row in ROWS.items() if row.vectors)
+every = pytest.mark.parametrize("name", ROWS)
 
 
 def build(name, params, **settings):
     """An optimizer of the family."""
-    cls, own = CLASSES[name]
-    return cls(params, **{"lr": 0.01, **own, **settings})
+    return ROWS[name].cls(params, **{"lr": 0.01, **SETTINGS.get(name, {}), **settings})
+
+
+def having(*settings):
+    """Names of the optimizers whose constructors take all of these."""
+    return [name for name, row in ROWS.items() if all(map(row.takes, settings))]
+
+
+def decays(name):
+    """Whether an optimizer has a weight decay."""
+    return getattr(ROWS[name].cls, "decays_weights", True)

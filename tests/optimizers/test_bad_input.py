@@ -9,11 +9,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
+from megatron_eopt.family import ROWS
 from megatron_eopt.optimizers.with_adamw import Muon
 from tests.distributed.ranks import run_ranks
-from tests.optimizers.family import CLASSES, ELEMENTWISE, build
+from tests.optimizers.family import FOR_VECTORS, build, having
 
-every = pytest.mark.parametrize("name", [*CLASSES, "hybrid"])
+every = pytest.mark.parametrize("name", [*ROWS, "hybrid"])
 
 AT_LEAST_0 = "must be a finite number of at least 0"
 ABOVE_0 = "must be a finite number above 0"
@@ -22,16 +23,14 @@ TWO_BELOW_1 = r"must be two numbers in \[0, 1\)"
 
 RATES = [(key, value, AT_LEAST_0) for key in ("lr", "weight_decay") for value in (-0.1, math.nan, math.inf)]
 MOMENTA = {
-    "momentum": ("muon", "adaptive_muon", "signum", "scion", "polargrad", "muon_hyperball", "hybrid"),
-    "momentum_beta": ("spectron",),
-    "beta2": ("adaptive_muon",),
-    "shampoo_beta": ("soap",),
+    "momentum": [*having("momentum"), "hybrid"],
+    **{key: having(key) for key in ("momentum_beta", "beta2", "shampoo_beta")},
 }
-BETAS = {"betas": ("lion", "schedule_free_adamw", "soap"), "adam_betas": ("hybrid",)}
-EPS = {"eps": ("adaptive_muon", "schedule_free_adamw", "soap"), "adam_eps": ("hybrid",)}
+BETAS = {"betas": having("betas"), "adam_betas": ["hybrid"]}
+EPS = {"eps": having("eps"), "adam_eps": ["hybrid"]}
 
 CASES = [
-    *((name, *rate) for name in [*CLASSES, "hybrid"] for rate in RATES),
+    *((name, *rate) for name in [*ROWS, "hybrid"] for rate in RATES),
     *(
         (name, key, value, BELOW_1)
         for key, names in MOMENTA.items()
@@ -84,7 +83,7 @@ def test_a_setting_is_refused_at_construction_and_in_a_new_group(name, key, valu
 
 
 SCALARS = [
-    *((name, key) for name in [*CLASSES, "hybrid"] for key in ("lr", "weight_decay")),
+    *((name, key) for name in [*ROWS, "hybrid"] for key in ("lr", "weight_decay")),
     *((name, key) for key, names in (MOMENTA | EPS).items() for name in names if key != "adam_eps"),
     *((name, "betas") for name in BETAS["betas"]),
     ("scion", "radius"),
@@ -112,7 +111,7 @@ def test_a_tensor_of_several_entries_is_refused_where_a_number_is_wanted(name, k
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", ROWS)
 def test_a_learning_rate_that_is_a_tensor_of_one_entry_serves(name):
     results = []
     for lr in (0.25, torch.tensor(0.25, dtype=torch.float64)):
@@ -125,7 +124,7 @@ def test_a_learning_rate_that_is_a_tensor_of_one_entry_serves(name):
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", ROWS)
 def test_a_group_that_fails_otherwise_is_not_kept(name):
     p, q = matrices()
     optimizer = build(name, [p])
@@ -173,7 +172,7 @@ def test_a_gradient_that_torchs_adamw_cannot_take_leaves_the_matrices_too(dtype,
     assert not optimizer.state
 
 
-MATRICES_ALONE = [name for name in CLASSES if name not in (*ELEMENTWISE, "soap")]
+MATRICES_ALONE = [name for name in ROWS if name not in FOR_VECTORS]
 
 
 @pytest.mark.parametrize("shape", [(4,), (), (2, 3, 4)], ids=str)
@@ -189,8 +188,8 @@ def _gradients_that_lie_otherwise(rank, world_size):
     x = distribute_tensor(torch.arange(24.0).view(1, 6, 4) % 5, mesh, [Shard(1)])
     norm(x).redistribute(placements=[Replicate()]).to_local().square().sum().backward()
     found = {}
-    for name in CLASSES:
-        vector = norm.weight if name in (*ELEMENTWISE, "soap") else None
+    for name in ROWS:
+        vector = norm.weight if name in FOR_VECTORS else None
         whole = torch.nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Replicate()]))
         whole.grad = DTensor.from_local(torch.ones(6, 4), mesh, [Partial()])
         cut = torch.nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
@@ -215,7 +214,7 @@ def test_gradients_that_lie_otherwise_than_their_parameters_are_refused_on_all_r
     assert found == others
     assert torch.equal(weight, same)
     for name, messages in found.items():
-        assert len(messages) == (3 if name in (*ELEMENTWISE, "soap") else 2)
+        assert len(messages) == (3 if name in FOR_VECTORS else 2)
         for message in messages[:-1]:
             assert "that of weight has the placements (Partial(sum),), and the parameter has the placements" in message
             assert "parameter.grad.redistribute(placements=parameter.placements)" in message

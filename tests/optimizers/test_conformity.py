@@ -9,9 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.optimizers.family import CLASSES, ELEMENTWISE, build
-
-every = pytest.mark.parametrize("name", CLASSES)
+from tests.optimizers.family import build, every, having
 
 
 def matrices(count=2, seed=0):
@@ -121,7 +119,7 @@ def test_a_copy_is_another_optimizer_that_does_the_same(name, steps, way):
     assert_equal(optimizer, other)
 
 
-@pytest.mark.parametrize("name", [name for name in CLASSES if name not in ELEMENTWISE])
+@pytest.mark.parametrize("name", having("split_qkv"))
 def test_a_copy_shares_the_process_groups_which_are_not_pickled(name):
     groups = SimpleNamespace(tp=dist.ProcessGroup(0, 1), expt_tp=None)
     optimizer = build(name, matrices(), pg_collection=groups)
@@ -133,7 +131,7 @@ def test_a_copy_shares_the_process_groups_which_are_not_pickled(name):
         pickle.dumps(optimizer)
 
 
-@pytest.mark.parametrize("name", ["lion", "signum", "schedule_free_adamw", "soap"])
+@pytest.mark.parametrize("name", having("maximize"))
 def test_maximize_is_the_step_of_the_negated_gradient(name):
     up, down = matrices(1), matrices(1)
     for step in range(3):

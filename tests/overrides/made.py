@@ -10,6 +10,12 @@ EMBEDDING = {"is_embedding_or_output_parameter": True}
 EXPERT = {"expert_tp": True, "allreduce": False}
 
 
+def having(key):
+    """The optimizers that have a setting, as messages list them."""
+    *names, last = sorted(name for name, settings in KNOWN.optimizers.items() if key in settings)
+    return f"{', '.join(names)} and {last}"
+
+
 def model(layers=2):
     """Parameters of a GPT with one expert layer."""
     found = [ParameterInfo("embedding.word_embeddings.weight", (512, 64), EMBEDDING)]

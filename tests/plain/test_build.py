@@ -11,23 +11,15 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from megatron_eopt.family import FAMILY
 from megatron_eopt.matrices import concatenated, declare, undeclare
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
 from megatron_eopt.registry import get_optimizer_builder, register_optimizer, table
+from tests.optimizers.family import decays
 
-NAMES = {
-    "adamw": {},
-    "lion": {},
-    "signum": {},
-    "schedule_free_adamw": {},
-    "soap": {},
-    "muon": {},
-    "spectron": {"rank": 4},
-    "scion": {"radius": 1.0},
-    "polargrad": {},
-    "muon_hyperball": {},
-}
-MATRIX_OPTIMIZERS = ("muon", "spectron", "scion", "polargrad", "muon_hyperball")
+OPTIONS = {"spectron": {"rank": 4}, "scion": {"radius": 1.0}}
+NAMES = ["adamw", *(row.name for row in FAMILY if row.plain)]
+MATRIX_OPTIMIZERS = [row.name for row in FAMILY if row.plain and not row.vectors]
 
 
 class Model(nn.Module):
@@ -65,7 +57,7 @@ def names_of(model, group):
 
 
 def build(model, name, **fields):
-    return build_optimizer(model, OptimizerConfig(name=name, options=NAMES[name], **{"lr": 1e-2, **fields}))
+    return build_optimizer(model, OptimizerConfig(name=name, options=OPTIONS.get(name, {}), **{"lr": 1e-2, **fields}))
 
 
 def test_decay_is_for_matrices_without_bias_in_their_name(caplog):
@@ -131,7 +123,7 @@ def test_embeddings_and_output_layers_are_adamws(name, caplog):
     assert names_of(model, embeddings) == ["embedding.weight", "lm_head.weight"]
     assert names_of(model, rest)[0] == "position_bias"
     assert [group["lr"] for group in (matrices, embeddings, rest)] == [1e-2, 1e-3, 1e-3]
-    keeps_norm = name in ("scion", "muon_hyperball")
+    keeps_norm = not decays(name)
     assert [group["weight_decay"] for group in (matrices, embeddings, rest)] == [0.0 if keeps_norm else 0.1, 0.1, 0.0]
     assert (
         f"{name}: 2 matrices with 128 entries; AdamW beside it: 7 parameters with 296 entries (2 embeddings or output "

@@ -4,12 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.megatron import releases
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, get_optimizer_entry, is_nonlinear_or_embedding, takes_matrices
-
-# What is known here of single optimizers, to be taken from their table (family.py).
-LIKE_MUON = frozenset({"muon", "adaptive_muon"})
-"""Optimizers whose flags choose the scalar optimizer beside them, and whose weight decay may be coupled."""
 
 
 @dataclass(frozen=True)

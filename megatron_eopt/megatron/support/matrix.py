@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
+from megatron_eopt.family import ROWS
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.support import Run
 from megatron_eopt.megatron.support.rules import unsupported
@@ -60,13 +61,8 @@ def _args(**fields: Any) -> dict[str, Any]:
 _CUT_TWICE = {"cut_twice": "a weight", "weight_shards": 2}
 _WHOLE = "whole matrices are shared out over data-parallel ranks"
 
-# The first of these features name every optimizer that there is, those of a line being alike: see family.py.
 FEATURES = (
-    Feature("--optimizer muon"),
-    Feature("--optimizer adaptive_muon", _of("adaptive_muon")),
-    Feature("--optimizer lion", _of("lion")),
-    Feature("--optimizer spectron, soap, muon_hyperball, scion, polargrad", _of("soap")),
-    Feature("--optimizer signum, schedule_free_adamw", _of("schedule_free_adamw")),
+    *(Feature(f"--optimizer {name}", _of(name)) for name in ROWS),
     Feature("--muon-scalar-optimizer lion", _config(muon_scalar_optimizer="lion")),
     Feature("fp32", _config(bf16=False)),
     Feature("--bf16"),

@@ -8,8 +8,9 @@ releases lack some, so that nothing of Megatron is imported here.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.support import LIKE_MUON, Run, on
+from megatron_eopt.megatron.support import Run, on
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ RULES = (
         ),
     ),
     Rule(
-        "lion and all optimizers but muon and adaptive_muon have decoupled weight decay only, and "
+        f"lion and all optimizers but {' and '.join(LIKE_MUON)} have decoupled weight decay only, and "
         "decoupled_weight_decay is False",
         "leave decoupled_weight_decay at True, or take muon with adam beside it",
         lambda run: (

@@ -1,0 +1,299 @@
+"""The table of the package's optimizers: one row for each, and everything that lists optimizers is derived from it.
+
+Derived are the entries of the registry, flags, the builders of plain torch, names of the package, support and doctor
+lists, what a checkpoint must hold, the tables of the docs (``python scripts/tables.py`` writes them), and the
+parameters of the tests that hold for every optimizer. A new optimizer needs its file, its import here, and its row.
+"""
+
+from typing import Literal, get_args
+
+from torch.optim.optimizer import Optimizer
+
+from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon as TensorParallelAdaptiveMuon
+from megatron_eopt.optimizers.hyperball import MuonHyperball as MuonHyperball
+from megatron_eopt.optimizers.lion import Lion as Lion
+from megatron_eopt.optimizers.lion import Signum as Signum
+from megatron_eopt.optimizers.muon import TensorParallelMuon as TensorParallelMuon
+from megatron_eopt.optimizers.polar_grad import PolarGrad as PolarGrad
+from megatron_eopt.optimizers.schedule_free import ScheduleFreeAdamW as ScheduleFreeAdamW
+from megatron_eopt.optimizers.scion import Scion as Scion
+from megatron_eopt.optimizers.soap import SOAP as SOAP
+from megatron_eopt.optimizers.spectron import Spectron as Spectron
+from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
+from megatron_eopt.orthogonalize.precision import MatmulPrecision
+from megatron_eopt.orthogonalize.scale import PRESETS, ScaleMode
+from megatron_eopt.parallel.plan import TpMode
+from megatron_eopt.row import ADAMW_RMS, Flag, Row, arxiv, choices
+
+SplitName = Literal["default", "none", "all", "per_head"]
+"""How fused parameters are split: as Megatron does; not at all; wherever it is geometrically right; and into heads."""
+
+ITERATION = tuple(
+    "split_qkv fp32_matmul_prec coefficient_type num_ns_steps tp_mode cuda_graphs data_parallel_group plan_rates "
+    "symmetric_products".split()
+)
+"""Settings of Muon that say how matrices are orthogonalized and exchanged."""
+
+MUON = (
+    *ITERATION,
+    *"momentum nesterov scale_mode extra_scale_factor use_decoupled_weight_decay weight_decay_method".split(),
+)
+"""All settings of Muon."""
+
+FAMILY = (
+    Row(
+        name="muon",
+        cls=TensorParallelMuon,
+        sentence="the update of a matrix is the orthogonal factor of its momentum, scaled by its shape "
+        "([how it works](how-it-works.md))",
+        papers=f"[Jordan et al.](https://kellerjordan.github.io/posts/muon/), {arxiv('2502.16982')}",
+        of_muon=MUON,
+        flags=(
+            Flag("momentum", 0.9, "Decay rate of the momentum, in [0, 1); papers have 0.95.", megatrons=True),
+            Flag("nesterov", False, "Look ahead (--muon-use-nesterov on Megatron-Core 0.17).", megatrons=True),
+            Flag(
+                "scale_mode", "spectral", "How the size of an update follows from the shape.",
+                choices=get_args(ScaleMode), megatrons=True,
+            ),
+            Flag(
+                "extra_scale_factor", 1.0,
+                "Multiplies the update; 0.2 with spectral gives updates the size of AdamW's.", megatrons=True,
+            ),
+            Flag(
+                "preset", None, "Size of the updates: sets the scale mode and the extra factor.",
+                choices=tuple(PRESETS), shared=True,  # those whose updates have a size of their own refuse it
+            ),
+            Flag("num_ns_steps", 5, "Newton-Schulz steps.", shared=True, megatrons=True),
+            Flag(
+                "coefficient_type", "quintic", "Coefficients of the Newton-Schulz steps.",
+                choices=get_supported_coefficient_types(), shared=True, megatrons=True,
+            ),
+            Flag(
+                "fp32_matmul_prec", "medium",
+                "Precision of the Newton-Schulz products: bf16 (low, medium), TF32 (high) or fp32 (highest).",
+                choices=get_args(MatmulPrecision), shared=True, megatrons=True,
+            ),
+            Flag(
+                "tp_mode", "duplicated", "How sharded matrices are orthogonalized: all exact but blockwise, which "
+                "treats each shard as a matrix of its own and is Megatron's default. auto takes the cheapest exact "
+                "way for each shape.",
+                choices=get_args(TpMode), shared=True, megatrons=True,
+            ),
+            Flag("split_qkv", True, "Orthogonalize fused projections whole.", shared=True, megatrons=True),
+            Flag(
+                "split", "default",
+                "Matrices of fused parameters: as Megatron splits them, none of their own, all, or heads as well.",
+                choices=get_args(SplitName), shared=True,
+            ),
+            Flag(
+                "lr", None, "Largest learning rate of the matrices; --lr is for the rest.",
+                kind=float, field="matrix_lr", shared=True,
+            ),
+            Flag(
+                "min_lr", None, "Smallest learning rate of the matrices.",
+                kind=float, field="matrix_min_lr", shared=True,
+            ),
+            Flag(
+                "weight_decay", None, "Weight decay of the matrices.",
+                kind=float, field="matrix_weight_decay", shared=True,
+            ),
+            Flag(
+                "scalar_optimizer", "adam",
+                "Optimizer of the parameters that are no matrices; lion on Megatron-Core 0.19.",
+                choices=("adam", "lion"), shared=True, megatrons=True,
+            ),
+            Flag(
+                "momentum_from_adam", False,
+                "Where --load has a checkpoint of Adam's, its first moment is the momentum.", shared=True,
+            ),
+        ),
+        state=("momentum_buffer",),
+        keeps="the momentum",
+        state_bytes="4 mn",
+    ),
+    Row(
+        name="adaptive_muon",
+        cls=TensorParallelAdaptiveMuon,
+        sentence="Muon whose orthogonal factor is normalized by a second moment: AdaMuon, NorMuon or NAMO "
+        "([adaptive Muon](adaptive.md))",
+        papers=arxiv("2507.11005", "2510.05491", "2602.17080"),
+        plain=False,
+        of_muon=MUON,
+        flags=(
+            Flag(
+                "moment2_method", "adamuon", "What the second moment is taken of.",
+                choices=choices(TensorParallelAdaptiveMuon, "moment2_method"),
+            ),
+            Flag("beta2", 0.95, "Decay rate of the second moment, in [0, 1)."),
+            Flag("eps", 1e-8, "Bounds the division by the second moment from below."),
+            Flag("align_rms", True, "Leave adamuon's update as large as the division makes it."),
+        ),
+        state=("momentum_buffer",),
+        further_state=("moment2_buffer",),
+        state_depends_on=("adaptive_muon_moment2_method",),
+        keeps="the momentum; adamuon a second moment of each entry, normuon one number for each index of the long "
+        "side, namo one",
+        state_bytes="8 mn, 4 mn + 4 max(m, n), 4 mn + 4",
+        refuses="with normuon and namo `--muon-tp-mode blockwise`; with namo decay that is not decoupled",
+    ),
+    Row(
+        name="spectron",
+        cls=Spectron,
+        sentence="every weight is the product `A B^T` of two factors of low rank, which take orthogonalized steps "
+        "that change the product by at most about `lr` in spectral norm",
+        papers=arxiv("2602.12429"),
+        of_muon=ITERATION,
+        flags=(
+            Flag("rank", 64, "Rank of the two factors of every weight."),
+            Flag("momentum_beta", 0.9, "Decay rate of the factors' momenta, in [0, 1); the paper has 0.95."),
+            Flag("num_power_iterations", 1, "Power iterations of a step, for the spectral norms."),
+        ),
+        state=(),
+        further_state=tuple("factor_A factor_B momentum_buffer_A momentum_buffer_B u_A u_B projected".split()),
+        state_depends_on=("spectron_rank", "muon_split"),
+        keeps="two factors of rank r, their momenta, two singular vectors, and whether it was projected",
+        state_bytes="4 (2 r + 1) (m + n) + 4",
+        refuses="a rank above the short side of a matrix; `blockwise`; in the first step a weight that is zero or not "
+        "finite; another rank than the checkpoint's",
+    ),
+    Row(
+        name="soap",
+        cls=SOAP,
+        sentence="Adam in the eigenbases of Shampoo's two factors, the averages of `g g^T` and `g^T g`",
+        papers=f"{arxiv('2409.11321')}, KL factors {arxiv('2509.03378')}",
+        vectors=True,
+        betas="adam",
+        flags=(
+            Flag("shampoo_beta", 0.95, "Decay rate of the factors, in [0, 1)."),
+            Flag(
+                "precondition_frequency", 1, "Steps from one refreshing of the bases to the next, counted from the "
+                "first step as the authors do: 4 refreshes them in steps 5, 9 and 13. From Python the default is 10.",
+            ),
+            Flag("use_kl_shampoo", True, "Factors as Shampoo has them, which is the default from Python."),
+            Flag(
+                "basis_of", "previous",
+                "Whether a gradient is seen in a basis made before it, as published, or with it.",
+                choices=choices(SOAP, "basis_of"),
+            ),
+            Flag("basis_method", "qr", "How bases are refreshed.", choices=choices(SOAP, "basis_method")),
+            Flag("max_dim", 10000, "The longest side that has a factor and a basis."),
+        ),
+        state=("exp_avg", "exp_avg_sq"),
+        further_state=("L", "R", "Q_L", "Q_R", "steps"),
+        state_depends_on=("soap_max_dim", "muon_split"),
+        keeps="two moments, and for each side up to `--soap-max-dim` a factor and its basis, which are whole on every "
+        "tensor-parallel rank",
+        state_bytes="8 mn + 8 m² + 8 n² + 8",
+        update_rms=ADAMW_RMS,
+        refuses="`--muon-split none` for fused parameters whose rows follow the tensor-parallel ranks (gate and up): "
+        "its bases of rows would fit no other number of ranks",
+    ),
+    Row(
+        name="lion",
+        cls=Lion,
+        sentence="every entry moves by the sign of an interpolation of momentum and gradient",
+        papers=arxiv("2302.06675"),
+        owns="all",
+        betas="lion",
+        flags=(
+            Flag("beta1", 0.95, "Weight of the momentum in the update, in [0, 1).", megatrons=True),
+            Flag("beta2", 0.98, "Decay rate of the momentum, in [0, 1).", megatrons=True),
+        ),
+        state=("exp_avg",),
+        keeps="the momentum",
+        state_bytes="4 mn",
+        update_rms=1.0,
+    ),
+    Row(
+        name="signum",
+        cls=Signum,
+        sentence="every entry moves by the sign of the momentum: Lion with one beta",
+        papers=arxiv("1802.04434"),
+        owns="all",
+        flags=(Flag("momentum", 0.9, "Decay rate of the momentum, in [0, 1); 0 is signSGD."),),
+        state=("exp_avg",),
+        keeps="the momentum",
+        state_bytes="4 mn",
+        update_rms=1.0,
+    ),
+    Row(
+        name="schedule_free_adamw",
+        cls=ScheduleFreeAdamW,
+        sentence="AdamW at a constant rate: gradients are taken at one point, and what is evaluated is the average of "
+        "the path of another",
+        papers=arxiv("2405.15682"),
+        owns="all",
+        betas="adam",
+        flags=(
+            Flag("warmup_steps", 0, "Steps in which its rate grows; take --lr-decay-style constant with it."),
+            Flag(
+                "variant", "kempnerforge", "The weights of the average: the rate, or, as schedulefree, a power of the "
+                "largest rate so far; schedulefree also decays by y.",
+                choices=choices(ScheduleFreeAdamW, "variant"),
+            ),
+            Flag("r", 0.0, "For schedulefree: power of a step's number in the weight of the step."),
+            Flag("weight_lr_power", 2.0, "For schedulefree: power of the largest rate in the weight of a step."),
+        ),
+        state=("z", "exp_avg_sq", "x", "y"),
+        further_state=("schedule",),
+        keeps="the point `z`, the second moment, three numbers of the schedule in fp64; the average `x` only where "
+        "`--adam-beta1` is below 0.5",
+        state_bytes="8 mn + 24",
+        update_rms=ADAMW_RMS,
+        averages=True,
+        refuses="`--use-distributed-optimizer`, `--no-save-optim`, `--ckpt-format torch`: the average could not be "
+        "made or saved",
+    ),
+    Row(
+        name="scion",
+        cls=Scion,
+        sentence="steps to the boundary of a ball of the operator norm from RMS to RMS, which takes the place of "
+        "weight decay",
+        papers=arxiv("2502.07529"),
+        of_muon=ITERATION,
+        flags=(
+            Flag("momentum", 0.9, "Decay rate of the momentum, in [0, 1); one minus the paper's alpha."),
+            Flag("radius", 50.0, "Radius of the ball of every matrix."),
+            Flag("constrained", True, "Bound the steps alone, not the matrices."),
+        ),
+        state=("momentum_buffer",),
+        keeps="the momentum",
+        state_bytes="4 mn",
+        refuses="a weight decay of its matrices (`--muon-weight-decay`), a radius that is not above 0, constrained an "
+        "`lr` outside [0, 1]",
+    ),
+    Row(
+        name="polargrad",
+        cls=PolarGrad,
+        sentence="Muon whose update is as large as the nuclear norm of the momentum, so that steps become smaller "
+        "with the gradients",
+        papers=arxiv("2505.21799"),
+        of_muon=ITERATION,
+        flags=(Flag("momentum", 0.95, "Decay rate of the momentum, in [0, 1)."),),
+        state=("momentum_buffer",),
+        keeps="the momentum",
+        state_bytes="4 mn",
+        refuses="`blockwise`, whose norms would be those of shards",
+    ),
+    Row(
+        name="muon_hyperball",
+        cls=MuonHyperball,
+        sentence="Muon on spheres: every matrix keeps the Frobenius norm that it starts with, and a step turns it by "
+        "an angle of about `lr`",
+        papers="Wen et al., Fantastic Pretraining Optimizers 2.1: Hyperball Optimization (2025)",
+        of_muon=(*ITERATION, "momentum", "nesterov"),
+        state=("momentum_buffer",),
+        further_state=("radius",),
+        state_depends_on=("muon_split",),
+        keeps="the momentum, and the norm of each logical matrix in fp64",
+        state_bytes="4 mn + 8",
+        refuses="a weight decay of its matrices; `blockwise`; in the first step a matrix whose norm is zero or not "
+        "finite",
+    ),
+)  # fmt: skip
+"""In the order of the docs."""
+
+ROWS = {row.name: row for row in FAMILY}
+CLASSES: dict[str, type[Optimizer]] = {row.cls.__name__: row.cls for row in FAMILY}
+LIKE_MUON = tuple(row.name for row in FAMILY if row.of_muon == MUON)
+"""Optimizers that all of Muon's flags hold for: their updates have Muon's size, and their weight decay may be L2."""

@@ -1,0 +1,135 @@
+"""What the table of optimizers says of each: a row with its flags."""
+
+import inspect
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from torch.optim.optimizer import Optimizer
+
+ADAMW_RMS = 0.2
+"""RMS of the entries of a typical AdamW update, before the learning rate (arXiv 2502.16982, section 2.2)."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag of the command line, ``--OPTIMIZER-SETTING``, which sets the field ``OPTIMIZER_SETTING`` of the config.
+
+    A flag whose default is True turns its setting off, and is ``--OPTIMIZER-no-SETTING``.
+
+    Attributes:
+        setting: the argument of the optimizer's constructor, where there is one for it.
+        default: the value without the flag.
+        help: what it sets, a sentence or two.
+        kind: type of a value that has no default.
+        choices: the values, where there are few.
+        field: name of the config's field, where it is another.
+        shared: whether it holds for every optimizer of matrices that has such a setting.
+        megatrons: whether Megatron has the flag itself, so that it is not added.
+        metavar: what stands for a value in the help.
+        optimizer: name of the optimizer; empty for a flag of the run. Filled in for the flags of a row.
+    """
+
+    setting: str
+    default: Any
+    help: str
+    kind: type = str
+    choices: tuple[str, ...] = ()
+    field: str = ""
+    shared: bool = False
+    megatrons: bool = False
+    metavar: str | None = None
+    optimizer: str = ""
+
+    @property
+    def name(self) -> str:
+        """As it is typed."""
+        words = (self.optimizer, "no" if self.default is True else "", self.setting)
+        return "--" + "-".join(filter(None, words)).replace("_", "-")
+
+    @property
+    def dest(self) -> str:
+        """The field of the config, and of the parsed arguments."""
+        return self.field or "_".join(filter(None, (self.optimizer, self.setting)))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of ``add_argument`` beside the name, the destination and the help."""
+        if isinstance(self.default, bool):
+            return {"action": f"store_{not self.default}".lower()}
+        kind = self.kind if self.default is None else type(self.default)
+        options: dict[str, Any] = {"type": kind, "default": self.default, "metavar": self.metavar}
+        return options | ({"choices": self.choices} if self.choices else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """An optimizer.
+
+    Attributes:
+        name: for ``--optimizer``, and for the config of plain torch.
+        cls: its class.
+        sentence: what it is.
+        papers: those that it is from, with links.
+        owns: the parameters that it is given in Megatron. With ``matrices``, Adam has the rest.
+        vectors: whether the class takes parameters of any shape, so that plain torch gives it all; always where it
+            owns ``all``.
+        plain: whether the builders of plain torch have it.
+        of_muon: settings that it takes from Muon's flags.
+        betas: prefix of the flags that its betas, and ``eps``, are taken from.
+        flags: its own.
+        state: state keys of tensors of the parameter's shape.
+        further_state: state keys of other tensors, without the number of the logical matrix.
+        state_depends_on: fields of the config that change what is kept.
+        keeps: the state in words.
+        state_bytes: of a matrix of m x n in fp32, as a formula.
+        update_rms: RMS of the entries of an update, before the learning rate, where no matrix has one of its own.
+        averages: whether it evaluates and saves an average of the path, so that no rank may lack a parameter.
+        refuses: what it refuses beside the runs that none of the optimizers takes.
+    """
+
+    name: str
+    cls: type[Optimizer]
+    sentence: str
+    papers: str
+    owns: Literal["matrices", "all"] = "matrices"
+    vectors: bool = False
+    plain: bool = True
+    of_muon: tuple[str, ...] = ()
+    betas: str = ""
+    flags: tuple[Flag, ...] = ()
+    state: tuple[str, ...]
+    further_state: tuple[str, ...] = ()
+    state_depends_on: tuple[str, ...] = ()
+    keeps: str
+    state_bytes: str
+    update_rms: float | None = None
+    averages: bool = False
+    refuses: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "vectors", self.vectors or self.owns == "all")
+        object.__setattr__(self, "flags", tuple(replace(flag, optimizer=self.name) for flag in self.flags))
+
+    @property
+    def takes_adams(self) -> bool:
+        """Whether ``--muon-momentum-from-adam`` lets it load Adam's state: it keeps a momentum and nothing else."""
+        return (*self.state, *self.further_state) == ("momentum_buffer",)
+
+    @property
+    def takes_l2_decay(self) -> bool:
+        """Whether its weight decay may be a part of the gradient, as Muon's may."""
+        return "use_decoupled_weight_decay" in self.of_muon
+
+    def takes(self, setting: str) -> bool:
+        """Whether the constructor has an argument of this name."""
+        return setting in inspect.signature(self.cls).parameters
+
+
+def arxiv(*numbers: str) -> str:
+    """Links to papers."""
+    return ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in numbers)
+
+
+def choices(cls: type[Optimizer], setting: str) -> tuple[str, ...]:
+    """The values of a constructor's argument whose annotation is a ``Literal``."""
+    return get_args(inspect.signature(cls).parameters[setting].annotation)

@@ -1,0 +1,245 @@
+"""Write the tables of the docs that follow from the table of optimizers, ``megatron_eopt/family.py``.
+
+    python scripts/tables.py
+
+A page has them between ``<!-- NAME -->`` and ``<!-- end -->``, and ``tests/test_tables.py`` compares them.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from megatron_eopt.family import FAMILY, LIKE_MUON, MUON, ROWS
+from megatron_eopt.megatron.arguments import RUN_FLAGS
+from megatron_eopt.megatron.support.matrix import RELEASES, support_matrix
+from megatron_eopt.overrides import Known
+from megatron_eopt.overrides.settings import SETTINGS, further_settings
+from megatron_eopt.row import Flag, Row
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+ADAM = {
+    "family": (
+        "Megatron's own, here for reference and for what the others leave to it: Adam with decoupled weight decay, "
+        "each entry divided by the root of its own second moment",
+        "[1711.05101](https://arxiv.org/abs/1711.05101)",
+    ),
+    "state": ("two moments", "8 mn"),
+}
+
+
+def table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    lines = ("|".join(["", *(f" {cell} " if cell else " " for cell in row), ""]) for row in (head, *rows))
+    first, *rest = lines
+    return "\n".join((first, "|---" * len(head) + "|", *rest))
+
+
+def code(names: Iterable[str]) -> str:
+    """Names, each in backticks."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def family() -> str:
+    """What each optimizer is, and where it is from."""
+    rows = [(code([row.name]), row.sentence, row.papers) for row in FAMILY]
+    return table(("name", "in a sentence", "from"), [("`adam`", *ADAM["family"]), *rows])
+
+
+def owns() -> str:
+    """Which parameters each optimizer is given in Megatron."""
+    of = {kind: [row.name for row in FAMILY if row.owns == kind] for kind in ("matrices", "all")}
+    matrices = "matrices, and declared stacks of them ([logical matrices](logical-matrices.md))"
+    rest = "embeddings, output layer, norms, biases: Megatron's Adam (`--muon-scalar-optimizer`)"
+    rows = [(code(of["matrices"]), matrices, rest), (code([*of["all"], "adam"]), "everything", "")]
+    return table(("", "owns", "the rest"), rows)
+
+
+def state() -> str:
+    """What each optimizer keeps; those that keep the same share a line."""
+    kept: dict[tuple[str, str], list[str]] = {}
+    for row in FAMILY:
+        kept.setdefault((row.keeps, row.state_bytes), []).append(row.name)
+    rows = [(code(names), *what) for what, names in kept.items()]
+    return table(("", "state", "bytes"), [("`adam`", *ADAM["state"]), *rows])
+
+
+def refused() -> str:
+    """What single optimizers refuse."""
+    others = "`decoupled_weight_decay=False`, `--muon-preset`, and `scale_mode` and `extra_scale_factor` of overrides"
+    rates = "`--muon-lr` and its like, which are for optimizers of matrices"
+    rows = [
+        (f"all but {code(LIKE_MUON)}", f"{others}: none has Muon's scale"),
+        (code(row.name for row in FAMILY if row.owns == "all"), rates),
+        *((code([row.name]), row.refuses) for row in FAMILY if row.refuses),
+    ]
+    return table(("", "refuses"), rows)
+
+
+def plain() -> str:
+    """What plain torch builds."""
+    rows = []
+    for row in (row for row in FAMILY if row.plain):
+        rest = "the same" if row.owns == "all" else "its own Adam" if row.vectors else "AdamW"
+        rows.append((code([row.name]), row.cls.__name__, rest, code(_plain_options(row))))
+    adamw = '`fused="transformer_engine"` or `"apex"` (fields of the config) take their FusedAdam'
+    return table(
+        ("name", "of matrices", "of all else", "further `options`, such as"),
+        [("`adamw`", "torch's AdamW", "the same", adamw), *rows],
+    )
+
+
+def _plain_options(row: Row) -> list[str]:
+    of_fields = ("momentum", "num_ns_steps") if row.name == "muon" else ("warmup_steps",)
+    return [
+        flag.setting
+        for flag in row.flags
+        if row.takes(flag.setting) and flag.setting not in (*of_fields, "lr", "weight_decay")
+    ]
+
+
+def support() -> str:
+    """What works with which release of Megatron-Core."""
+    rows = []
+    for lines in zip(*(support_matrix(release) for release in RELEASES), strict=True):
+        # what to take instead is what is looked for; releases where it works need no word then
+        notes = [line.note for line in lines if line.works == "no"] or [line.note for line in lines]
+        rows.append((lines[0].feature, *(line.works for line in lines), notes[0]))
+    return table(("feature", *RELEASES, ""), rows)
+
+
+def override_settings() -> str:
+    """Settings that overrides may have, whose values have a range that is known."""
+    known = Known.registered()
+    rows = [
+        (
+            code([each.key]),
+            each.check.expected,
+            "all" if each.of_all else ", ".join(each.optimizers(known)),
+            each.meaning,
+        )
+        for each in SETTINGS.values()
+    ]
+    return table(("key", "value", "optimizers", "meaning"), rows)
+
+
+def override_settings_of_one() -> str:
+    """Settings that single optimizers have beside those."""
+    rows = [(code([key]), expected, ", ".join(names)) for key, expected, names in further_settings(Known.registered())]
+    return table(("key", "value", "optimizers"), rows)
+
+
+def flags_of(flags: Iterable[Flag], holds_for: bool = False) -> str:
+    """Flags with their defaults, values and meanings."""
+    rows = []
+    for flag in flags:
+        values = code(flag.choices) if flag.choices else "" if isinstance(flag.default, bool) else _kind(flag)
+        row = (code([flag.name]) + " *" * flag.megatrons, _default(flag), values, flag.help)
+        rows.append((*row, _holds_for(flag)) if holds_for else row)
+    return table(("flag", "default", "values", "", *(["also of"] if holds_for else [])), rows)
+
+
+def _default(flag: Flag) -> str:
+    if isinstance(flag.default, bool):
+        return "off"
+    if flag.default is None:
+        return "that of the run" if flag.field else ""
+    return code([flag.default]) if isinstance(flag.default, str) else f"{flag.default:g}".replace("e-0", "e-")
+
+
+def _kind(flag: Flag) -> str:
+    kind = flag.kind if flag.default is None else type(flag.default)
+    return {int: "a whole number", float: "a number", str: "a file"}[kind]
+
+
+def _holds_for(flag: Flag) -> str:
+    """Optimizers other than the flag's own that it holds for."""
+    others = [row for row in FAMILY if row.name != flag.optimizer]
+    if flag.setting in MUON:
+        return code(row.name for row in others if flag.setting in row.of_muon)
+    if flag.setting == "preset":
+        return code(name for name in LIKE_MUON if name != flag.optimizer)
+    if flag.setting == "momentum_from_adam":
+        return code(row.name for row in others if row.takes_adams)
+    return "all of matrices" if flag.shared else ""
+
+
+def flags() -> str:
+    """The page of flags: those of a run, Muon's, and the other optimizers' own."""
+    text = [FLAGS_HEAD, flags_of(RUN_FLAGS), MUON_HEAD, flags_of(ROWS["muon"].flags, holds_for=True)]
+    for row in FAMILY:
+        if row.name != "muon":
+            text += [f"## {row.name}", f"{row.sentence[0].upper()}{row.sentence[1:]}.", _flags_of_others(row)]
+            text += [flags_of(row.flags) if row.flags else ""]
+    return "\n\n".join(filter(None, text))
+
+
+def _flags_of_others(row: Row) -> str:
+    """Flags of other optimizers that hold for it, in a sentence."""
+    names = [flag.name for flag in ROWS["muon"].flags if flag.setting in row.of_muon]
+    names += [f"--adam-{setting}" for setting in ("beta1", "beta2", "eps") if row.betas == "adam"]
+    text = (
+        "It takes the flags of [Muon](#muon) that hold for all optimizers of matrices. "
+        if row.owns == "matrices"
+        else ""
+    )
+    also = "also " if text else ""
+    return text + (f"It {also}takes {code(names)}." if names else "")
+
+
+FLAGS_HEAD = """# Flags
+
+Every flag that the optimizers of this package have, and Megatron's own of the same optimizers. The page is made from
+the table of optimizers (`megatron_eopt/family.py`) by `python scripts/tables.py`.
+
+`--optimizer NAME` takes any name of the registry. All but `muon` need Megatron-Core 0.18 or later. Megatron's `--lr`,
+`--weight-decay`, `--clip-grad` and the schedules hold for every optimizer of a run.
+
+A flag with a star is Megatron's own and means what it means there; where this package takes more values, they are
+listed. A flag of another optimizer than the run's has no effect, which is warned of. Settings of single parameters are
+[overrides](overrides.md).
+
+## Of every run"""
+
+MUON_HEAD = """## muon
+
+The last column has the optimizers that a flag holds for beside Muon. Where `--muon-lr`, `--muon-min-lr` or
+`--muon-weight-decay` is given, `--lr`, `--min-lr` or `--weight-decay` is for the parameters that are no matrices.
+
+Pages of their own: [presets](presets.md), [logical matrices](logical-matrices.md) for `--muon-split`,
+[planning](planning.md) for `--muon-tp-mode`."""
+
+PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "adaptive.md": {"flags": lambda: flags_of(ROWS["adaptive_muon"].flags)},
+    "optimizers.md": {"family": family, "owns": owns, "state": state, "refused": refused},
+    "overrides.md": {"settings": override_settings, "settings of one": override_settings_of_one},
+    "plain-torch.md": {"plain": plain},
+    "support.md": {"support": support},
+}
+
+
+def made(page: str) -> str:
+    """The text of a page with its tables up to date.
+
+    Raises:
+        ValueError: if the page lacks the marks of a table.
+    """
+    if page == "flags.md":
+        return flags() + "\n"
+    text = (DOCS / page).read_text(encoding="utf-8")
+    for name, table_of in PAGES[page].items():
+        before, begin, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition("<!-- end -->\n")
+        if not begin or not end:
+            raise ValueError(f"docs/{page}: expected '<!-- {name} -->', and '<!-- end -->' behind it, each on a line")
+        text = f"{before}{begin}\n{table_of()}\n\n{end}{after}"
+    return text
+
+
+def main() -> None:
+    """Write all pages."""
+    for page in ("flags.md", *PAGES):
+        (DOCS / page).write_text(made(page), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""What the table says of each optimizer is what the optimizer, and Megatron's command line, have."""
+
+import argparse
+import inspect
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.training.arguments import add_megatron_arguments
+
+import megatron_eopt
+from megatron_eopt.family import CLASSES, FAMILY, LIKE_MUON, MUON, ROWS
+from megatron_eopt.megatron.arguments import FLAGS, amend
+from megatron_eopt.registry import config_to_kwargs, list_optimizers
+from tests.optimizers.family import build
+
+rows = pytest.mark.parametrize("row", FAMILY, ids=lambda row: row.name)
+# What flags set that is not for a constructor: rates of groups, splits, presets, and the optimizer of the rest.
+OF_MUON = {"lr", "min_lr", "weight_decay", "split", "preset", "scalar_optimizer", "momentum_from_adam"}
+# Where the command line has another default than the constructor: Megatron's own flags, and those of its SOAP.
+OTHER_DEFAULTS = {
+    ("muon", "momentum"),
+    ("muon", "nesterov"),
+    ("muon", "split_qkv"),
+    ("soap", "precondition_frequency"),
+    ("soap", "use_kl_shampoo"),
+}
+
+
+def matrices(rows, columns):
+    return [torch.nn.Parameter(torch.randn(rows, columns))]
+
+
+def config(row, **settings):
+    """A config that has what all flags say without being given."""
+    adams = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8}
+    flags = {flag.dest: flag.default for each in FAMILY for flag in each.flags}
+    return SimpleNamespace(**{"lr": 0.1, "weight_decay": 0.2, **adams, **flags, **settings})
+
+
+MODEL = [SimpleNamespace(config=SimpleNamespace(num_attention_heads=0, num_query_groups=0, kv_channels=0))]
+
+
+def test_every_row_is_an_optimizer_of_the_registry_and_a_name_of_the_package():
+    assert sorted(ROWS) == list_optimizers()
+    assert len(ROWS) == len(CLASSES) == len(FAMILY)
+    for name, cls in CLASSES.items():
+        assert name in megatron_eopt.__all__
+        assert getattr(megatron_eopt, name) is getattr(megatron_eopt.optimizers, name) is cls
+
+
+@rows
+def test_flags_are_arguments_of_the_constructor(row):
+    arguments = inspect.signature(row.cls).parameters
+    lions_betas = {"beta1", "beta2"} if "betas" in arguments and row.betas == row.name else set()
+    for flag in row.flags:
+        if flag.setting in lions_betas or (row.name == "muon" and flag.setting in OF_MUON):
+            continue
+        assert flag.setting in arguments
+        assert flag.choices or not isinstance(flag.default, str), flag.name
+        if (row.name, flag.setting) not in OTHER_DEFAULTS:
+            assert arguments[flag.setting].default == flag.default, flag.name
+    of_muons_flags = {flag.setting for flag in ROWS["muon"].flags} & set(row.of_muon)
+    assert of_muons_flags <= arguments.keys()
+    assert set(MUON) <= inspect.signature(megatron_eopt.TensorParallelMuon).parameters.keys()
+
+
+@rows
+def test_a_run_without_its_flags_builds_it_with_their_defaults(row):
+    kwargs = config_to_kwargs(row.name, config(row), MODEL, None)
+    optimizer = row.cls(matrices(96, 64), **kwargs)
+    for flag in row.flags:
+        if row.takes(flag.setting) and flag.setting not in OF_MUON:
+            assert kwargs[flag.setting] == flag.default
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert optimizer.param_groups[0]["weight_decay"] == (0.2 if getattr(row.cls, "decays_weights", True) else 0.0)
+
+
+@rows
+def test_a_flag_of_its_own_reaches_it(row):
+    for flag in row.flags:
+        if row.takes(flag.setting) and flag.setting not in OF_MUON:
+            given = not flag.default if isinstance(flag.default, bool) else f"another than {flag.default}"
+            kwargs = config_to_kwargs(row.name, config(row, **{flag.dest: given}), MODEL, None)
+            assert kwargs[flag.setting] == given
+
+
+@rows
+def test_what_it_takes_of_muons_flags_reaches_it(row):
+    others = {setting for setting in MUON if row.takes(setting)} - {flag.setting for flag in row.flags}
+    for setting in others - {"use_decoupled_weight_decay"}:
+        kwargs = config_to_kwargs(row.name, config(row, **{f"muon_{setting}": "given"}), MODEL, None)
+        assert (kwargs.get(setting) == "given") is (setting in row.of_muon or row.name == "muon"), setting
+
+
+@rows
+def test_weight_decay_that_is_not_decoupled_is_muons_alone(row):
+    coupled = config(row, decoupled_weight_decay=False)
+    if row.name in LIKE_MUON:
+        assert config_to_kwargs(row.name, coupled, MODEL, None)["use_decoupled_weight_decay"] is False
+    else:
+        with pytest.raises(ValueError, match=f"{row.name} has decoupled weight decay only"):
+            config_to_kwargs(row.name, coupled, MODEL, None)
+
+
+@rows
+def test_its_state_is_what_the_row_says(row):
+    params = matrices(6, 4)
+    optimizer = build(row.name, params)
+    optimizer.init_state()
+    shapes = {re.sub(r"_\d+$", "", key): value.shape for key, value in optimizer.state[params[0]].items()}
+    assert shapes.keys() <= {*row.state, *row.further_state}
+    assert shapes.keys() >= set(row.further_state)
+    assert all(shapes[key] == params[0].shape for key in shapes.keys() & set(row.state))
+    assert bool(row.state) == bool(shapes.keys() & set(row.state))
+
+
+@rows
+def test_it_takes_vectors_where_the_row_says_so(row):
+    vector = [torch.nn.Parameter(torch.ones(5))]
+    if row.vectors:
+        build(row.name, vector)
+    else:
+        with pytest.raises(ValueError, match="give it to another optimizer"):
+            build(row.name, vector)
+
+
+def test_megatron_has_the_flags_that_the_table_says_are_its_own():
+    def parser():
+        return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+    megatrons = parser()._option_string_actions
+    for flag in (flag for row in FAMILY for flag in row.flags):
+        assert (flag.name in megatrons) is flag.megatrons, flag.name
+    ours = vars(amend(parser()).parse_args([]))
+    for flag in (*FLAGS, *(flag for row in FAMILY for flag in row.flags)):
+        assert ours[flag.dest] == flag.default, flag.name

@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal, TypedDict
 
@@ -274,12 +275,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if index is not None:
             own = self.group_of(p)
             group = {**own, **group}
-            known = self.update_settings(group) == self.update_settings(own)
+            known = grad.dtype == p.dtype and self.update_settings(group) == self.update_settings(own)
         else:
             self._check_parameter(p, "p")
             self._check_shards(p, "p")
         if index is None or not known:
-            described = self._described("p", p, group)
+            described = replace(self._described("p", p, group), dtype=grad.dtype)
             engine = Engine([described], grad.device, self.tp_mode, engine.rates)
             engine.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
             index = 0

@@ -203,13 +203,15 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     def _check_split(self, parameter: Tensor) -> None:
         split = self.split_of(parameter)
-        rows = sum(part.rows or 0 for part in split.parts)
-        if len(self.split_lengths) == 1 and declared_split(parameter) is None and rows not in (0, parameter.size(0)):
+        if len(self.split_lengths) > 1 or declared_split(parameter) is not None or split.is_whole:
+            super()._check_split(parameter)
+            return
+        shapes = [part.rows or 0 for part in split.parts]
+        if parameter.size(0) != sum(shapes):  # also of more dimensions, of which there is no layout
             raise ValueError(
-                f"{type(self).__name__}: a fused projection of {parameter.size(0)} rows cannot be split into "
-                f"{[part.rows for part in split.parts]}, which are {rows}"
+                f"{type(self).__name__}: a fused projection of {parameter.size(0)} rows cannot be split into {shapes}, "
+                f"which are {sum(shapes)}"
             )
-        super()._check_split(parameter)
 
     def settings_of_groups(self) -> dict[str, Any]:
         """Among them the kind of weight decay, by its name where the flag says it."""

@@ -243,6 +243,8 @@ class Engine:
             ``shards``, now with new tensors of the same shapes and dtypes.
         """
         active = self._of(indices)
+        if len(shards) != len(active.matrices):
+            raise ValueError(f"the plan has {len(active.matrices)} matrices, got {len(shards)} shards")
         scales = active.scales if scaled else [1.0] * len(shards)
         at_work: list[tuple[Bucket, _Running]] = []
         waiting = list(reversed(active.plan.buckets))

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.parallel.engine import Engine, Parameter
+from megatron_eopt.parallel.engine import Engine, Parameter, _as_worked_on
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import Bucket, Matrix, Piece, Plan, cut_at, whole
 
@@ -20,7 +20,8 @@ class InFp16(NewtonSchulz):
     """The Gram form as it is on a GPU."""
 
     def compile(self, shape, dtype, device, form="auto"):
-        return replace(super().compile(shape, dtype, device, form), dtype=torch.float16, precision=None)
+        compiled = super().compile(shape, dtype, device, form)
+        return replace(compiled, dtype=torch.float16) if form == "gram" else compiled
 
 
 @dataclass(frozen=True)
@@ -162,46 +163,32 @@ def own_parts(case, ranks, rank):
     return [part_of(x, pieces[rank % len(pieces)]) for x in matrices_of(case)]
 
 
-def engine_of(plan, groups, iterations, scales, dtypes):
-    """An engine that executes a plan, whatever it would have planned itself.
+def executed(plan, shards, groups, iterations, scale=scale):
+    """What an engine makes of shards by a plan, whatever it would have planned itself.
 
     Args:
-        plan: of matrices in the shape that a group of ranks has.
-        groups: by label.
-        iterations: by name.
-        scales: of each matrix.
-        dtypes: of each matrix.
-    """
-    parameters = [
-        Parameter(
-            str(i),
-            dtype,
-            Layout(matrix.shape, matrix.pieces, groups[matrix.group] if matrix.ranks > 1 else None, matrix.group),
-            iteration=iterations[matrix.iteration],
-            scale=lambda rows, cols, scale=scale: scale,
-        )
-        for i, (matrix, scale, dtype) in enumerate(zip(plan.matrices, scales, dtypes, strict=True))
-    ]
-    engine = Engine(parameters, torch.device("cpu"))
-    engine.plan, engine._iterations = plan, iterations
-    engine._compile()
-    return engine
-
-
-def executed(plan, shards, groups, iterations):
-    """What an engine makes of shards by a plan, with scales by the shapes of what each bucket takes for matrices.
-
-    Args:
-        plan: any.
-        shards: one for each matrix.
+        plan: any; its matrices become parameters, and those of several ranks have groups.
+        shards: this rank's piece of each matrix.
         groups: by label.
         iterations: by name, or one for all matrices.
+        scale: of a matrix by its shape, or of a piece where the scheme takes each for a matrix.
     """
-    if isinstance(iterations, NewtonSchulz):
-        iterations = {matrix.iteration: iterations for matrix in plan.matrices}
-    scales = [scale(*matrix.shape) for matrix in plan.matrices]
+    of_matrices = [
+        iterations if isinstance(iterations, NewtonSchulz) else iterations[each.iteration] for each in plan.matrices
+    ]
+    layouts = [
+        Layout(each.shape, each.pieces, groups[each.group] if each.ranks > 1 else None, each.group)
+        for each in plan.matrices
+    ]
+    parameters = [
+        Parameter(str(i), shard.dtype, layout, iteration=iteration, scale=scale)
+        for i, (shard, layout, iteration) in enumerate(zip(shards, layouts, of_matrices, strict=True))
+    ]
+    engine = Engine(parameters, torch.device("cpu"))
+    named = (replace(each, iteration=own.name) for each, own in zip(plan.matrices, of_matrices, strict=True))
+    engine.plan = replace(plan, matrices=tuple(named))
+    engine._compile()
     for bucket in plan.buckets:
-        for index in bucket.matrices if bucket.scheme == "blockwise" else ():
-            scales[index] = scale(*shards[index].shape) if shards[index].numel() else 1.0
-    engine = engine_of(plan, groups, iterations, scales, [shard.dtype for shard in shards])
+        for i in bucket.matrices if bucket.scheme == "blockwise" else ():
+            engine.matrices[i] = (_as_worked_on(plan.matrices[i], layouts[i], "blockwise"),)
     return engine.orthogonalize(shards, range(len(shards)))

@@ -7,6 +7,8 @@ import torch.distributed as dist
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel import traffic
 from megatron_eopt.parallel.collectives import counters
+from megatron_eopt.parallel.engine import Engine, Parameter
+from megatron_eopt.parallel.layout import on_one_rank
 from megatron_eopt.parallel.records import Bucket, Matrix, Piece, Plan, cut_at
 from tests.distributed.buckets import (
     CASES,
@@ -173,21 +175,16 @@ def refused(rank, ranks):
     scattered = (Piece(0, 4, 0, 6), Piece(0, 4, 6, 8))
     swapped = scattered[::-1]
     settings = NewtonSchulz()
-    for bucket, pieces, given, of_iteration in (
-        (Bucket((0,), "gram_replicated"), cut_at((4, 8), 0, [0, 2, 4]), groups, settings),
-        (Bucket((0,), "distributed"), swapped, groups, settings),
-        (Bucket((0, 1), "gram_split", (0, 0)), scattered, groups, settings),
-        (
-            Bucket((0,), "gram_replicated"),
-            scattered,
-            groups,
-            NewtonSchulz(coefficient_type=[(1.5, -0.5, 0.0)], steps=1),
-        ),
+    for bucket, pieces, of_iteration in (
+        (Bucket((0,), "gram_replicated"), cut_at((4, 8), 0, [0, 2, 4]), settings),
+        (Bucket((0,), "distributed"), swapped, settings),
+        (Bucket((0, 1), "gram_split", (0, 0)), scattered, settings),
+        (Bucket((0,), "gram_replicated"), scattered, NewtonSchulz(coefficient_type=[(1.5, -0.5, 0.0)], steps=1)),
     ):
         plan = Plan((Matrix("a", (4, 8), pieces),) * len(bucket.matrices), (bucket,))
         shards = [torch.ones(pieces[rank].shape) for _ in bucket.matrices]
         try:
-            executed(plan, shards, given, of_iteration)
+            executed(plan, shards, groups, of_iteration)
         except ValueError as error:
             messages.append(str(error))
     return messages
@@ -200,3 +197,10 @@ def test_plans_that_cannot_be_executed_are_refused():
         assert "along one dimension" in one
         assert "one rank owns 2 of 2 matrices and another 0: they are to be dealt evenly over 2 ranks" in owns
         assert "no table has restarts" in table
+
+
+def test_a_shard_for_every_matrix():
+    engine = Engine([Parameter("a", torch.float32, on_one_rank((4, 4)), iteration=NewtonSchulz())], torch.device("cpu"))
+    engine.prepare()
+    with pytest.raises(ValueError, match="1 matrices, got 0 shards"):
+        engine.orthogonalize([], [0])

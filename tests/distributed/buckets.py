@@ -9,7 +9,7 @@ import torch
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.engine import Engine, Parameter, _as_worked_on
 from megatron_eopt.parallel.layout import Layout
-from megatron_eopt.parallel.records import Bucket, Matrix, Piece, Plan, cut_at, whole
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, cut_at, whole
 
 OWNED = ("owner", "gram_split", "share")
 ONE_CUT = ("duplicated", "distributed", "owner", "gram_replicated", "gram_split")
@@ -62,7 +62,7 @@ CASES = [
         for count in (1, 5)
         if not scheme.startswith("gram") or shape[dim] >= shape[1 - dim]
     ),
-    # uneven pieces, one of them empty
+    # uneven shards, one of them empty
     *(
         Case(scheme, shape, long_side(shape), 4, edges)
         for scheme in ONE_CUT
@@ -110,13 +110,16 @@ CASES = [
 ]
 
 
-def pieces_of(case, ranks):
+def rectangles_of(case, ranks):
     rows, cols = case.shape
     if case.how == "whole":
         return (whole(case.shape),) * (1 if case.scheme == "local" else ranks)
     if case.how == "grid":  # blocks of different heights, and beside them the last rank's
         edges = [round(rows * part / (ranks - 1)) for part in range(ranks)]
-        return (*(Piece(top, end, 0, cols // 3) for top, end in pairwise(edges)), Piece(0, rows, cols // 3, cols))
+        return (
+            *(Rectangle(top, end, 0, cols // 3) for top, end in pairwise(edges)),
+            Rectangle(0, rows, cols // 3, cols),
+        )
     size = case.shape[case.how]
     edges = [size * part // ranks for part in range(ranks + 1)]
     if case.edges == "uneven":  # the second of three or more is empty
@@ -130,11 +133,13 @@ def plan_of(cases, ranks):
     matrices, buckets = [], []
     for case in cases:
         of_bucket = tuple(range(len(matrices), len(matrices) + case.count))
-        pieces = pieces_of(case, ranks)
-        matrices += [Matrix(f"{index}", case.shape, pieces, "tp", case.dtype.itemsize) for index in of_bucket]
-        # the last ranks first, so that owners and their matrices are not in order
-        owners = tuple((ranks - 1 - index) % ranks for index in range(case.count)) if case.scheme in OWNED else ()
-        buckets.append(Bucket(of_bucket, case.scheme, owners))
+        rectangles = rectangles_of(case, ranks)
+        matrices += [Matrix(f"{index}", case.shape, rectangles, "tp", case.dtype.itemsize) for index in of_bucket]
+        # the last ranks first, so that compute ranks and their matrices are not in order
+        compute_ranks = (
+            tuple((ranks - 1 - index) % ranks for index in range(case.count)) if case.scheme in OWNED else ()
+        )
+        buckets.append(Bucket(of_bucket, case.scheme, compute_ranks))
     return Plan(tuple(matrices), tuple(buckets))
 
 
@@ -154,13 +159,13 @@ def scale(rows, cols):
     return rows / cols + 0.25
 
 
-def part_of(x, piece):
-    return x[piece.top : piece.bottom, piece.left : piece.right]
+def part_of(x, rectangle):
+    return x[rectangle.top : rectangle.bottom, rectangle.left : rectangle.right]
 
 
 def own_parts(case, ranks, rank):
-    pieces = pieces_of(case, ranks)
-    return [part_of(x, pieces[rank % len(pieces)]) for x in matrices_of(case)]
+    rectangles = rectangles_of(case, ranks)
+    return [part_of(x, rectangles[rank % len(rectangles)]) for x in matrices_of(case)]
 
 
 def executed(plan, shards, groups, iterations, scale=scale):
@@ -168,16 +173,16 @@ def executed(plan, shards, groups, iterations, scale=scale):
 
     Args:
         plan: any; its matrices become parameters, and those of several ranks have groups.
-        shards: this rank's piece of each matrix.
+        shards: this rank's shard of each matrix.
         groups: by label.
         iterations: by name, or one for all matrices.
-        scale: of a matrix by its shape, or of a piece where the scheme takes each for a matrix.
+        scale: of a matrix by its shape, or of a shard where the scheme takes each for a matrix.
     """
     of_matrices = [
         iterations if isinstance(iterations, NewtonSchulz) else iterations[each.iteration] for each in plan.matrices
     ]
     layouts = [
-        Layout(each.shape, each.pieces, groups[each.group] if each.ranks > 1 else None, each.group)
+        Layout(each.shape, each.rectangles, groups[each.group] if each.ranks > 1 else None, each.group)
         for each in plan.matrices
     ]
     parameters = [

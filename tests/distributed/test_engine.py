@@ -64,7 +64,7 @@ def mixed(ranks):
 
 def factors_of(engine, parameters, rank, indices=None):
     indices = range(len(parameters)) if indices is None else indices
-    shards = [part_of(matrix_of(i, parameters[i].layout.shape), parameters[i].layout.piece) for i in indices]
+    shards = [part_of(matrix_of(i, parameters[i].layout.shape), parameters[i].layout.rectangle) for i in indices]
     return engine.orthogonalize(shards, indices)
 
 
@@ -177,7 +177,7 @@ def summed_and_gathered(rank, ranks):
     assert counters.calls == {"all_reduce": 3 if rank < 2 else 2}
     assert engine.sums([], []) == []
 
-    # whole matrices of unequal pieces, several stacks in one gather, and back
+    # whole matrices of unequal shards, several stacks in one gather, and back
     uneven = [((7, 5), 0, [0, 4, 4, 7]), ((4, 6), 1, [0, 1, 3, 6])]
     layouts = [Layout(shape, cut_at(shape, *cut), dist.group.WORLD, "tp") for shape, *cut in uneven]
     engine = Engine([Parameter(str(each.shape), F32, each) for each in layouts], CPU)
@@ -189,7 +189,7 @@ def summed_and_gathered(rank, ranks):
     for gathered, expected, matrix in zip(wait(), whole, matrices, strict=True):
         assert torch.equal(gathered, expected)
         back = engine.scatter_back(expected, matrix)
-        assert torch.equal(back, part_of(expected.movedim(0, -1), matrix.pieces[rank]).movedim(-1, 0))
+        assert torch.equal(back, part_of(expected.movedim(0, -1), matrix.rectangles[rank]).movedim(-1, 0))
         assert back._base is expected
     return True
 
@@ -214,14 +214,14 @@ def with_and_without_layout(rank, ranks):
     assert [engine.shares(i) for i in range(4)] == [True, True, False, True]
     assert engine.agree(torch.full((1, 4), rank)).tolist() == [[0, 0, rank, 0]]
     x = matrix_of(0, (8, 30))
-    shard = part_of(x, fused.layout.piece)
+    shard = part_of(x, fused.layout.rectangle)
     assert torch.equal(engine.merge(1, engine.split(1, shard)), shard)
     shards = engine.split_all([1, 3], [shard, shard])
     assert [len(each) for each in shards] == [3, 5, 8]
     assert all(map(torch.equal, engine.merge_all([1, 3], shards), [shard, shard]))
     expected = [shaped(3, 30) * iteration(x[:3]), shaped(5, 30) * iteration(x[3:]), iteration(x)]
     for actual, of_whole in zip(engine.orthogonalize(shards, [1, 3]), expected, strict=True):
-        of_rank = of_whole[:, fused.layout.piece.left : fused.layout.piece.right]
+        of_rank = of_whole[:, fused.layout.rectangle.left : fused.layout.rectangle.right]
         torch.testing.assert_close(actual, of_rank, rtol=1e-5, atol=1e-5)
     return True
 
@@ -237,7 +237,7 @@ def blockwise(rank, ranks):
     parameters = [Parameter(str(i), F32, layout, iteration=iteration) for i, layout in enumerate(layouts)]
     engine = Engine(parameters, CPU, "blockwise")
     engine.prepare("torch")
-    shards = [part_of(matrix_of(0, (40, 40)), layout.piece) for layout in layouts]
+    shards = [part_of(matrix_of(0, (40, 40)), layout.rectangle) for layout in layouts]
     expected = [iteration(shard) for shard in shards]
     return all(map(torch.equal, engine.orthogonalize(shards, [0, 1]), expected))
 
@@ -285,7 +285,7 @@ def stopping(rank, ranks, folder, scheme):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT))
     matrix, run = Matrix("a", (32, 96), cut((32, 96), 1, ranks)), SCHEMES[scheme]
     plan = Plan((matrix,) * 6, tuple(Bucket((2 * index, 2 * index + 1), scheme, (1, 2)) for index in range(3)))
-    shards = [torch.randn(matrix.pieces[rank].shape) for _ in plan.matrices]
+    shards = [torch.randn(matrix.rectangles[rank].shape) for _ in plan.matrices]
 
     def leaving(job, shards):
         running = run(job, shards)

@@ -57,8 +57,8 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
     replica_id = _replica_id(saved[0].replica_id, _earlier_copies(tensor, layout), layout.ranks)
     if len(saved) == 1 or len(layouts) > 1 or "rows" not in tensor.dims:
         sides = {
-            "rows": (layout.shape[0], layout.piece.top, layout.piece.bottom),
-            "columns": (layout.shape[1], layout.piece.left, layout.piece.right),
+            "rows": (layout.shape[0], layout.rectangle.top, layout.rectangle.bottom),
+            "columns": (layout.shape[1], layout.rectangle.left, layout.rectangle.right),
         }
         return _placed(tensor, data, parameter.key, saved[0], sides, replica_id)
     if "rows" in tensor.dims[1:]:
@@ -157,7 +157,7 @@ def _earlier_copies(tensor: StateTensor, layout: Layout) -> int:
             (piece.top, piece.bottom) if dim == "rows" else (piece.left, piece.right) if dim == "columns" else ()
             for dim in tensor.dims
         )
-        for piece in layout.pieces
+        for piece in layout.rectangles
     ]
     return shards[: layout.rank].count(shards[layout.rank])
 

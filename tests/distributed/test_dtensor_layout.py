@@ -273,7 +273,7 @@ def cuts_of(draw):
 @given(cuts=cuts_of(), shape=st.tuples(st.integers(1, 20), st.integers(1, 20)))
 def test_pieces_are_those_of_torchs_placements(cuts, shape):
     placements = [Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor) for dim, _, factor in cuts]
-    expected, rectangles = [], True
+    expected, whole = [], True
     for coordinates in product(*(range(ranks) for _, ranks, _ in cuts)):
         local = matrix(shape)
         for placement, (_, ranks, _), rank in zip(placements, cuts, coordinates, strict=True):
@@ -281,12 +281,10 @@ def test_pieces_are_those_of_torchs_placements(cuts, shape):
         size, offset = _compute_local_shape_and_global_offset(
             shape, [ranks for _, ranks, _ in cuts], list(coordinates), placements
         )
-        rectangle = Rectangle(offset[0], offset[0] + size[0], offset[1], offset[1] + size[1])
-        rectangle = matrix(shape)[rectangle.top : rectangle.bottom, rectangle.left : rectangle.right]
-        rectangles = rectangles and torch.equal(rectangle, local)
-        expected.append(rectangle)
-    rectangles = _rectangles(shape, 1, cuts)
-    assert rectangles == (tuple(expected) if rectangles else None)
+        found = Rectangle(offset[0], offset[0] + size[0], offset[1], offset[1] + size[1])
+        whole = whole and torch.equal(matrix(shape)[found.top : found.bottom, found.left : found.right], local)
+        expected.append(found)
+    assert _rectangles(shape, 1, cuts) == (tuple(expected) if whole else None)
 
 
 class World:

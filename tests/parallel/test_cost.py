@@ -46,7 +46,7 @@ def of_llama(scheme, work, itemsize, count=1, compute_ranks=()):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "work", "itemsize", "count", "compute ranks", "expected"),
+    ("scheme", "work", "itemsize", "count", "compute_ranks", "expected"),
     [
         # dense products in the standard form, as upstream; one matrix
         ("duplicated", DENSE, 4, 1, (), (44.0, 822)),
@@ -153,7 +153,7 @@ def test_full_rounds_are_scattered_and_the_rest_goes_one_by_one():
     assert bucket_bytes(full, full.buckets[0], 0, ONCE) == {"reduce_scatter": 6 * gram, "all_gather": 6 * gram}
 
 
-@pytest.mark.parametrize("compute ranks", [(0, 0), (1, 1, 2, 3, 0, 1, 1), (0, 1, 2, 0, 1, 2)])
+@pytest.mark.parametrize("compute_ranks", [(0, 0), (1, 1, 2, 3, 0, 1, 1), (0, 1, 2, 0, 1, 2)])
 def test_owners_that_are_not_dealt_evenly_are_refused(compute_ranks):
     plan = planned(len(compute_ranks), "gram_split", compute_ranks, (64, 256), 1)
     with pytest.raises(ValueError, match="they are to be dealt evenly over 4 ranks"):

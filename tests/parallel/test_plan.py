@@ -211,7 +211,7 @@ def test_cubes_of_two_buckets_are_split_between_two_ranks():
 
 
 @pytest.mark.parametrize(
-    "shards",
+    "rectangles",
     [
         (),
         (Rectangle(0, 4, 0, 3),),
@@ -252,7 +252,7 @@ def test_the_first_difference_is_named():
     compute_ranks = replace(first, compute_ranks=(1, 0, *first.compute_ranks[2:]))
     others = {
         f"{name!r} has the shape (4096, 16384) in the one and (3, 4)": changed(plan, 1, shape=(3, 4)),
-        f"{name!r} has the shards": changed(plan, 1, rectangles=(whole((4096, 16384)),)),
+        f"{name!r} has the rectangles": changed(plan, 1, rectangles=(whole((4096, 16384)),)),
         f"{name!r} has the group 'tp' in the one and 'dp'": changed(plan, 1, group="dp"),
         f"{name!r} has the itemsize 4 in the one and 2": changed(plan, 1, itemsize=2),
         f"matrix 1 is {name!r} in the one and 'x'": changed(plan, 1, name="x"),

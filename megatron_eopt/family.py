@@ -13,6 +13,7 @@ from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon as
 from megatron_eopt.optimizers.hyperball import MuonHyperball as MuonHyperball
 from megatron_eopt.optimizers.lion import Lion as Lion
 from megatron_eopt.optimizers.lion import Signum as Signum
+from megatron_eopt.optimizers.mars_muon import MarsMuon as MarsMuon
 from megatron_eopt.optimizers.muon import TensorParallelMuon as TensorParallelMuon
 from megatron_eopt.optimizers.polar_grad import PolarGrad as PolarGrad
 from megatron_eopt.optimizers.schedule_free import ScheduleFreeAdamW as ScheduleFreeAdamW
@@ -312,6 +313,24 @@ FAMILY = (
         begin_why="the rate is the angle of a step",
         refuses="a weight decay of its matrices; `blockwise`; in the first step a matrix whose norm is zero or not "
         "finite",
+    ),
+    Row(
+        name="mars_muon",
+        cls=MarsMuon,
+        sentence="Muon with MARS's variance reduction: before the momentum takes it, each gradient is corrected by its "
+        "difference from the previous one, and clipped",
+        papers=arxiv("2411.10438"),
+        of_muon=MUON,
+        flags=(
+            Flag("gamma", 0.025, "Strength of the correction, at least 0; 0 leaves Muon of clipped gradients."),
+        ),
+        state=("momentum_buffer", "previous_gradient"),
+        further_state=("has_previous",),
+        keeps="the momentum, the previous gradient, and whether there is one",
+        state_bytes="8 mn + 4",
+        begin_with="--muon-momentum 0.95 --muon-preset match_adamw --muon-lr 0.018 --muon-min-lr 0.0018",
+        begin_why="as Muon, without its look-ahead",
+        refuses="`blockwise`, whose norms would be those of shards",
     ),
 )  # fmt: skip
 """In the order of the docs."""

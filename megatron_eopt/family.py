@@ -13,6 +13,7 @@ from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon as
 from megatron_eopt.optimizers.hyperball import MuonHyperball as MuonHyperball
 from megatron_eopt.optimizers.lion import Lion as Lion
 from megatron_eopt.optimizers.lion import Signum as Signum
+from megatron_eopt.optimizers.mars_muon import MarsMuon as MarsMuon
 from megatron_eopt.optimizers.muon import TensorParallelMuon as TensorParallelMuon
 from megatron_eopt.optimizers.polar_grad import PolarGrad as PolarGrad
 from megatron_eopt.optimizers.schedule_free import ScheduleFreeAdamW as ScheduleFreeAdamW
@@ -110,6 +111,9 @@ FAMILY = (
         state=("momentum_buffer",),
         keeps="the momentum",
         state_bytes="4 mn",
+        begin_with="--muon-momentum 0.95 --muon-nesterov --muon-preset match_adamw --muon-lr 0.018 "
+        "--muon-min-lr 0.0018",
+        begin_why="updates the size of AdamW's, so that its rate is one to begin with; more was better here",
     ),
     Row(
         name="adaptive_muon",
@@ -134,6 +138,9 @@ FAMILY = (
         keeps="the momentum; adamuon a second moment of each entry, normuon one number for each index of the long "
         "side, namo one",
         state_bytes="8 mn, 4 mn + 4 max(m, n), 4 mn + 4",
+        begin_with="--adaptive-muon-moment2-method normuon --muon-momentum 0.95 --muon-nesterov --muon-preset "
+        "match_adamw --muon-lr 0.018 --muon-min-lr 0.0018",
+        begin_why="as Muon",
         refuses="with normuon and namo `--muon-tp-mode blockwise`; with namo decay that is not decoupled",
     ),
     Row(
@@ -153,6 +160,8 @@ FAMILY = (
         state_depends_on=("spectron_rank", "muon_split"),
         keeps="two factors of rank r, their momenta, two singular vectors, and whether it was projected",
         state_bytes="4 (2 r + 1) (m + n) + 4",
+        begin_with="--spectron-rank 32 --spectron-momentum-beta 0.95 --muon-lr 0.06 --muon-min-lr 0.006",
+        begin_why="the paper's momentum, and its rank: a quarter of the short side, which is 128 here",
         refuses="a rank above the short side of a matrix; `blockwise`; in the first step a weight that is zero or not "
         "finite; another rank than the checkpoint's",
     ),
@@ -184,6 +193,8 @@ FAMILY = (
         keeps="two moments, and for each side up to `--soap-max-dim` a factor and its basis, which are whole on every "
         "tensor-parallel rank",
         state_bytes="8 mn + 8 m² + 8 n² + 8",
+        begin_with="--soap-precondition-frequency 10 --adam-beta1 0.95 --adam-beta2 0.95 --muon-lr 0.003 "
+        "--muon-min-lr 0.0003",
         update_rms=ADAMW_RMS,
         refuses="`--muon-split none` for fused parameters whose rows follow the tensor-parallel ranks (gate and up): "
         "its bases of rows would fit no other number of ranks",
@@ -202,6 +213,8 @@ FAMILY = (
         state=("exp_avg",),
         keeps="the momentum",
         state_bytes="4 mn",
+        begin_with="--weight-decay 0.1 --lr 0.0006 --min-lr 0.00006",
+        begin_why="3 to 10 times less than AdamW's rate, as much more decay",
         update_rms=1.0,
     ),
     Row(
@@ -214,6 +227,8 @@ FAMILY = (
         state=("exp_avg",),
         keeps="the momentum",
         state_bytes="4 mn",
+        begin_with="--weight-decay 0.1 --lr 0.0006 --min-lr 0.00006",
+        begin_why="as Lion",
         update_rms=1.0,
     ),
     Row(
@@ -239,6 +254,9 @@ FAMILY = (
         keeps="the point `z`, the second moment, three numbers of the schedule in fp64; the average `x` only where "
         "`--adam-beta1` is below 0.5",
         state_bytes="8 mn + 24",
+        begin_with="--lr-decay-style constant --lr-warmup-iters 0 --schedule-free-adamw-warmup-steps 10 --lr 0.002 "
+        "--min-lr 0.002",
+        begin_why="its own warm-up in the place of Megatron's",
         update_rms=ADAMW_RMS,
         averages=True,
         refuses="`--use-distributed-optimizer`, `--no-save-optim`, `--ckpt-format torch`: the average could not be "
@@ -259,6 +277,8 @@ FAMILY = (
         state=("momentum_buffer",),
         keeps="the momentum",
         state_bytes="4 mn",
+        begin_with="--scion-radius 50 --muon-lr 0.0027 --muon-min-lr 0.00027",
+        begin_why="the paper's radius for hidden matrices",
         refuses="a weight decay of its matrices (`--muon-weight-decay`), a radius that is not above 0, constrained an "
         "`lr` outside [0, 1]",
     ),
@@ -273,6 +293,8 @@ FAMILY = (
         state=("momentum_buffer",),
         keeps="the momentum",
         state_bytes="4 mn",
+        begin_with="--muon-coefficient-type polar_express --muon-num-ns-steps 8 --muon-lr 0.1 --muon-min-lr 0.01",
+        begin_why="steps that leave singular values at 1, as its size is a sum of them",
         refuses="`blockwise`, whose norms would be those of shards",
     ),
     Row(
@@ -287,8 +309,28 @@ FAMILY = (
         state_depends_on=("muon_split",),
         keeps="the momentum, and the norm of each logical matrix in fp64",
         state_bytes="4 mn + 8",
+        begin_with="--muon-momentum 0.95 --muon-nesterov --muon-lr 0.06 --muon-min-lr 0.006",
+        begin_why="the rate is the angle of a step",
         refuses="a weight decay of its matrices; `blockwise`; in the first step a matrix whose norm is zero or not "
         "finite",
+    ),
+    Row(
+        name="mars_muon",
+        cls=MarsMuon,
+        sentence="Muon with MARS's variance reduction: before the momentum takes it, each gradient is corrected by its "
+        "difference from the previous one, and clipped",
+        papers=arxiv("2411.10438"),
+        of_muon=MUON,
+        flags=(
+            Flag("gamma", 0.025, "Strength of the correction, at least 0; 0 leaves Muon of clipped gradients."),
+        ),
+        state=("momentum_buffer", "previous_gradient"),
+        further_state=("has_previous",),
+        keeps="the momentum, the previous gradient, and whether there is one",
+        state_bytes="8 mn + 4",
+        begin_with="--muon-momentum 0.95 --muon-preset match_adamw --muon-lr 0.018 --muon-min-lr 0.0018",
+        begin_why="as Muon, without its look-ahead",
+        refuses="`blockwise`, whose norms would be those of shards",
     ),
 )  # fmt: skip
 """In the order of the docs."""

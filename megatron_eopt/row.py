@@ -82,6 +82,8 @@ class Row:
         state_depends_on: fields of the config that change what is kept.
         keeps: the state in words.
         state_bytes: of a matrix of m x n in fp32, as a formula.
+        begin_with: flags of a run of the demo's model, which ``make compare`` takes.
+        begin_why: a word on them.
         update_rms: RMS of the entries of an update, before the learning rate, where no matrix has one of its own.
         averages: whether it evaluates and saves an average of the path, so that no rank may lack a parameter.
         refuses: what it refuses beside the runs that none of the optimizers takes.
@@ -102,6 +104,8 @@ class Row:
     state_depends_on: tuple[str, ...] = ()
     keeps: str
     state_bytes: str
+    begin_with: str
+    begin_why: str = ""
     update_rms: float | None = None
     averages: bool = False
     refuses: str = ""

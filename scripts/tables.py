@@ -24,6 +24,7 @@ ADAM = {
         "[1711.05101](https://arxiv.org/abs/1711.05101)",
     ),
     "state": ("two moments", "8 mn"),
+    "settings": ("`--lr 0.003 --min-lr 0.0003`", ""),
 }
 
 
@@ -84,6 +85,12 @@ def state() -> str:
         kept.setdefault((row.keeps, row.state_bytes), []).append(row.name)
     rows = [(code(names), *what) for what, names in kept.items()]
     return table(("", "state", "bytes"), [("`adam`", *ADAM["state"]), *rows])
+
+
+def settings() -> str:
+    """Flags to begin with; ``benchmarks/compare.py`` reads the table."""
+    rows = [(code([row.name]), code([row.begin_with]), row.begin_why) for row in FAMILY]
+    return table(("optimizer", "flags", ""), [("`adam`", *ADAM["settings"]), *rows])
 
 
 def refused() -> str:
@@ -232,7 +239,7 @@ Pages of their own: [presets](presets.md), [logical matrices](logical-matrices.m
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "adaptive.md": {"flags": lambda: flags_of(ROWS["adaptive_muon"].flags)},
-    "optimizers.md": {"family": family, "owns": owns, "state": state, "refused": refused},
+    "optimizers.md": {"family": family, "settings": settings, "owns": owns, "state": state, "refused": refused},
     "overrides.md": {"settings": override_settings, "settings of one": override_settings_of_one},
     "plain-torch.md": {"plain": plain},
     "support.md": {"support": support},

@@ -204,11 +204,8 @@ def in_own_words(name: str, given: Mapping[str, Any], known: Mapping[str, Any], 
     return own
 
 
-_SCALARS = ("lr", "weight_decay", "momentum", "momentum_beta", "beta2", "shampoo_beta", "eps", "radius")
-
-
 def check_scalars(name: str, group: Mapping[str, Any]) -> None:
-    """Check that settings of a group that are numbers have one entry where they are tensors.
+    """Check that settings of a group, and betas among them, have one entry where they are tensors.
 
     Args:
         name: of the optimizer, for messages.
@@ -217,14 +214,13 @@ def check_scalars(name: str, group: Mapping[str, Any]) -> None:
     Raises:
         ValueError: for one of more entries, or of none.
     """
-    of_keys = [(key, group[key]) for key in _SCALARS if key in group]
-    betas = group.get("betas")
-    of_keys += [("betas", beta) for beta in betas] if isinstance(betas, list | tuple) else [("betas", betas)]
-    for key, value in of_keys:
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(
-                f"{name}: {key} must be a number, or a tensor of one entry, got a tensor of shape {tuple(value.shape)}"
-            )
+    for key, value in group.items():
+        for each in value if key == "betas" and isinstance(value, list | tuple) else (value,):
+            if isinstance(each, Tensor) and each.numel() != 1:
+                raise ValueError(
+                    f"{name}: {key} must be a number, or a tensor of one entry, got a tensor of shape "
+                    f"{tuple(each.shape)}"
+                )
 
 
 def check_rates(name: str, group: Mapping[str, Any]) -> None:

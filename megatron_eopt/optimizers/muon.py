@@ -64,7 +64,7 @@ def muon(batches: Sequence[Batch], engine: Engine, optimizer: "TensorParallelMuo
     indices = [i for batch in batches for i in batch.indices]
     for batch in batches:
         foreach.decay(batch)
-    directions = engine.split_all(indices, [each for batch in batches for each in optimizer.direction(batch)])
+    directions = engine.split_all(indices, optimizer.direction(batches))
     kept = list(directions) if optimizer.keeps_directions else []
     factors = engine.orthogonalize(directions, indices, optimizer.scales_factors)
     optimizer.apply(batches, engine.merge_all(indices, optimizer.update(batches, factors, kept)))

@@ -263,20 +263,21 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         new = [p for p in self._parameters() if p not in self.state]
         try:
             batches = self._batches(accepted)
-            directions = [self.direction(batch, foreach.averaged) for batch in batches]
+            directions = self.direction(batches, foreach.averaged)
+            of_parameters = iter(directions)
             with fp32_products(self.fp32_matmul_prec):
                 found = [
                     each
-                    for batch, of_batch in zip(batches, directions, strict=True)
-                    for each in _updates(batch, of_batch, self.orthogonalize)
+                    for batch in batches
+                    for each in _updates(batch, list(islice(of_parameters, len(batch.indices))), self.orthogonalize)
                 ]
-                updates = self._updates_of(batches, found, [each for of_batch in directions for each in of_batch])
+                updates = self._updates_of(batches, found, directions)
         except Exception:
             for p in new:
                 self.state.pop(p, None)
             raise
+        self.direction(batches, foreach.average)
         for batch in batches:
-            self.direction(batch, foreach.average)
             foreach.decay(batch)
         self.apply(batches, updates)
 
@@ -298,19 +299,24 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             of_batch = list(islice(of_parameters, len(batch.indices)))
             foreach.subtract(batch.weights, of_batch, batch.lr, batch.accepted)
 
-    def direction(self, batch: Batch, follow: Callable[..., list[Tensor]] = foreach.average) -> list[Tensor]:
-        """What is orthogonalized of each parameter of a group: its momentum, after the look-ahead.
+    def direction(
+        self, batches: Sequence[Batch], follow: Callable[..., list[Tensor]] = foreach.average
+    ) -> list[Tensor]:
+        """What is orthogonalized of each parameter of all batches: its momentum, after the look-ahead.
 
         Args:
-            batch: the group.
+            batches: of each group what the step works on.
             follow: lets momenta follow gradients: :func:`~megatron_eopt.optimizers.foreach.average`, or ``averaged``,
                 which leaves them as they are.
         """
-        gradients = batch.gradients
-        if batch.decays and batch.decay_method == "l2":
-            gradients = foreach.with_decay(gradients, batch.weights, batch.weight_decay)
-        beta, nesterov = batch.settings[self.momentum_key], batch.settings[self.nesterov_key]
-        return follow(batch.momenta, gradients, beta, nesterov, batch.accepted)
+        directions = []
+        for batch in batches:
+            gradients = batch.gradients
+            if batch.decays and batch.decay_method == "l2":
+                gradients = foreach.with_decay(gradients, batch.weights, batch.weight_decay)
+            beta, nesterov = batch.settings[self.momentum_key], batch.settings[self.nesterov_key]
+            directions += follow(batch.momenta, gradients, beta, nesterov, batch.accepted)
+        return directions
 
     def _batches(self, accepted: Tensor, masked: bool = False) -> list[Batch]:
         """What the step works on, a batch for each group that has something.

@@ -375,10 +375,13 @@ class HeavyBallMuon(TensorParallelMuon):
             raise ValueError(f"the Newton-Schulz steps of a group are {NS_STEPS!r} here, not {STEPS!r}")
         return super().update_settings({**group, STEPS: group[NS_STEPS]} if NS_STEPS in group else group)
 
-    def direction(self, batch: Batch, follow: Callable[..., list[Tensor]] = foreach.average) -> list[Tensor]:
-        """The momentum, which is no average, as the matrix that its parameter is read as."""
-        found = super().direction(batch, foreach.heavy_ball)
-        return [x.flatten(1) if _is_flattened(p) else x for p, x in zip(batch.parameters, found, strict=True)]
+    def direction(
+        self, batches: Sequence[Batch], follow: Callable[..., list[Tensor]] = foreach.average
+    ) -> list[Tensor]:
+        """The momenta, which are no averages, as the matrices that their parameters are read as."""
+        found = super().direction(batches, foreach.heavy_ball)
+        parameters = (p for batch in batches for p in batch.parameters)
+        return [x.flatten(1) if _is_flattened(p) else x for p, x in zip(parameters, found, strict=True)]
 
     def apply(self, batches: Sequence[Batch], updates: Sequence[Tensor]) -> None:
         """The step, in the shapes of the parameters."""

@@ -1,0 +1,182 @@
+"""MARS-Muon: Muon of gradients that are corrected by the previous one, for parameters that may be sharded."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from math import inf
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from megatron_eopt.optimizers import foreach
+from megatron_eopt.optimizers.foreach import Batch
+from megatron_eopt.optimizers.group_settings import DecayMethod
+from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, spelled_out
+from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.orthogonalize.scale import ScaleMode
+from megatron_eopt.parallel.statistics import Wanted, known
+
+PREVIOUS_GRADIENT = "previous_gradient"
+
+HAS_PREVIOUS = "has_previous"
+"""1 where there is a previous gradient, 0 before the first step."""
+
+LARGEST_NORM = 1.0
+"""Of a corrected gradient; the paper has no other."""
+
+
+def corrected(
+    gradients: Sequence[Tensor], previous: Sequence[Tensor], has_previous: Sequence[Tensor], strength: float
+) -> list[Tensor]:
+    """``c = g + strength (g - g_prev)``, and ``c = g`` where there is no previous gradient.
+
+    Args:
+        gradients: ``g`` of each parameter, of any shapes.
+        previous: ``g_prev``, of the same shapes and dtypes.
+        has_previous: () of each parameter, 1 or 0.
+        strength: the paper's ``gamma beta / (1 - beta)``.
+
+    Returns:
+        Further tensors, each rounded once.
+    """
+    start = foreach.masked(previous, gradients, torch.stack(list(has_previous)) > 0)
+    torch._foreach_lerp_(start, list(gradients), 1 + strength)
+    return start
+
+
+class MarsMuon(TensorParallelMuon):
+    """Muon with MARS's variance reduction [1], in its approximate form: one gradient a step, and the previous one kept.
+
+    For each parameter ``p`` with gradient ``g``, the gradient ``g_prev`` of its last step, momentum ``m``, and logical
+    matrices of scale ``s``, in this order:
+
+    1. weight decay: ``p -= lr * weight_decay * p``;
+    2. the correction: ``c = g + gamma * beta / (1 - beta) * (g - g_prev)``, or ``c = g`` in the first step;
+    3. the clipping: ``c / ||c||_F`` takes the place of ``c``, for each whole logical matrix whose norm is above 1;
+    4. its momentum: ``m += (1 - beta) (c - m)``, and ``u = m``, or ``u = (1 - beta) c + beta m`` with ``nesterov``;
+    5. Muon's update: ``p -= lr * s O``, with ``O`` the orthogonal factor of each whole logical matrix of ``u``;
+    6. ``g`` is kept as ``g_prev``.
+
+    The correction lets the momentum lag less behind the gradient. In this form ``gamma = 1`` would make it the last
+    gradient itself, so ``gamma`` is small. (The exact form takes ``g_prev`` with the batch of ``g``, at the price of a
+    second backward pass in each step.)
+
+    Norms are those of the global logical matrices, from one all-reduce of a step for each group of ranks, so the update
+    at TP=k is the update at TP=1. ``g_prev`` is as the optimizer was given it, after Megatron's ``--clip-grad``, of the
+    shape and dtype of ``m``, and saved beside it. A gradient that is missing or not finite leaves parameter and state
+    as they are: the next one is compared with the last that was taken. A step needs memory for one further copy of all
+    gradients.
+
+    L2 decay is added to the clipped ``c``, so that ``g_prev`` is a gradient of the loss alone.
+
+    Args:
+        params: matrices, or groups of them, each of which may have its own ``gamma`` beside what Muon's may have.
+        lr: learning rate, at least 0.
+        momentum: ``beta``, of the exponential moving average, in [0, 1).
+        nesterov: whether to look ahead, as Muon does and the paper does not.
+        weight_decay: at least 0.
+        use_decoupled_weight_decay: decay the parameter (as AdamW does), or add to ``c``.
+        gamma: strength of the correction, at least 0; 0 leaves Muon of clipped gradients.
+        scale_mode: as in Muon.
+        extra_scale_factor: as in Muon.
+        weight_decay_method: as in Muon.
+        **transport: see :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`.
+
+    Raises:
+        ValueError: as by Muon; for ``gamma`` out of its range, and with ``blockwise`` for shards.
+
+    [1] Yuan et al., MARS: Unleashing the Power of Variance Reduction for Training Large Models, arXiv 2411.10438.
+    """
+
+    @spelled_out
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 3e-4,
+        momentum: float = 0.95,
+        nesterov: bool = False,
+        weight_decay: float = 0.01,
+        use_decoupled_weight_decay: bool = True,
+        *,
+        gamma: float = 0.025,
+        scale_mode: ScaleMode = "spectral",
+        extra_scale_factor: float = 1.0,
+        weight_decay_method: DecayMethod | None = None,
+        **transport: Unpack[Transport],
+    ) -> None:
+        self._gamma = gamma
+        super().__init__(
+            params,
+            lr,
+            momentum,
+            nesterov,
+            weight_decay,
+            use_decoupled_weight_decay,
+            scale_mode=scale_mode,
+            extra_scale_factor=extra_scale_factor,
+            weight_decay_method=weight_decay_method,
+            **transport,
+        )
+
+    def _further_settings(self) -> dict[str, Any]:
+        return {"gamma": self._gamma}
+
+    def _check_ranges(self, group: Mapping[str, Any]) -> None:
+        super()._check_ranges(group)
+        if not 0 <= group["gamma"] < inf:
+            raise ValueError(
+                f"{type(self).__name__}: gamma must be a finite number of at least 0, got {group['gamma']}"
+            )
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        for parameter in group["params"]:
+            self._refuse_blockwise(parameter, "norms")
+
+    def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
+        """The momentum, the previous gradient, and whether there is one."""
+        further = [StateTensor(PREVIOUS_GRADIENT), StateTensor(HAS_PREVIOUS, (), dtype=torch.float32)]
+        return [*super().state_tensors(parameter), *further]
+
+    def _further_state(self, parameter: Tensor) -> list[Tensor]:
+        state = self._state_of(parameter)
+        return [local(state[PREVIOUS_GRADIENT]), state[HAS_PREVIOUS]]
+
+    def direction(
+        self, batches: Sequence[Batch], follow: Callable[..., list[Tensor]] = foreach.average
+    ) -> list[Tensor]:
+        """The momenta, after the look-ahead, of corrected and clipped gradients."""
+        found = []
+        for batch in batches:
+            previous, has_previous = zip(*batch.further, strict=True)
+            beta = batch.settings[self.momentum_key]
+            strength = batch.settings["gamma"] * beta / (1 - beta)
+            found += corrected(batch.gradients, previous, has_previous, strength)
+        clipped = iter(self._clipped([i for batch in batches for i in batch.indices], found))
+        of_batches = [list(islice(clipped, len(batch.indices))) for batch in batches]
+        return super().direction(
+            [replace(batch, gradients=own) for batch, own in zip(batches, of_batches, strict=True)], follow
+        )
+
+    def _clipped(self, indices: Sequence[int], gradients: list[Tensor]) -> list[Tensor]:
+        """Gradients of parameters, which may be written to, with every logical matrix of a norm of at most 1."""
+        shards = self.engine.split_all(indices, gradients)
+        matrices = self.engine.flat(indices)
+        wanted = [Wanted(matrix=m, x=x, squared_norm=True) for m, x in zip(matrices, shards, strict=True)]
+        for x, statistics in zip(shards, self.engine.statistics(wanted), strict=True):
+            x.mul_(LARGEST_NORM / known(statistics.squared_norm).sqrt().clamp(min=LARGEST_NORM))
+        return self.engine.merge_all(indices, shards)
+
+    def apply(self, batches: Sequence[Batch], updates: Sequence[Tensor]) -> None:
+        """Muon's steps; the gradients become the previous ones."""
+        super().apply(batches, updates)
+        for batch in batches:
+            previous, has_previous = (list(each) for each in zip(*batch.further, strict=True))
+            for state, new in (
+                (previous, batch.gradients),
+                (has_previous, [torch.ones_like(has_previous[0])] * len(has_previous)),
+            ):
+                torch._foreach_copy_(state, foreach.masked(new, state, batch.accepted))

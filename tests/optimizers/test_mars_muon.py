@@ -1,0 +1,372 @@
+"""MARS-Muon on one rank and on two: its formulas written out, resumes, skipped steps and refusals."""
+
+import copy
+import io
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
+from megatron_eopt.optimizers.mars_muon import MarsMuon, corrected
+from megatron_eopt.optimizers.muon import TensorParallelMuon, muon
+from megatron_eopt.parallel.collectives import counters
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_adaptive_invariance import cut
+from tests.distributed.test_tp_invariance import sharded
+from tests.matrices.models import merge_rows, split_rows
+from tests.optimizers.field import SHAPES, TOLERANCE, assert_close, assert_close_in_bf16, factor, gradient, matrix
+
+# What multiplies the gradients of steps, whose norms are near sqrt(84) = 9, in turn.
+SIZES = {"all clipped": (1.0,), "some clipped": (0.05, 0.1, 0.15, 0.2), "none clipped": (0.01,)}
+QKV = {"split_qkv": True, "is_qkv_fn": lambda p: hasattr(p, "qkv_split_shapes")}
+
+
+def reference(p, gradients, lr, momentum=0.95, gamma=0.025, nesterov=False, decay=0.01, l2=False):
+    """MARS (arXiv 2411.10438, approximate form) before Muon with the size ``sqrt(max(rows, cols))``, in fp64."""
+    w, m, last, clipped = p.detach().double().clone(), 0.0, None, []
+    for g in (g.double() for g in gradients):
+        c = g if last is None else g + gamma * momentum / (1 - momentum) * (g - last)
+        clipped.append(bool(c.norm() > 1))
+        c = c / c.norm() if clipped[-1] else c
+        c, last = c + (decay * w if l2 else 0), g
+        m = momentum * m + (1 - momentum) * c
+        u = momentum * m + (1 - momentum) * c if nesterov else m
+        w = w - lr * (0 if l2 else decay) * w - lr * max(w.shape) ** 0.5 * factor(u)
+    return w, clipped
+
+
+def run(opt, params, steps, sizes=(1.0,)):
+    for step in steps:
+        for p in params:
+            p.grad = gradient(p, step) * sizes[step % len(sizes)]
+        opt.step()
+
+
+def gradients(p, steps, sizes):
+    return [gradient(p, step) * sizes[step % len(sizes)] for step in range(steps)]
+
+
+def states(opt, p):
+    return {key: value.clone() for key, value in opt.state[p].items()}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"nesterov": True, "gamma": 0.2}, {"momentum": 0.8, "decay": 0.3}, {"momentum": 0.8, "l2": True}],
+    ids=lambda settings: "-".join(settings) or "paper",
+)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_twenty_steps_follow_the_formula(dtype, shape, sizes, settings):
+    p = matrix(*shape, dtype=dtype)
+    expected, clipped = reference(p, gradients(p, 20, sizes), 0.01, **settings)
+    assert (any(clipped), all(clipped)) == (sizes != SIZES["none clipped"], sizes == SIZES["all clipped"])
+    own = {key: value for key, value in settings.items() if key not in ("decay", "l2")}
+    own |= {"weight_decay": settings.get("decay", 0.01), "use_decoupled_weight_decay": "l2" not in settings}
+    opt = MarsMuon([p], 0.01, fp32_matmul_prec="highest", **own)
+    run(opt, [p], range(20), sizes)
+    assert_close(p.detach(), expected, TOLERANCE[dtype])
+    assert list(opt.state[p]) == ["momentum_buffer", "previous_gradient", "has_previous"]
+    assert torch.equal(opt.state[p]["previous_gradient"], gradients(p, 20, sizes)[-1])
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_bf16_parameters_follow_it_as_far_as_they_can(shape, sizes):
+    # the correction and the clipping round once each: 2^-9 of a gradient, far below the 2^-6 of a step of the bound
+    p = matrix(*shape, dtype=torch.bfloat16)
+    before = p.detach().double()
+    expected, _ = reference(p, gradients(p, 20, sizes), 0.02, momentum=0.8, decay=0.0)
+    opt = MarsMuon([p], 0.02, 0.8, weight_decay=0.0)
+    run(opt, [p], range(20), sizes)
+    assert_close_in_bf16(p.detach(), before, expected, roundings=20)
+    assert {key: x.dtype for key, x in opt.state[p].items()} == {
+        "momentum_buffer": torch.bfloat16,
+        "previous_gradient": torch.bfloat16,
+        "has_previous": torch.float32,
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_correction_is_rounded_once_and_none_is_exact(dtype):
+    g, last = matrix(dtype=dtype).detach(), matrix(seed=1, dtype=dtype).detach()
+    first, later = corrected([g, g], [last, last], [torch.tensor(0.0), torch.tensor(1.0)], 0.475)
+    assert torch.equal(first, g)
+    exact = g.double() + 0.475 * (g.double() - last.double())
+    assert ((later.double() - exact).abs() <= torch.finfo(dtype).eps * (exact.abs() + g.abs() + last.abs())).all()
+    assert torch.equal(g, matrix(dtype=dtype))  # which stays as it is, as does what it is compared with
+    assert torch.equal(last, matrix(seed=1, dtype=dtype))
+
+
+@pytest.mark.parametrize(("settings", "steps"), [({}, 1), ({"gamma": 0.0}, 5), ({"momentum": 0.0}, 5)])
+def test_without_a_correction_or_clipping_it_is_muon_bit_for_bit(settings, steps):
+    p, q = matrix(), matrix()
+    muons = {key: value for key, value in settings.items() if key != "gamma"}
+    run(MarsMuon([p], 0.02, **settings), [p], range(steps), SIZES["none clipped"])
+    run(TensorParallelMuon([q], 0.02, nesterov=False, **muons), [q], range(steps), SIZES["none clipped"])
+    assert torch.equal(p, q)
+
+
+def test_a_gradient_of_zeros_is_a_previous_gradient_and_none_is_not():
+    p, q = matrix(), matrix(seed=1)
+    opt = MarsMuon([p, q], 0.05, fp32_matmul_prec="highest")
+    zero, own = torch.zeros_like(p), [gradient(p, step) * 0.02 for step in range(2)]
+    expected, _ = reference(p, [zero, *own], 0.05)
+    of_q, _ = reference(q, own, 0.05)
+    for for_p, for_q in zip([zero, *own], [None, *own], strict=True):
+        p.grad, q.grad = for_p, for_q
+        opt.step()
+    assert_close(p.detach(), expected, 1e-5)
+    assert_close(q.detach(), of_q, 1e-5)
+
+
+def test_groups_have_a_gamma_of_their_own():
+    several = [matrix(seed=seed) for seed in range(3)]
+    groups = [{"params": several[:1]}, {"params": several[1:2], "gamma": 0.3}, {"params": several[2:], "gamma": 0.0}]
+    gammas = zip(several, (0.1, 0.3, 0.0), strict=True)
+    expected = [reference(p, gradients(p, 5, (1.0,)), 0.02, gamma=gamma)[0] for p, gamma in gammas]
+    opt = MarsMuon(groups, 0.02, gamma=0.1, fp32_matmul_prec="highest")
+    run(opt, several, range(5))
+    for p, each in zip(several, expected, strict=True):
+        assert_close(p.detach(), each, 1e-5)
+
+
+def test_the_parts_of_a_fused_projection_are_clipped_by_norms_of_their_own():
+    shapes = (4, 2, 1)
+    p = matrix(21, 5, dtype=torch.float64, qkv_split_shapes=shapes)
+    parts = [torch.nn.Parameter(part.clone()) for part in split_rows(p.detach(), shapes)]
+    fused, alone = MarsMuon([p], lr=0.05, **QKV), MarsMuon(parts, lr=0.05)
+    for step in range(4):
+        p.grad = gradient(p, step) * 0.15  # norms of sqrt(rows * 5) times that: q above 1, and k and v below
+        for part, g in zip(parts, split_rows(p.grad, shapes), strict=True):
+            part.grad = g.clone()
+        fused.step()
+        alone.step()
+    assert_close(p.detach(), merge_rows([part.detach() for part in parts], shapes), 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("before", [0, 1, 3])
+def test_a_restored_optimizer_goes_on_bit_for_bit(before, dtype):
+    straight, stopped = matrix(dtype=dtype), matrix(dtype=dtype)
+    whole, first = MarsMuon([straight], 0.05), MarsMuon([stopped], 0.05)
+    run(whole, [straight], range(6))
+    first.init_state()
+    run(first, [stopped], range(before))
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    resumed = torch.nn.Parameter(stopped.detach().clone())
+    second = MarsMuon([resumed], 0.3, gamma=0.5)
+    second.init_state()  # as a checkpoint needs it before it loads
+    second.load_state_dict(torch.load(file, weights_only=True))
+    assert second.param_groups[0]["gamma"] == 0.025
+    run(second, [resumed], range(before, 6))
+    assert torch.equal(resumed, straight)
+    for key, value in whole.state[straight].items():
+        assert torch.equal(second.state[resumed][key], value), key
+        assert second.state[resumed][key].dtype == value.dtype
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["CPU", "masked as on a GPU"])
+def test_a_step_that_is_left_out_leaves_no_trace(masked):
+    p, q, other = matrix(), matrix(seed=1), matrix()
+    opt, straight = MarsMuon([p, q], 0.05), MarsMuon([other], 0.05)
+    if masked:
+        opt.cuda_graphs = True
+        opt._graphed = GraphedUpdate(lambda batches: muon(batches, opt.engine, opt), lambda run: run)
+    run(straight, [other], range(4))
+    p.grad, q.grad = gradient(p, 0), gradient(q, 0)
+    p.grad[1, 2] = torch.nan  # there is no previous gradient yet
+    opt.step()
+    assert not any(value.any() for value in opt.state[p].values())
+    run(opt, [p, q], range(2))
+    before, kept = p.detach().clone(), states(opt, p)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        p.grad, q.grad = gradient(p, 7), gradient(q, 3)
+        p.grad[1, 2] = bad
+        opt.step()
+        assert torch.equal(p, before)
+        assert all(torch.equal(opt.state[p][key], value) for key, value in kept.items())
+    run(opt, [p, q], range(2, 4))
+    if masked:  # stacks of two round otherwise than one matrix
+        torch.testing.assert_close(p, other, rtol=1e-4, atol=1e-4)
+    else:
+        assert_close(p.detach(), other.detach().double(), 1e-3)
+    assert opt.skipped_steps() == {"parameter 0 of group 0, of shape (6, 4)": 4}
+
+
+def test_gradients_are_not_written_to():
+    p = matrix()
+    opt = MarsMuon([p], 0.05)
+    for step in range(3):
+        run(opt, [p], [step])
+        assert torch.equal(p.grad, gradient(p, step))
+
+
+class Mine(MarsMuon):
+    """A user's."""
+
+    fails = False
+
+    def orthogonalize(self, p, grad, **settings):
+        if self.fails:
+            raise RuntimeError("in the step")
+        return super().orthogonalize(p, grad, **settings)
+
+
+def test_an_orthogonalize_of_a_subclass_steps_and_leaves_no_trace_where_it_fails():
+    p, q = matrix(), matrix()
+    mine, plain = (cls([x], 0.05, fp32_matmul_prec="highest") for cls, x in ((Mine, p), (MarsMuon, q)))
+    run(mine, [p], range(3))
+    run(plain, [q], range(3))
+    torch.testing.assert_close(p, q)
+    before, kept = p.detach().clone(), states(mine, p)
+    mine.fails = True
+    with pytest.raises(RuntimeError, match="in the step"):
+        run(mine, [p], [3])
+    assert torch.equal(p, before)
+    assert all(torch.equal(mine.state[p][key], value) for key, value in kept.items())
+
+
+@pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf")])
+def test_a_gamma_out_of_its_range_is_refused_before_anything_changes(value):
+    p = matrix()
+    message = f"MarsMuon: gamma must be a finite number of at least 0, got {value}"
+    with pytest.raises(ValueError, match=message):
+        MarsMuon([p], gamma=value)
+    opt = MarsMuon([p], 0.05)
+    with pytest.raises(ValueError, match=message):
+        opt.add_param_group({"params": [matrix(seed=1)], "gamma": value})
+    run(opt, [p], [0])
+    before, kept = p.detach().clone(), states(opt, p)
+    opt.param_groups[0]["gamma"] = value
+    with pytest.raises(ValueError, match=message):
+        run(opt, [p], [1])
+    assert torch.equal(p, before)
+    assert all(torch.equal(opt.state[p][key], each) for key, each in kept.items())
+
+
+def test_a_gamma_of_several_entries_and_the_state_of_muon_are_refused():
+    p, q = matrix(), matrix()
+    with pytest.raises(ValueError, match=r"gamma must be a number, or a tensor of one entry, got .* \(2,\)"):
+        MarsMuon([p], gamma=torch.ones(2))
+    of_muon, opt = TensorParallelMuon([q]), MarsMuon([p])
+    run(of_muon, [q], [0])
+    with pytest.raises(ValueError, match=r"MarsMuon needs 'previous_gradient' for the parameter of shape \(6, 4\)"):
+        opt.load_state_dict(of_muon.state_dict())
+
+
+# On two ranks.
+
+CASES = {
+    "clipped rows": ((96, 36), 1.0, sharded(0)),
+    "clipped columns": ((36, 96), 1.0, sharded(1)),
+    "not clipped rows": ((48, 40), 0.01, sharded(0)),
+    "not clipped columns": ((48, 40), 0.01, sharded(1)),
+    "clipped as a whole": ((48, 48), 1.2 / 48, sharded(0)),  # shards have norms below 1
+    "fused qkv": ((6 * 16, 48), 0.017, sharded(0, qkv_split_shapes=[8, 4, 4])),  # q is clipped, and k and v are not
+    "one query group": ((48, 40), 0.03, sharded(0, qkv_split_shapes=[32, 8, 8])),  # shards end inside
+    "replicated": ((40, 24), 1.0, {}),
+}
+DTYPES = {torch.float32: 1e-5, torch.float64: 1e-11}
+STEPS = 4
+
+
+def trained(rank, ranks, dtype, tp_mode="duplicated", steps=range(STEPS), state=None, start=None):
+    """Some steps with all cases; the optimizer, its parameters by name, and the collectives of the last step."""
+    parameters = {}
+    for index, (name, (shape, _, attributes)) in enumerate(CASES.items()):
+        whole = torch.randn(shape, generator=torch.Generator().manual_seed(index), dtype=torch.float64).to(dtype)
+        p = torch.nn.Parameter(cut(whole, attributes, rank, ranks) if start is None else start[name].clone())
+        for key, value in attributes.items():
+            if ranks > 1 or key == "qkv_split_shapes":
+                setattr(p, key, value)
+        parameters[name] = p
+    several = list(parameters.values())
+    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None) if ranks > 1 else None
+    opt = MarsMuon(
+        [{"params": several[:3], "gamma": 0.1}, {"params": several[3:6]}, {"params": several[6:], "momentum": 0.8}],
+        0.01, fp32_matmul_prec="highest", pg_collection=groups, tp_mode=tp_mode, **QKV,
+    )  # fmt: skip
+    if state is not None:
+        opt.load_state_dict(copy.deepcopy(state))
+    for step in steps:
+        for index, (name, (shape, size, attributes)) in enumerate(CASES.items()):
+            generator = torch.Generator().manual_seed(1000 * step + index)
+            g = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) * size
+            parameters[name].grad = cut(g, attributes, rank, ranks)
+        counters.reset()
+        opt.step()
+    return opt, {name: p.detach() for name, p in parameters.items()}, dict(counters.calls)
+
+
+def on_two(rank, ranks):
+    results = {}
+    for dtype in DTYPES:
+        for tp_mode in ("duplicated", "owner", "distributed"):
+            results[dtype, tp_mode] = trained(rank, ranks, dtype, tp_mode)[1:]
+        opt, parameters, _ = trained(rank, ranks, dtype, steps=range(2))
+        state = opt.state_dict(), parameters
+        results[dtype, "resumed"] = trained(rank, ranks, dtype, "duplicated", range(2, STEPS), *state)[1:]
+    return results, left_out(rank), refused()
+
+
+def left_out(rank):
+    """Whether a matrix and its state stay bit for bit where rank 1 alone has a gradient that is not finite."""
+    p = matrix(6, 4, tensor_model_parallel=True, partition_dim=0)
+    opt = MarsMuon([p], 0.05, pg_collection=SimpleNamespace(tp=dist.group.WORLD, expt_tp=None))
+    run(opt, [p], range(2))
+    before, kept = p.detach().clone(), states(opt, p)
+    p.grad = gradient(p, 2)
+    if rank == 1:
+        p.grad[0, 0] = torch.nan
+    opt.step()
+    return torch.equal(p, before) and all(torch.equal(opt.state[p][key], value) for key, value in kept.items())
+
+
+def refused():
+    p = matrix(6, 4, tensor_model_parallel=True, partition_dim=0)
+    try:
+        MarsMuon([p], pg_collection=SimpleNamespace(tp=dist.group.WORLD, expt_tp=None), tp_mode="blockwise")
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.fixture(scope="module")
+def on_ranks():
+    return run_ranks(on_two, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_ranks_take_the_steps_of_one(on_ranks, dtype):
+    _, alone, _ = trained(0, 1, dtype)
+    for rank, (results, *_) in enumerate(on_ranks):
+        for tp_mode in ("duplicated", "owner", "distributed"):
+            found, calls = results[dtype, tp_mode]
+            for name, (_, _, attributes) in CASES.items():
+                expected = cut(alone[name], attributes, rank, 2)
+                error = (found[name] - expected).abs().max() / alone[name].abs().max()
+                assert error <= DTYPES[dtype], (tp_mode, name, float(error))
+            if tp_mode == "duplicated":  # which gathers, so that what is summed are norms, of all groups at once
+                assert calls["all_reduce"] == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_ranks_resume_bit_for_bit(on_ranks, dtype):
+    for results, *_ in on_ranks:
+        (straight, _), (resumed, _) = results[dtype, "duplicated"], results[dtype, "resumed"]
+        assert all(torch.equal(resumed[name], straight[name]) for name in CASES)
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_leaves_both_as_they_are(on_ranks):
+    assert [same for _, same, _ in on_ranks] == [True, True]
+
+
+def test_blockwise_is_refused_as_its_norms_are_those_of_shards(on_ranks):
+    for *_, message in on_ranks:
+        assert message.startswith("MarsMuon: with tp_mode blockwise the norms would be those of shards")
+        assert message.endswith("(6, 4): take an exact tp_mode (auto, duplicated, ...)")

@@ -24,7 +24,7 @@ from megatron_eopt.redirect import Redirection, Redirections
 
 logger = logging.getLogger(__name__)
 
-# Names of ours that take the place of those of Megatron's module of emerging optimizers.
+# Names of ours that replace those of Megatron's module of emerging optimizers.
 _NAMES = (
     "EmergingOptimizerEntry",
     "TensorParallelAdaptiveMuon",
@@ -120,7 +120,7 @@ def _of_registry() -> list[Redirection]:
             core_optimizer,
             "_get_megatron_emerging_optimizer",
             checked,
-            "checks come before the model is touched, and one line says who owns what",
+            "checks come before the model is touched, and one line says which optimizer updates what",
         ),
     ]
 
@@ -193,12 +193,12 @@ def _with_exact_tp_mode(init: Callable[..., None]) -> Callable[..., None]:
     return init_with_exact_tp_mode
 
 
-def _wrap(owner: Any, name: str, make: Callable[[Any], Any], reason: str) -> Redirection:
-    return Redirection(owner=owner, name=name, make=make, reason=reason)
+def _wrap(target: Any, name: str, make: Callable[[Any], Any], reason: str) -> Redirection:
+    return Redirection(target=target, name=name, make=make, reason=reason)
 
 
-def _replace(owner: Any, name: str, value: Any, reason: str) -> Redirection:
-    return _wrap(owner, name, lambda _: value, reason)
+def _replace(target: Any, name: str, value: Any, reason: str) -> Redirection:
+    return _wrap(target, name, lambda _: value, reason)
 
 
 def _forward_registry() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.core.optimizer import get_standard_config_overrides
-from megatron.core.optimizer.optimizer_config import ParamKey
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
 from megatron_eopt.overrides import (
     Entry,
@@ -18,7 +18,14 @@ from megatron_eopt.overrides import (
     read_overrides,
 )
 from megatron_eopt.overrides.conditions import is_matrix
-from megatron_eopt.registry import decays_weights, get_optimizer_entry, list_optimizers, takes_matrices
+from megatron_eopt.registry import (
+    decays_weights,
+    get_optimizer_entry,
+    is_muon_excluded,
+    is_nonlinear_or_embedding,
+    list_optimizers,
+    takes_matrices,
+)
 
 # A way to split that Megatron's fused parameters know beyond those of every optimizer.
 _SPLITS = ("per_head",)
@@ -48,6 +55,18 @@ def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] |
         *_from_user(getattr(config, "optimizer_overrides", None), known),
         *_from_flags(primary, config, known),
     ]
+
+
+def nonlinear_and_embedding_to_adam() -> dict[ParamKey, dict[str, Any]]:
+    """Overrides that give embeddings, output layers and whatever is no matrix to Megatron's Adam."""
+    predicate = ParamPredicate(name="nonlinear_or_embedding", fn=is_nonlinear_or_embedding)
+    return {ParamKey(predicate=predicate): {"optimizer": "adam"}}
+
+
+def excluded_from_muon_to_adam() -> dict[ParamKey, dict[str, Any]]:
+    """The same, and those whose attribute ``use_muon`` is False."""
+    predicate = ParamPredicate(name="muon_excluded", fn=is_muon_excluded)
+    return {ParamKey(predicate=predicate): {"optimizer": "adam"}}
 
 
 def _defaults(overrides: Mapping[Any, Mapping[str, Any]], whose: str, known: Known) -> list[Entry]:

@@ -63,7 +63,7 @@ def distributed_optimizer(release: str) -> tuple[bool, bool]:
 
 
 def version() -> str:
-    """The release that is imported, without the commit that it adds of whatever git repository it lies in."""
+    """The release that is imported, without the commit that it adds of whatever git repository it is installed in."""
     found: str = importlib.import_module("megatron.core").__version__.partition("+")[0]
     return found
 
@@ -113,18 +113,18 @@ def package_not_needed() -> Iterator[None]:
 
     Its flags are left alone otherwise: code behind them imports the package.
     """
-    asked = [(core_optimizer(), "HAVE_EMERGING_OPTIMIZERS")]
+    flags = [(core_optimizer(), "HAVE_EMERGING_OPTIMIZERS")]
     if not has_registry():
-        asked = [(muon_factory_module(), name) for name in ("HAVE_EMERGING_OPTIMIZERS", "HAVE_EO_V02")]
+        flags = [(muon_factory_module(), name) for name in ("HAVE_EMERGING_OPTIMIZERS", "HAVE_EO_V02")]
     reason = "the optimizers that Megatron builds are ours"
-    flags = Redirections(
-        [Redirection(owner=module, name=name, make=lambda _: True, reason=reason) for module, name in asked]
+    package_found = Redirections(
+        [Redirection(target=module, name=name, make=lambda _: True, reason=reason) for module, name in flags]
     )
-    flags.install()
+    package_found.install()
     try:
         yield
     finally:
-        flags.undo()
+        package_found.undo()
 
 
 def check_supported() -> None:

@@ -319,22 +319,6 @@ def test_the_matrix_says_what_the_rules_say():
         assert [row.feature for row in support_matrix(release)] == [feature.name for feature in FEATURES]
 
 
-def table():
-    """The matrix of all supported releases, in Markdown."""
-    yield from (f"| feature | {' | '.join(RELEASES)} | |", f"|---{'|---' * len(RELEASES)}|---|")
-    for rows in zip(*map(support_matrix, RELEASES), strict=True):
-        # what to take instead is what is looked for; releases where it works need no word then
-        notes = [row.note for row in rows if row.works == "no"] or [row.note for row in rows]
-        yield f"| {rows[0].feature} | {' | '.join(row.works for row in rows)} | {notes[0]} |"
-
-
-def test_the_page_shows_the_table():
-    page = (ROOT / "docs" / "support.md").read_text()
-    shown = re.search(r"<!-- support -->\n\n(.*?)\n\n<!-- end -->", page, re.DOTALL)
-    assert shown is not None
-    assert shown[1] == (made := "\n".join(table())), f"docs/support.md is not what the code says, which is\n{made}"
-
-
 @pytest.mark.parametrize(
     ("flags", "messages"),
     [

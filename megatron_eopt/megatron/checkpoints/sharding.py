@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.utils import unwrap_model
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from megatron_eopt.manifest import Family, rows
 from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.agreement import gathered
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.parallel.layout import Layout
 
@@ -184,9 +184,8 @@ def layers_differ(families: Iterable[Family], frozen: Iterable[str]) -> bool:
     kinds: dict[str, set[tuple[str | None, int]]] = {}
     for row in rows(families):
         kinds.setdefault(_EXPERT.sub("*", row.name), set()).add((row.optimizer, len(row.matrices)))
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, sorted({_EXPERT.sub("*", name) for name in frozen}))
-    for name in {name for names in everywhere for name in names}:
+    everywhere = gathered({_EXPERT.sub("*", name) for name in frozen})
+    for name in set().union(*everywhere):
         kinds.setdefault(name, set()).add((None, 0))
     _check_experts(kinds)
     of_layers: dict[str, set[frozenset[Any]]] = {}

@@ -143,10 +143,10 @@ def _make_process_groups(args: Namespace, stack: ExitStack) -> None:
     looked_at = "it is only looked at, so it may stand in for that of a GPU"
     redirections = Redirections(
         [
-            Redirection(owner=dist, name="new_group", make=_pretending, reason="no other rank is there to talk to"),
+            Redirection(target=dist, name="new_group", make=_pretending, reason="no other rank is there to talk to"),
             *(
-                Redirection(owner=f"megatron.core.transformer.{owner}", name=name, make=make, reason=looked_at)
-                for owner, name, make in ((norm, "__new__", _any_norm), (attention, "__init__", _any_attention))
+                Redirection(target=f"megatron.core.transformer.{module}", name=name, make=make, reason=looked_at)
+                for module, name, make in ((norm, "__new__", _any_norm), (attention, "__init__", _any_attention))
             ),
         ],
         importers=("megatron", "torch.distributed"),

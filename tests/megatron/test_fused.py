@@ -80,7 +80,7 @@ def test_a_fused_layout_that_nobody_declared_ends_the_start():
         split_of(described(mamba(1)), "default")
     unknown = described(Owner("in_proj", Linear(48)))
     with pytest.raises(
-        ValueError, match=r"parts that this package does not know.*\(split: none\).*\(optimizer: adam\)"
+        ValueError, match=r"matrices that this package does not know.*\(split: none\).*\(optimizer: adam\)"
     ):
         split_of(unknown, "default")
     assert split_of(unknown, "none") == WHOLE

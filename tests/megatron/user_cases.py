@@ -98,7 +98,7 @@ def forget_one():
         return found
 
 
-def own_twice():
+def update_twice():
     """Megatron puts Adam's first matrix into Muon's group, too."""
 
     @replaced(core_optimizer, "_get_param_groups")

@@ -31,7 +31,7 @@ from megatron_eopt.registry import (
 _SPLITS = ("per_head",)
 
 DEFAULT = "default of"
-"""What the source of a setting begins with that nobody has asked for."""
+"""Start of the source of a setting that nobody has requested."""
 
 
 def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] | None) -> list[Entry]:
@@ -86,7 +86,7 @@ def _routing(primary: str, config: Any) -> dict[Any, dict[str, Any]]:
 
 
 def _without_decay(known: Known) -> Iterator[Entry]:
-    """No weight decay for what optimizers own that have none: the run's is for the rest."""
+    """No weight decay for parameters of optimizers that have none: the run's is for the rest."""
     for name in list_optimizers():
         if not decays_weights(name):
             yield make_entry(f"optimizer:{name}", {"weight_decay": 0.0}, Layer.DEFAULTS, f"{DEFAULT} {name}", known)
@@ -101,7 +101,7 @@ def _from_user(overrides: Any, known: Known) -> list[Entry]:
 
 
 def _from_flags(primary: str, config: Any, known: Known) -> Iterator[Entry]:
-    """``--muon-lr`` and its like, for what the run's optimizer owns."""
+    """``--muon-lr`` and its like, for the parameters of the run's optimizer."""
     for setting in ("lr", "min_lr", "weight_decay"):
         value = getattr(config, f"matrix_{setting}", None)
         if value is None:
@@ -140,7 +140,7 @@ def _mup_of_others(defaults: Mapping[Any, Mapping[str, Any]], known: Known) -> I
 
 
 def _hidden_of_others(info: ParameterInfo) -> bool:
-    """A hidden matrix that no matrix optimizer owns: Megatron's muP leaves it out, for it looks at the shape alone."""
+    """A hidden matrix whose optimizer is not for matrices: Megatron's muP leaves it out, for it looks at the shape."""
     return is_matrix(info) and info.optimizer is not None and not takes_matrices(info.optimizer)
 
 

@@ -1,4 +1,4 @@
-"""The manifest of an optimizer that Megatron has built: who updates every parameter, not who was asked to."""
+"""The manifest of an optimizer that Megatron has built: who updates every parameter, whoever it was assigned to."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -116,7 +116,7 @@ def rows_here(
     pg_collection: Any,
     settled: bool = True,
 ) -> list[ManifestRow]:
-    """The parameters that optimizers of this rank update; after them those of its part of the model that none does.
+    """The parameters that optimizers of this rank update; after them those of its model chunks that none does.
 
     Args:
         updated: the parameters as the optimizers have them.

@@ -17,7 +17,7 @@ from typing import Any
 from torch.nn import Module
 
 from megatron_eopt.optimizers.muon import TensorParallelMuon
-from megatron_eopt.redirect import Redirection, Redirections
+from megatron_eopt.redirect import Redirection, Redirections, becomes
 from megatron_eopt.registry import list_optimizers
 
 SUPPORTED = ("0.19", "0.18", "0.17")
@@ -117,9 +117,7 @@ def package_not_needed() -> Iterator[None]:
     if not has_registry():
         flags = [(muon_factory_module(), name) for name in ("HAVE_EMERGING_OPTIMIZERS", "HAVE_EO_V02")]
     reason = "the optimizers that Megatron builds are ours"
-    package_found = Redirections(
-        [Redirection(target=module, name=name, make=lambda _: True, reason=reason) for module, name in flags]
-    )
+    package_found = Redirections([Redirection(module, name, becomes(True), reason) for module, name in flags])
     package_found.install()
     try:
         yield
@@ -185,7 +183,7 @@ def linear_attention_rows(module: Any) -> dict[str, int]:
 
 
 def gpt_builder(args: Namespace, groups: Any) -> Callable[..., Module]:
-    """What builds the part of a GPT that ``pre_process``, ``post_process`` and ``vp_stage`` say.
+    """What builds the stage of a GPT that ``pre_process``, ``post_process`` and ``vp_stage`` say.
 
     Args:
         args: validated, of a pretrain command.

@@ -223,14 +223,15 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _take(self, accepted: Tensor) -> None:
         if self._overrides(TensorParallelMuon):
-            self._take_one_by_one(accepted)
+            batches = self._take_one_by_one(accepted)
         elif self.cuda_graphs:
+            batches = self._batches(accepted, masked=True)
             self._graphed = self._graphed or GraphedUpdate(lambda batches: muon(batches, self.engine, self))
-            self._graphed(self._batches(accepted, masked=True))
+            self._graphed(batches)
         else:
-            muon(self._batches(accepted), self.engine, self)
-        active = [i for i, p in enumerate(self._parameters()) if p.grad is not None or self._waited_for(i)]
-        self.newton_schulz_calls += len(self.engine.flat(active))
+            batches = self._batches(accepted)
+            muon(batches, self.engine, self)
+        self.newton_schulz_calls += len(self.engine.flat([i for batch in batches for i in batch.indices]))
 
     def update(self, batches: Sequence[Batch], factors: list[Tensor], directions: Sequence[Tensor]) -> Sequence[Tensor]:
         """The updates of the logical matrices of all parameters of all batches, before the learning rate.
@@ -339,7 +340,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     @property
     def matrices_updated(self) -> int:
-        """All that are planned are orthogonalized."""
+        """Those that were orthogonalized."""
         return self.newton_schulz_calls
 
     def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:

@@ -258,7 +258,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     def _take(self, accepted: Tensor) -> None:
         self._take_one_by_one(accepted)
 
-    def _take_one_by_one(self, accepted: Tensor) -> None:
+    def _take_one_by_one(self, accepted: Tensor) -> list[Batch]:
         """A step by an :meth:`orthogonalize` that may be the user's: all updates come before the first change."""
         new = [p for p in self._parameters() if p not in self.state]
         try:
@@ -280,6 +280,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         for batch in batches:
             foreach.decay(batch)
         self.apply(batches, updates)
+        return batches
 
     def _updates_of(
         self, batches: Sequence[Batch], orthogonalized: list[Tensor], directions: list[Tensor]

@@ -1,8 +1,8 @@
 """What Megatron saves and loads, checked: a checkpoint is whole, serves the run, and is read as it was written.
 
 Megatron itself takes a damaged checkpoint for one of another format, or fails in a read far below, or exits with status
-0 after a save that was killed while it wrote the tracker file, which a job queue takes for success. The state of other
-optimizers it would load in part.
+0 after a save that was killed while it wrote the tracker file, which a job queue takes for success. It would load
+some of the state of another optimizer.
 """
 
 import functools

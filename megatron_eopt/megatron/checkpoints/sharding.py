@@ -1,4 +1,4 @@
-"""How optimizer state lies in a checkpoint: as Megatron's ShardedTensors, by its description alone, layer by layer.
+"""How optimizer state is laid out in a checkpoint: as ShardedTensors, by its description alone, layer by layer.
 
 Megatron stacks layers that are alike into one tensor of the checkpoint, and so their state. Where some layers have no
 state, or another, the stack would have holes, which Megatron refuses in the first save. It can name every layer
@@ -60,17 +60,17 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
             "rows": (layout.shape[0], layout.rectangle.top, layout.rectangle.bottom),
             "columns": (layout.shape[1], layout.rectangle.left, layout.rectangle.right),
         }
-        return _placed(tensor, data, parameter.key, saved[0], sides, replica_id)
+        return _sharded(tensor, data, parameter.key, saved[0], sides, replica_id)
     if "rows" in tensor.dims[1:]:
         raise ValueError(
             f"{tensor.key} of {parameter.key}: rows of a matrix that is saved in {len(saved)} tensors have to be the "
             f"first dimension of a state tensor; got dims {tensor.dims}"
         )
-    placed = []
+    state = []
     for each, view in zip(saved, data.split([each.local_shape[0] for each in saved]), strict=True):
         sides = {"rows": _side(each, 0), "columns": _side(each, 1)}
-        placed += _placed(tensor, view, each.key, each, sides, replica_id)
-    return placed
+        state += _sharded(tensor, view, each.key, each, sides, replica_id)
+    return state
 
 
 def joined(tensor: StateTensor, loaded: list[Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -119,7 +119,7 @@ def _side(saved: ShardedTensor, axis: int) -> tuple[int, int, int]:
     return saved.global_shape[in_global], start, start + saved.local_shape[axis]
 
 
-def _placed(
+def _sharded(
     tensor: StateTensor,
     data: Tensor,
     key: str,

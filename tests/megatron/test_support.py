@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,6 @@ from megatron_eopt.megatron.support.rules import RULES, refuse_unsupported, unsu
 from tests.megatron.runs import MUON, SMALL_GPT, start
 from tests.parallel.test_layout import Group
 
-ROOT = Path(__file__).parent.parent.parent
 DISTRIBUTED = DistributedDataParallelConfig(use_distributed_optimizer=True)
 
 

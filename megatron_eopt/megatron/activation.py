@@ -60,7 +60,7 @@ def activate() -> None:
         ImportError: if the release of Megatron-Core is too old.
     """
     global _active
-    if _active is None:
+    if not activated():
         releases.check_supported()
         redirections = _redirections()
         redirections.install()
@@ -76,6 +76,11 @@ def deactivate() -> None:
         registry.EMERGING_OPTIMIZERS.forward_no_more()
         _active.undo()
         _active = None
+
+
+def activated() -> bool:
+    """True between :func:`activate` and :func:`deactivate`."""
+    return _active is not None
 
 
 def describe() -> dict[str, str]:

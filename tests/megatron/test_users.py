@@ -143,7 +143,7 @@ def test_a_matrix_that_is_left_out_ends_the_run_in_its_first_step(what):
         ("freeze:.", r"it has none on any rank \(parameters: none is trainable\)"),
     ],
 )
-def test_a_start_fails_where_owners_are_not_as_they_have_to_be(what, message):
+def test_a_start_fails_where_optimizers_are_not_as_they_have_to_be(what, message):
     done = start(1, *SMALL_GPT, *RUN, program=CASES, environment={"DO": what})
     assert done.returncode != 0
     assert re.search(message, done.stdout), done.stdout[-3000:]

@@ -122,7 +122,7 @@ def _stand_in(stack: ExitStack) -> None:
     cpu.install()
     from megatron_eopt.megatron import activation
 
-    if activation._active is None:
+    if not activation.activated():
         stack.callback(activation.deactivate)
     activation.activate()
 

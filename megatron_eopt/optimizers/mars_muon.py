@@ -22,7 +22,7 @@ from megatron_eopt.parallel.statistics import Wanted, known
 PREVIOUS_GRADIENT = "previous_gradient"
 
 HAS_PREVIOUS = "has_previous"
-"""1 where there is a previous gradient, 0 before the first step."""
+"""1 where there is a previous gradient: after a step with a rate above 0."""
 
 LARGEST_NORM = 1.0
 """Of a corrected gradient; the paper has no other."""
@@ -54,7 +54,8 @@ class MarsMuon(TensorParallelMuon):
     matrices of scale ``s``, in this order:
 
     1. weight decay: ``p -= lr * weight_decay * p``;
-    2. the correction: ``c = g + gamma * beta / (1 - beta) * (g - g_prev)``, or ``c = g`` in the first step;
+    2. the correction: ``c = g + gamma * beta / (1 - beta) * (g - g_prev)``, or ``c = g`` in the first step
+       (and behind steps with a rate of 0 alone, such as torch makes to create state);
     3. the clipping: ``c / ||c||_F`` takes the place of ``c``, for each whole logical matrix whose norm is above 1;
     4. its momentum: ``m += (1 - beta) (c - m)``, and ``u = m``, or ``u = (1 - beta) c + beta m`` with ``nesterov``;
     5. Muon's update: ``p -= lr * s O``, with ``O`` the orthogonal factor of each whole logical matrix of ``u``;
@@ -175,8 +176,8 @@ class MarsMuon(TensorParallelMuon):
         super().apply(batches, updates)
         for batch in batches:
             previous, has_previous = (list(each) for each in zip(*batch.further, strict=True))
-            for state, new in (
-                (previous, batch.gradients),
-                (has_previous, [torch.ones_like(has_previous[0])] * len(has_previous)),
-            ):
-                torch._foreach_copy_(state, foreach.masked(new, state, batch.accepted))
+            torch._foreach_copy_(previous, foreach.masked(batch.gradients, previous, batch.accepted))
+            flags = torch.stack(has_previous)
+            stepped = torch.as_tensor(batch.lr, device=flags.device) != 0
+            stepped = stepped if batch.accepted is None else stepped & batch.accepted
+            torch._foreach_copy_(has_previous, list(torch.maximum(flags, stepped.to(flags.dtype)).unbind()))

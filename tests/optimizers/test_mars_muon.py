@@ -123,6 +123,27 @@ def test_a_gradient_of_zeros_is_a_previous_gradient_and_none_is_not():
     assert_close(q.detach(), of_q, 1e-5)
 
 
+@pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
+def test_steps_with_a_rate_of_zero_make_no_previous_gradient_before_the_first(rate):
+    p, q = matrix(), matrix()
+    opt = MarsMuon([p], lr=rate)
+    for _ in range(2):  # as torch.distributed.checkpoint makes state
+        p.grad = torch.zeros_like(p)
+        opt.step()
+    assert not any(value.any() for value in opt.state[p].values())
+    opt.param_groups[0]["lr"] = 0.05
+    straight = MarsMuon([q], lr=0.05)
+    run(opt, [p], range(2))
+    run(straight, [q], range(2))
+    for each in (opt, straight):  # later ones do: the momentum goes on
+        each.param_groups[0]["lr"] = 0.0
+    run(opt, [p], [2])
+    run(straight, [q], [2])
+    assert torch.equal(p, q)
+    assert torch.equal(opt.state[p]["previous_gradient"], gradient(p, 2))
+    assert opt.state[p]["has_previous"] == straight.state[q]["has_previous"] == 1
+
+
 def test_groups_have_a_gamma_of_their_own():
     several = [matrix(seed=seed) for seed in range(3)]
     groups = [{"params": several[:1]}, {"params": several[1:2], "gamma": 0.3}, {"params": several[2:], "gamma": 0.0}]

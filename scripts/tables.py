@@ -81,7 +81,7 @@ def owns() -> str:
     matrices = "matrices, and declared stacks of them ([logical matrices](logical-matrices.md))"
     rest = "embeddings, output layer, norms, biases: Megatron's Adam (`--muon-scalar-optimizer`)"
     rows = [(code(of["matrices"]), matrices, rest), (code([*of["all"], "adam"]), "everything", "")]
-    return table(("", "owns", "the rest"), rows)
+    return table(("", "updates", "the rest"), rows)
 
 
 def state() -> str:

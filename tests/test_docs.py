@@ -1,9 +1,12 @@
 """The pages: their site builds, every page is in it, and the links and the files that they name are there."""
 
+import ast
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import yaml
@@ -73,6 +76,43 @@ def test_what_is_missing_is_found(tmp_path):
     )
     assert [each.split(":")[0] for each in broken_links(page, tmp_path)] == ["#b", "c.md", "page.md#e"]
     assert list(missing_files(page, tmp_path)) == ["docs/gone.py", "gone.py"]
+
+
+def is_there(name):
+    """Whether a dotted name is that of a module, or of something in one."""
+    try:
+        resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def imported(page):
+    """Dotted names of this package that the Python of a page imports."""
+    for code in re.findall(r"^ *```python\n(.*?)^ *```", page.read_text(), flags=re.DOTALL | re.MULTILINE):
+        for node in ast.walk(ast.parse(textwrap.dedent(code))):
+            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "megatron_eopt":
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_names_of_the_package_in_a_page_exist(page):
+    named = re.findall(r"`(megatron_eopt(?:\.\w+)+)(?:\([^`]*\))?`", without_code(page.read_text()))
+    missing = [name for name in {*named, *imported(page)} if not is_there(name)]
+    assert not missing
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "megatron_eopt").rglob("*.py")), ids=lambda path: path.stem)
+def test_names_in_docstrings_exist(path):
+    named = set(re.findall(r":(?:class|func|mod|meth|data|attr):`~?(megatron_eopt(?:\.\w+)+)`", path.read_text()))
+    assert not [name for name in named if not is_there(name)]
+
+
+def test_a_name_that_is_missing_is_found():
+    assert is_there("megatron_eopt.registry")
+    assert is_there("megatron_eopt.optimizers.lion.Lion.step")
+    assert not is_there("megatron_eopt.optimizers.signum.Signum")
+    assert not is_there("megatron_eopt.optimizers.lion.Lions")
 
 
 def test_every_page_is_in_the_navigation():

@@ -29,7 +29,7 @@ class Scion(TensorParallelMuon):
     decay. Since bf16 parameters lose a factor nearer to 1 than ``2^-9``, keep these in fp32, as Megatron does.
 
     The paper's norms of other parameters are elementwise, and their steps go by signs: give embeddings, output layers
-    and vectors to :class:`~megatron_eopt.optimizers.signum.Signum` in a group with an ``lr`` of its own, or to AdamW.
+    and vectors to :class:`~megatron_eopt.optimizers.lion.Signum` in a group with an ``lr`` of its own, or to AdamW.
 
     Where they lie, and gradients that are missing or not finite, are treated as by
     :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`.

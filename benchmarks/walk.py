@@ -1,10 +1,11 @@
 """The walk of a gradient through one step: which files of the package it enters, how often, how deep.
 
-Two matrices, 16 x 8, after a step that prepared everything. `make walk` prints the table; tests/test_walk.py holds its
-bounds.
+``make walk`` prints it, on one process and on two tensor-parallel ranks; ``tests/test_walk.py`` holds its bounds.
 """
 
+import os
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 import megatron_eopt
 from megatron_eopt import (
@@ -111,17 +113,42 @@ def one_step(make: Callable[..., torch.optim.Optimizer], sharded: bool = False, 
     return walk(optimizer.step)
 
 
+def _rank(rank: int, folder: str, names: list[str]) -> None:
+    store = dist.FileStore(os.path.join(folder, "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    try:
+        found = {name: one_step(OPTIMIZERS[name], sharded=True) for name in names}
+    finally:
+        dist.destroy_process_group()
+    if rank == 0:
+        torch.save(found, os.path.join(folder, "found.pt"))
+
+
+def on_two_ranks(names: list[str]) -> dict[str, Walk]:
+    """The walks of one of two tensor-parallel ranks, by the names of the optimizers."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_rank, (folder, names), nprocs=2, start_method="spawn")
+        found: dict[str, Walk] = torch.load(os.path.join(folder, "found.pt"), weights_only=False)
+    return found
+
+
 def line(name: str, found: Walk) -> str:
     """A row of the table."""
     return f"{name:<24}{len(found.files):>7}{found.calls:>8}{found.depth:>7}{found.stays:>7}"
 
 
 def main() -> None:
-    """Print the walks on one process, and the files of Muon's."""
-    print(f"{'optimizer':<24}{'files':>7}{'calls':>8}{'depth':>7}{'stays':>7}")
+    """Print the walks of all optimizers, and the files of Muon's."""
+    print(f"{'one process':<24}{'files':>7}{'calls':>8}{'depth':>7}{'stays':>7}")
     for name, make in OPTIMIZERS.items():
         print(line(name, one_step(make)))
-    print("\nmuon:", ", ".join(one_step(TensorParallelMuon).files))
+    print("\ntwo ranks, TP=2")
+    both = on_two_ranks(list(OPTIMIZERS))
+    for name, found in both.items():
+        print(line(name, found))
+    alone = one_step(TensorParallelMuon).files
+    print("\nmuon:", ", ".join(alone))
+    print("with TP=2 also:", ", ".join(sorted({*both["muon"].files} - {*alone})))
 
 
 if __name__ == "__main__":

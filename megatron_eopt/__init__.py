@@ -54,9 +54,9 @@ def get_megatron_optimizer(config: Any, model_chunks: Any, *args: Any, **kwargs:
 
 
 def _routing() -> Any:
-    from megatron_eopt.megatron import routing
+    from megatron_eopt.megatron import entries
 
-    return routing
+    return entries
 
 
 registry.table.FROM_ABOVE["routing"] = _routing

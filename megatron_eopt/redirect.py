@@ -21,17 +21,17 @@ class Redirection:
     """One attribute to replace.
 
     Attributes:
-        owner: module or class that holds the attribute; the dotted name of a module, or ``module:Class``, imported only
+        target: module or class that has the attribute; the dotted name of a module, or ``module:Class``, imported only
             when the redirection is installed; or a mapping such as ``os.environ``, whose item ``name`` is replaced.
         name: name of the attribute; it need not exist.
         make: builds the replacement from the original (``None`` where the attribute did not exist).
         reason: why, in one line, for the user.
         follow: replace it also where another module imported it by name (see :class:`Redirections`). False for a
             replacement that lives under a name of its own, which undoing must not rename.
-        required: False leaves it out where ``owner``, given by its dotted name, cannot be imported.
+        required: False leaves it out where ``target``, given by its dotted name, cannot be imported.
     """
 
-    owner: Any
+    target: Any
     name: str
     make: Callable[[Any], Any]
     reason: str
@@ -41,9 +41,9 @@ class Redirection:
     @property
     def what(self) -> str:
         """What is replaced, in words."""
-        if isinstance(self.owner, MutableMapping):
-            return f"{'environment variable' if self.owner is os.environ else 'entry'} {self.name}"
-        return f"{str(getattr(self.owner, '__name__', self.owner)).replace(':', '.')}.{self.name}"
+        if isinstance(self.target, MutableMapping):
+            return f"{'environment variable' if self.target is os.environ else 'entry'} {self.name}"
+        return f"{str(getattr(self.target, '__name__', self.target)).replace(':', '.')}.{self.name}"
 
     def __str__(self) -> str:
         return f"{self.what}: {self.reason}"
@@ -104,7 +104,7 @@ class Redirections:
             followed: list[tuple[Any, Any]] = []
             undoing.callback(lambda: self._rename({id(new): old for old, new in followed}))
             for redirection in self.redirections:
-                if redirection.required or _importable(redirection.owner):
+                if redirection.required or _importable(redirection.target):
                     old, new = _replace(redirection, undoing)
                     # functions and classes can be imported by name and be told apart by identity, numbers cannot
                     if redirection.follow and callable(old) and callable(new):
@@ -133,41 +133,41 @@ class Redirections:
                     setattr(module, name, new_of_id[id(value)])
 
 
-def _importable(owner: Any) -> bool:
+def _importable(target: Any) -> bool:
     try:
-        if isinstance(owner, str):
-            _imported(owner)
+        if isinstance(target, str):
+            _imported(target)
     except ImportError:
         return False
     return True
 
 
-def _imported(owner: str) -> Any:
-    module, _, attribute = owner.partition(":")
+def _imported(target: str) -> Any:
+    module, _, attribute = target.partition(":")
     found = importlib.import_module(module)
     return getattr(found, attribute) if attribute else found
 
 
 def _replace(redirection: Redirection, undoing: contextlib.ExitStack) -> tuple[Any, Any]:
     """Replace one attribute; returns what a reader got from it before, and gets from now on."""
-    owner, name = redirection.owner, redirection.name
-    if isinstance(owner, str):
-        owner = _imported(owner)
-    if isinstance(owner, MutableMapping):
-        seen = owner.get(name)
-        if name in owner:
-            put_back = functools.partial(owner.__setitem__, name, seen)
+    target, name = redirection.target, redirection.name
+    if isinstance(target, str):
+        target = _imported(target)
+    if isinstance(target, MutableMapping):
+        seen = target.get(name)
+        if name in target:
+            put_back = functools.partial(target.__setitem__, name, seen)
         else:
-            put_back = functools.partial(owner.pop, name, None)
-        owner[name] = replacement = redirection.make(seen)
+            put_back = functools.partial(target.pop, name, None)
+        target[name] = replacement = redirection.make(seen)
     else:
-        seen = getattr(owner, name, None)
-        if name in vars(owner):
+        seen = getattr(target, name, None)
+        if name in vars(target):
             # not what was seen: a bound classmethod must not be written back, nor an inherited attribute
-            put_back = functools.partial(setattr, owner, name, vars(owner)[name])
+            put_back = functools.partial(setattr, target, name, vars(target)[name])
         else:
-            put_back = functools.partial(delattr, owner, name)
+            put_back = functools.partial(delattr, target, name)
         replacement = redirection.make(seen)
-        setattr(owner, name, replacement)
+        setattr(target, name, replacement)
     undoing.callback(put_back)
     return seen, replacement

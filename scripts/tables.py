@@ -5,6 +5,7 @@
 A page has them between ``<!-- NAME -->`` and ``<!-- end -->``, and ``tests/test_tables.py`` compares them.
 """
 
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -61,6 +62,11 @@ def table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
 def code(names: Iterable[str]) -> str:
     """Names, each in backticks."""
     return ", ".join(f"`{name}`" for name in names)
+
+
+def prose(text: str) -> str:
+    """Text in lines that a person can read in an editor."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def family() -> str:
@@ -197,7 +203,8 @@ def flags() -> str:
     text = [FLAGS_HEAD, flags_of(RUN_FLAGS), MUON_HEAD, flags_of(ROWS["muon"].flags, holds_for=True)]
     for row in FAMILY:
         if row.name != "muon":
-            text += [f"## {row.name}", f"{row.sentence[0].upper()}{row.sentence[1:]}.", _flags_of_others(row)]
+            text += [f"## {row.name}", prose(f"{row.sentence[0].upper()}{row.sentence[1:]}.")]
+            text += [prose(_flags_of_others(row))]
             text += [flags_of(row.flags) if row.flags else ""]
     return "\n\n".join(filter(None, text))
 

@@ -15,7 +15,7 @@ import torch
 from megatron_eopt.cli import main
 from megatron_eopt.doctor.diagnosis import matrix, notes, problems
 from megatron_eopt.doctor.facts import Apex, Facts, Kernels, Megatron, Package
-from megatron_eopt.megatron.support.matrix import support_matrix
+from megatron_eopt.megatron.support.matrix import RELEASES, support_matrix
 from megatron_eopt.registry import list_optimizers
 from tests.megatron.runs import without_emerging_optimizers
 
@@ -137,7 +137,9 @@ def test_without_megatron(tmp_path):
     assert status == 1
     assert said["facts"]["core"] is None
     assert said["support"] == []
-    assert told(said) == ["megatron-core is not installed: pip install megatron-core, 0.17 to 0.19 are supported"]
+    releases = f"{RELEASES[-1]} to {RELEASES[0]}"
+    expected = f"megatron-core is not installed: pip install megatron-core, {releases} are supported"
+    assert told(said) == [expected]
     _, text = doctor(tmp_path, flags=())
     assert "Adam beside them    unknown without Megatron-Core" in text
 
@@ -147,7 +149,7 @@ def test_a_megatron_that_is_too_old(tmp_path):
     (tmp_path / "megatron" / "core" / "__init__.py").write_text("__version__ = '0.16.1'\n")
     status, said = doctor(tmp_path)
     assert status == 1
-    assert told(said) == ["megatron-core 0.16.1 is too old: take one of 0.17 to 0.19"]
+    assert told(said) == [f"megatron-core 0.16.1 is too old: take one of {RELEASES[-1]} to {RELEASES[0]}"]
     assert said["support"] == []
 
 
@@ -247,8 +249,8 @@ def test_an_apex_that_megatron_does_not_take_is_no_problem():
 
 
 def test_what_is_newer_than_what_was_tried_is_noted():
-    (note,) = notes(replace(HEALTHY, core=Package("0.20.0rc1")))
-    assert note == "megatron-core 0.20.0rc1 is newer than 0.19, the latest that was tried"
+    (note,) = notes(replace(HEALTHY, core=Package("1.0.0rc1")))
+    assert note == f"megatron-core 1.0.0rc1 is newer than {RELEASES[0]}, the latest that was tried"
 
 
 def test_kernels_that_the_gpu_cannot_run_are_noted():

@@ -32,7 +32,9 @@ def test_a_dense_model():
         ("mlp.linear_fc2.weight", (64, 96), 2, "tp"): 3,
     }
     assert len({matrix.name for matrix in matrices}) == len(matrices)
-    of_qkv = {m.name[-3:]: [piece.shape for piece in m.pieces] for m in matrices if "layers.0.self" in m.name}
+    of_qkv = {
+        m.name[-3:]: [rectangle.shape for rectangle in m.rectangles] for m in matrices if "layers.0.self" in m.name
+    }
     assert of_qkv["[q]"] == [(32, 64)] * 2
     assert of_qkv["[k]"] == [(8, 64)] * 2
     split = shapes(matrices_of(SMALL, Parallel(tensor=2, pipeline=2), WORK, split_gate_up=True, itemsize=2))
@@ -44,9 +46,9 @@ def test_more_ranks_than_query_groups_cut_inside_a_group():
     matrices = {m.name: m for m in matrices_of(SMALL, Parallel(tensor=4), WORK)}
     name = "decoder.layers.0.self_attention.linear_qkv.weight"
     # a group is 32 rows of q, 8 of k and 8 of v; a rank has 24 of these 48
-    assert [piece.shape[0] for piece in matrices[f"{name}[q]"].pieces] == [24, 8, 24, 8]
-    assert [piece.shape[0] for piece in matrices[f"{name}[k]"].pieces] == [0, 8, 0, 8]
-    assert [piece.shape[0] for piece in matrices[f"{name}[v]"].pieces] == [0, 8, 0, 8]
+    assert [rectangle.shape[0] for rectangle in matrices[f"{name}[q]"].rectangles] == [24, 8, 24, 8]
+    assert [rectangle.shape[0] for rectangle in matrices[f"{name}[k]"].rectangles] == [0, 8, 0, 8]
+    assert [rectangle.shape[0] for rectangle in matrices[f"{name}[v]"].rectangles] == [0, 8, 0, 8]
     make_plan(matrices.values(), "auto", WORK)
 
 
@@ -55,7 +57,7 @@ def test_experts():
                   moe_ffn_hidden_size=32)  # fmt: skip
     matrices = matrices_of(model, Parallel(tensor=4, expert_tensor=2, expert=2), WORK)
     counted = Counter((m.shape, m.ranks, m.group) for m in matrices)
-    # 4 ranks hold the experts twice over in pieces of two: nothing is dealt
+    # 4 ranks hold the experts twice over in shards of two: nothing is dealt
     assert counted[(32, 64), 2, "expt_tp"] == 8
     assert counted[(64, 32), 2, "expt_tp"] == 8
     assert counted[(8, 64), 1, "tp"] == 2
@@ -151,7 +153,7 @@ def test_an_mlp_and_an_attention_matrix_of_70b():
         return plan_cost(plan, work).seconds * 1e3
 
     plans = {mode: make_plan(matrices, mode, WORK) for mode in ("owner", "gram", "duplicated", "distributed", "auto")}
-    assert [(bucket.scheme, bucket.owners) for bucket in plans["gram"].buckets] == [
+    assert [(bucket.scheme, bucket.compute_ranks) for bucket in plans["gram"].buckets] == [
         ("gram_split", (0,)), ("gram_split", (1,)),
     ]  # fmt: skip
     assert plans["auto"] == plans["gram"]

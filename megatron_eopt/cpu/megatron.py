@@ -74,4 +74,4 @@ def redirections() -> list[Redirection]:
             "a tensor that is on the host is not copied there, so an asynchronous save would write later steps",
         ),
     ]
-    return [redirection for redirection in found if _installed(redirection.owner)]
+    return [redirection for redirection in found if _installed(redirection.target)]

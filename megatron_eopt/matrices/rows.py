@@ -116,13 +116,13 @@ class LocalRows:
         for section, (repeats, runs) in zip(flat.split(self._of_section), self._sections, strict=True):
             lengths = [rows for _, rows in runs]
             if repeats == 1:
-                for (matrix, _), piece in zip(runs, section.split(lengths), strict=True):
-                    found[matrix].append(piece)
+                for (matrix, _), rectangle in zip(runs, section.split(lengths), strict=True):
+                    found[matrix].append(rectangle)
             else:
                 several = section.view(repeats, sum(lengths), cols)
-                for (matrix, rows), piece in zip(runs, several.split(lengths, 1), strict=True):
-                    found[matrix].append(piece.reshape(repeats * rows, cols))
-        return [torch.cat(pieces) if len(pieces) > 1 else (pieces or [flat[:0]])[0] for pieces in found]
+                for (matrix, rows), rectangle in zip(runs, several.split(lengths, 1), strict=True):
+                    found[matrix].append(rectangle.reshape(repeats * rows, cols))
+        return [torch.cat(rectangles) if len(rectangles) > 1 else (rectangles or [flat[:0]])[0] for rectangles in found]
 
     def merge(self, matrices: Sequence[Tensor]) -> Tensor:
         """The inverse of :meth:`split`: one copy, and another one where there is padding or a repeat is cut.
@@ -139,13 +139,13 @@ class LocalRows:
         found = [matrix.size(0) for matrix in matrices]
         if found != self._rows:
             raise ValueError(f"{self._shape} rows are merged of matrices of {self._rows} rows, got {found}")
-        pieces = [
+        rectangles = [
             iter(matrix.split(of) if len(of) > 1 else (matrix,))
             for matrix, of in zip(matrices, self._of_matrix, strict=True)
         ]
         sections = []
         for repeats, runs in self._sections:
-            of_runs = [next(pieces[matrix]) for matrix, _ in runs]
+            of_runs = [next(rectangles[matrix]) for matrix, _ in runs]
             if repeats == 1:
                 sections += of_runs
             else:

@@ -20,11 +20,11 @@ from megatron_eopt.megatron.checkpoints.sharding import named_apart, undecided
 from megatron_eopt.megatron.factory import checked, checked_elsewhere, with_registered
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.parameters import NAME
-from megatron_eopt.redirect import Redirection, Redirections
+from megatron_eopt.redirect import Redirection, Redirections, becomes
 
 logger = logging.getLogger(__name__)
 
-# Names of ours that take the place of those of Megatron's module of emerging optimizers.
+# Names of ours that replace those of Megatron's module of emerging optimizers.
 _NAMES = (
     "EmergingOptimizerEntry",
     "TensorParallelAdaptiveMuon",
@@ -102,25 +102,27 @@ def _redirections() -> Redirections:
 def _of_registry() -> list[Redirection]:
     theirs, named = releases.registry_module(), "scripts that import Megatron's names get our optimizers"
     return [
-        *(_replace(theirs, name, getattr(registry, name), named) for name in _NAMES),
-        _replace(core_optimizer, "Lion", Lion, "Megatron builds the scalar optimizer beside Muon by this name"),
-        _wrap(
+        *(Redirection(theirs, name, becomes(getattr(registry, name)), named) for name in _NAMES),
+        Redirection(
+            core_optimizer, "Lion", becomes(Lion), "Megatron builds the scalar optimizer beside Muon by this name"
+        ),
+        Redirection(
             core_optimizer,
             "check_config_overrides_consistency",
             checked_elsewhere,
             "overrides may name the optimizer of a parameter, which Megatron refuses",
         ),
-        _wrap(
+        Redirection(
             core_optimizer,
             "_get_megatron_optimizer_based_on_param_groups",
             with_registered,
             "Megatron builds one registered optimizer in a run, and overrides may name several",
         ),
-        _wrap(
+        Redirection(
             core_optimizer,
             "_get_megatron_emerging_optimizer",
             checked,
-            "checks come before the model is touched, and one line says who owns what",
+            "checks come before the model is touched, and one line says which optimizer updates what",
         ),
     ]
 
@@ -128,8 +130,8 @@ def _of_registry() -> list[Redirection]:
 def _of_0_17() -> list[Redirection]:
     module = releases.muon_factory_module()
     return [
-        _replace(module, "TensorParallelMuon", releases.muon_of_0_17, "Megatron builds Muon by this name"),
-        _wrap(module, "get_megatron_muon_optimizer", checked, "checks come before the model is touched"),
+        Redirection(module, "TensorParallelMuon", becomes(releases.muon_of_0_17), "Megatron builds Muon by this name"),
+        Redirection(module, "get_megatron_muon_optimizer", checked, "checks come before the model is touched"),
     ]
 
 
@@ -146,12 +148,12 @@ def _of_core() -> list[Redirection]:
     )
     return [
         *(
-            _wrap(attributes, name, lambda default: default, lost)
+            Redirection(attributes, name, lambda default: default, lost)
             for name in ("qkv_split_shapes", "pad_length", ATTRIBUTE, NAME)
         ),
-        _wrap(dist_checkpointing, "load", checked_load, refused),
-        _wrap(dist_checkpointing, "save", checked_save, compared),
-        *(_wrap(config, "__init__", _with_exact_tp_mode, exact) for config in configs),
+        Redirection(dist_checkpointing, "load", checked_load, refused),
+        Redirection(dist_checkpointing, "save", checked_save, compared),
+        *(Redirection(config, "__init__", _with_exact_tp_mode, exact) for config in configs),
     ]
 
 
@@ -164,23 +166,23 @@ def _of_training() -> list[Redirection]:
     apart = "layers whose parameters have different optimizers cannot be stacked into one tensor"
     empty = "a save that was killed while it wrote the tracker file leaves it empty, and Megatron exits with status 0"
     return [
-        _wrap(checkpointing, "_load_base_checkpoint", checked_base, whole),
-        _wrap(checkpointing, "_build_sharded_state_dict_metadata", undecided, apart),
-        _wrap(checkpointing, "generate_state_dict", named_apart, apart),
-        _wrap(checkpointing, "read_metadata", checked_tracker, empty),
-        _wrap(
+        Redirection(checkpointing, "_load_base_checkpoint", checked_base, whole),
+        Redirection(checkpointing, "_build_sharded_state_dict_metadata", undecided, apart),
+        Redirection(checkpointing, "generate_state_dict", named_apart, apart),
+        Redirection(checkpointing, "read_metadata", checked_tracker, empty),
+        Redirection(
             arguments,
             "add_megatron_arguments",
             lambda original: lambda parser: amend(original(parser), releases.unavailable()),
             "--optimizer and the flags of Muon take what our optimizers take, and refuse the rest when parsed",
         ),
-        _wrap(
+        Redirection(
             training,
             "get_megatron_optimizer_config",
             with_flags,
             "what the flags of our optimizers say reaches the config, which has no fields for some of them",
         ),
-        _wrap(training, "evaluate", averaged, "Schedule-Free trains at one point and is evaluated at another"),
+        Redirection(training, "evaluate", averaged, "Schedule-Free trains at one point and is evaluated at another"),
     ]
 
 
@@ -191,14 +193,6 @@ def _with_exact_tp_mode(init: Callable[..., None]) -> Callable[..., None]:
         init(self, *args, **kwargs)
 
     return init_with_exact_tp_mode
-
-
-def _wrap(owner: Any, name: str, make: Callable[[Any], Any], reason: str) -> Redirection:
-    return Redirection(owner=owner, name=name, make=make, reason=reason)
-
-
-def _replace(owner: Any, name: str, value: Any, reason: str) -> Redirection:
-    return _wrap(owner, name, lambda _: value, reason)
 
 
 def _forward_registry() -> None:

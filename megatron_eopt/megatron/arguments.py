@@ -87,7 +87,7 @@ def with_flags(make_config: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_without_effect(args: argparse.Namespace) -> None:
-    """Refuse settings that were asked for by name, where nothing here builds the optimizer."""
+    """Refuse settings that were given by name, where nothing here builds the optimizer."""
     if getattr(args, "optimizer", None) in ("adam", "sgd") and getattr(args, "optimizer_overrides", None) is not None:
         raise ValueError(
             f"--optimizer-overrides {args.optimizer_overrides} would have no effect with --optimizer {args.optimizer}, "

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
 from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.agreement import gathered, on_all_ranks
 from megatron_eopt.megatron.entries import DEFAULT, all_entries, known_names
 from megatron_eopt.megatron.parameters import ModelParameter
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
@@ -63,35 +63,15 @@ def assign(
     Args:
         parameters: of this rank.
         config: Megatron's ``OptimizerConfig``, on which our flags have put ``optimizer_overrides`` and others.
-        config_overrides: Megatron's, or selectors of this package in their place; None for Megatron's standard ones.
+        config_overrides: Megatron's, or selectors of this package instead; None for Megatron's standard ones.
 
     Raises:
         OverrideError: as :func:`~megatron_eopt.overrides.resolve`, on all ranks.
     """
     entries = all_entries(config, config_overrides)
-    everywhere: list[list[int]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everywhere, matches(parameters, config, entries))
+    everywhere = gathered(matches(parameters, config, entries))
     counts = [sum(of_entry) for of_entry in zip(*everywhere, strict=True)]
     return on_all_ranks(lambda: assignments(parameters, config, entries, counts))
-
-
-def on_all_ranks[T](decide: Callable[[], T]) -> T:
-    """What is decided on this rank; a mistake on one rank ends all, so that none waits for another.
-
-    Raises:
-        OverrideError: for that of the first rank that made one.
-    """
-    error = None
-    try:
-        decided = decide()
-    except ValueError as found:
-        error = str(found)
-    everywhere: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, error)
-    for found_there in everywhere:
-        if found_there is not None:
-            raise OverrideError(found_there)
-    return decided
 
 
 def matches(parameters: Sequence[ModelParameter], config: Any, entries: Sequence[Entry]) -> list[int]:

@@ -1,19 +1,25 @@
-"""Evaluation at the average of the path, for optimizers that train at another point."""
+"""Optimizers that train a model at another point than the one that is evaluated and saved: the average of the path.
+
+Functions that take a ``wrapper`` take one of Megatron's optimizers, around one torch optimizer of whole parameters.
+Where that trains what it evaluates, they do nothing.
+"""
 
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor, nn
 
 from megatron_eopt.megatron.parameters import model_parameters, plain_wrappers
 from megatron_eopt.optimizers.base import BaseOptimizer
 
-_AVERAGING = "averaging_optimizers"  # attribute of a model chunk: weak references to Megatron's optimizers
+_AVERAGING = "averaging_optimizers"  # attribute of a model chunk: weak references to wrappers
 
 
 def remember(optimizer: Any, model_chunks: Sequence[nn.Module]) -> None:
@@ -23,7 +29,7 @@ def remember(optimizer: Any, model_chunks: Sequence[nn.Module]) -> None:
         optimizer: Megatron's.
         model_chunks: of this rank.
     """
-    averaging = [weakref.ref(each) for each in plain_wrappers(optimizer) if _averages(each.optimizer)]
+    averaging = [weakref.ref(each) for each in plain_wrappers(optimizer) if _averages(each)]
     for chunk in model_chunks:
         if averaging or hasattr(chunk, _AVERAGING):
             setattr(chunk, _AVERAGING, averaging)
@@ -46,21 +52,55 @@ def averaged(evaluate: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _exported(wrappers: Iterable[Any]) -> Iterator[None]:
-    kept: list[tuple[Tensor, Tensor]] = []
+    before: list[tuple[Tensor, Tensor]] = []
     try:
         with torch.no_grad():
             for wrapper in wrappers:
-                own = [p for group in wrapper.optimizer.param_groups for p in group["params"]]
-                for main, parameter in zip(own, model_parameters(wrapper), strict=True):
-                    average = wrapper.optimizer.exported(main)
-                    kept.append((parameter, parameter.detach().clone()))
+                for own, parameter in _pairs(wrapper):
+                    average = wrapper.optimizer.exported(own)
+                    before.append((parameter, parameter.detach().clone()))
                     parameter.copy_(average)
         yield
     finally:
         with torch.no_grad():
-            for parameter, before in kept:
-                parameter.copy_(before)
+            for parameter, trained_at in before:
+                parameter.copy_(trained_at)
 
 
-def _averages(optimizer: Any) -> bool:
-    return isinstance(optimizer, BaseOptimizer) and optimizer.live_key is not None
+def export(wrapper: Any, model_sharded_state_dict: Any) -> None:
+    """Let the model in a checkpoint be the one that is evaluated, in tensors of its own."""
+    exported = {id(model): wrapper.optimizer.exported(own).to(model.dtype) for own, model in _pairs(wrapper)}
+    for tensor in nested_values(model_sharded_state_dict) if exported else ():
+        if isinstance(tensor, ShardedTensor | ShardedTensorFactory) and id(tensor.data) in exported:
+            tensor.data = exported[id(tensor.data)]
+
+
+def trained(wrapper: Any) -> dict[int, tuple[str, Tensor]]:
+    """The parameters that have to be saved as state, by their indices, and under which key.
+
+    Where there is an fp32 copy of a parameter, Megatron saves that.
+    """
+    pairs = enumerate(_pairs(wrapper))
+    return {i: (wrapper.optimizer.live_key, own.detach()) for i, (own, model) in pairs if own is model}
+
+
+def go_on_from(wrapper: Any, loaded: Mapping[int, Tensor]) -> None:
+    """After a load, make the parameters what is trained: what was ``loaded`` for :func:`trained`, or their copies."""
+    with torch.no_grad():
+        for index, (own, model) in enumerate(_pairs(wrapper)):
+            if index in loaded:
+                own.copy_(loaded[index])
+            else:
+                model.copy_(own)
+
+
+def _averages(wrapper: Any) -> bool:
+    return isinstance(wrapper.optimizer, BaseOptimizer) and wrapper.optimizer.live_key is not None
+
+
+def _pairs(wrapper: Any) -> list[tuple[Tensor, Tensor]]:
+    """What the torch optimizer trains, and the parameter of the model; none where it evaluates what it trains."""
+    if not _averages(wrapper):
+        return []
+    own = (parameter for group in wrapper.optimizer.param_groups for parameter in group["params"])
+    return list(zip(own, model_parameters(wrapper), strict=True))

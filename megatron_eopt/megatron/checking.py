@@ -1,4 +1,4 @@
-"""Whether a run can be built as its overrides say: asked before any optimizer is, where it can be known then."""
+"""Whether a run can be built as its overrides say: checked before any optimizer is built, where it can be."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -39,7 +39,7 @@ def refuse_bad_values(
 ) -> None:
     """Refuse values that an optimizer would refuse, or not read, and weight decays that Megatron could not follow.
 
-    An optimizer without parameters is built as the run would build it, to be asked.
+    An optimizer without parameters is built as the run would build it, and checks its own arguments.
 
     Raises:
         OverrideError: naming the entry and the parameter.
@@ -70,7 +70,7 @@ def refuse_bad_values(
 def refuse_unread(optimizer: Any, assigned: Sequence[Assignment]) -> None:
     """Refuse settings that the optimizer of a parameter has for all of its parameters, and reads from no group.
 
-    Known for sure of optimizers that were built: some cannot be without parameters, to be asked before.
+    Known for sure of optimizers that were built: some cannot be built without parameters.
 
     Raises:
         OverrideError: naming the entry and the parameter.

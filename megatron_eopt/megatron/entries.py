@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.core.optimizer import get_standard_config_overrides
-from megatron.core.optimizer.optimizer_config import ParamKey
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
 from megatron_eopt.overrides import (
     Entry,
@@ -18,13 +18,20 @@ from megatron_eopt.overrides import (
     read_overrides,
 )
 from megatron_eopt.overrides.conditions import is_matrix
-from megatron_eopt.registry import decays_weights, get_optimizer_entry, list_optimizers, takes_matrices
+from megatron_eopt.registry import (
+    decays_weights,
+    get_optimizer_entry,
+    is_muon_excluded,
+    is_nonlinear_or_embedding,
+    list_optimizers,
+    takes_matrices,
+)
 
 # A way to split that Megatron's fused parameters know beyond those of every optimizer.
 _SPLITS = ("per_head",)
 
 DEFAULT = "default of"
-"""What the source of a setting begins with that nobody has asked for."""
+"""Start of the source of a setting that nobody has requested."""
 
 
 def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] | None) -> list[Entry]:
@@ -50,6 +57,18 @@ def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] |
     ]
 
 
+def nonlinear_and_embedding_to_adam() -> dict[ParamKey, dict[str, Any]]:
+    """Overrides that give embeddings, output layers and whatever is no matrix to Megatron's Adam."""
+    predicate = ParamPredicate(name="nonlinear_or_embedding", fn=is_nonlinear_or_embedding)
+    return {ParamKey(predicate=predicate): {"optimizer": "adam"}}
+
+
+def excluded_from_muon_to_adam() -> dict[ParamKey, dict[str, Any]]:
+    """The same, and those whose attribute ``use_muon`` is False."""
+    predicate = ParamPredicate(name="muon_excluded", fn=is_muon_excluded)
+    return {ParamKey(predicate=predicate): {"optimizer": "adam"}}
+
+
 def _defaults(overrides: Mapping[Any, Mapping[str, Any]], whose: str, known: Known) -> list[Entry]:
     entries = entries_from_dict(overrides, Layer.DEFAULTS, known=known)
     return [replace(entry, source=f"{DEFAULT} {whose}") for entry in entries]
@@ -67,7 +86,7 @@ def _routing(primary: str, config: Any) -> dict[Any, dict[str, Any]]:
 
 
 def _without_decay(known: Known) -> Iterator[Entry]:
-    """No weight decay for what optimizers own that have none: the run's is for the rest."""
+    """No weight decay for parameters of optimizers that have none: the run's is for the rest."""
     for name in list_optimizers():
         if not decays_weights(name):
             yield make_entry(f"optimizer:{name}", {"weight_decay": 0.0}, Layer.DEFAULTS, f"{DEFAULT} {name}", known)
@@ -82,7 +101,7 @@ def _from_user(overrides: Any, known: Known) -> list[Entry]:
 
 
 def _from_flags(primary: str, config: Any, known: Known) -> Iterator[Entry]:
-    """``--muon-lr`` and its like, for what the run's optimizer owns."""
+    """``--muon-lr`` and its like, for the parameters of the run's optimizer."""
     for setting in ("lr", "min_lr", "weight_decay"):
         value = getattr(config, f"matrix_{setting}", None)
         if value is None:
@@ -121,7 +140,7 @@ def _mup_of_others(defaults: Mapping[Any, Mapping[str, Any]], known: Known) -> I
 
 
 def _hidden_of_others(info: ParameterInfo) -> bool:
-    """A hidden matrix that no matrix optimizer owns: Megatron's muP leaves it out, for it looks at the shape alone."""
+    """A hidden matrix whose optimizer is not for matrices: Megatron's muP leaves it out, for it looks at the shape."""
     return is_matrix(info) and info.optimizer is not None and not takes_matrices(info.optimizer)
 
 

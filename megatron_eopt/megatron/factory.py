@@ -1,4 +1,4 @@
-"""Building the optimizer of a run: its phases in their order, and what takes the place of Megatron's own builders."""
+"""Building the optimizer of a run: its phases in their order, and what replaces Megatron's own builders."""
 
 import copy
 import functools
@@ -12,7 +12,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.manifest import to_json
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.assignment import MegatronOverrides, assign, excluded_hidden, on_all_ranks
+from megatron_eopt.megatron.agreement import on_all_ranks
+from megatron_eopt.megatron.assignment import MegatronOverrides, assign, excluded_hidden
 from megatron_eopt.megatron.averaging import remember
 from megatron_eopt.megatron.checking import refuse_bad_values, refuse_other_buffers, refuse_unread
 from megatron_eopt.megatron.checkpoints.attach import attach

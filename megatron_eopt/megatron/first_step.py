@@ -32,9 +32,9 @@ def check_first_step(optimizer: Any, checks: Sequence[Check]) -> None:
     @functools.wraps(step)
     def checked_step(*args: Any, **kwargs: Any) -> Any:
         checks, pending[:] = [*pending], []
-        asked = [(check, verdict) for check in checks if (verdict := check()) is not None]
+        begun = [(check, verdict) for check in checks if (verdict := check()) is not None]
         result = step(*args, **kwargs)
-        pending.extend(check for check, verdict in asked if not result[0] or not verdict())
+        pending.extend(check for check, verdict in begun if not result[0] or not verdict())
         if not pending and optimizer.step is checked_step:
             optimizer.step = step
         return result
@@ -46,6 +46,7 @@ def matrices_are_updated(optimizer: Any, expected: int) -> Check:
     """A check that the first step updates as many matrices as the manifest says.
 
     Too few prove nothing in a step at a learning rate of zero, as warmups begin with: there may be nothing to compute.
+    Nor do they after gradients that were not finite, whose matrices stay as they are.
 
     Args:
         optimizer: Megatron's.
@@ -60,7 +61,7 @@ def matrices_are_updated(optimizer: Any, expected: int) -> Check:
         def verdict() -> bool:
             updated = sum(each.matrices_updated for each in counting) - before
             at_rest = any(group["lr"] == 0 for each in counting for group in each.param_groups)
-            if updated != expected and not at_rest:
+            if updated != expected and not at_rest and not any(each.skipped_steps() for each in counting):
                 raise RuntimeError(
                     f"{updated} matrices were updated in the first step on rank {dist.get_rank()}, and the manifest "
                     f"has {expected}: some parameters got no gradient. Freeze what is not trained before Megatron "

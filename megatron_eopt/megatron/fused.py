@@ -232,5 +232,5 @@ def _in_proj(module: Any) -> Fused:
         return Fused("z, x, B, C and dt of a state-space layer", split, known=False)
     rows = releases.linear_attention_rows(module)
     if not rows:
-        return Fused("parts that this package does not know", WHOLE, known=False)
+        return Fused("matrices that this package does not know", WHOLE, known=False)
     return Fused(f"{', '.join(rows)} of linear attention", per_shard(**rows), known=False)

@@ -1,4 +1,4 @@
-"""The manifest of an optimizer that Megatron has built: who updates every parameter, not who was asked to."""
+"""The manifest of an optimizer that Megatron has built: who updates every parameter, whoever it was assigned to."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +23,7 @@ from megatron_eopt.manifest import (
     to_json,
     warnings,
 )
+from megatron_eopt.megatron.agreement import gathered
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.entries import DEFAULT
 from megatron_eopt.megatron.parameters import OptimizerParameter, optimizer_name, optimizer_parameters
@@ -71,8 +72,7 @@ def collect(optimizer: Any, assigned: Sequence[Assignment], config: Any, pg_coll
         for row in found
         if row.optimizer != wanted[row.name]
     ]
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, (families(found), families(here[len(found) :]), misplaced))
+    everywhere = gathered((families(found), families(here[len(found) :]), misplaced))
     updated = merged([each for each, _, _ in everywhere])
     names = {row.name for row in rows(updated)}
     # what one rank does not update, another may
@@ -116,7 +116,7 @@ def rows_here(
     pg_collection: Any,
     settled: bool = True,
 ) -> list[ManifestRow]:
-    """The parameters that optimizers of this rank update; after them those of its part of the model that none does.
+    """The parameters that optimizers of this rank update; after them those of its model chunks that none does.
 
     Args:
         updated: the parameters as the optimizers have them.

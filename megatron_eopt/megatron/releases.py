@@ -17,7 +17,7 @@ from typing import Any
 from torch.nn import Module
 
 from megatron_eopt.optimizers.muon import TensorParallelMuon
-from megatron_eopt.redirect import Redirection, Redirections
+from megatron_eopt.redirect import Redirection, Redirections, becomes
 from megatron_eopt.registry import list_optimizers
 
 SUPPORTED = ("0.19", "0.18", "0.17")
@@ -63,7 +63,7 @@ def distributed_optimizer(release: str) -> tuple[bool, bool]:
 
 
 def version() -> str:
-    """The release that is imported, without the commit that it adds of whatever git repository it lies in."""
+    """The release that is imported, without the commit that it adds of whatever git repository it is installed in."""
     found: str = importlib.import_module("megatron.core").__version__.partition("+")[0]
     return found
 
@@ -113,18 +113,16 @@ def package_not_needed() -> Iterator[None]:
 
     Its flags are left alone otherwise: code behind them imports the package.
     """
-    asked = [(core_optimizer(), "HAVE_EMERGING_OPTIMIZERS")]
+    flags = [(core_optimizer(), "HAVE_EMERGING_OPTIMIZERS")]
     if not has_registry():
-        asked = [(muon_factory_module(), name) for name in ("HAVE_EMERGING_OPTIMIZERS", "HAVE_EO_V02")]
+        flags = [(muon_factory_module(), name) for name in ("HAVE_EMERGING_OPTIMIZERS", "HAVE_EO_V02")]
     reason = "the optimizers that Megatron builds are ours"
-    flags = Redirections(
-        [Redirection(owner=module, name=name, make=lambda _: True, reason=reason) for module, name in asked]
-    )
-    flags.install()
+    package_found = Redirections([Redirection(module, name, becomes(True), reason) for module, name in flags])
+    package_found.install()
     try:
         yield
     finally:
-        flags.undo()
+        package_found.undo()
 
 
 def check_supported() -> None:
@@ -185,7 +183,7 @@ def linear_attention_rows(module: Any) -> dict[str, int]:
 
 
 def gpt_builder(args: Namespace, groups: Any) -> Callable[..., Module]:
-    """What builds the part of a GPT that ``pre_process``, ``post_process`` and ``vp_stage`` say.
+    """What builds the stage of a GPT that ``pre_process``, ``post_process`` and ``vp_stage`` say.
 
     Args:
         args: validated, of a pretrain command.

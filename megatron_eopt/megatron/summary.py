@@ -1,4 +1,4 @@
-"""The line that says which optimizer owns how many parameters and how they are orthogonalized."""
+"""The line that says which optimizer updates how many parameters and how they are orthogonalized."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,14 +25,14 @@ def print_summary(optimizer: Any) -> None:
 
 
 def summary(optimizers: Sequence[Optimizer]) -> str:
-    """One line on what each optimizer owns on this rank; those of one class, as for experts, are taken together."""
+    """One line on what each optimizer updates on this rank; those of one class, as for experts, are taken together."""
     alike: dict[str, list[Optimizer]] = {}
     for optimizer in optimizers:
         alike.setdefault(type(optimizer).__name__, []).append(optimizer)
-    return "; ".join(_owned(name, group) for name, group in alike.items())
+    return "; ".join(_updated(name, group) for name, group in alike.items())
 
 
-def _owned(name: str, alike: Sequence[Optimizer]) -> str:
+def _updated(name: str, alike: Sequence[Optimizer]) -> str:
     with_parameters = [each for each in alike if any(group["params"] for group in each.param_groups)]
     parameters = [p for each in with_parameters for group in each.param_groups for p in group["params"]]
     elements = sum(p.numel() for p in parameters)

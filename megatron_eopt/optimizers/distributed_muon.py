@@ -112,7 +112,7 @@ class DistributedMuon(BaseOptimizer):
         rounds = deal([(p.shape, p.dtype) for p in added], self._loads(), len(parameters) - len(added))
         self.rounds.append(rounds)
         self.compute_ranks |= {
-            parameters[i]: rank for each in rounds for i, rank in zip(each.matrices, each.owners, strict=True)
+            parameters[i]: rank for each in rounds for i, rank in zip(each.matrices, each.compute_ranks, strict=True)
         }
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
@@ -261,10 +261,12 @@ class DistributedMuon(BaseOptimizer):
         group = self.process_group
         if group is None or self._ranks == 1:
             return lambda: [own]
-        if len(each.owners) == self._ranks:
+        if len(each.compute_ranks) == self._ranks:
             gathered = all_gather(own, group)
             return lambda: list(gathered.wait())
-        sent = [broadcast(own if rank == self._rank else torch.empty_like(own), rank, group) for rank in each.owners]
+        sent = [
+            broadcast(own if rank == self._rank else torch.empty_like(own), rank, group) for rank in each.compute_ranks
+        ]
         return lambda: [one.wait() for one in sent]
 
     def _loads(self) -> list[int]:
@@ -276,7 +278,7 @@ class DistributedMuon(BaseOptimizer):
 
     def _own(self, each: Bucket) -> int | None:
         """Which matrix of a round this rank computes, as an index into the round."""
-        return each.owners.index(self._rank) if self._rank in each.owners else None
+        return each.compute_ranks.index(self._rank) if self._rank in each.compute_ranks else None
 
     def _all_rounds(self) -> list[Bucket]:
         return [each for rounds in self.rounds for each in rounds]

@@ -85,7 +85,7 @@ class UpdateSettings:
         return f"{self.newton_schulz.name}, scale {self.scale_mode} times {float(self.extra_scale_factor)!r}"
 
     def scale(self, rows: int, cols: int) -> float:
-        """Factor of an orthogonal factor, from the shape of the global matrix (of a piece under ``blockwise``)."""
+        """Factor of an orthogonal factor, from the shape of the global matrix (of a shard under ``blockwise``)."""
         return self.extra_scale_factor * muon_scale_factor(rows, cols, self.scale_mode)
 
     def predicted_rms(self, rows: int, cols: int) -> float:

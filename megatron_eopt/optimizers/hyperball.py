@@ -173,13 +173,13 @@ def on_sphere(
     lr: Scalar,
     accepted: Tensor | bool,
 ) -> Tensor:
-    """One rank's piece of ``R normalize(W - lr R normalize(O))``; of ``W`` where it stays. Waits for no device.
+    """One rank's shard of ``R normalize(W - lr R normalize(O))``; of ``W`` where it stays. Waits for no device.
 
     The norm of the difference follows from those of its terms, so that one reduction is enough; in fp64, where what
     they cancel does not matter.
 
     Args:
-        weight: the piece of ``W``, and
+        weight: the shard of ``W``, and
         factor: of ``O``, in any floating dtype. The difference is rounded to that of ``W`` at its end alone.
         of_weight: the squared norm of ``W`` and its inner product with ``O``.
         of_factor: the squared norm of ``O``.

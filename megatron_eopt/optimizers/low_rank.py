@@ -13,7 +13,7 @@ from megatron_eopt.orthogonalize.spectral import low_rank_factors, power_iterati
 from megatron_eopt.parallel.collectives import all_reduce, broadcast
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, on_one_rank
-from megatron_eopt.parallel.records import Piece, whole
+from megatron_eopt.parallel.records import Rectangle, whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ def factor_gradients(
     """``G B`` and ``G^T A`` of this rank's rows of ``A`` and ``B``, in the dtype of the factors.
 
     Args:
-        gradients: this rank's pieces of ``G``.
+        gradients: this rank's shards of ``G``.
         factors: this rank's rows of ``A`` and ``B``.
         labels: of ``A`` and of ``B`` in turn, as in :class:`Factor`.
         engine: sums over ranks.
@@ -108,15 +108,15 @@ def factor_gradients(
 
 
 def project(
-    pieces: Iterable[Tensor], layouts: Sequence[Layout], ranks: Sequence[int], turns: Sequence[int]
+    rectangles: Iterable[Tensor], layouts: Sequence[Layout], ranks: Sequence[int], turns: Sequence[int]
 ) -> list[tuple[Tensor, Tensor, float]]:
-    """Factors of low rank of matrices of which this rank holds pieces; waits for the device.
+    """Factors of low rank of matrices of which this rank holds shards; waits for the device.
 
     Matrices that are cut are put together on all ranks of their group, one at a time; the decomposition of each is made
     on one of them, the ranks in turn, and is sent to the others, so that all have the same to the bit.
 
     Args:
-        pieces: of the weights, in the dtype of the factors; made one at a time, if they are an iterator.
+        rectangles: of the weights, in the dtype of the factors; made one at a time, if they are an iterator.
         layouts: where they lie.
         ranks: ``r`` of each.
         turns: of each a number, the same on the ranks that share it, which says who of them decomposes it.
@@ -126,8 +126,8 @@ def project(
         for a ``W`` that is zero or not finite.
     """
     packed = []
-    for piece, layout, r, turn in zip(pieces, layouts, ranks, turns, strict=True):
-        whole = _whole(piece, layout)
+    for rectangle, layout, r, turn in zip(rectangles, layouts, ranks, turns, strict=True):
+        whole = _whole(rectangle, layout)
         if layout.rank == turn % layout.ranks:
             packed.append(_packed(whole, r))
         else:
@@ -137,7 +137,7 @@ def project(
         if layout.group is not None:
             both = broadcast(both, turn % layout.ranks, layout.group).wait()
         A, B, error = both.split([layout.shape[0] * r, layout.shape[1] * r, 1])
-        own = layout.piece
+        own = layout.rectangle
         found.append((A.view(-1, r)[own.top : own.bottom], B.view(-1, r)[own.left : own.right], float(error)))
     return found
 
@@ -163,10 +163,14 @@ def factor_layouts(matrices: Sequence[Layout], rank: int | None) -> tuple[Layout
 def _side(layout: Layout, dim: int, rank: int) -> Layout:
     """The layout of a factor whose rows are those of one dimension of a matrix."""
     shape = layout.shape[dim], rank
-    edges = [((piece.top, piece.bottom), (piece.left, piece.right))[dim] for piece in layout.pieces]
-    pieces = tuple(Piece(*edge, 0, rank) for edge in edges)
+    edges = [
+        ((rectangle.top, rectangle.bottom), (rectangle.left, rectangle.right))[dim] for rectangle in layout.rectangles
+    ]
+    rectangles = tuple(Rectangle(*edge, 0, rank) for edge in edges)
     # each rank treats as its own what it has whole
-    return on_one_rank(shape) if set(pieces) == {whole(shape)} else replace(layout, shape=shape, pieces=pieces)
+    return (
+        on_one_rank(shape) if set(rectangles) == {whole(shape)} else replace(layout, shape=shape, rectangles=rectangles)
+    )
 
 
 def check_pairs(name: str, layouts: Sequence[Layout], names: Sequence[str]) -> None:
@@ -226,11 +230,11 @@ def _spectral_norms(
     return rayleigh_quotients(values, us, vs, summed)
 
 
-def _whole(piece: Tensor, layout: Layout) -> Tensor:
+def _whole(rectangle: Tensor, layout: Layout) -> Tensor:
     if layout.group is None or not layout.sharded:
-        return piece
-    whole, own = piece.new_zeros(layout.shape), layout.piece
-    whole[own.top : own.bottom, own.left : own.right] = piece
+        return rectangle
+    whole, own = rectangle.new_zeros(layout.shape), layout.rectangle
+    whole[own.top : own.bottom, own.left : own.right] = rectangle
     return all_reduce(whole, layout.group).wait()
 
 

@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal, TypedDict
 
@@ -222,14 +223,15 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _take(self, accepted: Tensor) -> None:
         if self._overrides(TensorParallelMuon):
-            self._take_one_by_one(accepted)
+            batches = self._take_one_by_one(accepted)
         elif self.cuda_graphs:
+            batches = self._batches(accepted, masked=True)
             self._graphed = self._graphed or GraphedUpdate(lambda batches: muon(batches, self.engine, self))
-            self._graphed(self._batches(accepted, masked=True))
+            self._graphed(batches)
         else:
-            muon(self._batches(accepted), self.engine, self)
-        active = [i for i, p in enumerate(self._parameters()) if p.grad is not None or self._waited_for(i)]
-        self.newton_schulz_calls += len(self.engine.flat(active))
+            batches = self._batches(accepted)
+            muon(batches, self.engine, self)
+        self.newton_schulz_calls += len(self.engine.flat([i for batch in batches for i in batch.indices]))
 
     def update(self, batches: Sequence[Batch], factors: list[Tensor], directions: Sequence[Tensor]) -> Sequence[Tensor]:
         """The updates of the logical matrices of all parameters of all batches, before the learning rate.
@@ -274,12 +276,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if index is not None:
             own = self.group_of(p)
             group = {**own, **group}
-            known = self.update_settings(group) == self.update_settings(own)
+            known = grad.dtype == p.dtype and self.update_settings(group) == self.update_settings(own)
         else:
             self._check_parameter(p, "p")
             self._check_shards(p, "p")
         if index is None or not known:
-            described = self._described("p", p, group)
+            described = replace(self._described("p", p, group), dtype=grad.dtype)
             engine = Engine([described], grad.device, self.tp_mode, engine.rates)
             engine.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
             index = 0
@@ -338,7 +340,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     @property
     def matrices_updated(self) -> int:
-        """All that are planned are orthogonalized."""
+        """Those that were orthogonalized."""
         return self.newton_schulz_calls
 
     def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:

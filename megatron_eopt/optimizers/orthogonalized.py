@@ -203,13 +203,15 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     def _check_split(self, parameter: Tensor) -> None:
         split = self.split_of(parameter)
-        rows = sum(part.rows or 0 for part in split.parts)
-        if len(self.split_lengths) == 1 and declared_split(parameter) is None and rows not in (0, parameter.size(0)):
+        if len(self.split_lengths) > 1 or declared_split(parameter) is not None or split.is_whole:
+            super()._check_split(parameter)
+            return
+        shapes = [part.rows or 0 for part in split.parts]
+        if parameter.size(0) != sum(shapes):  # also of more dimensions, of which there is no layout
             raise ValueError(
-                f"{type(self).__name__}: a fused projection of {parameter.size(0)} rows cannot be split into "
-                f"{[part.rows for part in split.parts]}, which are {rows}"
+                f"{type(self).__name__}: a fused projection of {parameter.size(0)} rows cannot be split into {shapes}, "
+                f"which are {sum(shapes)}"
             )
-        super()._check_split(parameter)
 
     def settings_of_groups(self) -> dict[str, Any]:
         """Among them the kind of weight decay, by its name where the flag says it."""
@@ -256,7 +258,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     def _take(self, accepted: Tensor) -> None:
         self._take_one_by_one(accepted)
 
-    def _take_one_by_one(self, accepted: Tensor) -> None:
+    def _take_one_by_one(self, accepted: Tensor) -> list[Batch]:
         """A step by an :meth:`orthogonalize` that may be the user's: all updates come before the first change."""
         new = [p for p in self._parameters() if p not in self.state]
         try:
@@ -278,6 +280,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         for batch in batches:
             foreach.decay(batch)
         self.apply(batches, updates)
+        return batches
 
     def _updates_of(
         self, batches: Sequence[Batch], orthogonalized: list[Tensor], directions: list[Tensor]

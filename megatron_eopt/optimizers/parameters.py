@@ -213,4 +213,4 @@ def check_query_groups(shapes: Sequence[int], layout: Layout, blockwise: bool = 
 
 def _cut_inside(layout: Layout, rows: int) -> bool:
     """Whether a shard begins or ends elsewhere than at a multiple of so many rows."""
-    return any(edge % rows for piece in layout.pieces for edge in (piece.top, piece.bottom))
+    return any(edge % rows for rectangle in layout.rectangles for edge in (rectangle.top, rectangle.bottom))

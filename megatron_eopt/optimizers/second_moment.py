@@ -81,15 +81,17 @@ def tall(shape: Shape) -> bool:
     return shape[0] >= shape[1]
 
 
-def squared_norms(engine: Engine, matrices: Sequence[Matrix], *pieces: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+def squared_norms(
+    engine: Engine, matrices: Sequence[Matrix], *rectangles: Sequence[Tensor]
+) -> list[tuple[Tensor, ...]]:
     """For each matrix the squared norms of several tensors that lie as it does, in fp64.
 
     Args:
         engine: what knows the groups of ranks.
         matrices: where they lie.
-        *pieces: this rank's pieces, one sequence after another, each in the order of ``matrices``.
+        *rectangles: this rank's shards, one sequence after another, each in the order of ``matrices``.
     """
-    wanted = [norm(matrix, x) for xs in pieces for matrix, x in zip(matrices, xs, strict=True)]
+    wanted = [norm(matrix, x) for xs in rectangles for matrix, x in zip(matrices, xs, strict=True)]
     found = [known(statistics.squared_norm) for statistics in engine.statistics(wanted)]
     return [tuple(found[i :: len(matrices)]) for i in range(len(matrices))]
 
@@ -153,7 +155,7 @@ def namo(factors: Sequence[Factor], norms: Sequence[tuple[Tensor, ...]]) -> list
 
 
 def norm(matrix: Matrix, x: Tensor) -> Wanted:
-    """The squared norm of a matrix of which ``x`` is this rank's piece."""
+    """The squared norm of a matrix of which ``x`` is this rank's shard."""
     return Wanted(matrix=matrix, x=x, squared_norm=True)
 
 
@@ -172,7 +174,9 @@ def _means(factor: Factor) -> Wanted:
 def _means_cross(matrix: Matrix) -> bool:
     """Whether the short dimension is cut; then the long one is not, since a matrix is cut along one at most."""
     short = 1 if tall(matrix.shape) else 0
-    return any(piece.shape[1 - short] and piece.shape[short] != matrix.shape[short] for piece in matrix.pieces)
+    return any(
+        rectangle.shape[1 - short] and rectangle.shape[short] != matrix.shape[short] for rectangle in matrix.rectangles
+    )
 
 
 def _of_long(factor: Factor, statistics: Statistics) -> Tensor:

@@ -405,7 +405,7 @@ class Spectron(BaseOptimizer):
         for tensor in self.state_tensors(parameter):
             if tensor.dims in (("rows",), ("columns",)):
                 layout = layouts[tensor.matrix]
-                own, dim = layout.piece, 0 if tensor.dims == ("rows",) else 1
+                own, dim = layout.rectangle, 0 if tensor.dims == ("rows",) else 1
                 start, end = ((own.top, own.bottom), (own.left, own.right))[dim]
                 local(state[tensor.key]).copy_(start_vector(layout.shape[dim])[start:end])
         return state
@@ -481,9 +481,9 @@ class Spectron(BaseOptimizer):
         found = iter(
             project(
                 (
-                    piece.to(wide_dtype(p))
+                    rectangle.to(wide_dtype(p))
                     for p, w in zip(new, known, strict=True)
-                    for piece in self.engine.split(w.index, local(p))
+                    for rectangle in self.engine.split(w.index, local(p))
                 ),
                 [layout for w in known for layout in w.matrices],
                 [rank for rank, w in zip(ranks, known, strict=True) for _ in w.matrices],
@@ -523,14 +523,14 @@ class Spectron(BaseOptimizer):
 
     def _factor_gradients(self, weights: Sequence[Tensor]) -> dict[Tensor, list[tuple[Tensor, Tensor]]]:
         """The gradients of the factors of each weight."""
-        pieces, factors, labels = [], [], []
+        rectangles, factors, labels = [], [], []
         for parameter in weights:
             weight = self._weights[parameter]
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            pieces += self.engine.split(weight.index, local(gradient))
+            rectangles += self.engine.split(weight.index, local(gradient))
             factors += [self._factors(parameter, end) for end in self.key_ends(parameter)]
             labels += [layout.label for layout in weight.factors]
-        found = iter(factor_gradients(pieces, factors, labels, self._factors_of_all))
+        found = iter(factor_gradients(rectangles, factors, labels, self._factors_of_all))
         return {p: [next(found) for _ in self._weights[p].matrices] for p in weights}
 
     def _kept(self, parameter: Tensor, gradients: Sequence[tuple[Tensor, Tensor]], accepted: Tensor) -> Iterator[Pair]:

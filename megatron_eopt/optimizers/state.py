@@ -51,7 +51,7 @@ class StateTensor:
         Args:
             layouts: of the logical matrices of the parameter.
         """
-        return self._shape(layouts[self.matrix].piece.shape)
+        return self._shape(layouts[self.matrix].rectangle.shape)
 
     def global_shape(self, layouts: list[Layout]) -> tuple[int, ...]:
         """The shape over all ranks, likewise."""
@@ -192,4 +192,4 @@ def _placement(of_parameter: Placement, dims: Sequence[str | int]) -> Placement:
 
 
 def _listed(layout: Layout) -> str:
-    return ", ".join(f"{piece.shape}" for piece in layout.pieces)
+    return ", ".join(f"{rectangle.shape}" for rectangle in layout.rectangles)

@@ -148,15 +148,15 @@ def cube_flops(shape: Shape, work: Work) -> float:
 def bucket_flops(plan: Plan, bucket: Bucket, rank: int, work: Works) -> float:
     """Floating-point operations of one rank of the bucket's group."""
     matrix, count = plan.matrices[bucket.matrices[0]], len(bucket.matrices)
-    work, owned = work_of(matrix, work), bucket.owners.count(rank)
-    shape, piece = matrix.shape, matrix.pieces[rank]
+    work, owned = work_of(matrix, work), bucket.compute_ranks.count(rank)
+    shape, rectangle = matrix.shape, matrix.rectangles[rank]
     if bucket.scheme in ("owner", "share"):
         return owned * whole_flops(shape, work)
     if bucket.scheme in ("local", "duplicated"):
         return count * whole_flops(shape, work)
     if bucket.scheme == "blockwise":
-        return count * whole_flops(piece.shape, work)
-    kept, cut = _kept_side(matrix), piece.shape[1 - _kept_dim(matrix)]
+        return count * whole_flops(rectangle.shape, work)
+    kept, cut = _kept_side(matrix), rectangle.shape[1 - _kept_dim(matrix)]
     if bucket.scheme == "distributed":
         return count * standard_flops(kept, cut, work.schedule, work.share)
     cubes = cube_flops(shape, work)
@@ -177,7 +177,7 @@ def bucket_calls(plan: Plan, bucket: Bucket, work: Works) -> dict[str, int]:
         case "gram_replicated":
             return {"all_reduce": work.segments}
         case "gram_split":
-            rounds, rest = divmod(len(bucket.owners), plan.matrices[bucket.matrices[0]].ranks)
+            rounds, rest = divmod(len(bucket.compute_ranks), plan.matrices[bucket.matrices[0]].ranks)
             calls = {"reduce_scatter": bool(rounds), "all_gather": bool(rounds), "reduce": rest, "broadcast": rest}
             return {name: of_segment * work.segments for name, of_segment in calls.items() if of_segment}
         case _:
@@ -187,19 +187,19 @@ def bucket_calls(plan: Plan, bucket: Bucket, work: Works) -> dict[str, int]:
 def bucket_bytes(plan: Plan, bucket: Bucket, rank: int, work: Works) -> dict[str, int]:
     """Collective -> bytes that one rank of the bucket's group sends in all its calls.
 
-    - ``owner``: there each rank sends its piece of a matrix to its owner, and back each owner the other ranks' pieces.
-    - ``duplicated``: all pieces are padded to the largest one.
+    - ``owner``: there each rank sends its shard of a matrix to its owner, and back each owner the other ranks' shards.
+    - ``duplicated``: all shards are padded to the largest one.
     - ``distributed``: the squared norms, then in each step the Gram matrices of the dimension that is not cut.
     - ``gram_split``: the matrices of full rounds in one buffer, each of the rest by itself.
     - ``share``: whole matrices, padded to equally many on every rank.
     """
     matrix, count = plan.matrices[bucket.matrices[0]], len(bucket.matrices)
-    ranks, pieces = matrix.ranks, matrix.pieces
+    ranks, rectangles = matrix.ranks, matrix.rectangles
     if bucket.scheme == "owner":
-        (rows, cols), own, owned = matrix.shape, pieces[rank].numel, bucket.owners.count(rank)
+        (rows, cols), own, owned = matrix.shape, rectangles[rank].numel, bucket.compute_ranks.count(rank)
         return {"all_to_all": ((count - owned) * own + owned * (rows * cols - own)) * matrix.itemsize}
     if bucket.scheme == "duplicated":
-        largest = max(piece.numel for piece in pieces)
+        largest = max(rectangle.numel for rectangle in rectangles)
         return {"all_gather": traffic.all_gather(largest * count * matrix.itemsize, ranks)}
     if bucket.scheme == "share":
         (rows, cols), on_one = matrix.shape, -(-count // ranks)
@@ -213,8 +213,8 @@ def bucket_bytes(plan: Plan, bucket: Bucket, rank: int, work: Works) -> dict[str
         return {"all_reduce": traffic.all_reduce(count * NORM_BYTES, ranks) + len(work.schedule) * sums}
     if bucket.scheme == "gram_replicated":
         return {"all_reduce": work.segments * sums}
-    full, rest = in_rounds(bucket.owners, ranks)
-    roots = [bucket.owners[index] for index in rest]
+    full, rest = in_rounds(bucket.compute_ranks, ranks)
+    roots = [bucket.compute_ranks[index] for index in rest]
     sent = {
         "reduce_scatter": traffic.reduce_scatter(len(full) * gram, ranks),
         "all_gather": traffic.all_gather(len(full) // ranks * gram, ranks),
@@ -253,13 +253,13 @@ def plan_cost(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> Cost:
 
 def _rank_costs(plan: Plan, bucket: Bucket, work: Works, rates: Rates) -> list[Cost]:
     """What a bucket costs each rank; computed once for ranks with as much to do, of which there may be hundreds."""
-    owned = Counter(bucket.owners)
+    owned = Counter(bucket.compute_ranks)
     known: dict[tuple[Shape, int, int], Cost] = {}
     costs = []
-    pieces = plan.matrices[bucket.matrices[0]].pieces
-    for rank, piece in enumerate(pieces):
+    rectangles = plan.matrices[bucket.matrices[0]].rectangles
+    for rank, rectangle in enumerate(rectangles):
         # what a rank passes on of the rest of gram_split depends on the rank after it
-        kind = (piece.shape, owned[rank], owned[(rank + 1) % len(pieces)])
+        kind = (rectangle.shape, owned[rank], owned[(rank + 1) % len(rectangles)])
         if kind not in known:
             known[kind] = rank_cost(plan, bucket, rank, work, rates)
         costs.append(known[kind])
@@ -276,8 +276,8 @@ def _busiest(costs: list[Cost]) -> Cost:
 
 
 def _kept_dim(matrix: Matrix) -> int:
-    """The dimension that is not cut, of a matrix with pieces along one."""
-    cut = cut_dimension(matrix.shape, matrix.pieces)
+    """The dimension that is not cut, of a matrix with shards along one."""
+    cut = cut_dimension(matrix.shape, matrix.rectangles)
     if cut is None:
         raise ValueError(f"{matrix.name!r} is not cut along one dimension, which its scheme needs")
     return 1 - cut

@@ -1,6 +1,6 @@
 """Where a DTensor lies: FSDP2, HSDP, tensor parallelism, and meshes of several dimensions.
 
-The pieces are computed here from the placements, with the definitions of torch's ``Shard`` and ``_StridedShard``: its
+The shards are computed here from the placements, with the definitions of torch's ``Shard`` and ``_StridedShard``: its
 own helper knows where a shard starts, but not whether it is one rectangle, and has changed between releases.
 """
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from megatron_eopt.parallel.collectives import Partition, joint_group
 from megatron_eopt.parallel.layout import Layout, on_one_rank
-from megatron_eopt.parallel.records import Piece, Shape
+from megatron_eopt.parallel.records import Rectangle, Shape
 
 Cut = tuple[int, int, int]
 """One mesh dimension that cuts: dimension of the tensor, number of ranks, split factor of the placement."""
@@ -52,8 +52,8 @@ def layout_of_dtensor(x: DTensor, shape: Shape | None = None) -> Layout:
     dims = _cut_mesh_dims(x)
     if not dims:
         return on_one_rank(shape)
-    pieces = _pieces(tuple(x.shape), leading, _cuts(x, dims))
-    if pieces is None:
+    rectangles = _rectangles(tuple(x.shape), leading, _cuts(x, dims))
+    if rectangles is None:
         raise ValueError(
             f"{found}: a rank holds several separate parts of the matrix {shape}; use an order of shards that leaves "
             f"each rank one rectangle, such as Shard(0) for FSDP over Shard(0) or Shard(1) for tensor parallelism"
@@ -61,12 +61,12 @@ def layout_of_dtensor(x: DTensor, shape: Shape | None = None) -> Layout:
     partition = _partition(mesh, dims)
     own = next(ranks for ranks in partition if dist.get_rank() in ranks)
     group = mesh.get_group(dims[0]) if len(dims) == 1 else joint_group(partition, own)
-    held = dict(zip(own, pieces, strict=True))
+    held = dict(zip(own, rectangles, strict=True))
     layout = Layout(shape, tuple(held[rank] for rank in dist.get_process_group_ranks(group)), group, _label(mesh, dims))
     with torch.no_grad():
         local = x.to_local().shape
-    if local.numel() != layout.piece.numel:
-        raise ValueError(f"{found}: this rank holds {tuple(local)}, but by its placements {layout.piece}")
+    if local.numel() != layout.rectangle.numel:
+        raise ValueError(f"{found}: this rank holds {tuple(local)}, but by its placements {layout.rectangle}")
     return layout
 
 
@@ -80,14 +80,17 @@ def lies_alike(x: DTensor, layout: Layout) -> bool:
     dims = _cut_mesh_dims(x)
     if not dims or layout.group is None:
         return not layout.sharded
-    pieces = _pieces(layout.shape, 1, tuple((min(dim, 1), *rest) for dim, *rest in _cuts(x, dims)))
-    if pieces is None:
+    rectangles = _rectangles(layout.shape, 1, tuple((min(dim, 1), *rest) for dim, *rest in _cuts(x, dims)))
+    if rectangles is None:
         return False
     own = next(ranks for ranks in _partition(x.device_mesh, dims) if dist.get_rank() in ranks)
-    held = dict(zip(own, pieces, strict=True))
-    pairs = zip(dist.get_process_group_ranks(layout.group), layout.pieces, strict=True)
+    held = dict(zip(own, rectangles, strict=True))
+    pairs = zip(dist.get_process_group_ranks(layout.group), layout.rectangles, strict=True)
     # where nothing is held, the place of it says nothing
-    return all(held[rank] == piece or (held[rank].shape == piece.shape and not piece.numel) for rank, piece in pairs)
+    return all(
+        held[rank] == rectangle or (held[rank].shape == rectangle.shape and not rectangle.numel)
+        for rank, rectangle in pairs
+    )
 
 
 def _cut_mesh_dims(x: DTensor) -> list[int]:
@@ -108,7 +111,7 @@ def _leading_dims(shape: tuple[int, ...], matrix: Shape) -> int | None:
 
 
 @lru_cache
-def _pieces(shape: tuple[int, ...], leading: int, cuts: tuple[Cut, ...]) -> tuple[Piece, ...] | None:
+def _rectangles(shape: tuple[int, ...], leading: int, cuts: tuple[Cut, ...]) -> tuple[Rectangle, ...] | None:
     """What each rank holds, the last of ``cuts`` varying fastest; None where that is not one rectangle for all."""
     result = []
     for coordinates in product(*(range(ranks) for _, ranks, _ in cuts)):
@@ -120,7 +123,7 @@ def _pieces(shape: tuple[int, ...], leading: int, cuts: tuple[Cut, ...]) -> tupl
         columns = _flattened(ranges[leading:], shape[leading:])
         if rows is None or columns is None:
             return None
-        result.append(Piece(*rows, *columns))
+        result.append(Rectangle(*rows, *columns))
     return tuple(result)
 
 
@@ -149,7 +152,7 @@ def _chunk(indices: Sequence[int], chunks: int, which: int) -> Sequence[int]:
 
 
 def _flattened(ranges: Sequence[range | None], shape: Sequence[int]) -> tuple[int, int] | None:
-    """Start and end of a box within its flattened tensor; None where it is not in one piece there."""
+    """Start and end of a box within its flattened tensor; None where it is not in one shard there."""
     start, size = 0, 1
     for held, length in zip(ranges, shape, strict=True):
         # behind a dimension with several entries, all others have to be whole

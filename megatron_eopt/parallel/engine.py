@@ -32,7 +32,7 @@ from megatron_eopt.parallel.schemes.whole import cut_out, gather
 from megatron_eopt.parallel.statistics import Statistics, Wanted, reduce_statistics
 
 IN_FLIGHT = 3
-"""Buckets at work at once: one whose pieces arrive, one that is computed, one whose results leave."""
+"""Buckets at work at once: one whose shards arrive, one that is computed, one whose results leave."""
 
 _MOST_PLANS = 1024  # that are kept: one for each set of parameters that had gradients in a step
 _ROUNDS = 5
@@ -100,7 +100,7 @@ class Engine:
         rates: for the predictions of ``auto``; None measures them, for which all ranks come here together.
 
     Raises:
-        ValueError: for two groups of ranks of the same name, and for pieces that are not those of a matrix.
+        ValueError: for two groups of ranks of the same name, and for shards that are not those of a matrix.
 
     Attributes:
         groups: of ranks, by label.
@@ -140,7 +140,7 @@ class Engine:
         self.matrices = [
             tuple(_as_worked_on(next(flat), layout, tp_mode) for layout in layouts) for layouts in self._layouts
         ]
-        """Of each parameter its logical matrices, as they are orthogonalized: ``blockwise`` makes each piece one."""
+        """Of each parameter its logical matrices, as they are orthogonalized: ``blockwise`` makes each shard one."""
 
     def prepare(self, kernel: str | None = None, kept: str | None = None) -> str | None:
         """Agree with the other ranks on the plan and on the kernel of symmetric products; all ranks call it together.
@@ -243,6 +243,8 @@ class Engine:
             ``shards``, now with new tensors of the same shapes and dtypes.
         """
         active = self._of(indices)
+        if len(shards) != len(active.matrices):
+            raise ValueError(f"the plan has {len(active.matrices)} matrices, got {len(shards)} shards")
         scales = active.scales if scaled else [1.0] * len(shards)
         at_work: list[tuple[Bucket, _Running]] = []
         waiting = list(reversed(active.plan.buckets))
@@ -305,11 +307,11 @@ class Engine:
         Returns:
             What waits, and then gives whole stacks.
         """
-        return gather(stacks, [(m.shape, m.pieces) for m in matrices], self.groups[matrices[0].group])
+        return gather(stacks, [(m.shape, m.rectangles) for m in matrices], self.groups[matrices[0].group])
 
     def scatter_back(self, x: Tensor, matrix: Matrix) -> Tensor:
         """This rank's shard of a whole matrix that all ranks of its group have: a view."""
-        return cut_out(x, matrix.pieces[self.groups[matrix.group].rank()])
+        return cut_out(x, matrix.rectangles[self.groups[matrix.group].rank()])
 
     def _matrices_of(self, index: int) -> list[Matrix]:
         """The logical matrices of a parameter."""
@@ -321,7 +323,7 @@ class Engine:
             Matrix(
                 f"{parameter.name}[{name}]" if name else parameter.name,
                 layout.shape,
-                layout.pieces,
+                layout.rectangles,
                 layout.label,
                 parameter.dtype.itemsize,
                 iteration,
@@ -355,7 +357,7 @@ class Engine:
             form: Form = "gram" if bucket.scheme.startswith("gram") else "auto"
             form = "standard" if bucket.scheme == "distributed" else form
             parameter, layout = of_matrix[bucket.matrices[0]]
-            shape = layout.piece.shape if bucket.scheme == "blockwise" else layout.shape
+            shape = layout.rectangle.shape if bucket.scheme == "blockwise" else layout.shape
             name = self.plan.matrices[bucket.matrices[0]].iteration
             compiled = self._iterations[name].compile(shape, parameter.dtype, self.device, form)
             self._compiled[name, shape, bucket.scheme, parameter.dtype] = compiled
@@ -398,8 +400,8 @@ def subset(plan: Plan, kept: Sequence[int]) -> Plan:
     for bucket in plan.buckets:
         left = [i for i, matrix in enumerate(bucket.matrices) if matrix in new]
         if left:
-            owners = tuple(bucket.owners[i] for i in left) if bucket.owners else ()
-            buckets.append(Bucket(tuple(new[bucket.matrices[i]] for i in left), bucket.scheme, owners))
+            compute_ranks = tuple(bucket.compute_ranks[i] for i in left) if bucket.compute_ranks else ()
+            buckets.append(Bucket(tuple(new[bucket.matrices[i]] for i in left), bucket.scheme, compute_ranks))
     return Plan(tuple(plan.matrices[i] for i in kept), tuple(buckets))
 
 
@@ -473,8 +475,8 @@ def _groups(parameters: Sequence[Parameter]) -> dict[str, ProcessGroup]:
 
 
 def _as_worked_on(matrix: Matrix, layout: Layout, tp_mode: TpMode) -> Matrix:
-    """A matrix; under ``blockwise`` this rank's piece as a matrix that no other rank has a part of."""
+    """A matrix; under ``blockwise`` this rank's shard as a matrix that no other rank has a part of."""
     if tp_mode != "blockwise":
         return matrix
-    shape = layout.piece.shape
-    return replace(matrix, shape=shape, pieces=(whole(shape),), group="")
+    shape = layout.rectangle.shape
+    return replace(matrix, shape=shape, rectangles=(whole(shape),), group="")

@@ -1,4 +1,4 @@
-"""Where a matrix lies: its global shape, the piece of every rank, and the group of ranks that hold them."""
+"""Where a matrix lies: its global shape, the shard of every rank, and the group of ranks that hold them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_eopt.matrices import LocalRows, Split, query_key_value
 from megatron_eopt.parallel.collectives import joint_group
-from megatron_eopt.parallel.records import Piece, Shape, cut, cut_dimension, cut_twice, whole
+from megatron_eopt.parallel.records import Rectangle, Shape, cut, cut_dimension, cut_twice, whole
 
 
 @dataclass(frozen=True)
@@ -18,16 +18,16 @@ class Layout:
 
     Attributes:
         shape: rows and columns of the global matrix.
-        pieces: what each rank of the group holds, in the order of its ranks.
-        group: the ranks that hold the pieces, None where there is one.
+        shards: what each rank of the group holds, in the order of its ranks.
+        group: the ranks that hold the shards, None where there is one.
         label: name of the group in plans, the same on every rank.
         shards: into how many the rows of a fused parameter are cut so that each shard has a part of every matrix in it;
             None for one for each rank, where ranks cut the rows in their order, and else for one.
-        padding: rows of this rank's tensor that lie behind its piece, and are no part of the matrix.
+        padding: rows of this rank's tensor that lie behind its shard, and are no part of the matrix.
     """
 
     shape: Shape
-    pieces: tuple[Piece, ...]
+    rectangles: tuple[Rectangle, ...]
     group: ProcessGroup | None = None
     label: str = ""
     shards: int | None = None
@@ -35,33 +35,33 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Number of pieces."""
-        return len(self.pieces)
+        """Number of shards."""
+        return len(self.rectangles)
 
     @property
     def rank(self) -> int:
-        """Which piece is this rank's."""
+        """Which shard is this rank's."""
         return 0 if self.group is None else self.group.rank()
 
     @property
-    def piece(self) -> Piece:
+    def rectangle(self) -> Rectangle:
         """What this rank holds."""
-        return self.pieces[self.rank]
+        return self.rectangles[self.rank]
 
     @property
     def sharded(self) -> bool:
         """True where a rank holds a part only."""
-        return any(piece.shape != self.shape for piece in self.pieces)
+        return any(rectangle.shape != self.shape for rectangle in self.rectangles)
 
     @property
     def dim(self) -> int | None:
         """The dimension that is cut in the order of the ranks; None where none is, or both are."""
-        return cut_dimension(self.shape, self.pieces)
+        return cut_dimension(self.shape, self.rectangles)
 
     @property
     def cut_dims(self) -> frozenset[int]:
         """The dimensions of which some rank holds a part only, in whatever order."""
-        return frozenset(i for i in (0, 1) if any(piece.shape[i] != self.shape[i] for piece in self.pieces))
+        return frozenset(i for i in (0, 1) if any(rectangle.shape[i] != self.shape[i] for rectangle in self.rectangles))
 
 
 def on_one_rank(shape: Shape) -> Layout:
@@ -158,27 +158,27 @@ def _cut_again(parameter: Tensor, dim: int, tp: ProcessGroup | None, gtp: Proces
     ranks = 1 if tp is None else tp.size()
     shape, grid = cut_twice((rows, cols), dim, ranks, gtp.size(), padding_of(parameter))
     if tp is None:
-        group, pieces = gtp, grid[0]
+        group, rectangles = gtp, grid[0]
     else:
         # Megatron numbers the ranks of a grid: a step along one axis is as far from every rank
         own, columns = dist.get_rank(), dist.get_process_group_ranks(gtp)
         held = {
-            first + second - own: piece
+            first + second - own: rectangle
             for first, row in zip(dist.get_process_group_ranks(tp), grid, strict=True)
-            for second, piece in zip(columns, row, strict=True)
+            for second, rectangle in zip(columns, row, strict=True)
         }
         members = tuple(sorted(held))
         group = joint_group((members,), members)
-        pieces = tuple(held[rank] for rank in dist.get_process_group_ranks(group))
+        rectangles = tuple(held[rank] for rank in dist.get_process_group_ranks(group))
     label = f"{prefix}gtp_remat" if tp is None else f"{prefix}tp x gtp_remat"
-    layout = Layout(shape, pieces, group, label, shards=ranks if dim == 0 else 1)
-    return replace(layout, padding=rows - layout.piece.shape[0])
+    layout = Layout(shape, rectangles, group, label, shards=ranks if dim == 0 else 1)
+    return replace(layout, padding=rows - layout.rectangle.shape[0])
 
 
 def split_layout(layout: Layout, split: Split | Sequence[int]) -> list[Layout]:
     """The layouts of the logical matrices of a parameter, in the order of their names.
 
-    A piece of a fused parameter may begin and end anywhere: it holds consecutive rows of every logical matrix, of some
+    A shard of a fused parameter may begin and end anywhere: it holds consecutive rows of every logical matrix, of some
     perhaps none.
 
     Args:
@@ -193,13 +193,14 @@ def split_layout(layout: Layout, split: Split | Sequence[int]) -> list[Layout]:
     if split.is_whole:
         return [matrix]
     pattern = split.pattern(layout.shape[0], _shards(layout, split))
-    held = [pattern.held(piece.top, piece.bottom) for piece in layout.pieces]
+    held = [pattern.held(rectangle.top, rectangle.bottom) for rectangle in layout.rectangles]
     layouts = [
         replace(
             matrix,
             shape=(block.rows, layout.shape[1]),
-            pieces=tuple(
-                Piece(*rows[place], piece.left, piece.right) for rows, piece in zip(held, layout.pieces, strict=True)
+            rectangles=tuple(
+                Rectangle(*rows[place], rectangle.left, rectangle.right)
+                for rows, rectangle in zip(held, layout.rectangles, strict=True)
             ),
         )
         for place, block in enumerate(pattern.blocks)
@@ -208,13 +209,13 @@ def split_layout(layout: Layout, split: Split | Sequence[int]) -> list[Layout]:
 
 
 def local_rows(layout: Layout, split: Split) -> LocalRows:
-    """What splits this rank's part of a parameter into its pieces of the logical matrices, and merges them.
+    """What splits this rank's part of a parameter into its shards of the logical matrices, and merges them.
 
     Raises:
         ValueError: as :func:`split_layout`.
     """
-    piece = layout.piece
-    return split.local(layout.shape[0], piece.top, piece.bottom, _shards(layout, split), layout.padding)
+    rectangle = layout.rectangle
+    return split.local(layout.shape[0], rectangle.top, rectangle.bottom, _shards(layout, split), layout.padding)
 
 
 def _shards(layout: Layout, split: Split) -> int:
@@ -222,7 +223,7 @@ def _shards(layout: Layout, split: Split) -> int:
     if layout.shards is not None:
         return layout.shards
     shards = layout.ranks if layout.dim == 0 else 1
-    rows = sorted({piece.shape[0] for piece in layout.pieces})
+    rows = sorted({rectangle.shape[0] for rectangle in layout.rectangles})
     if split.order == "per_shard" and len(rows) > 1:
         raise ValueError(f"shards that each have a part of every matrix are equal, got {rows} rows on several ranks")
     return shards

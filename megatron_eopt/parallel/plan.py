@@ -1,6 +1,6 @@
 """What a step does, decided once: buckets of equal matrices, and the scheme of each.
 
-Pure Python, from shapes, pieces and settings alone: the same on every rank, and it can be made, printed and tested
+Pure Python, from shapes, shards and settings alone: the same on every rank, and it can be made, printed and tested
 without a process group.
 """
 
@@ -20,7 +20,7 @@ from megatron_eopt.parallel.cost import (
     whole_flops,
     work_of,
 )
-from megatron_eopt.parallel.records import Bucket, Matrix, Piece, Plan, Scheme, Shape, TpMode, cut_dimension, whole
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, Scheme, Shape, TpMode, cut_dimension, whole
 
 REPLICATED_ROWS = 1024
 """Gram matrices of at most so many rows are worth computing on every rank: to split them costs more collectives."""
@@ -54,12 +54,12 @@ def make_plan(
 ) -> Plan:
     """The plan of a list of matrices: a function of its arguments alone, so the same on every rank.
 
-    Matrices of equal shape, pieces, group, item size and iteration are one bucket, or two where the scheme is mixed, or
+    Matrices of equal shape, shards, group, item size and iteration are one bucket, or two where the scheme is mixed, or
     more where they are many (:func:`in_parts`):
 
     - Matrices of one rank, and those without entries, are ``local``.
     - Matrices that every rank of a group holds whole are ``share``, or ``local`` if the group is not to share.
-    - Pieces are served by the scheme that is named. Where ``distributed`` or ``gram`` should not serve them (the short
+    - Shards are served by the scheme that is named. Where ``distributed`` or ``gram`` should not serve them (the short
       side is cut, or both, and the Gram matrix would be that of the long one; for ``gram`` also where the Gram form
       must not run), by ``owner``.
     - ``gram`` is ``gram_split`` for matrices with a short side over :data:`REPLICATED_ROWS` where that is predicted to
@@ -70,8 +70,8 @@ def make_plan(
       of at most :data:`SMALL_ENTRIES`, ``duplicated``. It starts with ``owner`` everywhere, and with what would be best
       for each bucket alone, and changes one bucket after another, the largest matrices first, until none gets better.
 
-    Owners are dealt in rounds over the ranks; the last round of a bucket goes to the ranks with the least to do so far,
-    the largest matrices first. So two ranks differ by at most one matrix.
+    Compute ranks are dealt in rounds over the ranks; the last round of a bucket goes to the ranks with the least to do
+    so far, the largest matrices first. So two ranks differ by at most one matrix.
 
     Executed are first the buckets that exchange, the most expensive first, then the others, which fill the waiting.
 
@@ -83,7 +83,7 @@ def make_plan(
         share_groups: labels of groups whose whole matrices are shared out.
 
     Raises:
-        ValueError: for an unknown mode, two matrices of one name, pieces that neither tile their matrix nor are all
+        ValueError: for an unknown mode, two matrices of one name, shards that neither tile their matrix nor are all
             whole, and groups of different sizes under one label.
     """
     validate_tp_mode(mode)
@@ -95,7 +95,14 @@ def make_plan(
     # From here on in an order that does not depend on that of the parameters: largest matrices first.
     kinds = sorted(
         alike,
-        key=lambda m: (-whole_flops(m.shape, work_of(m, work)), m.group, m.shape, m.pieces, m.itemsize, m.iteration),
+        key=lambda m: (
+            -whole_flops(m.shape, work_of(m, work)),
+            m.group,
+            m.shape,
+            m.rectangles,
+            m.itemsize,
+            m.iteration,
+        ),
     )
     buckets: list[Bucket] = []
     for group, ranks in sorted({(m.group, m.ranks) for m in kinds}):
@@ -114,16 +121,16 @@ def make_plan(
 def _options(
     matrix: Matrix, places: tuple[int, ...], mode: TpMode, work: Works, share: bool
 ) -> list[tuple[Bucket, ...]]:
-    """The ways to serve matrices that are alike, the first to be preferred; without owners."""
+    """The ways to serve matrices that are alike, the first to be preferred; without compute ranks."""
 
     def by(*schemes: Scheme) -> list[tuple[Bucket, ...]]:
         return [(Bucket(places, scheme),) for scheme in schemes]
 
     if matrix.ranks == 1 or 0 in matrix.shape:
         return by("local")
-    if all(piece == whole(matrix.shape) for piece in matrix.pieces):
+    if all(rectangle == whole(matrix.shape) for rectangle in matrix.rectangles):
         return by("share" if share else "local")
-    cut = cut_dimension(matrix.shape, matrix.pieces)
+    cut = cut_dimension(matrix.shape, matrix.rectangles)
     if mode in ("blockwise", "duplicated", "owner"):
         return by(mode)
     along_long_side = cut is not None and matrix.shape[cut] == max(matrix.shape)
@@ -149,10 +156,10 @@ def _options(
 
 
 def _best(draft: Plan, options: Sequence[list[tuple[Bucket, ...]]], work: Works, rates: Rates) -> list[Bucket]:
-    """One of the options for each kind of matrices of a group, by the predicted time of all, with owners."""
+    """One of the options for each kind of matrices of a group, by the predicted time of all, with compute ranks."""
 
     def serve(picked: Sequence[tuple[Bucket, ...]]) -> list[Bucket]:
-        return _with_owners(draft, [bucket for buckets in picked for bucket in buckets], work)
+        return _with_compute_ranks(draft, [bucket for buckets in picked for bucket in buckets], work)
 
     def seconds(picked: Sequence[tuple[Bucket, ...]]) -> float:
         return plan_cost(replace(draft, buckets=tuple(serve(picked))), work, rates).seconds
@@ -176,8 +183,8 @@ def _best(draft: Plan, options: Sequence[list[tuple[Bucket, ...]]], work: Works,
     return serve(min((improved(start) for start in starts), key=seconds))
 
 
-def _with_owners(plan: Plan, buckets: Sequence[Bucket], work: Works) -> list[Bucket]:
-    """The buckets of one group, with owners where the scheme has them, the largest matrices dealt first."""
+def _with_compute_ranks(plan: Plan, buckets: Sequence[Bucket], work: Works) -> list[Bucket]:
+    """The buckets of one group, with compute ranks where the scheme has them, the largest matrices dealt first."""
     ranks = plan.matrices[buckets[0].matrices[0]].ranks
     load = [0.0] * ranks
     done = list(buckets)
@@ -193,17 +200,17 @@ def _with_owners(plan: Plan, buckets: Sequence[Bucket], work: Works) -> list[Buc
             continue
         rounds, rest = divmod(len(bucket.matrices), ranks)
         last = sorted(sorted(range(ranks), key=lambda rank: (load[rank], rank))[:rest])
-        owners = (*range(ranks),) * rounds + (*last,)
+        compute_ranks = (*range(ranks),) * rounds + (*last,)
         for rank in last:
             load[rank] += flops(bucket)
-        done[place] = replace(bucket, owners=owners)
+        done[place] = replace(bucket, compute_ranks=compute_ranks)
     return done
 
 
 def _check(matrices: Sequence[Matrix]) -> None:
     names: set[str] = set()
     sizes: dict[str, int] = {}
-    tiled: set[tuple[Shape, tuple[Piece, ...]]] = set()
+    tiled: set[tuple[Shape, tuple[Rectangle, ...]]] = set()
     for matrix in matrices:
         if matrix.name in names:
             raise ValueError(f"two matrices have the name {matrix.name!r}")
@@ -211,39 +218,39 @@ def _check(matrices: Sequence[Matrix]) -> None:
         if matrix.ranks > 1 and sizes.setdefault(matrix.group, matrix.ranks) != matrix.ranks:
             others = sizes[matrix.group]
             raise ValueError(
-                f"{matrix.name!r} has {matrix.ranks} pieces, others of group {matrix.group!r} have {others}"
+                f"{matrix.name!r} has {matrix.ranks} shards, others of group {matrix.group!r} have {others}"
             )
-        if (matrix.shape, matrix.pieces) not in tiled:
-            _check_pieces(matrix)
-            tiled.add((matrix.shape, matrix.pieces))
+        if (matrix.shape, matrix.rectangles) not in tiled:
+            _check_rectangles(matrix)
+            tiled.add((matrix.shape, matrix.rectangles))
 
 
-def _check_pieces(matrix: Matrix) -> None:
-    (rows, cols), pieces = matrix.shape, matrix.pieces
-    inside = all(0 <= p.top <= p.bottom <= rows and 0 <= p.left <= p.right <= cols for p in pieces)
-    full = [piece for piece in pieces if piece.numel]
+def _check_rectangles(matrix: Matrix) -> None:
+    (rows, cols), rectangles = matrix.shape, matrix.rectangles
+    inside = all(0 <= p.top <= p.bottom <= rows and 0 <= p.left <= p.right <= cols for p in rectangles)
+    full = [rectangle for rectangle in rectangles if rectangle.numel]
     apart = not any(
         a.top < b.bottom and b.top < a.bottom and a.left < b.right and b.left < a.right
         for place, a in enumerate(full)
         for b in full[:place]
     )
-    replicated = all(piece == whole(matrix.shape) for piece in pieces)
-    covered = sum(piece.numel for piece in pieces) == rows * cols
-    if not (pieces and inside and (replicated or (apart and covered))):
-        raise ValueError(f"the pieces of {matrix.name!r} do not tile its shape {matrix.shape}: {list(pieces)}")
+    replicated = all(rectangle == whole(matrix.shape) for rectangle in rectangles)
+    covered = sum(rectangle.numel for rectangle in rectangles) == rows * cols
+    if not (rectangles and inside and (replicated or (apart and covered))):
+        raise ValueError(f"the shards of {matrix.name!r} do not tile its shape {matrix.shape}: {list(rectangles)}")
 
 
 def in_parts(bucket: Bucket, matrix: Matrix, max_bytes: int = MAX_BYTES) -> list[Bucket]:
     """A bucket as buckets of whole rounds, in each of which every rank owns as many matrices.
 
     Args:
-        bucket: with its owners, who are dealt in rounds over the ranks.
+        bucket: with its compute ranks, who are dealt in rounds over the ranks.
         matrix: one of those that it has.
         max_bytes: see :data:`MAX_BYTES`.
     """
     if bucket.scheme in ("local", "blockwise"):
         return [bucket]
-    held = max(piece.numel for piece in matrix.pieces) * matrix.itemsize
+    held = max(rectangle.numel for rectangle in matrix.rectangles) * matrix.itemsize
     if bucket.scheme.startswith("gram"):
         held = max(held, min(matrix.shape) ** 2 * 4)
     rounds = -(-len(bucket.matrices) // matrix.ranks)
@@ -252,7 +259,7 @@ def in_parts(bucket: Bucket, matrix: Matrix, max_bytes: int = MAX_BYTES) -> list
         at_once = min(at_once, -(-rounds // SHARED_PARTS))
     size = at_once * matrix.ranks
     return [
-        Bucket(bucket.matrices[start : start + size], bucket.scheme, bucket.owners[start : start + size])
+        Bucket(bucket.matrices[start : start + size], bucket.scheme, bucket.compute_ranks[start : start + size])
         for start in range(0, len(bucket.matrices), size)
     ]
 
@@ -265,7 +272,7 @@ def fingerprint(plan: Plan, label: str | None = None) -> str:
         label: of a group: what other groups share, and what a rank has for itself, is left out.
     """
     lines = [repr(matrix) for matrix in _matrices(plan, label)]
-    lines += [repr((bucket.scheme, names, bucket.owners)) for bucket, names in _buckets(plan, label)]
+    lines += [repr((bucket.scheme, names, bucket.compute_ranks)) for bucket, names in _buckets(plan, label)]
     return sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -281,7 +288,7 @@ def first_difference(mine: Plan, other: Plan, label: str | None = None) -> str |
     for place, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a.name != b.name:
             return f"matrix {place} is {a.name!r} in the one and {b.name!r} in the other"
-        for what in ("shape", "pieces", "group", "itemsize", "iteration"):
+        for what in ("shape", "rectangles", "group", "itemsize", "iteration"):
             a_is, b_is = getattr(a, what), getattr(b, what)
             if a_is != b_is:
                 return f"{a.name!r} has the {what} {a_is!r} in the one and {b_is!r} in the other"
@@ -316,7 +323,7 @@ def _buckets(plan: Plan, label: str | None) -> Iterator[tuple[Bucket, tuple[str,
 def _decisions(plan: Plan, label: str | None) -> dict[str, tuple[str, int | None]]:
     """Scheme and owner of each matrix, by name."""
     return {
-        name: (bucket.scheme, bucket.owners[place] if bucket.owners else None)
+        name: (bucket.scheme, bucket.compute_ranks[place] if bucket.compute_ranks else None)
         for bucket, names in _buckets(plan, label)
         for place, name in enumerate(names)
     }

@@ -12,7 +12,7 @@ Shape = tuple[int, int]
 
 
 @dataclass(frozen=True, order=True)
-class Piece:
+class Rectangle:
     """A rectangle of a matrix: rows from ``top`` to ``bottom``, columns from ``left`` to ``right``, ends excluded."""
 
     top: int
@@ -31,13 +31,13 @@ class Piece:
         return (self.bottom - self.top) * (self.right - self.left)
 
 
-def whole(shape: Shape) -> Piece:
-    """The piece of a rank that holds everything."""
-    return Piece(0, shape[0], 0, shape[1])
+def whole(shape: Shape) -> Rectangle:
+    """The shard of a rank that holds everything."""
+    return Rectangle(0, shape[0], 0, shape[1])
 
 
-def cut(shape: Shape, dim: int, ranks: int) -> tuple[Piece, ...]:
-    """Pieces of equal size along ``dim``, as tensor parallelism cuts.
+def cut(shape: Shape, dim: int, ranks: int) -> tuple[Rectangle, ...]:
+    """Shards of equal size along ``dim``, as tensor parallelism cuts.
 
     Raises:
         ValueError: if the dimension is no multiple of the number of ranks.
@@ -48,17 +48,17 @@ def cut(shape: Shape, dim: int, ranks: int) -> tuple[Piece, ...]:
     return cut_at(shape, dim, [rank * size for rank in range(ranks + 1)])
 
 
-def cut_at(shape: Shape, dim: int, edges: list[int]) -> tuple[Piece, ...]:
-    """Pieces between consecutive ``edges`` along ``dim``; equal edges make an empty piece."""
+def cut_at(shape: Shape, dim: int, edges: list[int]) -> tuple[Rectangle, ...]:
+    """Shards between consecutive ``edges`` along ``dim``; equal edges make an empty shard."""
     rows, cols = shape
     if dim == 0:
-        return tuple(Piece(start, end, 0, cols) for start, end in pairwise(edges))
-    return tuple(Piece(0, rows, start, end) for start, end in pairwise(edges))
+        return tuple(Rectangle(start, end, 0, cols) for start, end in pairwise(edges))
+    return tuple(Rectangle(0, rows, start, end) for start, end in pairwise(edges))
 
 
 def cut_twice(
     held: Shape, dim: int, ranks: int, again: int, padding: int = 0
-) -> tuple[Shape, tuple[tuple[Piece, ...], ...]]:
+) -> tuple[Shape, tuple[tuple[Rectangle, ...], ...]]:
     """A matrix that is cut along ``dim``, and whose shards are each cut along the rows a second time.
 
     Args:
@@ -69,7 +69,7 @@ def cut_twice(
         padding: rows behind those of each shard of the first cut, which fill up the last ranks of the second.
 
     Returns:
-        The shape of the matrix without padding, and the pieces by the rank in the first cut and in the second. A piece
+        The shape of the matrix without padding, and the shards by the rank in the first cut and in the second. A shard
         has fewer rows than ``held`` where padding follows, perhaps none.
 
     Raises:
@@ -83,22 +83,22 @@ def cut_twice(
     return shape, tuple(_cut_rows(shard, rows, again) for shard in cut(shape, dim, ranks))
 
 
-def _cut_rows(piece: Piece, rows: int, ranks: int) -> tuple[Piece, ...]:
-    """Pieces of a piece, of so many rows each but for the last ones, which what is left of it does not fill."""
-    edges = [min(piece.top + rank * rows, piece.bottom) for rank in range(ranks + 1)]
-    return tuple(Piece(top, bottom, piece.left, piece.right) for top, bottom in pairwise(edges))
+def _cut_rows(rectangle: Rectangle, rows: int, ranks: int) -> tuple[Rectangle, ...]:
+    """Shards of a shard, of so many rows each but for the last ones, which what is left of it does not fill."""
+    edges = [min(rectangle.top + rank * rows, rectangle.bottom) for rank in range(ranks + 1)]
+    return tuple(Rectangle(top, bottom, rectangle.left, rectangle.right) for top, bottom in pairwise(edges))
 
 
-def cut_dimension(shape: Shape, pieces: tuple[Piece, ...]) -> int | None:
-    """The one dimension along which the pieces tile the matrix in the order of the ranks.
+def cut_dimension(shape: Shape, rectangles: tuple[Rectangle, ...]) -> int | None:
+    """The one dimension along which the shards tile the matrix in the order of the ranks.
 
     None where every rank holds everything, and where both dimensions are cut or the order is another.
     """
     for dim in (0, 1):
         if shape[dim] == 0:
             continue
-        starts = [(piece.top, piece.left)[dim] for piece in pieces]
-        if pieces == cut_at(shape, dim, [*starts, shape[dim]]) and starts[0] == 0 and len(pieces) > 1:
+        starts = [(rectangle.top, rectangle.left)[dim] for rectangle in rectangles]
+        if rectangles == cut_at(shape, dim, [*starts, shape[dim]]) and starts[0] == 0 and len(rectangles) > 1:
             return dim
     return None
 
@@ -110,12 +110,12 @@ Scheme = Literal["local", "blockwise", "duplicated", "distributed", "owner", "gr
 """How a bucket is orthogonalized, where n is the short side and m the long one:
 
 - ``local``: whole matrices, orthogonalized on the rank that holds them, as one stack.
-- ``blockwise``: each piece as a matrix of its own: an approximation, nothing is exchanged.
-- ``duplicated``: one all-gather of all pieces of the bucket; every rank computes everything and keeps its pieces.
+- ``blockwise``: each shard as a matrix of its own: an approximation, nothing is exchanged.
+- ``duplicated``: one all-gather of all shards of the bucket; every rank computes everything and keeps its shards.
 - ``distributed``: the standard form; every step sums the Gram matrices of the bucket (stacked) over the ranks, in one
   all-reduce each, after one for the norms. The Gram matrix is that of the dimension that is not cut.
-- ``owner``: one all-to-all brings each matrix together on one rank, which orthogonalizes it, one takes the pieces back.
-- ``gram_replicated``: the Gram form on the pieces, cut along the long side: one all-reduce of the stacked Gram matrices
+- ``owner``: one all-to-all brings each matrix together on one rank, which orthogonalizes it, one takes the shards back.
+- ``gram_replicated``: the Gram form on the shards, cut along the long side: one all-reduce of the stacked Gram matrices
   (n x n) at the start and after every restart; every rank computes all factors Q.
 - ``gram_split``: the same, but each sum goes to one rank, which computes Q and hands it out: a reduce-scatter and an
   all-gather for as many matrices as the ranks can share evenly, a reduce and a broadcast for each of the rest. So as
@@ -132,7 +132,7 @@ class Matrix:
     Attributes:
         name: of the parameter, and of the matrix where the parameter has several (``...linear_qkv.weight[q]``).
         shape: rows and columns of the global matrix.
-        pieces: what each rank of the group holds, in the order of its ranks; one for a matrix of one rank.
+        rectangles: that of each rank of the group, in the order of its ranks; one for a matrix of one rank.
         group: label of the process group: ``tp``, ``expt_tp``, ``dp`` and so on. Matrices of different groups are never
             in one bucket.
         itemsize: bytes of an entry where it is exchanged.
@@ -142,7 +142,7 @@ class Matrix:
 
     name: str
     shape: Shape
-    pieces: tuple[Piece, ...]
+    rectangles: tuple[Rectangle, ...]
     group: str = "tp"
     itemsize: int = 4
     iteration: str = ""
@@ -150,28 +150,28 @@ class Matrix:
     @property
     def ranks(self) -> int:
         """How many ranks the group has."""
-        return len(self.pieces)
+        return len(self.rectangles)
 
     @property
     def sharded(self) -> bool:
         """Whether a rank holds a part only."""
-        return any(piece.shape != self.shape for piece in self.pieces)
+        return any(rectangle.shape != self.shape for rectangle in self.rectangles)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Matrices of equal shape, pieces, group, item size and iteration, and how they are orthogonalized.
+    """Matrices of equal shape, shards, group, item size and iteration, and how they are orthogonalized.
 
     Attributes:
         matrices: indices into the matrices of the plan, ascending.
         scheme: see :data:`Scheme`.
-        owners: the rank of the group that computes each matrix, for ``owner``, ``gram_split`` and ``share``; empty
+        compute_ranks: of each matrix, for ``owner``, ``gram_split`` and ``share``; empty
             otherwise.
     """
 
     matrices: tuple[int, ...]
     scheme: Scheme
-    owners: tuple[int, ...] = ()
+    compute_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -187,35 +187,35 @@ class Plan:
     buckets: tuple[Bucket, ...]
 
 
-def of_ranks(owners: Sequence[int], ranks: int) -> list[list[int]]:
+def of_ranks(compute_ranks: Sequence[int], ranks: int) -> list[list[int]]:
     """The matrices of each rank, ascending.
 
     Args:
-        owners: rank that computes each matrix of a bucket.
+        compute_ranks: rank that computes each matrix of a bucket.
         ranks: number of ranks.
 
     Raises:
         ValueError: if two ranks differ by more than one matrix.
     """
     owned: list[list[int]] = [[] for _ in range(ranks)]
-    for index, owner in enumerate(owners):
+    for index, owner in enumerate(compute_ranks):
         owned[owner].append(index)
     counts = [len(indices) for indices in owned]
     if max(counts) - min(counts) > 1:
         raise ValueError(
-            f"one rank owns {max(counts)} of {len(owners)} matrices and another {min(counts)}: "
+            f"one rank owns {max(counts)} of {len(compute_ranks)} matrices and another {min(counts)}: "
             f"they are to be dealt evenly over {ranks} ranks"
         )
     return owned
 
 
-def in_rounds(owners: Sequence[int], ranks: int) -> tuple[list[int], list[int]]:
+def in_rounds(compute_ranks: Sequence[int], ranks: int) -> tuple[list[int], list[int]]:
     """The matrices of which every rank has as many, one rank's after the other's, and the rest: fewer than ranks.
 
     Raises:
         ValueError: as :func:`of_ranks`.
     """
-    rounds = len(owners) // ranks
-    owned = of_ranks(owners, ranks)
+    rounds = len(compute_ranks) // ranks
+    owned = of_ranks(compute_ranks, ranks)
     full = [index for indices in owned for index in indices[:rounds]]
     return full, sorted(index for indices in owned for index in indices[rounds:])

@@ -1,4 +1,4 @@
-"""Statistics of global matrices from pieces, in one reduction for many matrices."""
+"""Statistics of global matrices from shards, in one reduction for many matrices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ class Wanted:
     """A matrix, and which of its statistics are wanted: the same on every rank of its group.
 
     Attributes:
-        matrix: where its pieces lie.
-        x: this rank's piece, (rows x cols), of any floating dtype; may be empty.
+        matrix: where its shards lie.
+        x: this rank's shard, (rows x cols), of any floating dtype; may be empty.
         row_means: the mean of each row.
         column_means: the mean of each column.
         of_squares: take these means of the squares of the entries.
         squared_norm: the sum of the squares of all entries.
-        inner: this rank's piece of another matrix that lies as this one does, whose inner product with it is wanted.
+        inner: this rank's shard of another matrix that lies as this one does, whose inner product with it is wanted.
     """
 
     matrix: Matrix
@@ -65,10 +65,10 @@ def reduce_statistics(wanted: Sequence[Wanted], group: ProcessGroup | None) -> P
 
     Args:
         wanted: the matrices; may be of different shapes.
-        group: the ranks that hold the pieces; None for whole matrices.
+        group: the ranks that hold the shards; None for whole matrices.
 
     Raises:
-        ValueError: if pieces of a matrix overlap, but are not all the whole of it, and for a missing group.
+        ValueError: if shards of a matrix overlap, but are not all the whole of it, and for a missing group.
     """
     rank = 0 if group is None else group.rank()
     tables = [_Sums(one, rank) for one in wanted]
@@ -76,7 +76,7 @@ def reduce_statistics(wanted: Sequence[Wanted], group: ProcessGroup | None) -> P
     if not crossing:
         return Pending(None, lambda: [sums.statistics([]) for sums in tables])
     if group is None:
-        raise ValueError("statistics of matrices that are cut need the group of the ranks that hold the pieces")
+        raise ValueError("statistics of matrices that are cut need the group of the ranks that hold the shards")
     pending = all_reduce(torch.cat(crossing), group)
 
     def finish() -> list[Statistics]:
@@ -91,12 +91,12 @@ class _Sums:
 
     def __init__(self, wanted: Wanted, rank: int) -> None:
         self._wanted = wanted
-        (rows, cols), pieces = wanted.matrix.shape, wanted.matrix.pieces
-        self._piece = pieces[rank]
-        replicated = all(piece.shape == (rows, cols) for piece in pieces)
-        if not replicated and sum(piece.numel for piece in pieces) != rows * cols:
-            raise ValueError(f"the pieces of {wanted.matrix.name} are not {rows} x {cols} entries: {pieces}")
-        shapes = [piece.shape for piece in pieces]
+        (rows, cols), rectangles = wanted.matrix.shape, wanted.matrix.rectangles
+        self._rectangle = rectangles[rank]
+        replicated = all(rectangle.shape == (rows, cols) for rectangle in rectangles)
+        if not replicated and sum(rectangle.numel for rectangle in rectangles) != rows * cols:
+            raise ValueError(f"the shards of {wanted.matrix.name} are not {rows} x {cols} entries: {rectangles}")
+        shapes = [rectangle.shape for rectangle in rectangles]
         self._cross = {
             "rows": any(of_rows and of_cols != cols for of_rows, of_cols in shapes),
             "cols": any(of_cols and of_rows != rows for of_rows, of_cols in shapes),
@@ -120,8 +120,10 @@ class _Sums:
         return sums
 
     def _own(self, name: str) -> slice:
-        piece = self._piece
-        return {"rows": slice(piece.top, piece.bottom), "cols": slice(piece.left, piece.right)}.get(name, slice(None))
+        rectangle = self._rectangle
+        return {"rows": slice(rectangle.top, rectangle.bottom), "cols": slice(rectangle.left, rectangle.right)}.get(
+            name, slice(None)
+        )
 
     def _spread(self, name: str, sums: Tensor) -> Tensor:
         """The sums in their places among those of the global matrix."""

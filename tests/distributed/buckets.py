@@ -7,9 +7,9 @@ from itertools import pairwise
 import torch
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.parallel.engine import Engine, Parameter
+from megatron_eopt.parallel.engine import Engine, Parameter, _as_worked_on
 from megatron_eopt.parallel.layout import Layout
-from megatron_eopt.parallel.records import Bucket, Matrix, Piece, Plan, cut_at, whole
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, cut_at, whole
 
 OWNED = ("owner", "gram_split", "share")
 ONE_CUT = ("duplicated", "distributed", "owner", "gram_replicated", "gram_split")
@@ -20,7 +20,8 @@ class InFp16(NewtonSchulz):
     """The Gram form as it is on a GPU."""
 
     def compile(self, shape, dtype, device, form="auto"):
-        return replace(super().compile(shape, dtype, device, form), dtype=torch.float16, precision=None)
+        compiled = super().compile(shape, dtype, device, form)
+        return replace(compiled, dtype=torch.float16) if form == "gram" else compiled
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ CASES = [
         for count in (1, 5)
         if not scheme.startswith("gram") or shape[dim] >= shape[1 - dim]
     ),
-    # uneven pieces, one of them empty
+    # uneven shards, one of them empty
     *(
         Case(scheme, shape, long_side(shape), 4, edges)
         for scheme in ONE_CUT
@@ -109,13 +110,16 @@ CASES = [
 ]
 
 
-def pieces_of(case, ranks):
+def rectangles_of(case, ranks):
     rows, cols = case.shape
     if case.how == "whole":
         return (whole(case.shape),) * (1 if case.scheme == "local" else ranks)
     if case.how == "grid":  # blocks of different heights, and beside them the last rank's
         edges = [round(rows * part / (ranks - 1)) for part in range(ranks)]
-        return (*(Piece(top, end, 0, cols // 3) for top, end in pairwise(edges)), Piece(0, rows, cols // 3, cols))
+        return (
+            *(Rectangle(top, end, 0, cols // 3) for top, end in pairwise(edges)),
+            Rectangle(0, rows, cols // 3, cols),
+        )
     size = case.shape[case.how]
     edges = [size * part // ranks for part in range(ranks + 1)]
     if case.edges == "uneven":  # the second of three or more is empty
@@ -129,11 +133,13 @@ def plan_of(cases, ranks):
     matrices, buckets = [], []
     for case in cases:
         of_bucket = tuple(range(len(matrices), len(matrices) + case.count))
-        pieces = pieces_of(case, ranks)
-        matrices += [Matrix(f"{index}", case.shape, pieces, "tp", case.dtype.itemsize) for index in of_bucket]
-        # the last ranks first, so that owners and their matrices are not in order
-        owners = tuple((ranks - 1 - index) % ranks for index in range(case.count)) if case.scheme in OWNED else ()
-        buckets.append(Bucket(of_bucket, case.scheme, owners))
+        rectangles = rectangles_of(case, ranks)
+        matrices += [Matrix(f"{index}", case.shape, rectangles, "tp", case.dtype.itemsize) for index in of_bucket]
+        # the last ranks first, so that compute ranks and their matrices are not in order
+        compute_ranks = (
+            tuple((ranks - 1 - index) % ranks for index in range(case.count)) if case.scheme in OWNED else ()
+        )
+        buckets.append(Bucket(of_bucket, case.scheme, compute_ranks))
     return Plan(tuple(matrices), tuple(buckets))
 
 
@@ -153,55 +159,41 @@ def scale(rows, cols):
     return rows / cols + 0.25
 
 
-def part_of(x, piece):
-    return x[piece.top : piece.bottom, piece.left : piece.right]
+def part_of(x, rectangle):
+    return x[rectangle.top : rectangle.bottom, rectangle.left : rectangle.right]
 
 
 def own_parts(case, ranks, rank):
-    pieces = pieces_of(case, ranks)
-    return [part_of(x, pieces[rank % len(pieces)]) for x in matrices_of(case)]
+    rectangles = rectangles_of(case, ranks)
+    return [part_of(x, rectangles[rank % len(rectangles)]) for x in matrices_of(case)]
 
 
-def engine_of(plan, groups, iterations, scales, dtypes):
-    """An engine that executes a plan, whatever it would have planned itself.
-
-    Args:
-        plan: of matrices in the shape that a group of ranks has.
-        groups: by label.
-        iterations: by name.
-        scales: of each matrix.
-        dtypes: of each matrix.
-    """
-    parameters = [
-        Parameter(
-            str(i),
-            dtype,
-            Layout(matrix.shape, matrix.pieces, groups[matrix.group] if matrix.ranks > 1 else None, matrix.group),
-            iteration=iterations[matrix.iteration],
-            scale=lambda rows, cols, scale=scale: scale,
-        )
-        for i, (matrix, scale, dtype) in enumerate(zip(plan.matrices, scales, dtypes, strict=True))
-    ]
-    engine = Engine(parameters, torch.device("cpu"))
-    engine.plan, engine._iterations = plan, iterations
-    engine._compile()
-    return engine
-
-
-def executed(plan, shards, groups, iterations):
-    """What an engine makes of shards by a plan, with scales by the shapes of what each bucket takes for matrices.
+def executed(plan, shards, groups, iterations, scale=scale):
+    """What an engine makes of shards by a plan, whatever it would have planned itself.
 
     Args:
-        plan: any.
-        shards: one for each matrix.
+        plan: any; its matrices become parameters, and those of several ranks have groups.
+        shards: this rank's shard of each matrix.
         groups: by label.
         iterations: by name, or one for all matrices.
+        scale: of a matrix by its shape, or of a shard where the scheme takes each for a matrix.
     """
-    if isinstance(iterations, NewtonSchulz):
-        iterations = {matrix.iteration: iterations for matrix in plan.matrices}
-    scales = [scale(*matrix.shape) for matrix in plan.matrices]
+    of_matrices = [
+        iterations if isinstance(iterations, NewtonSchulz) else iterations[each.iteration] for each in plan.matrices
+    ]
+    layouts = [
+        Layout(each.shape, each.rectangles, groups[each.group] if each.ranks > 1 else None, each.group)
+        for each in plan.matrices
+    ]
+    parameters = [
+        Parameter(str(i), shard.dtype, layout, iteration=iteration, scale=scale)
+        for i, (shard, layout, iteration) in enumerate(zip(shards, layouts, of_matrices, strict=True))
+    ]
+    engine = Engine(parameters, torch.device("cpu"))
+    named = (replace(each, iteration=own.name) for each, own in zip(plan.matrices, of_matrices, strict=True))
+    engine.plan = replace(plan, matrices=tuple(named))
+    engine._compile()
     for bucket in plan.buckets:
-        for index in bucket.matrices if bucket.scheme == "blockwise" else ():
-            scales[index] = scale(*shards[index].shape) if shards[index].numel() else 1.0
-    engine = engine_of(plan, groups, iterations, scales, [shard.dtype for shard in shards])
+        for i in bucket.matrices if bucket.scheme == "blockwise" else ():
+            engine.matrices[i] = (_as_worked_on(plan.matrices[i], layouts[i], "blockwise"),)
     return engine.orthogonalize(shards, range(len(shards)))

@@ -85,8 +85,10 @@ def on_ranks(rank, world_size, tp_modes):
     for tp_mode in tp_modes:
         for variant in VARIANTS:
             optimizer, parameters, calls = trained(rank, world_size, variant, tp_mode)
-            pieces = {name: [each.piece for each in optimizer.matrix_layouts(p)] for name, p in parameters.items()}
-            found = {name: (p.detach(), moments(optimizer, p), pieces[name]) for name, p in parameters.items()}
+            rectangles = {
+                name: [each.rectangle for each in optimizer.matrix_layouts(p)] for name, p in parameters.items()
+            }
+            found = {name: (p.detach(), moments(optimizer, p), rectangles[name]) for name, p in parameters.items()}
             results[variant, tp_mode] = found, calls
     return results
 
@@ -147,7 +149,7 @@ def check(results, tp_modes):
             for rank, result in enumerate(results):
                 found, _ = result[variant, tp_mode]
                 for name, (shape, attributes) in CASES.items():
-                    actual, kept, pieces = found[name]
+                    actual, kept, rectangles = found[name]
                     what = variant, tp_mode, rank, name
                     assert parameters[name].shape == shape
                     assert_close(actual, cut(parameters[name].detach(), attributes, rank, world_size), what, tolerance)
@@ -159,7 +161,9 @@ def check(results, tp_modes):
                     else:
                         expected = [
                             v[p.top : p.bottom] if m.shape[0] >= m.shape[1] else v[p.left : p.right]
-                            for v, p, m in zip(whole, pieces, optimizer.matrix_layouts(parameters[name]), strict=True)
+                            for v, p, m in zip(
+                                whole, rectangles, optimizer.matrix_layouts(parameters[name]), strict=True
+                            )
                         ]
                     for one, other in zip(kept, expected, strict=True):
                         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6, msg=str(what))

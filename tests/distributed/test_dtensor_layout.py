@@ -1,4 +1,4 @@
-"""Layouts of real DTensors: every rank's local part is what its piece of the global matrix says."""
+"""Layouts of real DTensors: every rank's local part is what its shard of the global matrix says."""
 
 from itertools import product
 from types import SimpleNamespace
@@ -18,9 +18,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from megatron_eopt.parallel import collectives as groups
 from megatron_eopt.parallel.collectives import joint_group
-from megatron_eopt.parallel.dtensor import _pieces, layout_of_dtensor
+from megatron_eopt.parallel.dtensor import _rectangles, layout_of_dtensor
 from megatron_eopt.parallel.layout import on_one_rank
-from megatron_eopt.parallel.records import Piece, cut_at
+from megatron_eopt.parallel.records import Rectangle, cut_at
 from tests.distributed.ranks import run_ranks
 
 SHAPES = [(7, 5), (8, 6), (3, 4), (1, 9)]
@@ -36,30 +36,32 @@ def spread(x, mesh, placements):
 
 
 def check(x, full=None):
-    """The layout, after comparing this rank's part with its piece, and all parts together with the whole."""
+    """The layout, after comparing this rank's part with its shard, and all parts together with the whole."""
     full = matrix(x.shape) if full is None else full
     layout = layout_of_dtensor(x)
-    local, piece = x.to_local().detach(), layout.piece
+    local, rectangle = x.to_local().detach(), layout.rectangle
     assert layout.shape == tuple(full.shape)
-    assert torch.equal(local, full[piece.top : piece.bottom, piece.left : piece.right])
-    assert sum(piece.numel for piece in layout.pieces) == full.numel()
+    assert torch.equal(local, full[rectangle.top : rectangle.bottom, rectangle.left : rectangle.right])
+    assert sum(rectangle.numel for rectangle in layout.rectangles) == full.numel()
     if layout.group is None:
         assert layout == on_one_rank(layout.shape)
         return layout
     assert layout.ranks == layout.group.size()
     found = [None] * layout.ranks
-    dist.all_gather_object(found, (layout.rank, piece, layout.pieces, layout.label), group=layout.group)
-    assert found == [(rank, piece, layout.pieces, layout.label) for rank, piece in enumerate(layout.pieces)]
+    dist.all_gather_object(found, (layout.rank, rectangle, layout.rectangles, layout.label), group=layout.group)
+    assert found == [
+        (rank, rectangle, layout.rectangles, layout.label) for rank, rectangle in enumerate(layout.rectangles)
+    ]
     return layout
 
 
 def agrees_with_torch(x, layout):
-    """Compare the pieces with torch's own helper, at the coordinates of every rank of the group."""
+    """Compare the shards with torch's own helper, at the coordinates of every rank of the group."""
     mesh = x.device_mesh
-    for rank, piece in zip(dist.get_process_group_ranks(layout.group), layout.pieces, strict=True):
+    for rank, rectangle in zip(dist.get_process_group_ranks(layout.group), layout.rectangles, strict=True):
         coordinates = (mesh.mesh == rank).nonzero()[0].tolist()
         size, offset = _compute_local_shape_and_global_offset(tuple(x.shape), mesh.shape, coordinates, x.placements)
-        assert piece == Piece(offset[0], offset[0] + size[0], offset[1], offset[1] + size[1])
+        assert rectangle == Rectangle(offset[0], offset[0] + size[0], offset[1], offset[1] + size[1])
 
 
 def linears():
@@ -85,7 +87,7 @@ def one_dimension(rank, ranks):
         agrees_with_torch(x, layout)
         assert layout.label == f"fsdp={ranks}"
         size = -(-shape[dim] // ranks)
-        assert layout.pieces == cut_at(shape, dim, [min(i * size, shape[dim]) for i in range(ranks + 1)])
+        assert layout.rectangles == cut_at(shape, dim, [min(i * size, shape[dim]) for i in range(ranks + 1)])
         assert layout.dim == dim
     assert check(spread(matrix((7, 5)), mesh, [Replicate()])) == on_one_rank((7, 5))
     for weight in fsdp(mesh):
@@ -114,7 +116,7 @@ def two_dimensions(rank):
     # a mesh whose order is not that of the ranks
     turned = DeviceMesh("cpu", torch.tensor([[3, 1], [2, 0]]), mesh_dim_names=("dp", "tp"))
     layout = check(spread(matrix((8, 6)), turned, [Shard(0), Shard(1)]))
-    assert layout.pieces[3] == Piece(0, 4, 0, 3)
+    assert layout.rectangles[3] == Rectangle(0, 4, 0, 3)
     row = [3, 1] if rank % 2 else [2, 0]
     layout = check(spread(matrix((8, 6)), turned, [Replicate(), Shard(0)]))
     assert sorted(dist.get_process_group_ranks(layout.group)) == sorted(row)
@@ -142,14 +144,14 @@ def fsdp_over_tp(rank):
     assert column.placements == (_StridedShard(0, split_factor=2), Shard(0))
     assert row.placements == (Shard(0), Shard(1))
     # tensor parallelism cut the rows first: ranks 0 and 2 share its first half
-    assert [piece.top for piece in check(column).pieces] == [0, 4, 2, 6]
+    assert [rectangle.top for rectangle in check(column).rectangles] == [0, 4, 2, 6]
     # 5 rows on two ranks of FSDP
-    assert [piece.shape for piece in check(row).pieces] == [(3, 4), (3, 4), (2, 4), (2, 4)]
+    assert [rectangle.shape for rectangle in check(row).rectangles] == [(3, 4), (3, 4), (2, 4), (2, 4)]
     assert check(column).group is check(row).group is dist.group.WORLD
 
     model(torch.ones(2, 6)).sum().backward()
     assert column.grad.placements == column.placements
-    assert layout_of_dtensor(column.grad).pieces == layout_of_dtensor(column).pieces
+    assert layout_of_dtensor(column.grad).rectangles == layout_of_dtensor(column).rectangles
 
 
 def more_dimensions_of_a_tensor(rank):
@@ -160,12 +162,12 @@ def more_dimensions_of_a_tensor(rank):
         x = spread(stacked, mesh, placements)
         layout = layout_of_dtensor(x)
         assert layout.shape == (4, 18)
-        piece = layout.piece
-        expected = stacked.flatten(1)[piece.top : piece.bottom, piece.left : piece.right]
+        rectangle = layout.rectangle
+        expected = stacked.flatten(1)[rectangle.top : rectangle.bottom, rectangle.left : rectangle.right]
         assert torch.equal(x.to_local().flatten(1), expected)
     x = spread(stacked, mesh, (Shard(0), Shard(2)))
-    piece = layout_of_dtensor(x, (12, 6)).piece
-    rows = stacked.flatten(0, 1)[piece.top : piece.bottom, piece.left : piece.right]
+    rectangle = layout_of_dtensor(x, (12, 6)).rectangle
+    rows = stacked.flatten(0, 1)[rectangle.top : rectangle.bottom, rectangle.left : rectangle.right]
     assert torch.equal(x.to_local().flatten(0, 1), rows)
     with pytest.raises(ValueError, match=r"is no matrix of shape \(6, 12\): its rows have to be a product"):
         layout_of_dtensor(x, (6, 12))
@@ -185,7 +187,9 @@ def refused(rank):
         torch.ones(4, 6), mesh, [Replicate(), Shard(0)], run_check=False, shape=(9, 6), stride=(6, 1)
     )
     if mesh.get_coordinate()[1] == 0:
-        with pytest.raises(ValueError, match=r"this rank holds \(4, 6\), but by its placements Piece\(top=0, bottom=5"):
+        with pytest.raises(
+            ValueError, match=r"this rank holds \(4, 6\), but by its placements Rectangle\(top=0, bottom=5"
+        ):
             layout_of_dtensor(wrong)
     elsewhere = DeviceMesh("cpu", torch.tensor([0, 1]))
     x = DTensor.from_local(torch.ones(2, 3), elsewhere, [Shard(0)], run_check=False, shape=(4, 3), stride=(3, 1))
@@ -250,7 +254,7 @@ def three_dimensions(rank, ranks):
     if rank < 4:
         layout = check(spread(matrix((7, 5)), stage, [Shard(0), Shard(1)]))
         assert dist.get_process_group_ranks(layout.group) == [0, 1, 2, 3]
-        assert layout.pieces[0] == Piece(0, 4, 0, 3)
+        assert layout.rectangles[0] == Rectangle(0, 4, 0, 3)
     dist.barrier()
 
 
@@ -269,7 +273,7 @@ def cuts_of(draw):
 @given(cuts=cuts_of(), shape=st.tuples(st.integers(1, 20), st.integers(1, 20)))
 def test_pieces_are_those_of_torchs_placements(cuts, shape):
     placements = [Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor) for dim, _, factor in cuts]
-    expected, rectangles = [], True
+    expected, whole = [], True
     for coordinates in product(*(range(ranks) for _, ranks, _ in cuts)):
         local = matrix(shape)
         for placement, (_, ranks, _), rank in zip(placements, cuts, coordinates, strict=True):
@@ -277,12 +281,10 @@ def test_pieces_are_those_of_torchs_placements(cuts, shape):
         size, offset = _compute_local_shape_and_global_offset(
             shape, [ranks for _, ranks, _ in cuts], list(coordinates), placements
         )
-        piece = Piece(offset[0], offset[0] + size[0], offset[1], offset[1] + size[1])
-        rectangle = matrix(shape)[piece.top : piece.bottom, piece.left : piece.right]
-        rectangles = rectangles and torch.equal(rectangle, local)
-        expected.append(piece)
-    pieces = _pieces(shape, 1, cuts)
-    assert pieces == (tuple(expected) if rectangles else None)
+        found = Rectangle(offset[0], offset[0] + size[0], offset[1], offset[1] + size[1])
+        whole = whole and torch.equal(matrix(shape)[found.top : found.bottom, found.left : found.right], local)
+        expected.append(found)
+    assert _rectangles(shape, 1, cuts) == (tuple(expected) if whole else None)
 
 
 class World:

@@ -3,7 +3,6 @@
 import os
 import time
 from datetime import timedelta
-from itertools import product
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, on_one_rank
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, cut, cut_at
 from megatron_eopt.parallel.schemes import SCHEMES
-from tests.distributed.buckets import engine_of, executed, part_of
+from tests.distributed.buckets import executed, part_of
 from tests.distributed.ranks import run_ranks
 
 CPU, F32 = torch.device("cpu"), torch.float32
@@ -41,6 +40,10 @@ def matrix_of(index, shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(index))
 
 
+def shaped(rows, cols):
+    return 1 + rows / cols
+
+
 def sharded(shape, dim, ranks):
     return Layout(shape, cut(shape, dim, ranks), dist.group.WORLD, "tp")
 
@@ -51,23 +54,17 @@ def sharded(shape, dim, ranks):
 def mixed(ranks):
     """Parameters of which each kind has every iteration, in an order that mixes these."""
     lying = [on_one_rank(shape) if dim is None else sharded(shape, dim, ranks) for shape, dim in SHAPES]
-    kinds = list(product(range(2), enumerate(lying), ITERATIONS.items()))
     return [
-        Parameter(
-            f"{number}.{copy}.{name}",
-            F32,
-            layout,
-            iteration=iteration,
-            scale=lambda rows, cols, i=i: 2.0 + i,
-            settings=name,
-        )
-        for i, (copy, (number, layout), (name, iteration)) in enumerate(kinds)
+        Parameter(f"{number}.{copy}.{name}", F32, layout, iteration=iteration, scale=shaped, settings=name)
+        for copy in range(2)
+        for number, layout in enumerate(lying)
+        for name, iteration in ITERATIONS.items()
     ]
 
 
 def factors_of(engine, parameters, rank, indices=None):
     indices = range(len(parameters)) if indices is None else indices
-    shards = [part_of(matrix_of(i, parameters[i].layout.shape), parameters[i].layout.piece) for i in indices]
+    shards = [part_of(matrix_of(i, parameters[i].layout.shape), parameters[i].layout.rectangle) for i in indices]
     return engine.orthogonalize(shards, indices)
 
 
@@ -106,7 +103,7 @@ def test_several_iterations_are_one_plan(ranks):
                 zip(together, alone, parameters, strict=True)
             ):
                 assert torch.equal(actual, by_itself), (mode, i)
-                expected = ITERATIONS[name](matrix_of(i, shape)) * (2.0 + i)
+                expected = ITERATIONS[name](matrix_of(i, shape)) * shaped(*shape)
                 expected = expected if dim is None else part_of(expected, cut(shape, dim, ranks)[rank])
                 # as in test_schemes: with polar_express the Gram form is itself 1e-5 from the polynomial
                 assert (actual - expected).abs().max() <= 3e-5 * expected.abs().max(), (mode, i)
@@ -180,7 +177,7 @@ def summed_and_gathered(rank, ranks):
     assert counters.calls == {"all_reduce": 3 if rank < 2 else 2}
     assert engine.sums([], []) == []
 
-    # whole matrices of unequal pieces, several stacks in one gather, and back
+    # whole matrices of unequal shards, several stacks in one gather, and back
     uneven = [((7, 5), 0, [0, 4, 4, 7]), ((4, 6), 1, [0, 1, 3, 6])]
     layouts = [Layout(shape, cut_at(shape, *cut), dist.group.WORLD, "tp") for shape, *cut in uneven]
     engine = Engine([Parameter(str(each.shape), F32, each) for each in layouts], CPU)
@@ -192,7 +189,7 @@ def summed_and_gathered(rank, ranks):
     for gathered, expected, matrix in zip(wait(), whole, matrices, strict=True):
         assert torch.equal(gathered, expected)
         back = engine.scatter_back(expected, matrix)
-        assert torch.equal(back, part_of(expected.movedim(0, -1), matrix.pieces[rank]).movedim(-1, 0))
+        assert torch.equal(back, part_of(expected.movedim(0, -1), matrix.rectangles[rank]).movedim(-1, 0))
         assert back._base is expected
     return True
 
@@ -205,31 +202,48 @@ def with_and_without_layout(rank, ranks):
     """Parameters of both kinds in one engine: indices are those of all parameters."""
     group = dist.group.WORLD
     iteration = NewtonSchulz(fp32_matmul_prec="highest")
-    split = Split((Part("a", 3), Part("b", 5)))
-    fused = Parameter("fused", F32, sharded((8, 30), 1, ranks), split, iteration, lambda rows, cols: rows)
+    fused = Parameter("fused", F32, sharded((8, 30), 1, ranks), Split((Part("a", 3), Part("b", 5))), iteration, shaped)
     vector = Parameter("vector", F32, groups={"tp": group})
     own = Parameter("own", F32)
-    plain = Parameter("plain", F32, sharded((8, 30), 1, ranks), iteration=iteration, scale=lambda rows, cols: 0.5)
+    plain = Parameter("plain", F32, sharded((8, 30), 1, ranks), iteration=iteration)
     engine = Engine([vector, fused, own, plain], CPU, "owner", DEFAULT_RATES)
     engine.prepare("torch")
     assert [len(matrices) for matrices in engine.matrices] == [0, 2, 0, 1]
     assert [matrix.shape for matrix in engine.flat([1, 3])] == [(3, 30), (5, 30), (8, 30)]
-    assert engine.scales([1, 3]) == [3, 5, 0.5]
+    assert engine.scales([1, 3]) == [shaped(3, 30), shaped(5, 30), 1.0]
     assert [engine.shares(i) for i in range(4)] == [True, True, False, True]
     assert engine.agree(torch.full((1, 4), rank)).tolist() == [[0, 0, rank, 0]]
     x = matrix_of(0, (8, 30))
-    shard = part_of(x, fused.layout.piece)
+    shard = part_of(x, fused.layout.rectangle)
     assert torch.equal(engine.merge(1, engine.split(1, shard)), shard)
-    factors = engine.orthogonalize(engine.split_all([1, 3], [shard, shard]), [1, 3])
-    expected = [3 * iteration(x[:3]), 5 * iteration(x[3:]), 0.5 * iteration(x)]
-    for actual, of_whole in zip(factors, expected, strict=True):
-        of_rank = of_whole[:, fused.layout.piece.left : fused.layout.piece.right]
+    shards = engine.split_all([1, 3], [shard, shard])
+    assert [len(each) for each in shards] == [3, 5, 8]
+    assert all(map(torch.equal, engine.merge_all([1, 3], shards), [shard, shard]))
+    expected = [shaped(3, 30) * iteration(x[:3]), shaped(5, 30) * iteration(x[3:]), iteration(x)]
+    for actual, of_whole in zip(engine.orthogonalize(shards, [1, 3]), expected, strict=True):
+        of_rank = of_whole[:, fused.layout.rectangle.left : fused.layout.rectangle.right]
         torch.testing.assert_close(actual, of_rank, rtol=1e-5, atol=1e-5)
     return True
 
 
 def test_parameters_with_and_without_layout_are_one_engine():
     assert all(run_ranks(with_and_without_layout, 2))
+
+
+def blockwise(rank, ranks):
+    """Shards of different shapes, of matrices of one shape."""
+    iteration = NewtonSchulz(fp32_matmul_prec="highest")
+    layouts = [sharded((40, 40), dim, ranks) for dim in (0, 1)]
+    parameters = [Parameter(str(i), F32, layout, iteration=iteration) for i, layout in enumerate(layouts)]
+    engine = Engine(parameters, CPU, "blockwise")
+    engine.prepare("torch")
+    shards = [part_of(matrix_of(0, (40, 40)), layout.rectangle) for layout in layouts]
+    expected = [iteration(shard) for shard in shards]
+    return all(map(torch.equal, engine.orthogonalize(shards, [0, 1]), expected))
+
+
+def test_each_shard_gets_the_iteration_of_its_shape():
+    assert all(run_ranks(blockwise, 2))
 
 
 def differing(rank, ranks):
@@ -271,7 +285,7 @@ def stopping(rank, ranks, folder, scheme):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT))
     matrix, run = Matrix("a", (32, 96), cut((32, 96), 1, ranks)), SCHEMES[scheme]
     plan = Plan((matrix,) * 6, tuple(Bucket((2 * index, 2 * index + 1), scheme, (1, 2)) for index in range(3)))
-    shards = [torch.randn(matrix.pieces[rank].shape) for _ in plan.matrices]
+    shards = [torch.randn(matrix.rectangles[rank].shape) for _ in plan.matrices]
 
     def leaving(job, shards):
         running = run(job, shards)
@@ -285,9 +299,8 @@ def stopping(rank, ranks, folder, scheme):
     start = time.monotonic()
     try:
         # what the others still needed of the first step may have been sent before; of the second nothing was
-        engine = engine_of(plan, {"tp": dist.group.WORLD}, {"": NewtonSchulz()}, [1.0] * 6, [torch.float32] * 6)
         for _ in range(2):
-            engine.orthogonalize(shards, range(6))
+            executed(plan, shards, {"tp": dist.group.WORLD}, NewtonSchulz())
     except RuntimeError:
         (folder / f"{rank}").write_text(str(time.monotonic() - start))
         raise

@@ -166,9 +166,9 @@ def inner_products(rank, world_size):
     x, y = matrix_of(0), matrix_of(1, dtype=torch.bfloat16)
     kept = x.double().clone()
     wanted = [
-        Wanted(matrix=matrix, x=part_of(x.to(dtype), piece), inner=part_of(y, piece))
+        Wanted(matrix=matrix, x=part_of(x.to(dtype), rectangle), inner=part_of(y, rectangle))
         for matrix in matrices
-        for piece in [matrix.pieces[rank]]
+        for rectangle in [matrix.rectangles[rank]]
         for dtype in (torch.float32, torch.float64)
     ]
     counters.reset()

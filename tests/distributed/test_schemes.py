@@ -7,7 +7,9 @@ import torch.distributed as dist
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel import traffic
 from megatron_eopt.parallel.collectives import counters
-from megatron_eopt.parallel.records import Bucket, Matrix, Piece, Plan, cut_at
+from megatron_eopt.parallel.engine import Engine, Parameter
+from megatron_eopt.parallel.layout import on_one_rank
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, cut_at
 from tests.distributed.buckets import (
     CASES,
     ONE_CUT,
@@ -16,8 +18,8 @@ from tests.distributed.buckets import (
     matrices_of,
     own_parts,
     part_of,
-    pieces_of,
     plan_of,
+    rectangles_of,
     scale,
 )
 from tests.distributed.ranks import run_ranks
@@ -28,16 +30,16 @@ EACH = pytest.mark.parametrize(
 
 
 def on_ranks(rank, ranks, cases):
-    """Pieces and counters of each case, and the pieces where all cases of equal settings are one plan."""
+    """Shards and counters of each case, and the shards where all cases of equal settings are one plan."""
     groups, results = {"tp": dist.group.WORLD}, []
     for case in cases:
         plan = plan_of([case], ranks)
         shards = own_parts(case, ranks, rank)
         before = [shard.clone() for shard in shards]
         counters.reset()
-        pieces = executed(plan, list(shards), groups, case.settings)
+        rectangles = executed(plan, list(shards), groups, case.settings)
         assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(shards, before, strict=True))
-        results.append(([piece.clone() for piece in pieces], dict(counters.calls), dict(counters.bytes)))
+        results.append(([rectangle.clone() for rectangle in rectangles], dict(counters.calls), dict(counters.bytes)))
     together = [case for case in cases if case.settings == cases[0].settings]
     plan = plan_of(together, ranks)
     shards = [shard for case in together for shard in own_parts(case, ranks, rank)]
@@ -53,18 +55,18 @@ def run(request):
 def test_result_is_that_of_one_process(run, index):
     ranks, results = run
     case = CASES[index]
-    pieces = pieces_of(case, ranks)
+    rectangles = rectangles_of(case, ranks)
     for number, x in enumerate(matrices_of(case)):
         of_whole = case.settings(x) * scale(*case.shape)
-        for piece, result in zip(pieces * (ranks // len(pieces)), results, strict=True):
+        for rectangle, result in zip(rectangles * (ranks // len(rectangles)), results, strict=True):
             actual = result[0][index][0][number]
-            assert (actual.shape, actual.dtype, actual.is_contiguous()) == (piece.shape, x.dtype, True)
+            assert (actual.shape, actual.dtype, actual.is_contiguous()) == (rectangle.shape, x.dtype, True)
             if number == 1 and case.special in ("nan", "inf"):
                 assert actual.isnan().all()
-            elif piece.numel:
-                expected = part_of(of_whole, piece)
+            elif rectangle.numel:
+                expected = part_of(of_whole, rectangle)
                 if case.scheme == "blockwise":
-                    expected = case.settings(part_of(x, piece).contiguous()) * scale(*piece.shape)
+                    expected = case.settings(part_of(x, rectangle).contiguous()) * scale(*rectangle.shape)
                 assert_close(actual, expected, case, of_whole.abs().max())
 
 
@@ -89,18 +91,20 @@ def test_what_is_sent_is_what_was_predicted(run, index):
 
 def predicted(case, ranks, rank):
     """Calls and bytes of each collective."""
-    pieces, item = pieces_of(case, ranks), case.dtype.itemsize
-    owners = [(ranks - 1 - index) % ranks for index in range(case.count)]
+    rectangles, item = rectangles_of(case, ranks), case.dtype.itemsize
+    compute_ranks = [(ranks - 1 - index) % ranks for index in range(case.count)]
     each = -(-case.count // ranks)
     rows, cols = case.shape
     if case.scheme in ("local", "blockwise"):
         return {}
     if case.scheme == "owner":
-        to_owners = sum(pieces[rank].numel for owner in owners if owner != rank)
-        back = owners.count(rank) * sum(piece.numel for other, piece in enumerate(pieces) if other != rank)
+        to_owners = sum(rectangles[rank].numel for owner in compute_ranks if owner != rank)
+        back = compute_ranks.count(rank) * sum(
+            rectangle.numel for other, rectangle in enumerate(rectangles) if other != rank
+        )
         return {"all_to_all": (2, (to_owners + back) * item)}
     if case.scheme == "duplicated":
-        return {"all_gather": (1, (ranks - 1) * max(piece.numel for piece in pieces) * case.count * item)}
+        return {"all_gather": (1, (ranks - 1) * max(rectangle.numel for rectangle in rectangles) * case.count * item)}
     if case.scheme == "share":
         return {"all_gather": (1, (ranks - 1) * each * rows * cols * item)}
     n = case.shape[1 - case.how]
@@ -114,7 +118,7 @@ def predicted(case, ranks, rank):
     if rounds:
         sent = segments * (ranks - 1) * rounds * gram
         found |= {"reduce_scatter": (segments, sent), "all_gather": (segments, sent)}
-    if rest := owners[rounds * ranks :]:
+    if rest := compute_ranks[rounds * ranks :]:
         calls = segments * len(rest)
         # all but the owner send their part of a sum, all but the one before the owner pass on what comes of it
         found["reduce"] = (calls, segments * gram * (len(rest) - rest.count(rank)))
@@ -134,10 +138,10 @@ def test_one_plan_gives_what_its_buckets_give_alone(run):
     _, results = run
     together = [index for index, case in enumerate(CASES) if case.settings == CASES[0].settings]
     for alone, at_once in results:
-        expected = [piece for index in together for piece in alone[index][0]]
+        expected = [rectangle for index in together for rectangle in alone[index][0]]
         assert len(at_once) == len(expected) > 100
-        for actual, piece in zip(at_once, expected, strict=True):
-            assert torch.equal(actual, piece) or piece.isnan().all()
+        for actual, rectangle in zip(at_once, expected, strict=True):
+            assert torch.equal(actual, rectangle) or rectangle.isnan().all()
 
 
 def test_ranks_that_hold_the_same_have_the_same(run):
@@ -170,24 +174,19 @@ def test_a_power_of_two_changes_no_bit():
 
 def refused(rank, ranks):
     groups, messages = {"tp": dist.group.WORLD}, []
-    scattered = (Piece(0, 4, 0, 6), Piece(0, 4, 6, 8))
+    scattered = (Rectangle(0, 4, 0, 6), Rectangle(0, 4, 6, 8))
     swapped = scattered[::-1]
     settings = NewtonSchulz()
-    for bucket, pieces, given, of_iteration in (
-        (Bucket((0,), "gram_replicated"), cut_at((4, 8), 0, [0, 2, 4]), groups, settings),
-        (Bucket((0,), "distributed"), swapped, groups, settings),
-        (Bucket((0, 1), "gram_split", (0, 0)), scattered, groups, settings),
-        (
-            Bucket((0,), "gram_replicated"),
-            scattered,
-            groups,
-            NewtonSchulz(coefficient_type=[(1.5, -0.5, 0.0)], steps=1),
-        ),
+    for bucket, rectangles, of_iteration in (
+        (Bucket((0,), "gram_replicated"), cut_at((4, 8), 0, [0, 2, 4]), settings),
+        (Bucket((0,), "distributed"), swapped, settings),
+        (Bucket((0, 1), "gram_split", (0, 0)), scattered, settings),
+        (Bucket((0,), "gram_replicated"), scattered, NewtonSchulz(coefficient_type=[(1.5, -0.5, 0.0)], steps=1)),
     ):
-        plan = Plan((Matrix("a", (4, 8), pieces),) * len(bucket.matrices), (bucket,))
-        shards = [torch.ones(pieces[rank].shape) for _ in bucket.matrices]
+        plan = Plan((Matrix("a", (4, 8), rectangles),) * len(bucket.matrices), (bucket,))
+        shards = [torch.ones(rectangles[rank].shape) for _ in bucket.matrices]
         try:
-            executed(plan, shards, given, of_iteration)
+            executed(plan, shards, groups, of_iteration)
         except ValueError as error:
             messages.append(str(error))
     return messages
@@ -200,3 +199,10 @@ def test_plans_that_cannot_be_executed_are_refused():
         assert "along one dimension" in one
         assert "one rank owns 2 of 2 matrices and another 0: they are to be dealt evenly over 2 ranks" in owns
         assert "no table has restarts" in table
+
+
+def test_a_shard_for_every_matrix():
+    engine = Engine([Parameter("a", torch.float32, on_one_rank((4, 4)), iteration=NewtonSchulz())], torch.device("cpu"))
+    engine.prepare()
+    with pytest.raises(ValueError, match="1 matrices, got 0 shards"):
+        engine.orthogonalize([], [0])

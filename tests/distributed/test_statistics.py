@@ -1,4 +1,4 @@
-"""Means and norms of global matrices from pieces are those of one process."""
+"""Means and norms of global matrices from shards are those of one process."""
 
 from itertools import pairwise
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_eopt.parallel import traffic
 from megatron_eopt.parallel.collectives import counters
-from megatron_eopt.parallel.records import Matrix, Piece, cut_at, whole
+from megatron_eopt.parallel.records import Matrix, Rectangle, cut_at, whole
 from megatron_eopt.parallel.statistics import Wanted, reduce_statistics
 from tests.distributed.ranks import run_ranks
 
@@ -23,7 +23,7 @@ def layouts(ranks):
         "columns": cut_at(shape, 1, [COLS * part // ranks for part in range(ranks + 1)]),
         "all rows on one": cut_at(shape, 0, [0] + [ROWS] * ranks),
         "all columns on one": cut_at(shape, 1, [0] + [COLS] * ranks),
-        "blocks": (*(Piece(top, end, 0, 8) for top, end in pairwise(edges)), Piece(0, ROWS, 8, COLS)),
+        "blocks": (*(Rectangle(top, end, 0, 8) for top, end in pairwise(edges)), Rectangle(0, ROWS, 8, COLS)),
         "whole": (whole(shape),) * ranks,
     }
 
@@ -47,17 +47,17 @@ def matrix_of(index, factor=1.0, dtype=torch.float32):
     return (torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(index)) * factor + 0.1 * factor).to(dtype)
 
 
-def part_of(x, piece):
-    return x[piece.top : piece.bottom, piece.left : piece.right]
+def part_of(x, rectangle):
+    return x[rectangle.top : rectangle.bottom, rectangle.left : rectangle.right]
 
 
-def check(found, x, piece, choice):
+def check(found, x, rectangle, choice):
     of_rows, of_columns, of_squares, norm = choice
     wide = x.double()
     powers = wide.square() if of_squares else wide
     for asked, actual, expected in (
-        (of_rows, found.row_means, powers.mean(1)[piece.top : piece.bottom]),
-        (of_columns, found.column_means, powers.mean(0)[piece.left : piece.right]),
+        (of_rows, found.row_means, powers.mean(1)[rectangle.top : rectangle.bottom]),
+        (of_columns, found.column_means, powers.mean(0)[rectangle.left : rectangle.right]),
         (norm, found.squared_norm, wide.square().sum()),
     ):
         assert (actual is not None) == asked
@@ -69,7 +69,7 @@ def check(found, x, piece, choice):
 
 def on_ranks(rank, ranks):
     group = dist.group.WORLD
-    matrices = [Matrix(name, (ROWS, COLS), pieces) for name, pieces in layouts(ranks).items()]
+    matrices = [Matrix(name, (ROWS, COLS), rectangles) for name, rectangles in layouts(ranks).items()]
     for choice in CHOICES:
         names = ("row_means", "column_means", "of_squares", "squared_norm")
         chosen = dict(zip(names, choice, strict=True))
@@ -79,11 +79,11 @@ def on_ranks(rank, ranks):
             for factor, dtype in ((1.0, torch.float32), (1e-25, torch.float32), (1e6, torch.bfloat16))
             if not (choice[2] and factor == 1e-25)  # a mean in fp32 has no 1e-50
         ]
-        wanted = [Wanted(matrix=matrix, x=part_of(x, matrix.pieces[rank]), **chosen) for matrix, x in cases]
+        wanted = [Wanted(matrix=matrix, x=part_of(x, matrix.rectangles[rank]), **chosen) for matrix, x in cases]
         counters.reset()
         found = reduce_statistics(wanted, group).wait()
         for (matrix, x), statistics in zip(cases, found, strict=True):
-            check(statistics, x, matrix.pieces[rank], choice)
+            check(statistics, x, matrix.rectangles[rank], choice)
         numbers = sum(crossing(matrix.name, ranks, choice[0], choice[1], choice[3]) for matrix, _ in cases)
         if numbers:
             assert counters.calls == {"all_reduce": 1}
@@ -107,7 +107,8 @@ def on_ranks(rank, ranks):
 
 def norms(matrices, rank):
     return [
-        Wanted(matrix=matrix, x=part_of(matrix_of(0), matrix.pieces[rank]), squared_norm=True) for matrix in matrices
+        Wanted(matrix=matrix, x=part_of(matrix_of(0), matrix.rectangles[rank]), squared_norm=True)
+        for matrix in matrices
     ]
 
 
@@ -135,8 +136,8 @@ def test_one_rank_exchanges_nothing():
 
 
 def test_pieces_that_overlap_and_a_missing_group_are_refused():
-    overlapping = (Piece(0, 4, 0, 4), Piece(0, 2, 0, 4))
-    with pytest.raises(ValueError, match="pieces of a are not 4 x 4 entries"):
+    overlapping = (Rectangle(0, 4, 0, 4), Rectangle(0, 2, 0, 4))
+    with pytest.raises(ValueError, match="shards of a are not 4 x 4 entries"):
         reduce_statistics([Wanted(matrix=Matrix("a", (4, 4), overlapping), x=torch.ones(4, 4))], None)
     cut_once = Wanted(matrix=Matrix("a", (4, 4), cut_at((4, 4), 0, [0, 2, 4])), x=torch.ones(2, 4), squared_norm=True)
     with pytest.raises(ValueError, match="need the group"):

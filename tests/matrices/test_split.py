@@ -34,13 +34,15 @@ def test_shards_are_the_pieces_of_separately_stored_matrices(name, unit, cols, r
         assert [each.shape for each in layouts] == [tuple(x.shape) for x in matrices]
         assert {(each.group, each.label) for each in layouts} == {(layout.group, layout.label)}
         parts = rows.split(shard)
-        assert [tuple(part.shape) for part in parts] == [each.piece.shape for each in layouts]
+        assert [tuple(part.shape) for part in parts] == [each.rectangle.shape for each in layouts]
         assert torch.equal(rows.merge(parts), shard)
         assert torch.equal(rows.merge([part.clone() for part in parts]), shard)
         for part, each, x in zip(parts, layouts, joined, strict=True):
-            piece = each.piece
-            assert x[piece.top : piece.bottom, piece.left : piece.right].isnan().all()  # no other rank has it
-            x[piece.top : piece.bottom, piece.left : piece.right] = part
+            rectangle = each.rectangle
+            assert (
+                x[rectangle.top : rectangle.bottom, rectangle.left : rectangle.right].isnan().all()
+            )  # no other rank has it
+            x[rectangle.top : rectangle.bottom, rectangle.left : rectangle.right] = part
     assert all(torch.equal(x, y) for x, y in zip(joined, matrices, strict=True))
 
 
@@ -56,14 +58,14 @@ def test_heads_of_any_cut(heads_of_group, length, count, edges):
     total = count * sum(shapes)
     lines = [0, *sorted(edge for edge in edges if edge < total), total]
     x = torch.arange(total * 2).view(total, 2)
-    pieces = cut_at((total, 2), 0, lines)
+    rectangles = cut_at((total, 2), 0, lines)
     whole_parts = qkv(shapes).local(total, 0, total).split(x)
     found = {}
-    for rank, piece in enumerate(pieces):
-        layout = Layout((total, 2), pieces, Group(len(pieces), rank), "tp")
+    for rank, rectangle in enumerate(rectangles):
+        layout = Layout((total, 2), rectangles, Group(len(rectangles), rank), "tp")
         rows = local_rows(layout, qkv(shapes, per_head=True))
-        parts = rows.split(x[piece.top : piece.bottom])
-        assert torch.equal(rows.merge(parts), x[piece.top : piece.bottom])
+        parts = rows.split(x[rectangle.top : rectangle.bottom])
+        assert torch.equal(rows.merge(parts), x[rectangle.top : rectangle.bottom])
         for name, part in zip(qkv(shapes, per_head=True).names(total), parts, strict=True):
             found.setdefault(name, []).append(part)
     q, k, v = ([torch.cat(parts) for name, parts in found.items() if name[0] == part] for part in "qkv")
@@ -168,9 +170,9 @@ def test_shards_of_data_parallel_ranks_are_whole():
 
 def test_a_global_tensor_is_in_the_order_of_one_rank():
     layout = layout_on(2, 0, (8, 2))
-    assert [each.pieces for each in split_layout(layout, GATE_UP)] == [cut((4, 2), 0, 2)] * 2
+    assert [each.rectangles for each in split_layout(layout, GATE_UP)] == [cut((4, 2), 0, 2)] * 2
     gate, up = split_layout(layout, GATE_UP.in_global_order())
-    assert (gate.piece.shape, up.piece.shape) == ((4, 2), (0, 2))
+    assert (gate.rectangle.shape, up.rectangle.shape) == ((4, 2), (0, 2))
     assert heads("q", 2).in_global_order() == heads("q", 2)
 
 

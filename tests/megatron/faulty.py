@@ -28,12 +28,12 @@ def die():
     os.killpg(0, signal.SIGKILL)
 
 
-def replaced(owner, name):
+def replaced(target, name):
     """A decorator that puts a function, which gets the real one as its first argument, in the place of a real one."""
 
     def install(new):
-        real = getattr(owner, name)
-        setattr(owner, name, functools.wraps(real)(lambda *args, **kwargs: new(real, *args, **kwargs)))
+        real = getattr(target, name)
+        setattr(target, name, functools.wraps(real)(lambda *args, **kwargs: new(real, *args, **kwargs)))
 
     return install
 

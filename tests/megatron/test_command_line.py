@@ -63,8 +63,8 @@ def test_activation_can_be_repeated_and_undone():
     from megatron_eopt import EMERGING_OPTIMIZERS, activate
 
     def seen():
-        owners = (core, theirs, arguments)
-        changing = [(owner.__name__, key, id(value)) for owner in owners for key, value in vars(owner).items()]
+        changed = (core, theirs, arguments)
+        changing = [(each.__name__, key, id(value)) for each in changed for key, value in vars(each).items()]
         entries = (dict(theirs._EMERGING_OPTIMIZERS), dict(EMERGING_OPTIMIZERS))
         return changing, core.OptimizerConfig.__init__, entries
 

@@ -72,6 +72,18 @@ def test_a_step_at_rest_proves_nothing():
     assert optimizer.step()[0]
 
 
+def test_a_gradient_that_is_not_finite_proves_nothing():
+    optimizer = FP32Optimizer(muon())
+    check_first_step(optimizer, [matrices_are_updated(optimizer, 2)])
+    checked, gradient = optimizer.step, optimizer.optimizer.param_groups[0]["params"][0].grad
+    gradient[0, 0] = torch.nan
+    assert optimizer.step()[0]
+    assert optimizer.step is checked
+    gradient[0, 0] = 1.0
+    assert optimizer.step()[0]
+    assert optimizer.step is not checked
+
+
 def test_what_a_user_wraps_around_the_step_stays():
     optimizer = FP32Optimizer(muon())
     check_first_step(optimizer, [matrices_are_updated(optimizer, 2)])

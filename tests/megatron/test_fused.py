@@ -31,7 +31,7 @@ class Linear(nn.Module):
         self.weight.partition_dim = 0 if ranks > 1 else -1
 
 
-class Owner(nn.Module):
+class Module(nn.Module):
     """A module of Megatron's with one linear layer, a config and what else is read of it."""
 
     def __init__(self, name, linear, **said):
@@ -42,20 +42,20 @@ class Owner(nn.Module):
             setattr(self, key, value)
 
 
-def described(owner, path="mixer", tp=1):
-    (found,) = trainable([nn.ModuleDict({path: owner})], groups(tp))
+def described(module, path="mixer", tp=1):
+    (found,) = trainable([nn.ModuleDict({path: module})], groups(tp))
     return found
 
 
-def rows_of(owner, split="all", tp=1):
+def rows_of(module, split="all", tp=1):
     """Name -> rows of the matrices of the global parameter."""
-    parameter = described(owner, tp=tp)
+    parameter = described(module, tp=tp)
     found, rows = split_of(parameter, split), parameter.info.shape[0]
     return {block.name: block.rows for block in found.pattern(rows).blocks}
 
 
 def mamba(ranks):
-    return Owner("in_proj", Linear(2 * 64 + 2 * 4 * 8 + 16, ranks), d_inner=64, ngroups=4, d_state=8, nheads=16)
+    return Module("in_proj", Linear(2 * 64 + 2 * 4 * 8 + 16, ranks), d_inner=64, ngroups=4, d_state=8, nheads=16)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -70,7 +70,7 @@ def test_linear_attention_of_either_release(ranks):
     newer = {"in_proj_split_names": list(expected), "in_proj_split_sections": sizes, "tp_size": ranks}
     older = {"qk_dim": 32, "v_dim": 64, "num_value_heads": 8}
     for said in (newer, older):
-        assert rows_of(Owner("in_proj", Linear(208, ranks), **said), tp=ranks) == expected
+        assert rows_of(Module("in_proj", Linear(208, ranks), **said), tp=ranks) == expected
 
 
 def test_a_fused_layout_that_nobody_declared_ends_the_start():
@@ -78,9 +78,9 @@ def test_a_fused_layout_that_nobody_declared_ends_the_start():
         ValueError, match=r"mixer\.in_proj\.weight is fused of z, x, B, C and dt of a state-space layer"
     ):
         split_of(described(mamba(1)), "default")
-    unknown = described(Owner("in_proj", Linear(48)))
+    unknown = described(Module("in_proj", Linear(48)))
     with pytest.raises(
-        ValueError, match=r"parts that this package does not know.*\(split: none\).*\(optimizer: adam\)"
+        ValueError, match=r"matrices that this package does not know.*\(split: none\).*\(optimizer: adam\)"
     ):
         split_of(unknown, "default")
     assert split_of(unknown, "none") == WHOLE
@@ -109,9 +109,9 @@ def test_a_second_optimizer_of_the_same_model_splits_as_it_is_asked():
 
 
 def test_cross_attention():
-    query, both = (Owner(name, Linear(rows)) for name, rows in (("linear_q", 64), ("linear_kv", 128)))
-    for owner in (query, both):
-        owner.config.kv_channels = 16
+    query, both = (Module(name, Linear(rows)) for name, rows in (("linear_q", 64), ("linear_kv", 128)))
+    for module in (query, both):
+        module.config.kv_channels = 16
     assert rows_of(query) == {"": 64}
     assert rows_of(query, "per_head") == {"q 0": 16, "q 1": 16, "q 2": 16, "q 3": 16}
     assert rows_of(both) == {"k": 64, "v": 64}
@@ -119,24 +119,24 @@ def test_cross_attention():
 
 
 def test_latent_attention_with_one_down_projection():
-    owner = Owner("linear_qkv_down_proj", Linear(24 + 20 + 8))
-    owner.config.q_lora_rank, owner.config.kv_lora_rank, owner.config.qk_pos_emb_head_dim = 24, 20, 8
-    assert rows_of(owner) == {"q": 24, "kv": 20, "k_rope": 8}
+    module = Module("linear_qkv_down_proj", Linear(24 + 20 + 8))
+    module.config.q_lora_rank, module.config.kv_lora_rank, module.config.qk_pos_emb_head_dim = 24, 20, 8
+    assert rows_of(module) == {"q": 24, "kv": 20, "k_rope": 8}
 
 
 def test_gate_and_up_of_experts_by_turns():
-    owner = Owner("linear_fc1", Linear(64))
-    owner.config.gated_linear_unit, owner.config.moe_mlp_glu_interleave_size = True, 8
-    experts_own, dense = described(owner, "experts"), described(owner, "mlp")
+    module = Module("linear_fc1", Linear(64))
+    module.config.gated_linear_unit, module.config.moe_mlp_glu_interleave_size = True, 8
+    experts_own, dense = described(module, "experts"), described(module, "mlp")
     assert split_of(experts_own, "all").pattern(64).sizes == (8, 8)
     assert split_of(dense, "all").pattern(64).sizes == (32, 32)
     assert split_of(dense, "default") is None
 
 
 def test_one_matrix_stays_one():
-    owner = Owner("linear_proj", Linear(64))
-    assert fused(described(owner)) is None
-    assert split_of(described(owner), "per_head") is None
+    module = Module("linear_proj", Linear(64))
+    assert fused(described(module)) is None
+    assert split_of(described(module), "per_head") is None
 
 
 class GroupedLinear(nn.Module):
@@ -157,7 +157,7 @@ def test_names_of_grouped_experts_and_layers_are_global():
     block = nn.Module()
     layer = nn.Module()
     layer.layer_number = 7
-    layer.experts = Owner("linear_fc1", GroupedLinear(2), num_local_experts=2, ep_group=EPGroup(2))
+    layer.experts = Module("linear_fc1", GroupedLinear(2), num_local_experts=2, ep_group=EPGroup(2))
     block.layers = nn.ModuleList([layer])
     names = [each.info.name for each in trainable([nn.ModuleDict({"module": block})], groups())]
     assert names == ["layers.6.experts.linear_fc1.weight2", "layers.6.experts.linear_fc1.weight3"]

@@ -93,7 +93,7 @@ def test_a_resumed_run_is_the_straight_one(tmp_path, optimizer, layout, precisio
 
     states = whole([rank["after"] for rank in straight]).values()
     assert kept <= {key for state in states for key in state}
-    assert all(state.keys() - {"parameter", "main", "cut"} for state in states)  # each parameter has an owner
+    assert all(state.keys() - {"parameter", "main", "cut"} for state in states)  # each parameter has an optimizer
     for one, other in zip(resumed, straight, strict=True):
         assert_same(one["after"], other["after"])
         assert one["groups"] == other["groups"]

@@ -55,7 +55,7 @@ def global_state(tensor, layouts):
 
 def local_shard(tensor, state, layouts, swiglu, ranks, rank):
     """This rank's shard of a state whose rows are in the order of the model: all gates, then all ups."""
-    piece = layouts[tensor.matrix].piece
+    piece = layouts[tensor.matrix].rectangle
     rows = list(range(piece.top, piece.bottom))
     if swiglu and layouts[0].ranks > 1 and layouts[0].shape[1] == piece.shape[1]:
         half = ROWS // 2 // ranks

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,6 @@ from megatron_eopt.megatron.support.rules import RULES, refuse_unsupported, unsu
 from tests.megatron.runs import MUON, SMALL_GPT, start
 from tests.parallel.test_layout import Group
 
-ROOT = Path(__file__).parent.parent.parent
 DISTRIBUTED = DistributedDataParallelConfig(use_distributed_optimizer=True)
 
 
@@ -317,22 +315,6 @@ def test_the_matrix_says_what_the_rules_say():
     assert old["--optimizer dist_muon with --bf16"] == "yes"
     for release in RELEASES:
         assert [row.feature for row in support_matrix(release)] == [feature.name for feature in FEATURES]
-
-
-def table():
-    """The matrix of all supported releases, in Markdown."""
-    yield from (f"| feature | {' | '.join(RELEASES)} | |", f"|---{'|---' * len(RELEASES)}|---|")
-    for rows in zip(*map(support_matrix, RELEASES), strict=True):
-        # what to take instead is what is looked for; releases where it works need no word then
-        notes = [row.note for row in rows if row.works == "no"] or [row.note for row in rows]
-        yield f"| {rows[0].feature} | {' | '.join(row.works for row in rows)} | {notes[0]} |"
-
-
-def test_the_page_shows_the_table():
-    page = (ROOT / "docs" / "support.md").read_text()
-    shown = re.search(r"<!-- support -->\n\n(.*?)\n\n<!-- end -->", page, re.DOTALL)
-    assert shown is not None
-    assert shown[1] == (made := "\n".join(table())), f"docs/support.md is not what the code says, which is\n{made}"
 
 
 @pytest.mark.parametrize(

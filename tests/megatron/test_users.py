@@ -1,4 +1,4 @@
-"""Who owns what in real models, as users have them, and that a start or a first step shows what is wrong with it."""
+"""Which optimizer updates what in real models, and that a start or a first step shows what is wrong with it."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def manifest_of(file):
     """Name of each parameter -> its row."""
     found = rows(from_json(json.loads(file.read_text())))
     by_name = {row.name: row for row in found}
-    assert len(by_name) == len(found), "a parameter has two owners"
+    assert len(by_name) == len(found), "a parameter has two optimizers"
     return by_name
 
 
@@ -78,8 +78,8 @@ def unchanged(ranks):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.full] if name in FULL else []) for name in MODELS]
 )
-def test_every_parameter_has_one_owner_which_changes_it(tmp_path, name):
-    """The manifest names the parameters as the recorder does, and their owners are who has state of them."""
+def test_every_parameter_has_one_optimizer_which_changes_it(tmp_path, name):
+    """The manifest names the parameters as the recorder does, and gives those that have state of them."""
     size, flags, model = MODELS[name]
     run = [*RUN, *flags, "--optimizer-manifest-file", tmp_path / "manifest.json"]
     ranks, _ = train(tmp_path / "run", size, *run, model=model)
@@ -135,7 +135,10 @@ def test_a_matrix_that_is_left_out_ends_the_run_in_its_first_step(what):
     ("what", "message"),
     [
         ("forget_one", r"no optimizer has \S+ .*expected one optimizer for every trainable parameter"),
-        ("own_twice", r"embedding\S+ is listed 2 times, for the optimizers adam .* and muon .*expected one optimizer"),
+        (
+            "update_twice",
+            r"embedding\S+ is listed 2 times, for the optimizers adam .* and muon .*expected one optimizer",
+        ),
         ("freeze:layers", r"--optimizer muon is for matrices, and it has none .*adam has 3\)"),
         ("freeze:.", r"it has none on any rank \(parameters: none is trainable\)"),
     ],

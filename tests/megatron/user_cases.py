@@ -98,7 +98,7 @@ def forget_one():
         return found
 
 
-def own_twice():
+def update_twice():
     """Megatron puts Adam's first matrix into Muon's group, too."""
 
     @replaced(core_optimizer, "_get_param_groups")
@@ -113,9 +113,13 @@ def own_twice():
 def skip_a_matrix():
     """Muon passes over its first parameter in silence."""
 
-    @replaced(TensorParallelMuon, "_takes_part")
-    def takes_part(real, self, place, parameter):
-        return place > 0 and real(self, place, parameter)
+    @replaced(TensorParallelMuon, "_batches")
+    def batches(real, self, *args, **kwargs):
+        first = self.param_groups[0]["params"][0]
+        gradient, first.grad = first.grad, None
+        found = real(self, *args, **kwargs)
+        first.grad = gradient
+        return found
 
 
 def lose_a_gradient():

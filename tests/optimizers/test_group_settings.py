@@ -111,7 +111,7 @@ def test_the_plan_says_what_each_setting_gets():
     own = f"5 Newton-Schulz steps of {((2.0, -1.5, 0.5),) * 5}"
     assert of_buckets == {"7 Newton-Schulz steps of polar_express", "5 Newton-Schulz steps of quintic", own}
     # at the end of the lines of its buckets, and once below with its restarts
-    assert all(f"  {name}\n" in table and f"\n{name}, " in table for name in of_buckets)
+    assert all(f": {name}, " in table for name in of_buckets)
     names = [matrix.name.split(",")[0] for matrix in plan.matrices]
     assert names[4::5] == [f"parameter 2 of group {number}" for number in range(4)]
     assert sorted(i for bucket in made.prepare().plan.buckets for i in bucket.matrices) == list(range(20))

@@ -142,7 +142,7 @@ def test_blockwise_takes_pieces_for_matrices_where_each_rank_has_the_like():
     sharded = {"tensor_model_parallel": True, "partition_dim": 0}
     p = parameter(torch.randn(4, 6), GATE_UP, **sharded)
     opt = TensorParallelMuon([p], pg_collection=groups, tp_mode="blockwise")
-    assert [layout.piece.shape for layout in opt.matrix_layouts(p)] == [(2, 6)] * 2
+    assert [layout.rectangle.shape for layout in opt.matrix_layouts(p)] == [(2, 6)] * 2
     for split, rows in ((concatenated(kv=4, rope=4), 8), (interleaved(q=6, k=2), 8)):
         p = parameter(torch.randn(4, 6), split, **sharded)
         with pytest.raises(

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from megatron_eopt.orthogonalize import get_coefficients
 from megatron_eopt.parallel.cost import Rates, Work
-from megatron_eopt.parallel.records import Matrix, Piece, cut, cut_at, whole
+from megatron_eopt.parallel.records import Matrix, Rectangle, cut, cut_at, whole
 
 QUINTIC = get_coefficients("quintic", 5)
 WORK = Work(schedule=QUINTIC, restarts=(3,))
@@ -16,8 +16,8 @@ SHAPES = [(4096, 16384), (16384, 4096), (4096, 4096), (1024, 4096), (64, 64), (4
 
 def matrix(name, shape=(4096, 16384), dim=1, ranks=4, group="tp", itemsize=4):
     """A matrix that is cut into equal parts along a dimension, or whole on all ranks."""
-    pieces = (whole(shape),) * ranks if dim is None else cut(shape, dim, ranks)
-    return Matrix(name, shape, pieces, group, itemsize)
+    rectangles = (whole(shape),) * ranks if dim is None else cut(shape, dim, ranks)
+    return Matrix(name, shape, rectangles, group, itemsize)
 
 
 def some(count, *args, **settings):
@@ -27,11 +27,11 @@ def some(count, *args, **settings):
 def quarters(shape):
     """Both dimensions cut, over four ranks."""
     (rows, cols), (top, left) = shape, (shape[0] // 2, shape[1] // 3)
-    return tuple(Piece(*r, *c) for r in ((0, top), (top, rows)) for c in ((0, left), (left, cols)))
+    return tuple(Rectangle(*r, *c) for r in ((0, top), (top, rows)) for c in ((0, left), (left, cols)))
 
 
 @st.composite
-def pieces(draw, shape, ranks):
+def rectangles(draw, shape, ranks):
     how = draw(st.sampled_from(["one", "whole", "rows", "columns", *(["both"] if ranks == 4 else [])]))
     if how == "one":
         return (whole(shape),)
@@ -55,7 +55,7 @@ def matrices(draw):
     kinds = []
     for _ in range(draw(st.integers(1, 6))):
         shape, group = draw(st.sampled_from(SHAPES)), draw(st.sampled_from(sorted(sizes)))
-        kind = (shape, draw(pieces(shape, sizes[group])), group, draw(st.sampled_from([2, 4])), draw(iterations))
+        kind = (shape, draw(rectangles(shape, sizes[group])), group, draw(st.sampled_from([2, 4])), draw(iterations))
         kinds += [kind] * draw(st.integers(1, 7))
     return [Matrix(f"m{i}", *kind) for i, kind in enumerate(draw(st.permutations(kinds)))]
 

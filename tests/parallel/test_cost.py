@@ -34,19 +34,19 @@ N, M, T = 8192, 28672, 8
 ONCE = Work(schedule=get_coefficients("cubic5", 5), restarts=())
 
 
-def planned(count, scheme, owners=(), *args, **settings):
+def planned(count, scheme, compute_ranks=(), *args, **settings):
     """One bucket under a scheme, whatever a plan would have chosen."""
-    return Plan(tuple(some(count, *args, **settings)), (Bucket(tuple(range(count)), scheme, owners),))
+    return Plan(tuple(some(count, *args, **settings)), (Bucket(tuple(range(count)), scheme, compute_ranks),))
 
 
-def of_llama(scheme, work, itemsize, count=1, owners=()):
-    plan = planned(count, scheme, owners, (N, M), 1, T, itemsize=itemsize)
+def of_llama(scheme, work, itemsize, count=1, compute_ranks=()):
+    plan = planned(count, scheme, compute_ranks, (N, M), 1, T, itemsize=itemsize)
     cost = bucket_cost(plan, plan.buckets[0], work)
     return cost.flops / count / 1e12, cost.bytes / count / 1e6
 
 
 @pytest.mark.parametrize(
-    ("scheme", "work", "itemsize", "count", "owners", "expected"),
+    ("scheme", "work", "itemsize", "count", "compute_ranks", "expected"),
     [
         # dense products in the standard form, as upstream; one matrix
         ("duplicated", DENSE, 4, 1, (), (44.0, 822)),
@@ -57,8 +57,8 @@ def of_llama(scheme, work, itemsize, count=1, owners=()):
         ("gram_replicated", WORK, 2, 1, (), (9.14, 940)),
     ],
 )
-def test_a_matrix_of_llama_3_70b(scheme, work, itemsize, count, owners, expected):
-    flops, sent = of_llama(scheme, work, itemsize, count, owners)
+def test_a_matrix_of_llama_3_70b(scheme, work, itemsize, count, compute_ranks, expected):
+    flops, sent = of_llama(scheme, work, itemsize, count, compute_ranks)
     assert flops == pytest.approx(expected[0], rel=5e-3)
     assert sent == pytest.approx(expected[1], rel=5e-3, abs=0.5)
 
@@ -102,10 +102,10 @@ def test_a_whole_matrix_takes_the_cheaper_form_that_may_run():
 
 def test_calls_and_bytes_of_three_matrices_on_four_ranks():
     n, m, ranks, entry = 64, 256, 4, 2
-    piece, gram = n * m // ranks * entry, n * n * 4
+    rectangle, gram = n * m // ranks * entry, n * n * 4
 
-    def of(scheme, owners=()):
-        plan = planned(3, scheme, owners, (n, m), 1, ranks, itemsize=entry)
+    def of(scheme, compute_ranks=()):
+        plan = planned(3, scheme, compute_ranks, (n, m), 1, ranks, itemsize=entry)
         calls = bucket_calls(plan, plan.buckets[0], WORK)
         sent = [bucket_bytes(plan, plan.buckets[0], rank, WORK) for rank in range(ranks)]
         assert all(set(of_rank) == set(calls) for of_rank in sent)
@@ -113,11 +113,11 @@ def test_calls_and_bytes_of_three_matrices_on_four_ranks():
 
     calls, sent = of("owner", (2, 0, 2))
     assert calls == {"all_to_all": 2}
-    # rank 0 sends two pieces to rank 2, and to each of three ranks its piece of the one it owns
-    assert [of_rank["all_to_all"] // piece for of_rank in sent] == [2 + 3, 3, 1 + 6, 3]
+    # rank 0 sends two shards to rank 2, and to each of three ranks its shard of the one it owns
+    assert [of_rank["all_to_all"] // rectangle for of_rank in sent] == [2 + 3, 3, 1 + 6, 3]
     calls, sent = of("duplicated")
     assert calls == {"all_gather": 1}
-    assert sent == [{"all_gather": 3 * 3 * piece}] * ranks
+    assert sent == [{"all_gather": 3 * 3 * rectangle}] * ranks
     calls, sent = of("distributed")
     assert calls == {"all_reduce": 6}
     assert sent == [{"all_reduce": 2 * 3 * 3 * 8 // 4 + 5 * 2 * 3 * 3 * gram // 4}] * ranks
@@ -141,7 +141,7 @@ def test_calls_and_bytes_of_three_matrices_on_four_ranks():
 def test_full_rounds_are_scattered_and_the_rest_goes_one_by_one():
     gram = 64 * 64 * 4
     plan = planned(10, "gram_split", (3, 1, 0, 2, 1, 0, 2, 3, 2, 0), (64, 256), 1)
-    assert in_rounds(plan.buckets[0].owners, 4) == ([2, 5, 1, 4, 3, 6, 0, 7], [8, 9])
+    assert in_rounds(plan.buckets[0].compute_ranks, 4) == ([2, 5, 1, 4, 3, 6, 0, 7], [8, 9])
     calls = bucket_calls(plan, plan.buckets[0], ONCE)
     assert calls == {"reduce_scatter": 1, "all_gather": 1, "reduce": 2, "broadcast": 2}
     sent = [bucket_bytes(plan, plan.buckets[0], rank, ONCE) for rank in range(4)]
@@ -153,21 +153,21 @@ def test_full_rounds_are_scattered_and_the_rest_goes_one_by_one():
     assert bucket_bytes(full, full.buckets[0], 0, ONCE) == {"reduce_scatter": 6 * gram, "all_gather": 6 * gram}
 
 
-@pytest.mark.parametrize("owners", [(0, 0), (1, 1, 2, 3, 0, 1, 1), (0, 1, 2, 0, 1, 2)])
-def test_owners_that_are_not_dealt_evenly_are_refused(owners):
-    plan = planned(len(owners), "gram_split", owners, (64, 256), 1)
+@pytest.mark.parametrize("compute_ranks", [(0, 0), (1, 1, 2, 3, 0, 1, 1), (0, 1, 2, 0, 1, 2)])
+def test_owners_that_are_not_dealt_evenly_are_refused(compute_ranks):
+    plan = planned(len(compute_ranks), "gram_split", compute_ranks, (64, 256), 1)
     with pytest.raises(ValueError, match="they are to be dealt evenly over 4 ranks"):
         bucket_bytes(plan, plan.buckets[0], 0, WORK)
 
 
 @given(st.integers(0, 30), st.integers(1, 6), st.randoms())
 def test_rounds_hold_every_matrix_once(count, ranks, random):
-    owners = [place % ranks for place in range(count)]
-    random.shuffle(owners)
-    full, rest = in_rounds(owners, ranks)
+    compute_ranks = [place % ranks for place in range(count)]
+    random.shuffle(compute_ranks)
+    full, rest = in_rounds(compute_ranks, ranks)
     assert sorted([*full, *rest]) == list(range(count))
-    assert [owners[index] for index in full] == [rank for rank in range(ranks) for _ in range(count // ranks)]
-    assert len({owners[index] for index in rest}) == len(rest) == count % ranks
+    assert [compute_ranks[index] for index in full] == [rank for rank in range(ranks) for _ in range(count // ranks)]
+    assert len({compute_ranks[index] for index in rest}) == len(rest) == count % ranks
 
 
 @given(matrices(), modes, works)
@@ -179,7 +179,7 @@ def test_owners_send_back_what_they_got(given_matrices, mode, work):
         assert all(set(of_rank) == set(bucket_calls(plan, bucket, work)) for of_rank in sent)
         if bucket.scheme == "owner":
             entries = first.shape[0] * first.shape[1]
-            stays = sum(first.pieces[owner].numel for owner in bucket.owners)
+            stays = sum(first.rectangles[owner].numel for owner in bucket.compute_ranks)
             crossing = (len(bucket.matrices) * entries - stays) * first.itemsize
             assert sum(of_rank["all_to_all"] for of_rank in sent) == 2 * crossing
 

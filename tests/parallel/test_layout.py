@@ -15,7 +15,7 @@ from megatron_eopt.parallel.layout import (
     on_one_rank,
     split_layout,
 )
-from megatron_eopt.parallel.records import Piece, cut, cut_at, cut_twice, whole
+from megatron_eopt.parallel.records import Rectangle, cut, cut_at, cut_twice, whole
 from tests.matrices.models import split_rows
 
 
@@ -40,7 +40,7 @@ def parameter(shape=(4, 6), **attributes):
 
 
 TP, EXPERT_TP = Group(2, 1), Group(4, 3)
-WHOLE = Layout((4, 6), (Piece(0, 4, 0, 6),))
+WHOLE = Layout((4, 6), (Rectangle(0, 4, 0, 6),))
 
 
 def tp(shape, dim):
@@ -70,7 +70,7 @@ def test_from_megatrons_attributes(attributes, expected):
     made = parameter(**attributes)
     layout = layout_of(made, TP, EXPERT_TP)
     assert layout == expected
-    assert layout.piece.shape == (4, 6)
+    assert layout.rectangle.shape == (4, 6)
     assert layout.sharded == is_sharded(made) == (expected != WHOLE)
     assert is_expert(made) == (expected.label == "expt_tp")
 
@@ -93,13 +93,13 @@ def test_a_dimension_that_a_matrix_has_not_is_refused():
 def test_what_a_layout_says():
     layout = tp((8, 6), 0)
     assert (layout.ranks, layout.rank, layout.dim, layout.sharded) == (2, 1, 0, True)
-    assert layout.piece == Piece(4, 8, 0, 6)
+    assert layout.rectangle == Rectangle(4, 8, 0, 6)
     assert tp((4, 12), 1).dim == 1
     replicated = Layout((4, 6), (whole((4, 6)),) * 2, TP, "dp")
     assert (replicated.dim, replicated.sharded) == (None, False)
     # the last rank holds nothing, the first everything
     uneven = Layout((4, 6), cut_at((4, 6), 0, [0, 4, 4]), TP, "tp")
-    assert (uneven.piece.numel, uneven.dim, uneven.sharded) == (0, 0, True)
+    assert (uneven.rectangle.numel, uneven.dim, uneven.sharded) == (0, 0, True)
 
 
 @st.composite
@@ -109,16 +109,16 @@ def grids(draw):
     rows, cols = draw(st.integers(1, 4)) * sum(shapes), draw(st.integers(1, 5))
     lines = [[0, *sorted(draw(st.lists(st.integers(0, length), max_size=3))), length] for length in (rows, cols)]
     cells = [
-        Piece(piece.top, piece.bottom, across.left, across.right)
-        for piece in cut_at((rows, cols), 0, lines[0])
+        Rectangle(rectangle.top, rectangle.bottom, across.left, across.right)
+        for rectangle in cut_at((rows, cols), 0, lines[0])
         for across in cut_at((rows, cols), 1, lines[1])
     ]
-    pieces = tuple(draw(st.permutations(cells)))
-    return Layout((rows, cols), pieces, Group(len(pieces)), "tp"), shapes
+    rectangles = tuple(draw(st.permutations(cells)))
+    return Layout((rows, cols), rectangles, Group(len(rectangles)), "tp"), shapes
 
 
-def part_of(x, piece):
-    return x[piece.top : piece.bottom, piece.left : piece.right]
+def part_of(x, rectangle):
+    return x[rectangle.top : rectangle.bottom, rectangle.left : rectangle.right]
 
 
 @given(grid=grids())
@@ -130,13 +130,13 @@ def test_logical_matrices_of_any_cut(grid):
     assert {(part.group, part.label) for part in layouts} == {(layout.group, layout.label)}
 
     times_held = [torch.zeros_like(x) for x in logical]
-    for rank, piece in enumerate(layout.pieces):
-        shard = part_of(matrix, piece)
+    for rank, rectangle in enumerate(layout.rectangles):
+        shard = part_of(matrix, rectangle)
         rows = local_rows(replace(layout, group=Group(layout.ranks, rank)), query_key_value(shapes))
         parts = rows.split(shard)
         for i, part in enumerate(parts):
-            part_of(times_held[i], layouts[i].pieces[rank]).add_(1)
-            assert torch.equal(part, part_of(logical[i], layouts[i].pieces[rank]))
+            part_of(times_held[i], layouts[i].rectangles[rank]).add_(1)
+            assert torch.equal(part, part_of(logical[i], layouts[i].rectangles[rank]))
         assert torch.equal(rows.merge(parts), shard)
     assert all((held == 1).all() for held in times_held)
 
@@ -181,10 +181,10 @@ def test_pieces_of_two_cuts_tile_the_matrix(drawn):
     assert shape == ((of_shard * ranks, cols) if dim == 0 else (of_shard, cols * ranks))
     times_held = torch.zeros(shape)
     for shards in grid:
-        for piece in shards:
-            part_of(times_held, piece).add_(1)
+        for rectangle in shards:
+            part_of(times_held, rectangle).add_(1)
         # padding follows the rows of a shard of the first cut
-        assert [piece.shape for piece in shards] == [
+        assert [rectangle.shape for rectangle in shards] == [
             (min(rows, max(0, of_shard - rank * rows)), cols) for rank in range(again)
         ]
     assert (times_held == 1).all()
@@ -208,18 +208,18 @@ def test_logical_matrices_of_two_cuts(name, data):
         logical = list(whole_matrix.chunk(2))
     else:
         stored, logical = whole_matrix, split_rows(whole_matrix, [3, 1, 1])
-    pieces = tuple(piece for row in grid for piece in row)
+    rectangles = tuple(rectangle for row in grid for rectangle in row)
     times_held = [torch.zeros_like(x) for x in logical]
-    for rank, piece in enumerate(pieces):
-        behind = held[0] - piece.shape[0]
-        layout = Layout(shape, pieces, Group(len(pieces), rank), "x", shards=shards, padding=behind)
-        local = torch.nn.functional.pad(part_of(stored, piece), (0, 0, 0, behind), value=-1)
+    for rank, rectangle in enumerate(rectangles):
+        behind = held[0] - rectangle.shape[0]
+        layout = Layout(shape, rectangles, Group(len(rectangles), rank), "x", shards=shards, padding=behind)
+        local = torch.nn.functional.pad(part_of(stored, rectangle), (0, 0, 0, behind), value=-1)
         rows, layouts = local_rows(layout, split), split_layout(layout, split)
         parts = rows.split(local)
         for part, lying, matrix, times in zip(parts, layouts, logical, times_held, strict=True):
             assert lying.shape == tuple(matrix.shape)
-            assert torch.equal(part, part_of(matrix, lying.piece))
-            part_of(times, lying.piece).add_(1)
+            assert torch.equal(part, part_of(matrix, lying.rectangle))
+            part_of(times, lying.rectangle).add_(1)
         assert torch.equal(rows.merge(parts), torch.where(local < 0, 0, local))
     assert all((times == 1).all() for times in times_held)
 
@@ -244,6 +244,6 @@ def test_a_second_cut_alone(attributes, shape, label, padding):
     last = {"gtp_group": Group(3, 2), "expert_gtp_group": Group(2, 1)}
     layout = layout_of(parameter(**attributes), Group(1), Group(1), **last)
     assert (layout.shape, layout.label, layout.padding, layout.shards) == (shape, label, padding, 1)
-    assert layout.piece.bottom == shape[0]
+    assert layout.rectangle.bottom == shape[0]
     alone = layout_of(parameter(**attributes), Group(1), Group(1), Group(1), Group(1))
     assert alone == on_one_rank((4, 6))

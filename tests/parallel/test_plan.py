@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_eopt.parallel.cost import Rates, cube_flops, plan_cost, whole_flops, work_of
 from megatron_eopt.parallel.plan import MAX_BYTES, SHARED_PARTS, fingerprint, first_difference, in_parts, make_plan
-from megatron_eopt.parallel.records import Bucket, Matrix, Piece, Plan, cut, cut_dimension, of_ranks, whole
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, cut, cut_dimension, of_ranks, whole
 from tests.parallel.plans import MODES, STANDARD, WORK, matrices, matrix, modes, quarters, rates, some, works
 
 OWNED = ("owner", "gram_split", "share")
@@ -37,17 +37,17 @@ def test_every_matrix_is_in_one_bucket_of_its_kind(given_matrices, mode, work, s
         first = plan.matrices[bucket.matrices[0]]
         assert list(bucket.matrices) == sorted(bucket.matrices)
         assert len({replace(plan.matrices[i], name="") for i in bucket.matrices}) == 1
-        assert len(bucket.owners) == (len(bucket.matrices) if bucket.scheme in OWNED else 0)
-        assert set(bucket.owners) <= set(range(first.ranks))
+        assert len(bucket.compute_ranks) == (len(bucket.matrices) if bucket.scheme in OWNED else 0)
+        assert set(bucket.compute_ranks) <= set(range(first.ranks))
 
 
 @given(matrices(), modes, works, rates)
 def test_a_scheme_is_taken_where_it_can_serve(given_matrices, mode, work, speeds):
     for bucket in (plan := make_plan(given_matrices, mode, work, speeds)).buckets:
         first = plan.matrices[bucket.matrices[0]]
-        cut = cut_dimension(first.shape, first.pieces)
+        cut = cut_dimension(first.shape, first.rectangles)
         along_long_side = cut is not None and first.shape[cut] == max(first.shape)
-        replicated = all(piece == whole(first.shape) for piece in first.pieces)
+        replicated = all(rectangle == whole(first.shape) for rectangle in first.rectangles)
         if first.ranks == 1 or 0 in first.shape:
             assert bucket.scheme == "local"
         elif replicated:
@@ -68,11 +68,11 @@ def test_owners_are_balanced(given_matrices, mode, work, speeds):
     load, largest = {}, Counter()
     for bucket in plan.buckets:
         first = plan.matrices[bucket.matrices[0]]
-        if bucket.owners:
+        if bucket.compute_ranks:
             counts = Counter(dict.fromkeys(range(first.ranks), 0))
-            counts.update(bucket.owners)
+            counts.update(bucket.compute_ranks)
             assert max(counts.values()) - min(counts.values()) <= 1
-            # what pieces cost besides is uneven as they are
+            # what shards cost besides is uneven as they are
             flops = (cube_flops if bucket.scheme == "gram_split" else whole_flops)(first.shape, work_of(first, work))
             largest[first.group] = max(largest[first.group], flops)
             ranks = load.setdefault(first.group, [0.0] * first.ranks)
@@ -85,7 +85,7 @@ def test_owners_are_balanced(given_matrices, mode, work, speeds):
 def test_single_matrices_do_not_all_go_to_one_rank():
     plan = make_plan([matrix(str(n), (1024 + 8 * n, 8192), 0) for n in range(8)], "owner", WORK)
     assert len(plan.buckets) == 8
-    assert Counter(bucket.owners[0] for bucket in plan.buckets) == {0: 2, 1: 2, 2: 2, 3: 2}
+    assert Counter(bucket.compute_ranks[0] for bucket in plan.buckets) == {0: 2, 1: 2, 2: 2, 3: 2}
 
 
 @given(matrices(), modes, works, rates, st.randoms())
@@ -204,29 +204,32 @@ def test_a_matrix_alone_is_not_split_where_calls_are_slow(mode):
 
 def test_cubes_of_two_buckets_are_split_between_two_ranks():
     plan = make_plan([*some(1, *LONG), *some(1, *SQUARE)], "gram", WORK)
-    assert [(bucket.scheme, bucket.owners) for bucket in plan.buckets] == [("gram_split", (0,)), ("gram_split", (1,))]
+    assert [(bucket.scheme, bucket.compute_ranks) for bucket in plan.buckets] == [
+        ("gram_split", (0,)),
+        ("gram_split", (1,)),
+    ]
 
 
 @pytest.mark.parametrize(
-    "pieces",
+    "rectangles",
     [
         (),
-        (Piece(0, 4, 0, 3),),
-        (Piece(0, 4, 0, 4), Piece(0, 4, 3, 6)),
-        (Piece(0, 4, 0, 3), Piece(0, 4, 3, 7)),
-        (Piece(0, 4, 0, 6), Piece(0, 4, 0, 6), Piece(0, 4, 0, 0)),
-        (Piece(0, 4, 4, 2), Piece(0, 4, 0, 6)),
+        (Rectangle(0, 4, 0, 3),),
+        (Rectangle(0, 4, 0, 4), Rectangle(0, 4, 3, 6)),
+        (Rectangle(0, 4, 0, 3), Rectangle(0, 4, 3, 7)),
+        (Rectangle(0, 4, 0, 6), Rectangle(0, 4, 0, 6), Rectangle(0, 4, 0, 0)),
+        (Rectangle(0, 4, 4, 2), Rectangle(0, 4, 0, 6)),
     ],
 )
-def test_pieces_that_do_not_tile_are_refused(pieces):
-    with pytest.raises(ValueError, match=r"the pieces of 'bad' do not tile its shape \(4, 6\)"):
-        make_plan([Matrix("bad", (4, 6), pieces)], "auto", WORK)
+def test_pieces_that_do_not_tile_are_refused(rectangles):
+    with pytest.raises(ValueError, match=r"the shards of 'bad' do not tile its shape \(4, 6\)"):
+        make_plan([Matrix("bad", (4, 6), rectangles)], "auto", WORK)
 
 
 def test_other_mistakes_are_refused():
     with pytest.raises(ValueError, match="two matrices have the name 'a'"):
         make_plan([matrix("a"), matrix("a")], "auto", WORK)
-    with pytest.raises(ValueError, match="'b' has 2 pieces, others of group 'tp' have 4"):
+    with pytest.raises(ValueError, match="'b' has 2 shards, others of group 'tp' have 4"):
         make_plan([matrix("a"), matrix("b", ranks=2)], "auto", WORK)
     with pytest.raises(ValueError, match="unknown tp_mode 'exact': expected one of blockwise, duplicated"):
         make_plan([], "exact", WORK)
@@ -246,14 +249,14 @@ def test_the_first_difference_is_named():
     plan = make_plan([*some(4, *LONG), *some(4, *SQUARE)], "owner", WORK)
     name = plan.matrices[1].name
     first, second = plan.buckets
-    owners = replace(first, owners=(1, 0, *first.owners[2:]))
+    compute_ranks = replace(first, compute_ranks=(1, 0, *first.compute_ranks[2:]))
     others = {
         f"{name!r} has the shape (4096, 16384) in the one and (3, 4)": changed(plan, 1, shape=(3, 4)),
-        f"{name!r} has the pieces": changed(plan, 1, pieces=(whole((4096, 16384)),)),
+        f"{name!r} has the rectangles": changed(plan, 1, rectangles=(whole((4096, 16384)),)),
         f"{name!r} has the group 'tp' in the one and 'dp'": changed(plan, 1, group="dp"),
         f"{name!r} has the itemsize 4 in the one and 2": changed(plan, 1, itemsize=2),
         f"matrix 1 is {name!r} in the one and 'x'": changed(plan, 1, name="x"),
-        f"{plan.matrices[0].name!r} has the owner 0 in the one and 1": replace(plan, buckets=(owners, second)),
+        f"{plan.matrices[0].name!r} has the owner 0 in the one and 1": replace(plan, buckets=(compute_ranks, second)),
         f"{plan.matrices[0].name!r} has the scheme 'owner' in the one and 'duplicated'": replace(
             plan, buckets=(Bucket(first.matrices, "duplicated"), second)
         ),
@@ -277,9 +280,9 @@ def test_a_bucket_that_is_cut_in_two_is_a_difference():
 
 
 def bucket_of(count, ranks, scheme, shape=(64, 16)):
-    pieces = (whole(shape),) * ranks if scheme == "share" else cut(shape, 0, ranks)
-    owners = tuple(i % ranks for i in range(count)) if scheme in ("owner", "gram_split", "share") else ()
-    return Bucket(tuple(range(3, 3 + count)), scheme, owners), Matrix("m", shape, pieces)
+    rectangles = (whole(shape),) * ranks if scheme == "share" else cut(shape, 0, ranks)
+    compute_ranks = tuple(i % ranks for i in range(count)) if scheme in ("owner", "gram_split", "share") else ()
+    return Bucket(tuple(range(3, 3 + count)), scheme, compute_ranks), Matrix("m", shape, rectangles)
 
 
 @given(
@@ -292,13 +295,13 @@ def test_parts_are_the_bucket_in_whole_rounds_within_the_bound(count, ranks, sch
     bucket, matrix = bucket_of(count, ranks, scheme)
     parts = in_parts(bucket, matrix, max_bytes)
     assert sum((part.matrices for part in parts), ()) == bucket.matrices
-    assert sum((part.owners for part in parts), ()) == bucket.owners
-    of_one = max(piece.numel for piece in matrix.pieces) * 4
+    assert sum((part.compute_ranks for part in parts), ()) == bucket.compute_ranks
+    of_one = max(rectangle.numel for rectangle in matrix.rectangles) * 4
     for part in parts:
         assert part.scheme == scheme
         assert len(part.matrices) <= ranks or len(part.matrices) * of_one <= max_bytes
-        if part.owners:
-            of_ranks(part.owners, ranks)  # raises where they are not dealt evenly
+        if part.compute_ranks:
+            of_ranks(part.compute_ranks, ranks)  # raises where they are not dealt evenly
     assert all(len(part.matrices) % ranks == 0 for part in parts[:-1])
     if scheme == "share":
         assert len(parts) >= min(-(-count // ranks), 2)
@@ -314,7 +317,7 @@ def test_what_is_small_is_one_part(scheme):
     bucket, matrix = bucket_of(1000, 4, scheme)
     assert in_parts(bucket, matrix) == [bucket]
     large = Matrix("m", (MAX_BYTES // 32, 4), cut((MAX_BYTES // 32, 4), 0, 4))
-    assert len(in_parts(bucket, large)) == 125  # eight pieces of 128 MiB each
+    assert len(in_parts(bucket, large)) == 125  # eight shards of 128 MiB each
 
 
 def test_what_is_not_exchanged_is_not_cut():

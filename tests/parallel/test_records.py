@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.parallel.records import Piece, cut, cut_at, cut_dimension, whole
+from megatron_eopt.parallel.records import Rectangle, cut, cut_at, cut_dimension, whole
 
 
 @st.composite
@@ -14,42 +14,44 @@ def edges_of(draw, length):
     return [0, *sorted(inner), length]
 
 
-def cells(piece):
-    return [(row, col) for row in range(piece.top, piece.bottom) for col in range(piece.left, piece.right)]
+def cells(rectangle):
+    return [
+        (row, col) for row in range(rectangle.top, rectangle.bottom) for col in range(rectangle.left, rectangle.right)
+    ]
 
 
-def assert_tiles(pieces, shape):
-    covered = [cell for piece in pieces for cell in cells(piece)]
+def assert_tiles(rectangles, shape):
+    covered = [cell for rectangle in rectangles for cell in cells(rectangle)]
     assert len(covered) == len(set(covered))
     assert sorted(covered) == cells(whole(shape))
-    assert sum(piece.numel for piece in pieces) == shape[0] * shape[1]
+    assert sum(rectangle.numel for rectangle in rectangles) == shape[0] * shape[1]
 
 
 @given(part=st.integers(0, 4), ranks=st.integers(1, 5), other=st.integers(0, 4), dim=st.sampled_from([0, 1]))
 def test_equal_pieces_tile_the_matrix(part, ranks, other, dim):
     shape = (part * ranks, other) if dim == 0 else (other, part * ranks)
-    pieces = cut(shape, dim, ranks)
-    assert len(pieces) == ranks
-    assert {piece.shape for piece in pieces} == {(part, other) if dim == 0 else (other, part)}
-    assert_tiles(pieces, shape)
+    rectangles = cut(shape, dim, ranks)
+    assert len(rectangles) == ranks
+    assert {rectangle.shape for rectangle in rectangles} == {(part, other) if dim == 0 else (other, part)}
+    assert_tiles(rectangles, shape)
 
 
 @given(data=st.data(), shape=st.tuples(st.integers(1, 6), st.integers(1, 6)), dim=st.sampled_from([0, 1]))
 def test_uneven_pieces_tile_the_matrix_and_say_their_dimension(data, shape, dim):
     edges = data.draw(edges_of(shape[dim]))
-    pieces = cut_at(shape, dim, edges)
-    assert [piece.shape[dim] for piece in pieces] == [end - start for start, end in pairwise(edges)]
-    assert_tiles(pieces, shape)
-    assert cut_dimension(shape, pieces) == (dim if len(pieces) > 1 else None)
+    rectangles = cut_at(shape, dim, edges)
+    assert [rectangle.shape[dim] for rectangle in rectangles] == [end - start for start, end in pairwise(edges)]
+    assert_tiles(rectangles, shape)
+    assert cut_dimension(shape, rectangles) == (dim if len(rectangles) > 1 else None)
 
 
 @given(data=st.data(), shape=st.tuples(st.integers(2, 6), st.integers(2, 6)))
 def test_both_dimensions_cut_are_no_dimension(data, shape):
     row, col = data.draw(st.integers(1, shape[0] - 1)), data.draw(st.integers(1, shape[1] - 1))
     rows, cols = [(0, row), (row, shape[0])], [(0, col), (col, shape[1])]
-    pieces = tuple(Piece(*held, *across) for held in rows for across in cols)
-    assert_tiles(pieces, shape)
-    assert cut_dimension(shape, pieces) is None
+    rectangles = tuple(Rectangle(*held, *across) for held in rows for across in cols)
+    assert_tiles(rectangles, shape)
+    assert cut_dimension(shape, rectangles) is None
 
 
 def test_another_order_is_no_dimension():

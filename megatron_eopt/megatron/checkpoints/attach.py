@@ -15,8 +15,9 @@ from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK, base
 from megatron_eopt.manifest import compare, from_json
 from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.agreement import gathered
+from megatron_eopt.megatron.averaging import export, go_on_from, trained
 from megatron_eopt.megatron.checkpoints.compatibility import FORMAT, FRESH
-from megatron_eopt.megatron.checkpoints.exporting import export, go_on_from, trained
 from megatron_eopt.megatron.checkpoints.matching import (
     GROUPS,
     Names,
@@ -168,7 +169,6 @@ class SavedState:
 
     def _about(self, step: Any) -> dict[str, Any]:
         """Which optimizer this is, with the parameters and settings of its groups: the same on every rank."""
-        everywhere: list[Any] = [None] * dist.get_world_size()
         own = [
             (
                 compressed(self._names[index] for index in members),
@@ -176,7 +176,7 @@ class SavedState:
             )
             for members, group in zip(self._members(), self._torch.param_groups, strict=True)
         ]
-        dist.all_gather_object(everywhere, (step, own, self._kept()))
+        everywhere = gathered((step, own, self._kept()))
         groups = []
         for of_ranks in zip(*(each for _, each, _ in everywhere), strict=True):
             # a stage of a pipeline that has no parameter of a group does not know what became of it
@@ -249,9 +249,7 @@ class SavedState:
         flags = [local(value).isfinite().all() for value in tensors.values()]
         finite = torch.stack(flags).tolist() if flags else []
         bad = [f"{key} of {self._names[index][0]}" for (index, key), ok in zip(tensors, finite, strict=True) if not ok]
-        everywhere: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(everywhere, bad)
-        found = sorted({name for names in everywhere for name in names})
+        found = sorted({name for names in gathered(bad) for name in names})
         if found:
             raise CheckpointError(
                 f"the checkpoint holds values that are not finite, in {len(found)} tensors, such as {found[0]}: a run "

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.checkpoints.checksum import checksum
+from megatron_eopt.megatron.agreement import gathered
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
 
 CHECKSUMS = "megatron_eopt_checksums"
@@ -36,10 +37,8 @@ def checksums(tensors: Iterable[ShardedTensor]) -> Sums:
             sums.setdefault(tensor.key, []).append(checksum(tensor.data, tensor.global_offset, tensor.global_shape))
             entries[tensor.key] += tensor.data.numel()
     own = {key: (int(torch.stack(of_shards).sum()), entries[key]) for key, of_shards in sums.items()}
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, own)
     totals: Sums = {}
-    for of_rank in everywhere:
+    for of_rank in gathered(own):
         for key, (value, count) in of_rank.items():
             known, counted = totals.get(key, (0, 0))
             totals[key] = ((known + value) % 2**64, counted + count)
@@ -47,7 +46,7 @@ def checksums(tensors: Iterable[ShardedTensor]) -> Sums:
 
 
 def loaded_tensors(requested: Any, loaded: Any) -> Iterator[ShardedTensor]:
-    """What was loaded, each shard with its place in the global tensor.
+    """What was loaded, each shard with its offset in the global tensor.
 
     Args:
         requested: the state dict that was requested, factories not applied.

@@ -115,7 +115,7 @@ def of_another(name: str | None, wanted: Iterable[str], blocks: Sequence[Mapping
 
 
 def stacks_layers(stored: Iterable[str]) -> str | None:
-    """Why a checkpoint cannot serve a run that keeps its layers apart; None where it does so, too."""
+    """Why a checkpoint cannot serve a run that keeps its layers apart; None where it keeps them apart, too."""
     stacked = next((key for key in sorted(stored) if split_key(key)[0] and _STACKED.search(key)), None)
     return stacked and (
         f"it stacks the state of all layers ({stacked}), which were treated alike when it was saved, and in this run "
@@ -125,7 +125,7 @@ def stacks_layers(stored: Iterable[str]) -> str | None:
 
 
 def imports_adam(optimizers: Iterable[Mapping[Any, Any]], stored: Collection[str]) -> bool:
-    """Whether the user asked for Adam's first moments as momenta, and the checkpoint has those and no momentum.
+    """Whether the user requested Adam's first moments as momenta, and the checkpoint has those and no momentum.
 
     Args:
         optimizers: state dicts of Megatron's optimizers, with our block.

@@ -1,8 +1,8 @@
 """What Megatron saves and loads, checked: a checkpoint is whole, serves the run, and is read as it was written.
 
 Megatron itself takes a damaged checkpoint for one of another format, or fails in a read far below, or exits with status
-0 after a save that was killed while it wrote the tracker file, which a job queue takes for success. The state of other
-optimizers it would load in part.
+0 after a save that was killed while it wrote the tracker file, which a job queue takes for success. It would load
+some of the state of another optimizer.
 """
 
 import functools
@@ -18,6 +18,7 @@ from megatron_eopt.checkpoints.contents import TRACKER, CheckpointError, Content
 from megatron_eopt.checkpoints.problems import check_files
 from megatron_eopt.checkpoints.states import BLOCK, blocks_of, optimizers_in
 from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.agreement import from_rank_0, gathered
 from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, Sums, checksums, loaded_tensors
 from megatron_eopt.megatron.checkpoints.compatibility import (
     SECOND_MOMENT,
@@ -43,7 +44,7 @@ def checked_base(load_base: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load_base)
     def load_base_checked(load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any) -> Any:
         if rank0 and load_dir is not None and _is_ours(args) and dist.is_initialized():
-            problem = _on_rank_0(lambda: _damage_of_resumed(Path(load_dir), getattr(args, "ckpt_step", None)))
+            problem = from_rank_0(lambda: _damage_of_resumed(Path(load_dir), getattr(args, "ckpt_step", None)))
             if problem:
                 raise CheckpointError(problem)
         return load_base(load_dir, args, rank0, *rest, **kwargs)
@@ -59,7 +60,7 @@ def checked_tracker(read_metadata: Callable[..., Any]) -> Callable[..., Any]:
         tracker = Path(tracker_filename)
         if not _is_ours(releases.training_args()) or not dist.is_initialized():
             return read_metadata(tracker_filename)
-        iteration = _on_rank_0(lambda: None if tracker.read_text().strip() else _newest_whole(tracker.parent))
+        iteration = from_rank_0(lambda: None if tracker.read_text().strip() else _newest_whole(tracker.parent))
         if iteration is None:
             return read_metadata(tracker_filename)
         if dist.get_rank() == 0:
@@ -98,7 +99,7 @@ def checked_load(load: Callable[..., Any]) -> Callable[..., Any]:
             if "optimizer" in sharded_state_dict:
                 _refuse_ours(sharded_state_dict["optimizer"], checkpoint_dir)
             return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        stored = _on_rank_0(lambda: _read(Path(checkpoint_dir)))
+        stored = from_rank_0(lambda: _read(Path(checkpoint_dir)))
         imports = stored.damage is None and imports_adam(optimizers, stored.shapes)
         if imports:
             take_first_moments(optimizers)
@@ -156,9 +157,7 @@ def _problem(optimizers: Sequence[dict[Any, Any]], stored: _Stored, imports: boo
     if problem := unreadable(stored.shapes, blocks):
         return problem
     own = [(each[BLOCK]["optimizer"], _requested(each)) for each in optimizers]
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, own)
-    for of_ranks in zip(*everywhere, strict=True):
+    for of_ranks in zip(*gathered(own), strict=True):
         wanted = {key: shape for _, shapes in of_ranks for key, shape in shapes.items()}
         name, optional = of_ranks[0][0], frozenset({SECOND_MOMENT} if imports else ())
         problem = mismatch(name, wanted, stored.shapes, optional) or of_another(name, wanted, blocks)
@@ -174,10 +173,8 @@ def _requested(optimizer: Any) -> dict[str, tuple[int, ...] | None]:
 
 def _refuse_ours(requested: Any, folder: str) -> None:
     """Refuse, for an optimizer of Megatron's own, state that one of ours wrote; Megatron checks the rest itself."""
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, sorted(_requested({"optimizer": requested})))
-    wanted = {key for keys in everywhere for key in keys}
-    problem = of_another(None, wanted, blocks_of(_on_rank_0(lambda: _read(Path(folder))).optimizer))
+    wanted = {key for keys in gathered(set(_requested({"optimizer": requested}))) for key in keys}
+    problem = of_another(None, wanted, blocks_of(from_rank_0(lambda: _read(Path(folder))).optimizer))
     if problem:
         raise CheckpointError(f"{folder}: {problem}")
 
@@ -206,14 +203,6 @@ def _compare(stored: _Stored, requested: Any, loaded: dict[str, Any], folder: st
 def _is_ours(args: Any) -> bool:
     name = getattr(args, "optimizer", "").removeprefix("dist_")
     return name in list_optimizers() and getattr(args, "ckpt_format", None) == "torch_dist"
-
-
-def _on_rank_0[T](look: Callable[[], T]) -> T:
-    """What the first rank finds, on all ranks."""
-    found: list[Any] = [look() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found, src=0)
-    result: T = found[0]
-    return result
 
 
 def _damage(contents: Contents) -> str | None:

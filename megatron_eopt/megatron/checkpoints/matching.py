@@ -75,7 +75,7 @@ def settings_after_load(
         current: of the group, as this run has built it.
         saved: of the groups in which the checkpoint has its parameters; none for a group that is empty here.
         carried: settings that the optimizer itself makes, which come from the checkpoint.
-        from_checkpoint: the user asked for the schedule of the checkpoint.
+        from_checkpoint: the user requested the schedule of the checkpoint.
 
     Returns:
         The settings, and those that the user has changed: name -> (in the checkpoint, now).

@@ -1,4 +1,4 @@
-"""How optimizer state lies in a checkpoint: as Megatron's ShardedTensors, by its description alone, layer by layer.
+"""How optimizer state is laid out in a checkpoint: as ShardedTensors, by its description alone, layer by layer.
 
 Megatron stacks layers that are alike into one tensor of the checkpoint, and so their state. Where some layers have no
 state, or another, the stack would have holes, which Megatron refuses in the first save. It can name every layer
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.utils import unwrap_model
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from megatron_eopt.manifest import Family, rows
 from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.agreement import gathered
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.parallel.layout import Layout
 
@@ -57,20 +57,20 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
     replica_id = _replica_id(saved[0].replica_id, _earlier_copies(tensor, layout), layout.ranks)
     if len(saved) == 1 or len(layouts) > 1 or "rows" not in tensor.dims:
         sides = {
-            "rows": (layout.shape[0], layout.piece.top, layout.piece.bottom),
-            "columns": (layout.shape[1], layout.piece.left, layout.piece.right),
+            "rows": (layout.shape[0], layout.rectangle.top, layout.rectangle.bottom),
+            "columns": (layout.shape[1], layout.rectangle.left, layout.rectangle.right),
         }
-        return _placed(tensor, data, parameter.key, saved[0], sides, replica_id)
+        return _sharded(tensor, data, parameter.key, saved[0], sides, replica_id)
     if "rows" in tensor.dims[1:]:
         raise ValueError(
             f"{tensor.key} of {parameter.key}: rows of a matrix that is saved in {len(saved)} tensors have to be the "
             f"first dimension of a state tensor; got dims {tensor.dims}"
         )
-    placed = []
+    state = []
     for each, view in zip(saved, data.split([each.local_shape[0] for each in saved]), strict=True):
         sides = {"rows": _side(each, 0), "columns": _side(each, 1)}
-        placed += _placed(tensor, view, each.key, each, sides, replica_id)
-    return placed
+        state += _sharded(tensor, view, each.key, each, sides, replica_id)
+    return state
 
 
 def joined(tensor: StateTensor, loaded: list[Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -119,7 +119,7 @@ def _side(saved: ShardedTensor, axis: int) -> tuple[int, int, int]:
     return saved.global_shape[in_global], start, start + saved.local_shape[axis]
 
 
-def _placed(
+def _sharded(
     tensor: StateTensor,
     data: Tensor,
     key: str,
@@ -157,7 +157,7 @@ def _earlier_copies(tensor: StateTensor, layout: Layout) -> int:
             (piece.top, piece.bottom) if dim == "rows" else (piece.left, piece.right) if dim == "columns" else ()
             for dim in tensor.dims
         )
-        for piece in layout.pieces
+        for piece in layout.rectangles
     ]
     return shards[: layout.rank].count(shards[layout.rank])
 
@@ -184,9 +184,8 @@ def layers_differ(families: Iterable[Family], frozen: Iterable[str]) -> bool:
     kinds: dict[str, set[tuple[str | None, int]]] = {}
     for row in rows(families):
         kinds.setdefault(_EXPERT.sub("*", row.name), set()).add((row.optimizer, len(row.matrices)))
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, sorted({_EXPERT.sub("*", name) for name in frozen}))
-    for name in {name for names in everywhere for name in names}:
+    everywhere = gathered({_EXPERT.sub("*", name) for name in frozen})
+    for name in set().union(*everywhere):
         kinds.setdefault(name, set()).add((None, 0))
     _check_experts(kinds)
     of_layers: dict[str, set[frozenset[Any]]] = {}

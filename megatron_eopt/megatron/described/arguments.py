@@ -54,7 +54,7 @@ _WITHOUT: dict[str, Any] = {
 _SECOND_AXIS = "--[expert-]tensor-parallel-num-weight-shards is for Transformer Engine's layers"
 _ELSEWHERE = {
     "use_checkpoint_args": "--use-checkpoint-args takes the model's sizes from a checkpoint, and nothing is read here",
-    "yaml_cfg": "--yaml-cfg takes the place of the flags",
+    "yaml_cfg": "--yaml-cfg replaces the flags",
     "hybrid_layer_pattern": "Megatron-Core makes hybrid models (--hybrid-layer-pattern) of Transformer Engine's layers",
     "hybrid_override_pattern": "Megatron-Core makes hybrid models of Transformer Engine's layers",
     "tensor_parallel_num_weight_shards": _SECOND_AXIS,
@@ -70,7 +70,7 @@ class Parsed:
 
     Attributes:
         args: Megatron's, changed where a GPU would be needed.
-        transformer_engine: whether the flags asked for its layers.
+        transformer_engine: whether the flags requested its layers.
         notes: what of the changes shows in the model, in lines for a user.
     """
 
@@ -140,7 +140,7 @@ def refused(what: str) -> Iterator[None]:
 
 @contextmanager
 def _command_line(flags: Sequence[str]) -> Iterator[None]:
-    # the only place from where Megatron's parser reads
+    # Megatron's parser reads from here alone
     before = sys.argv
     sys.argv = ["pretrain", *flags]
     try:

@@ -83,7 +83,7 @@ def described_run(flags: Sequence[str], rank: int = 0, world_size: int | None = 
     if dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is initialized, and a described run needs one of its own: call it before, or in a "
-            "process that takes part in no run"
+            "process that is no rank of a run"
         )
     with ExitStack() as stack:
         _stand_in(stack)
@@ -143,10 +143,10 @@ def _make_process_groups(args: Namespace, stack: ExitStack) -> None:
     looked_at = "it is only looked at, so it may stand in for that of a GPU"
     redirections = Redirections(
         [
-            Redirection(owner=dist, name="new_group", make=_pretending, reason="no other rank is there to talk to"),
+            Redirection(dist, "new_group", _pretending, "no other rank is there to talk to"),
             *(
-                Redirection(owner=f"megatron.core.transformer.{owner}", name=name, make=make, reason=looked_at)
-                for owner, name, make in ((norm, "__new__", _any_norm), (attention, "__init__", _any_attention))
+                Redirection(f"megatron.core.transformer.{module}", name, make, looked_at)
+                for module, name, make in ((norm, "__new__", _any_norm), (attention, "__init__", _any_attention))
             ),
         ],
         importers=("megatron", "torch.distributed"),
@@ -210,7 +210,7 @@ def _any_attention(real: Callable[..., None]) -> Callable[..., None]:
 
 
 class _OnMeta(TorchFunctionMode):
-    """Every tensor that is made is on the meta device, whichever device it was asked to be on."""
+    """Every tensor that is made is on the meta device, whichever device was requested."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -20,7 +20,7 @@ class Run:
         ddp: its ``DistributedDataParallelConfig``; None for a model that is not wrapped.
         model: its ``TransformerConfig``; None if unknown.
         args: the arguments of ``megatron.training``; None without it.
-        layer_wise: whether Megatron's layer-wise distributed optimizer is asked for, under any of its names.
+        layer_wise: whether Megatron's layer-wise distributed optimizer is requested, under any of its names.
         leaves_scalars: whether the optimizer leaves what is no matrix to a scalar optimizer.
         scalar_optimizers: what ``muon_scalar_optimizer`` may name in this release.
         data_parallel: number of data-parallel ranks, those of context parallelism among them.

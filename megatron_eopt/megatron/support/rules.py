@@ -229,7 +229,7 @@ RULES = (
         lambda run: run.routes_optimizers and not run.has_registry,
     ),
     Rule(
-        "overrides exclude parameters, whose places in the gradient buffers the distributed optimizer would look up in "
+        "overrides exclude parameters, whose ranges in the gradient buffers the distributed optimizer would look up in "
         "vain",
         "freeze them before the model is wrapped (requires_grad = False), or leave --use-distributed-optimizer away",
         lambda run: run.excludes and on(run.ddp, "use_distributed_optimizer"),

@@ -1,6 +1,6 @@
 """The schemes that sum Gram matrices over the ranks: the Gram form, and the standard form in every step.
 
-The pieces are cut along one dimension, for the Gram form the long side. The ranks exchange matrices of the side that is
+The shards are cut along one dimension, for the Gram form the long side. The ranks exchange matrices of the side that is
 not cut.
 """
 
@@ -28,12 +28,12 @@ def distributed(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Te
     It waits in every step, so other buckets' exchanges run beside it, but none of its own.
 
     Raises:
-        ValueError: for pieces that are not cut along one dimension.
+        ValueError: for shards that are not cut along one dimension.
     """
     group, iteration = job.ranks, job.iteration
-    dim = cut_dimension(job.matrix.shape, job.matrix.pieces)
+    dim = cut_dimension(job.matrix.shape, job.matrix.rectangles)
     if dim is None:
-        raise ValueError(f"distributed takes pieces that are cut along one dimension, got {job.matrix.pieces}")
+        raise ValueError(f"distributed takes shards that are cut along one dimension, got {job.matrix.rectangles}")
     yield  # the next bucket starts its exchange before this one is computed
     stack = torch.stack(shards)
     X = stack.mT if dim == 0 else stack  # the columns are cut, so Gram matrices of the rows add up
@@ -71,12 +71,12 @@ def split(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]
     In full rounds every rank has an equal part of one buffer; the rest would be padded to that, and goes one by one.
     See :data:`~megatron_eopt.parallel.schemes.whole.Run`, and :func:`_run` for what is raised.
     """
-    group, owners = job.ranks, job.bucket.owners
-    full, rest = in_rounds(owners, group.size())
+    group, compute_ranks = job.ranks, job.bucket.compute_ranks
+    full, rest = in_rounds(compute_ranks, group.size())
 
     def exchange(grams: Tensor, factors: _Factors, segment: int) -> Generator[None, None, Tensor]:
         rounds = [reduce_scatter(torch.stack([grams[i] for i in full]), group)] if full else []
-        sums = [reduce(grams[i], owners[i], group) for i in rest]
+        sums = [reduce(grams[i], compute_ranks[i], group) for i in rest]
         yield
         for number, pending in enumerate(rounds):
             own = pending.wait()
@@ -89,7 +89,7 @@ def split(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]
                 gram = grams[i]
             else:
                 factors(gram[None], segment)
-            handed_out.append(broadcast(gram, owners[i], group))
+            handed_out.append(broadcast(gram, compute_ranks[i], group))
         yield
         for pending in rounds:
             for i, Q in zip(full, pending.wait().flatten(0, 1), strict=True):
@@ -105,12 +105,14 @@ def _run(job: Job, shards: list[Tensor], exchange: _Exchange) -> Generator[None,
     """The iteration, as :func:`~megatron_eopt.orthogonalize.forms.iterate_gram` has it in one process.
 
     Raises:
-        ValueError: for pieces that are not cut along the long side.
+        ValueError: for shards that are not cut along the long side.
     """
     matrix, iteration = job.matrix, job.iteration
-    dim = cut_dimension(matrix.shape, matrix.pieces)
+    dim = cut_dimension(matrix.shape, matrix.rectangles)
     if dim is None or matrix.shape[dim] < matrix.shape[1 - dim]:
-        raise ValueError(f"gram takes pieces of {matrix.shape} that are cut along the long side, got {matrix.pieces}")
+        raise ValueError(
+            f"gram takes shards of {matrix.shape} that are cut along the long side, got {matrix.rectangles}"
+        )
     assert iteration.restarts is not None, "an iteration in the Gram form has restarts"
     stack = torch.stack(shards)
     X = LocalGram(stack, transposed=dim == 0, dtype=iteration.dtype)
@@ -170,9 +172,9 @@ _LARGEST_SHIFT = 100
 
 
 class LocalGram:
-    """Pieces of a stack of matrices, of any norm at first, of norm ``unit`` (all ranks' together) from then on.
+    """Shards of a stack of matrices, of any norm at first, of norm ``unit`` (all ranks' together) from then on.
 
-    Squares of small entries vanish, and those of large ones overflow, in fp16 very soon. So each piece is multiplied by
+    Squares of small entries vanish, and those of large ones overflow, in fp16 very soon. So each shard is multiplied by
     a power of two of its own, which is exact and is undone in fp32 on its Gram matrix. The norm of the whole may lie
     between 1e-15 and 1e18.
 
@@ -183,7 +185,7 @@ class LocalGram:
     """
 
     def __init__(self, stack: Tensor, *, transposed: bool, dtype: torch.dtype) -> None:
-        """Take a stack of pieces.
+        """Take a stack of shards.
 
         Args:
             stack: (n x rows x cols); columns may be missing.
@@ -201,11 +203,11 @@ class LocalGram:
 
     @property
     def oriented(self) -> Tensor:
-        """The pieces with the side first that is not cut: (n x rows x cols) or its transposes, a view."""
+        """The shards with the side first that is not cut: (n x rows x cols) or its transposes, a view."""
         return self._X.mT if self._transposed else self._X
 
     def gram(self, products: Products) -> Tensor:
-        """Gram matrices of the pieces, a new stack in fp32 (fp64 for such pieces); to be summed over the ranks."""
+        """Gram matrices of the shards, a new stack in fp32 (fp64 for such shards); to be summed over the ranks."""
         gram = products.gram(self.oriented).to(self._wide)
         return gram if self._undo is None else gram.mul_(self._undo).mul_(self._undo)
 
@@ -218,12 +220,12 @@ class LocalGram:
         self._X = torch.bmm(self._X, Q) if self._transposed else torch.bmm(Q, self._X)
 
     def result(self) -> Tensor:
-        """The stack of the pieces as they are now, in their own dtype, of matrices of norm 1."""
+        """The stack of the shards as they are now, in their own dtype, of matrices of norm 1."""
         X = self._X if self.unit == 1 else self._X.float().div_(self.unit)
         return X.to(self._dtype_of_pieces)
 
     def _shift(self, stack: Tensor) -> Tensor:
-        """Exponents (n x 1 x 1) of the powers of two; 0 for a piece that is empty, zero or not finite."""
+        """Exponents (n x 1 x 1) of the powers of two; 0 for a shard that is empty, zero or not finite."""
         if stack.numel() == 0:
             return torch.zeros(stack.size(0), 1, 1, dtype=torch.int32, device=stack.device)
         largest = torch.maximum(stack.amax((-2, -1), keepdim=True), -stack.amin((-2, -1), keepdim=True)).float()

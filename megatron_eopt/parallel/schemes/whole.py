@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_eopt.orthogonalize.newton_schulz import Iteration
 from megatron_eopt.parallel.collectives import all_gather, all_to_all
-from megatron_eopt.parallel.records import Bucket, Matrix, Piece, Shape, of_ranks
+from megatron_eopt.parallel.records import Bucket, Matrix, Rectangle, Shape, of_ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +18,7 @@ class Job:
 
     Attributes:
         bucket: what is worked on.
-        matrix: one of its matrices, all of which have its shape and pieces.
+        matrix: one of its matrices, all of which have its shape and shards.
         group: the ranks; None where nothing is exchanged.
         iteration: for matrices of the shape that is orthogonalized, in the form that the scheme has.
         scales: of each matrix, what its orthogonal factor is multiplied by.
@@ -38,11 +38,11 @@ class Job:
 
 
 Run = Callable[[Job, list[Tensor]], Generator[None, None, list[Tensor]]]
-"""``(job, shards)``, with this rank's piece of each matrix of the bucket.
+"""``(job, shards)``, with this rank's shard of each matrix of the bucket.
 
-A piece is 2-D, of the shape that its matrix says, and may be empty; the pieces of a bucket are of one dtype. The
+A shard is 2-D, of the shape that its matrix says, and may be empty; the shards of a bucket are of one dtype. The
 generator starts an exchange, yields, and takes the result when it is resumed; equally often on every rank. It returns
-the pieces of the orthogonal factors, of the dtype of the shards, times their scales. Shards are not written to. A zero
+the shards of the orthogonal factors, of the dtype of the shards, times their scales. Shards are not written to. A zero
 matrix gives zeros; one with an entry that is not finite gives no numbers on any rank, and the others of the bucket are
 not affected.
 """
@@ -56,38 +56,38 @@ def local(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]
 
 
 def duplicated(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]:
-    """``duplicated``: pieces may be any; smaller ones are padded. See :data:`Run`."""
-    shape, pieces = job.matrix.shape, job.matrix.pieces
-    pending = gather([torch.stack(shards)], [(shape, pieces)], job.ranks)
+    """``duplicated``: shards may be any; smaller ones are padded. See :data:`Run`."""
+    shape, rectangles = job.matrix.shape, job.matrix.rectangles
+    pending = gather([torch.stack(shards)], [(shape, rectangles)], job.ranks)
     yield
     (stack,) = pending()
     factors = orthogonalized(stack, job.iteration, job.scales)
     # copies: a view would keep the whole matrix
     return [
-        cut_out(factor, pieces[job.ranks.rank()]).clone(memory_format=torch.contiguous_format) for factor in factors
+        cut_out(factor, rectangles[job.ranks.rank()]).clone(memory_format=torch.contiguous_format) for factor in factors
     ]
 
 
 def owner(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]:
-    """``owner``: pieces may be any, cut along both dimensions too. See :data:`Run`."""
-    group, shape, pieces = job.ranks, job.matrix.shape, job.matrix.pieces
-    piece = pieces[group.rank()]
-    of_rank = [[i for i, rank in enumerate(job.bucket.owners) if rank == each] for each in range(group.size())]
+    """``owner``: shards may be any, cut along both dimensions too. See :data:`Run`."""
+    group, shape, rectangles = job.ranks, job.matrix.shape, job.matrix.rectangles
+    rectangle = rectangles[group.rank()]
+    of_rank = [[i for i, rank in enumerate(job.bucket.compute_ranks) if rank == each] for each in range(group.size())]
     own = of_rank[group.rank()]
 
     sent = [[shards[i] for i in indices] for indices in of_rank]
-    pending = all_to_all(sent, [len(own) * each.numel for each in pieces], group)
+    pending = all_to_all(sent, [len(own) * each.numel for each in rectangles], group)
     yield
-    whole = assemble(pending.wait(), pieces, shape)
+    whole = assemble(pending.wait(), rectangles, shape)
     factors = orthogonalized(whole, job.iteration, [job.scales[i] for i in own])
     # an empty tensor tells the dtype where there is nothing to send
-    back = [[shards[0].new_empty(0), *(cut_out(factor, each) for factor in factors)] for each in pieces]
-    pending = all_to_all(back, [len(indices) * piece.numel for indices in of_rank], group)
+    back = [[shards[0].new_empty(0), *(cut_out(factor, each) for factor in factors)] for each in rectangles]
+    pending = all_to_all(back, [len(indices) * rectangle.numel for indices in of_rank], group)
     del factors, back
     yield
     results = list(shards)
     for indices, part in zip(of_rank, pending.wait(), strict=True):
-        for i, entries in zip(indices, part.view(len(indices), *piece.shape), strict=True):
+        for i, entries in zip(indices, part.view(len(indices), *rectangle.shape), strict=True):
             results[i] = entries
     return results
 
@@ -98,7 +98,7 @@ def share(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]
     See :data:`Run`.
     """
     group = job.ranks
-    of_rank = of_ranks(job.bucket.owners, group.size())
+    of_rank = of_ranks(job.bucket.compute_ranks, group.size())
     own = of_rank[group.rank()]
     # as many matrices from every rank: the last one of some may stay empty
     sent = shards[0].new_zeros(max(map(len, of_rank)), *job.matrix.shape)
@@ -143,20 +143,20 @@ def orthogonalized(matrices: Sequence[Tensor] | Tensor, iteration: Iteration, sc
 
 
 def gather(
-    stacks: Sequence[Tensor], lying: Sequence[tuple[Shape, Sequence[Piece]]], group: ProcessGroup
+    stacks: Sequence[Tensor], lying: Sequence[tuple[Shape, Sequence[Rectangle]]], group: ProcessGroup
 ) -> Callable[[], list[Tensor]]:
-    """Start to gather matrices of which each rank of a group has a piece, by one all-gather, padded where they differ.
+    """Start to gather matrices of which each rank of a group has a shard, by one all-gather, padded where they differ.
 
     Args:
-        stacks: this rank's pieces, (n x rows x cols) for ``n`` matrices that lie alike; some may be empty.
-        lying: for each stack the shape of its matrices, and the piece of each rank.
+        stacks: this rank's shards, (n x rows x cols) for ``n`` matrices that lie alike; some may be empty.
+        lying: for each stack the shape of its matrices, and the shard of each rank.
         group: the ranks.
 
     Returns:
         What waits, and then gives for each stack the whole matrices, (n x rows x cols), in memory of their own.
     """
     counts = [
-        [len(stack) * pieces[rank].numel for stack, (_, pieces) in zip(stacks, lying, strict=True)]
+        [len(stack) * rectangles[rank].numel for stack, (_, rectangles) in zip(stacks, lying, strict=True)]
         for rank in range(group.size())
     ]
     own = stacks[0].reshape(-1) if len(stacks) == 1 else torch.cat([stack.reshape(-1) for stack in stacks])
@@ -165,26 +165,31 @@ def gather(
 
     def finish() -> list[Tensor]:
         rows = [row[: sum(each)].split(each) for row, each in zip(pending.wait(), counts, strict=True)]
-        return [assemble(of_ranks, pieces, shape) for *of_ranks, (shape, pieces) in zip(*rows, lying, strict=True)]
+        return [
+            assemble(of_ranks, rectangles, shape) for *of_ranks, (shape, rectangles) in zip(*rows, lying, strict=True)
+        ]
 
     return finish
 
 
-def assemble(parts: Sequence[Tensor], pieces: Sequence[Piece], shape: Shape) -> Tensor:
-    """Matrices (n x rows x cols) of a global shape, of the pieces of each rank.
+def assemble(parts: Sequence[Tensor], rectangles: Sequence[Rectangle], shape: Shape) -> Tensor:
+    """Matrices (n x rows x cols) of a global shape, of the shards of each rank.
 
     Args:
-        parts: of each rank its pieces of all ``n`` matrices, one behind the other.
-        pieces: which rectangle each rank holds; together they are the matrix.
+        parts: of each rank its shards of all ``n`` matrices, one behind the other.
+        rectangles: which rectangle each rank holds; together they are the matrix.
         shape: of the matrix.
     """
-    count = next((part.numel() // piece.numel for part, piece in zip(parts, pieces, strict=True) if piece.numel), 0)
+    count = next(
+        (part.numel() // rectangle.numel for part, rectangle in zip(parts, rectangles, strict=True) if rectangle.numel),
+        0,
+    )
     stack = parts[0].new_empty(count, *shape)
-    for part, piece in zip(parts, pieces, strict=True):
-        cut_out(stack, piece).copy_(part.view(count, *piece.shape))
+    for part, rectangle in zip(parts, rectangles, strict=True):
+        cut_out(stack, rectangle).copy_(part.view(count, *rectangle.shape))
     return stack
 
 
-def cut_out(x: Tensor, piece: Piece) -> Tensor:
-    """The view of a piece of a matrix (rows x cols), or of each of a stack."""
-    return x[..., piece.top : piece.bottom, piece.left : piece.right]
+def cut_out(x: Tensor, rectangle: Rectangle) -> Tensor:
+    """The view of a shard of a matrix (rows x cols), or of each of a stack."""
+    return x[..., rectangle.top : rectangle.bottom, rectangle.left : rectangle.right]

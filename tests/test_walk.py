@@ -1,0 +1,57 @@
+"""The walk of a gradient through one step is as short as the issue of the house asks, and as the docs say it is."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_eopt import TensorParallelMuon
+from megatron_eopt.family import ROWS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs/contributing.md").read_text()
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import walk  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def walks():
+    """Muon's, on one process and on one of two tensor-parallel ranks."""
+    return {"one process": walk.one_step(TensorParallelMuon), "TP=2": walk.on_two_ranks(["muon"])["muon"]}
+
+
+def test_muon_on_one_process_enters_few_files(walks):
+    found = walks["one process"]
+    print("\n" + walk.line("muon", found))
+    assert len(found.files) <= 12
+    assert found.depth <= 9
+
+
+def test_muon_on_two_ranks_enters_few_files(walks):
+    found = walks["TP=2"]
+    print("\n" + walk.line("muon", found))
+    assert len(found.files) <= 14
+
+
+@pytest.mark.parametrize("where", ["one process", "TP=2"])
+def test_the_docs_say_what_is_counted(walks, where):
+    found = walks[where]
+    (row,) = re.findall(rf"^\| {where} \| (.*) \|$", PAGE, flags=re.MULTILINE)
+    assert row.split(" | ") == [str(each) for each in (len(found.files), found.calls, found.depth, found.stays)]
+
+
+def test_the_docs_follow_the_step_through_the_files_that_it_enters(walks):
+    section = PAGE.partition("## One step\n")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`megatron_eopt/([\w/]+\.py)`", section))
+    assert named == {*walks["one process"].files, *walks["TP=2"].files}
+
+
+def test_what_is_counted_are_calls_of_the_package():
+    def outer():
+        return [ROWS["muon"].takes("lr"), sorted([2, 1])]
+
+    found = walk.walk(outer)
+    assert (found.files, found.calls, found.depth, found.stays) == (["row.py"], 1, 1, 1)
+    assert set(walk.OPTIMIZERS) <= set(ROWS)

@@ -5,12 +5,13 @@ PYTHON := .venv/bin/python
 # What the caller's shell has set for other Python projects must not reach ours.
 unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONSAFEPATH VIRTUAL_ENV PIP_USER PIP_TARGET PIP_PREFIX PIP_CONSTRAINT
 
-.PHONY: help demo test test-full lint bench compare walk tables venv
+.PHONY: help demo test test-wide test-full lint bench compare walk tables venv
 
 help:
 	@echo "make demo       train a small GPT with Muon and with Adam on the CPU, resume it, draw the losses"
 	@echo "make test       run the tests"
-	@echo "make test-full  run the tests with the long matrices"
+	@echo "make test-wide  run a wider subset, as CI does after make test"
+	@echo "make test-full  run all tests, with the long matrices"
 	@echo "make lint       check style and types"
 	@echo "make bench      time Newton-Schulz and tensor-parallel steps against emerging-optimizers"
 	@echo "make compare    train the demo's GPT with every optimizer on the CPU, leave a table and a picture"
@@ -24,7 +25,10 @@ demo: venv
 WORKERS := -n 2 --dist loadfile
 
 test: venv
-	@$(PYTHON) -m pytest $(WORKERS) -m "not full"
+	@$(PYTHON) -m pytest $(WORKERS) -m "not full and not wide"
+
+test-wide: venv
+	@$(PYTHON) -m pytest $(WORKERS) -m "wide and not full"
 
 test-full: venv
 	@$(PYTHON) -m pytest $(WORKERS)

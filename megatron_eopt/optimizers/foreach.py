@@ -133,15 +133,17 @@ def heavy_ball(
 
 def subtract(weights: Sequence[Tensor], updates: Sequence[Tensor], lr: Scalar, accepted: Tensor | None = None) -> None:
     """``p -= lr * update``, where the product has the dtype of the update, with a mask and without."""
+    if accepted is None:
+        rate = torch.as_tensor(lr, dtype=torch.float64, device=updates[0].device)
+        most = max(1, MOST_BYTES // max(1, *(x.nbytes for x in updates)))
+        for start in range(0, len(updates), most):
+            products = torch._foreach_mul(list(updates[start : start + most]), rate)
+            torch._foreach_sub_(list(weights[start : start + most]), list(products))
+        return
     for some in _alike(updates):
-        of_some = [updates[i] for i in some]
-        if accepted is None:
-            rate = torch.as_tensor(lr, dtype=torch.float64, device=of_some[0].device)
-            steps = list(torch._foreach_mul(of_some, rate))
-        else:
-            stack = torch.stack(of_some)
-            steps = list((stack * _rates(lr * accepted.double(), some, stack[0])).to(stack.dtype).unbind())
-        torch._foreach_sub_([weights[i] for i in some], steps)
+        stack = torch.stack([updates[i] for i in some])
+        steps = (stack * _rates(lr * accepted.double(), some, stack[0])).to(stack.dtype)
+        torch._foreach_sub_([weights[i] for i in some], list(steps.unbind()))
 
 
 def _rates(factors: Tensor, some: Sequence[int], like: Tensor) -> Tensor:

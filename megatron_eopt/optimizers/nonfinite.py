@@ -65,7 +65,7 @@ class NonFinite:
             RuntimeError: after :data:`MAX_IN_A_ROW` skipped steps of one parameter, and where only some of the ranks
                 that share a parameter have a gradient of it.
         """
-        present = self._present(tuple(gradient is not None for gradient in gradients))
+        present = self._present(tuple([gradient is not None for gradient in gradients]))
         flags = torch.stack([present & self._finite(gradients), present, ~present]).int()
         flags[2] -= 1  # -1 where a gradient is present: its minimum tells of any rank, that of the row above of all
         if agree is not None:
@@ -86,17 +86,13 @@ class NonFinite:
     def _finite(self, gradients: Sequence[Tensor | None]) -> Tensor:
         # the largest magnitude would overflow in no case, but torch finds it far more slowly than the sum of them
         norms: list[Tensor] = [self._zero] * len(gradients)
-        for wide in (torch.float32, torch.float64):
-            filled = [
-                (i, gradient)
-                for i, gradient in enumerate(gradients)
-                if gradient is not None
-                and (gradient.dtype == torch.float64) == (wide == torch.float64)
-                and gradient.numel()
-            ]
-            if filled:
-                found = torch._foreach_norm([gradient for _, gradient in filled], 1, dtype=wide)
-                for (i, _), norm in zip(filled, found, strict=True):
+        filled = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None and gradient.numel()]
+        in_fp64 = [each for each in filled if each[1].dtype == torch.float64]
+        in_fp32 = [each for each in filled if each[1].dtype != torch.float64] if in_fp64 else filled
+        for wide, some in ((torch.float32, in_fp32), (torch.float64, in_fp64)):
+            if some:
+                found = torch._foreach_norm([gradient for _, gradient in some], 1, dtype=wide)
+                for (i, _), norm in zip(some, found, strict=True):
                     norms[i] = norm
         return torch.stack(norms).isfinite()
 
@@ -165,16 +161,17 @@ def check_gradients(
     Raises:
         ValueError: for the first gradient that is of another kind.
     """
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
+    unusual = [
+        (p, g)
+        for p in parameters
+        if (g := p.grad) is not None
+        and (isinstance(p, DTensor) or isinstance(g, DTensor) or g.layout is not torch.strided or g.is_complex())
+    ]
+    for parameter, gradient in unusual:
         if gradient.layout != torch.strided or gradient.is_complex():
             kind = "complex" if gradient.is_complex() else f"sparse ({gradient.layout})"
             raise ValueError(f"{name} takes real, dense gradients, but that of {name_of(parameter, groups)} is {kind}")
-        if not placements or not (isinstance(gradient, DTensor) or isinstance(parameter, DTensor)):
-            continue
-        if _is_summand(gradient) or local(gradient).shape != local(parameter).shape:
+        if placements and (_is_summand(gradient) or local(gradient).shape != local(parameter).shape):
             found, expected = (
                 f"the placements {x.placements}" if isinstance(x, DTensor) else "no placements"
                 for x in (gradient, parameter)

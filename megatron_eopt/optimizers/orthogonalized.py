@@ -328,6 +328,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         """
         flags = None if masked or accepted.device.type != "cpu" else accepted.tolist()
         masks = accepted.unbind() if flags is None else ()
+        more = type(self)._further_state is not OrthogonalizedOptimizer._further_state
         batches, first = [], 0
         for group in self.param_groups:
             params = group["params"]
@@ -357,7 +358,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
                     gradients=[
                         g if g.dtype == m.dtype else g.to(m.dtype) for g, m in zip(gradients, momenta, strict=True)
                     ],
-                    further=[self._further_state(p) for p in chosen],
+                    further=[self._further_state(p) for p in chosen] if more else [[]] * len(chosen),
                     settings={key: value for key, value in group.items() if key not in ("params", "param_names")},
                     lr=group["lr"],
                     weight_decay=self._weight_decay(group),

@@ -14,6 +14,8 @@ from megatron_eopt.megatron.arguments import amend
 from megatron_eopt.registry import list_optimizers, takes_matrices
 from tests.megatron.runs import LAUNCHER, start
 
+pytestmark = pytest.mark.wide
+
 ROOT = Path(__file__).resolve().parent.parent
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

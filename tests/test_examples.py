@@ -11,6 +11,8 @@ import pytest
 
 import megatron_eopt
 
+pytestmark = pytest.mark.wide
+
 ROOT = Path(megatron_eopt.__file__).parent.parent
 LOSS = re.compile(r"step (\d+) loss (\S+)")
 

@@ -9,6 +9,8 @@ import pytest
 from megatron_eopt.cli import main
 from tests.megatron.runs import MUON, ROOT, SMALL_GPT, start, train
 
+pytestmark = pytest.mark.wide
+
 RUN = ["--num-layers", 2, *MUON, "--train-iters", 1]
 MOE = ["--num-experts", 4, "--moe-router-topk", 2, "--moe-ffn-hidden-size", 48]
 

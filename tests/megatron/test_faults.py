@@ -21,6 +21,8 @@ from tests.megatron.runs import (
     train,
 )
 
+pytestmark = pytest.mark.wide
+
 RUN = ["--num-layers", 2, "--ckpt-format", "torch_dist", "--train-iters", 6]
 ADAPTIVE = ["--optimizer", "adaptive_muon", *MUON[2:], "--adaptive-muon-moment2-method", "normuon"]
 EVERY_TWO = ["--save-interval", 2, "--save"]

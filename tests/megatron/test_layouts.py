@@ -4,6 +4,8 @@ import pytest
 
 from tests.megatron.runs import MUON, assert_same, start, summary, train
 
+pytestmark = pytest.mark.wide
+
 RUN = ["--num-layers", 2, *MUON, "--muon-fp32-matmul-prec", "highest", "--train-iters", 4]
 TP2 = ["--tensor-model-parallel-size", 2]
 

@@ -9,6 +9,8 @@ from megatron_eopt.orthogonalize import newton_schulz
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
 from tests.megatron.runs import CASES, HERE, MUON, SMALL_GPT, start, train, whole
 
+pytestmark = pytest.mark.wide
+
 LR, DECAY, FACTOR = 1e-2, 0.1, 0.2
 PRECISE = [*MUON, "--muon-fp32-matmul-prec", "highest", "--weight-decay", DECAY]
 RUN = ["--num-layers", 1, "--train-iters", 1, *PRECISE]

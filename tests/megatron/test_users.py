@@ -10,6 +10,8 @@ from megatron_eopt.manifest import from_json, rows
 from tests.megatron.runs import CASES, MUON, SMALL_GPT, assert_same, start, train
 from tests.megatron.test_logical_matrices import MLA
 
+pytestmark = pytest.mark.wide
+
 RUN = ["--num-layers", 2, "--train-iters", 1, *MUON]
 TIED = [flag for flag in SMALL_GPT if flag != "--untie-embeddings-and-output-weights"]
 LATENT = SMALL_GPT.copy()

@@ -8,6 +8,8 @@ import torch
 from tests.megatron.runs import MUON, SMALL_GPT, assert_same, start, train
 from tests.megatron.test_users import CASES, EP2, ETP2, EXPERTS, SHARED, manifest_of, watched
 
+pytestmark = pytest.mark.wide
+
 EXACT = [*MUON, "--muon-fp32-matmul-prec", "highest"]
 RUN = ["--num-layers", 2, *EXACT]
 SCALE = 2.0**26  # makes a gradient norm of 1 more than 5e7

@@ -17,6 +17,8 @@ from megatron_eopt.megatron.manifest import _layout
 from megatron_eopt.megatron.parameters import trainable
 from tests.parallel.test_layout import Group
 
+pytestmark = pytest.mark.wide
+
 COPIES = """
 import torch
 import megatron_eopt

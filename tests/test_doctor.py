@@ -19,6 +19,8 @@ from megatron_eopt.megatron.support.matrix import RELEASES, support_matrix
 from megatron_eopt.registry import list_optimizers
 from tests.megatron.runs import without_emerging_optimizers
 
+pytestmark = pytest.mark.wide
+
 ROOT = Path(__file__).parent.parent
 HEALTHY = Facts(
     python="3.12.3",

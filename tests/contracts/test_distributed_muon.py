@@ -151,7 +151,7 @@ def test_no_rank_has_more_than_its_share_and_one_matrix(ranks, groups):
     for group in groups:
         first = sum(map(len, groups[: groups.index(group)])) if len(groups) == 1 else len(dealt)
         rounds = deal([(torch.Size(shape), torch.float32) for shape in group], loads, first)
-        assert all(len(set(each.owners)) == len(each.matrices) for each in rounds)
+        assert all(len(set(each.compute_ranks)) == len(each.matrices) for each in rounds)
         for each in rounds:
             assert len({group[i - first] for i in each.matrices}) == 1
         found = sorted(i - first for each in rounds for i in each.matrices)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.megatron.runs import ROOT, without_emerging_optimizers
 
-pytestmark = pytest.mark.parametrize("package", ["with the package", "without the package"])
+pytestmark = [pytest.mark.wide, pytest.mark.parametrize("package", ["with the package", "without the package"])]
 
 USERS = """
 import torch

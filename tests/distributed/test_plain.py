@@ -25,6 +25,8 @@ from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
 from tests.distributed.ranks import run_ranks
 
+pytestmark = pytest.mark.wide
+
 VOCABULARY, WIDTH, INNER = 17, 12, 20
 STEPS = 6
 SAVED_BY_FOUR, SAVED_BY_TWO = 2, 4

@@ -20,6 +20,8 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.test_plain import Model, optimizer_of, sharded
 from tests.plain.made import assert_same
 
+pytestmark = pytest.mark.wide
+
 NAMES = [row.name for row in FAMILY if row.plain and not row.vectors]
 STEPS = 3
 FORMS = {"plain": None, "flat": StateDictOptions(flatten_optimizer_state_dict=True)}

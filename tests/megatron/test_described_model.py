@@ -19,7 +19,7 @@ from megatron_eopt import cpu
 from megatron_eopt.megatron.described.model import described_run, ranks_to_describe
 from tests.megatron.runs import MUON, ROOT, SMALL_GPT, start
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is in use")
+pytestmark = [pytest.mark.wide, pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is in use")]
 
 SMALL = [*SMALL_GPT, *MUON, "--num-layers", "4", "--train-iters", "1", "--global-batch-size", "16"]
 TIED = [flag for flag in SMALL if flag != "--untie-embeddings-and-output-weights"]

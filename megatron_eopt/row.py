@@ -6,6 +6,8 @@ from typing import Any, Literal, get_args
 
 from torch.optim.optimizer import Optimizer
 
+from megatron_eopt.optimizers.base import BaseOptimizer
+
 ADAMW_RMS = 0.2
 """RMS of the entries of a typical AdamW update, before the learning rate (arXiv 2502.16982, section 2.2)."""
 
@@ -90,7 +92,7 @@ class Row:
     """
 
     name: str
-    cls: type[Optimizer]
+    cls: type[BaseOptimizer]
     sentence: str
     papers: str
     owns: Literal["matrices", "all"] = "matrices"

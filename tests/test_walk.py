@@ -1,4 +1,4 @@
-"""The walk of a gradient through one step is as short as the issue of the house asks, and as the docs say it is."""
+"""The walk of a gradient through one step stays short, and is what the docs say it is."""
 
 import re
 import sys

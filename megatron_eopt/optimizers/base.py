@@ -63,6 +63,9 @@ class BaseOptimizer(Optimizer):
     split_lengths: tuple[int, ...] = (3, 4)
     """How many logical matrices a fused projection may have."""
 
+    decays_weights: bool = True
+    """Whether there is a weight decay; where there is none, what fills settings from a run's leaves it at 0."""
+
     pairs_rows: bool = False
     """Whether the state pairs rows with rows, so that their order, which may follow the ranks, is a part of it."""
 

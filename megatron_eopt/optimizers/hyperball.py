@@ -154,11 +154,8 @@ class MuonHyperball(TensorParallelMuon):
 
     def _shards(self, indices: Sequence[int], of_parameters: Sequence[Tensor]) -> list[tuple[Matrix, Tensor]]:
         """The logical matrices of parameters, each with this rank's shard."""
-        return [
-            each
-            for i, x in zip(indices, of_parameters, strict=True)
-            for each in zip(self.engine.matrices[i], self.engine.split(i, x), strict=True)
-        ]
+        shards = self.engine.split_all(indices, list(of_parameters))
+        return list(zip(self.engine.flat(indices), shards, strict=True))
 
 
 _NEAR_CENTER = 1e-12  # of the squared norm: what a step leaves of a matrix there is rounding, and so is its direction

@@ -140,9 +140,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     scales_factors: bool = True
     """Whether :meth:`update` gets orthogonal factors times the scales of their matrices."""
 
-    decays_weights: bool = True
-    """Whether there is a weight decay; where there is none, what fills settings from a run's leaves it at 0."""
-
     instead_of_decay: str = ""
     """What there is instead of a weight decay, for messages."""
 
@@ -440,7 +437,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         self._check_update_settings(group, len(self.param_groups) - 1)
-        self._refuse_weight_decay()
         for parameter in group["params"]:
             self._check_shards(parameter, f"a parameter of shape {tuple(parameter.shape)}")
             if self.measures:
@@ -472,12 +468,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _check_settings(self, group: dict[str, Any]) -> None:
         super()._check_settings(group)
-        self._refuse_weight_decay()
-
-    def _refuse_weight_decay(self) -> None:
-        """Refuse a weight decay, which a scheduler may set in any step, where there is none."""
-        for number, group in enumerate(self.param_groups if not self.decays_weights else ()):
-            if group["weight_decay"]:
+        if self.decays_weights or not group["weight_decay"]:  # which a scheduler may set in any step
+            return
+        for number, each in enumerate(self.param_groups):
+            if each is group:  # one that is to be loaded is not yet
                 raise ValueError(
                     f"{type(self).__name__} has no weight decay, got {group['weight_decay']} for group {number}: "
                     f"{self.instead_of_decay}; set the weight_decay of its matrices to 0"

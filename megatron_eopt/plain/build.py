@@ -17,6 +17,7 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from megatron_eopt.family import FAMILY
 from megatron_eopt.matrices import tag_declared
+from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import NAME
 from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.with_adamw import HybridOptimizer, Muon
@@ -177,14 +178,14 @@ def build_spectron(groups: list[Group], config: OptimizerConfig) -> Optimizer:
 
 def _beside_adamw(
     config: OptimizerConfig,
-    optimizer_cls: type[Any],
+    optimizer_cls: type[BaseOptimizer],
     matrices: list[Group],
     rest: list[Group],
     settings: dict[str, Any],
 ) -> Optimizer:
     """An optimizer of matrices, and AdamW for the rest inside; AdamW alone where there are no matrices."""
     _log_counts(config, matrices, rest, for_matrices)
-    if not getattr(optimizer_cls, "decays_weights", True):
+    if not optimizer_cls.decays_weights:
         settings = {**settings, "weight_decay": 0.0}
         matrices = [{**group, "weight_decay": 0.0} for group in matrices]
         _log(f"{config.name} bounds or keeps the norms of matrices: weight decay is for AdamW's parameters alone")

@@ -78,7 +78,7 @@ def config_to_kwargs(name: str, config: Any, model_chunks: Sequence[Any], pg_col
     kwargs |= kwargs_from_config(row.cls, name, config)
     if row.takes_l2_decay:
         kwargs["use_decoupled_weight_decay"] = decoupled
-    if not getattr(row.cls, "decays_weights", True):
+    if not row.cls.decays_weights:
         kwargs["weight_decay"] = 0.0
     if row.betas and hasattr(config, f"{row.betas}_beta1"):
         kwargs["betas"] = (getattr(config, f"{row.betas}_beta1"), getattr(config, f"{row.betas}_beta2"))

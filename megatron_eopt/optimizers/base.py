@@ -12,19 +12,18 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.matrices import WHOLE, Split, check_split_shapes, declared_split, split_of
 from megatron_eopt.optimizers.group_settings import check_scalars
-from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients, nonfinite_for
+from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
-    check_declared,
     check_dimensions,
-    check_query_groups,
+    check_split,
     local,
     matrix_layout,
     parameter_names,
     sharing_groups,
 )
-from megatron_eopt.optimizers.state import StateTensor, check_lying, check_placements, is_cut_like, zeros
+from megatron_eopt.optimizers.state import StateTensor, check_lying, check_placements, zeros
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, split_layout
@@ -220,11 +219,9 @@ class BaseOptimizer(Optimizer):
 
     def _check_split(self, parameter: Tensor) -> None:
         """Refuse a split that does not fit the parameter."""
-        split, blockwise = self.split_of(parameter), self.tp_mode == "blockwise"
-        if declared_split(parameter) is not None:
-            check_declared(parameter.shape, split, self.layout(parameter), blockwise)
-        elif not split.is_whole:
-            check_query_groups([part.rows or 0 for part in split.parts], self.layout(parameter), blockwise)
+        split = self.split_of(parameter)
+        if declared_split(parameter) is not None or not split.is_whole:
+            check_split(parameter, split, self.layout(parameter), self.tp_mode == "blockwise")
 
     # Groups and state.
 
@@ -264,23 +261,13 @@ class BaseOptimizer(Optimizer):
         state = self.state[parameter]
         if not state:
             for tensor in self.state_tensors(parameter):
-                state[tensor.key] = zeros(parameter, tensor, self._layouts_for(parameter, tensor))
+                state[tensor.key] = zeros(parameter, tensor, self.matrix_layouts)
         return state
 
-    def _layouts_for(self, parameter: Tensor, tensor: StateTensor) -> list[Layout]:
-        """Those that a state tensor needs: none where it has the shape of its parameter."""
-        return [] if tensor.dims is None else self.matrix_layouts(parameter)
-
     def _check_placements(self, parameter: Tensor, called: str) -> None:
-        """Refuse a DTensor whose state cannot be saved; to be called by all ranks, before there is any state.
-
-        Raises:
-            ValueError: naming it, if no placement says how a state tensor of it is cut.
-        """
-        along = [x for x in self.state_tensors(parameter) if is_cut_like(parameter, x.dims or ())]
-        if along:
-            described = [(tensor.key, tensor.matrix) for tensor in along]
-            check_placements(f"{type(self).__name__}: {called}", parameter, self.matrix_layouts(parameter), described)
+        """Refuse a DTensor whose state cannot be saved; to be called by all ranks, before there is any state."""
+        tensors = self.state_tensors(parameter)
+        check_placements(f"{type(self).__name__}: {called}", parameter, tensors, self.matrix_layouts)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state. Of settings that it lacks, a group keeps those that it has.
@@ -293,41 +280,33 @@ class BaseOptimizer(Optimizer):
         saved = state_dict["param_groups"]
         pairs = zip(saved, [*known, *[{}] * len(saved)], strict=False)  # of other groups torch says what is wrong
         state_dict = {**state_dict, "param_groups": [self._completed(*pair) for pair in pairs]}
-        self._check_state(state_dict)
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        by_index = zip(self._parameters(), indices, strict=False)
+        # without those that had made no step
+        states = [(p, state) for p, index in by_index if (state := state_dict["state"].get(index))]
+        for parameter, state in states:
+            for tensor in self.state_tensors(parameter):
+                if tensor.key in state:
+                    check_lying(parameter, tensor, self.matrix_layouts, state[tensor.key])
+                elif tensor.saved:
+                    raise ValueError(
+                        f"{type(self).__name__} needs {tensor.key!r} for the parameter of shape "
+                        f"{tuple(parameter.shape)}, but the state has {sorted(state)}: it is of another optimizer, or "
+                        f"of other settings of this one"
+                    )
         super().load_state_dict(state_dict)
         self._engine = None
-        for parameter, saved in self._saved(state_dict):
+        for parameter, state in states:
             for tensor in self.state_tensors(parameter):
-                loaded = saved.get(tensor.key)
-                if loaded is None:
-                    new = zeros(parameter, tensor, self._layouts_for(parameter, tensor))
-                    self.state[parameter][tensor.key] = new
+                if tensor.key not in state:
+                    self.state[parameter][tensor.key] = zeros(parameter, tensor, self.matrix_layouts)
                 elif tensor.dtype not in (None, parameter.dtype):  # to which torch casts what it loads
-                    own = loaded.detach().clone().to(local(parameter).device, tensor.dtype)
+                    own = state[tensor.key].detach().clone().to(local(parameter).device, tensor.dtype)
                     self.state[parameter][tensor.key] = own
 
     def _completed(self, saved: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
         """The settings of a saved group, with those known of the group where they are missing."""
         return {**known, **saved}
-
-    def _check_state(self, state_dict: dict[str, Any]) -> None:
-        for parameter, saved in self._saved(state_dict):
-            for tensor in self.state_tensors(parameter):
-                if tensor.key in saved:
-                    check_lying(parameter, tensor, self._layouts_for(parameter, tensor), saved[tensor.key])
-                elif tensor.saved:
-                    raise ValueError(
-                        f"{type(self).__name__} needs {tensor.key!r} for the parameter of shape "
-                        f"{tuple(parameter.shape)}, but the state has {sorted(saved)}: it is of another optimizer, or "
-                        f"of other settings of this one"
-                    )
-
-    def _saved(self, state_dict: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
-        """Each parameter with what a state dict has of it, but for those that had made no step."""
-        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        state = state_dict["state"]
-        pairs = zip(self._parameters(), indices, strict=False)  # of other groups torch says what is wrong
-        return [(parameter, state[index]) for parameter, index in pairs if state.get(index)]
 
     # The step.
 
@@ -362,7 +341,10 @@ class BaseOptimizer(Optimizer):
                     group[RATES] = engine.rates.state_dict()
             self._engine, self._engine_of = engine, wanted
         if self._nonfinite is None and self._parameters():
-            self._nonfinite = nonfinite_for(self)
+            devices = sorted({str(parameter.device) for parameter in self._parameters()})
+            if len(devices) > 1:
+                raise ValueError(f"{type(self).__name__} steps on one device, but its parameters are on {devices}")
+            self._nonfinite = NonFinite(self._names(), torch.device(devices[0]))
         return self._engine
 
     @property

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.optimizers.parameters import local, name_of, parameter_names
+from megatron_eopt.optimizers.parameters import local, parameter_names
 
 logger = logging.getLogger(__name__)
 
@@ -24,16 +23,9 @@ MAX_IN_A_ROW = 5
 
 _DELAY = 2  # steps: by then the copy to the host is there, and all ranks read it in the same step
 
-Agree = Callable[[Tensor], Tensor]
-
 
 class NonFinite:
-    """Counts the skipped steps of a list of parameters.
-
-    Args:
-        names: one per parameter, for messages.
-        device: of the parameters.
-    """
+    """Counts the skipped steps of parameters on a device; ``names`` has one for each, for messages."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self._names = list(names)
@@ -51,8 +43,8 @@ class NonFinite:
         counts = self._counts[1].tolist()
         return {name: count for name, count in zip(self._names, counts, strict=True) if count}
 
-    def accept(self, gradients: Sequence[Tensor | None], agree: Agree | None = None) -> Tensor:
-        """Which parameters take part in this step.
+    def accept(self, gradients: Sequence[Tensor | None], agree: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Which parameters are active in this step.
 
         Args:
             gradients: one per parameter, None where there is none.
@@ -65,7 +57,10 @@ class NonFinite:
             RuntimeError: after :data:`MAX_IN_A_ROW` skipped steps of one parameter, and where only some of the ranks
                 that share a parameter have a gradient of it.
         """
-        present = self._present(tuple([gradient is not None for gradient in gradients]))
+        known = tuple([gradient is not None for gradient in gradients])
+        if known != self._last[0]:
+            self._last = known, torch.tensor(known, device=self._device)
+        present = self._last[1]
         flags = torch.stack([present & self._finite(gradients), present, ~present]).int()
         flags[2] -= 1  # -1 where a gradient is present: its minimum tells of any rank, that of the row above of all
         if agree is not None:
@@ -77,11 +72,6 @@ class NonFinite:
         self._counts[2] += on_some & ~on_all
         self._report()
         return accepted
-
-    def _present(self, present: tuple[bool, ...]) -> Tensor:
-        if present != self._last[0]:
-            self._last = present, torch.tensor(present, device=self._device)
-        return self._last[1]
 
     def _finite(self, gradients: Sequence[Tensor | None]) -> Tensor:
         # the largest magnitude would overflow in no case, but torch finds it far more slowly than the sum of them
@@ -133,33 +123,13 @@ class NonFinite:
         self._reported = total
 
 
-def nonfinite_for(optimizer: Optimizer) -> NonFinite:
-    """A count for all parameters of an optimizer.
-
-    Raises:
-        ValueError: if they are on several devices.
-    """
-    devices = sorted({str(parameter.device) for group in optimizer.param_groups for parameter in group["params"]})
-    if len(devices) > 1:
-        raise ValueError(f"{type(optimizer).__name__} steps on one device, but its parameters are on {devices}")
-    return NonFinite(parameter_names(optimizer.param_groups), torch.device(devices[0]))
-
-
 def check_gradients(
     name: str, parameters: Iterable[Tensor], groups: Sequence[dict[str, Any]], placements: bool = True
 ) -> None:
-    """Check that gradients, where they are there, are real and dense, and laid out as their parameters.
+    """Refuse gradients that are not real and dense, or, with ``placements``, not laid out as their parameters.
 
-    torch leaves those of norms under sequence parallelism as ``Partial``: each rank has its own summand.
-
-    Args:
-        name: of the optimizer, for messages.
-        parameters: with or without gradients.
-        groups: all that the optimizer has, with these parameters in them.
-        placements: whether to compare the placements of DTensors.
-
-    Raises:
-        ValueError: for the first gradient that is of another kind.
+    torch leaves those of norms under sequence parallelism as ``Partial``: each rank has its own summand. ``groups``, of
+    the optimizer with that ``name``, have the parameters in them.
     """
     unusual = [
         (p, g)
@@ -168,28 +138,29 @@ def check_gradients(
         and (isinstance(p, DTensor) or isinstance(g, DTensor) or g.layout is not torch.strided or g.is_complex())
     ]
     for parameter, gradient in unusual:
-        if gradient.layout != torch.strided or gradient.is_complex():
-            kind = "complex" if gradient.is_complex() else f"sparse ({gradient.layout})"
-            raise ValueError(f"{name} takes real, dense gradients, but that of {name_of(parameter, groups)} is {kind}")
-        if placements and (_is_summand(gradient) or local(gradient).shape != local(parameter).shape):
-            found, expected = (
-                f"the placements {x.placements}" if isinstance(x, DTensor) else "no placements"
-                for x in (gradient, parameter)
-            )
-            raise ValueError(
-                f"{name} takes gradients that lie as their parameters, but that of {name_of(parameter, groups)} has "
-                f"{found}, and the parameter has {expected}: before the step, set parameter.grad to "
-                f"parameter.grad.redistribute(placements=parameter.placements)"
-            )
+        kind = "complex" if gradient.is_complex() else f"sparse ({gradient.layout})"
+        sparse_or_complex = gradient.layout != torch.strided or gradient.is_complex()
+        summand = isinstance(gradient, DTensor) and any(
+            each.is_partial() and gradient.device_mesh.size(i) > 1 for i, each in enumerate(gradient.placements)
+        )
+        lies_otherwise = placements and (summand or local(gradient).shape != local(parameter).shape)
+        if not sparse_or_complex and not lies_otherwise:
+            continue
+        in_groups = [p for group in groups for p in group["params"]]
+        called = dict(zip(in_groups, parameter_names(groups), strict=True))[parameter]
+        if sparse_or_complex:
+            raise ValueError(f"{name} takes real, dense gradients, but that of {called} is {kind}")
+        found, expected = (
+            f"the placements {x.placements}" if isinstance(x, DTensor) else "no placements"
+            for x in (gradient, parameter)
+        )
+        raise ValueError(
+            f"{name} takes gradients that lie as their parameters, but that of {called} has {found}, and the parameter "
+            f"has {expected}: before the step, set parameter.grad to "
+            f"parameter.grad.redistribute(placements=parameter.placements)"
+        )
 
 
-def _is_summand(gradient: Tensor) -> bool:
-    """Whether a rank has a summand of a gradient alone."""
-    if not isinstance(gradient, DTensor):
-        return False
-    return any(each.is_partial() and gradient.device_mesh.size(i) > 1 for i, each in enumerate(gradient.placements))
-
-
-def _listed(names: Sequence[str] | dict[str, int], most: int = 5) -> str:
+def _listed(names: Iterable[str], most: int = 5) -> str:
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

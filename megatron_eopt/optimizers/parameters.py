@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron_eopt.matrices import Split
+from megatron_eopt.matrices import Split, declared_split
 from megatron_eopt.parallel.dtensor import layout_of_dtensor
 from megatron_eopt.parallel.layout import Layout, is_cut_again, is_expert, is_sharded, layout_of, split_layout
 from megatron_eopt.parallel.records import Shape
@@ -22,7 +22,7 @@ GROUPS = ("tp", "expt_tp", "gtp_remat", "expt_gtp_remat")
 
 
 class TensorParallelGroups(Protocol):
-    """What is read of Megatron's ProcessGroupCollection, ``gtp_remat`` and ``expt_gtp_remat`` where it has them."""
+    """What is read of Megatron's ProcessGroupCollection, and ``gtp_remat`` and ``expt_gtp_remat`` where it has them."""
 
     tp: ProcessGroup
     expt_tp: ProcessGroup
@@ -30,21 +30,13 @@ class TensorParallelGroups(Protocol):
 
 @dataclass(frozen=True)
 class DescribedMatrix:
-    """What an optimizer says of one logical matrix.
+    """What an optimizer says of one logical matrix."""
 
-    Attributes:
-        name: within its parameter, empty where that is one matrix.
-        shape: of the global matrix.
-        scheme: how the ranks that have it compute its update.
-        scale: what multiplies the orthogonal factor, or whatever is used instead.
-        rms: of the entries of the first update, before the learning rate; None where it is not known before.
-    """
-
-    name: str
-    shape: Shape
-    scheme: str
-    scale: float
-    rms: float | None
+    name: str  # within its parameter, empty where that is one matrix
+    shape: Shape  # of the global matrix
+    scheme: str  # how the ranks that have it compute its update
+    scale: float  # what multiplies the orthogonal factor, or whatever is used instead
+    rms: float | None  # of the entries of the first update, before the learning rate; None where it is not known before
 
 
 def local(x: Tensor) -> Tensor:
@@ -54,46 +46,21 @@ def local(x: Tensor) -> Tensor:
 
 def parameter_names(groups: Sequence[dict[str, Any]]) -> list[str]:
     """A name for every parameter, in the order of the groups: as torch was told, its attribute, or its index."""
-    return [
-        _name(group, index) or f"parameter {index} of group {number}, of shape {tuple(parameter.shape)}"
-        for number, group in enumerate(groups)
-        for index, parameter in enumerate(group["params"])
-    ]
+    return [name for end in range(1, len(groups) + 1) for name in names_of_last(groups[:end])]
 
 
 def names_of_last(groups: Sequence[dict[str, Any]], shapes: bool = True) -> list[str]:
-    """The names of the parameters of the last group, which may have none.
-
-    Args:
-        groups: of an optimizer.
-        shapes: whether a name that is made of the index has the shape, too.
-    """
-    last = groups[-1]
-    if shapes:
-        names = parameter_names(groups)
-        return names[len(names) - len(last["params"]) :]
-    return [_name(last, i) or f"parameter {i} of group {len(groups) - 1}" for i in range(len(last["params"]))]
-
-
-def name_of(parameter: Tensor, groups: Sequence[dict[str, Any]]) -> str:
-    """The name of a parameter that is in one of the groups."""
-    names = zip((p for group in groups for p in group["params"]), parameter_names(groups), strict=True)
-    return next(name for p, name in names if p is parameter)
-
-
-def _name(group: dict[str, Any], index: int) -> str | None:
-    if "param_names" in group:
-        return str(group["param_names"][index])
-    return getattr(group["params"][index], NAME, None)
+    """The names of the parameters of the last group; ``shapes`` tells the shape where a name is made of the index."""
+    names, last = [], groups[-1]
+    for index, parameter in enumerate(last["params"]):
+        known = last["param_names"][index] if "param_names" in last else getattr(parameter, NAME, None)
+        shape = f", of shape {tuple(parameter.shape)}" if shapes else ""
+        names.append(str(known or f"parameter {index} of group {len(groups) - 1}{shape}"))
+    return names
 
 
 def matrix_layout(parameter: Tensor, pg_collection: TensorParallelGroups | None) -> Layout:
-    """The layout of a parameter; of a stack, that of each of its matrices.
-
-    Args:
-        parameter: a DTensor, or a tensor with Megatron's attributes.
-        pg_collection: Megatron's process groups; None where nothing is sharded.
-    """
+    """The layout of a DTensor, or by Megatron's attributes; of a stack, that of each of its matrices."""
     if isinstance(parameter, DTensor):
         return layout_of_dtensor(parameter)
     return layout_of(parameter, *(getattr(pg_collection, name, None) for name in GROUPS))
@@ -117,14 +84,7 @@ def check_completed(
 ) -> None:
     """Refuse a shard that no process group completes, or that is cut a second time as nothing here is.
 
-    Args:
-        parameter: any.
-        pg_collection: the process groups.
-        called: what a message calls the parameter.
-        otherwise: what else the message advises.
-
-    Raises:
-        ValueError: naming the missing group.
+    A message calls the parameter ``called``, and advises ``otherwise`` too.
     """
     if isinstance(parameter, DTensor) or not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -136,22 +96,12 @@ def check_completed(
                 f"{prefix + name!r}{otherwise}"
             )
     if is_cut_again(parameter):
-        matrix_layout(parameter, pg_collection)
+        matrix_layout(parameter, pg_collection)  # which refuses it
 
 
 def check_dimensions(where: str, parameter: Tensor, split: Split | None) -> None:
-    """Check that a parameter is a matrix, or is declared as a stack of matrices and has three dimensions.
-
-    Args:
-        where: what a message begins with.
-        parameter: this rank's part.
-        split: what its attribute declares.
-
-    Raises:
-        ValueError: if it is something else.
-    """
-    stacked = None if split is None else split.stacked
-    shape = tuple(parameter.shape)
+    """Refuse, by a message that begins with ``where``, what is no matrix and not declared as a stack of them either."""
+    stacked, shape = None if split is None else split.stacked, tuple(parameter.shape)
     if len(shape) != (2 if stacked is None else 3):
         raise ValueError(
             f"{where} has shape {shape}: give it to another optimizer (AdamW, say)"
@@ -163,54 +113,32 @@ def check_dimensions(where: str, parameter: Tensor, split: Split | None) -> None
         raise ValueError(f"stacked matrices cannot be DTensors yet, got one of shape {shape}: keep them apart")
 
 
-def check_declared(shape: Sequence[int], split: Split, layout: Layout, blockwise: bool = False) -> None:
-    """Check that the declared matrices are those of the parameter, and that its shards can be split.
-
-    Args:
-        shape: of this rank's part, for messages.
-        split: what is declared.
-        layout: of the parameter.
-        blockwise: each shard of a logical matrix is taken for a matrix, so all ranks need the like of each.
-
-    Raises:
-        ValueError: saying what does not fit.
-    """
-    try:
-        split_layout(layout, split)
-    except ValueError as error:
-        raise ValueError(f"a parameter of shape {tuple(shape)} is not what was declared of it: {error}") from error
-    rows = sum(split.pattern(layout.shape[0]).sizes)
-    if blockwise and split.parts and split.order != "per_shard" and _cut_inside(layout, rows):
+def check_split(parameter: Tensor, split: Split, layout: Layout, blockwise: bool) -> None:
+    """Refuse logical matrices that are not those of the parameter, or that ``blockwise`` cannot take apart."""
+    rows, declared = layout.shape[0], declared_split(parameter) is not None
+    group = sum(part.rows or 0 for part in split.parts)
+    if declared:
+        try:
+            split_layout(layout, split)
+        except ValueError as error:
+            shape = tuple(parameter.shape)
+            raise ValueError(f"a parameter of shape {shape} is not what was declared of it: {error}") from error
+    elif rows % group:
+        sizes = [part.rows for part in split.parts]
         raise ValueError(
-            f"tp_mode blockwise cannot split a parameter of {layout.shape[0]} rows over {layout.ranks} ranks, whose "
-            f"shards end inside the {rows} rows that hold all of its logical matrices: take duplicated or distributed"
+            f"a fused projection of {rows} rows is not a whole number of query groups {sizes}, which have {group} rows"
         )
-
-
-def check_query_groups(shapes: Sequence[int], layout: Layout, blockwise: bool = False) -> None:
-    """Check that a fused query, key and value projection can be split.
-
-    Args:
-        shapes: rows of each logical matrix in a query group.
-        layout: of the projection.
-        blockwise: as for :func:`check_declared`.
-
-    Raises:
-        ValueError: saying what does not fit.
-    """
-    if layout.shape[0] % sum(shapes):
+    if not blockwise or not split.parts or split.order == "per_shard":
+        return
+    period = sum(split.pattern(rows).sizes)  # each shard of a logical matrix is a matrix: all ranks need the like
+    if any(edge % period for rectangle in layout.rectangles for edge in (rectangle.top, rectangle.bottom)):
+        within = (
+            f"the {period} rows that hold all of its logical matrices"
+            if declared
+            else f"a query group of {period} rows"
+        )
+        otherwise = "" if declared else ", or turn split_qkv off"
         raise ValueError(
-            f"a fused projection of {layout.shape[0]} rows is not a whole number of query groups {list(shapes)}, "
-            f"which have {sum(shapes)} rows"
+            f"tp_mode blockwise cannot split a parameter of {rows} rows over {layout.ranks} ranks, whose shards end "
+            f"inside {within}: take duplicated or distributed{otherwise}"
         )
-    if blockwise and _cut_inside(layout, sum(shapes)):
-        raise ValueError(
-            f"tp_mode blockwise cannot split a fused projection of {layout.shape[0]} rows over {layout.ranks} "
-            f"ranks, whose shards end inside a query group of {sum(shapes)} rows: take duplicated or distributed, "
-            f"or turn split_qkv off"
-        )
-
-
-def _cut_inside(layout: Layout, rows: int) -> bool:
-    """Whether a shard begins or ends elsewhere than at a multiple of so many rows."""
-    return any(edge % rows for rectangle in layout.rectangles for edge in (rectangle.top, rectangle.bottom))

@@ -4,7 +4,7 @@ State of a DTensor that has not its shape is a DTensor on the same mesh: torch's
 that all ranks have alike, and save that of one rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
@@ -21,7 +21,9 @@ from megatron_eopt.parallel.records import Shape
 Lying = tuple[tuple[int, ...], tuple[int, ...] | None, tuple[Placement, ...] | None]
 """Shape of a tensor; of a DTensor also that of this rank's part, and its placements."""
 
+Layouts = Callable[[Tensor], list[Layout]]
 Dim = Literal["rows", "columns"] | int
+SIDES: tuple[Literal["rows"], Literal["columns"]] = ("rows", "columns")
 
 
 @dataclass(frozen=True)
@@ -46,15 +48,11 @@ class StateTensor:
     saved: bool = True
 
     def local_shape(self, layouts: list[Layout]) -> tuple[int, ...]:
-        """The shape of this rank's part, for :attr:`dims` that are not None.
-
-        Args:
-            layouts: of the logical matrices of the parameter.
-        """
+        """The shape of this rank's part, for the layouts of the logical matrices and :attr:`dims` that are not None."""
         return self._shape(layouts[self.matrix].rectangle.shape)
 
     def global_shape(self, layouts: list[Layout]) -> tuple[int, ...]:
-        """The shape over all ranks, likewise."""
+        """The shape over all ranks, for the same."""
         return self._shape(layouts[self.matrix].shape)
 
     def _shape(self, of_matrix: Shape) -> tuple[int, ...]:
@@ -63,53 +61,49 @@ class StateTensor:
         return tuple(dim if isinstance(dim, int) else sides[dim] for dim in self.dims)
 
 
-def zeros(parameter: Tensor, tensor: StateTensor, layouts: list[Layout]) -> Tensor:
-    """A state tensor before the first step.
+def zeros(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Tensor:
+    """A state tensor before the first step, where ``layouts`` tells those of the logical matrices of a parameter.
 
-    Args:
-        parameter: whose state it is.
-        tensor: its description.
-        layouts: of the logical matrices of the parameter; not needed for a tensor of its shape.
+    Raises:
+        ValueError: for two dimensions along rows, or along columns, of a DTensor: a mesh cannot cut both.
     """
     dtype = tensor.dtype or parameter.dtype
     if tensor.dims is None:
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
-    part = torch.zeros(tensor.local_shape(layouts), dtype=dtype, device=parameter.device)
-    if is_cut_like(parameter, tensor.dims):
-        return cut_like(parameter, tensor.dims, part, tensor.global_shape(layouts))
-    return part
+    shape, own_shape, placements = _expected(parameter, tensor, layouts)
+    own = torch.zeros(own_shape or shape, dtype=dtype, device=parameter.device)
+    if not isinstance(parameter, DTensor) or placements is None:
+        return own
+    if max(tensor.dims.count(side) for side in SIDES) > 1:
+        raise ValueError(f"a state tensor of a DTensor has rows and columns once each at most, got dims {tensor.dims}")
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        own, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
 
 
-def check_lying(parameter: Tensor, tensor: StateTensor, layouts: list[Layout], found: Tensor) -> None:
-    """Check that a state tensor has the shape and the placements that its description says.
-
-    Args:
-        parameter: whose state it is.
-        tensor: its description.
-        layouts: as for :func:`zeros`.
-        found: what is to be loaded.
-
-    Raises:
-        ValueError: if it has others.
-    """
-    if tensor.dims is None:
-        expected = _lying(parameter)
-    elif is_cut_like(parameter, tensor.dims):
-        part = tensor.local_shape(layouts)
-        expected = tensor.global_shape(layouts), part, placements_like(parameter, tensor.dims)
-    else:
-        expected = tensor.local_shape(layouts), None, None
-    if (lying := _lying(found)) != expected:
-        how = _HOW_TO_LOAD if lying[0] == expected[0] else ""
+def check_lying(parameter: Tensor, tensor: StateTensor, layouts: Layouts, found: Tensor) -> None:
+    """Refuse a loaded state tensor that has not the shape and the placements of :func:`zeros`."""
+    lying, expected = _lying(found), _expected(parameter, tensor, layouts)
+    if lying != expected:
+        how = (
+            "; torch.distributed.checkpoint.state_dict.set_optimizer_state_dict spreads it over the ranks as their "
+            "parameters"
+        )
         raise ValueError(
             f"{tensor.key!r} has shape {_told(lying)}, expected {_told(expected)} for the parameter of shape "
-            f"{tuple(parameter.shape)}: the state is of another model or layout{how}"
+            f"{tuple(parameter.shape)}: the state is of another model or layout{how if lying[0] == expected[0] else ''}"
         )
 
 
-_HOW_TO_LOAD = (
-    "; torch.distributed.checkpoint.state_dict.set_optimizer_state_dict spreads it over the ranks as their parameters"
-)
+def _expected(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Lying:
+    if tensor.dims is None:
+        return _lying(parameter)
+    own_shape = tensor.local_shape(layouts(parameter))
+    if not _is_cut_like(parameter, tensor):
+        return own_shape, None, None
+    placements = tuple(_placement(each, tensor.dims) for each in parameter.placements)
+    return tensor.global_shape(layouts(parameter)), own_shape, placements
 
 
 def _lying(x: Tensor) -> Lying:
@@ -122,74 +116,36 @@ def _told(lying: Lying) -> str:
     return f"{shape}" if part is None else f"{shape}, of which placements {placements} put {part} on this rank"
 
 
-SIDES = ("rows", "columns")
+def _is_cut_like(parameter: Tensor, tensor: StateTensor) -> TypeGuard[DTensor]:
+    """Whether a parameter is a DTensor, and a state tensor with rows or columns too."""
+    return isinstance(parameter, DTensor) and any(dim in SIDES for dim in tensor.dims or ())
 
 
-def is_cut_like(parameter: Tensor, dims: Sequence[str | int]) -> TypeGuard[DTensor]:
-    """Whether a parameter is a DTensor, and state of such dimensions too."""
-    return isinstance(parameter, DTensor) and any(dim in SIDES for dim in dims)
-
-
-def placements_like(parameter: DTensor, dims: Sequence[str | int]) -> tuple[Placement, ...]:
+def _placement(of_parameter: Placement, dims: Sequence[Dim]) -> Placement:
     """Rows and columns are cut as those of the parameter, wherever they are among ``dims``; others are replicated."""
-    return tuple(_placement(of_parameter, dims) for of_parameter in parameter.placements)
-
-
-def cut_like(parameter: DTensor, dims: Sequence[str | int], part: Tensor, shape: Sequence[int]) -> DTensor:
-    """A DTensor of this rank's ``part`` of a state tensor, whose memory it shares.
-
-    Args:
-        parameter: the one whose state it is.
-        dims: as in :class:`~megatron_eopt.optimizers.state.StateTensor`.
-        part: this rank's, may be empty.
-        shape: of the global tensor.
-
-    Raises:
-        ValueError: for two dimensions along rows, or along columns, which a mesh cannot cut both.
-    """
-    if max(dims.count(side) for side in SIDES) > 1:
-        raise ValueError(f"a state tensor of a DTensor has rows and columns once each at most, got dims {tuple(dims)}")
-    stride = torch.empty(tuple(shape), device="meta").stride()
-    placements = placements_like(parameter, dims)
-    return DTensor.from_local(
-        part, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
-
-
-def check_placements(
-    where: str, parameter: Tensor, layouts: Sequence[Layout], described: Sequence[tuple[str, int]]
-) -> None:
-    """Check that the state of a DTensor lies as placements can say; all ranks come to the same answer.
-
-    Args:
-        where: what a message begins with.
-        parameter: any parameter; one that is no DTensor passes.
-        layouts: of its logical matrices.
-        described: key of each state tensor along rows or columns, and which logical matrix it is of.
-
-    Raises:
-        ValueError: if rows or columns of a logical matrix are cut otherwise than those of a DTensor.
-    """
-    for key, matrix in described:
-        if isinstance(parameter, DTensor) and not lies_alike(parameter, layouts[matrix]):
-            raise ValueError(
-                f"{where} is a DTensor of shape {tuple(parameter.shape)} with placements {parameter.placements}, which "
-                f"cut its logical matrix {matrix}, {layouts[matrix].shape}, into {_listed(layouts[matrix])}: no "
-                f"placement says that of {key!r}, and it could not be saved. Shard it along columns, or so that each "
-                f"rank has as many whole groups of rows as the others, or make its matrices parameters of their own"
-            )
-
-
-def _placement(of_parameter: Placement, dims: Sequence[str | int]) -> Placement:
     if isinstance(of_parameter, Replicate):
-        return Replicate()
+        return of_parameter
     side = SIDES[min(of_parameter.dim, 1)]  # type: ignore[attr-defined]  # a layout takes Replicate and shards alone
     if side not in dims:
         return Replicate()
-    factor = getattr(of_parameter, "split_factor", None)
-    place = list(dims).index(side)
-    return Shard(place) if factor is None else _StridedShard(place, split_factor=factor)
+    factor, index = getattr(of_parameter, "split_factor", None), dims.index(side)
+    return Shard(index) if factor is None else _StridedShard(index, split_factor=factor)
 
 
-def _listed(layout: Layout) -> str:
-    return ", ".join(f"{rectangle.shape}" for rectangle in layout.rectangles)
+def check_placements(where: str, parameter: Tensor, tensors: Sequence[StateTensor], layouts: Layouts) -> None:
+    """Refuse a DTensor whose logical matrices have rows or columns that are cut otherwise than its own.
+
+    No placement says where state along these lies. All ranks come to the same answer; ``where`` begins the message.
+    """
+    for tensor in tensors:
+        if not _is_cut_like(parameter, tensor):
+            continue
+        layout = layouts(parameter)[tensor.matrix]
+        if not lies_alike(parameter, layout):
+            rectangles = ", ".join(f"{rectangle.shape}" for rectangle in layout.rectangles)
+            raise ValueError(
+                f"{where} is a DTensor of shape {tuple(parameter.shape)} with placements {parameter.placements}, which "
+                f"cut its logical matrix {tensor.matrix}, {layout.shape}, into {rectangles}: no placement says that of "
+                f"{tensor.key!r}, and it could not be saved. Shard it along columns, or so that each rank has as many "
+                f"whole groups of rows as the others, or make its matrices parameters of their own"
+            )

@@ -1,7 +1,17 @@
-"""Muon whose orthogonal factors are normalized by a second moment, for parameters that may be sharded."""
+"""Muon whose orthogonal factors are normalized by a second moment, for parameters that may be sharded.
+
+Orthogonal factors have any floating dtype; statistics and what is computed with them are fp32. For each logical matrix
+a direction and a ratio come out, whose product replaces the orthogonal factor. Each method makes at most one all-reduce
+for each group of ranks. Nothing here waits for the device.
+
+- AdaMuon: Si, Zhang and Shen, arXiv 2507.11005.
+- NorMuon: Li et al., arXiv 2510.05491.
+- NAMO: arXiv 2602.17080.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
-from math import inf
+from dataclasses import dataclass
+from math import inf, sqrt
 from typing import Any, Literal, get_args
 
 import torch
@@ -9,21 +19,126 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers import second_moment
 from megatron_eopt.optimizers.foreach import Batch
 from megatron_eopt.optimizers.group_settings import DecayMethod, check_flag, decay_method
-from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.muon import TensorParallelMuon, passed_on
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local, names_of_last
-from megatron_eopt.optimizers.second_moment import Factor, Moment2Method, tall
-from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.optimizers.state import Dim, StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
-from megatron_eopt.parallel.records import TpMode
+from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.parallel.records import Matrix, Shape, TpMode
+from megatron_eopt.parallel.statistics import Statistics, Wanted, known
 
 MOMENT2_BUFFER = "moment2_buffer"
+
+Moment2Method = Literal["adamuon", "normuon", "namo"]
+Directed = tuple[Tensor, Tensor | float]  # a direction and a ratio
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A second moment ``v``, which stays as it is, bit for bit, where the flag ``accepted`` on the device is False."""
+
+    v: Tensor
+    accepted: Tensor
+    beta2: float
+    eps: float
+
+    def average(self, value: Tensor) -> Tensor:
+        """``v += (1 - beta2) (value - v)``; values beyond fp32 count as its largest number."""
+        largest = torch.finfo(torch.float32).max  # an infinity would stay in v for ever
+        value = value.clamp(max=largest).to(self.v.dtype)
+        return self.v.lerp_(torch.where(self.accepted, value, self.v), 1 - self.beta2)
+
+
+def adamuon(
+    engine: Engine, indices: Sequence[int], factors: Sequence[Tensor], moments: Sequence[Moment], align: bool
+) -> list[Directed]:
+    """``v <- EMA(O^2)``, ``U = O / (sqrt(v) + eps)`` of parameters; aligned, each matrix gets the norm of its ``O``."""
+    directions = []
+    for factor, moment in zip(engine.merge_all(indices, list(factors)), moments, strict=True):
+        wide = factor.float()
+        directions.append(wide / moment.average(wide.square()).sqrt().add_(moment.eps))
+    directions = engine.split_all(indices, directions)
+    if not align:
+        return [(direction, 1.0) for direction in directions]
+    norms = _squared_norms(engine, engine.flat(indices), factors, directions)
+    return [(x, _alignment(*pair)) for x, pair in zip(directions, norms, strict=True)]
+
+
+def normuon(
+    engine: Engine, matrices: Sequence[Matrix], factors: Sequence[Tensor], moments: Sequence[Moment]
+) -> list[Directed]:
+    """``v <- EMA(mean(O^2))`` over the short dimension, ``U = O rsqrt(max(v, eps))``, with the norm of ``O``.
+
+    Two kinds of matrices need one reduction. Where the short dimension is whole on every rank, this one has its means,
+    and ``||O||`` and ``||U||`` are left to sum over the ranks. Where it is cut, the means are; these are then of the
+    whole long dimension, so the norms follow from them.
+    """
+    directions: dict[int, Tensor] = {}
+    ratios: dict[int, Tensor] = {}
+    means = [
+        Wanted(matrix=m, x=x, row_means=_tall(m.shape), column_means=not _tall(m.shape), of_squares=True)
+        for m, x in zip(matrices, factors, strict=True)
+    ]
+    crossing = [i for i, matrix in enumerate(matrices) if _means_cross(matrix)]
+    here = [i for i, matrix in enumerate(matrices) if not _means_cross(matrix)]
+
+    def follow(i: int, found: Statistics) -> tuple[Tensor, Tensor]:
+        """The means of a matrix, and by what its rows or columns are multiplied, as they are here."""
+        along = known(found.row_means if _tall(matrices[i].shape) else found.column_means)
+        steps = moments[i].average(along).clamp(min=moments[i].eps).rsqrt()
+        directions[i] = factors[i].float() * (steps[:, None] if _tall(matrices[i].shape) else steps)
+        return along, steps
+
+    for i, found in zip(here, engine.statistics([means[i] for i in here]), strict=True):  # exchanges nothing
+        follow(i, found)
+    norms = [Wanted(matrix=matrices[i], x=x, squared_norm=True) for i in here for x in (factors[i], directions[i])]
+    reduced = iter(engine.statistics([*norms, *(means[i] for i in crossing)]))
+    for i in here:
+        ratios[i] = _alignment(known(next(reduced).squared_norm), known(next(reduced).squared_norm))
+    for i in crossing:
+        along, steps = follow(i, next(reduced))
+        squares = along.double()  # times the short dimension, which the ratio does not see
+        ratios[i] = _alignment(squares.sum(), (squares * steps.double().square()).sum())
+    return [(directions[i], ratios[i]) for i in range(len(matrices))]
+
+
+def namo(factors: Sequence[Tensor], moments: Sequence[Moment], norms: Sequence[tuple[Tensor, ...]]) -> list[Directed]:
+    """``v <- EMA(||G||^2)``, ``U = O ||g'|| / (sqrt(v) + eps)``, from the squared norms of ``G`` and of ``g'``."""
+    return [
+        (factor, update.sqrt() / (moment.average(gradient).sqrt() + moment.eps))
+        for factor, moment, (gradient, update) in zip(factors, moments, norms, strict=True)
+    ]
+
+
+def _tall(shape: Shape) -> bool:
+    """Whether rows are the long dimension of a matrix, which normuon keeps its statistics of; squares count as tall."""
+    return shape[0] >= shape[1]
+
+
+def _means_cross(matrix: Matrix) -> bool:
+    """Whether the short dimension is cut; then the long one is not, since a matrix is cut along one at most."""
+    short = 1 if _tall(matrix.shape) else 0
+    return any(each.shape[1 - short] and each.shape[short] != matrix.shape[short] for each in matrix.rectangles)
+
+
+def _squared_norms(engine: Engine, matrices: Sequence[Matrix], *shards: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """For each matrix the squared norms of several tensors that lie as it does, in fp64."""
+    wanted = [
+        Wanted(matrix=matrix, x=x, squared_norm=True) for xs in shards for matrix, x in zip(matrices, xs, strict=True)
+    ]
+    found = [known(statistics.squared_norm) for statistics in engine.statistics(wanted)]
+    return [tuple(found[i :: len(matrices)]) for i in range(len(matrices))]
+
+
+def _alignment(factor: Tensor, update: Tensor) -> Tensor:
+    """``||O|| / ||U||`` from the squares of the norms of whole matrices; 0 where ``U`` is zero."""
+    return torch.where(update > 0, factor / update, 0.0).sqrt()
 
 
 class TensorParallelAdaptiveMuon(TensorParallelMuon):
@@ -39,7 +154,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
 
     The scale of Muon multiplies ``U``. Means and norms are those of the global matrix, in at most one all-reduce of a
     step for each group of ranks, so the update at TP=k is the update at TP=1. A gradient that is not finite leaves the
-    second moment as it is, and a zero factor gives a zero update. See :mod:`~megatron_eopt.optimizers.second_moment`.
+    second moment as it is, and a zero factor gives a zero update.
 
     Args:
         params: as in :class:`TensorParallelMuon`, and so are those that are not named here.
@@ -98,29 +213,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         self.align_rms = align_rms
         self.keeps_directions = moment2_method == "namo"
         self._second_rates = {"beta2": beta2, "eps": eps}
-        super().__init__(
-            params,
-            lr,
-            momentum,
-            nesterov,
-            weight_decay,
-            use_decoupled_weight_decay,
-            split_qkv,
-            is_qkv_fn,
-            qkv_split_shapes,
-            fp32_matmul_prec,
-            coefficient_type,
-            num_ns_steps,
-            scale_mode,
-            extra_scale_factor,
-            pg_collection,
-            tp_mode,
-            cuda_graphs,
-            data_parallel_group,
-            plan_rates,
-            symmetric_products,
-            weight_decay_method,
-        )
+        super().__init__(**passed_on(locals()))
 
     def _further_settings(self) -> dict[str, Any]:
         return self._second_rates
@@ -163,22 +256,17 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
     def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float:
         """RMS of the entries of the first update of a matrix of full rank, before the learning rate.
 
-        Args:
-            rows: of the logical matrix.
-            cols: of the logical matrix.
-            group: the one it is in; None for one without settings of its own.
+        The first second moment is ``1 - beta2`` times its first value. So the entries of an AdaMuon update that is not
+        aligned are ``+-scale / sqrt(1 - beta2)``, whatever the shape. The first ``g'`` of NAMO is ``(1 - b) G``, with
+        Nesterov's look-ahead ``(1 - b) (1 + b) G``, so it multiplies ``O`` by that over ``sqrt(1 - beta2)``. What is
+        aligned has the size of Muon's update.
         """
-        settings = self.update_settings(group or {})
-        rates = {**self.defaults, **(group or {})}
-        return second_moment.predicted_first_rms(
-            settings.predicted_rms(rows, cols),
-            settings.scale(rows, cols),
-            self.moment2_method,
-            self.align_rms,
-            rates["momentum"],
-            rates[self.nesterov_key],
-            rates["beta2"],
-        )
+        settings, rates = self.update_settings(group or {}), {**self.defaults, **(group or {})}
+        muon, momentum, root = settings.predicted_rms(rows, cols), rates[self.momentum_key], sqrt(1 - rates["beta2"])
+        if self.moment2_method == "namo":
+            return muon * (1 - momentum) * (1 + momentum if rates[self.nesterov_key] else 1) / root
+        aligned = self.moment2_method == "normuon" or self.align_rms
+        return muon if aligned else settings.scale(rows, cols) / root
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum, and the second moment: of the parameter, or one for each of its logical matrices."""
@@ -186,21 +274,14 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         keys = self._moment_keys(parameter)
         if self.moment2_method == "adamuon":
             return [*tensors, StateTensor(keys[0], dtype=torch.float32)]
-        if self.moment2_method == "namo":
-            return [*tensors, *(StateTensor(key, (), part, torch.float32) for part, key in enumerate(keys))]
-        shapes = [layout.shape for layout in self.matrix_layouts(parameter)]
-        return [
-            *tensors,
-            *(
-                StateTensor(key, ("rows" if tall(shape) else "columns",), part, torch.float32)
-                for part, (key, shape) in enumerate(zip(keys, shapes, strict=True))
-            ),
-        ]
+        for part, (key, layout) in enumerate(zip(keys, self.matrix_layouts(parameter), strict=True)):
+            along: tuple[Dim, ...] = ("rows" if _tall(layout.shape) else "columns",)
+            tensors.append(StateTensor(key, along if self.moment2_method == "normuon" else (), part, torch.float32))
+        return tensors
 
     def _moment_keys(self, parameter: Tensor) -> list[str]:
-        return [
-            MOMENT2_BUFFER + end for end in ([""] if self.moment2_method == "adamuon" else self.key_ends(parameter))
-        ]
+        ends = [""] if self.moment2_method == "adamuon" else self.key_ends(parameter)
+        return [MOMENT2_BUFFER + end for end in ends]
 
     def _further_state(self, parameter: Tensor) -> list[Tensor]:
         state = self._state_of(parameter)
@@ -208,29 +289,21 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
 
     def update(self, batches: Sequence[Batch], factors: list[Tensor], directions: Sequence[Tensor]) -> Sequence[Tensor]:
         """``U`` of each logical matrix, times its scale."""
-        engine, indices = self.engine, [i for batch in batches for i in batch.indices]
-        described = self._described_factors(batches, factors)
+        engine, indices, moments = self.engine, [i for batch in batches for i in batch.indices], []
+        for batch in batches:
+            beta2, eps = batch.settings["beta2"], batch.settings["eps"]
+            for n, tensors in enumerate(batch.further):
+                accepted = torch.as_tensor(batch.flag(n), device=tensors[0].device)
+                moments += [Moment(v, accepted, beta2, eps) for v in tensors]
         if self.moment2_method == "adamuon":
-            directed = second_moment.adamuon(engine, indices, described, self.align_rms)
+            directed = adamuon(engine, indices, factors, moments, self.align_rms)
         elif self.moment2_method == "normuon":
-            directed = second_moment.normuon(engine, described)
+            directed = normuon(engine, engine.flat(indices), factors, moments)
         else:
             gradients = engine.split_all(indices, [gradient for batch in batches for gradient in batch.gradients])
-            norms = second_moment.squared_norms(engine, engine.flat(indices), gradients, directions)
-            directed = second_moment.namo(described, norms)
+            norms = _squared_norms(engine, engine.flat(indices), gradients, directions)
+            directed = namo(factors, moments, norms)
         return [
             (x * (ratio * scale)).to(factor.dtype)
             for factor, (x, ratio), scale in zip(factors, directed, engine.scales(indices), strict=True)
         ]
-
-    def _described_factors(self, batches: Sequence[Batch], factors: Sequence[Tensor]) -> list[Factor]:
-        """The orthogonal factors, with what their second moments need."""
-        described, of_matrices = [], iter(factors)
-        for batch in batches:
-            beta2, eps = batch.settings["beta2"], batch.settings["eps"]
-            for n, (index, moments) in enumerate(zip(batch.indices, batch.further, strict=True)):
-                flag, matrices = torch.as_tensor(batch.flag(n), device=moments[0].device), self.engine.matrices[index]
-                each = moments if len(moments) == len(matrices) else moments * len(matrices)
-                pairs = zip(matrices, each, strict=True)
-                described += [Factor(m, next(of_matrices), moment, flag, beta2, eps) for m, moment in pairs]
-        return described

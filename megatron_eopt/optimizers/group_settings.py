@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch.distributed as dist
 from torch import Tensor
@@ -33,23 +33,12 @@ no state yet: call ``init_state()`` before it.
 """
 
 STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE = "num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor"
-
-GROUP_SETTINGS = (STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE)
-"""What a group may say; what it does not say is the optimizer's."""
+DECOUPLED, METHOD = "use_decoupled_weight_decay", "weight_decay_method"
 
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """The iteration, and the size of updates, checked when they are made.
-
-    Attributes:
-        newton_schulz: settings of the iteration.
-        scale_mode: how the size of an update follows from the shape of the matrix.
-        extra_scale_factor: multiplies it; any finite number.
-
-    Raises:
-        ValueError: for an unknown scale mode, or a factor that is not a finite number.
-    """
+    """The iteration, and how the size of an update follows from the shape of its matrix; checked when they are made."""
 
     newton_schulz: NewtonSchulz
     scale_mode: ScaleMode
@@ -62,20 +51,13 @@ class UpdateSettings:
             raise ValueError(f"extra_scale_factor is a finite number, got {factor!r}")
 
     def of_group(self, group: Mapping[str, Any]) -> "UpdateSettings":
-        """These settings, but for what a group says anew.
-
-        Raises:
-            ValueError: for values that the optimizer would refuse, or that do not go together.
-        """
+        """These settings, but for what a group says anew; a ``ValueError`` for what the optimizer would refuse."""
         iteration = self.newton_schulz
+        steps, coefficients = group.get(STEPS, iteration.steps), group.get(COEFFICIENTS, iteration.coefficient_type)
         try:
-            own = replace(
-                iteration,
-                steps=group.get(STEPS, iteration.steps),
-                coefficient_type=group.get(COEFFICIENTS, iteration.coefficient_type),
-            )
+            own = replace(iteration, steps=steps, coefficient_type=coefficients)
         except TypeError as error:  # neither a name nor a list of three numbers each
-            raise ValueError(f"unknown coefficient type {group[COEFFICIENTS]!r}: {error}") from error
+            raise ValueError(f"unknown coefficient type {coefficients!r}: {error}") from error
         mode, factor = group.get(SCALE_MODE, self.scale_mode), group.get(EXTRA_SCALE, self.extra_scale_factor)
         return UpdateSettings(own, mode, factor)
 
@@ -94,8 +76,9 @@ class UpdateSettings:
 
 
 def own_settings(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What each group says of :data:`GROUP_SETTINGS`."""
-    return [{key: group[key] for key in GROUP_SETTINGS if key in group} for group in groups]
+    """What each group says of the iteration and the scale; what it does not say is the optimizer's."""
+    keys = (STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE)
+    return [{key: group[key] for key in keys if key in group} for group in groups]
 
 
 def note_short_schedule(settings: NewtonSchulz) -> None:
@@ -108,34 +91,13 @@ def note_short_schedule(settings: NewtonSchulz) -> None:
         return
     low, high = (f"{end:.4f}" if f"{end:.2f}" == "1.00" else f"{end:.2f}" for end in ends)
     logger.warning(
-        "%s Newton-Schulz steps of %s are fewer than were fitted together: singular values in [0.01, 1] become %s to "
-        "%s instead of 1",
-        settings.steps,
-        settings.coefficient_type,
-        low,
-        high,
+        f"{settings.steps} Newton-Schulz steps of {settings.coefficient_type} are fewer than were fitted together: "
+        f"singular values in [0.01, 1] become {low} to {high} instead of 1"
     )
 
 
-DECOUPLED, METHOD = "use_decoupled_weight_decay", "weight_decay_method"
-
-MOMENTUM_KEYS = frozenset({"momentum", "momentum_beta"})
-NESTEROV_KEYS = frozenset({"nesterov", "use_nesterov"})
-
-Group = dict[str, Any]
-
-
 def check_flag(name: str, key: str, value: object) -> None:
-    """Check a setting that is on or off.
-
-    Args:
-        name: of the optimizer, for messages.
-        key: of the setting.
-        value: what was given for it.
-
-    Raises:
-        TypeError: for anything but a bool. A number here mostly comes from a call by position.
-    """
+    """Refuse, by a ``TypeError``, anything but a bool: a number here mostly comes from a call by position."""
     if not isinstance(value, bool):
         raise TypeError(
             f"{name}: {key} must be True or False, got {value!r}: the positional order of emerging-optimizers is "
@@ -144,15 +106,7 @@ def check_flag(name: str, key: str, value: object) -> None:
 
 
 def decay_method(name: str, group: Mapping[str, Any]) -> DecayMethod:
-    """How the weight decay of a group is applied: its ``weight_decay_method``, or what the contract's flag makes of it.
-
-    Args:
-        name: of the optimizer, for messages.
-        group: its settings.
-
-    Raises:
-        ValueError: for an unknown method, and for one that the flag contradicts.
-    """
+    """How the weight decay of a group is applied: its ``weight_decay_method``, else what the contract's flag says."""
     method, decoupled = group[METHOD], group[DECOUPLED]
     if method is None:
         return "decoupled" if decoupled else "l2"
@@ -162,8 +116,7 @@ def decay_method(name: str, group: Mapping[str, Any]) -> DecayMethod:
             f"{name}: {METHOD} {method!r} contradicts {DECOUPLED} {decoupled}, which is False for 'l2' and True for "
             f"every other method: set both, or {DECOUPLED} alone"
         )
-    found: DecayMethod = method
-    return found
+    return cast(DecayMethod, method)
 
 
 def decay_power(lr: Scalar, method: DecayMethod) -> Scalar:
@@ -171,7 +124,9 @@ def decay_power(lr: Scalar, method: DecayMethod) -> Scalar:
     return 1.0 if method == "independent" else lr * lr if method == "palm" else lr
 
 
-def in_own_words(name: str, given: Mapping[str, Any], known: Mapping[str, Any], keys: tuple[str, str]) -> Group:
+def in_own_words(
+    name: str, given: Mapping[str, Any], known: Mapping[str, Any], keys: tuple[str, str]
+) -> dict[str, Any]:
     """What a group gives, under the names that the class reads.
 
     A momentum or a look-ahead under the other of its two names is taken over. Where a group gives one of the two
@@ -187,8 +142,8 @@ def in_own_words(name: str, given: Mapping[str, Any], known: Mapping[str, Any], 
         ValueError: where both names are there with different values.
     """
     own = dict(given)
-    for key, both in zip(keys, (MOMENTUM_KEYS, NESTEROV_KEYS), strict=True):
-        (other,) = both - {key}
+    for key, both in zip(keys, (("momentum", "momentum_beta"), ("nesterov", "use_nesterov")), strict=True):
+        other = both[1 - both.index(key)]
         if other in own:
             value = own.pop(other)
             if own.setdefault(key, value) != value:
@@ -205,15 +160,7 @@ def in_own_words(name: str, given: Mapping[str, Any], known: Mapping[str, Any], 
 
 
 def check_scalars(name: str, group: Mapping[str, Any]) -> None:
-    """Check that settings of a group, and betas among them, have one entry where they are tensors.
-
-    Args:
-        name: of the optimizer, for messages.
-        group: its settings.
-
-    Raises:
-        ValueError: for one of more entries, or of none.
-    """
+    """Refuse settings of a group, and betas among them, that are tensors of more entries than one, or of none."""
     for key, value in group.items():
         for each in value if key == "betas" and isinstance(value, list | tuple) else (value,):
             if isinstance(each, Tensor) and each.numel() != 1:
@@ -224,15 +171,7 @@ def check_scalars(name: str, group: Mapping[str, Any]) -> None:
 
 
 def check_rates(name: str, group: Mapping[str, Any]) -> None:
-    """Check ``lr`` and ``weight_decay`` of a group.
-
-    Args:
-        name: of the optimizer, for messages.
-        group: its settings.
-
-    Raises:
-        ValueError: for one out of its range.
-    """
+    """Refuse an ``lr`` or a ``weight_decay`` of a group that is out of its range."""
     check_scalars(name, group)
     for key in ("lr", "weight_decay"):
         if not 0 <= group[key] < inf:
@@ -240,39 +179,29 @@ def check_rates(name: str, group: Mapping[str, Any]) -> None:
 
 
 def check_betas(name: str, betas: Any) -> None:
-    """Check a pair of ``betas``, likewise."""
+    """Refuse what is no pair of numbers in [0, 1)."""
     if not isinstance(betas, Sequence) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"{name}: betas must be two numbers in [0, 1), got {betas}")
 
 
 def check_adam_settings(name: str, group: dict[str, Any]) -> None:
-    """Check ``lr``, ``weight_decay``, ``eps`` and ``betas`` of a group.
-
-    Args:
-        name: of the optimizer, for messages.
-        group: its settings.
-
-    Raises:
-        ValueError: for one out of its range.
-    """
+    """Refuse an ``lr``, ``weight_decay``, ``eps`` or ``betas`` of a group that are out of their range."""
     check_rates(name, group)
     if not 0 < group["eps"] < inf:
         raise ValueError(f"{name}: eps must be a finite number above 0, got {group['eps']}")
     check_betas(name, group["betas"])
 
 
-Spelling = str | tuple[str, Mapping[Any, Any]]
-"""The name of an argument here; with it, where values are others too, value there -> value here."""
-
-
-def also_called[**P](**spellings: Spelling) -> Callable[[Callable[P, None]], Callable[P, None]]:
+def also_called[**P](
+    **spellings: str | tuple[str, Mapping[Any, Any]],
+) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Let a constructor take arguments by keyword under further names, which its signature does not show.
 
     The constructor then raises a ``ValueError`` where an argument is given under both names with different values, or
     under another package's name with a value that it does not have there.
 
     Args:
-        **spellings: further name -> the argument.
+        **spellings: further name -> the argument; with it, where values are others too, value there -> value here.
     """
 
     def decorate(init: Callable[P, None]) -> Callable[P, None]:

@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.foreach import Batch
 from megatron_eopt.optimizers.group_settings import Scalar
-from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, spelled_out
+from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, passed_on, spelled_out
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.forms import nonzero
@@ -72,7 +72,7 @@ class MuonHyperball(TensorParallelMuon):
         weight_decay: float = 0.0,
         **transport: Unpack[Transport],
     ) -> None:
-        super().__init__(params, lr, momentum, nesterov, weight_decay, **transport)
+        super().__init__(**passed_on(locals()))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices, whose norms are found in the next step.

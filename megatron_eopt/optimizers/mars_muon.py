@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Batch
 from megatron_eopt.optimizers.group_settings import DecayMethod
-from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, spelled_out
+from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, passed_on, spelled_out
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.scale import ScaleMode
@@ -109,18 +109,7 @@ class MarsMuon(TensorParallelMuon):
         **transport: Unpack[Transport],
     ) -> None:
         self._gamma = gamma
-        super().__init__(
-            params,
-            lr,
-            momentum,
-            nesterov,
-            weight_decay,
-            use_decoupled_weight_decay,
-            scale_mode=scale_mode,
-            extra_scale_factor=extra_scale_factor,
-            weight_decay_method=weight_decay_method,
-            **transport,
-        )
+        super().__init__(**passed_on(locals()))
 
     def _further_settings(self) -> dict[str, Any]:
         return {"gamma": self._gamma}

@@ -522,10 +522,10 @@ def spelled_out[**P](init: Callable[P, None]) -> Callable[P, None]:
     name is a ``TypeError``, though :class:`TensorParallelMuon` may know it.
     """
     signature = inspect.signature(init)
-    of_muon = inspect.signature(TensorParallelMuon.__init__).parameters
+    of_muon = inspect.signature(TensorParallelMuon).parameters
     own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    passed_on = [of_muon[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in Transport.__annotations__]
-    spelled = signature.replace(parameters=[*own, *passed_on])
+    taken = [of_muon[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in Transport.__annotations__]
+    spelled = signature.replace(parameters=[*own, *taken])
 
     @functools.wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -534,3 +534,9 @@ def spelled_out[**P](init: Callable[P, None]) -> Callable[P, None]:
 
     checked.__signature__ = spelled  # type: ignore[attr-defined]
     return checked
+
+
+def passed_on(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What the constructor of a relative hands to Muon's: of its ``locals()`` those that are arguments of Muon."""
+    known = inspect.signature(TensorParallelMuon).parameters
+    return {name: x for name, x in {**arguments, **arguments.get("transport", {})}.items() if name in known}

@@ -8,7 +8,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.foreach import Batch
 from megatron_eopt.optimizers.group_settings import DecayMethod
-from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, spelled_out
+from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, passed_on, spelled_out
 from megatron_eopt.parallel.statistics import Wanted, known
 
 
@@ -62,9 +62,7 @@ class PolarGrad(TensorParallelMuon):
         weight_decay_method: DecayMethod | None = None,
         **transport: Unpack[Transport],
     ) -> None:
-        super().__init__(
-            params, lr, momentum, nesterov, weight_decay, weight_decay_method=weight_decay_method, **transport
-        )
+        super().__init__(**passed_on(locals()))
 
     def update(self, batches: Sequence[Batch], factors: list[Tensor], directions: Sequence[Tensor]) -> Sequence[Tensor]:
         """``<M, U> U`` of each logical matrix."""

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.group_settings import Scalar, UpdateSettings, also_called, check_scalars
-from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, spelled_out
+from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, passed_on, spelled_out
 
 RADIUS = "radius"
 """Setting of a group."""
@@ -72,7 +72,7 @@ class Scion(TensorParallelMuon):
     ) -> None:
         self.radius = radius
         self.constrained = constrained
-        super().__init__(params, lr, momentum, nesterov=False, weight_decay=weight_decay, **transport)
+        super().__init__(**passed_on(locals()), nesterov=False)
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
         """The iteration of the matrices of a group, and its radius.

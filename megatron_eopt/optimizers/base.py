@@ -29,8 +29,8 @@ from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.records import TpMode
 
+# Settings of a group without which a resumed run is not bit-equal: the kernel, and the rates of the plan.
 KERNEL, RATES = "symmetric_products", "plan_rates"
-"""Settings of a group without which a resumed run is not bit-equal: the kernel, and the rates of the plan."""
 
 
 class BaseOptimizer(Optimizer):
@@ -41,33 +41,20 @@ class BaseOptimizer(Optimizer):
 
     A subclass says what it keeps (:meth:`state_tensors`), what a group may have (:meth:`_check_group`) and how it steps
     (:meth:`_take`).
-
-    Attributes:
-        pg_collection: the process groups of sharded parameters, ``tp`` and, for experts, ``expt_tp``, and ``gtp_remat``
-            and ``expt_gtp_remat`` where Megatron cuts weights a second time; None where nothing is sharded.
-        split_qkv: whether fused query, key and value projections are split.
-        is_qkv_fn: tells which parameters are such.
-        qkv_split_shapes: rows of each logical matrix in one query group.
-        tp_mode: how ranks share the work, where something is orthogonalized.
-        plan_rates: of the cost model, or ``measure``.
-        symmetric_products: the kernel that the user wants; None for that of the checkpoint, or the fastest.
     """
 
+    # Settings of a group that the optimizer itself makes, and with which a resumed run has to go on.
     carried_settings: frozenset[str] = frozenset()
-    """Settings of a group that the optimizer itself makes, and with which a resumed run has to go on."""
-
+    # Where a checkpoint holds a parameter itself, if the model's part of it holds what is exported().
     live_key: str | None = None
-    """Where a checkpoint holds a parameter itself, if the model's part of it holds what is :meth:`exported`."""
-
+    # How many logical matrices a fused projection may have.
     split_lengths: tuple[int, ...] = (3, 4)
-    """How many logical matrices a fused projection may have."""
-
+    # Whether there is a weight decay; where there is none, what fills settings from a run's leaves it at 0.
     decays_weights: bool = True
-    """Whether there is a weight decay; where there is none, what fills settings from a run's leaves it at 0."""
-
+    # Whether the state pairs rows with rows, so that their order, which may follow the ranks, is a part of it.
     pairs_rows: bool = False
-    """Whether the state pairs rows with rows, so that their order, which may follow the ranks, is a part of it."""
 
+    # What the constructors of subclasses set: see TensorParallelMuon. Not all of them have all of it.
     pg_collection: TensorParallelGroups | None = None
     split_qkv: bool = False
     is_qkv_fn: Callable[[Tensor], bool] | None = None
@@ -129,8 +116,7 @@ class BaseOptimizer(Optimizer):
     def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
         """The logical matrices of each parameter; none of an optimizer that does not count what it updates.
 
-        Args:
-            settled: whether other ranks are there to agree on plans.
+        With ``settled``, the other ranks are there to agree on plans.
         """
         return {}
 
@@ -195,16 +181,9 @@ class BaseOptimizer(Optimizer):
         return parameter_names(self.param_groups)
 
     def _set_split(
-        self,
-        split_qkv: bool,
-        is_qkv_fn: Callable[[Tensor], bool] | None,
-        qkv_split_shapes: Sequence[int] | None,
+        self, split_qkv: bool, is_qkv_fn: Callable[[Tensor], bool] | None, qkv_split_shapes: Sequence[int] | None
     ) -> None:
-        """Take over the arguments of a constructor that describe fused projections.
-
-        Raises:
-            ValueError: for a split that is not described.
-        """
+        """Take over the arguments of a constructor that describe fused projections, or refuse them."""
         self.split_qkv, self.is_qkv_fn, self.qkv_split_shapes = split_qkv, is_qkv_fn, None
         if split_qkv and is_qkv_fn is None:
             raise ValueError("split_qkv needs is_qkv_fn, which tells the fused parameters, got None")
@@ -246,12 +225,7 @@ class BaseOptimizer(Optimizer):
             self._init_group(group)
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = False) -> None:
-        """Create the state of a group's parameters: the contract of emerging-optimizers.
-
-        Args:
-            group: one of the optimizer's.
-            skip_non_grad_params: leave out parameters without a gradient.
-        """
+        """Create the state of a group's parameters: the contract of emerging-optimizers."""
         for parameter in group["params"]:
             if parameter.grad is not None or not skip_non_grad_params:
                 self._state_of(parameter)
@@ -321,12 +295,9 @@ class BaseOptimizer(Optimizer):
         return Engine(described, device, self.tp_mode, own)
 
     def prepare(self) -> Engine:
-        """Settle with the other ranks what a step does; all ranks call it together, and the first step does.
+        """Settle with the other ranks what a step does, in an engine that is frozen; all call together.
 
-        It does so again after a group was added or loaded, or has other settings of what is planned.
-
-        Returns:
-            The engine, which is frozen.
+        The first step does, and one after a group was added or loaded, or has other settings of what is planned.
 
         Raises:
             ValueError: if the plan differs between ranks, or for parameters on several devices.

@@ -124,41 +124,6 @@ def decay_power(lr: Scalar, method: DecayMethod) -> Scalar:
     return 1.0 if method == "independent" else lr * lr if method == "palm" else lr
 
 
-def in_own_words(
-    name: str, given: Mapping[str, Any], known: Mapping[str, Any], keys: tuple[str, str]
-) -> dict[str, Any]:
-    """What a group gives, under the names that the class reads.
-
-    A momentum or a look-ahead under the other of its two names is taken over. Where a group gives one of the two
-    settings of weight decay, the other one follows from it, not from the optimizer's own.
-
-    Args:
-        name: of the optimizer, for messages.
-        given: settings of the group.
-        known: what the group gets where it gives nothing.
-        keys: names of the momentum and of the look-ahead in this class.
-
-    Raises:
-        ValueError: where both names are there with different values.
-    """
-    own = dict(given)
-    for key, both in zip(keys, (("momentum", "momentum_beta"), ("nesterov", "use_nesterov")), strict=True):
-        other = both[1 - both.index(key)]
-        if other in own:
-            value = own.pop(other)
-            if own.setdefault(key, value) != value:
-                raise ValueError(
-                    f"{name} reads {key!r}, of which {other!r} is another name, but a group has {key}={own[key]!r} and "
-                    f"{other}={value!r}: leave {other!r} out"
-                )
-    method, decoupled = own.get(METHOD, known.get(METHOD)), own.get(DECOUPLED)
-    if own.get(METHOD) is not None and decoupled is None:
-        own[DECOUPLED] = method != "l2"
-    if METHOD not in own and None not in (method, decoupled) and decoupled != (method != "l2"):
-        own[METHOD] = None
-    return own
-
-
 def check_scalars(name: str, group: Mapping[str, Any]) -> None:
     """Refuse settings of a group, and betas among them, that are tensors of more entries than one, or of none."""
     for key, value in group.items():

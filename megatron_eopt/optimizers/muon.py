@@ -131,25 +131,15 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     momentum_key, nesterov_key = "momentum", "nesterov"
     split_lengths = (3, 4)
     carried_settings = frozenset({KERNEL, RATES})
-    keeps_directions: bool = False
-    """Whether :meth:`update` needs what was orthogonalized."""
-
-    measures: bool = False
-    """Whether the size of an update follows from what is measured of each global matrix in every step."""
-
-    scales_factors: bool = True
-    """Whether :meth:`update` gets orthogonal factors times the scales of their matrices."""
-
-    instead_of_decay: str = ""
-    """What there is instead of a weight decay, for messages."""
-
-    size_rule: str | None = None
-    """What the size of an update is, for messages, where the scale settings have no effect on it."""
-
-    no_settings: frozenset[str] = frozenset()
-    """Settings of Muon's groups that a relative has no room for."""
-
     newton_schulz_calls: int = 0
+
+    # What a relative may have otherwise:
+    keeps_directions: bool = False  # whether update() needs what was orthogonalized
+    measures: bool = False  # whether the size of an update follows from what each step measures of each global matrix
+    scales_factors: bool = True  # whether update() gets orthogonal factors times the scales of their matrices
+    instead_of_decay: str = ""  # what there is instead of a weight decay, for messages
+    size_rule: str | None = None  # what the size of an update is, where the scale settings have no effect on it
+    no_settings: frozenset[str] = frozenset()  # settings of Muon's groups that there is no room for
 
     _graphed: GraphedUpdate | None = None
 
@@ -296,11 +286,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return layout if layout.ranks > 1 or sharers is None else shared_out(layout, sharers)
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
-        """The iteration and the scale that the matrices of a group get.
-
-        Raises:
-            ValueError: if the group says what the optimizer would refuse.
-        """
+        """The iteration and the scale that the matrices of a group get; what they cannot have is a ``ValueError``."""
         for key in (SCALE_MODE, EXTRA_SCALE):
             if self.size_rule is not None and key in group:
                 raise ValueError(
@@ -310,15 +296,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return UpdateSettings(self.newton_schulz, self.scale_mode, self.extra_scale_factor).of_group(group)
 
     def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
-        """RMS of the entries of the first update of a matrix of full rank, before the learning rate.
+        """RMS of the entries of the first update of a logical matrix of full rank, before the learning rate.
 
-        Args:
-            rows: of the logical matrix.
-            cols: of the logical matrix.
-            group: the one it is in; None for one without settings of its own.
-
-        Returns:
-            None where it depends on the gradients.
+        It depends on the settings of the group that the matrix is in. None where it depends on the gradients.
         """
         return None if self.measures else self.update_settings(group or {}).predicted_rms(rows, cols)
 
@@ -388,10 +368,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             SCALE_MODE: self.scale_mode,
             EXTRA_SCALE: self.extra_scale_factor,
         }
-        out = set(self.no_settings)
-        out |= {SCALE_MODE, EXTRA_SCALE} if self.size_rule is not None else set()
-        out |= set() if self.decays_weights else {DECOUPLED, METHOD}
-        return {key: value for key, value in known.items() if key not in out}
+        sizes = {SCALE_MODE, EXTRA_SCALE} if self.size_rule is not None else set()
+        decay = set() if self.decays_weights else {DECOUPLED, METHOD}
+        return {key: value for key, value in known.items() if key not in self.no_settings | sizes | decay}
 
     def _further_settings(self) -> dict[str, Any]:
         """Settings of a subclass that each group may have a value of its own for."""
@@ -413,22 +392,14 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     # Checks.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of matrices.
-
-        Raises:
-            ValueError: for a parameter that is not a matrix, or a setting out of its range.
-        """
+        """Add a group of matrices; a ``ValueError`` for what is none, or for a setting out of its range."""
         super().add_param_group(param_group)
         own = self.update_settings(param_group).newton_schulz
         if own != self.newton_schulz:
             note_short_schedule(own)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, and with it the kernel of symmetric products with which it was saved.
-
-        Raises:
-            ValueError: also if a group of it has a setting out of its range; nothing is changed then.
-        """
+        """Take over a state, and with it the kernel of symmetric products with which it was saved."""
         for number, group in enumerate(state_dict["param_groups"]):
             self._check_update_settings(group, number)
         super().load_state_dict(state_dict)
@@ -453,7 +424,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _refuse_blockwise(self, parameter: Tensor, measured: str, otherwise: str = "") -> None:
         """Refuse a shard that ``blockwise`` takes for a matrix, where something is measured of matrices."""
-        if self.tp_mode == "blockwise" and self._is_cut(parameter):
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        untold = self.pg_collection is None and is_sharded(parameter) and not alone  # blockwise needs no groups
+        if self.tp_mode == "blockwise" and (untold or self.layout(parameter).sharded):
             raise ValueError(
                 f"{type(self).__name__}: with tp_mode blockwise the {measured} would be those of shards, which belong "
                 f"to no matrix of the model and to no other number of ranks, for a sharded parameter of shape "
@@ -468,19 +441,13 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _check_settings(self, group: dict[str, Any]) -> None:
         super()._check_settings(group)
-        if self.decays_weights or not group["weight_decay"]:  # which a scheduler may set in any step
-            return
-        for number, each in enumerate(self.param_groups):
-            if each is group:  # one that is to be loaded is not yet
+        # a scheduler may set it in any step; a group that is to be loaded is not one of these yet
+        for number, each in enumerate(self.param_groups if group["weight_decay"] and not self.decays_weights else ()):
+            if each is group:
                 raise ValueError(
                     f"{type(self).__name__} has no weight decay, got {group['weight_decay']} for group {number}: "
                     f"{self.instead_of_decay}; set the weight_decay of its matrices to 0"
                 )
-
-    def _is_cut(self, parameter: Tensor) -> bool:
-        """Whether a rank has a part of a parameter only, also where ``blockwise`` is told of no groups."""
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
-        return self.layout(parameter).sharded or (self.pg_collection is None and is_sharded(parameter) and not alone)
 
     def _check_graphs(self) -> None:
         devices = {parameter.device.type for parameter in self._parameters()}
@@ -496,10 +463,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
 
 class Transport(TypedDict, total=False):
-    """How matrices are found, orthogonalized and exchanged: arguments of :class:`TensorParallelMuon`, as it has them.
-
-    Its constructor says what they mean, and what they are where they are not given.
-    """
+    """How matrices are found, orthogonalized and exchanged: arguments of :class:`TensorParallelMuon`."""
 
     split_qkv: bool
     is_qkv_fn: Callable[[Tensor], bool] | None

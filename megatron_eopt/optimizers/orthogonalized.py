@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from megatron_eopt.optimizers.group_settings import (
     check_flag,
     check_rates,
     decay_method,
-    in_own_words,
 )
 from megatron_eopt.optimizers.parameters import local, names_of_last
 from megatron_eopt.optimizers.state import StateTensor
@@ -130,7 +129,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         }
         self._check_flags(defaults)
         decay_method(name, defaults)
-        super().__init__(params, in_own_words(name, defaults, {}, self._keys))
+        super().__init__(params, self._in_own_words(defaults, {}))
 
     @property
     def use_nesterov(self) -> bool:
@@ -141,10 +140,6 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     def use_decoupled_weight_decay(self) -> bool:
         """Whether groups have another weight decay than L2 that say nothing else."""
         return bool(self.defaults[DECOUPLED])
-
-    @property
-    def _keys(self) -> tuple[str, str]:
-        return self.momentum_key, self.nesterov_key
 
     # Groups.
 
@@ -161,13 +156,37 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     def _take_words(self, group: dict[str, Any], known: Mapping[str, Any]) -> None:
         """Rename what a group gives, in place: the dict of the user is the group."""
-        own = in_own_words(type(self).__name__, group, known, self._keys)
+        own = self._in_own_words(group, known)
         if own != group:
             group.clear()
             group.update(own)
 
+    def _in_own_words(self, given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+        """What a group gives, under the names that this class reads; ``known`` is what it gets where it gives nothing.
+
+        A momentum or a look-ahead under the other of its two names is taken over. Where a group gives one of the two
+        settings of weight decay, the other one follows from it, not from the optimizer's own.
+        """
+        own = dict(given)
+        pairs = (self.momentum_key, "momentum", "momentum_beta"), (self.nesterov_key, "nesterov", "use_nesterov")
+        for key, *both in pairs:
+            other = both[1 - both.index(key)]
+            if other in own:
+                value = own.pop(other)
+                if own.setdefault(key, value) != value:
+                    raise ValueError(
+                        f"{type(self).__name__} reads {key!r}, of which {other!r} is another name, but a group has "
+                        f"{key}={own[key]!r} and {other}={value!r}: leave {other!r} out"
+                    )
+        method, decoupled = own.get(METHOD, known.get(METHOD)), own.get(DECOUPLED)
+        if own.get(METHOD) is not None and decoupled is None:
+            own[DECOUPLED] = method != "l2"
+        if METHOD not in own and None not in (method, decoupled) and decoupled != (method != "l2"):
+            own[METHOD] = None
+        return own
+
     def _completed(self, saved: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-        group = {**known, **in_own_words(type(self).__name__, saved, known, self._keys)}
+        group = {**known, **self._in_own_words(saved, known)}
         self._check_settings(group)
         return group
 
@@ -373,9 +392,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         return False
 
     def _weight_decay(self, group: Mapping[str, Any]) -> Scalar:
-        """The weight decay of a group."""
-        decay: Scalar = group["weight_decay"]
-        return decay
+        return cast(Scalar, group["weight_decay"])
 
     def _further_state(self, parameter: Tensor) -> list[Tensor]:
         """What is kept of a parameter beside its momentum, and changed in a step: this rank's part."""
@@ -385,20 +402,13 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 def _updates(batch: Batch, directions: Sequence[Tensor], orthogonalize: Callable[..., Tensor]) -> Iterator[Tensor]:
     """What ``orthogonalize`` makes of each parameter, which is meanwhile as it is after its weight decay.
 
-    Args:
-        batch: of one group.
-        directions: what is orthogonalized.
-        orthogonalize: takes the parameter, the direction, and settings of the group by name.
-
-    Returns:
-        Copies, since what comes back may be memory that is written to again for the next parameter.
-
-    Raises:
-        ValueError: for a result that cannot be subtracted from the parameter.
+    These are copies, since what comes back may be memory that is written to again for the next parameter. What cannot
+    be subtracted from the parameter is a ``ValueError``.
     """
-    taken, settings = _settings_taken(orthogonalize), batch.settings
-    if taken is not None:
-        settings = {key: settings[key] for key in taken & settings.keys()}
+    settings, taken = batch.settings, list(inspect.signature(orthogonalize).parameters.values())
+    if not any(each.kind is each.VAR_KEYWORD for each in taken):
+        by_name = {each.name for each in taken[2:] if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+        settings = {key: settings[key] for key in by_name & settings.keys()}
     changes = batch.decays and batch.decay_method != "l2"
     for i, (p, weight, direction) in enumerate(zip(batch.parameters, batch.weights, directions, strict=True)):
         if not direction.numel():
@@ -416,15 +426,6 @@ def _updates(batch: Batch, directions: Sequence[Tensor], orthogonalize: Callable
         if problem:
             raise ValueError(f"orthogonalize of a parameter of shape {tuple(p.shape)} must return {problem}")
         yield local(result).clone()
-
-
-def _settings_taken(orthogonalize: Callable[..., Tensor]) -> frozenset[str] | None:
-    """Names of the settings that an ``orthogonalize`` takes beside the parameter and the direction; None for all."""
-    parameters = list(inspect.signature(orthogonalize).parameters.values())
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
-        return None
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return frozenset(each.name for each in parameters[2:] if each.kind in by_name)
 
 
 def _problem(result: Any, direction: Tensor, parameter: Tensor) -> str | None:

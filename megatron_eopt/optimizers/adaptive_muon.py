@@ -22,7 +22,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers.foreach import Batch
 from megatron_eopt.optimizers.group_settings import DecayMethod, check_flag, decay_method
 from megatron_eopt.optimizers.muon import TensorParallelMuon, passed_on
-from megatron_eopt.optimizers.parameters import TensorParallelGroups, local, names_of_last
+from megatron_eopt.optimizers.parameters import TensorParallelGroups, names_of_last
 from megatron_eopt.optimizers.state import Dim, StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
@@ -271,21 +271,15 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum, and the second moment: of the parameter, or one for each of its logical matrices."""
         tensors = super().state_tensors(parameter)
-        keys = self._moment_keys(parameter)
         if self.moment2_method == "adamuon":
-            return [*tensors, StateTensor(keys[0], dtype=torch.float32)]
-        for part, (key, layout) in enumerate(zip(keys, self.matrix_layouts(parameter), strict=True)):
+            return [*tensors, StateTensor(MOMENT2_BUFFER, dtype=torch.float32)]
+        for part, (end, layout) in enumerate(
+            zip(self.key_ends(parameter), self.matrix_layouts(parameter), strict=True)
+        ):
             along: tuple[Dim, ...] = ("rows" if _tall(layout.shape) else "columns",)
-            tensors.append(StateTensor(key, along if self.moment2_method == "normuon" else (), part, torch.float32))
+            dims = along if self.moment2_method == "normuon" else ()
+            tensors.append(StateTensor(MOMENT2_BUFFER + end, dims, part, torch.float32))
         return tensors
-
-    def _moment_keys(self, parameter: Tensor) -> list[str]:
-        ends = [""] if self.moment2_method == "adamuon" else self.key_ends(parameter)
-        return [MOMENT2_BUFFER + end for end in ends]
-
-    def _further_state(self, parameter: Tensor) -> list[Tensor]:
-        state = self._state_of(parameter)
-        return [local(state[key]) for key in self._moment_keys(parameter)]
 
     def update(self, batches: Sequence[Batch], factors: list[Tensor], directions: Sequence[Tensor]) -> Sequence[Tensor]:
         """``U`` of each logical matrix, times its scale."""

@@ -15,13 +15,12 @@ from torch import Tensor
 from megatron_eopt.optimizers.foreach import Batch
 from megatron_eopt.optimizers.group_settings import Scalar
 
-Update = Callable[[Sequence[Batch]], None]
-Capture = Callable[[Callable[[], None]], Callable[[], None]]
+Replay = Callable[[], None]
 
 _WARM_UPS = 2  # torch's advice is a few runs before the capture: kernels are compiled and chosen in them
 
 
-def capture_cuda(run: Callable[[], None]) -> Callable[[], None]:
+def capture_cuda(run: Replay) -> Replay:
     """Record what ``run`` launches as a CUDA graph; the result launches it again."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -30,26 +29,21 @@ def capture_cuda(run: Callable[[], None]) -> Callable[[], None]:
 
 
 class GraphedUpdate:
-    """Runs an update through a graph that is captured at the first call.
+    """Runs an update, which reads masked batches and waits for nothing, through a graph captured at the first call.
 
-    Args:
-        update: what is captured: it reads masked batches, and waits for nothing.
-        capture: records a function of no arguments, and returns what runs it again.
+    What captures it records a function of no arguments, and returns what runs it again.
     """
 
-    def __init__(self, update: Update, capture: Capture = capture_cuda) -> None:
-        self._update = update
-        self._capture = capture
-        self._replay: Callable[[], None] | None = None
+    def __init__(
+        self, update: Callable[[Sequence[Batch]], None], capture: Callable[[Replay], Replay] = capture_cuda
+    ) -> None:
+        self._update, self._capture = update, capture
+        self._replay: Replay | None = None
 
     def __call__(self, batches: Sequence[Batch]) -> None:
-        """Update as ``update`` would.
-
-        Raises:
-            RuntimeError: if something that was captured has changed since.
-        """
+        """Update as ``update`` would; a ``RuntimeError`` if something that was captured has changed since."""
         if self._replay is None:
-            self._record(batches)
+            self._replay = self._record(batches)
         elif self._key(batches) != self._captured:
             raise RuntimeError(
                 "the parameters with gradients, or the settings of a group, are not those that the CUDA graph of the "
@@ -63,24 +57,20 @@ class GraphedUpdate:
         for rate, static_rate in zip(_rates(batches), _rates(self._batches), strict=True):
             assert isinstance(static_rate, Tensor)
             static_rate.copy_(rate) if isinstance(rate, Tensor) else static_rate.fill_(rate)
-        assert self._replay is not None
         self._replay()
 
-    def _record(self, batches: Sequence[Batch]) -> None:
+    def _record(self, batches: Sequence[Batch]) -> Replay:
         self._captured = self._key(batches)
         self._batches = [_static(batch) for batch in batches]
-
-        def run() -> None:
-            self._update(self._batches)
-
         # the runs before the capture change parameters and state, so these are put back
         changed = [t for batch in batches for t in _changed(batch)]
         before = [t.clone() for t in changed]
         for _ in range(_WARM_UPS):
-            run()
-        self._replay = self._capture(run)
+            self._update(self._batches)
+        replay = self._capture(lambda: self._update(self._batches))
         for tensor, old in zip(changed, before, strict=True):
             tensor.copy_(old)
+        return replay
 
     def _key(self, batches: Sequence[Batch]) -> list[object]:
         return [
@@ -97,10 +87,8 @@ def _static(batch: Batch) -> Batch:
     """A batch whose gradients, rates and flags have memory of their own."""
     assert batch.accepted is not None
     rate = torch.zeros((), dtype=torch.float64, device=batch.accepted.device)
-    gradients = [gradient.clone() for gradient in batch.gradients]
-    return replace(
-        batch, gradients=gradients, lr=rate.clone(), weight_decay=rate.clone(), accepted=batch.accepted.clone()
-    )
+    gradients, accepted = [gradient.clone() for gradient in batch.gradients], batch.accepted.clone()
+    return replace(batch, gradients=gradients, lr=rate, weight_decay=rate.clone(), accepted=accepted)
 
 
 def _rates(batches: Sequence[Batch]) -> list[Scalar]:

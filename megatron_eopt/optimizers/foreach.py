@@ -15,39 +15,24 @@ from torch import Tensor
 
 from megatron_eopt.optimizers.group_settings import DecayMethod, Scalar, decay_power
 
-MOST_BYTES = 2**28
-"""Of further copies that are in memory at a time, where a single tensor does not take more."""
+MOST_BYTES = 2**28  # of further copies that are in memory at a time, where a single tensor does not take more
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step works on of one group of parameters, gathered once.
+    """What a step works on of one group of parameters, gathered once."""
 
-    Attributes:
-        indices: of the parameters, among all of the optimizer.
-        parameters: in the order of the group.
-        weights: this rank's part of each of them.
-        momenta: of each momentum.
-        gradients: of each gradient, in the dtype of the momentum.
-        further: of what else is kept of each parameter and changed in a step.
-        settings: of the group.
-        lr: learning rate of the group.
-        weight_decay: of the group.
-        decay_method: how the weight decay is applied.
-        accepted: which parameters step; None for all.
-    """
-
-    indices: list[int]
-    parameters: list[Tensor]
-    weights: list[Tensor]
-    momenta: list[Tensor]
-    gradients: list[Tensor]
-    further: list[list[Tensor]]
-    settings: dict[str, Any]
+    indices: list[int]  # of the parameters, among all of the optimizer
+    parameters: list[Tensor]  # in the order of the group
+    weights: list[Tensor]  # this rank's part of each of them
+    momenta: list[Tensor]  # of each momentum
+    gradients: list[Tensor]  # of each gradient, in the dtype of the momentum
+    further: list[list[Tensor]]  # of what else is kept of each parameter and changed in a step
+    settings: dict[str, Any]  # of the group
     lr: Scalar
     weight_decay: Scalar
     decay_method: DecayMethod
-    accepted: Tensor | None = None
+    accepted: Tensor | None = None  # which parameters step; None for all
 
     @property
     def decays(self) -> bool:

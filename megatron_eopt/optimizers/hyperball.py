@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from math import inf
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.statistics import Statistics, Wanted, known
 
-RADIUS = "radius"
-"""What is kept of each logical matrix."""
+RADIUS = "radius"  # kept of each logical matrix
 
 
 class MuonHyperball(TensorParallelMuon):
@@ -60,7 +59,7 @@ class MuonHyperball(TensorParallelMuon):
     decays_weights = False
     instead_of_decay = "it keeps the norm of every matrix, whatever decays"
 
-    _radii_found: bool = False
+    _radii_of: object = None  # the engine of the last step: another one may be of further matrices
 
     @spelled_out
     def __init__(
@@ -74,38 +73,16 @@ class MuonHyperball(TensorParallelMuon):
     ) -> None:
         super().__init__(**passed_on(locals()))
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of matrices, whose norms are found in the next step.
-
-        Raises:
-            ValueError: for a parameter that is not a matrix, or a setting out of its range.
-        """
-        super().add_param_group(param_group)
-        self._radii_found = False
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, and with it the norms that the matrices keep.
-
-        Raises:
-            ValueError: also if a group of it has a setting out of its range; nothing is changed then.
-        """
-        super().load_state_dict(state_dict)
-        self._radii_found = False  # of parameters that had made no step
-
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum, and the norm of each logical matrix; zero as long as it was not measured."""
         ends = enumerate(self.key_ends(parameter))
         radii = [StateTensor(RADIUS + end, (), index, torch.float64) for index, end in ends]
         return [*super().state_tensors(parameter), *radii]
 
-    def _further_state(self, parameter: Tensor) -> list[Tensor]:
-        state = self._state_of(parameter)
-        return [state[RADIUS + end] for end in self.key_ends(parameter)]
-
     def _take(self, accepted: Tensor) -> None:
-        if not self._radii_found:
+        if self._radii_of is not self.engine:
             self._find_radii()
-            self._radii_found = True
+            self._radii_of = self.engine
         super()._take(accepted)
 
     def _find_radii(self) -> None:
@@ -158,9 +135,6 @@ class MuonHyperball(TensorParallelMuon):
         return list(zip(self.engine.flat(indices), shards, strict=True))
 
 
-_NEAR_CENTER = 1e-12  # of the squared norm: what a step leaves of a matrix there is rounding, and so is its direction
-
-
 def on_sphere(
     weight: Tensor,
     factor: Tensor,
@@ -175,20 +149,15 @@ def on_sphere(
     The norm of the difference follows from those of its terms, so that one reduction is enough; in fp64, where what
     they cancel does not matter.
 
-    Args:
-        weight: the shard of ``W``, and
-        factor: of ``O``, in any floating dtype. The difference is rounded to that of ``W`` at its end alone.
-        of_weight: the squared norm of ``W`` and its inner product with ``O``.
-        of_factor: the squared norm of ``O``.
-        radius: ``R``, ().
-        lr: learning rate.
-        accepted: whether the parameter steps, ().
+    ``weight`` and ``factor`` are shards of ``W`` and ``O``, in any floating dtype; the difference is rounded to that of
+    ``W`` at its end alone. ``of_weight`` has the squared norm of ``W`` and its inner product with ``O``.
     """
     squared_weight, inner = known(of_weight.squared_norm), known(of_weight.inner_product)
     squared_factor = known(of_factor.squared_norm)
     step = lr * radius / nonzero(squared_factor.sqrt())
     squared = (squared_weight - 2 * step * inner + step.square() * squared_factor).clamp(min=0)
-    moves = (step != 0) & (squared_factor > 0) & (squared > _NEAR_CENTER * squared_weight) & accepted
+    # nearer to the center, what a step leaves of a matrix is rounding, and so is its direction
+    moves = (step != 0) & (squared_factor > 0) & (squared > 1e-12 * squared_weight) & accepted
     wide = torch.promote_types(weight.dtype, torch.float32)
     moved = (weight.to(wide) - step * factor.to(wide)) * (radius / nonzero(squared.sqrt()))
     return torch.where(moves, moved.to(weight.dtype), weight)

@@ -14,33 +14,21 @@ from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Batch
 from megatron_eopt.optimizers.group_settings import DecayMethod
 from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, passed_on, spelled_out
-from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.statistics import Wanted, known
 
 PREVIOUS_GRADIENT = "previous_gradient"
-
-HAS_PREVIOUS = "has_previous"
-"""1 where there is a previous gradient: after a step with a rate above 0."""
-
-LARGEST_NORM = 1.0
-"""Of a corrected gradient; the paper has no other."""
+HAS_PREVIOUS = "has_previous"  # 1 where there is a previous gradient: after a step with a rate above 0
+LARGEST_NORM = 1.0  # of a corrected gradient; the paper has no other
 
 
 def corrected(
     gradients: Sequence[Tensor], previous: Sequence[Tensor], has_previous: Sequence[Tensor], strength: float
 ) -> list[Tensor]:
-    """``c = g + strength (g - g_prev)``, and ``c = g`` where there is no previous gradient.
+    """``c = g + strength (g - g_prev)``, and ``c = g`` where there is no previous gradient; each rounded once.
 
-    Args:
-        gradients: ``g`` of each parameter, of any shapes.
-        previous: ``g_prev``, of the same shapes and dtypes.
-        has_previous: () of each parameter, 1 or 0.
-        strength: the paper's ``gamma beta / (1 - beta)``.
-
-    Returns:
-        Further tensors, each rounded once.
+    The paper's ``strength`` is ``gamma beta / (1 - beta)``.
     """
     start = foreach.masked(previous, gradients, torch.stack(list(has_previous)) > 0)
     torch._foreach_lerp_(start, list(gradients), 1 + strength)
@@ -81,10 +69,8 @@ class MarsMuon(TensorParallelMuon):
         weight_decay: at least 0.
         use_decoupled_weight_decay: decay the parameter (as AdamW does), or add to ``c``.
         gamma: strength of the correction, at least 0; 0 leaves Muon of clipped gradients.
-        scale_mode: as in Muon.
-        extra_scale_factor: as in Muon.
-        weight_decay_method: as in Muon.
-        **transport: see :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`.
+        scale_mode, extra_scale_factor, weight_decay_method, **transport: see
+            :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`.
 
     Raises:
         ValueError: as by Muon; for ``gamma`` out of its range, and with ``blockwise`` for shards.
@@ -130,10 +116,6 @@ class MarsMuon(TensorParallelMuon):
         """The momentum, the previous gradient, and whether there is one."""
         further = [StateTensor(PREVIOUS_GRADIENT), StateTensor(HAS_PREVIOUS, (), dtype=torch.float32)]
         return [*super().state_tensors(parameter), *further]
-
-    def _further_state(self, parameter: Tensor) -> list[Tensor]:
-        state = self._state_of(parameter)
-        return [local(state[PREVIOUS_GRADIENT]), state[HAS_PREVIOUS]]
 
     def direction(
         self, batches: Sequence[Batch], follow: Callable[..., list[Tensor]] = foreach.average

@@ -18,9 +18,7 @@ from megatron_eopt.optimizers.parameters import local, parameter_names
 
 logger = logging.getLogger(__name__)
 
-MAX_IN_A_ROW = 5
-"""So many steps of a parameter are skipped before it is an error."""
-
+MAX_IN_A_ROW = 5  # so many steps of a parameter are skipped before it is an error
 _DELAY = 2  # steps: by then the copy to the host is there, and all ranks read it in the same step
 
 
@@ -44,14 +42,9 @@ class NonFinite:
         return {name: count for name, count in zip(self._names, counts, strict=True) if count}
 
     def accept(self, gradients: Sequence[Tensor | None], agree: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Which parameters are active in this step.
+        """One entry per parameter, on the device: True where the gradient is there and finite on all ranks.
 
-        Args:
-            gradients: one per parameter, None where there is none.
-            agree: element-wise minimum of a tensor (3 x parameters) in int32 over the ranks that share them.
-
-        Returns:
-            One entry per parameter, on the device: True where the gradient is there and finite on all ranks.
+        ``agree`` is the element-wise minimum of a tensor (3 x parameters) in int32 over the ranks that share them.
 
         Raises:
             RuntimeError: after :data:`MAX_IN_A_ROW` skipped steps of one parameter, and where only some of the ranks

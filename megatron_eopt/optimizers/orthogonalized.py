@@ -89,6 +89,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     """Names of the momentum and of Nesterov's look-ahead among the settings of a group."""
 
     split_lengths: tuple[int, ...] = (3,)
+    _further_keys: dict[Tensor, list[str]] | None = None
 
     def __init__(
         self,
@@ -341,13 +342,12 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     def _batches(self, accepted: Tensor, masked: bool = False) -> list[Batch]:
         """What the step works on, a batch for each group that has something.
 
-        Args:
-            accepted: which parameters step. A CPU has the answer at once, and others are then left out.
-            masked: whether they are to be masked nevertheless, so that the batches are the same in every step.
+        A CPU has it at once which parameters are accepted, and leaves out the others. With ``masked`` it does not, so
+        that the batches are the same in every step.
         """
         flags = None if masked or accepted.device.type != "cpu" else accepted.tolist()
         masks = accepted.unbind() if flags is None else ()
-        more = type(self)._further_state is not OrthogonalizedOptimizer._further_state
+        more = type(self).state_tensors is not OrthogonalizedOptimizer.state_tensors
         batches, first = [], 0
         for group in self.param_groups:
             params = group["params"]
@@ -396,7 +396,11 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     def _further_state(self, parameter: Tensor) -> list[Tensor]:
         """What is kept of a parameter beside its momentum, and changed in a step: this rank's part."""
-        return []
+        self._further_keys = {} if self._further_keys is None else self._further_keys
+        if parameter not in self._further_keys:  # asked in every step
+            self._further_keys[parameter] = [t.key for t in self.state_tensors(parameter) if t.key != MOMENTUM_BUFFER]
+        state = self._state_of(parameter)
+        return [local(state[key]) for key in self._further_keys[parameter]]
 
 
 def _updates(batch: Batch, directions: Sequence[Tensor], orthogonalize: Callable[..., Tensor]) -> Iterator[Tensor]:

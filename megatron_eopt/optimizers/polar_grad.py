@@ -26,9 +26,6 @@ class PolarGrad(TensorParallelMuon):
     matrices, from one all-reduce of a step for each group of ranks. Where Newton-Schulz leaves singular values ``s`` in
     place of 1, it weighs those of ``M`` by ``s``; ``coefficient_type="polar_express"`` with 8 steps leaves 1.
 
-    Where they lie, and gradients that are missing or not finite, are treated as by
-    :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`.
-
     Args:
         params: matrices, or groups of them, each of which may have its own ``lr``, ``momentum``, ``weight_decay``,
             ``num_ns_steps`` and ``coefficient_type``.
@@ -36,8 +33,7 @@ class PolarGrad(TensorParallelMuon):
         momentum: of the exponential moving average, in [0, 1).
         nesterov: whether ``(1 - momentum) g + momentum M`` takes the place of ``M`` in 3 and 4, as in Muon.
         weight_decay: at least 0.
-        weight_decay_method: as in Muon.
-        **transport: see :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`.
+        weight_decay_method, **transport: see :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`.
 
     Raises:
         ValueError: as by Muon; for scale settings, and with ``blockwise`` for shards.

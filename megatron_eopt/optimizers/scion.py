@@ -10,7 +10,6 @@ from megatron_eopt.optimizers.group_settings import Scalar, UpdateSettings, also
 from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, passed_on, spelled_out
 
 RADIUS = "radius"
-"""Setting of a group."""
 
 
 class Scion(TensorParallelMuon):
@@ -30,9 +29,6 @@ class Scion(TensorParallelMuon):
 
     The paper's norms of other parameters are elementwise, and their steps go by signs: give embeddings, output layers
     and vectors to :class:`~megatron_eopt.optimizers.lion.Signum` in a group with an ``lr`` of its own, or to AdamW.
-
-    Where they lie, and gradients that are missing or not finite, are treated as by
-    :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`.
 
     Args:
         params: matrices, or groups of them, each of which may have its own ``lr``, ``momentum``, ``radius``,
@@ -75,11 +71,7 @@ class Scion(TensorParallelMuon):
         super().__init__(**passed_on(locals()), nesterov=False)
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
-        """The iteration of the matrices of a group, and its radius.
-
-        Raises:
-            ValueError: for what the optimizer would refuse, a radius out of its range, and scale settings.
-        """
+        """The iteration of the matrices of a group, and its radius."""
         of_group, radius = super().update_settings(group), group.get(RADIUS, self.radius)
         check_scalars(type(self).__name__, {RADIUS: radius})
         if not 0 < radius < inf:

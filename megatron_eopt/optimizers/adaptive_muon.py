@@ -273,9 +273,8 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         tensors = super().state_tensors(parameter)
         if self.moment2_method == "adamuon":
             return [*tensors, StateTensor(MOMENT2_BUFFER, dtype=torch.float32)]
-        for part, (end, layout) in enumerate(
-            zip(self.key_ends(parameter), self.matrix_layouts(parameter), strict=True)
-        ):
+        ends, layouts = self.key_ends(parameter), self.matrix_layouts(parameter)
+        for part, (end, layout) in enumerate(zip(ends, layouts, strict=True)):
             along: tuple[Dim, ...] = ("rows" if _tall(layout.shape) else "columns",)
             dims = along if self.moment2_method == "normuon" else ()
             tensors.append(StateTensor(MOMENT2_BUFFER + end, dims, part, torch.float32))

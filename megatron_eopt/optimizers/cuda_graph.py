@@ -61,7 +61,14 @@ class GraphedUpdate:
 
     def _record(self, batches: Sequence[Batch]) -> Replay:
         self._captured = self._key(batches)
-        self._batches = [_static(batch) for batch in batches]
+        self._batches = []  # the same ones, but for gradients, rates and flags, which get memory of their own
+        for batch in batches:
+            assert batch.accepted is not None
+            rate = torch.zeros((), dtype=torch.float64, device=batch.accepted.device)
+            gradients, accepted = [gradient.clone() for gradient in batch.gradients], batch.accepted.clone()
+            self._batches += [
+                replace(batch, gradients=gradients, lr=rate, weight_decay=rate.clone(), accepted=accepted)
+            ]
         # the runs before the capture change parameters and state, so these are put back
         changed = [t for batch in batches for t in _changed(batch)]
         before = [t.clone() for t in changed]
@@ -81,14 +88,6 @@ class GraphedUpdate:
             )
             for batch in batches
         ]
-
-
-def _static(batch: Batch) -> Batch:
-    """A batch whose gradients, rates and flags have memory of their own."""
-    assert batch.accepted is not None
-    rate = torch.zeros((), dtype=torch.float64, device=batch.accepted.device)
-    gradients, accepted = [gradient.clone() for gradient in batch.gradients], batch.accepted.clone()
-    return replace(batch, gradients=gradients, lr=rate, weight_decay=rate.clone(), accepted=accepted)
 
 
 def _rates(batches: Sequence[Batch]) -> list[Scalar]:

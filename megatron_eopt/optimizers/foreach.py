@@ -5,7 +5,7 @@ asking the device which ones these are. None says that all are accepted, as the 
 stacks of equal tensors, so that they cost a launch for many tensors.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import batched
 from typing import Any
@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers.group_settings import DecayMethod, Scalar, decay_power
+
+Tensors = Sequence[Tensor]
+Follow = Callable[[Tensors, Tensors, float, bool, Tensor | None], list[Tensor]]
 
 MOST_BYTES = 2**28  # of further copies that are in memory at a time, where a single tensor does not take more
 
@@ -44,7 +47,7 @@ class Batch:
         return True if self.accepted is None else self.accepted[index]
 
 
-def masked(new: Sequence[Tensor], old: Sequence[Tensor] | float, accepted: Tensor | None) -> list[Tensor]:
+def masked(new: Tensors, old: Tensors | float, accepted: Tensor | None) -> list[Tensor]:
     """``new`` where accepted, ``old`` elsewhere: further tensors where there is a mask."""
     result = list(new)
     for some in _alike(new) if accepted is not None else ():
@@ -64,7 +67,7 @@ def decay(batch: Batch) -> None:
     scale(batch.weights, 1 - decay_power(batch.lr, batch.decay_method) * batch.weight_decay, batch.accepted)
 
 
-def scale(tensors: Sequence[Tensor], factor: Scalar, accepted: Tensor | None = None) -> None:
+def scale(tensors: Tensors, factor: Scalar, accepted: Tensor | None = None) -> None:
     """Multiply tensors in place."""
     if accepted is None:
         # a number would be rounded to the dtype of the tensors, a tensor without dimensions is not
@@ -76,15 +79,13 @@ def scale(tensors: Sequence[Tensor], factor: Scalar, accepted: Tensor | None = N
         torch._foreach_copy_(of_some, (torch.stack(of_some) * _rates(factors, some, of_some[0])).unbind())
 
 
-def with_decay(gradients: Sequence[Tensor], weights: Sequence[Tensor], weight_decay: Scalar) -> list[Tensor]:
+def with_decay(gradients: Tensors, weights: Tensors, weight_decay: Scalar) -> list[Tensor]:
     """``g + weight_decay * p``, the gradient of the loss with an L2 penalty."""
     penalties = torch._foreach_mul(list(weights), weight_decay)
     return list(torch._foreach_add(list(gradients), list(penalties)))
 
 
-def average(
-    momenta: Sequence[Tensor], gradients: Sequence[Tensor], beta: float, nesterov: bool, accepted: Tensor | None
-) -> list[Tensor]:
+def average(momenta: Tensors, gradients: Tensors, beta: float, nesterov: bool, accepted: Tensor | None) -> list[Tensor]:
     """``m += (1 - beta) (g - m)``; returns ``(1 - beta) g + beta m``, or ``m`` itself without Nesterov's look-ahead."""
     gradients = masked(gradients, momenta, accepted)  # averaged with itself a momentum stays as it is
     torch._foreach_lerp_(list(momenta), gradients, 1 - beta)
@@ -92,7 +93,7 @@ def average(
 
 
 def averaged(
-    momenta: Sequence[Tensor], gradients: Sequence[Tensor], beta: float, nesterov: bool, accepted: Tensor | None
+    momenta: Tensors, gradients: Tensors, beta: float, nesterov: bool, accepted: Tensor | None
 ) -> list[Tensor]:
     """What :func:`average` returns, as further tensors: the momenta stay as they are."""
     found: list[Tensor] = []
@@ -104,7 +105,7 @@ def averaged(
 
 
 def heavy_ball(
-    momenta: Sequence[Tensor], gradients: Sequence[Tensor], beta: float, nesterov: bool, accepted: Tensor | None
+    momenta: Tensors, gradients: Tensors, beta: float, nesterov: bool, accepted: Tensor | None
 ) -> list[Tensor]:
     """``m <- beta m + g``; returns ``g + beta m``, or ``m`` itself without Nesterov's look-ahead."""
     gradients = masked(gradients, 0.0, accepted)
@@ -116,7 +117,7 @@ def heavy_ball(
     return list(torch._foreach_add(list(gradients), list(momenta), alpha=beta)) if nesterov else list(momenta)
 
 
-def subtract(weights: Sequence[Tensor], updates: Sequence[Tensor], lr: Scalar, accepted: Tensor | None = None) -> None:
+def subtract(weights: Tensors, updates: Tensors, lr: Scalar, accepted: Tensor | None = None) -> None:
     """``p -= lr * update``, where the product has the dtype of the update, with a mask and without."""
     if accepted is None:
         rate = torch.as_tensor(lr, dtype=torch.float64, device=updates[0].device)
@@ -143,7 +144,7 @@ def _column(x: Tensor, some: Sequence[int], like: Tensor) -> Tensor:
     return chosen.view(-1, *[1] * like.ndim)
 
 
-def _alike(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+def _alike(tensors: Tensors) -> Iterator[list[int]]:
     """Indices of tensors of equal shape and dtype, as many at a time as :data:`MOST_BYTES` allow."""
     kinds: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
     for i, x in enumerate(tensors):

@@ -14,7 +14,6 @@ from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, passed_
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.forms import nonzero
-from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.statistics import Statistics, Wanted, known
 
 RADIUS = "radius"  # kept of each logical matrix
@@ -88,13 +87,14 @@ class MuonHyperball(TensorParallelMuon):
     def _find_radii(self) -> None:
         """Measure the matrices that were not yet; all ranks come here together."""
         parameters = self._parameters()
-        shards = self._shards(range(len(parameters)), [local(parameter) for parameter in parameters])
-        found = self.engine.statistics([Wanted(matrix=matrix, x=x, squared_norm=True) for matrix, x in shards])
+        indices = range(len(parameters))
+        matrices, shards = self.engine.flat(indices), self.engine.split_all(indices, list(map(local, parameters)))
+        wanted = [Wanted(matrix=matrix, x=x, squared_norm=True) for matrix, x in zip(matrices, shards, strict=True)]
         radii = [radius for parameter in parameters for radius in self._further_state(parameter)]
         # what is 0 was not measured yet, unless the matrix has no entries
         new = [
             (radius, matrix, known(statistics.squared_norm).sqrt())
-            for radius, (matrix, _), statistics in zip(radii, shards, found, strict=True)
+            for radius, matrix, statistics in zip(radii, matrices, self.engine.statistics(wanted), strict=True)
             if 0 not in matrix.shape and not radius
         ]
         for _, matrix, norm in new:
@@ -109,18 +109,13 @@ class MuonHyperball(TensorParallelMuon):
     def apply(self, batches: Sequence[Batch], updates: Sequence[Tensor]) -> None:
         """``W <- R normalize(W - lr R normalize(O))`` for each logical matrix."""
         indices = [i for batch in batches for i in batch.indices]
-        weights = self._shards(indices, [weight for batch in batches for weight in batch.weights])
-        factors = self._shards(indices, updates)
-        wanted = [
-            each
-            for (matrix, weight), (_, factor) in zip(weights, factors, strict=True)
-            for each in (
-                Wanted(matrix=matrix, x=weight, squared_norm=True, inner=factor),
-                Wanted(matrix=matrix, x=factor, squared_norm=True),
-            )
-        ]
-        found = iter(self.engine.statistics(wanted))
-        shards = ((weight, factor) for (_, weight), (_, factor) in zip(weights, factors, strict=True))
+        weights = self.engine.split_all(indices, [weight for batch in batches for weight in batch.weights])
+        factors = self.engine.split_all(indices, list(updates))
+        wanted = []
+        for matrix, weight, factor in zip(self.engine.flat(indices), weights, factors, strict=True):
+            wanted.append(Wanted(matrix=matrix, x=weight, squared_norm=True, inner=factor))
+            wanted.append(Wanted(matrix=matrix, x=factor, squared_norm=True))
+        shards, found = zip(weights, factors, strict=True), iter(self.engine.statistics(wanted))
         for batch in batches:
             for n, (index, radii) in enumerate(zip(batch.indices, batch.further, strict=True)):
                 moved = [
@@ -128,11 +123,6 @@ class MuonHyperball(TensorParallelMuon):
                     for radius in radii
                 ]
                 batch.weights[n].copy_(self.engine.merge(index, moved))
-
-    def _shards(self, indices: Sequence[int], of_parameters: Sequence[Tensor]) -> list[tuple[Matrix, Tensor]]:
-        """The logical matrices of parameters, each with this rank's shard."""
-        shards = self.engine.split_all(indices, list(of_parameters))
-        return list(zip(self.engine.flat(indices), shards, strict=True))
 
 
 def on_sphere(

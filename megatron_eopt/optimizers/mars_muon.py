@@ -1,6 +1,6 @@
 """MARS-Muon: Muon of gradients that are corrected by the previous one, for parameters that may be sharded."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from math import inf
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.foreach import Batch
+from megatron_eopt.optimizers.foreach import Batch, Follow
 from megatron_eopt.optimizers.group_settings import DecayMethod
 from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, passed_on, spelled_out
 from megatron_eopt.optimizers.state import StateTensor
@@ -117,9 +117,7 @@ class MarsMuon(TensorParallelMuon):
         further = [StateTensor(PREVIOUS_GRADIENT), StateTensor(HAS_PREVIOUS, (), dtype=torch.float32)]
         return [*super().state_tensors(parameter), *further]
 
-    def direction(
-        self, batches: Sequence[Batch], follow: Callable[..., list[Tensor]] = foreach.average
-    ) -> list[Tensor]:
+    def direction(self, batches: Sequence[Batch], follow: Follow = foreach.average) -> list[Tensor]:
         """The momenta, after the look-ahead, of corrected and clipped gradients."""
         found = []
         for batch in batches:

@@ -223,19 +223,15 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def update(self, batches: Sequence[Batch], factors: list[Tensor], directions: Sequence[Tensor]) -> Sequence[Tensor]:
         """The updates of the logical matrices of all parameters of all batches, before the learning rate.
 
-        Args:
-            batches: of each group what the step works on.
-            factors: this rank's shards of the orthogonal factors, in the order of
-                :meth:`~megatron_eopt.parallel.engine.Engine.flat`.
-            directions: this rank's shards of what was orthogonalized; empty without :attr:`keeps_directions`.
+        ``factors`` are this rank's shards of the orthogonal factors, in the order of
+        :meth:`~megatron_eopt.parallel.engine.Engine.flat`, and ``directions`` those of what was orthogonalized, empty
+        without :attr:`keeps_directions`.
         """
         return factors
 
-    def _updates_of(
-        self, batches: Sequence[Batch], orthogonalized: list[Tensor], directions: list[Tensor]
-    ) -> list[Tensor]:
+    def _updates_of(self, batches: Sequence[Batch], found: list[Tensor], directions: list[Tensor]) -> list[Tensor]:
         engine, indices = self.engine, [i for batch in batches for i in batch.indices]
-        factors = engine.split_all(indices, orthogonalized)
+        factors = engine.split_all(indices, found)
         return engine.merge_all(indices, self.update(batches, factors, engine.split_all(indices, directions)))
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
@@ -347,30 +343,27 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             number: said | {key: group[key] for key in keys if group[key] != self.defaults[key]}
             for number, (said, group) in enumerate(zip(self._own_settings(), self.param_groups, strict=True))
         }
-        found = super().settings() | {
+        return super().settings() | {
             "coefficients": [list(each) for each in self.newton_schulz.schedule],
             "fp32_matmul_prec": self.fp32_matmul_prec,
-            SCALE_MODE: self.scale_mode,
-            EXTRA_SCALE: self.extra_scale_factor,
+            **self._sizes,
             METHOD: decay_method(type(self).__name__, self.defaults),
             "split_qkv": self.split_qkv,
             "tp_mode": self.tp_mode,
             **({"of_groups": {number: each for number, each in own.items() if each}} if any(own.values()) else {}),
         }
-        sizes = {SCALE_MODE, EXTRA_SCALE} if self.size_rule is not None else set()
-        return {key: value for key, value in found.items() if key not in sizes}
 
     def settings_of_groups(self) -> dict[str, Any]:
         """Also those of the iteration and of the scale, as far as they have an effect."""
-        known = super().settings_of_groups() | {
-            STEPS: self.newton_schulz.steps,
-            COEFFICIENTS: self.newton_schulz.coefficient_type,
-            SCALE_MODE: self.scale_mode,
-            EXTRA_SCALE: self.extra_scale_factor,
-        }
-        sizes = {SCALE_MODE, EXTRA_SCALE} if self.size_rule is not None else set()
-        decay = set() if self.decays_weights else {DECOUPLED, METHOD}
-        return {key: value for key, value in known.items() if key not in self.no_settings | sizes | decay}
+        iteration = {STEPS: self.newton_schulz.steps, COEFFICIENTS: self.newton_schulz.coefficient_type}
+        without = self.no_settings if self.decays_weights else self.no_settings | {DECOUPLED, METHOD}
+        known = super().settings_of_groups() | iteration | self._sizes
+        return {key: value for key, value in known.items() if key not in without}
+
+    @property
+    def _sizes(self) -> dict[str, Any]:
+        """The settings of the scale, where they have an effect."""
+        return {} if self.size_rule else {SCALE_MODE: self.scale_mode, EXTRA_SCALE: self.extra_scale_factor}
 
     def _further_settings(self) -> dict[str, Any]:
         """Settings of a subclass that each group may have a value of its own for."""
@@ -391,13 +384,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     # Checks.
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of matrices; a ``ValueError`` for what is none, or for a setting out of its range."""
-        super().add_param_group(param_group)
-        own = self.update_settings(param_group).newton_schulz
-        if own != self.newton_schulz:
-            note_short_schedule(own)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state, and with it the kernel of symmetric products with which it was saved."""
         for number, group in enumerate(state_dict["param_groups"]):
@@ -407,7 +393,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        self._check_update_settings(group, len(self.param_groups) - 1)
+        own = self._check_update_settings(group, len(self.param_groups) - 1).newton_schulz
+        if own != self.newton_schulz:
+            note_short_schedule(own)
         for parameter in group["params"]:
             self._check_shards(parameter, f"a parameter of shape {tuple(parameter.shape)}")
             if self.measures:
@@ -433,9 +421,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
                 f"{tuple(parameter.shape)}: take an exact tp_mode (auto, duplicated, ...){otherwise}"
             )
 
-    def _check_update_settings(self, group: Mapping[str, Any], number: int) -> None:
+    def _check_update_settings(self, group: Mapping[str, Any], number: int) -> UpdateSettings:
         try:
-            self.update_settings(group)
+            return self.update_settings(group)
         except ValueError as error:
             raise ValueError(f"{type(self).__name__}: group {number}: {error}") from error
 

@@ -124,24 +124,22 @@ def check_gradients(
     torch leaves those of norms under sequence parallelism as ``Partial``: each rank has its own summand. ``groups``, of
     the optimizer with that ``name``, have the parameters in them.
     """
-    unusual = [
-        (p, g)
-        for p in parameters
-        if (g := p.grad) is not None
-        and (isinstance(p, DTensor) or isinstance(g, DTensor) or g.layout is not torch.strided or g.is_complex())
-    ]
-    for parameter, gradient in unusual:
-        kind = "complex" if gradient.is_complex() else f"sparse ({gradient.layout})"
-        sparse_or_complex = gradient.layout != torch.strided or gradient.is_complex()
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        strange = gradient.layout is not torch.strided or gradient.is_complex()
+        if not strange and not isinstance(parameter, DTensor) and not isinstance(gradient, DTensor):
+            continue
         summand = isinstance(gradient, DTensor) and any(
             each.is_partial() and gradient.device_mesh.size(i) > 1 for i, each in enumerate(gradient.placements)
         )
-        lies_otherwise = placements and (summand or local(gradient).shape != local(parameter).shape)
-        if not sparse_or_complex and not lies_otherwise:
+        if not strange and not (placements and (summand or local(gradient).shape != local(parameter).shape)):
             continue
         in_groups = [p for group in groups for p in group["params"]]
         called = dict(zip(in_groups, parameter_names(groups), strict=True))[parameter]
-        if sparse_or_complex:
+        if strange:
+            kind = "complex" if gradient.is_complex() else f"sparse ({gradient.layout})"
             raise ValueError(f"{name} takes real, dense gradients, but that of {called} is {kind}")
         found, expected = (
             f"the placements {x.placements}" if isinstance(x, DTensor) else "no placements"

@@ -15,7 +15,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.foreach import Batch
+from megatron_eopt.optimizers.foreach import Batch, Follow
 from megatron_eopt.optimizers.group_settings import (
     DECOUPLED,
     METHOD,
@@ -85,9 +85,8 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         TypeError: for a flag that is no bool.
     """
 
+    # Names of the momentum and of Nesterov's look-ahead among the settings of a group.
     momentum_key, nesterov_key = "momentum_beta", "use_nesterov"
-    """Names of the momentum and of Nesterov's look-ahead among the settings of a group."""
-
     split_lengths: tuple[int, ...] = (3,)
     _further_keys: dict[Tensor, list[str]] | None = None
 
@@ -145,12 +144,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     # Groups.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of matrices.
-
-        Raises:
-            ValueError: for a parameter that the optimizer cannot have, or a setting out of its range.
-            TypeError: for a flag that is no bool.
-        """
+        """Add a group of matrices; also a ``TypeError`` for a flag that is no bool."""
         if isinstance(param_group, dict):  # else torch says what is wrong
             self._take_words(param_group, self.defaults)
         super().add_param_group(param_group)
@@ -284,13 +278,8 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         try:
             batches = self._batches(accepted)
             directions = self.direction(batches, foreach.averaged)
-            of_parameters = iter(directions)
             with fp32_products(self.fp32_matmul_prec):
-                found = [
-                    each
-                    for batch in batches
-                    for each in _updates(batch, list(islice(of_parameters, len(batch.indices))), self.orthogonalize)
-                ]
+                found = list(_updates(batches, directions, self.orthogonalize))
                 updates = self._updates_of(batches, found, directions)
         except Exception:
             for p in new:
@@ -302,33 +291,22 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         self.apply(batches, updates)
         return batches
 
-    def _updates_of(
-        self, batches: Sequence[Batch], orthogonalized: list[Tensor], directions: list[Tensor]
-    ) -> list[Tensor]:
+    def _updates_of(self, batches: Sequence[Batch], found: list[Tensor], directions: list[Tensor]) -> list[Tensor]:
         """The updates of parameters, from what :meth:`orthogonalize` made of their directions."""
-        return orthogonalized
+        return found
 
     def apply(self, batches: Sequence[Batch], updates: Sequence[Tensor]) -> None:
-        """Let all parameters of all batches take their steps.
-
-        Args:
-            batches: of each group what the step works on.
-            updates: of one parameter after another, before the learning rate.
-        """
+        """Let all parameters of all batches take their steps; ``updates`` are those of one after another."""
         of_parameters = iter(updates)
         for batch in batches:
             of_batch = list(islice(of_parameters, len(batch.indices)))
             foreach.subtract(batch.weights, of_batch, batch.lr, batch.accepted)
 
-    def direction(
-        self, batches: Sequence[Batch], follow: Callable[..., list[Tensor]] = foreach.average
-    ) -> list[Tensor]:
+    def direction(self, batches: Sequence[Batch], follow: Follow = foreach.average) -> list[Tensor]:
         """What is orthogonalized of each parameter of all batches: its momentum, after the look-ahead.
 
-        Args:
-            batches: of each group what the step works on.
-            follow: lets momenta follow gradients: :func:`~megatron_eopt.optimizers.foreach.average`, or ``averaged``,
-                which leaves them as they are.
+        Momenta ``follow`` gradients by :func:`~megatron_eopt.optimizers.foreach.average`, or by ``averaged``, which
+        leaves them as they are.
         """
         directions = []
         for batch in batches:
@@ -403,33 +381,37 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         return [local(state[key]) for key in self._further_keys[parameter]]
 
 
-def _updates(batch: Batch, directions: Sequence[Tensor], orthogonalize: Callable[..., Tensor]) -> Iterator[Tensor]:
+def _updates(
+    batches: Sequence[Batch], directions: Sequence[Tensor], orthogonalize: Callable[..., Tensor]
+) -> Iterator[Tensor]:
     """What ``orthogonalize`` makes of each parameter, which is meanwhile as it is after its weight decay.
 
     These are copies, since what comes back may be memory that is written to again for the next parameter. What cannot
     be subtracted from the parameter is a ``ValueError``.
     """
-    settings, taken = batch.settings, list(inspect.signature(orthogonalize).parameters.values())
-    if not any(each.kind is each.VAR_KEYWORD for each in taken):
-        by_name = {each.name for each in taken[2:] if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-        settings = {key: settings[key] for key in by_name & settings.keys()}
-    changes = batch.decays and batch.decay_method != "l2"
-    for i, (p, weight, direction) in enumerate(zip(batch.parameters, batch.weights, directions, strict=True)):
-        if not direction.numel():
-            yield direction
-            continue
-        before = weight.clone() if changes else None
-        accepted = None if batch.accepted is None else batch.accepted[i : i + 1]
-        try:
-            foreach.decay(replace(batch, weights=[weight], accepted=accepted))
-            result = orthogonalize(p, direction, **settings)
-        finally:
-            if before is not None:
-                weight.copy_(before)
-        problem = _problem(result, direction, p)
-        if problem:
-            raise ValueError(f"orthogonalize of a parameter of shape {tuple(p.shape)} must return {problem}")
-        yield local(result).clone()
+    taken = list(inspect.signature(orthogonalize).parameters.values())
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in taken)
+    by_name = {each.name for each in taken[2:] if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    of_parameters = iter(directions)
+    for batch in batches:
+        settings = {key: value for key, value in batch.settings.items() if takes_all or key in by_name}
+        changes = batch.decays and batch.decay_method != "l2"
+        for i, (p, weight) in enumerate(zip(batch.parameters, batch.weights, strict=True)):
+            direction = next(of_parameters)
+            if not direction.numel():
+                yield direction
+                continue
+            before = weight.clone() if changes else None
+            accepted = None if batch.accepted is None else batch.accepted[i : i + 1]
+            try:
+                foreach.decay(replace(batch, weights=[weight], accepted=accepted))
+                result = orthogonalize(p, direction, **settings)
+            finally:
+                if before is not None:
+                    weight.copy_(before)
+            if problem := _problem(result, direction, p):
+                raise ValueError(f"orthogonalize of a parameter of shape {tuple(p.shape)} must return {problem}")
+            yield local(result).clone()
 
 
 def _problem(result: Any, direction: Tensor, parameter: Tensor) -> str | None:

@@ -73,10 +73,14 @@ def sharing_groups(parameter: Tensor, pg_collection: TensorParallelGroups | None
         cut = [i for i, placement in enumerate(parameter.placements) if not isinstance(placement, Replicate)]
         names = mesh.mesh_dim_names or [f"mesh{i}" for i in range(mesh.ndim)]
         return {f"{names[i]}={mesh.size(i)}": mesh.get_group(i) for i in cut if mesh.size(i) > 1}
-    prefix = "expt_" if is_expert(parameter) else ""
-    axes = {f"{prefix}tp": is_sharded(parameter), f"{prefix}gtp_remat": is_cut_again(parameter)}
-    groups = {name: getattr(pg_collection, name, None) for name, cuts in axes.items() if cuts}
+    groups = {name: getattr(pg_collection, name, None) for name in _cut_over(parameter)}
     return {name: group for name, group in groups.items() if group is not None and group.size() > 1}
+
+
+def _cut_over(parameter: Tensor) -> list[str]:
+    """Names of the groups over which Megatron cuts a parameter."""
+    prefix, axes = "expt_" if is_expert(parameter) else "", (is_sharded(parameter), is_cut_again(parameter))
+    return [prefix + name for name, cut in zip(("tp", "gtp_remat"), axes, strict=True) if cut]
 
 
 def check_completed(
@@ -88,15 +92,14 @@ def check_completed(
     """
     if isinstance(parameter, DTensor) or not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    prefix = "expt_" if is_expert(parameter) else ""
-    for name, shard in (("tp", is_sharded(parameter)), ("gtp_remat", is_cut_again(parameter))):
-        if shard and getattr(pg_collection, prefix + name, None) is None:
+    for name in _cut_over(parameter):
+        if getattr(pg_collection, name, None) is None:
             raise ValueError(
                 f"{called} is marked as sharded, but no process group completes it: pass a pg_collection that has "
-                f"{prefix + name!r}{otherwise}"
+                f"{name!r}{otherwise}"
             )
     if is_cut_again(parameter):
-        matrix_layout(parameter, pg_collection)  # which refuses it
+        matrix_layout(parameter, pg_collection)  # which refuses what nothing here can lay out
 
 
 def check_dimensions(where: str, parameter: Tensor, split: Split | None) -> None:

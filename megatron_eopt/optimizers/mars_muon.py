@@ -119,26 +119,20 @@ class MarsMuon(TensorParallelMuon):
 
     def direction(self, batches: Sequence[Batch], follow: Follow = foreach.average) -> list[Tensor]:
         """The momenta, after the look-ahead, of corrected and clipped gradients."""
-        found = []
+        indices, found = [i for batch in batches for i in batch.indices], []
         for batch in batches:
             previous, has_previous = zip(*batch.further, strict=True)
             beta = batch.settings[self.momentum_key]
             strength = batch.settings["gamma"] * beta / (1 - beta)
             found += corrected(batch.gradients, previous, has_previous, strength)
-        clipped = iter(self._clipped([i for batch in batches for i in batch.indices], found))
-        of_batches = [list(islice(clipped, len(batch.indices))) for batch in batches]
-        return super().direction(
-            [replace(batch, gradients=own) for batch, own in zip(batches, of_batches, strict=True)], follow
-        )
-
-    def _clipped(self, indices: Sequence[int], gradients: list[Tensor]) -> list[Tensor]:
-        """Gradients of parameters, which may be written to, with every logical matrix of a norm of at most 1."""
-        shards = self.engine.split_all(indices, gradients)
-        matrices = self.engine.flat(indices)
-        wanted = [Wanted(matrix=m, x=x, squared_norm=True) for m, x in zip(matrices, shards, strict=True)]
-        for x, statistics in zip(shards, self.engine.statistics(wanted), strict=True):
-            x.mul_(LARGEST_NORM / known(statistics.squared_norm).sqrt().clamp(min=LARGEST_NORM))
-        return self.engine.merge_all(indices, shards)
+        shards = self.engine.split_all(indices, found)
+        matrices = zip(self.engine.flat(indices), shards, strict=True)
+        norms = self.engine.statistics([Wanted(matrix=matrix, x=x, squared_norm=True) for matrix, x in matrices])
+        for x, norm in zip(shards, norms, strict=True):
+            x.mul_(LARGEST_NORM / known(norm.squared_norm).sqrt().clamp(min=LARGEST_NORM))
+        clipped = iter(self.engine.merge_all(indices, shards))
+        own = [replace(batch, gradients=list(islice(clipped, len(batch.indices)))) for batch in batches]
+        return super().direction(own, follow)
 
     def apply(self, batches: Sequence[Batch], updates: Sequence[Tensor]) -> None:
         """Muon's steps; the gradients become the previous ones."""

@@ -212,11 +212,8 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         self.moment2_method = moment2_method
         self.align_rms = align_rms
         self.keeps_directions = moment2_method == "namo"
-        self._second_rates = {"beta2": beta2, "eps": eps}
+        self._further = {"beta2": beta2, "eps": eps}
         super().__init__(**passed_on(locals()))
-
-    def _further_settings(self) -> dict[str, Any]:
-        return self._second_rates
 
     def _check_settings(self, group: dict[str, Any]) -> None:
         super()._check_settings(group)

@@ -161,8 +161,7 @@ class BaseOptimizer(Optimizer):
         self._ends = {} if self._ends is None else self._ends
         if parameter not in self._ends:  # asked in every step, and a parameter may be many heads
             whole = self.split_of(parameter).is_whole
-            count = 1 if whole else len(self.matrix_layouts(parameter))
-            self._ends[parameter] = [""] if whole else [f"_{i}" for i in range(count)]
+            self._ends[parameter] = [""] if whole else [f"_{i}" for i, _ in enumerate(self.matrix_layouts(parameter))]
         return self._ends[parameter]
 
     def group_of(self, parameter: Tensor) -> dict[str, Any]:

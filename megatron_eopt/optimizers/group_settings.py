@@ -162,11 +162,9 @@ def also_called[**P](
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Let a constructor take arguments by keyword under further names, which its signature does not show.
 
-    The constructor then raises a ``ValueError`` where an argument is given under both names with different values, or
-    under another package's name with a value that it does not have there.
-
-    Args:
-        **spellings: further name -> the argument; with it, where values are others too, value there -> value here.
+    ``spellings`` has further name -> the argument; with it, where values are others too, value there -> value here. The
+    constructor then raises a ``ValueError`` where an argument is given under both names with different values, or under
+    another package's name with a value that it does not have there.
     """
 
     def decorate(init: Callable[P, None]) -> Callable[P, None]:

@@ -94,11 +94,8 @@ class MarsMuon(TensorParallelMuon):
         weight_decay_method: DecayMethod | None = None,
         **transport: Unpack[Transport],
     ) -> None:
-        self._gamma = gamma
+        self._further = {"gamma": gamma}
         super().__init__(**passed_on(locals()))
-
-    def _further_settings(self) -> dict[str, Any]:
-        return {"gamma": self._gamma}
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
         super()._check_ranges(group)

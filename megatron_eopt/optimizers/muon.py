@@ -142,6 +142,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     no_settings: frozenset[str] = frozenset()  # settings of Muon's groups that there is no room for
 
     _graphed: GraphedUpdate | None = None
+    _further: dict[str, Any] | None = None  # what _further_settings() are, set before this constructor
 
     def __init__(
         self,
@@ -367,7 +368,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _further_settings(self) -> dict[str, Any]:
         """Settings of a subclass that each group may have a value of its own for."""
-        return {}
+        return self._further or {}
 
     def _described(self, name: str, parameter: Tensor, group: Mapping[str, Any] | None = None) -> Parameter:
         settings = self.update_settings(self.group_of(parameter) if group is None else group)

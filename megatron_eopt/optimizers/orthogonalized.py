@@ -346,15 +346,14 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             weights = chosen
             if any(isinstance(p, DTensor) for p in chosen):
                 weights, momenta, gradients = (list(map(local, each)) for each in (chosen, momenta, gradients))
+            gradients = [g if g.dtype == m.dtype else g.to(m.dtype) for g, m in zip(gradients, momenta, strict=True)]
             batches.append(
                 Batch(
                     indices=indices,
                     parameters=chosen,
                     weights=weights,
                     momenta=momenta,
-                    gradients=[
-                        g if g.dtype == m.dtype else g.to(m.dtype) for g, m in zip(gradients, momenta, strict=True)
-                    ],
+                    gradients=gradients,
                     further=[self._further_state(p) for p in chosen] if more else [[]] * len(chosen),
                     settings={key: value for key, value in group.items() if key not in ("params", "param_names")},
                     lr=group["lr"],

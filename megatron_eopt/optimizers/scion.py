@@ -68,6 +68,7 @@ class Scion(TensorParallelMuon):
     ) -> None:
         self.radius = radius
         self.constrained = constrained
+        self._further = {RADIUS: radius}
         super().__init__(**passed_on(locals()), nesterov=False)
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
@@ -81,9 +82,6 @@ class Scion(TensorParallelMuon):
     def settings(self) -> dict[str, Any]:
         """What a checkpoint says of this optimizer to those who read it."""
         return super().settings() | {"constrained": self.constrained}
-
-    def _further_settings(self) -> dict[str, Any]:
-        return {RADIUS: self.radius}
 
     def _own_settings(self) -> list[dict[str, Any]]:
         groups = zip(super()._own_settings(), self.param_groups, strict=True)

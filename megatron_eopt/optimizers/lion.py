@@ -1,6 +1,5 @@
 """Lion and Signum: every entry of the update is the sign of a momentum."""
 
-from collections.abc import Callable, Mapping
 from itertools import batched
 from typing import Any, get_args
 
@@ -75,7 +74,7 @@ class Lion(BaseOptimizer):
         return [StateTensor(EXP_AVG)]
 
     def _take(self, accepted: Tensor) -> None:
-        _step(self, accepted, lambda group: group["betas"])
+        _step(self, accepted)
 
 
 class Signum(BaseOptimizer):
@@ -88,16 +87,10 @@ class Signum(BaseOptimizer):
     3. ``p -= lr * sign(m)``.
 
     Everything else is as in :class:`~megatron_eopt.optimizers.lion.Lion`: what is said there of rates, shards, DTensors
-    and gradients that are left out, and the state.
+    and gradients that are left out, the state, and the other arguments.
 
     Args:
-        params: parameters, or groups of them.
-        lr: learning rate, at least 0.
         momentum: ``beta``, in [0, 1); 0 is signSGD.
-        weight_decay: at least 0.
-        weight_decay_method: ``decoupled``, ``independent``, ``palm`` or ``l2``, as in Lion.
-        maximize: ascend instead of descend.
-        pg_collection: the process groups of sharded parameters, to agree on gradients that are not finite.
 
     Raises:
         ValueError: for a setting out of its range.
@@ -130,24 +123,16 @@ class Signum(BaseOptimizer):
         return [StateTensor(EXP_AVG)]
 
     def _take(self, accepted: Tensor) -> None:
-        _step(self, accepted, lambda group: (group["momentum"], group["momentum"]))
+        _step(self, accepted)
 
 
-def _check_decay(name: str, group: Mapping[str, Any]) -> None:
+def _check_decay(name: str, group: dict[str, Any]) -> None:
     check_rates(name, group)
     check_choice(f"weight_decay_method of {name}", group["weight_decay_method"], get_args(DecayMethod))
 
 
-def _step(
-    optimizer: BaseOptimizer, accepted: Tensor, betas: Callable[[Mapping[str, Any]], tuple[float, float]]
-) -> None:
-    """One step of all parameters.
-
-    Args:
-        optimizer: Lion or Signum.
-        accepted: which parameters step.
-        betas: of a group.
-    """
+def _step(optimizer: BaseOptimizer, accepted: Tensor) -> None:
+    """One step of all parameters of Lion or Signum."""
     on_cpu = accepted.device.type == "cpu"
     flags = iter(accepted.unbind())
     for group in optimizer.param_groups:
@@ -155,16 +140,15 @@ def _step(
         # a CPU has the flags at once, and there one tensor stays in the cache from operation to operation
         active = [(p, flag) for p, flag in of_group if p.grad is not None and (not on_cpu or flag)]
         for some in batched(active, 1 if on_cpu else _AT_ONCE):
-            parameters = [p for p, _ in some]
-            momenta = [local(optimizer._state_of(p)[EXP_AVG]) for p in parameters]
-            gradients = [local(p.grad).to(m.dtype) for p, m in zip(parameters, momenta, strict=True)]
+            momenta = [local(optimizer._state_of(p)[EXP_AVG]) for p, _ in some]
+            gradients = [local(p.grad).to(m.dtype) for (p, _), m in zip(some, momenta, strict=True)]
             lion(
-                [local(p) for p in parameters],
+                [local(p) for p, _ in some],
                 list(torch._foreach_neg(gradients)) if group["maximize"] else gradients,
                 momenta,
                 None if on_cpu else torch.stack([flag for _, flag in some]),
                 lr=group["lr"],
-                betas=betas(group),
+                betas=group["betas"] if "betas" in optimizer.defaults else (group["momentum"], group["momentum"]),
                 weight_decay=group["weight_decay"],
                 method=group["weight_decay_method"],
             )

@@ -83,27 +83,6 @@ def spectron(pairs: Sequence[Pair], engine: Engine, power_steps: int, precision:
             factor.value.sub_(next(directions) * rate)
 
 
-def factor_gradients(
-    gradients: Sequence[Tensor], factors: Sequence[tuple[Tensor, Tensor]], labels: Sequence[str], engine: Engine
-) -> list[tuple[Tensor, Tensor]]:
-    """``G B`` and ``G^T A`` of this rank's rows of ``A`` and ``B``, in the dtype of the factors.
-
-    Args:
-        gradients: this rank's shards of ``G``.
-        factors: this rank's rows of ``A`` and ``B``.
-        labels: of ``A`` and of ``B`` in turn, as in :class:`Factor`.
-        engine: sums over ranks.
-    """
-    parts = []
-    for G, (A, B) in zip(gradients, factors, strict=True):
-        G = G.to(A.dtype)
-        parts += [G @ B, G.mT @ A]
-    # a product along a dimension that is cut is of this rank's part of it alone
-    across = [label for of_a, of_b in batched(labels, 2) for label in (of_b, of_a)]
-    summed = engine.sums(parts, across)
-    return list(zip(summed[::2], summed[1::2], strict=True))
-
-
 def project(
     rectangles: Iterable[Tensor], layouts: Sequence[Layout], ranks: Sequence[int], turns: Sequence[int]
 ) -> list[tuple[Tensor, Tensor, float]]:
@@ -114,13 +93,12 @@ def project(
 
     Args:
         rectangles: of the weights, in the dtype of the factors; made one at a time, if they are an iterator.
-        layouts: where they lie.
+        layouts: of the weights.
         ranks: ``r`` of each.
         turns: of each a number, the same on the ranks that share it, which says who of them decomposes it.
 
     Returns:
-        This rank's rows of ``A`` and ``B``, and the relative error ``||W - A B^T||_F / ||W||_F``, which is not a number
-        for a ``W`` that is zero or not finite.
+        This rank's rows of ``A`` and ``B``, and the relative error: NaN for a weight that is zero or not finite.
     """
     packed = []
     for rectangle, layout, r, turn in zip(rectangles, layouts, ranks, turns, strict=True):
@@ -157,16 +135,11 @@ def is_tall(layout: Layout) -> bool:
 
 
 def factor_layouts(matrices: Sequence[Layout], rank: int | None) -> tuple[Layout, ...]:
-    """The layouts of the factors of logical matrices, ``A`` and ``B`` in turn.
-
-    Args:
-        matrices: the layouts of the matrices.
-        rank: of the factors; None for one matrix that is a factor itself.
-    """
+    """The layouts of the factors of logical matrices, ``A`` and ``B`` in turn; of one that is a factor for no rank."""
     if rank is not None:
         return tuple(_side(layout, dim, rank) for layout in matrices for dim in (0, 1))
     (own,) = matrices
-    return (_side(own, 0, own.shape[1]) if is_tall(own) else _side(own, 1, own.shape[0]),)
+    return (_side(own, 0 if is_tall(own) else 1, min(own.shape)),)
 
 
 def _side(layout: Layout, dim: int, rank: int) -> Layout:
@@ -181,13 +154,7 @@ def _side(layout: Layout, dim: int, rank: int) -> Layout:
 
 
 def check_pairs(name: str, layouts: Sequence[Layout], names: Sequence[str]) -> None:
-    """Refuse parameters that are not the factors of weights, two by two, by a ``ValueError`` that names the first.
-
-    Args:
-        name: of the optimizer, for messages.
-        layouts: of the parameters.
-        names: of the parameters.
-    """
+    """Refuse parameters that are not the factors of weights, two by two, by a ``ValueError`` that names the first."""
     if len(layouts) % 2:
         raise ValueError(f"{name}: a group of pairs has an even number of factors, got {len(layouts)}")
     for layout, called in zip(layouts, names, strict=True):

@@ -30,7 +30,6 @@ from megatron_eopt.optimizers.low_rank import (
     Factor,
     Pair,
     check_pairs,
-    factor_gradients,
     factor_layouts,
     is_tall,
     project,
@@ -479,16 +478,19 @@ class Spectron(BaseOptimizer):
         self._done |= factors.keys()
 
     def _factor_gradients(self, weights: Sequence[Tensor]) -> dict[Tensor, list[tuple[Tensor, Tensor]]]:
-        """The gradients of the factors of each weight."""
-        rectangles, factors, labels = [], [], []
+        """``G B`` and ``G^T A`` of each logical matrix of each weight, in the dtype of the factors."""
+        products, labels = [], []
         for parameter in weights:
             weight = self._weights[parameter]
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            rectangles += self.engine.split(weight.index, local(gradient))
-            factors += self._factors_of(parameter)
-            labels += [layout.label for layout in weight.factors]
-        found = iter(factor_gradients(rectangles, factors, labels, self._factors))
-        return {p: [next(found) for _ in self._weights[p].matrices] for p in weights}
+            shards = self.engine.split(weight.index, local(gradient))
+            for G, (A, B) in zip(shards, self._factors_of(parameter), strict=True):
+                G = G.to(A.dtype)
+                products += [G @ B, G.mT @ A]
+            # a product along a dimension that is cut is of this rank's part of it alone
+            labels += [across.label for A, B in batched(weight.factors, 2) for across in (B, A)]
+        summed = iter(self._factors.sums(products, labels))
+        return {p: [(next(summed), next(summed)) for _ in self._weights[p].matrices] for p in weights}
 
     def _kept(self, parameter: Tensor, gradients: Sequence[tuple[Tensor, Tensor]], accepted: Tensor) -> Iterator[Pair]:
         """The factors that are kept of a weight."""

@@ -100,12 +100,7 @@ class DistributedMuon(BaseOptimizer):
         super().__init__(params, defaults | {"weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of matrices, whose work goes to the ranks that have the least so far.
-
-        Raises:
-            TypeError: if ``nesterov`` is no bool.
-            ValueError: for a parameter that is no matrix or is a shard, or a setting out of its range.
-        """
+        """Add a group of matrices, whose work goes to the ranks that have the least so far."""
         super().add_param_group(param_group)
         parameters, added = self._parameters(), self.param_groups[-1]["params"]
         loads = [0] * self.ranks
@@ -158,11 +153,7 @@ class DistributedMuon(BaseOptimizer):
         return {**self._consolidated, "state": dict(self._consolidated["state"]), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, of which this rank keeps the momenta of its own matrices.
-
-        Raises:
-            ValueError: if a momentum is missing, or if the groups or the shapes are others; nothing is changed then.
-        """
+        """Take over a state, of which this rank keeps the momenta of its own matrices."""
         state = state_dict["state"]
         saved_as = [index for group in state_dict["param_groups"] for index in group["params"]]
         named = zip(self._parameters(), saved_as, parameter_names(self.param_groups), strict=False)
@@ -198,11 +189,7 @@ class DistributedMuon(BaseOptimizer):
         return Parameter(name, parameter.dtype, groups=groups)
 
     def prepare(self) -> Engine:
-        """Compare parameters and rounds with the other ranks; all ranks call it together, and the first step does.
-
-        Raises:
-            ValueError: if the parameters differ between ranks.
-        """
+        """Compare parameters and rounds with the other ranks; all ranks call it together, and the first step does."""
         if self._engine is None and self.process_group is not None:
             matrices, parameters = [], self._parameters()
             for name, p in zip(self._names(), parameters, strict=True):
@@ -248,9 +235,7 @@ class DistributedMuon(BaseOptimizer):
     def _exchange(self, each: Bucket, own: Tensor) -> Callable[[], list[Tensor]]:
         """Start to send this rank's tensor of a round to the others; what is returned waits for those of all matrices.
 
-        Args:
-            each: the round.
-            own: this rank's, or a buffer of its shape where it computes no matrix of the round.
+        A rank that computes no matrix of the round gives a buffer of that shape.
         """
         group = self.process_group
         if group is None or self.ranks == 1:
@@ -271,15 +256,12 @@ def deal(shapes: Sequence[tuple[torch.Size, torch.dtype]], loads: list[int], fir
     """Deal matrices out to ranks, in rounds of equal matrices of which no rank computes two.
 
     Where a round has fewer matrices than there are ranks, those with the least load get them. So the loads of two ranks
-    never differ by more than the largest matrix.
+    never differ by more than the largest matrix. Large matrices are first; an empty one is in no round.
 
     Args:
-        shapes: shape and dtype of each parameter, in their order; an empty one is in no round.
+        shapes: shape and dtype of each parameter, in their order.
         loads: bytes that each rank has been dealt so far; grows by those of its matrices.
         first: index of the first parameter.
-
-    Returns:
-        The rounds in the order of execution, large matrices first.
     """
     alike: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
     for index, each in enumerate(shapes, first):

@@ -48,13 +48,7 @@ def spectron(pairs: Sequence[Pair], engine: Engine, power_steps: int, precision:
     1. weight decay of each factor: ``A -= lr * weight_decay * A``;
     2. momentum: ``mA += (1 - beta) (gA - mA)``;
     3. ``sA`` and ``sB``, the largest singular values, by power iteration;
-    4. ``A -= lr / (sA + sB + 1) * orth(mA)``, and so ``B``.
-
-    Args:
-        pairs: of all parameters that step.
-        engine: of the factors.
-        power_steps: of the power iterations.
-        precision: of the products of the iteration that orthogonalizes.
+    4. ``A -= lr / (sA + sB + 1) * orth(mA)``, and so ``B``; ``precision`` is that of the products of ``orth``.
     """
     for pair in pairs:
         # 1 - lr * weight_decay as one factor would be rounded alike in every step, and the errors would add up
@@ -89,13 +83,13 @@ def project(
     """Factors of low rank of matrices of which this rank holds shards; waits for the device.
 
     Matrices that are cut are put together on all ranks of their group, one at a time; the decomposition of each is made
-    on one of them, the ranks in turn, and is sent to the others, so that all have the same to the bit.
+    on one of them, which its turn says, and is sent to the others, so that all have the same to the bit.
 
     Args:
         rectangles: of the weights, in the dtype of the factors; made one at a time, if they are an iterator.
         layouts: of the weights.
         ranks: ``r`` of each.
-        turns: of each a number, the same on the ranks that share it, which says who of them decomposes it.
+        turns: of each a number, the same on the ranks that share it.
 
     Returns:
         This rank's rows of ``A`` and ``B``, and the relative error: NaN for a weight that is zero or not finite.

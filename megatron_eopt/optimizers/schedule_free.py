@@ -34,11 +34,6 @@ COUNT = "k"
 TRAIN_MODE = "train_mode"
 """Setting of a group: whether its parameters are at ``y``."""
 
-# Below it x is stored: y has too little of x in it, and its rounding is multiplied by 1 / beta1.
-_LEAST_BETA1 = 0.5
-
-_AT_ONCE = 64  # tensors, of which there are further copies in memory
-
 
 class ScheduleFreeAdamW(BaseOptimizer):
     """AdamW without a schedule of the learning rate [1]: use it with a constant one.
@@ -187,7 +182,8 @@ class ScheduleFreeAdamW(BaseOptimizer):
         """``z``, ``v``, the numbers of the schedule, ``x`` where it cannot be derived, and in evaluation ``y``."""
         group = self.group_of(parameter)
         wide = torch.promote_types(parameter.dtype, torch.float32)
-        derived = parameter.dtype == wide and group["betas"][0] >= _LEAST_BETA1
+        # below 0.5 y has too little of x in it, and its rounding is multiplied by 1 / beta1
+        derived = parameter.dtype == wide and group["betas"][0] >= 0.5
         return [
             StateTensor(Z, dtype=wide),
             StateTensor(EXP_AVG_SQ, dtype=wide),
@@ -201,14 +197,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
         return [on_one_rank((parameter.numel(), 1))]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, and the mode in which it was taken; the parameters are those saved with it.
-
-        Args:
-            state_dict: of this class, or of KempnerForge's, with its ``_k`` and ``_warmup_steps``.
-
-        Raises:
-            ValueError: if the groups or the shapes are others, or if a tensor is missing; nothing is changed then.
-        """
+        """Take over a state, of KempnerForge's optimizer too, and its mode; the parameters are those saved with it."""
         state_dict = from_kempnerforge(state_dict)
         saved_groups = [{TRAIN_MODE: True, COUNT: 0, **group} for group in state_dict["param_groups"]]
         state_dict = {**state_dict, "param_groups": saved_groups}
@@ -257,8 +246,8 @@ class ScheduleFreeAdamW(BaseOptimizer):
     def _take(self, accepted: Tensor) -> None:
         self._warn_of_schedule()
         flags = iter(accepted.unbind())
-        # on a CPU one tensor stays in the cache from operation to operation
-        at_once = 1 if accepted.device.type == "cpu" else _AT_ONCE
+        # on a CPU one tensor stays in the cache from operation to operation; of so many there are copies in memory
+        at_once = 1 if accepted.device.type == "cpu" else 64
         for group in self.param_groups:
             group[COUNT] += 1
             of_group = [(p, next(flags)) for p in group["params"]]
@@ -344,11 +333,9 @@ def schedule_free_adamw(
 def from_kempnerforge(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict of KempnerForge's ScheduleFreeAdamW as one of ours; any other as it is. Nothing is written to.
 
-    Theirs has ``_k`` and ``_warmup_steps`` beside the groups, and of each parameter ``z``, ``v``, ``x`` and
-    ``weight_sum``, a sum of ``l (1 - beta1)``, where ours is one of ``l``.
-
-    Raises:
-        ValueError: for states of theirs without ``_k``, which torch's ``get_optimizer_state_dict`` leaves out.
+    Theirs has ``_k`` and ``_warmup_steps`` beside the groups, where torch's ``get_optimizer_state_dict`` leaves them
+    out, and of each parameter ``z``, ``v``, ``x`` and ``weight_sum``, a sum of ``l (1 - beta1)``, where ours is one of
+    ``l``.
     """
     if "_k" not in state_dict:
         if any("weight_sum" in state for state in state_dict["state"].values()):

@@ -144,24 +144,12 @@ class SOAP(BaseOptimizer):
     ) -> None:
         self._set_split(split_qkv, is_qkv_fn, qkv_split_shapes)
         self.pg_collection = pg_collection
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "shampoo_beta": shampoo_beta,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "precondition_frequency": precondition_frequency,
-            "basis_method": basis_method,
-            "basis_of": basis_of,
-            "use_kl_shampoo": use_kl_shampoo,
-            MAX_DIM: max_dim,
-            "weight_decay_method": weight_decay_method,
-            "nesterov": nesterov,
-            "correct_bias": correct_bias,
-            "maximize": maximize,
-            "fp32_matmul_prec": fp32_matmul_prec,
-        }
-        super().__init__(params, defaults)
+        adam = {"lr": lr, "betas": betas, "eps": eps, "nesterov": nesterov, "correct_bias": correct_bias}
+        decay = {"weight_decay": weight_decay, "weight_decay_method": weight_decay_method}
+        shampoo = {"shampoo_beta": shampoo_beta, "use_kl_shampoo": use_kl_shampoo, MAX_DIM: max_dim}
+        bases = {"precondition_frequency": precondition_frequency, "basis_method": basis_method, "basis_of": basis_of}
+        further = {"maximize": maximize, "fp32_matmul_prec": fp32_matmul_prec}
+        super().__init__(params, {**adam, **decay, **shampoo, **bases, **further})
 
     def settings(self) -> dict[str, Any]:
         """What a checkpoint says of this optimizer to those who read it."""
@@ -314,12 +302,8 @@ def soap(tasks: Sequence[Task], engine: Engine, most_bytes: int = MOST_BYTES) ->
     """One step of SOAP.
 
     Of parameters that are cut, gradient and moments of several at a time are gathered by every rank that shares them,
-    which then computes the whole step: all make the same of the same numbers.
-
-    Args:
-        tasks: of those that are shared with other ranks all ranks name the same, in the same order.
-        engine: all that is known of other ranks.
-        most_bytes: of whole tensors that are gathered at once, where a single parameter does not take more.
+    which then computes the whole step: all make the same of the same numbers. All ranks name the same of those that
+    are shared, in the same order.
     """
     for task in tasks:
         if not task.gathered:

@@ -47,12 +47,8 @@ def update_of(
 ) -> Tensor | None:
     """The update of a matrix, before the learning rate; None where the gradient makes the bases alone.
 
-    Args:
-        matrix: whose gradient is zero where it is not accepted.
-        steps: gradients that were accepted, this one included; without dimensions.
-        accepted: False leaves all that is kept as it is.
-        settings: of the group.
-        first: whether there are no bases so far; only with an accepted gradient.
+    The gradient is zero where it is not ``accepted``, and all that is kept stays as it is. ``steps`` counts those that
+    were accepted, with this one; the ``first`` finds no bases.
     """
     of_previous = matrix.factored and settings["basis_of"] == "previous"
     if matrix.factored and (first or not of_previous):

@@ -270,7 +270,15 @@ class Spectron(BaseOptimizer):
         """Also settle how factors are orthogonalized; the engine that is returned is that of the parameters."""
         before, engine = self._engine, super().prepare()
         if engine is not before or self._factors is None:
-            self._check_kept_ranks()
+            for parameter, state in self.state.items():
+                kept = next((x.shape[1] for key, x in state.items() if key.startswith(FACTOR_A)), None)
+                rank = self.group_of(parameter)["rank"]
+                if kept not in (None, rank):
+                    raise ValueError(
+                        f"{type(self).__name__} keeps factors of rank {kept} for the parameter of shape "
+                        f"{tuple(parameter.shape)}, whose group now has rank {rank}: set it back, the rank cannot "
+                        f"change"
+                    )
             factors, self._weights = self._proposed_factors()
             kernel = factors.prepare(None, self.param_groups[0].get(KERNEL))
             self._factors = factors
@@ -325,23 +333,8 @@ class Spectron(BaseOptimizer):
             ]
         return described
 
-    def _check_kept_ranks(self) -> None:
-        for parameter, state in self.state.items():
-            kept = next((x.shape[1] for key, x in state.items() if key.startswith(FACTOR_A)), None)
-            rank = self.group_of(parameter)["rank"]
-            if kept not in (None, rank):
-                raise ValueError(
-                    f"{type(self).__name__} keeps factors of rank {kept} for the parameter of shape "
-                    f"{tuple(parameter.shape)}, whose group now has rank {rank}: set it back, the rank cannot change"
-                )
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state: of a weight that was projected the factors, which are not computed anew.
-
-        Raises:
-            ValueError: if the groups, their ranks or the shapes are others, or if a tensor is missing; nothing is
-                changed then.
-        """
+        """Take over a state: of a weight that was projected the factors, which are not computed anew."""
         for number, (own, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=False)):
             for key in ("rank", "pairs"):
                 if saved.get(key, own[key]) != own[key]:

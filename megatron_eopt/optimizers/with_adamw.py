@@ -107,28 +107,13 @@ class Muon(Optimizer):
         adam_fused: bool = False,
         **muon_settings: Any,
     ) -> None:
-        as_in_the_original = {
-            "nesterov": False,
-            "scale_mode": "shape_scaling",
-            "tp_mode": "auto",
-            "coefficient_type": "simple",
-            "fp32_matmul_prec": "highest",
-        }
-        muon = HeavyBallMuon(
-            listed(muon_params),
-            lr=lr,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            num_ns_steps=ns_steps,
-            **{**as_in_the_original, **muon_settings},
-        )
-        adam = {
-            "lr": lr if adam_lr is None else adam_lr,
-            "betas": adam_betas,
-            "eps": adam_eps,
-            "fused": adam_fused or None,  # False would also turn off what torch takes by itself
-        }
-        self._join(muon, adam_params, adam)
+        given: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "num_ns_steps": ns_steps}
+        as_in_the_original = {"nesterov": False, "scale_mode": "shape_scaling", "coefficient_type": "simple"}
+        further = {**as_in_the_original, "fp32_matmul_prec": "highest", "tp_mode": "auto", **muon_settings}
+        # False would also turn off what torch takes by itself
+        adam: dict[str, Any] = {"betas": adam_betas, "eps": adam_eps, "fused": adam_fused or None}
+        adam["lr"] = lr if adam_lr is None else adam_lr
+        self._join(HeavyBallMuon(listed(muon_params), **given, **further), adam_params, adam)
 
     @classmethod
     def around(cls, matrices: BaseOptimizer, adam_params: ParamsT, adam_settings: Mapping[str, Any]) -> Self:
@@ -174,11 +159,7 @@ class Muon(Optimizer):
         return [] if self.adamw is None else self.adamw.param_groups
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group of matrices.
-
-        Raises:
-            ValueError: for a parameter that the optimizer of matrices cannot have, or a setting out of its range.
-        """
+        """Add a group of matrices."""
         params = param_group["params"]
         params = [params] if isinstance(params, Tensor) else listed(params)
         of_adamw = {p for group in self._adam_groups for p in group["params"]}
@@ -196,18 +177,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Step the matrices, then AdamW.
-
-        Args:
-            closure: computes the loss and the gradients anew; called once, with gradients enabled.
-
-        Returns:
-            What the closure returned.
-
-        Raises:
-            ValueError: for a gradient that one of the two cannot take, before anything is changed.
-            RuntimeError: if a gradient of a matrix was not finite in several steps in a row.
-        """
+        """Step the matrices, then AdamW. What one of the two cannot take is refused before anything is changed."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -268,10 +238,6 @@ class Muon(Optimizer):
         """Take over both states, as :meth:`state_dict` gave them, or KempnerForge's Muon did.
 
         That has AdamW's under ``_adam_state``, and the initial rates as ``_initial_lr`` and ``_initial_adam_lr``.
-
-        Raises:
-            ValueError: if the groups, the names or the shapes are others, if a tensor is missing, or if one of the two
-                states is; nothing is changed then.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -347,11 +313,7 @@ class Muon(Optimizer):
 
 
 class HeavyBallMuon(TensorParallelMuon):
-    """The matrices of :class:`Muon`: Muon of a momentum that is no average, for any number of dimensions from two up.
-
-    Raises:
-        ValueError: at construction also for a DTensor that is cut such that a rank holds several parts of the matrix.
-    """
+    """The matrices of :class:`Muon`: Muon of a momentum that is no average, for two dimensions or more."""
 
     def _further_settings(self) -> dict[str, Any]:
         return {NS_STEPS: self.newton_schulz.steps}
@@ -397,12 +359,8 @@ def _is_flattened(parameter: Tensor) -> bool:
 
 
 def listed(params: Any) -> list[Any]:
-    """Parameters or groups as a list.
-
-    Raises:
-        TypeError: for one tensor, or a set, which has no order.
-    """
-    if isinstance(params, Tensor | set):
+    """Parameters or groups as a list."""
+    if isinstance(params, Tensor | set):  # a set has no order
         raise TypeError(f"parameters come as an ordered list, or as a list of groups, got a {type(params).__name__}")
     return list(params)
 

@@ -119,7 +119,7 @@ def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
     Raises:
         ValueError: if that package is not installed.
     """
-    adam = {"betas": config.betas or ADAM_BETAS, "eps": config.eps}
+    adam: dict[str, Any] = {"betas": config.betas or ADAM_BETAS, "eps": config.eps}
     if isinstance(config.fused, bool):
         return AdamW(groups, **_settings(config, **adam, fused=_fused(groups, config)))
     try:
@@ -131,7 +131,7 @@ def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
 
 def build_for_all(row: Row, groups: list[Group], config: OptimizerConfig) -> Optimizer:
     """An optimizer that takes parameters of every shape, for all of them."""
-    return row.cls(groups, **_settings(config, **_of_fields(row, config)))
+    return row.cls(groups, **_settings(config, row))
 
 
 def build_for_matrices(row: Row, groups: list[Group], config: OptimizerConfig) -> Optimizer:
@@ -154,17 +154,13 @@ def build_for_matrices(row: Row, groups: list[Group], config: OptimizerConfig) -
         raise ValueError(
             f"fused={config.fused!r} is for adamw, and the AdamW beside {config.name} is torch's: set True or False"
         )
-    adam: dict[str, Any] = {
-        "lr": config.lr if config.muon_adam_lr is None else config.muon_adam_lr,
-        "betas": config.betas or ADAM_BETAS,
-        "eps": config.eps,
-        "fused": _fused(rest, config),
-    }
+    adam: dict[str, Any] = {"betas": config.betas or ADAM_BETAS, "eps": config.eps, "fused": _fused(rest, config)}
+    adam["lr"] = config.lr if config.muon_adam_lr is None else config.muon_adam_lr
     if row.cls is TensorParallelMuon:
         own = {"momentum": config.muon_momentum, "ns_steps": config.muon_ns_steps}
-        settings = _settings(config, **own, **{f"adam_{key}": value for key, value in adam.items()})
+        settings = _settings(config, row, **own, **{f"adam_{key}": value for key, value in adam.items()})
         return Muon(matrices, rest, **settings) if matrices else AdamW(rest, **adam)
-    settings = _settings(config, **_of_fields(row, config))
+    settings = _settings(config, row)
     if row.takes("tp_mode") and row.cls is not Spectron:
         settings.setdefault("tp_mode", "auto")
     if not row.cls.decays_weights:
@@ -179,19 +175,11 @@ def _counted(groups: list[Group], what: str) -> str:
     return f"{len(sizes)} {what} with {sum(sizes)} entries"
 
 
-def _of_fields(row: Row, config: OptimizerConfig) -> dict[str, Any]:
-    """Arguments of the class that the config has fields for."""
-    known = {"betas": config.betas, "eps": config.eps, "warmup_steps": config.schedule_free_warmup_steps}
-    return {setting: value for setting, value in known.items() if value is not None and row.takes(setting)}
-
-
-def _settings(config: OptimizerConfig, **own: Any) -> dict[str, Any]:
-    """Arguments of a class: the rates, its own and the options of the config.
-
-    Raises:
-        ValueError: for an option that a field of the config sets.
-    """
-    known = {"lr": config.lr, "weight_decay": config.weight_decay, **own}
+def _settings(config: OptimizerConfig, row: Row | None = None, **own: Any) -> dict[str, Any]:
+    """Arguments of a class: the rates, what else it takes of the config's fields, its own and the config's options."""
+    found = {"betas": config.betas, "eps": config.eps, "warmup_steps": config.schedule_free_warmup_steps}
+    taken = {key: x for key, x in found.items() if row is not None and x is not None and row.takes(key)}
+    known = {"lr": config.lr, "weight_decay": config.weight_decay, **taken, **own}
     both = sorted(known.keys() & config.options.keys())
     if both:
         raise ValueError(f"options of the config have {', '.join(both)}, which its fields say: set these instead")

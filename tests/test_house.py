@@ -27,7 +27,6 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Classes that only one other of the package inherits from, each with the reason why it is a class of its own.
 SINGLE = {
     "OrthogonalizedOptimizer": "users write their own optimizers as subclasses of it",
-    "HybridOptimizer": "the builders of plain torch build it around every other optimizer of matrices",
 }
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import batched
+from itertools import batched, chain
 from typing import Any
 
 import torch
@@ -28,9 +28,7 @@ from megatron_eopt.parallel.records import Bucket, Matrix, Plan, whole
 
 MOMENTUM_BUFFER = "momentum_buffer"
 
-_COEFFICIENTS = "simple"
-
-_LABEL = "dp"
+_COEFFICIENTS, _LABEL = "simple", "dp"
 
 
 class DistributedMuon(BaseOptimizer):
@@ -94,30 +92,27 @@ class DistributedMuon(BaseOptimizer):
     ) -> None:
         validate_matmul_precision(fp32_matmul_prec)
         self.fp32_matmul_prec = fp32_matmul_prec
-        self.process_group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
+        group = self.process_group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
+        self.rank, self.ranks = (0, 1) if group is None else (group.rank(), group.size())
         self.compute_ranks: dict[Tensor, int] = {}
         self.rounds: list[list[Bucket]] = []
         defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
         super().__init__(params, defaults | {"weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of matrices, whose work goes to the ranks that have the least so far.
-
-        Raises:
-            TypeError: if ``nesterov`` is no bool.
-            ValueError: for a parameter that is no matrix or is a shard, or a setting out of its range.
-        """
+        """Add a group of matrices, whose work goes to the ranks that have the least so far."""
         super().add_param_group(param_group)
         parameters, added = self._parameters(), self.param_groups[-1]["params"]
-        rounds = deal([(p.shape, p.dtype) for p in added], self._loads(), len(parameters) - len(added))
-        self.rounds.append(rounds)
-        self.compute_ranks |= {
-            parameters[i]: rank for each in rounds for i, rank in zip(each.matrices, each.compute_ranks, strict=True)
-        }
+        loads = [0] * self.ranks
+        for parameter, rank in self.compute_ranks.items():
+            loads[rank] += parameter.nbytes
+        self.rounds.append(deal([(p.shape, p.dtype) for p in added], loads, len(parameters) - len(added)))
+        for each in self.rounds[-1]:
+            self.compute_ranks |= zip([parameters[i] for i in each.matrices], each.compute_ranks, strict=True)
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum, where this rank computes the update; nothing elsewhere."""
-        return [StateTensor(MOMENTUM_BUFFER)] if self.compute_ranks.get(parameter) == self._rank else []
+        return [StateTensor(MOMENTUM_BUFFER)] if self.compute_ranks.get(parameter) == self.rank else []
 
     @torch.no_grad()
     def consolidate_state_dict(self, to: int | None = 0) -> None:
@@ -128,9 +123,9 @@ class DistributedMuon(BaseOptimizer):
         """
         self.init_state()
         collected = super().state_dict()
-        kept = to in (None, self._rank)
+        kept = to in (None, self.rank)
         parameters = self._parameters()
-        for each in self._all_rounds():
+        for each in chain(*self.rounds):
             of_round, own = [parameters[i] for i in each.matrices], self._own(each)
             momentum = torch.empty_like(of_round[0]) if own is None else self.state[of_round[own]][MOMENTUM_BUFFER]
             momenta = self._exchange(each, momentum)()
@@ -146,39 +141,35 @@ class DistributedMuon(BaseOptimizer):
             RuntimeError: where there are several ranks and :meth:`consolidate_state_dict` was not called after the last
                 step, or collected the state on another rank.
         """
-        if self._ranks == 1:
+        if self.ranks == 1:
             return super().state_dict()
         if self._consolidated is None:
             raise RuntimeError(
-                f"rank {self._rank} keeps the momenta of its own matrices alone: before state_dict(), call "
+                f"rank {self.rank} keeps the momenta of its own matrices alone: before state_dict(), call "
                 f"consolidate_state_dict() on all ranks; it collects the whole state on rank 0, or with to=None on each"
             )
-        groups = [
-            dict(group) for group in self._consolidated["param_groups"]
-        ]  # torch's checkpoints change what they get
+        # torch's checkpoints change what they get
+        groups = [dict(group) for group in self._consolidated["param_groups"]]
         return {**self._consolidated, "state": dict(self._consolidated["state"]), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, of which this rank keeps the momenta of its own matrices.
-
-        Raises:
-            ValueError: if a momentum is missing, or if the groups or the shapes are others; nothing is changed then.
-        """
+        """Take over a state, of which this rank keeps the momenta of its own matrices."""
         state = state_dict["state"]
         saved_as = [index for group in state_dict["param_groups"] for index in group["params"]]
         named = zip(self._parameters(), saved_as, parameter_names(self.param_groups), strict=False)
-        own = [(index, name) for p, index, name in named if self.compute_ranks.get(p) == self._rank]
+        own = [(index, name) for p, index, name in named if self.compute_ranks.get(p) == self.rank]
         missing = [name for index, name in own if not state.get(index)]
         if any(state.values()) and missing:
             raise ValueError(
-                f"the state has no momentum of {', '.join(missing)}, which rank {self._rank} computes: it is a part of "
+                f"the state has no momentum of {', '.join(missing)}, which rank {self.rank} computes: it is a part of "
                 f"another rank; save what state_dict() returns after consolidate_state_dict() on all ranks"
             )
         super().load_state_dict({**state_dict, "state": {index: state[index] for index, _ in own if index in state}})
         self._consolidated = None
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        check_rates(type(self).__name__, group)
+        called = type(self).__name__
+        check_rates(called, group)
         if not isinstance(group["nesterov"], bool):
             raise TypeError(f"nesterov is True or False, got {group['nesterov']!r}: give arguments by their names")
         if not 0 <= group["momentum"] < 1:
@@ -186,30 +177,26 @@ class DistributedMuon(BaseOptimizer):
         get_coefficients(_COEFFICIENTS, group["ns_steps"])
         for parameter, name in zip(group["params"], names_of_last(self.param_groups), strict=True):
             if parameter.ndim < 2:
-                raise ValueError(
-                    f"{type(self).__name__} is for matrices: give {name} to another optimizer (AdamW, say)"
-                )
+                raise ValueError(f"{called} is for matrices: give {name} to another optimizer (AdamW, say)")
             if isinstance(parameter, DTensor) or is_sharded(parameter):
                 raise ValueError(
-                    f"{type(self).__name__} is for parameters that every rank has whole, and {name} is a shard: take "
+                    f"{called} is for parameters that every rank has whole, and {name} is a shard: take "
                     f"TensorParallelMuon"
                 )
 
     def _described(self, name: str, parameter: Tensor) -> Parameter:
-        return Parameter(
-            name, parameter.dtype, groups={} if self.process_group is None else {_LABEL: self.process_group}
-        )
+        groups = {} if self.process_group is None else {_LABEL: self.process_group}
+        return Parameter(name, parameter.dtype, groups=groups)
 
     def prepare(self) -> Engine:
-        """Compare parameters and rounds with the other ranks; all ranks call it together, and the first step does.
-
-        Raises:
-            ValueError: if the parameters differ between ranks.
-        """
+        """Compare parameters and rounds with the other ranks; all ranks call it together, and the first step does."""
         if self._engine is None and self.process_group is not None:
-            matrices = [_as_matrix(*each, self._ranks) for each in zip(self._names(), self._parameters(), strict=True)]
-            plan = Plan(tuple(matrices), tuple(self._all_rounds()))
-            check_same(plan, {_LABEL: self.process_group}, self._parameters()[0].device)
+            matrices, parameters = [], self._parameters()
+            for name, p in zip(self._names(), parameters, strict=True):
+                shape = (len(p), p[:1].numel())
+                matrices.append(Matrix(name, shape, (whole(shape),) * self.ranks, _LABEL, p.itemsize))
+            plan = Plan(tuple(matrices), tuple(chain(*self.rounds)))
+            check_same(plan, {_LABEL: self.process_group}, parameters[0].device)
         self.init_state()
         return super().prepare()
 
@@ -220,7 +207,7 @@ class DistributedMuon(BaseOptimizer):
         for group, rounds in zip(self.param_groups, self.rounds, strict=True):
             for each in rounds:
                 of_round = [parameters[i] for i in each.matrices]
-                if self._ranks == 1 and of_round[0].grad is None:
+                if self.ranks == 1 and of_round[0].grad is None:
                     continue  # with others, who wait for it, the round is made, and its result is left out
                 taken = torch.stack([flags[i] for i in each.matrices])
                 received = self._exchange(each, self._factor(each, of_round, taken, group))
@@ -239,72 +226,42 @@ class DistributedMuon(BaseOptimizer):
         parameter = parameters[own]
         momentum = self.state[parameter][MOMENTUM_BUFFER]
         gradient = momentum if parameter.grad is None else parameter.grad.to(momentum.dtype)
-        [update] = foreach.average(
-            [momentum], [gradient], group["momentum"], group["nesterov"], accepted[own : own + 1]
-        )
-        factor = newton_schulz(
-            update.flatten(1),
-            group["ns_steps"],
-            _COEFFICIENTS,
-            fp32_matmul_prec=self.fp32_matmul_prec,
-            propagate_nan=True,
-        )
+        flag, steps = accepted[own : own + 1], group["ns_steps"]
+        [update] = foreach.average([momentum], [gradient], group["momentum"], group["nesterov"], flag)
+        precision = self.fp32_matmul_prec
+        factor = newton_schulz(update.flatten(1), steps, _COEFFICIENTS, fp32_matmul_prec=precision, propagate_nan=True)
         return factor.to(dtype)
 
     def _exchange(self, each: Bucket, own: Tensor) -> Callable[[], list[Tensor]]:
         """Start to send this rank's tensor of a round to the others; what is returned waits for those of all matrices.
 
-        Args:
-            each: the round.
-            own: this rank's, or a buffer of its shape where it computes no matrix of the round.
+        A rank that computes no matrix of the round gives a buffer of that shape.
         """
         group = self.process_group
-        if group is None or self._ranks == 1:
+        if group is None or self.ranks == 1:
             return lambda: [own]
-        if len(each.compute_ranks) == self._ranks:
+        if len(each.compute_ranks) == self.ranks:
             gathered = all_gather(own, group)
             return lambda: list(gathered.wait())
-        sent = [
-            broadcast(own if rank == self._rank else torch.empty_like(own), rank, group) for rank in each.compute_ranks
-        ]
+        buffers = [own if rank == self.rank else torch.empty_like(own) for rank in each.compute_ranks]
+        sent = [broadcast(x, rank, group) for x, rank in zip(buffers, each.compute_ranks, strict=True)]
         return lambda: [one.wait() for one in sent]
-
-    def _loads(self) -> list[int]:
-        """Bytes of the matrices that each rank computes."""
-        loads = [0] * self._ranks
-        for parameter, rank in self.compute_ranks.items():
-            loads[rank] += parameter.nbytes
-        return loads
 
     def _own(self, each: Bucket) -> int | None:
         """Which matrix of a round this rank computes, as an index into the round."""
-        return each.compute_ranks.index(self._rank) if self._rank in each.compute_ranks else None
-
-    def _all_rounds(self) -> list[Bucket]:
-        return [each for rounds in self.rounds for each in rounds]
-
-    @property
-    def _rank(self) -> int:
-        return 0 if self.process_group is None else self.process_group.rank()
-
-    @property
-    def _ranks(self) -> int:
-        return 1 if self.process_group is None else self.process_group.size()
+        return each.compute_ranks.index(self.rank) if self.rank in each.compute_ranks else None
 
 
 def deal(shapes: Sequence[tuple[torch.Size, torch.dtype]], loads: list[int], first: int = 0) -> list[Bucket]:
     """Deal matrices out to ranks, in rounds of equal matrices of which no rank computes two.
 
     Where a round has fewer matrices than there are ranks, those with the least load get them. So the loads of two ranks
-    never differ by more than the largest matrix.
+    never differ by more than the largest matrix. Large matrices are first; an empty one is in no round.
 
     Args:
-        shapes: shape and dtype of each parameter, in their order; an empty one is in no round.
+        shapes: shape and dtype of each parameter, in their order.
         loads: bytes that each rank has been dealt so far; grows by those of its matrices.
         first: index of the first parameter.
-
-    Returns:
-        The rounds in the order of execution, large matrices first.
     """
     alike: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
     for index, each in enumerate(shapes, first):
@@ -317,12 +274,6 @@ def deal(shapes: Sequence[tuple[torch.Size, torch.dtype]], loads: list[int], fir
                 loads[rank] += shape.numel() * dtype.itemsize
             rounds.append(Bucket(some, "share", tuple(sorted(least))))
     return rounds
-
-
-def _as_matrix(name: str, parameter: Tensor, ranks: int) -> Matrix:
-    """What the ranks compare of a parameter before the first step."""
-    shape = (len(parameter), parameter[:1].numel())
-    return Matrix(name, shape, (whole(shape),) * ranks, _LABEL, parameter.itemsize)
 
 
 def _apply(

@@ -1,6 +1,5 @@
 """Lion and Signum: every entry of the update is the sign of a momentum."""
 
-from collections.abc import Callable, Mapping
 from itertools import batched
 from typing import Any, get_args
 
@@ -18,7 +17,7 @@ from megatron_eopt.orthogonalize.choices import check_choice
 EXP_AVG = "exp_avg"
 """Name of the momentum: the one that Megatron-Core gives it where it creates the state itself."""
 
-_AT_ONCE = 64  # tensors, of which there are further copies in memory
+Group = dict[str, Any]
 
 
 class Lion(BaseOptimizer):
@@ -67,15 +66,17 @@ class Lion(BaseOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, **decay, "maximize": maximize})
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        check_betas(type(self).__name__, group["betas"])
-        _check_decay(type(self).__name__, group)
+        name = type(self).__name__
+        check_betas(name, group["betas"])
+        check_rates(name, group)
+        check_choice(f"weight_decay_method of {name}", group["weight_decay_method"], get_args(DecayMethod))
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum."""
         return [StateTensor(EXP_AVG)]
 
     def _take(self, accepted: Tensor) -> None:
-        _step(self, accepted, lambda group: group["betas"])
+        _step(self, accepted)
 
 
 class Signum(BaseOptimizer):
@@ -88,16 +89,10 @@ class Signum(BaseOptimizer):
     3. ``p -= lr * sign(m)``.
 
     Everything else is as in :class:`~megatron_eopt.optimizers.lion.Lion`: what is said there of rates, shards, DTensors
-    and gradients that are left out, and the state.
+    and gradients that are left out, the state, and the other arguments.
 
     Args:
-        params: parameters, or groups of them.
-        lr: learning rate, at least 0.
         momentum: ``beta``, in [0, 1); 0 is signSGD.
-        weight_decay: at least 0.
-        weight_decay_method: ``decoupled``, ``independent``, ``palm`` or ``l2``, as in Lion.
-        maximize: ascend instead of descend.
-        pg_collection: the process groups of sharded parameters, to agree on gradients that are not finite.
 
     Raises:
         ValueError: for a setting out of its range.
@@ -121,71 +116,47 @@ class Signum(BaseOptimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, **decay, "maximize": maximize})
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        name = type(self).__name__
         if not 0 <= group["momentum"] < 1:
-            raise ValueError(f"{type(self).__name__}: momentum must lie in [0, 1), got {group['momentum']}")
-        _check_decay(type(self).__name__, group)
+            raise ValueError(f"{name}: momentum must lie in [0, 1), got {group['momentum']}")
+        check_rates(name, group)
+        check_choice(f"weight_decay_method of {name}", group["weight_decay_method"], get_args(DecayMethod))
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum."""
         return [StateTensor(EXP_AVG)]
 
     def _take(self, accepted: Tensor) -> None:
-        _step(self, accepted, lambda group: (group["momentum"], group["momentum"]))
+        _step(self, accepted)
 
 
-def _check_decay(name: str, group: Mapping[str, Any]) -> None:
-    check_rates(name, group)
-    check_choice(f"weight_decay_method of {name}", group["weight_decay_method"], get_args(DecayMethod))
-
-
-def _step(
-    optimizer: BaseOptimizer, accepted: Tensor, betas: Callable[[Mapping[str, Any]], tuple[float, float]]
-) -> None:
-    """One step of all parameters.
-
-    Args:
-        optimizer: Lion or Signum.
-        accepted: which parameters step.
-        betas: of a group.
-    """
+def _step(optimizer: BaseOptimizer, accepted: Tensor) -> None:
+    """One step of all parameters of Lion or Signum."""
     on_cpu = accepted.device.type == "cpu"
     flags = iter(accepted.unbind())
     for group in optimizer.param_groups:
         of_group = [(p, next(flags)) for p in group["params"]]
-        # a CPU has the flags at once, and there one tensor stays in the cache from operation to operation
+        settings = group if "betas" in optimizer.defaults else {**group, "betas": (group["momentum"],) * 2}
+        # a CPU has the flags at once, and there one tensor stays in the cache; of 64 there are copies in memory
         active = [(p, flag) for p, flag in of_group if p.grad is not None and (not on_cpu or flag)]
-        for some in batched(active, 1 if on_cpu else _AT_ONCE):
-            parameters = [p for p, _ in some]
-            momenta = [local(optimizer._state_of(p)[EXP_AVG]) for p in parameters]
-            gradients = [local(p.grad).to(m.dtype) for p, m in zip(parameters, momenta, strict=True)]
-            lion(
-                [local(p) for p in parameters],
-                list(torch._foreach_neg(gradients)) if group["maximize"] else gradients,
-                momenta,
-                None if on_cpu else torch.stack([flag for _, flag in some]),
-                lr=group["lr"],
-                betas=betas(group),
-                weight_decay=group["weight_decay"],
-                method=group["weight_decay_method"],
-            )
+        for some in batched(active, 1 if on_cpu else 64):
+            momenta = [local(optimizer._state_of(p)[EXP_AVG]) for p, _ in some]
+            gradients = [local(p.grad).to(m.dtype) for (p, _), m in zip(some, momenta, strict=True)]
+            accepted_of_some = None if on_cpu else torch.stack([flag for _, flag in some])
+            lion([local(p) for p, _ in some], gradients, momenta, accepted_of_some, settings)
 
 
 def lion(
-    weights: list[Tensor],
-    gradients: list[Tensor],
-    momenta: list[Tensor],
-    accepted: Tensor | None,
-    *,
-    lr: Scalar,
-    betas: tuple[float, float],
-    weight_decay: float,
-    method: DecayMethod,
+    weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], accepted: Tensor | None, group: Group
 ) -> None:
     """One step of weights and momenta, those not accepted excepted; does not wait for a GPU.
 
     ``u = sign(m + (1 - beta1) (g - m))``, ``m += (1 - beta2) (g - m)``, weight decay, ``w -= lr u``.
     """
-    beta1, beta2 = betas
+    lr, (beta1, beta2) = group["lr"], group["betas"]
+    weight_decay, method = group["weight_decay"], group["weight_decay_method"]
+    if group["maximize"]:
+        gradients = list(torch._foreach_neg(gradients))
     if weight_decay != 0 and method == "l2":
         gradients = foreach.with_decay(gradients, weights, weight_decay)
     gradients = foreach.masked(gradients, momenta, accepted)

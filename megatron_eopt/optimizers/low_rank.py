@@ -1,13 +1,13 @@
 """Weights of low rank, ``W = A B^T``: the layouts of their factors, and one step of them, Spectron's."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import batched
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.group_settings import Scalar
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.spectral import low_rank_factors, power_iterations, rayleigh_quotients
 from megatron_eopt.parallel.collectives import all_reduce, broadcast
@@ -20,40 +20,24 @@ from megatron_eopt.parallel.records import Rectangle, whole
 class Factor:
     """One factor, as this rank holds it: the rank is the second dimension.
 
-    Attributes:
-        index: of it among the factors that are orthogonalized together.
-        value: (rows x r), written to.
-        momentum: (rows x r), written to.
-        u: (rows,), written to: the singular vector that the last step found.
-        gradient: (rows x r).
-        label: of the ranks that hold other rows; empty where this rank holds all.
+    ``value``, ``momentum`` and ``u``, the singular vector that the last step found, are written to.
     """
 
-    index: int
-    value: Tensor
+    index: int  # among the factors that are orthogonalized together
+    value: Tensor  # (rows x r), as are momentum and gradient; u is (rows,)
     momentum: Tensor
     u: Tensor
     gradient: Tensor
-    label: str
+    label: str  # of the ranks that hold other rows; empty where this rank holds all
 
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """Two factors, whose step is of one size.
+    """Two factors, whose step is of one size; whether they step, on their device; and the settings of their group."""
 
-    Attributes:
-        factors: both.
-        accepted: whether they step, on their device.
-        lr: of their group.
-        weight_decay: of their group.
-        momentum_beta: of their group.
-    """
-
-    factors: tuple[Factor, Factor]
+    factors: Sequence[Factor]
     accepted: Tensor
-    lr: Scalar
-    weight_decay: Scalar
-    momentum_beta: float
+    group: Mapping[str, Any]
 
 
 def spectron(pairs: Sequence[Pair], engine: Engine, power_steps: int, precision: MatmulPrecision) -> None:
@@ -64,47 +48,33 @@ def spectron(pairs: Sequence[Pair], engine: Engine, power_steps: int, precision:
     1. weight decay of each factor: ``A -= lr * weight_decay * A``;
     2. momentum: ``mA += (1 - beta) (gA - mA)``;
     3. ``sA`` and ``sB``, the largest singular values, by power iteration;
-    4. ``A -= lr / (sA + sB + 1) * orth(mA)``, and so ``B``.
-
-    Args:
-        pairs: of all parameters that step.
-        engine: of the factors.
-        power_steps: of the power iterations.
-        precision: of the products of the iteration that orthogonalizes.
+    4. ``A -= lr / (sA + sB + 1) * orth(mA)``, and so ``B``; ``precision`` is that of the products of ``orth``.
     """
     for pair in pairs:
-        _average(pair)
-    factors = [factor for pair in pairs for factor in pair.factors]
+        # 1 - lr * weight_decay as one factor would be rounded alike in every step, and the errors would add up
+        decay = pair.group["lr"] * pair.group["weight_decay"] * pair.accepted.double()
+        for factor in pair.factors:
+            gradient = torch.where(pair.accepted, factor.gradient.to(factor.momentum.dtype), factor.momentum)
+            factor.value.sub_(factor.value * decay)
+            factor.momentum.lerp_(gradient, 1 - pair.group["momentum_beta"])
+    flags = [(factor, pair.accepted) for pair in pairs for factor in pair.factors]
+    factors = [factor for factor, _ in flags]
     with fp32_products(precision):
         momenta, indices = [factor.momentum for factor in factors], [factor.index for factor in factors]
         directions = iter(engine.orthogonalize(momenta, indices))
-    flags = [pair.accepted for pair in pairs for _ in pair.factors]
-    norms = iter(_spectral_norms(factors, flags, power_steps, engine))
+
+    def summed(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return engine.sums(tensors, [factor.label for factor in factors])
+
+    values = [factor.value for factor in factors]
+    us, vs = zip(*power_iterations(values, [factor.u for factor in factors], power_steps, summed), strict=True)
+    for (factor, accepted), u in zip(flags, us, strict=True):
+        factor.u.copy_(torch.where(accepted, u, factor.u))
+    norms = iter(rayleigh_quotients(values, us, vs, summed))
     for pair in pairs:
-        rate = pair.lr * pair.accepted.double() / (next(norms) + next(norms) + 1)
+        rate = pair.group["lr"] * pair.accepted.double() / (next(norms) + next(norms) + 1)
         for factor in pair.factors:
             factor.value.sub_(next(directions) * rate)
-
-
-def factor_gradients(
-    gradients: Sequence[Tensor], factors: Sequence[tuple[Tensor, Tensor]], labels: Sequence[str], engine: Engine
-) -> list[tuple[Tensor, Tensor]]:
-    """``G B`` and ``G^T A`` of this rank's rows of ``A`` and ``B``, in the dtype of the factors.
-
-    Args:
-        gradients: this rank's shards of ``G``.
-        factors: this rank's rows of ``A`` and ``B``.
-        labels: of ``A`` and of ``B`` in turn, as in :class:`Factor`.
-        engine: sums over ranks.
-    """
-    parts = []
-    for G, (A, B) in zip(gradients, factors, strict=True):
-        G = G.to(A.dtype)
-        parts += [G @ B, G.mT @ A]
-    # a product along a dimension that is cut is of this rank's part of it alone
-    across = [label for of_a, of_b in zip(labels[::2], labels[1::2], strict=True) for label in (of_b, of_a)]
-    summed = engine.sums(parts, across)
-    return list(zip(summed[::2], summed[1::2], strict=True))
 
 
 def project(
@@ -113,25 +83,26 @@ def project(
     """Factors of low rank of matrices of which this rank holds shards; waits for the device.
 
     Matrices that are cut are put together on all ranks of their group, one at a time; the decomposition of each is made
-    on one of them, the ranks in turn, and is sent to the others, so that all have the same to the bit.
+    on one of them, which its turn says, and is sent to the others, so that all have the same to the bit.
 
     Args:
         rectangles: of the weights, in the dtype of the factors; made one at a time, if they are an iterator.
-        layouts: where they lie.
+        layouts: of the weights.
         ranks: ``r`` of each.
-        turns: of each a number, the same on the ranks that share it, which says who of them decomposes it.
+        turns: of each a number, the same on the ranks that share it.
 
     Returns:
-        This rank's rows of ``A`` and ``B``, and the relative error ``||W - A B^T||_F / ||W||_F``, which is not a number
-        for a ``W`` that is zero or not finite.
+        This rank's rows of ``A`` and ``B``, and the relative error: NaN for a weight that is zero or not finite.
     """
     packed = []
     for rectangle, layout, r, turn in zip(rectangles, layouts, ranks, turns, strict=True):
-        whole = _whole(rectangle, layout)
-        if layout.rank == turn % layout.ranks:
-            packed.append(_packed(whole, r))
-        else:
-            packed.append(whole.new_empty(sum(layout.shape) * r + 1))
+        W, own = rectangle, layout.rectangle
+        if layout.group is not None and layout.sharded:
+            W = rectangle.new_zeros(layout.shape)
+            W[own.top : own.bottom, own.left : own.right] = rectangle
+            W = all_reduce(W, layout.group).wait()
+        mine = layout.rank == turn % layout.ranks
+        packed.append(_packed(W, r) if mine else W.new_empty(sum(layout.shape) * r + 1))
     found = []
     for both, layout, r, turn in zip(packed, layouts, ranks, turns, strict=True):
         if layout.group is not None:
@@ -142,48 +113,42 @@ def project(
     return found
 
 
+def _packed(W: Tensor, r: int) -> Tensor:
+    """``A``, ``B`` and the relative error, one behind the other."""
+    if not W.isfinite().all():
+        return W.new_full((sum(W.shape) * r + 1,), torch.nan)
+    A, B, S = low_rank_factors(W, r)
+    squares = S.double().square()
+    error = (squares[r:].sum() / squares.sum()).sqrt().to(A.dtype)
+    return torch.cat([A.reshape(-1), B.reshape(-1), error[None]])
+
+
 def is_tall(layout: Layout) -> bool:
     """Whether the rank is the second dimension of a parameter that is a factor; squares count as tall."""
     return layout.shape[0] >= layout.shape[1]
 
 
 def factor_layouts(matrices: Sequence[Layout], rank: int | None) -> tuple[Layout, ...]:
-    """The layouts of the factors of logical matrices, ``A`` and ``B`` in turn.
-
-    Args:
-        matrices: the layouts of the matrices.
-        rank: of the factors; None for one matrix that is a factor itself.
-    """
+    """The layouts of the factors of logical matrices, ``A`` and ``B`` in turn; of one that is a factor for no rank."""
     if rank is not None:
         return tuple(_side(layout, dim, rank) for layout in matrices for dim in (0, 1))
     (own,) = matrices
-    return (_side(own, 0, own.shape[1]) if is_tall(own) else _side(own, 1, own.shape[0]),)
+    return (_side(own, 0 if is_tall(own) else 1, min(own.shape)),)
 
 
 def _side(layout: Layout, dim: int, rank: int) -> Layout:
     """The layout of a factor whose rows are those of one dimension of a matrix."""
     shape = layout.shape[dim], rank
-    edges = [
-        ((rectangle.top, rectangle.bottom), (rectangle.left, rectangle.right))[dim] for rectangle in layout.rectangles
-    ]
-    rectangles = tuple(Rectangle(*edge, 0, rank) for edge in edges)
-    # each rank treats as its own what it has whole
-    return (
-        on_one_rank(shape) if set(rectangles) == {whole(shape)} else replace(layout, shape=shape, rectangles=rectangles)
+    rectangles = tuple(
+        Rectangle(x.left, x.right, 0, rank) if dim else Rectangle(x.top, x.bottom, 0, rank) for x in layout.rectangles
     )
+    if set(rectangles) == {whole(shape)}:  # each rank treats as its own what it has whole
+        return on_one_rank(shape)
+    return replace(layout, shape=shape, rectangles=rectangles)
 
 
 def check_pairs(name: str, layouts: Sequence[Layout], names: Sequence[str]) -> None:
-    """Check that parameters are the factors of weights, two by two.
-
-    Args:
-        name: of the optimizer, for messages.
-        layouts: of the parameters.
-        names: of the parameters.
-
-    Raises:
-        ValueError: naming the first that is none.
-    """
+    """Refuse parameters that are not the factors of weights, two by two, by a ``ValueError`` that names the first."""
     if len(layouts) % 2:
         raise ValueError(f"{name}: a group of pairs has an even number of factors, got {len(layouts)}")
     for layout, called in zip(layouts, names, strict=True):
@@ -203,46 +168,3 @@ def check_pairs(name: str, layouts: Sequence[Layout], names: Sequence[str]) -> N
 def wide_dtype(parameter: Tensor) -> torch.dtype:
     """The dtype of what is kept of a parameter: fp32, or fp64 for an fp64 one."""
     return torch.promote_types(parameter.dtype, torch.float32)
-
-
-def _average(pair: Pair) -> None:
-    """Decay of the factors, and their momenta."""
-    # 1 - lr * weight_decay as one factor would be rounded alike in every step, and the errors would add up
-    decay = pair.lr * pair.weight_decay * pair.accepted.double()
-    for factor in pair.factors:
-        gradient = torch.where(pair.accepted, factor.gradient.to(factor.momentum.dtype), factor.momentum)
-        factor.value.sub_(factor.value * decay)
-        factor.momentum.lerp_(gradient, 1 - pair.momentum_beta)
-
-
-def _spectral_norms(
-    factors: Sequence[Factor], accepted: Sequence[Tensor], power_steps: int, engine: Engine
-) -> list[Tensor]:
-    values, labels = [factor.value for factor in factors], [factor.label for factor in factors]
-
-    def summed(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return engine.sums(tensors, labels)
-
-    found = power_iterations(values, [factor.u for factor in factors], power_steps, summed)
-    us, vs = [u for u, _ in found], [v for _, v in found]
-    for factor, u, flag in zip(factors, us, accepted, strict=True):
-        factor.u.copy_(torch.where(flag, u, factor.u))
-    return rayleigh_quotients(values, us, vs, summed)
-
-
-def _whole(rectangle: Tensor, layout: Layout) -> Tensor:
-    if layout.group is None or not layout.sharded:
-        return rectangle
-    whole, own = rectangle.new_zeros(layout.shape), layout.rectangle
-    whole[own.top : own.bottom, own.left : own.right] = rectangle
-    return all_reduce(whole, layout.group).wait()
-
-
-def _packed(whole: Tensor, r: int) -> Tensor:
-    """``A``, ``B`` and the relative error, one behind the other."""
-    if not whole.isfinite().all():
-        return whole.new_full((sum(whole.shape) * r + 1,), torch.nan)
-    A, B, S = low_rank_factors(whole, r)
-    squares = S.double().square()
-    error = (squares[r:].sum() / squares.sum()).sqrt().to(A.dtype)
-    return torch.cat([A.reshape(-1), B.reshape(-1), error[None]])

@@ -1,8 +1,9 @@
 """Schedule-Free AdamW: gradients are taken at one point, and what is evaluated is the average of another one's path."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import batched
+from math import inf, isfinite
 from typing import Any, Literal, get_args
 
 import torch
@@ -10,22 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.group_settings import Scalar, check_adam_settings
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
-from megatron_eopt.optimizers.schedule_free_step import (
-    Variant,
-    advance,
-    check_weights,
-    directions,
-    move,
-    scale_and_decay,
-)
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.parallel.layout import Layout, on_one_rank
 
 logger = logging.getLogger(__name__)
+
+Variant = Literal["kempnerforge", "schedulefree"]
 
 Z, EXP_AVG_SQ, X, KEPT = "z", "exp_avg_sq", "x", "y"
 
@@ -37,11 +33,6 @@ COUNT = "k"
 
 TRAIN_MODE = "train_mode"
 """Setting of a group: whether its parameters are at ``y``."""
-
-# Below it x is stored: y has too little of x in it, and its rounding is multiplied by 1 / beta1.
-_LEAST_BETA1 = 0.5
-
-_AT_ONCE = 64  # tensors, of which there are further copies in memory
 
 
 class ScheduleFreeAdamW(BaseOptimizer):
@@ -95,10 +86,11 @@ class ScheduleFreeAdamW(BaseOptimizer):
     carried_settings = frozenset({TRAIN_MODE, COUNT})
     live_key = KEPT
 
-    # The rates of the groups in the first step that had one, until a change of them was warned of;
+    # These are on the class, because torch leaves the attributes of an optimizer out of its pickles and copies: the
+    # rates of the groups in the first step that had one, whether a change of them was warned of, and the parameters
+    # whose z is known to have begun.
     _constant: list[float | None] | None = None
     _warned: bool = False
-    # Parameters whose z is known to have begun; on the class, because torch leaves attributes out of pickles.
     _begun: set[Tensor] | None = None
 
     def __init__(
@@ -124,11 +116,19 @@ class ScheduleFreeAdamW(BaseOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
         check_adam_settings(name, group)
-        warmup = group["warmup_steps"]
-        if not isinstance(warmup, int) or warmup < 0:
-            raise ValueError(f"{name}: warmup_steps must be a whole number of at least 0, got {warmup!r}")
+        if not isinstance(group["warmup_steps"], int) or group["warmup_steps"] < 0:
+            raise ValueError(
+                f"{name}: warmup_steps must be a whole number of at least 0, got {group['warmup_steps']!r}"
+            )
         check_choice(f"variant of {name}", group["variant"], get_args(Variant))
-        check_weights(name, group)
+        r, power = group["r"], group["weight_lr_power"]
+        if not (isfinite(r) and 0 <= power < inf):
+            raise ValueError(f"{name}: r must be finite and weight_lr_power at least 0, got {r} and {power}")
+        if group["variant"] == "kempnerforge" and (r, power) != (0, 2):
+            raise ValueError(
+                f"{name}: r={r} and weight_lr_power={power} would have no effect with variant 'kempnerforge', whose "
+                f"weights are the rates: leave them away, or take variant='schedulefree'"
+            )
         if self.live == "x":
             raise ValueError(f"{name}: parameters are at x, for evaluation: call train_params() before adding a group")
         group[TRAIN_MODE] = True
@@ -142,8 +142,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
     @property
     def warmup_steps(self) -> int:
         """Of the first group; KempnerForge's optimizer has one for all."""
-        steps: int = self.param_groups[0]["warmup_steps"]
-        return steps
+        return int(self.param_groups[0]["warmup_steps"])
 
     @torch.no_grad()
     def eval_params(self) -> None:
@@ -183,7 +182,8 @@ class ScheduleFreeAdamW(BaseOptimizer):
         """``z``, ``v``, the numbers of the schedule, ``x`` where it cannot be derived, and in evaluation ``y``."""
         group = self.group_of(parameter)
         wide = torch.promote_types(parameter.dtype, torch.float32)
-        derived = parameter.dtype == wide and group["betas"][0] >= _LEAST_BETA1
+        # below 0.5 y has too little of x in it, and its rounding is multiplied by 1 / beta1
+        derived = parameter.dtype == wide and group["betas"][0] >= 0.5
         return [
             StateTensor(Z, dtype=wide),
             StateTensor(EXP_AVG_SQ, dtype=wide),
@@ -197,14 +197,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
         return [on_one_rank((parameter.numel(), 1))]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, and the mode in which it was taken; the parameters are those saved with it.
-
-        Args:
-            state_dict: of this class, or of KempnerForge's, with its ``_k`` and ``_warmup_steps``.
-
-        Raises:
-            ValueError: if the groups or the shapes are others, or if a tensor is missing; nothing is changed then.
-        """
+        """Take over a state, of KempnerForge's optimizer too, and its mode; the parameters are those saved with it."""
         state_dict = from_kempnerforge(state_dict)
         saved_groups = [{TRAIN_MODE: True, COUNT: 0, **group} for group in state_dict["param_groups"]]
         state_dict = {**state_dict, "param_groups": saved_groups}
@@ -246,19 +239,15 @@ class ScheduleFreeAdamW(BaseOptimizer):
         if not dist.is_initialized() or dist.get_rank() == 0:
             number = next(i for i, rate in enumerate(rates) if rate != self._constant[i])
             logger.warning(
-                "%s needs no schedule of the learning rate, and that of group %s went from %g to %g: take a constant "
-                "rate, and its own warmup_steps",
-                type(self).__name__,
-                number,
-                self._constant[number],
-                rates[number],
+                f"{type(self).__name__} needs no schedule of the learning rate, and that of group {number} went from "
+                f"{self._constant[number]:g} to {rates[number]:g}: take a constant rate, and its own warmup_steps"
             )
 
     def _take(self, accepted: Tensor) -> None:
         self._warn_of_schedule()
         flags = iter(accepted.unbind())
-        # on a CPU one tensor stays in the cache from operation to operation
-        at_once = 1 if accepted.device.type == "cpu" else _AT_ONCE
+        # on a CPU one tensor stays in the cache from operation to operation; of so many there are copies in memory
+        at_once = 1 if accepted.device.type == "cpu" else 64
         for group in self.param_groups:
             group[COUNT] += 1
             of_group = [(p, next(flags)) for p in group["params"]]
@@ -266,27 +255,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
             for stored in (True, False):
                 for some in batched([each for each in taken if (X in each[1]) == stored], at_once):
                     parameters, states, of_some = zip(*some, strict=True)
-                    self._update(parameters, states, torch.stack(of_some), group)
-
-    def _update(
-        self, parameters: Sequence[Tensor], states: Sequence[dict[str, Any]], accepted: Tensor, group: dict[str, Any]
-    ) -> None:
-        """One step of some parameters, of which all have an ``x`` or none has."""
-        ys, zs, xs = ([local(point) for point in some] for some in (parameters, _all(states, Z), _all(states, X)))
-        beta1, beta2 = group["betas"]
-        schedules = _all(states, SCHEDULE)
-        schedule, rates, shares = advance(torch.stack(schedules), accepted, group[COUNT], group)
-        torch._foreach_copy_(schedules, schedule.unbind())
-        gradients = [local(p.grad) for p in parameters]  # type: ignore[arg-type]  # here all have one
-        squares = [local(v) for v in _all(states, EXP_AVG_SQ)]
-        correction = 1 - beta2 ** group[COUNT]
-        steps = directions(gradients, squares, accepted, beta2, correction, group["eps"])
-        if group["maximize"]:
-            torch._foreach_neg_(steps)
-        # in 16 bits y is rounded, and z would decay by its rounding
-        decayed = list(torch._foreach_lerp(zs, xs, beta1)) if xs and group["variant"] == "schedulefree" else ys
-        scale_and_decay(steps, decayed, zs, rates, group["weight_decay"], group["variant"])
-        move(ys, zs, xs, steps, shares, beta1)
+                    schedule_free_adamw(parameters, states, torch.stack(of_some), group)
 
     def _begun_state(self, parameter: Tensor) -> dict[str, Any]:
         """The state of a parameter, whose ``z`` and ``x`` are the parameter itself before its first step."""
@@ -301,18 +270,72 @@ class ScheduleFreeAdamW(BaseOptimizer):
         return state
 
 
-def _all(states: Sequence[dict[str, Any]], key: str) -> list[Tensor]:
-    return [state[key] for state in states if key in state]
+def schedule_free_adamw(
+    parameters: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], accepted: Tensor, group: Mapping[str, Any]
+) -> None:
+    """One step of :class:`ScheduleFreeAdamW`, of parameters that all have an ``x`` or of which none has.
+
+    Where there is none: ``y += share (z - y) - (1 - beta1 (1 - share)) step``, of ``z`` before its step. What is not
+    accepted stays as it is, with all of its state. Nothing waits for a GPU.
+    """
+    ys, gradients = [local(p) for p in parameters], [local(p.grad) for p in parameters if p.grad is not None]
+    zs, xs, squares = ([local(state[key]) for state in states if key in state] for key in (Z, X, EXP_AVG_SQ))
+    beta1, beta2 = group["betas"]
+    kempnerforge, weight_decay = group["variant"] == "kempnerforge", group["weight_decay"]
+
+    schedules, count, warmup = [state[SCHEDULE] for state in states], group[COUNT], group["warmup_steps"]
+    schedule = torch.stack(schedules)
+    rates = group["lr"] * (min(1.0, count / warmup) if warmup else 1.0) * accepted.double()
+    largest = torch.maximum(schedule[:, 2], rates)
+    weights = rates if kempnerforge else count ** group["r"] * largest ** group["weight_lr_power"]
+    total = schedule[:, 1] + weights
+    shares = torch.where(total > 0, weights / total, 0.0) * accepted  # rates may all have been zero
+    advanced = torch.stack([schedule[:, 0] + 1, total, largest], dim=1)
+    torch._foreach_copy_(schedules, torch.where(accepted[:, None], advanced, schedule).unbind())
+
+    gradients = [g.to(v.dtype) for g, v in zip(gradients, squares, strict=True)]
+    # a CPU has the answer at once, and then mostly nothing is to do
+    if accepted.device.type != "cpu" or not accepted.all():
+        gradients = [torch.where(flag, g, 0.0) for g, flag in zip(gradients, accepted.unbind(), strict=True)]
+    new = list(torch._foreach_mul(gradients, gradients))
+    torch._foreach_clamp_max_(new, [torch.finfo(v.dtype).max for v in squares])  # an infinity would stay for ever
+    torch._foreach_lerp_(squares, foreach.masked(new, squares, accepted), 1 - beta2)
+    roots = list(torch._foreach_div(squares, 1 - beta2**count))
+    torch._foreach_sqrt_(roots)
+    torch._foreach_add_(roots, group["eps"])
+    steps = list(torch._foreach_div(gradients, roots))
+    if group["maximize"]:
+        torch._foreach_neg_(steps)
+
+    if weight_decay != 0 and not kempnerforge:
+        # in 16 bits y is rounded, and z would decay by its rounding
+        decayed = list(torch._foreach_lerp(zs, xs, beta1)) if xs else ys
+        torch._foreach_add_(steps, decayed, alpha=weight_decay)
+    torch._foreach_mul_(steps, rates.unbind())
+    if weight_decay != 0 and kempnerforge:
+        after = torch._foreach_sub(zs, steps)
+        torch._foreach_mul_(after, (rates * weight_decay).unbind())
+        torch._foreach_add_(steps, after)
+
+    if xs:
+        torch._foreach_sub_(zs, steps)
+    averages = xs or ys
+    towards = torch._foreach_sub(zs, averages)
+    torch._foreach_mul_(towards, shares.unbind())
+    torch._foreach_add_(averages, towards)
+    if xs:
+        torch._foreach_copy_(ys, torch._foreach_lerp(zs, xs, beta1))
+    else:
+        torch._foreach_sub_(ys, torch._foreach_mul(steps, (1 - beta1 * (1 - shares)).unbind()))
+        torch._foreach_sub_(zs, steps)
 
 
 def from_kempnerforge(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict of KempnerForge's ScheduleFreeAdamW as one of ours; any other as it is. Nothing is written to.
 
-    Theirs has ``_k`` and ``_warmup_steps`` beside the groups, and of each parameter ``z``, ``v``, ``x`` and
-    ``weight_sum``, a sum of ``l (1 - beta1)``, where ours is one of ``l``.
-
-    Raises:
-        ValueError: for states of theirs without ``_k``, which torch's ``get_optimizer_state_dict`` leaves out.
+    Theirs has ``_k`` and ``_warmup_steps`` beside the groups, where torch's ``get_optimizer_state_dict`` leaves them
+    out, and of each parameter ``z``, ``v``, ``x`` and ``weight_sum``, a sum of ``l (1 - beta1)``, where ours is one of
+    ``l``.
     """
     if "_k" not in state_dict:
         if any("weight_sum" in state for state in state_dict["state"].values()):

@@ -1,7 +1,8 @@
 """SOAP: Adam in the eigenbasis of Shampoo's factors."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from typing import Any, Literal, get_args
 
 import torch
@@ -9,14 +10,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.matrices import WHOLE, Split, declared_split
+from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.group_settings import Scalar, also_called, check_adam_settings, decay_power
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
     check_completed,
-    check_dimensions,
     local,
     names_of_last,
 )
@@ -144,24 +144,12 @@ class SOAP(BaseOptimizer):
     ) -> None:
         self._set_split(split_qkv, is_qkv_fn, qkv_split_shapes)
         self.pg_collection = pg_collection
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "shampoo_beta": shampoo_beta,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "precondition_frequency": precondition_frequency,
-            "basis_method": basis_method,
-            "basis_of": basis_of,
-            "use_kl_shampoo": use_kl_shampoo,
-            MAX_DIM: max_dim,
-            "weight_decay_method": weight_decay_method,
-            "nesterov": nesterov,
-            "correct_bias": correct_bias,
-            "maximize": maximize,
-            "fp32_matmul_prec": fp32_matmul_prec,
-        }
-        super().__init__(params, defaults)
+        adam = {"lr": lr, "betas": betas, "eps": eps, "nesterov": nesterov, "correct_bias": correct_bias}
+        decay = {"weight_decay": weight_decay, "weight_decay_method": weight_decay_method}
+        shampoo = {"shampoo_beta": shampoo_beta, "use_kl_shampoo": use_kl_shampoo, MAX_DIM: max_dim}
+        bases = {"precondition_frequency": precondition_frequency, "basis_method": basis_method, "basis_of": basis_of}
+        further = {"maximize": maximize, "fp32_matmul_prec": fp32_matmul_prec}
+        super().__init__(params, {**adam, **decay, **shampoo, **bases, **further})
 
     def settings(self) -> dict[str, Any]:
         """What a checkpoint says of this optimizer to those who read it."""
@@ -231,28 +219,18 @@ class SOAP(BaseOptimizer):
         check_choice(f"basis_method of {name}", group["basis_method"], get_args(BasisMethod))
         check_choice(f"basis_of of {name}", group["basis_of"], get_args(Gradients))
         validate_matmul_precision(group["fp32_matmul_prec"])
-        for parameter, which in zip(group["params"], names_of_last(self.param_groups), strict=True):
-            self._check_parameter(parameter, which)
+        for parameter, called in zip(group["params"], names_of_last(self.param_groups), strict=True):
+            if parameter.ndim > 1:
+                self._check_matrix(parameter, f"takes matrices and vectors, but {called}")
+                check_completed(parameter, self.pg_collection, called)
+            try:
+                self.matrix_layouts(parameter)
+            except ValueError as error:
+                raise ValueError(f"{name} cannot lay {called} out: {error}") from error
         group.setdefault(CLOCK, 0)
 
-    def _check_parameter(self, parameter: Tensor, called: str) -> None:
-        if parameter.ndim > 1:
-            check_dimensions(
-                f"{type(self).__name__} takes matrices and vectors, but {called}", parameter, declared_split(parameter)
-            )
-            check_completed(parameter, self.pg_collection, called)
-            self._check_split(parameter)
-        try:
-            self.matrix_layouts(parameter)
-        except ValueError as error:
-            raise ValueError(f"{type(self).__name__} cannot lay {called} out: {error}") from error
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state.
-
-        Raises:
-            ValueError: if the groups or the shapes are others, or if a tensor is missing; nothing is changed then.
-        """
+        """Take over a state."""
         super().load_state_dict(state_dict)
         self._based = None
 
@@ -264,72 +242,55 @@ class SOAP(BaseOptimizer):
             group[CLOCK] += 1
         tasks = list(self._tasks(accepted))
         soap(tasks, self.engine)
-        self._updated += sum(len(task.ends) for task in tasks if task.parameter.ndim > 1)
+        self._updated += sum(len(task.sides) for task in tasks if task.parameter.ndim > 1)
 
     def _tasks(self, accepted: Tensor) -> Iterator["Task"]:
         """What is worked on in this step: the same on all ranks that share a parameter."""
-        index, flags = -1, accepted.unbind()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                index += 1
-                ends, flag = self.key_ends(parameter), flags[index]
-                # also without a gradient where others wait for this rank's part
-                if parameter.grad is None and not _gathered(self.engine, index, ends, self.state.get(parameter, {})):
-                    continue
-                state = self._state_of(parameter)
-                first = any(factor + end in state for end in ends for factor, _ in SIDES)
-                first = first and not self._has_basis(parameter, state)
-                # a device is waited for until a basis is known to be there, and no longer
-                if not (first and not flag):
-                    gathered = _gathered(self.engine, index, ends, state)
-                    yield Task(index, parameter, state, ends, group, flag, first, gathered)
-
-    def _has_basis(self, parameter: Tensor, state: dict[str, Any]) -> bool:
         self._based = set() if self._based is None else self._based
-        had = parameter in self._based or bool(state[STEPS] > 0)
-        self._based.update([parameter] if had else [])
-        return had
+        grouped = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        for index, ((parameter, group), flag) in enumerate(zip(grouped, accepted.unbind(), strict=True)):
+            state = self.state.get(parameter, {}) if parameter.grad is None else self._state_of(parameter)
+            sides = [_sides(state, end) for end in self.key_ends(parameter)]
+            factored = [i for i, of_matrix in enumerate(sides) if of_matrix != (None, None)]
+            gathered = [i for i in factored if self.engine.matrices[index][i].sharded]
+            # also without a gradient where others wait for this rank's part
+            if parameter.grad is None and not gathered:
+                continue
+            # a device is waited for until a basis is known to be there, and no longer
+            if factored and parameter not in self._based and state[STEPS] > 0:
+                self._based.add(parameter)
+            first = bool(factored) and parameter not in self._based
+            if not first or flag:
+                yield Task(index, parameter, state, group, flag, first, sides, gathered)
+
+
+def _sides(state: Mapping[str, Tensor], end: str) -> tuple[Side | None, Side | None]:
+    left, right = (
+        Side(state[factor + end], state[basis + end]) if factor + end in state else None for factor, basis in SIDES
+    )
+    return left, right
 
 
 @dataclass(frozen=True)
 class Task:
-    """A parameter that a step works on: the same on all ranks that share it.
-
-    Attributes:
-        index: of the parameter.
-        parameter: with or without a gradient.
-        state: of it.
-        ends: of the state keys of its logical matrices.
-        settings: of its group.
-        accepted: whether it steps; if not, everything stays as it is.
-        first: whether it has no bases so far, but is to have some; only if accepted.
-        gathered: those of its logical matrices that need what other ranks have.
-    """
+    """A parameter that a step works on, with or without a gradient: the same on all ranks that share it."""
 
     index: int
     parameter: Tensor
     state: dict[str, Any]
-    ends: list[str]
     settings: Mapping[str, Any]
-    accepted: Tensor
-    first: bool
-    gathered: list[int]
+    accepted: Tensor  # if not, everything stays as it is
+    first: bool  # whether it has no bases so far, but is to have some; only if accepted
+    sides: list[tuple[Side | None, Side | None]]  # of each logical matrix
+    gathered: list[int]  # the logical matrices that need what other ranks have: those cut that have a factor
 
     def shards(self, engine: Engine) -> list[Preconditioned]:
         """This rank's shards of the matrices, with the sides of the whole ones."""
         momentum, squares, gradient = _own(self.state[EXP_AVG]), _own(self.state[EXP_AVG_SQ]), self.parameter.grad
         gradient = torch.zeros_like(momentum) if gradient is None else _own(gradient).to(momentum.dtype)
         gradient = torch.where(self.accepted, -gradient if self.settings["maximize"] else gradient, 0.0)
-        gradients, momenta, seconds = (engine.split(self.index, x) for x in (gradient, momentum, squares))
-        sides = map(self._sides, self.ends)
-        return [Preconditioned(*each) for each in zip(gradients, momenta, seconds, sides, strict=True)]
-
-    def _sides(self, end: str) -> tuple[Side | None, Side | None]:
-        left, right = (
-            Side(self.state[factor + end], self.state[basis + end]) if factor + end in self.state else None
-            for factor, basis in SIDES
-        )
-        return left, right
+        split = [engine.split(self.index, x) for x in (gradient, momentum, squares)]
+        return [Preconditioned(*each) for each in zip(*split, self.sides, strict=True)]
 
     def bytes(self, engine: Engine) -> int:
         """Of the whole tensors that are gathered."""
@@ -341,30 +302,20 @@ def soap(tasks: Sequence[Task], engine: Engine, most_bytes: int = MOST_BYTES) ->
     """One step of SOAP.
 
     Of parameters that are cut, gradient and moments of several at a time are gathered by every rank that shares them,
-    which then computes the whole step: all make the same of the same numbers.
-
-    Args:
-        tasks: of those that are shared with other ranks all ranks name the same, in the same order.
-        engine: all that is known of other ranks.
-        most_bytes: of whole tensors that are gathered at once, where a single parameter does not take more.
+    which then computes the whole step: all make the same of the same numbers. All ranks name the same of those that
+    are shared, in the same order.
     """
     for task in tasks:
         if not task.gathered:
             step(task, task.shards(engine), engine)
-    gathers = ((bucket, _gather(bucket, engine)) for bucket in buckets(tasks, engine, most_bytes))
-    for bucket, wait in one_ahead(gathers):
+    gathers = ((bucket, _gather(bucket, engine)) for bucket in _buckets(tasks, engine, most_bytes))
+    for (bucket, wait), _ in pairwise(chain(gathers, [([], list)])):  # the next one is on its way already
         for task, matrices in zip(bucket, wait(), strict=True):
             step(task, matrices, engine)
 
 
 def step(task: Task, matrices: Sequence[Preconditioned], engine: Engine) -> None:
-    """Make the step of a parameter, of which this rank writes its own part.
-
-    Args:
-        task: the parameter.
-        matrices: its shards, or where they are gathered the whole matrices.
-        engine: splits and merges them.
-    """
+    """Make the step of a parameter, from its shards or, where they are gathered, its matrices: each rank its part."""
     # a basis of nothing would turn to that of the gradients to come only step by step
     if task.first and not any(bool(matrix.gradient.any()) for matrix in matrices if matrix.factored):
         return
@@ -388,36 +339,15 @@ def step(task: Task, matrices: Sequence[Preconditioned], engine: Engine) -> None
     squares.copy_(engine.merge(index, [own(matrix.squares, i) for i, matrix in enumerate(matrices)]))
 
 
-def buckets(tasks: Sequence[Task], engine: Engine, most_bytes: int) -> list[list[Task]]:
+def _buckets(tasks: Sequence[Task], engine: Engine, most_bytes: int) -> list[list[Task]]:
     """The parameters that are gathered at once: of one group of ranks, one dtype, and so many bytes at most."""
     found: dict[tuple[str, torch.dtype], list[list[Task]]] = {}
-    for task in tasks:
-        if not task.gathered:
-            continue
+    for task in (task for task in tasks if task.gathered):
         alike = found.setdefault((engine.matrices[task.index][0].group, task.state[EXP_AVG].dtype), [[]])
         if alike[-1] and sum(each.bytes(engine) for each in alike[-1]) + task.bytes(engine) > most_bytes:
             alike.append([])
         alike[-1].append(task)
     return [bucket for alike in found.values() for bucket in alike]
-
-
-def one_ahead[Item](items: Iterable[Item]) -> Iterator[Item]:
-    """Items one after another, each when the next one is there already."""
-    waiting: list[Item] = []
-    for item in items:
-        waiting.append(item)
-        if len(waiting) > 1:
-            yield waiting.pop(0)
-    yield from waiting
-
-
-def _gathered(engine: Engine, index: int, ends: Sequence[str], state: Mapping[str, Any]) -> list[int]:
-    """The logical matrices that need what other ranks have: those that are cut, and have a factor."""
-    return [
-        i
-        for i, (matrix, end) in enumerate(zip(engine.matrices[index], ends, strict=True))
-        if matrix.sharded and any(factor + end in state for factor, _ in SIDES)
-    ]
 
 
 def _gather(bucket: Sequence[Task], engine: Engine) -> Callable[[], list[list[Preconditioned]]]:
@@ -429,8 +359,7 @@ def _gather(bucket: Sequence[Task], engine: Engine) -> Callable[[], list[list[Pr
 
     def finish() -> list[list[Preconditioned]]:
         for (number, _, i), (gradient, momentum, squares) in zip(wanted, wait(), strict=True):
-            whole = replace(shards[number][i], gradient=gradient, momentum=momentum, squares=squares)
-            shards[number][i] = whole
+            shards[number][i] = replace(shards[number][i], gradient=gradient, momentum=momentum, squares=squares)
         return shards
 
     return finish

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import batched
+from math import isnan
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from megatron_eopt.matrices import WHOLE
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
 from megatron_eopt.optimizers.group_settings import (
     COEFFICIENTS,
+    EXTRA_SCALE,
+    SCALE_MODE,
     STEPS,
     Scalar,
     UpdateSettings,
@@ -27,7 +30,6 @@ from megatron_eopt.optimizers.low_rank import (
     Factor,
     Pair,
     check_pairs,
-    factor_gradients,
     factor_layouts,
     is_tall,
     project,
@@ -40,7 +42,6 @@ from megatron_eopt.optimizers.parameters import (
     check_completed,
     local,
     names_of_last,
-    parameter_names,
 )
 from megatron_eopt.optimizers.state import Dim, StateTensor
 from megatron_eopt.orthogonalize.coefficients import Coefficients
@@ -62,8 +63,6 @@ PROJECTED = "projected"
 
 MOMENTUM, U = "momentum_buffer", "u"
 """Of a parameter that is a factor itself."""
-
-_OF_OTHERS = ("scale_mode", "extra_scale_factor")
 
 
 def factor_pairs(pairs: Iterable[Sequence[Any]], **settings: Any) -> dict[str, Any]:
@@ -89,18 +88,13 @@ def factor_pairs(pairs: Iterable[Sequence[Any]], **settings: Any) -> dict[str, A
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A parameter, and the factors of its logical matrices.
+    """A parameter, and the factors of its logical matrices: ``A`` and ``B`` of one after the other.
 
-    Attributes:
-        index: of the parameter.
-        first: index of its first factor among those of all parameters.
-        factors: their layouts, each with the rank as its second dimension: ``A`` and ``B`` of one logical matrix after
-            the other, or the parameter that is a factor itself.
-        matrices: the layouts of its logical matrices.
+    A parameter that is a factor itself is its only factor, as a layout whose second dimension is the rank.
     """
 
-    index: int
-    first: int
+    index: int  # of the parameter
+    first: int  # index of its first factor among those of all parameters
     factors: tuple[Layout, ...]
     matrices: tuple[Layout, ...]
 
@@ -173,10 +167,10 @@ class Spectron(BaseOptimizer):
 
     newton_schulz_calls: int = 0
 
-    _factor_engine: Engine | None = None
+    _factors: Engine = None  # type: ignore[assignment]  # which prepare() makes
     _weights: dict[Tensor, Weight]
     _done: frozenset[Tensor] = frozenset()
-    _errors: dict[str, float] | None = None
+    _errors: Mapping[str, float] = {}
 
     @also_called(num_power_iter="num_power_iterations")
     def __init__(
@@ -232,7 +226,7 @@ class Spectron(BaseOptimizer):
         """Relative errors of the projections that this optimizer made, by parameter, the largest where it is several
         matrices: ``||W - A B^T||_F / ||W||_F``.
         """
-        return dict(self._errors or {})
+        return dict(self._errors)
 
     @property
     def matrices_per_step(self) -> int:
@@ -242,7 +236,7 @@ class Spectron(BaseOptimizer):
     def explain(self) -> str:
         """The plan by which factors are orthogonalized, as a table. All ranks ask together."""
         self.prepare()
-        return self._factors_of_all.explain()
+        return self._factors.explain()
 
     def explain_proposed(self) -> str:
         """What :meth:`explain` will say, before ranks agree."""
@@ -257,9 +251,7 @@ class Spectron(BaseOptimizer):
         """The logical matrices of each parameter; the size of their updates follows from the factors."""
         if settled:
             self.prepare()
-            engine, weights = self._factors_of_all, self._weights
-        else:
-            engine, weights = self._proposed_factors()
+        engine, weights = (self._factors, self._weights) if settled else self._proposed_factors()
         schemes = {i: b.scheme.replace("_", " ") for b in engine.plan.buckets for i in b.matrices}
         described = {}
         for parameter, weight in weights.items():
@@ -275,29 +267,24 @@ class Spectron(BaseOptimizer):
         return described
 
     def prepare(self) -> Engine:
-        """Settle with the other ranks what a step does; all ranks call it together, and the first step does.
-
-        Returns:
-            The engine of the parameters.
-
-        Raises:
-            ValueError: if the plan differs between ranks, or for parameters on several devices.
-        """
+        """Also settle how factors are orthogonalized; the engine that is returned is that of the parameters."""
         before, engine = self._engine, super().prepare()
-        if engine is not before or self._factor_engine is None:
-            self._check_kept_ranks()
+        if engine is not before or self._factors is None:
+            for parameter, state in self.state.items():
+                kept = next((x.shape[1] for key, x in state.items() if key.startswith(FACTOR_A)), None)
+                rank = self.group_of(parameter)["rank"]
+                if kept not in (None, rank):
+                    raise ValueError(
+                        f"{type(self).__name__} keeps factors of rank {kept} for the parameter of shape "
+                        f"{tuple(parameter.shape)}, whose group now has rank {rank}: set it back, the rank cannot "
+                        f"change"
+                    )
             factors, self._weights = self._proposed_factors()
             kernel = factors.prepare(None, self.param_groups[0].get(KERNEL))
-            self._factor_engine = factors
+            self._factors = factors
             for group in self.param_groups:
                 group[KERNEL] = kernel
         return engine
-
-    @property
-    def _factors_of_all(self) -> Engine:
-        """The engine of the factors, which :meth:`prepare` made."""
-        assert self._factor_engine is not None
-        return self._factor_engine
 
     def _iteration(self, group: Mapping[str, Any]) -> NewtonSchulz:
         return UpdateSettings(self.newton_schulz, "spectral", 1.0).of_group(group).newton_schulz
@@ -325,29 +312,6 @@ class Spectron(BaseOptimizer):
             ]
         return Engine(factors, self._parameters()[0].device, self.tp_mode), weights
 
-    def _take(self, accepted: Tensor) -> None:
-        flags = dict(zip(self._parameters(), accepted.unbind(), strict=True))
-        # also without a gradient where others wait for this rank's part
-        active = {p for i, p in enumerate(self._parameters()) if p.grad is not None or self.engine.shares(i)}
-        with fp32_products("highest"):
-            self._project(active, flags)
-            weights = [p for p in self._parameters() if p in active and p in self._done]
-            gradients = self._factor_gradients(weights)
-            pairs: list[Pair] = []
-            for group in self.param_groups:
-                if group["pairs"]:
-                    pairs += self._given(group, active, flags)
-                else:
-                    own = [p for p in group["params"] if p in gradients]
-                    pairs += [pair for p in own for pair in self._kept(p, gradients[p], flags[p])]
-            if not pairs:
-                return
-            spectron(pairs, self._factors_of_all, self.num_power_iterations, self.newton_schulz.fp32_matmul_prec)
-            for parameter in weights:
-                self._write(parameter, flags[parameter] & (self.group_of(parameter)["lr"] != 0))
-        given = len(pairs) - sum(len(of_weight) for of_weight in gradients.values())
-        self.newton_schulz_calls += len(pairs) + given
-
     # Groups and state.
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
@@ -369,23 +333,8 @@ class Spectron(BaseOptimizer):
             ]
         return described
 
-    def _check_kept_ranks(self) -> None:
-        for parameter, state in self.state.items():
-            kept = next((x.shape[1] for key, x in state.items() if key.startswith(FACTOR_A)), None)
-            rank = self.group_of(parameter)["rank"]
-            if kept not in (None, rank):
-                raise ValueError(
-                    f"{type(self).__name__} keeps factors of rank {kept} for the parameter of shape "
-                    f"{tuple(parameter.shape)}, whose group now has rank {rank}: set it back, the rank cannot change"
-                )
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state: of a weight that was projected the factors, which are not computed anew.
-
-        Raises:
-            ValueError: if the groups, their ranks or the shapes are others, or if a tensor is missing; nothing is
-                changed then.
-        """
+        """Take over a state: of a weight that was projected the factors, which are not computed anew."""
         for number, (own, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=False)):
             for key in ("rank", "pairs"):
                 if saved.get(key, own[key]) != own[key]:
@@ -397,17 +346,15 @@ class Spectron(BaseOptimizer):
         self._done = frozenset()
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
-        state = self.state[parameter]
-        if state:
+        if state := self.state[parameter]:
             return state
-        state = super()._state_of(parameter)
-        layouts = self.matrix_layouts(parameter)
+        state, layouts = super()._state_of(parameter), self.matrix_layouts(parameter)
         for tensor in self.state_tensors(parameter):
-            if tensor.dims in (("rows",), ("columns",)):
-                layout = layouts[tensor.matrix]
-                own, dim = layout.rectangle, 0 if tensor.dims == ("rows",) else 1
-                start, end = ((own.top, own.bottom), (own.left, own.right))[dim]
-                local(state[tensor.key]).copy_(start_vector(layout.shape[dim])[start:end])
+            (rows, columns), own = layouts[tensor.matrix].shape, layouts[tensor.matrix].rectangle
+            if tensor.dims == ("rows",):
+                local(state[tensor.key]).copy_(start_vector(rows)[own.top : own.bottom])
+            elif tensor.dims == ("columns",):
+                local(state[tensor.key]).copy_(start_vector(columns)[own.left : own.right])
         return state
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -416,7 +363,7 @@ class Spectron(BaseOptimizer):
         if not 0 <= group["momentum_beta"] < 1:
             raise ValueError(f"{name}: momentum_beta must lie in [0, 1), got {group['momentum_beta']}")
         _check_count(f"{name}: rank", group["rank"])
-        for key in _OF_OTHERS:
+        for key in (SCALE_MODE, EXTRA_SCALE):
             if key in group:
                 raise ValueError(f"{name}: group {number} has {key}, but the size of an update follows from lr alone")
         names = names_of_last(self.param_groups)
@@ -426,15 +373,19 @@ class Spectron(BaseOptimizer):
                 raise ValueError(f"{name} takes real, floating-point matrices, but {called} is {parameter.dtype}")
             self._check_matrix(parameter, f"orthogonalizes matrices, but {index}")
             check_completed(parameter, self.pg_collection, called)
-            self._check_cut(parameter, called)
+            layout = self.layout(parameter)
+            if len(layout.cut_dims) > 1:
+                raise ValueError(
+                    f"{name} takes matrices that are cut along their rows or along their columns, but {called}, a "
+                    f"matrix {layout.shape}, is cut along both: shard one dimension of it alone, or give it to "
+                    f"TensorParallelMuon"
+                )
+            self._check_placements(parameter, called)
             if not group["pairs"]:
                 self._check_rank(parameter, called, group["rank"])
+            elif not self.split_of(parameter).is_whole:
+                raise ValueError(f"{name}: {called} is a factor of a pair, and cannot be split into logical matrices")
         if group["pairs"]:
-            for parameter, called in zip(group["params"], names, strict=True):
-                if not self.split_of(parameter).is_whole:
-                    raise ValueError(
-                        f"{name}: {called} is a factor of a pair, and cannot be split into logical matrices"
-                    )
             check_pairs(name, [self.layout(p) for p in group["params"]], names)
         try:
             self._iteration(group)
@@ -443,107 +394,108 @@ class Spectron(BaseOptimizer):
 
     def _check_rank(self, parameter: Tensor, called: str, rank: int) -> None:
         of_matrices = self.split_of(parameter).names(self.layout(parameter).shape[0])
-        layouts = self.matrix_layouts(parameter)
-        for index, layout in enumerate(layouts):
+        for part, layout in zip(of_matrices, self.matrix_layouts(parameter), strict=True):
             if rank > min(layout.shape):
-                part = f" ({of_matrices[index]})" if len(layouts) > 1 else ""
                 raise ValueError(
-                    f"{type(self).__name__}: rank must lie in [1, {min(layout.shape)}] for {called}{part}, a matrix "
-                    f"{layout.shape}, got {rank}: give it a group with a rank of its own, or another optimizer"
+                    f"{type(self).__name__}: rank must lie in [1, {min(layout.shape)}] for {called}"
+                    f"{f' ({part})' if part else ''}, a matrix {layout.shape}, got {rank}: give it a group with a rank "
+                    f"of its own, or another optimizer"
                 )
-
-    def _check_cut(self, parameter: Tensor, called: str) -> None:
-        layout = self.layout(parameter)
-        if len(layout.cut_dims) > 1:
-            raise ValueError(
-                f"{type(self).__name__} takes matrices that are cut along their rows or along their columns, but "
-                f"{called}, a matrix {layout.shape}, is cut along both: shard one dimension of it alone, or give it to "
-                f"TensorParallelMuon"
-            )
-        self._check_placements(parameter, called)
 
     # The step.
 
-    def _project(self, active: set[Tensor], flags: Mapping[Tensor, Tensor]) -> None:
+    def _take(self, accepted: Tensor) -> None:
+        flags = dict(zip(self._parameters(), accepted.unbind(), strict=True))
+        # also without a gradient where others wait for this rank's part
+        active = {p for i, p in enumerate(self._parameters()) if p.grad is not None or self.engine.shares(i)}
+        with fp32_products("highest"):
+            self._project([p for p in self._parameters() if p in active and not self.group_of(p)["pairs"]], flags)
+            weights = [p for p in self._parameters() if p in active and p in self._done]
+            gradients = self._factor_gradients(weights)
+            pairs: list[Pair] = []
+            for group in self.param_groups:
+                if group["pairs"]:
+                    pairs += self._given(group, active, flags)
+                else:
+                    own = [p for p in group["params"] if p in gradients]
+                    pairs += [pair for p in own for pair in self._kept(p, gradients[p], flags[p])]
+            if not pairs:
+                return
+            spectron(pairs, self._factors, self.num_power_iterations, self.newton_schulz.fp32_matmul_prec)
+            for parameter in weights:  # W = A B^T where it changed
+                index, before = self._weights[parameter].index, local(parameter)
+                products = [A @ B.mT for A, B in self._factors_of(parameter)]
+                changed = flags[parameter] & (self.group_of(parameter)["lr"] != 0)
+                before.copy_(torch.where(changed, self.engine.merge(index, products).to(before.dtype), before))
+        # a factor that is a parameter is a matrix of its own
+        self.newton_schulz_calls += 2 * len(pairs) - sum(len(of_weight) for of_weight in gradients.values())
+
+    def _project(self, active: Sequence[Tensor], flags: Mapping[Tensor, Tensor]) -> None:
         """Take the factors from the weights that step for the first time; waits for the device while there are any."""
-        waiting = [p for p in self._parameters() if p in active and p not in self._done]
-        waiting = [p for p in waiting if not self.group_of(p)["pairs"]]
+        waiting = [p for p in active if p not in self._done]
         self._done |= {p for p in waiting if (state := self.state.get(p)) and bool(state[PROJECTED])}
         new = [p for p in waiting if p not in self._done and self.group_of(p)["lr"] > 0 and bool(flags[p])]
         if new:
-            self._take_factors(new)
+            self._take_factors({p: self._weights[p] for p in new})
         for parameter in waiting:
             self._state_of(parameter)  # also with lr=0: torch loads a checkpoint into what such a step makes
 
-    def _take_factors(self, new: Sequence[Tensor]) -> None:
-        known = [self._weights[p] for p in new]
-        ranks = [self.group_of(p)["rank"] for p in new]
-        found = iter(
-            project(
-                (
-                    rectangle.to(wide_dtype(p))
-                    for p, w in zip(new, known, strict=True)
-                    for rectangle in self.engine.split(w.index, local(p))
-                ),
-                [layout for w in known for layout in w.matrices],
-                [rank for rank, w in zip(ranks, known, strict=True) for _ in w.matrices],
-                [w.first // 2 + turn for w in known for turn in range(len(w.matrices))],
+    def _take_factors(self, new: Mapping[Tensor, Weight]) -> None:
+        parts = [(w.first // 2 + i, p, layout) for p, w in new.items() for i, layout in enumerate(w.matrices)]
+        shards = (x.to(wide_dtype(p)) for p, w in new.items() for x in self.engine.split(w.index, local(p)))
+        ranks = [self.group_of(p)["rank"] for _, p, _ in parts]
+        found = iter(project(shards, [layout for _, _, layout in parts], ranks, [turn for turn, _, _ in parts]))
+        factors = {p: [next(found) for _ in w.matrices] for p, w in new.items()}
+        names = dict(zip(self._parameters(), self._names(), strict=True))
+        errors = {names[p]: [error for _, _, error in of_parameter] for p, of_parameter in factors.items()}
+        for name, of_one in errors.items():
+            if any(map(isnan, of_one)):
+                raise ValueError(
+                    f"{type(self).__name__} cannot take factors from {name}: a matrix of it is zero, and factors of "
+                    f"zero never move, or is not finite. Initialize it otherwise, or give it to another optimizer"
+                )
+        largest = {name: max(of_one) for name, of_one in errors.items()}
+        self._errors = {**self._errors, **largest}
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            worst = max(largest, key=largest.__getitem__)
+            logger.warning(
+                f"{type(self).__name__} projects {len(largest)} weights to their rank, which changes them by "
+                f"{min(largest.values()):.3g} to {largest[worst]:.3g} of their norm, most {worst}"
             )
-        )
-        factors = {p: [next(found) for _ in w.matrices] for p, w in zip(new, known, strict=True)}
-        self._report(factors)
         for parameter, of_parameter in factors.items():
             state = self._state_of(parameter)
-            for end, (A, B, _) in zip(self.key_ends(parameter), of_parameter, strict=True):
-                local(state[FACTOR_A + end]).copy_(A)
-                local(state[FACTOR_B + end]).copy_(B)
+            for own, (A, B, _) in zip(self._factors_of(parameter), of_parameter, strict=True):
+                own[0].copy_(A)
+                own[1].copy_(B)
             state[PROJECTED].fill_(1)
         self._done |= factors.keys()
 
-    def _report(self, factors: Mapping[Tensor, Sequence[tuple[Tensor, Tensor, float]]]) -> None:
-        names = dict(zip(self._parameters(), parameter_names(self.param_groups), strict=True))
-        errors = {names[p]: max(error for _, _, error in of_parameter) for p, of_parameter in factors.items()}
-        bad = [names[p] for p, of_parameter in factors.items() if any(error != error for _, _, error in of_parameter)]
-        if bad:
-            raise ValueError(
-                f"{type(self).__name__} cannot take factors from {bad[0]}: a matrix of it is zero, and factors of zero "
-                f"never move, or is not finite. Initialize it otherwise, or give it to another optimizer"
-            )
-        self._errors = {**(self._errors or {}), **errors}
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            worst = max(errors, key=lambda name: errors[name])
-            logger.warning(
-                "%s projects %s weights to their rank, which changes them by %.3g to %.3g of their norm, most %s",
-                type(self).__name__,
-                len(errors),
-                min(errors.values()),
-                errors[worst],
-                worst,
-            )
-
     def _factor_gradients(self, weights: Sequence[Tensor]) -> dict[Tensor, list[tuple[Tensor, Tensor]]]:
-        """The gradients of the factors of each weight."""
-        rectangles, factors, labels = [], [], []
+        """``G B`` and ``G^T A`` of each logical matrix of each weight, in the dtype of the factors."""
+        products, labels = [], []
         for parameter in weights:
             weight = self._weights[parameter]
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            rectangles += self.engine.split(weight.index, local(gradient))
-            factors += [self._factors(parameter, end) for end in self.key_ends(parameter)]
-            labels += [layout.label for layout in weight.factors]
-        found = iter(factor_gradients(rectangles, factors, labels, self._factors_of_all))
-        return {p: [next(found) for _ in self._weights[p].matrices] for p in weights}
+            shards = self.engine.split(weight.index, local(gradient))
+            for G, (A, B) in zip(shards, self._factors_of(parameter), strict=True):
+                G = G.to(A.dtype)
+                products += [G @ B, G.mT @ A]
+            # a product along a dimension that is cut is of this rank's part of it alone
+            labels += [across.label for A, B in batched(weight.factors, 2) for across in (B, A)]
+        summed = iter(self._factors.sums(products, labels))
+        return {p: [(next(summed), next(summed)) for _ in self._weights[p].matrices] for p in weights}
 
     def _kept(self, parameter: Tensor, gradients: Sequence[tuple[Tensor, Tensor]], accepted: Tensor) -> Iterator[Pair]:
         """The factors that are kept of a weight."""
-        weight, state, group = self._weights[parameter], self.state[parameter], self.group_of(parameter)
-        for part, (end, of_part) in enumerate(zip(self.key_ends(parameter), gradients, strict=True)):
-            keys = ((FACTOR_A, MOMENTUM_A, U_A), (FACTOR_B, MOMENTUM_B, U_B))
+        weight, state = self._weights[parameter], self.state[parameter]
+        numbered = enumerate(weight.factors, weight.first)
+        for end, of_part in zip(self.key_ends(parameter), gradients, strict=True):
             factors = []
-            for number, (of_factor, gradient) in enumerate(zip(keys, of_part, strict=True), 2 * part):
-                value, momentum, u = (local(state[key + end]) for key in of_factor)
-                label = weight.factors[number].label
-                factors.append(Factor(weight.first + number, value, momentum, u, gradient, label))
-            yield _pair(factors, accepted, group)
+            for keys, gradient in zip(((FACTOR_A, MOMENTUM_A, U_A), (FACTOR_B, MOMENTUM_B, U_B)), of_part, strict=True):
+                index, layout = next(numbered)
+                value, momentum, u = (local(state[key + end]) for key in keys)
+                factors.append(Factor(index, value, momentum, u, gradient, layout.label))
+            yield Pair(factors, accepted, self.group_of(parameter))
 
     def _given(self, group: dict[str, Any], active: set[Tensor], flags: Mapping[Tensor, Tensor]) -> Iterator[Pair]:
         """The factors that are parameters."""
@@ -558,30 +510,14 @@ class Spectron(BaseOptimizer):
                 value, momentum, gradient = of_factor if is_tall(weight.matrices[0]) else (x.mT for x in of_factor)
                 label = weight.factors[0].label
                 factors.append(Factor(weight.first, value, momentum, local(state[U]), gradient, label))
-            yield _pair(factors, flags[both[0]] & flags[both[1]], group)
+            yield Pair(factors, flags[both[0]] & flags[both[1]], group)
 
-    def _write(self, parameter: Tensor, changed: Tensor) -> None:
-        """``W = A B^T`` where it changed."""
-        products = [A @ B.mT for A, B in (self._factors(parameter, end) for end in self.key_ends(parameter))]
-        whole, before = self.engine.merge(self._weights[parameter].index, products), local(parameter)
-        before.copy_(torch.where(changed, whole.to(before.dtype), before))
-
-    def _factors(self, parameter: Tensor, end: str) -> tuple[Tensor, Tensor]:
-        """This rank's rows of both factors of one logical matrix."""
+    def _factors_of(self, parameter: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """This rank's rows of both factors of each logical matrix."""
         state = self.state[parameter]
-        return local(state[FACTOR_A + end]), local(state[FACTOR_B + end])
+        return [(local(state[FACTOR_A + end]), local(state[FACTOR_B + end])) for end in self.key_ends(parameter)]
 
 
 def _check_count(what: str, value: object) -> None:
-    """Check that a setting is a positive integer.
-
-    Raises:
-        ValueError: otherwise.
-    """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{what} must be an integer of at least 1, got {value!r}")
-
-
-def _pair(factors: Sequence[Factor], accepted: Tensor, group: Mapping[str, Any]) -> Pair:
-    first, second = factors
-    return Pair((first, second), accepted, group["lr"], group["weight_decay"], group["momentum_beta"])

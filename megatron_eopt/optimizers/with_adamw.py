@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from megatron_eopt.optimizers.group_settings import STEPS, UpdateSettings, check
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.nonfinite import check_gradients
 from megatron_eopt.optimizers.parameters import NAME
+from megatron_eopt.optimizers.state import StateTensor, check_lying
 from megatron_eopt.parallel.layout import Layout
 
 NS_STEPS = "ns_steps"
@@ -31,11 +32,23 @@ INITIAL_LR = "initial_lr"
 Group = dict[str, Any]
 
 
-class HybridOptimizer(Optimizer):
-    """An optimizer of matrices with AdamW for all other parameters inside.
+class Muon(Optimizer):
+    """Muon for matrices and AdamW for the rest, in one optimizer of plain torch.
 
-    ``param_groups`` and ``state`` are those of the matrices: schedulers and loops see them alone. The rate of each
-    group of AdamW follows that of the first group of matrices in every step::
+    For a matrix ``W`` (m x n) with gradient ``g``, in this order:
+
+    1. ``M <- momentum M + g``, kept as ``momentum_buffer``;
+    2. ``W <- (1 - lr weight_decay) W``;
+    3. ``W <- W - lr max(1, m/n)^0.5 O``, with ``O`` the orthogonal factor of ``M`` by ``ns_steps`` steps of
+       ``X <- a X + (b A + c A^2) X``, ``A = X X^T``, from ``M / |M|_F``; (a, b, c) = (3.4445, -4.7750, 2.0315) [1].
+
+    Matrices that are DTensors (FSDP2, HSDP, tensor parallelism) are orthogonalized as the whole matrices that they are.
+    More than two dimensions are read as a matrix: the first one times the rest; a declared stack stays one. Another
+    optimizer of matrices takes Muon's part in :meth:`around`.
+
+    ``param_groups`` and ``state`` are those of the matrices: schedulers and loops see them alone. Each group has its
+    ``lr``, ``momentum``, ``weight_decay`` and ``ns_steps``: a value that is changed is in force in the next step. The
+    rate of each group of AdamW follows that of the first group of matrices in every step::
 
         lr of the group = its initial lr * (lr of the first group / initial lr of the matrices)
 
@@ -50,9 +63,20 @@ class HybridOptimizer(Optimizer):
     AdamW looks for none: let a gradient clipper or scaler do so, or its parameters become NaN.
 
     Args:
-        matrices: an optimizer with at least one parameter.
-        adam_params: parameters, named ones or groups of them for AdamW; may be empty.
-        adam_settings: arguments of ``torch.optim.AdamW``, ``lr`` among them.
+        muon_params: matrices, named ones or groups of them; embeddings and output layers better go below.
+        adam_params: all other parameters, or groups of them; a group may have its own ``lr``, ``betas``, ``eps`` and
+            ``weight_decay``, which is otherwise torch's 0.01. May be empty.
+        lr: of the matrices.
+        momentum: in [0, 1).
+        weight_decay: of the matrices, decoupled.
+        adam_betas: of AdamW.
+        adam_eps: of AdamW, above 0.
+        ns_steps: Newton-Schulz steps, at least 1.
+        adam_lr: of AdamW; None for ``lr``.
+        adam_fused: whether AdamW uses torch's fused kernel; otherwise torch chooses.
+        **muon_settings: further arguments of :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`, such as
+            ``coefficient_type``, ``fp32_matmul_prec``, ``nesterov``, ``tp_mode`` (``auto`` here), and under DDP
+            ``data_parallel_group``.
 
     Attributes:
         matrices: the optimizer of matrices.
@@ -60,47 +84,88 @@ class HybridOptimizer(Optimizer):
         initial_lr: what the rate of the first group is compared with.
 
     Raises:
-        ValueError: for a setting out of its range, and for a parameter that both are given.
+        TypeError: for an argument that ``TensorParallelMuon`` does not know.
+        ValueError: for a setting out of its range, for one of ``muon_params`` with fewer than two dimensions, for no
+            matrices at all, for a parameter that is in both, or for a DTensor of which a rank holds several separate
+            parts.
+
+    [1] K. Jordan et al., Muon: An optimizer for hidden layers in neural networks (2024).
     """
 
-    def __init__(self, matrices: BaseOptimizer, adam_params: ParamsT, adam_settings: Mapping[str, Any]) -> None:
-        if not _parameters(matrices):
-            raise ValueError(f"{type(self).__name__} needs at least one matrix: for all else take torch.optim.AdamW")
+    def __init__(
+        self,
+        muon_params: ParamsT,
+        adam_params: ParamsT,
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        adam_betas: tuple[float, float] = (0.9, 0.95),
+        adam_eps: float = 1e-8,
+        ns_steps: int = 5,
+        adam_lr: float | None = None,
+        *,
+        adam_fused: bool = False,
+        **muon_settings: Any,
+    ) -> None:
+        given: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "num_ns_steps": ns_steps}
+        as_in_the_original = {"nesterov": False, "scale_mode": "shape_scaling", "coefficient_type": "simple"}
+        further = {**as_in_the_original, "fp32_matmul_prec": "highest", "tp_mode": "auto", **muon_settings}
+        # False would also turn off what torch takes by itself
+        adam: dict[str, Any] = {"betas": adam_betas, "eps": adam_eps, "fused": adam_fused or None}
+        adam["lr"] = lr if adam_lr is None else adam_lr
+        self._join(HeavyBallMuon(listed(muon_params), **given, **further), adam_params, adam)
+
+    @classmethod
+    def around(cls, matrices: BaseOptimizer, adam_params: ParamsT, adam_settings: Mapping[str, Any]) -> Self:
+        """An optimizer of matrices, whichever, in place of Muon, with AdamW for the rest.
+
+        Args:
+            matrices: with at least one parameter.
+            adam_params: as for :class:`Muon`.
+            adam_settings: arguments of ``torch.optim.AdamW``, ``lr`` among them.
+
+        Raises:
+            ValueError: for a setting of AdamW out of its range, and for a parameter that is in both.
+        """
+        found = cls.__new__(cls)
+        found._join(matrices, adam_params, adam_settings)
+        return found
+
+    def _join(self, matrices: BaseOptimizer, adam_params: ParamsT, adam_settings: Mapping[str, Any]) -> None:
         self.matrices = matrices
         self.initial_lr = float(matrices.defaults["lr"])
+        if not matrices._parameters():
+            raise ValueError(f"{self._called} needs at least one matrix: for all else take torch.optim.AdamW")
         given = listed(adam_params)
         for group in given if given and isinstance(given[0], dict) else [{}]:
-            check_adam_settings(f"AdamW in {type(self).__name__}", {"weight_decay": 0.0, **adam_settings, **group})
+            check_adam_settings(f"AdamW in {self._called}", {"weight_decay": 0.0, **adam_settings, **group})
         adamw = AdamW(given, **adam_settings) if given else None
-        self.adamw = adamw if adamw is not None and _parameters(adamw) else None
-        for group in self._adam_groups():
+        self.adamw = adamw if adamw is not None and any(group["params"] for group in adamw.param_groups) else None
+        for group in self._adam_groups:
             group.setdefault(INITIAL_LR, group["lr"])
-        self._check_apart(_parameters(matrices))
         super().__init__(matrices.param_groups, matrices.defaults)
-        self._adopt()
+        self.param_groups, self.state = matrices.param_groups, matrices.state  # the same objects
 
-    def _adopt(self) -> None:
-        """Take the groups and the state of the matrices for one's own: the same objects."""
-        self.param_groups, self.state = self.matrices.param_groups, self.matrices.state
+    @property
+    def _called(self) -> str:
+        """What messages call it."""
+        return type(self if isinstance(self.matrices, HeavyBallMuon) else self.matrices).__name__
 
+    def __repr__(self) -> str:
+        return super().__repr__().replace(type(self).__name__, self._called, 1)
+
+    @property
     def _adam_groups(self) -> list[Group]:
         return [] if self.adamw is None else self.adamw.param_groups
 
-    def _check_apart(self, matrices: Sequence[Tensor]) -> None:
-        of_adamw = {p for group in self._adam_groups() for p in group["params"]}
-        if any(p in of_adamw for p in matrices):
-            raise ValueError("some parameters appear in more than one parameter group: they are AdamW's already")
-
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group of matrices.
-
-        Raises:
-            ValueError: for a parameter that the optimizer of matrices cannot have, or a setting out of its range.
-        """
+        """Add a group of matrices."""
+        params = param_group["params"]
+        params = [params] if isinstance(params, Tensor) else listed(params)
+        of_adamw = {p for group in self._adam_groups for p in group["params"]}
+        if any((each[1] if isinstance(each, tuple) else each) in of_adamw for each in params):
+            raise ValueError("some parameters appear in more than one parameter group: they are AdamW's already")
         if self.param_groups is self.matrices.param_groups:  # else torch's constructor hands on what is there
-            params = param_group["params"]
-            params = [params] if isinstance(params, Tensor) else listed(params)
-            self._check_apart([each[1] if isinstance(each, tuple) else each for each in params])
             self.matrices.add_param_group({**param_group, "params": params})
 
     @torch._disable_dynamo
@@ -110,93 +175,69 @@ class HybridOptimizer(Optimizer):
         if self.adamw is not None:
             self.adamw.zero_grad(set_to_none)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Step the matrices, then AdamW.
-
-        Args:
-            closure: computes the loss and the gradients anew; called once, with gradients enabled.
-
-        Returns:
-            What the closure returned.
-
-        Raises:
-            ValueError: for a gradient that one of the two cannot take, before anything is changed.
-            RuntimeError: if a gradient of a matrix was not finite in several steps in a row.
-        """
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Step the matrices, then AdamW. What one of the two cannot take is refused before anything is changed."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.adamw is not None:  # which would refuse its own when the matrices have made their step
-            check_gradients(f"AdamW in {type(self).__name__}", _parameters(self.adamw), self.adamw.param_groups, False)
+        groups = self._adam_groups  # AdamW would refuse its gradients when the matrices have made their step
+        check_gradients(f"AdamW in {self._called}", [p for group in groups for p in group["params"]], groups, False)
         self.matrices.step()
         if self.adamw is not None:
             if self.initial_lr > 0:
                 ratio = self.param_groups[0]["lr"] / self.initial_lr
-                for group in self.adamw.param_groups:
+                for group in groups:
                     group["lr"] = group.setdefault(INITIAL_LR, group["lr"]) * ratio
             self.adamw.step()
-            if ADAMW not in self.state.get(self._carrier(), {}):
+            if ADAMW not in self.state.get(self._carrier, {}):
                 self._carry()
         return loss
 
+    @property
     def _carrier(self) -> Tensor:
         """The matrix whose state holds AdamW's; torch's checkpoints drop the state of a frozen one."""
-        parameters = _parameters(self.matrices)
+        parameters = self.matrices._parameters()
         return next((p for p in parameters if p.requires_grad), parameters[0])
 
     def _carry(self) -> None:
         """Let the first matrix and the first group hold AdamW's state and settings; what is not there yet is zero."""
-        assert self.adamw is not None
+        if self.adamw is None:
+            return
         self.matrices.init_state()
-        names = self._adam_names()
-        state: dict[str, Any] = {}
-        for group, of_group in zip(self.adamw.param_groups, names, strict=True):
-            for name, parameter in zip(of_group, group["params"], strict=True):
+        groups = list(zip(self.adamw.param_groups, self._adam_names(), strict=True))
+        state = self.state[self._carrier][ADAMW] = {}
+        for group, names in groups:
+            for name, parameter in zip(names, group["params"], strict=True):
                 state[name] = self.adamw.state[parameter]
                 if not state[name]:
                     state[name].update(_zero_state(parameter, group))
-        groups = zip(self.adamw.param_groups, names, strict=True)
-        self.state[self._carrier()][ADAMW] = state
-        self.param_groups[0][ADAMW] = {
-            INITIAL_LR: self.initial_lr,
-            "param_groups": tuple({**group, "params": of_group} for group, of_group in groups),
-        }
+        settings = tuple({**group, "params": names} for group, names in groups)
+        self.param_groups[0][ADAMW] = {INITIAL_LR: self.initial_lr, "param_groups": settings}
 
     def _adam_names(self) -> list[list[str]]:
         """Names of AdamW's parameters, for each group; their indices where not each has a name of its own.
 
         Names have no dots, at which torch's flat form of a state would divide them.
         """
-        groups = self._adam_groups()
+        groups = self._adam_groups
         known = [g.get("param_names") or [getattr(p, NAME, None) for p in g["params"]] for g in groups]
         flat = [name for of_group in known for name in of_group]
-        indices = itertools.count()
         if None in flat or len(set(flat)) < len(flat):
+            indices = itertools.count()
             return [[str(next(indices)) for _ in of_group] for of_group in known]
         return [[name.replace(".", "/") for name in of_group] for of_group in known]
 
     def state_dict(self) -> dict[str, Any]:
         """Both states: see the class."""
-        if self.adamw is not None:
-            self._carry()
+        self._carry()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over both states, as :meth:`state_dict` gave them, or KempnerForge's Muon did.
 
         That has AdamW's under ``_adam_state``, and the initial rates as ``_initial_lr`` and ``_initial_adam_lr``.
-
-        Raises:
-            ValueError: if the groups, the names or the shapes are others, if a tensor is missing, or if one of the two
-                states is; nothing is changed then.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -213,9 +254,8 @@ class HybridOptimizer(Optimizer):
                 part.param_groups, part.state = groups, state
             raise
         self.initial_lr = initial_lr
-        self._adopt()
-        if self.adamw is not None:
-            self._carry()
+        self.param_groups, self.state = self.matrices.param_groups, self.matrices.state
+        self._carry()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -237,12 +277,20 @@ class HybridOptimizer(Optimizer):
             initial_lr = settings[0][INITIAL_LR]
         elif self.adamw is not None:
             raise ValueError(
-                f"{type(self).__name__} has AdamW inside, but the state dict has no state of AdamW, without which it "
-                f"would start anew in silence: save optimizer.state_dict() as it is, or load what there is of the "
-                f"matrices by optimizer.matrices.load_state_dict"
+                f"{self._called} has AdamW inside, but the state dict has no state of AdamW, without which it would "
+                f"start anew in silence: save optimizer.state_dict() as it is, or load what there is of the matrices "
+                f"by optimizer.matrices.load_state_dict"
             )
         of_adamw["param_groups"] = self._in_own_order(of_adamw["param_groups"])
-        self._check_adam_state(of_adamw)
+        for saved, group in zip(of_adamw["param_groups"], self._adam_groups, strict=True):
+            for name, parameter in zip(saved["params"], group["params"], strict=True):
+                # KempnerForge has none of a parameter that never had a gradient
+                of_one = of_adamw["state"].get(name, {} if isinstance(name, str) else None)
+                for key in () if of_one is None else ("step", *_moments(group)):
+                    if key not in of_one:
+                        raise ValueError(f"the state of AdamW's parameter {name} has no {key!r}, but {sorted(of_one)}")
+                    if key != "step":
+                        check_lying(parameter, StateTensor(f"{ADAMW}.{name}.{key}"), [], of_one[key])
         return {"state": state, "param_groups": groups}, of_adamw, float(initial_lr)
 
     def _in_own_order(self, saved: Sequence[Group]) -> list[Group]:
@@ -253,26 +301,10 @@ class HybridOptimizer(Optimizer):
         named = all(any(not str(name).isdigit() for of_group in each for name in of_group) for each in (own, found))
         if named or list(map(len, found)) != list(map(len, own)):
             raise ValueError(
-                f"AdamW in {type(self).__name__} has groups of the parameters {own}, but the state was saved with "
-                f"{found}: build the optimizer for the model as it was"
+                f"AdamW in {self._called} has groups of the parameters {own}, but the state was saved with {found}: "
+                f"build the optimizer for the model as it was"
             )
         return list(saved)
-
-    def _check_adam_state(self, state_dict: dict[str, Any]) -> None:
-        for saved, group in zip(state_dict["param_groups"], self._adam_groups(), strict=True):
-            for name, parameter in zip(saved["params"], group["params"], strict=True):
-                # KempnerForge has none of a parameter that never had a gradient
-                of_one = state_dict["state"].get(name, {} if isinstance(name, str) else None)
-                if of_one is None:
-                    continue
-                for key in ("step", *_moments(group)):
-                    if key not in of_one:
-                        raise ValueError(f"the state of AdamW's parameter {name} has no {key!r}, but {sorted(of_one)}")
-                    if key != "step" and _lying(of_one[key]) != _lying(parameter):
-                        raise ValueError(
-                            f"{key!r} of AdamW's parameter {name} has shape {_lying(of_one[key])}, expected "
-                            f"{_lying(parameter)}: the state is of another model or layout"
-                        )
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled and copied: groups and state stay the objects that the matrices have."""
@@ -280,97 +312,14 @@ class HybridOptimizer(Optimizer):
         return {**super().__getstate__(), **own}
 
 
-class Muon(HybridOptimizer):
-    """Muon for matrices and AdamW for the rest, in one optimizer of plain torch.
-
-    For a matrix ``W`` (m x n) with gradient ``g``, in this order:
-
-    1. ``M <- momentum M + g``, kept as ``momentum_buffer``;
-    2. ``W <- (1 - lr weight_decay) W``;
-    3. ``W <- W - lr max(1, m/n)^0.5 O``, with ``O`` the orthogonal factor of ``M`` by ``ns_steps`` steps of
-       ``X <- a X + (b A + c A^2) X``, ``A = X X^T``, from ``M / |M|_F``; (a, b, c) = (3.4445, -4.7750, 2.0315) [1].
-
-    Matrices that are DTensors (FSDP2, HSDP, tensor parallelism) are orthogonalized as the whole matrices that they are.
-    More than two dimensions are read as a matrix: the first one times the rest; a declared stack stays one.
-
-    ``param_groups`` are the matrices', each with its ``lr``, ``momentum``, ``weight_decay`` and ``ns_steps``: a value
-    that is changed is in force in the next step. AdamW's rate follows by ratio, and both states are in one
-    ``state_dict``: see :class:`~megatron_eopt.optimizers.with_adamw.HybridOptimizer`.
-
-    Args:
-        muon_params: matrices, named ones or groups of them; embeddings and output layers better go below.
-        adam_params: all other parameters, or groups of them; a group may have its own ``lr``, ``betas``, ``eps`` and
-            ``weight_decay``, which is otherwise torch's 0.01.
-        lr: of the matrices.
-        momentum: in [0, 1).
-        weight_decay: of the matrices, decoupled.
-        adam_betas: of AdamW.
-        adam_eps: of AdamW, above 0.
-        ns_steps: Newton-Schulz steps, at least 1.
-        adam_lr: of AdamW; None for ``lr``.
-        adam_fused: whether AdamW uses torch's fused kernel; otherwise torch chooses.
-        **muon_settings: further arguments of :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`, such as
-            ``coefficient_type``, ``fp32_matmul_prec``, ``nesterov``, ``tp_mode`` (``auto`` here), and under DDP
-            ``data_parallel_group``.
-
-    Raises:
-        TypeError: for an argument that ``TensorParallelMuon`` does not know.
-        ValueError: for a setting out of its range, for one of ``muon_params`` with fewer than two dimensions, for no
-            matrices at all, or for a DTensor of which a rank holds several separate parts.
-
-    [1] K. Jordan et al., Muon: An optimizer for hidden layers in neural networks (2024).
-    """
-
-    def __init__(
-        self,
-        muon_params: ParamsT,
-        adam_params: ParamsT,
-        lr: float = 0.02,
-        momentum: float = 0.95,
-        weight_decay: float = 0.0,
-        adam_betas: tuple[float, float] = (0.9, 0.95),
-        adam_eps: float = 1e-8,
-        ns_steps: int = 5,
-        adam_lr: float | None = None,
-        *,
-        adam_fused: bool = False,
-        **muon_settings: Any,
-    ) -> None:
-        own = dict(**muon_settings, lr=lr, momentum=momentum, weight_decay=weight_decay, num_ns_steps=ns_steps)
-        adam = {
-            "lr": lr if adam_lr is None else adam_lr,
-            "betas": adam_betas,
-            "eps": adam_eps,
-            "fused": adam_fused or None,  # False would also turn off what torch takes by itself
-        }
-        super().__init__(HeavyBallMuon(listed(muon_params), **{**_AS_IN_THE_ORIGINAL, **own}), adam_params, adam)
-
-
-_AS_IN_THE_ORIGINAL: dict[str, Any] = {
-    "nesterov": False,
-    "scale_mode": "shape_scaling",
-    "tp_mode": "auto",
-    "coefficient_type": "simple",
-    "fp32_matmul_prec": "highest",
-}
-
-
 class HeavyBallMuon(TensorParallelMuon):
-    """The matrices of :class:`Muon`: Muon of a momentum that is no average, for any number of dimensions from two up.
-
-    Raises:
-        ValueError: at construction also for a DTensor that is cut such that a rank holds several parts of the matrix.
-    """
+    """The matrices of :class:`Muon`: Muon of a momentum that is no average, for two dimensions or more."""
 
     def _further_settings(self) -> dict[str, Any]:
         return {NS_STEPS: self.newton_schulz.steps}
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
-        """The iteration and the scale that the matrices of a group get.
-
-        Raises:
-            ValueError: if the group says what the optimizer would refuse, or its steps by another name.
-        """
+        """As in Muon; a group has its steps as ``ns_steps``, and may not have them by the other name too."""
         if STEPS in group:
             raise ValueError(f"the Newton-Schulz steps of a group are {NS_STEPS!r} here, not {STEPS!r}")
         return super().update_settings({**group, STEPS: group[NS_STEPS]} if NS_STEPS in group else group)
@@ -409,17 +358,9 @@ def _is_flattened(parameter: Tensor) -> bool:
     return parameter.ndim > 2 and declared_split(parameter) is None
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def listed(params: Any) -> list[Any]:
-    """Parameters or groups as a list.
-
-    Raises:
-        TypeError: for one tensor, or a set, which has no order.
-    """
-    if isinstance(params, Tensor | set):
+    """Parameters or groups as a list."""
+    if isinstance(params, Tensor | set):  # a set has no order
         raise TypeError(f"parameters come as an ordered list, or as a list of groups, got a {type(params).__name__}")
     return list(params)
 
@@ -433,8 +374,3 @@ def _zero_state(parameter: Tensor, group: Group) -> dict[str, Tensor]:
     on_device = group["capturable"] or group["fused"]
     zeros = {key: torch.zeros_like(parameter, memory_format=torch.preserve_format) for key in _moments(group)}
     return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu"), **zeros}
-
-
-def _lying(x: Tensor) -> tuple[Any, ...]:
-    """Shape of a tensor; of a DTensor also its placements."""
-    return (tuple(x.shape), *getattr(x, "placements", ()))

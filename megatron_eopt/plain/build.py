@@ -3,12 +3,13 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -17,11 +18,11 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from megatron_eopt.family import FAMILY
 from megatron_eopt.matrices import tag_declared
-from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.parameters import NAME
 from megatron_eopt.optimizers.spectron import Spectron
-from megatron_eopt.optimizers.with_adamw import HybridOptimizer, Muon
-from megatron_eopt.plain.config import OptimizerConfig, as_config
+from megatron_eopt.optimizers.with_adamw import Muon
+from megatron_eopt.plain.config import OptimizerConfig
 from megatron_eopt.plain.routing import (
     Group,
     Rule,
@@ -39,15 +40,8 @@ from megatron_eopt.row import Row
 logger = logging.getLogger(__name__)
 
 ADAM_BETAS = (0.9, 0.95)
-
-# What torch.compile puts into the names of a model's parameters.
-_COMPILED = "_orig_mod."
 # Where the FusedAdam of other packages is.
 _FUSED_ADAM = {"transformer_engine": "transformer_engine.pytorch.optimizers", "apex": "apex.optimizers"}
-# Arguments of a class -> the fields of the config that set them, where they are not None.
-_FIELDS = {"betas": "betas", "eps": "eps", "warmup_steps": "schedule_free_warmup_steps"}
-
-Build = Callable[[list[Group], OptimizerConfig], Optimizer]
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimizer:
@@ -87,39 +81,36 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
     tag_declared(trained)
     prefix = "module." if isinstance(model, DistributedDataParallel) else ""
     for name, parameter in trained:
-        setattr(parameter, NAME, name.replace(_COMPILED, "").removeprefix(prefix))
-    decayed = [each for each in trained if decays(*each)]
-    others = [each for each in trained if not decays(*each)]
+        setattr(parameter, NAME, name.replace("_orig_mod.", "").removeprefix(prefix))  # which torch.compile puts in
     groups: list[Group] = [
-        {"params": [parameter for _, parameter in decayed], "weight_decay": weight_decay},
-        {"params": [parameter for _, parameter in others], "weight_decay": 0.0},
+        {"params": [p for name, p in trained if decays(name, p)], "weight_decay": weight_decay},
+        {"params": [p for name, p in trained if not decays(name, p)], "weight_decay": 0.0},
     ]
-    decayed_count, others_count = (_counted([group], "parameters") for group in groups)
-    frozen = len(named) - len(trained)
+    decayed, others = (_counted([group], "parameters") for group in groups)
     _log(
-        f"{optimizer_name}: weight decay {weight_decay} of {decayed_count}, none of {others_count}; "
-        f"{frozen} parameters are frozen"
+        f"{optimizer_name}: weight decay {weight_decay} of {decayed}, none of {others}; {len(named) - len(trained)} "
+        f"parameters are frozen"
     )
     return builder(groups, config)
 
 
 def register_builders() -> None:
     """Register the builder of each optimizer of the table, and that of torch's AdamW."""
-    special = {"muon": build_muon, "spectron": build_spectron}
     _register("adamw", build_adamw)
     for row in FAMILY:
         if row.plain:
-            general = build_for_all if row.vectors else build_for_matrices
-            _register(row.name, special.get(row.name, partial(general, row)))
+            _register(row.name, partial(build_for_all if row.vectors else build_for_matrices, row))
 
 
-def _register(name: str, build: Build) -> None:
+def _register(name: str, build: Callable[[list[Group], OptimizerConfig], Optimizer]) -> None:
     """Register a builder, which gets the groups that have parameters, and the config as one of ours."""
 
     @register_optimizer(name)
     def build_of_any_config(groups: list[Group], config: Any) -> Optimizer:
+        # a config of any class, such as KempnerForge's; fields that it does not have are at their defaults
+        known = {x.name: getattr(config, x.name) for x in fields(OptimizerConfig) if hasattr(config, x.name)}
         filled = [{**group, "params": list(group["params"])} for group in groups]
-        return build([group for group in filled if group["params"]], as_config(config, name))
+        return build([group for group in filled if group["params"]], OptimizerConfig(**{**known, "name": name}))
 
 
 def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
@@ -128,10 +119,9 @@ def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
     Raises:
         ValueError: if that package is not installed.
     """
-    adam = {"betas": config.betas or ADAM_BETAS, "eps": config.eps}
+    adam: dict[str, Any] = {"betas": config.betas or ADAM_BETAS, "eps": config.eps}
     if isinstance(config.fused, bool):
-        fused = config.fused and _fuses([p for group in groups for p in group["params"]])
-        return AdamW(groups, **_settings(config, **adam, fused=fused or None))
+        return AdamW(groups, **_settings(config, **adam, fused=_fused(groups, config)))
     try:
         package = import_module(_FUSED_ADAM[config.fused])
     except ImportError as error:
@@ -141,67 +131,43 @@ def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
 
 def build_for_all(row: Row, groups: list[Group], config: OptimizerConfig) -> Optimizer:
     """An optimizer that takes parameters of every shape, for all of them."""
-    return row.cls(groups, **_settings(config, **_of_fields(row, config)))
+    return row.cls(groups, **_settings(config, row))
 
 
 def build_for_matrices(row: Row, groups: list[Group], config: OptimizerConfig) -> Optimizer:
-    """An optimizer of matrices, and AdamW for the rest; AdamW alone where there are no matrices."""
-    tp_mode = {"tp_mode": "auto"} if row.takes("tp_mode") else {}
-    settings = {**tp_mode, **_settings(config, **_of_fields(row, config))}
-    return _beside_adamw(config, row.cls, *divided(groups, for_matrices), settings)
-
-
-def build_muon(groups: list[Group], config: OptimizerConfig) -> Optimizer:
-    """Muon for matrices, AdamW for the rest; AdamW alone where there are no matrices."""
-    why_adamw = for_muon_of_all if config.muon_embeddings else for_muon
-    matrices, rest = divided(groups, why_adamw)
-    _log_counts(config, matrices, rest, why_adamw)
-    adam = _adam(rest, config)
-    settings = {
-        "momentum": config.muon_momentum,
-        "ns_steps": config.muon_ns_steps,
-        "adam_lr": adam["lr"],
-        "adam_betas": adam["betas"],
-        "adam_eps": adam["eps"],
-        "adam_fused": bool(adam["fused"]),
-    }
-    settings = _settings(config, **settings)
-    return Muon(matrices, rest, **settings) if matrices else AdamW(rest, **adam)
-
-
-def build_spectron(groups: list[Group], config: OptimizerConfig) -> Optimizer:
-    """Spectron for matrices and for pairs of factors, AdamW for the rest; AdamW alone where there are none."""
-    pairs, others = without_factors(groups, config.spectron_factor_pairs)
-    matrices, rest = divided(others, for_matrices)
-    return _beside_adamw(config, Spectron, [*pairs, *matrices], rest, _settings(config))
-
-
-def _beside_adamw(
-    config: OptimizerConfig,
-    optimizer_cls: type[BaseOptimizer],
-    matrices: list[Group],
-    rest: list[Group],
-    settings: dict[str, Any],
-) -> Optimizer:
     """An optimizer of matrices, and AdamW for the rest inside; AdamW alone where there are no matrices."""
-    _log_counts(config, matrices, rest, for_matrices)
-    if not optimizer_cls.decays_weights:
-        settings = {**settings, "weight_decay": 0.0}
-        matrices = [{**group, "weight_decay": 0.0} for group in matrices]
-        _log(f"{config.name} bounds or keeps the norms of matrices: weight decay is for AdamW's parameters alone")
-    adam = _adam(rest, config)
-    if not matrices:
-        return AdamW(rest, **adam)
-    return HybridOptimizer(optimizer_cls(matrices, **settings), rest, adam)
-
-
-def _log_counts(config: OptimizerConfig, matrices: list[Group], rest: list[Group], why_adamw: Rule) -> None:
+    why_adamw: Rule = for_matrices
+    factors: list[Group] = []
+    if row.cls is TensorParallelMuon:
+        why_adamw = for_muon_of_all if config.muon_embeddings else for_muon
+    elif row.cls is Spectron:
+        factors, groups = without_factors(groups, config.spectron_factor_pairs)
+    matrices, rest = divided(groups, why_adamw)
+    matrices = factors + matrices
     reasons = Counter(why_adamw(parameter) for group in rest for parameter in group["params"])
     listed = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
     _log(
         f"{config.name}: {_counted(matrices, 'matrices')}; AdamW beside it: {_counted(rest, 'parameters')}"
         + (f" ({listed})" if listed else "")
     )
+    if not isinstance(config.fused, bool):
+        raise ValueError(
+            f"fused={config.fused!r} is for adamw, and the AdamW beside {config.name} is torch's: set True or False"
+        )
+    adam: dict[str, Any] = {"betas": config.betas or ADAM_BETAS, "eps": config.eps, "fused": _fused(rest, config)}
+    adam["lr"] = config.lr if config.muon_adam_lr is None else config.muon_adam_lr
+    if row.cls is TensorParallelMuon:
+        own = {"momentum": config.muon_momentum, "ns_steps": config.muon_ns_steps}
+        settings = _settings(config, row, **own, **{f"adam_{key}": value for key, value in adam.items()})
+        return Muon(matrices, rest, **settings) if matrices else AdamW(rest, **adam)
+    settings = _settings(config, row)
+    if row.takes("tp_mode") and row.cls is not Spectron:
+        settings.setdefault("tp_mode", "auto")
+    if not row.cls.decays_weights:
+        settings["weight_decay"] = 0.0
+        matrices = [{**group, "weight_decay": 0.0} for group in matrices]
+        _log(f"{config.name} bounds or keeps the norms of matrices: weight decay is for AdamW's parameters alone")
+    return Muon.around(row.cls(matrices, **settings), rest, adam) if matrices else AdamW(rest, **adam)
 
 
 def _counted(groups: list[Group], what: str) -> str:
@@ -209,42 +175,20 @@ def _counted(groups: list[Group], what: str) -> str:
     return f"{len(sizes)} {what} with {sum(sizes)} entries"
 
 
-def _of_fields(row: Row, config: OptimizerConfig) -> dict[str, Any]:
-    """Arguments of the class that the config has fields for."""
-    found = {setting: getattr(config, field) for setting, field in _FIELDS.items() if row.takes(setting)}
-    return {setting: value for setting, value in found.items() if value is not None}
-
-
-def _settings(config: OptimizerConfig, **own: Any) -> dict[str, Any]:
-    """Arguments of a class: the rates, its own and the options of the config.
-
-    Raises:
-        ValueError: for an option that a field of the config sets.
-    """
-    known = {"lr": config.lr, "weight_decay": config.weight_decay, **own}
+def _settings(config: OptimizerConfig, row: Row | None = None, **own: Any) -> dict[str, Any]:
+    """Arguments of a class: the rates, what else it takes of the config's fields, its own and the config's options."""
+    found = {"betas": config.betas, "eps": config.eps, "warmup_steps": config.schedule_free_warmup_steps}
+    taken = {key: x for key, x in found.items() if row is not None and x is not None and row.takes(key)}
+    known = {"lr": config.lr, "weight_decay": config.weight_decay, **taken, **own}
     both = sorted(known.keys() & config.options.keys())
     if both:
         raise ValueError(f"options of the config have {', '.join(both)}, which its fields say: set these instead")
     return {**known, **config.options}
 
 
-def _adam(groups: Sequence[Group], config: OptimizerConfig) -> dict[str, Any]:
-    """Settings of the AdamW beside an optimizer of matrices."""
-    if not isinstance(config.fused, bool):
-        raise ValueError(
-            f"fused={config.fused!r} is for adamw, and the AdamW beside {config.name} is torch's: set True or False"
-        )
-    return {
-        "lr": config.lr if config.muon_adam_lr is None else config.muon_adam_lr,
-        "betas": config.betas or ADAM_BETAS,
-        "eps": config.eps,
-        "weight_decay": config.weight_decay,
-        "fused": (config.fused and _fuses([p for group in groups for p in group["params"]])) or None,
-    }
-
-
-def _fuses(parameters: Sequence[Tensor]) -> bool:
-    """Whether torch's fused kernel takes parameters together; logged on the first rank where it does not."""
+def _fused(groups: Sequence[Group], config: OptimizerConfig) -> bool | None:
+    """Whether torch's fused kernel is to be used; logged on the first rank where it takes no such parameters."""
+    parameters = [p for group in groups for p in group["params"]]
     devices = {parameter.device.type for parameter in parameters} - set(_get_fused_kernels_supported_devices())
     meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in parameters}
     reason = None
@@ -254,9 +198,9 @@ def _fuses(parameters: Sequence[Tensor]) -> bool:
         reason = "some parameters are not of floating point"
     elif len(meshes) > 1:
         reason = "parameters are on several device meshes, or some on none"
-    if reason:
+    if config.fused and reason:
         _log(f"AdamW is not fused: {reason}")
-    return reason is None
+    return True if config.fused and not reason else None
 
 
 def _log(message: str) -> None:

@@ -1,7 +1,7 @@
 """What to build, and how: the settings of all optimizers in one dataclass."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from math import inf
 from numbers import Real
 from typing import Any, Literal, get_args
@@ -75,20 +75,6 @@ class OptimizerConfig:
         for pair in self.spectron_factor_pairs:
             if isinstance(pair, str) or len(pair) != 2 or not all(isinstance(each, str) for each in pair):
                 raise ValueError(f"spectron_factor_pairs are pairs of names, got {pair!r} among them")
-
-
-def as_config(config: object, name: str) -> OptimizerConfig:
-    """What a config of any class says, such as KempnerForge's; fields that it does not have are at their defaults.
-
-    Args:
-        config: with any of the fields of :class:`OptimizerConfig` as attributes.
-        name: the optimizer that is built.
-
-    Raises:
-        ValueError: for a setting out of its range.
-    """
-    known = {each.name: getattr(config, each.name) for each in fields(OptimizerConfig) if hasattr(config, each.name)}
-    return OptimizerConfig(**{**known, "name": name})
 
 
 def _is_number(value: object) -> bool:

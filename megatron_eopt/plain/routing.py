@@ -1,8 +1,8 @@
 """Which parameters decay, which are matrices, which are factors of one, and which are embeddings and output layers."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
-from math import inf
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,9 +33,10 @@ def decays(name: str, parameter: Tensor) -> bool:
 def mark_embeddings_and_outputs(model: nn.Module) -> None:
     """Set :data:`MARK` on the weights of embeddings and output layers that do not have it."""
     for name, module in model.named_modules():
-        embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        output = isinstance(module, nn.Linear) and _is_output(name)
-        if (embedding or output) and not hasattr(module.weight, MARK):
+        *path, last = name.split(".")
+        output = last in OUTPUT_LAYERS and not any(part.isdigit() for part in path)
+        kinds = nn.Embedding | nn.EmbeddingBag | nn.Linear if output else nn.Embedding | nn.EmbeddingBag
+        if isinstance(module, kinds) and not hasattr(module.weight, MARK):
             setattr(module.weight, MARK, True)
 
 
@@ -55,15 +56,28 @@ def for_muon_of_all(parameter: Tensor) -> str | None:
     """KempnerForge's rule of Muon: by shape alone, embeddings and output layers among them."""
     if parameter.ndim < 2:
         return "of fewer than two dimensions"
-    too_long = declared_split(parameter) is None and _aspect_ratio(parameter) > MAX_ASPECT_RATIO
+    short, long = sorted((parameter.shape[0], parameter.shape[1:].numel()))
+    too_long = declared_split(parameter) is None and (short == 0 or long > MAX_ASPECT_RATIO * short)
     return f"of aspect ratio above {MAX_ASPECT_RATIO}" if too_long else None
+
+
+def _other_than_hidden(parameter: Tensor) -> str | None:
+    if parameter.ndim < 2:
+        return "of fewer than two dimensions"
+    if getattr(parameter, MARK, False):
+        return "embeddings or output layers"
+    return None if decays(getattr(parameter, NAME, ""), parameter) else "biases"
 
 
 def divided(groups: Sequence[Group], why_adamw: Rule) -> tuple[list[Group], list[Group]]:
     """Groups of what an optimizer of matrices is given, and of the rest; none is empty."""
-    matrices = [_part(group, lambda p: why_adamw(p) is None) for group in groups]
-    rest = [_part(group, lambda p: why_adamw(p) is not None) for group in groups]
-    return [group for group in matrices if group["params"]], [group for group in rest if group["params"]]
+    matrices: list[Group] = []
+    rest: list[Group] = []
+    for group in groups:
+        for some, of_adamw in ((matrices, False), (rest, True)):
+            if params := [p for p in group["params"] if (why_adamw(p) is not None) == of_adamw]:
+                some.append({**group, "params": params})
+    return matrices, rest
 
 
 def without_factors(groups: Sequence[Group], patterns: Sequence[tuple[str, str]]) -> tuple[list[Group], list[Group]]:
@@ -77,58 +91,29 @@ def without_factors(groups: Sequence[Group], patterns: Sequence[tuple[str, str]]
         ValueError: for a pattern that no name fits, a factor without the other one, or one in two pairs.
     """
     named = {getattr(p, NAME, ""): p for group in groups for p in group["params"]}
-    pairs = [(named[a], named[b]) for a, b in _pairs(list(named), patterns)]
-    factors = {factor for pair in pairs for factor in pair}
-    found = []
-    for group in groups:
-        own = set(group["params"])
-        settings = {key: value for key, value in group.items() if key != "params"}
-        found.append(factor_pairs([pair for pair in pairs if pair[0] in own], **settings))
-    return [group for group in found if group["params"]], [_part(group, lambda p: p not in factors) for group in groups]
-
-
-def _pairs(names: Sequence[str], patterns: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     pairs: list[tuple[str, str]] = []
     for first, second in patterns:
         expression = re.compile("(.*)".join(map(re.escape, first.split("*"))))
-        matched = [match for match in map(expression.fullmatch, names) if match]
+        matched = [match for match in map(expression.fullmatch, named) if match]
         if not matched:
-            raise ValueError(f"no parameter is called {first!r}, of which factors are to be paired: {', '.join(names)}")
+            raise ValueError(f"no parameter is called {first!r}, of which factors are to be paired: {', '.join(named)}")
         for match in matched:
             texts = iter(match.groups())
-            other = "".join(next(texts, "*") if part == "*" else part for part in re.split(r"(\*)", second))
-            pairs.append((match[0], other))
-            if other not in names or other == match[0]:
+            other = re.sub(r"\*", lambda star: next(texts, star[0]), second)  # noqa: B023  # called at once
+            if other not in named or other == match[0]:
                 raise ValueError(
                     f"the other factor of {match[0]!r} is to be {other!r} by the pattern {second!r}, which is no other "
                     f"trainable parameter of the model"
                 )
-    factors = [name for pair in pairs for name in pair]
-    twice = sorted({name for name in factors if factors.count(name) > 1})
-    if twice:
+            pairs.append((match[0], other))
+    counts = Counter(name for pair in pairs for name in pair)
+    if twice := sorted(name for name, count in counts.items() if count > 1):
         raise ValueError(f"{', '.join(twice)} would be in two pairs of factors: write narrower patterns")
-    return pairs
-
-
-def _part(group: Group, taken: Callable[[Tensor], bool]) -> Group:
-    return {**group, "params": [p for p in group["params"] if taken(p)]}
-
-
-def _other_than_hidden(parameter: Tensor) -> str | None:
-    if parameter.ndim < 2:
-        return "of fewer than two dimensions"
-    if getattr(parameter, MARK, False):
-        return "embeddings or output layers"
-    return None if decays(getattr(parameter, NAME, ""), parameter) else "biases"
-
-
-def _aspect_ratio(parameter: Tensor) -> float:
-    """Long side by short side of the matrix that a parameter is read as."""
-    rows = parameter.shape[0]
-    columns = parameter.numel() // rows if rows else 0
-    return max(rows, columns) / min(rows, columns) if columns else inf
-
-
-def _is_output(name: str) -> bool:
-    *path, last = name.split(".")
-    return last in OUTPUT_LAYERS and not any(part.isdigit() for part in path)
+    found, others = [], []
+    for group in groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        own = {getattr(p, NAME, "") for p in group["params"]}
+        if of_group := [(named[a], named[b]) for a, b in pairs if a in own]:
+            found.append(factor_pairs(of_group, **settings))
+        others.append({**group, "params": [p for p in group["params"] if getattr(p, NAME, "") not in counts]})
+    return found, others

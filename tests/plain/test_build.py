@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from megatron_eopt.family import FAMILY
+from megatron_eopt.family import FAMILY, ROWS
 from megatron_eopt.matrices import concatenated, declare, undeclare
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
 from megatron_eopt.registry import get_optimizer_builder, register_optimizer, table
@@ -129,6 +129,17 @@ def test_embeddings_and_output_layers_are_adamws(name, caplog):
         f"{name}: 2 matrices with 128 entries; AdamW beside it: 7 parameters with 296 entries (2 embeddings or output "
         f"layers, 1 biases, 4 of fewer than two dimensions)"
     ) in caplog.messages
+
+
+@pytest.mark.parametrize("name", MATRIX_OPTIMIZERS)
+def test_what_is_built_goes_by_its_own_name(name):
+    model = Model()
+    optimizer = build(model, name)
+    called = "Muon" if name == "muon" else ROWS[name].cls.__name__
+    assert repr(optimizer).startswith(f"{called} (\nParameter Group 0")
+    model.lm_head.weight.grad = torch.ones(11, 8).to_sparse()
+    with pytest.raises(ValueError, match=rf"AdamW in {called} takes real, dense gradients"):
+        optimizer.step()
 
 
 def test_muon_is_given_what_the_original_gives_it_for_those_who_ask():

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Literal, get_args, overload
+from typing import Literal, TypedDict, Unpack, get_args, overload
 
 import torch
 from torch import Tensor
 
 from megatron_eopt.orthogonalize.choices import check_choice
-from megatron_eopt.orthogonalize.coefficients import Coefficients, get_coefficients
+from megatron_eopt.orthogonalize.coefficients import Coefficients, CoefficientType, get_coefficients
 from megatron_eopt.orthogonalize.forms import PRESETS, Preset, Restarts, gram_flops, restarts_for, standard_flops
 from megatron_eopt.orthogonalize.iteration import Health, Iteration
 from megatron_eopt.orthogonalize.precision import (
@@ -46,7 +46,7 @@ class NewtonSchulz:
     """
 
     steps: int = 5
-    coefficient_type: str | Sequence[Coefficients] = "quintic"
+    coefficient_type: CoefficientType = "quintic"
     fp32_matmul_prec: MatmulPrecision = "medium"
     max_bytes: int = MAX_BYTES
     products: Products | None = None
@@ -94,62 +94,47 @@ class NewtonSchulz:
                 f"no table has restarts of {self.coefficient_type!r} in {self.steps} steps, without which the Gram "
                 "form is not safe: take the standard form"
             )
-        return _compiled(
-            self.schedule,
-            self.restarts,
-            form,
-            self.fp32_matmul_prec,
-            self.max_bytes,
-            self.products,
-            (shape[-2], shape[-1]),
-            dtype,
-            torch.device(device),
-            True,
-        )
+        settings = self.schedule, self.restarts, form, self.fp32_matmul_prec, self.max_bytes, self.products
+        return _compiled(*settings, (shape[-2], shape[-1]), dtype, torch.device(device), True)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The orthogonal factor of a matrix, or of each in a stack; see :meth:`compile`."""
         return self.compile(x.shape, x.dtype, x.device)(x)
 
 
-@overload
-def newton_schulz(
-    x: Tensor,
-    steps: int = 5,
-    coefficient_type: str | Sequence[Coefficients] = "quintic",
-    *,
-    fp32_matmul_prec: MatmulPrecision = "highest",
-    form: Form = "auto",
-    preset: Preset = "default",
-    restarts: Sequence[int] | None = None,
-    max_bytes: int = MAX_BYTES,
-    propagate_nan: bool = False,
-    products: Products | None = None,
-    health: Literal[False] = False,
-) -> Tensor: ...
+class _Options(TypedDict, total=False):
+    """The keywords of :func:`newton_schulz` but ``health``, for type checkers."""
+
+    fp32_matmul_prec: MatmulPrecision
+    form: Form
+    preset: Preset
+    restarts: Sequence[int] | None
+    max_bytes: int
+    propagate_nan: bool
+    products: Products | None
 
 
 @overload
 def newton_schulz(
     x: Tensor,
-    steps: int = 5,
-    coefficient_type: str | Sequence[Coefficients] = "quintic",
+    steps: int = ...,
+    coefficient_type: CoefficientType = ...,
     *,
-    fp32_matmul_prec: MatmulPrecision = "highest",
-    form: Form = "auto",
-    preset: Preset = "default",
-    restarts: Sequence[int] | None = None,
-    max_bytes: int = MAX_BYTES,
-    propagate_nan: bool = False,
-    products: Products | None = None,
     health: Literal[True],
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, Health]: ...
 
 
+@overload
+def newton_schulz(
+    x: Tensor, steps: int = ..., coefficient_type: CoefficientType = ..., **options: Unpack[_Options]
+) -> Tensor: ...
+
+
 def newton_schulz(
     x: Tensor,
     steps: int = 5,
-    coefficient_type: str | Sequence[Coefficients] = "quintic",
+    coefficient_type: CoefficientType = "quintic",
     *,
     fp32_matmul_prec: MatmulPrecision = "highest",
     form: Form = "auto",
@@ -208,25 +193,19 @@ def newton_schulz(
     schedule = get_coefficients(coefficient_type, steps)
     if restarts is None:
         restarts = restarts_for(coefficient_type, steps, PRESETS[preset][2])
+    elif all(isinstance(step, int) and before < step < steps for before, step in pairwise([0, *restarts])):
+        restarts = tuple(restarts)
     else:
-        restarts = _checked(restarts, steps)
+        raise ValueError(f"restarts are ascending integers between 1 and {steps - 1}, got {list(restarts)}")
     dtype = product_dtype(x.dtype, fp32_matmul_prec)
     if form == "gram" and (restarts is None or gram_dtype(dtype, x.device) is None):
         raise ValueError(
             f"the Gram form is not safe with {coefficient_type!r} in {steps} steps and {dtype} products on "
             f"{x.device.type!r}: take the standard form, precision 'high' or 'highest', or give its restarts"
         )
-    shape = (x.size(-2), x.size(-1))
-    iteration = _compiled(
-        schedule, restarts, form, fp32_matmul_prec, max_bytes, products, shape, x.dtype, x.device, propagate_nan
-    )
+    settings = schedule, restarts, form, fp32_matmul_prec, max_bytes, products
+    iteration = _compiled(*settings, (x.size(-2), x.size(-1)), x.dtype, x.device, propagate_nan)
     return iteration.with_health(x) if health else iteration(x)
-
-
-def _checked(restarts: Sequence[int], steps: int) -> Restarts:
-    if any(not isinstance(step, int) or not before < step < steps for before, step in pairwise([0, *restarts])):
-        raise ValueError(f"restarts are ascending integers between 1 and {steps - 1}, got {list(restarts)}")
-    return tuple(restarts)
 
 
 @lru_cache(maxsize=1024)
@@ -244,17 +223,7 @@ def _compiled(
 ) -> Iteration:
     """Decide the form, its dtype, what computes its products, and how much of a stack is worked on at once.
 
-    Args:
-        schedule: one ``(a, b, c)`` per step.
-        restarts: of the Gram form; None where it is not safe.
-        form: ``auto`` for the cheaper one.
-        precision: of the products.
-        max_bytes: what the work on a chunk may take.
-        products: computes the symmetric products; None for what suits the device.
-        shape: rows and columns.
-        dtype: of the matrices.
-        device: of the matrices.
-        propagate_nan: see :class:`Iteration`.
+    ``restarts`` are None where the Gram form is not safe, ``products`` where those that suit the device are wanted.
     """
     rows, cols = sorted(shape)
     used = product_dtype(dtype, precision)

@@ -53,18 +53,19 @@ class Dense:
     def gram(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See :class:`Products`."""
         out = (torch.bmm if x.ndim == 3 else torch.mm)(x, x.mT, out=out)
-        return _mirrored(out) if out.dtype == torch.float16 or (out.dtype == torch.float32 and out.is_cuda) else out
+        return _mirrored(out)
 
     def addmm(self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
         """See :class:`Products`."""
         fused = torch.baddbmm if c.ndim == 3 else torch.addmm
         out = fused(c, a, b, beta=beta, alpha=alpha, out=out)
-        return _mirrored(out) if out.dtype == torch.float16 or (out.dtype == torch.float32 and out.is_cuda) else out
+        return _mirrored(out)
 
 
 def _mirrored(x: Tensor) -> Tensor:
-    """The symmetric matrix that agrees with ``x`` on and below the diagonal, in its memory."""
-    return x.copy_(x.tril() + x.tril(-1).mT)
+    """What tensor cores rounded is made symmetric, in its memory, to the part on and below the diagonal."""
+    rounded = x.dtype == torch.float16 or (x.dtype == torch.float32 and x.is_cuda)
+    return x.copy_(x.tril() + x.tril(-1).mT) if rounded else x
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,10 @@ class Blocked:
 
     With ``n`` strips ``(n + 1) / 2n`` of the products are left, five eighths with four. More would save little, and
     thinner strips are computed more slowly. The matrices of a stack are computed one after another.
-
-    Attributes:
-        strips: into which a matrix is cut.
-        smallest: products of fewer rows are computed whole.
     """
 
     strips: int = 4
-    smallest: int = SMALLEST_BLOCKED
+    smallest: int = SMALLEST_BLOCKED  # products of fewer rows are computed whole
 
     def share(self, rows: int) -> float:
         """See :class:`Products`."""

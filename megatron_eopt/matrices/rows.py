@@ -6,6 +6,7 @@ Everything goes by runs: consecutive rows of one logical matrix.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,14 +15,8 @@ Run = tuple[int, int]
 """Which logical matrix, and how many of its rows."""
 
 
-@dataclass(frozen=True)
-class Block:
-    """A logical matrix.
-
-    Attributes:
-        name: empty where the parameter is one matrix.
-        rows: of the global matrix.
-    """
+class Block(NamedTuple):
+    """A logical matrix: its name, empty where the parameter is one matrix, and its rows on all ranks."""
 
     name: str
     rows: int
@@ -29,17 +24,11 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """How the rows of one fused matrix, those of all ranks in their order, make logical matrices.
+    """How the rows of one fused matrix, those of all ranks in their order, make logical matrices."""
 
-    Attributes:
-        sizes: rows of each part in one repeat of the pattern.
-        blocks: the logical matrices.
-        runs: all rows in their order: which logical matrix, and how many of its rows; they follow one another in it.
-    """
-
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # rows of each part in one repeat of the pattern
     blocks: tuple[Block, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[Run, ...]  # all rows in their order; those of one logical matrix follow one another in it
 
     # every rank asks for the rows of all ranks, for every parameter
     @lru_cache(maxsize=4096)  # noqa: B019
@@ -48,7 +37,7 @@ class Pattern:
 
         The rows of a matrix in them are consecutive; a matrix with none has an empty range at its start or its end.
         """
-        starts, ends = ([0] * len(self.blocks) for _ in range(2))
+        starts, ends = [0] * len(self.blocks), [0] * len(self.blocks)
         for edge, counts in ((top, starts), (bottom, ends)):
             for matrix, rows in self.between(0, edge):
                 counts[matrix] += rows
@@ -93,14 +82,9 @@ class LocalRows:
                 self._of_matrix[matrix].append(repeats * rows)
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """This rank's rows of each logical matrix.
+        """This rank's rows of each logical matrix, of its part (rows x cols) or (stacked x rows x cols) of a parameter.
 
-        Args:
-            x: this rank's part of the parameter, (rows x cols) or (stacked x rows x cols).
-
-        Returns:
-            (its rows x cols) for each matrix, perhaps without rows; views where no rows have to be brought together,
-            else one copy.
+        A matrix may have no rows here. It is a view where no rows have to be brought together, else one copy.
 
         Raises:
             ValueError: if ``x`` has another shape.
@@ -154,21 +138,20 @@ class LocalRows:
         return flat.view(*self._shape, flat.size(1))
 
 
-def _sections(runs: Sequence[Run], period: int) -> list[tuple[int, list[Run]]]:
+def _sections(runs: list[Run], period: int) -> list[tuple[int, list[Run]]]:
     """Runs as sections, each of which repeats: ``period`` runs several times, or any number of them once."""
     sections: list[tuple[int, list[Run]]] = []
     start = 0
     while start < len(runs):
-        group, repeats = list(runs[start : start + period]), 1
-        while list(runs[start + repeats * period : start + (repeats + 1) * period]) == group:
+        group, repeats = runs[start : start + period], 1
+        while runs[start + repeats * period : start + (repeats + 1) * period] == group:
             repeats += 1
         if repeats > 1:
             sections.append((repeats, group))
             start += repeats * period
-        elif sections and sections[-1][0] == 1:
-            sections[-1][1].append(runs[start])
-            start += 1
-        else:
-            sections.append((1, [runs[start]]))
-            start += 1
+            continue
+        if not sections or sections[-1][0] > 1:
+            sections.append((1, []))
+        sections[-1][1].append(runs[start])
+        start += 1
     return sections

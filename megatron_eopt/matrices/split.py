@@ -66,25 +66,21 @@ class Split:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"two logical matrices of one parameter are called {twice[0]!r}")
-        _check_positive("stacked", self.stacked)
+        counts: list[tuple[str, int | None]] = [("stacked", self.stacked)]
         for part in self.parts:
-            self._check_part(part)
-
-    def _check_part(self, part: Part) -> None:
-        _check_positive(f"rows of {part.name}", part.rows)
-        _check_positive(f"rows of each {part.name}", part.each)
-        for name, rows in part.inside:
-            _check_positive(f"rows of {name}", rows)
-        if part.each is not None and part.inside:
-            raise ValueError(
-                f"{part.name} is cut into equal matrices (each) or into named ones (inside), not into both"
-            )
-        if self.order != "interleaved":
-            return
-        if part.rows is None or part.inside:
-            raise ValueError(f"interleaved rows of {part.name} need their number in one group, and no matrices inside")
-        if part.each is not None and part.rows % part.each:
-            raise ValueError(f"{part.rows} rows of {part.name} in one group are no multiple of the {part.each} of each")
+            counts += [(f"rows of {part.name}", part.rows), (f"rows of each {part.name}", part.each)]
+            counts += [(f"rows of {name}", rows) for name, rows in part.inside]
+        for what, number in counts:
+            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number <= 0):
+                raise ValueError(f"{what}: expected a positive integer, got {number!r}")
+        for part in self.parts:
+            name, rows, each = part.name, part.rows, part.each
+            if each is not None and part.inside:
+                raise ValueError(f"{name} is cut into equal matrices (each) or into named ones (inside), not into both")
+            if self.order == "interleaved" and (rows is None or part.inside):
+                raise ValueError(f"interleaved rows of {name} need their number in one group, and no matrices inside")
+            if self.order == "interleaved" and rows is not None and each is not None and rows % each:
+                raise ValueError(f"{rows} rows of {name} in one group are no multiple of the {each} of each")
 
     @property
     def is_whole(self) -> bool:
@@ -92,11 +88,7 @@ class Split:
         return not self.parts and self.stacked is None
 
     def names(self, rows: int) -> list[str]:
-        """Names of the logical matrices, the same at every number of ranks; one empty name for a whole parameter.
-
-        Args:
-            rows: of the global parameter, or of each of a stack.
-        """
+        """Names of the logical matrices, the same at every number of ranks; one empty name for a whole parameter."""
         names = [block.name for block in self.pattern(rows).blocks]
         if self.stacked is None:
             return names
@@ -105,11 +97,7 @@ class Split:
     # a model has many equal parameters
     @lru_cache(maxsize=1024)  # noqa: B019
     def pattern(self, rows: int, shards: int = 1) -> Pattern:
-        """Which rows are whose.
-
-        Args:
-            rows: of the global parameter, or of each of a stack.
-            shards: into so many the rows are cut by tensor parallelism.
+        """Which rows are whose, of ``rows`` of the global parameter (or of each of a stack), cut into so many shards.
 
         Raises:
             ValueError: for another number of rows than was declared, and for parts that cannot be cut so.
@@ -118,7 +106,7 @@ class Split:
             return Pattern((rows,), (Block("", rows),), ((0, rows),))
         of_parts = self._rows(rows)
         if self.order == "interleaved":
-            repeats = rows // self._group
+            repeats = rows // self._declared
         else:
             repeats = shards if self.order == "per_shard" else 1
         for part, of_part in zip(self.parts, of_parts, strict=True):
@@ -138,18 +126,7 @@ class Split:
 
     @lru_cache(maxsize=1024)  # noqa: B019
     def local(self, rows: int, top: int, bottom: int, shards: int = 1, padding: int = 0) -> LocalRows:
-        """What splits and merges the rows of one rank.
-
-        Args:
-            rows: of the global parameter, or of each of a stack.
-            top: first row of this rank.
-            bottom: the row after the last one.
-            shards: into so many the rows are cut by tensor parallelism.
-            padding: rows of this rank behind ``bottom``, which belong to no matrix.
-
-        Raises:
-            ValueError: as :meth:`pattern`.
-        """
+        """What splits and merges the rows of one rank: see :meth:`pattern` and :class:`LocalRows`."""
         return LocalRows(self.pattern(rows, shards), top, bottom, self.stacked, padding)
 
     def in_global_order(self) -> "Split":
@@ -157,21 +134,22 @@ class Split:
         return replace(self, order="concatenated") if self.order == "per_shard" else self
 
     @property
-    def _group(self) -> int:
+    def _declared(self) -> int:
+        """Rows that the parts name: of one group where they are ``interleaved``."""
         return sum(part.rows or 0 for part in self.parts)
 
     def _rows(self, rows: int) -> list[int]:
         """Rows of each part in the global parameter."""
         sizes = [part.rows for part in self.parts]
         if self.order == "interleaved":
-            if rows % self._group or not rows:
+            if rows % self._declared or not rows:
                 raise ValueError(
-                    f"{rows} rows over all ranks are not a multiple of the {self._group} of one query group {sizes} "
+                    f"{rows} rows over all ranks are not a multiple of the {self._declared} of one query group {sizes} "
                     f"(or head): pass the rows of each part in one group, or turn the split off (QKV splitting, say)"
                 )
-            return [rows // self._group * (size or 0) for size in sizes]
+            return [rows // self._declared * (size or 0) for size in sizes]
         shares = sizes.count(None)
-        left = rows - self._group
+        left = rows - self._declared
         if (left <= 0 or left % shares) if shares else left:
             declared = ", ".join(f"{part.name} {part.rows or 'the rest'}" for part in self.parts)
             raise ValueError(f"{rows} rows over all ranks are not those declared: {declared}")
@@ -189,8 +167,3 @@ def _blocks(part: Part, rows: int) -> list[Block]:
         listed = ", ".join(f"{name} {size}" for name, size in inside)
         raise ValueError(f"{part.name} has {rows} rows, which are not those of the matrices inside it: {listed}")
     return [Block(name, size) for name, size in inside]
-
-
-def _check_positive(what: str, number: int | None) -> None:
-    if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number <= 0):
-        raise ValueError(f"{what}: expected a positive integer, got {number!r}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_eopt.redirect import Redirection, answer, becomes, call
+from megatron_eopt.redirect import Redirection, answer, around, becomes
 
 # Megatron asks for CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism on architectures before this one. It asks
 # nothing else of it that a CPU run can reach.
@@ -66,19 +66,16 @@ def redirections() -> list[Redirection]:
     chosen = 0
     host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes
 
-    def set_device(device: Any) -> None:
+    def set_device(real: Any, device: Any) -> None:
         nonlocal chosen
         index = device if isinstance(device, int) else torch.device(device).index
         chosen = chosen if index is None or index < 0 else index
 
-    def properties() -> SimpleNamespace:
-        major, minor = _CAPABILITY
-        processors = os.cpu_count() or 1
-        return SimpleNamespace(
-            name="cpu", total_memory=host_memory, major=major, minor=minor, multi_processor_count=processors
-        )
-
     stream = Stream()
+    major, minor = _CAPABILITY
+    properties = SimpleNamespace(
+        name="cpu", total_memory=host_memory, major=major, minor=minor, multi_processor_count=os.cpu_count() or 1
+    )
     exists = "Megatron trains only where a GPU is; the host stands in for it"
     driver = "there is no driver to start"
     index = "one device per local rank, as with GPUs; the index means nothing else"
@@ -94,7 +91,7 @@ def redirections() -> list[Redirection]:
         ("current_device", lambda: chosen, index),
         ("get_device_name", lambda: "cpu", exists),
         ("get_device_capability", lambda: _CAPABILITY, capability),
-        ("get_device_properties", properties, capability),
+        ("get_device_properties", lambda: properties, capability),
         ("is_bf16_supported", lambda: True, "the CPU computes in bfloat16"),
         ("is_current_stream_capturing", lambda: False, "there are no CUDA graphs"),
         ("synchronize", None, finished),
@@ -119,8 +116,8 @@ def redirections() -> list[Redirection]:
     return [
         *[Redirection(torch.cuda, name, answer(value), why) for name, value, why in answers],
         *[Redirection(torch.cuda, name, becomes(stand_in), finished) for name, stand_in in classes.items()],
-        Redirection(torch.cuda, "set_device", call(set_device), index),
-        Redirection(torch.cuda, "_lazy_call", call(lambda waiting, **kwargs: waiting()), at_once),
+        Redirection(torch.cuda, "set_device", around(set_device), index),
+        Redirection(torch.cuda, "_lazy_call", around(lambda real, waiting, **kwargs: waiting()), at_once),
         *[
             Redirection(torch.cuda.nvtx, name, answer(), "there is no NVTX to mark")
             for name in ("range_push", "range_pop", "mark")
@@ -142,17 +139,17 @@ def _random_numbers() -> list[Redirection]:
     """
     generator = torch.default_generator
 
-    def seed(value: int) -> None:
+    def seed(real: Any, value: int) -> None:
         generator.manual_seed(int(value))  # not torch.manual_seed, which calls torch.cuda.manual_seed_all
 
-    def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
+    def set_rng_state(real: Any, new_state: torch.Tensor, device: Any = "cuda") -> None:
         generator.set_state(new_state)
 
-    makes = {  # two functions for the two seeds: torch._dynamo refuses one under two names
-        "manual_seed": call(lambda value: seed(value)),
-        "manual_seed_all": call(lambda value: seed(value)),
-        "get_rng_state": call(lambda device="cuda": generator.get_state()),
-        "set_rng_state": call(set_rng_state),
+    makes = {
+        "manual_seed": around(seed),
+        "manual_seed_all": around(seed),
+        "get_rng_state": around(lambda real, device="cuda": generator.get_state()),
+        "set_rng_state": around(set_rng_state),
         "default_generators": becomes((generator,) * _local_ranks()),
     }
     reason = "the CPU's generator makes the numbers, so it is the one whose state is kept"

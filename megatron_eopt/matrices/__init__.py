@@ -18,7 +18,7 @@ from megatron_eopt.matrices.declared import query_key_value as query_key_value
 from megatron_eopt.matrices.declared import split_of as split_of
 from megatron_eopt.matrices.declared import tag_declared as tag_declared
 from megatron_eopt.matrices.declared import undeclare as undeclare
-from megatron_eopt.matrices.rows import LocalRows as LocalRows
+from megatron_eopt.matrices.split import LocalRows as LocalRows
 from megatron_eopt.matrices.split import Order as Order
 from megatron_eopt.matrices.split import Part as Part
 from megatron_eopt.matrices.split import Split as Split

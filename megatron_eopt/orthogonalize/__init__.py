@@ -8,9 +8,9 @@ from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_t
 from megatron_eopt.orthogonalize.coefficients import optimal_quintic as optimal_quintic
 from megatron_eopt.orthogonalize.coefficients import validate_coefficient_type as validate_coefficient_type
 from megatron_eopt.orthogonalize.forms import Preset as Preset
-from megatron_eopt.orthogonalize.iteration import Health as Health
-from megatron_eopt.orthogonalize.iteration import Iteration as Iteration
 from megatron_eopt.orthogonalize.newton_schulz import Form as Form
+from megatron_eopt.orthogonalize.newton_schulz import Health as Health
+from megatron_eopt.orthogonalize.newton_schulz import Iteration as Iteration
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz as NewtonSchulz
 from megatron_eopt.orthogonalize.newton_schulz import newton_schulz as newton_schulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision as MatmulPrecision

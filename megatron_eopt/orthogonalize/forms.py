@@ -1,7 +1,4 @@
-"""The two forms of Newton-Schulz: their arithmetic, what they cost, and where the Gram form restarts.
-
-Nothing here checks or decides anything; :mod:`~megatron_eopt.orthogonalize.newton_schulz` does.
-"""
+"""The two forms of Newton-Schulz: their arithmetic, what they cost, and where the Gram form restarts."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -57,9 +54,7 @@ def scaled(x: Tensor, propagate_nan: bool = True) -> tuple[Tensor, Tensor]:
     Squares of entries below 1e-19 vanish in fp32, and those of entries above 1e19 overflow: after this no square that
     matters does.
 
-    Args:
-        x: (rows x cols) or (n x rows x cols), with at least one entry.
-        propagate_nan: False gives zero for a matrix with entries that are not finite.
+    ``x`` has at least one entry. Without ``propagate_nan`` a matrix with entries that are not finite gives zero.
 
     Returns:
         A new tensor in fp32 (fp64 for an fp64 ``x``), and the divisors, (1 x 1) or (n x 1 x 1): 1 for a zero matrix,
@@ -106,6 +101,8 @@ def iterate_standard(
 ) -> Tensor:
     """Apply the polynomials of a schedule to a normalized ``X``, iterating on the Gram matrix of its rows.
 
+    In each step ``X <- a X + (b A + c A^2) X``, ``A = X X^T``.
+
     Args:
         X: (rows x cols) or (n x rows x cols), best with the short side first; written to.
         schedule: one ``(a, b, c)`` per step.
@@ -151,8 +148,7 @@ def iterate_gram(
         X: (rows x cols) or (n x rows x cols) with ``rows <= cols``, in fp32 or fp16; never bf16, whose rounding the
             form amplifies to errors of 0.3 and more.
         schedule: one ``(a, b, c)`` per step.
-        restarts: steps, counted from 1, after which the Gram matrix is computed anew; ascending, below the number of
-            steps.
+        restarts: steps after which the Gram matrix is computed anew; ascending, below the number of steps.
         products: computes the symmetric products.
         apply: ``(Q, X, out=)``, computes ``Q X``; plainly where None is given.
         watch: see :data:`Watch`.

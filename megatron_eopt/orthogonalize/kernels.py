@@ -36,16 +36,11 @@ _TF32_TOLERANCE = (2.0**-9, 2.0**-10)
 
 @dataclass(frozen=True)
 class Kernel:
-    """One way to compute symmetric products.
+    """One way to compute symmetric products."""
 
-    Attributes:
-        make: makes it, for a precision of fp32 products.
-        missing: why it cannot run on a device, or None.
-        suits: whether it is tried unasked, for shapes, a dtype and a device. Where it is not, nothing is warned of.
-    """
-
-    make: Callable[["Fp32Precision"], Products]
-    missing: Callable[[torch.device], str | None] = lambda device: None
+    make: Callable[["Fp32Precision"], Products]  # for a precision of fp32 products
+    missing: Callable[[torch.device], str | None] = lambda device: None  # why it cannot run on a device, or None
+    # whether it is tried unasked; where it is not, nothing is warned of
     suits: Callable[[Shapes, torch.dtype, torch.device], bool] = lambda shapes, dtype, device: True
 
 
@@ -159,18 +154,14 @@ def choose(
 
 
 def _reason(
-    kernel: Kernel,
-    shapes: Shapes,
-    dtypes: Sequence[torch.dtype],
-    device: torch.device,
-    fp32_precision: "Fp32Precision",
+    kernel: Kernel, shapes: Shapes, dtypes: Sequence[torch.dtype], device: torch.device, precision: "Fp32Precision"
 ) -> str | None:
     """Why a kernel cannot serve on this rank, or None; an exception is a reason, so that no rank leaves the others."""
     try:
         if missing := kernel.missing(device):
             return missing
-        products = kernel.make(fp32_precision)
-        found = (check(products, shapes, dtype, device, fp32_precision=fp32_precision) for dtype in dtypes)
+        products = kernel.make(precision)
+        found = (check(products, shapes, dtype, device, fp32_precision=precision) for dtype in dtypes)
         return next(filter(None, found), None)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -230,11 +221,8 @@ def _trials(
     b = a / 2
     b.diagonal(dim1=-2, dim2=-1).fill_(0.75)
     c = a.flip(-2, -1)
+    addmm = {"beta": -1.5, "alpha": 0.75}
     return [
         ("X X^T", lambda products, out, x: products.gram(x, out), (x.to(dtype),)),
-        (
-            "beta C + alpha A B",
-            lambda products, out, a, b, c: products.addmm(c, a, b, beta=-1.5, alpha=0.75, out=out),
-            (a, b, c),
-        ),
+        ("beta C + alpha A B", lambda products, out, *abc: products.addmm(*abc, **addmm, out=out), (c, a, b)),
     ]

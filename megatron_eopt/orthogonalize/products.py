@@ -13,8 +13,6 @@ from torch import Tensor
 SMALLEST_BLOCKED = 512
 """Rows from which on :class:`Blocked` is taken for fp32 on a CPU: about where it begins to pay on two cores."""
 
-_CACHE_LINE = 64  # bytes
-
 
 class Products(Protocol):
     """A way to compute symmetric products of one matrix or a stack of them; hashable, as a frozen dataclass is.
@@ -53,19 +51,18 @@ class Dense:
     def gram(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See :class:`Products`."""
         out = (torch.bmm if x.ndim == 3 else torch.mm)(x, x.mT, out=out)
-        return _mirrored(out)
+        return _mirrored(out) if out.dtype == torch.float16 or (out.dtype == torch.float32 and out.is_cuda) else out
 
     def addmm(self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
         """See :class:`Products`."""
         fused = torch.baddbmm if c.ndim == 3 else torch.addmm
         out = fused(c, a, b, beta=beta, alpha=alpha, out=out)
-        return _mirrored(out)
+        return _mirrored(out) if out.dtype == torch.float16 or (out.dtype == torch.float32 and out.is_cuda) else out
 
 
 def _mirrored(x: Tensor) -> Tensor:
-    """What tensor cores rounded is made symmetric, in its memory, to the part on and below the diagonal."""
-    rounded = x.dtype == torch.float16 or (x.dtype == torch.float32 and x.is_cuda)
-    return x.copy_(x.tril() + x.tril(-1).mT) if rounded else x
+    """The symmetric matrix that agrees with ``x`` on and below the diagonal, in its memory."""
+    return x.copy_(x.tril() + x.tril(-1).mT)
 
 
 @dataclass(frozen=True)
@@ -135,5 +132,6 @@ def square_work(x: Tensor, count: int) -> list[Tensor]:
     falls into few sets of a CPU's cache, and a mirrored copy takes twice as long.
     """
     rows = x.size(-2)
-    apart = rows + (_CACHE_LINE // x.element_size() if x.device.type == "cpu" and x.ndim == 2 else 0)
+    cache_line = 64  # bytes
+    apart = rows + (cache_line // x.element_size() if x.device.type == "cpu" and x.ndim == 2 else 0)
     return [x.new_empty(*x.shape[:-1], apart)[..., :rows] for _ in range(count)]

@@ -13,63 +13,37 @@ Matrices = tuple[Matrix, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A transformer, its fields named as Megatron's flags; every layer is alike.
-
-    Attributes:
-        kv_channels: columns of one head; None for ``hidden_size / num_attention_heads``.
-        num_query_groups: None for as many as heads.
-        num_experts: None for a dense model.
-        moe_ffn_hidden_size: of one expert; None for ``ffn_hidden_size``.
-        swiglu: whether ``linear_fc1`` has gate and up, fused.
-    """
+    """A transformer, its fields named as Megatron's flags; every layer is alike."""
 
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
     num_attention_heads: int
-    num_query_groups: int | None = None
-    kv_channels: int | None = None
-    swiglu: bool = False
-    num_experts: int | None = None
-    moe_ffn_hidden_size: int | None = None
+    num_query_groups: int | None = None  # None for as many as heads
+    kv_channels: int | None = None  # columns of one head; None for hidden_size / num_attention_heads
+    swiglu: bool = False  # whether linear_fc1 has gate and up, fused
+    num_experts: int | None = None  # None for a dense model
+    moe_ffn_hidden_size: int | None = None  # of one expert; None for ffn_hidden_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """Over how many ranks a model is distributed.
-
-    Attributes:
-        tensor: tensor-parallel ranks.
-        expert_tensor: those of experts.
-        expert: expert-parallel ranks.
-        pipeline: pipeline stages.
-        data: data-parallel ranks, over which the layer-wise optimizer deals whole parameters.
-    """
+    """Over how many ranks a model is distributed."""
 
     tensor: int = 1
-    expert_tensor: int = 1
+    expert_tensor: int = 1  # tensor-parallel ranks of experts
     expert: int = 1
     pipeline: int = 1
-    data: int = 1
+    data: int = 1  # over which the layer-wise optimizer deals whole parameters
 
 
 MODELS = {
     # Grattafiori et al., The Llama 3 Herd of Models, arXiv 2407.21783, table 3.
     "llama3-8b": Model(
-        num_layers=32,
-        hidden_size=4096,
-        ffn_hidden_size=14336,
-        num_attention_heads=32,
-        num_query_groups=8,
-        swiglu=True,
+        num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8, swiglu=True
     ),
     "llama3-70b": Model(
-        num_layers=80,
-        hidden_size=8192,
-        ffn_hidden_size=28672,
-        num_attention_heads=64,
-        num_query_groups=8,
-        swiglu=True,
+        num_layers=80, hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, num_query_groups=8, swiglu=True
     ),
     # Qwen Team, Qwen3 Technical Report, arXiv 2505.09388, and the published configuration.
     "qwen3-30b-a3b": Model(
@@ -109,7 +83,8 @@ def matrices_of(
         if model.num_experts is None:
             dense += _mlp(f"{name}.mlp", model, model.ffn_hidden_size, parallel.tensor, "tp", split_gate_up)
             continue
-        dense.append((_on_one_rank(f"{name}.mlp.router.weight", (model.num_experts, model.hidden_size)),))
+        router = (model.num_experts, model.hidden_size)
+        dense.append((Matrix(f"{name}.mlp.router.weight", router, (whole(router),)),))
         columns = model.moe_ffn_hidden_size or model.ffn_hidden_size
         for expert in range(_divided(model.num_experts, parallel.expert, "num_experts over expert-parallel ranks")):
             at = f"{name}.mlp.experts.local_experts.{expert}"
@@ -167,10 +142,6 @@ def _mlp(name: str, model: Model, columns: int, ranks: int, group: str, split: b
 
 def _sharded(name: str, shape: Shape, dim: int, ranks: int, group: str = "tp") -> Matrix:
     return Matrix(name, shape, cut(shape, dim, ranks), group)
-
-
-def _on_one_rank(name: str, shape: Shape) -> Matrix:
-    return Matrix(name, shape, (whole(shape),))
 
 
 def _divided(size: int, by: int, what: str) -> int:

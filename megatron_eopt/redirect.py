@@ -54,7 +54,7 @@ def answer(value: Callable[[], Any] | None = None) -> Callable[[Any], Any]:
 
     Each call makes a new function: torch._dynamo refuses one function object under two names.
     """
-    return lambda original: named_as(original, lambda *args, **kwargs: None if value is None else value())
+    return around(lambda original, *args, **kwargs: None if value is None else value())
 
 
 def becomes(replacement: Any) -> Callable[[Any], Any]:
@@ -62,18 +62,23 @@ def becomes(replacement: Any) -> Callable[[Any], Any]:
     return lambda original: replacement
 
 
-def call(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
-    """A ``make`` that puts the function ``replacement`` there, under the original's name."""
-    return lambda original: named_as(original, replacement)
+def around(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A ``make`` whose replacement calls ``replacement`` with the original before the arguments.
 
+    It has the name and documentation of the original, so that tracebacks and pickle find it.
+    """
 
-def named_as(original: Any, replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """``replacement`` under the name and documentation of ``original``, so that tracebacks and pickle find it."""
-    return functools.wraps(original)(replacement) if callable(original) else replacement
+    def make(original: Any) -> Callable[..., Any]:
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return replacement(original, *args, **kwargs)
+
+        return functools.wraps(original)(replaced) if callable(original) else replaced
+
+    return make
 
 
 class Redirections:
-    """A set of redirections that is installed and undone as one thing; both calls are idempotent.
+    """A set of redirections that is installed once, and undone, as one thing.
 
     If one of them cannot be installed, those before it are undone and the error is raised.
 
@@ -87,87 +92,62 @@ class Redirections:
 
     def __init__(self, redirections: Sequence[Redirection], importers: Sequence[str] = ()) -> None:
         self.redirections = tuple(redirections)
-        self.importers = tuple(importers)
-        self._installed: contextlib.ExitStack | None = None
-
-    @property
-    def installed(self) -> bool:
-        """True between :meth:`install` and :meth:`undo`."""
-        return self._installed is not None
+        self._importers = tuple(importers)
+        self._undoing = contextlib.ExitStack()
 
     def install(self) -> None:
-        """Replace every attribute; nothing happens where they are replaced already."""
-        if self.installed:
-            return
+        """Replace every attribute."""
         with contextlib.ExitStack() as undoing:
             # originals and replacements; keeps them alive, and with them their ids
             followed: list[tuple[Any, Any]] = []
             undoing.callback(lambda: self._rename({id(new): old for old, new in followed}))
             for redirection in self.redirections:
-                if redirection.required or _importable(redirection.target):
-                    old, new = _replace(redirection, undoing)
-                    # functions and classes can be imported by name and be told apart by identity, numbers cannot
-                    if redirection.follow and callable(old) and callable(new):
-                        followed.append((old, new))
+                try:
+                    target = _imported(redirection.target)
+                except ImportError:
+                    if redirection.required:
+                        raise
+                    continue
+                old, new = _replace(target, redirection.name, redirection.make, undoing)
+                # functions and classes can be imported by name and be told apart by identity, numbers cannot
+                if redirection.follow and callable(old) and callable(new):
+                    followed.append((old, new))
             self._rename({id(old): new for old, new in followed})
-            self._installed = undoing.pop_all()
+            self._undoing = undoing.pop_all()
 
     def undo(self) -> None:
         """Put every original back, the last replaced first."""
-        if self._installed is not None:
-            undoing, self._installed = self._installed, None
-            undoing.close()
+        self._undoing.close()
 
     def _rename(self, new_of_id: dict[int, Any]) -> None:
-        """Point the names that modules of ``importers`` hold at other objects; ``new_of_id`` is keyed by identity."""
-        if not new_of_id:
-            return
-        prefixes = tuple(f"{package}." for package in self.importers)
+        """Point the names that modules of the importers hold at other objects; ``new_of_id`` is keyed by identity."""
+        prefixes = tuple(f"{package}." for package in self._importers)
         for module_name, module in list(sys.modules.items()):
-            if not isinstance(module, ModuleType) or not (
-                module_name in self.importers or module_name.startswith(prefixes)
-            ):
-                continue
-            for name, value in list(vars(module).items()):
-                if id(value) in new_of_id:
-                    setattr(module, name, new_of_id[id(value)])
+            if isinstance(module, ModuleType) and f"{module_name}.".startswith(prefixes):
+                for name, value in list(vars(module).items()):
+                    if id(value) in new_of_id:
+                        setattr(module, name, new_of_id[id(value)])
 
 
-def _importable(target: Any) -> bool:
-    try:
-        if isinstance(target, str):
-            _imported(target)
-    except ImportError:
-        return False
-    return True
-
-
-def _imported(target: str) -> Any:
+def _imported(target: Any) -> Any:
+    if not isinstance(target, str):
+        return target
     module, _, attribute = target.partition(":")
     found = importlib.import_module(module)
     return getattr(found, attribute) if attribute else found
 
 
-def _replace(redirection: Redirection, undoing: contextlib.ExitStack) -> tuple[Any, Any]:
+def _replace(target: Any, name: str, make: Callable[[Any], Any], undoing: contextlib.ExitStack) -> tuple[Any, Any]:
     """Replace one attribute; returns what a reader got from it before, and gets from now on."""
-    target, name = redirection.target, redirection.name
-    if isinstance(target, str):
-        target = _imported(target)
+    partial = functools.partial
     if isinstance(target, MutableMapping):
-        seen = target.get(name)
-        if name in target:
-            put_back = functools.partial(target.__setitem__, name, seen)
-        else:
-            put_back = functools.partial(target.pop, name, None)
-        target[name] = replacement = redirection.make(seen)
+        seen, put = target.get(name), target.__setitem__
+        put_back = partial(put, name, seen) if name in target else partial(target.pop, name, None)
     else:
-        seen = getattr(target, name, None)
-        if name in vars(target):
-            # not what was seen: a bound classmethod must not be written back, nor an inherited attribute
-            put_back = functools.partial(setattr, target, name, vars(target)[name])
-        else:
-            put_back = functools.partial(delattr, target, name)
-        replacement = redirection.make(seen)
-        setattr(target, name, replacement)
+        seen, put = getattr(target, name, None), partial(setattr, target)
+        # not what was seen: a bound classmethod must not be written back, nor an inherited attribute
+        put_back = partial(put, name, vars(target)[name]) if name in vars(target) else partial(delattr, target, name)
+    replacement = make(seen)
+    put(name, replacement)
     undoing.callback(put_back)
     return seen, replacement

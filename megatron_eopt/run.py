@@ -12,11 +12,7 @@ from pathlib import Path
 
 
 def main(argv: Sequence[str]) -> None:
-    """Activate the package, then run the script or module as ``__main__`` with its own arguments.
-
-    Args:
-        argv: the arguments after the program's name.
-    """
+    """Activate the package, then run what ``argv`` names as ``__main__``, with the rest of ``argv`` as its own."""
     parser = argparse.ArgumentParser(
         prog="python -m megatron_eopt.run",
         usage="%(prog)s [-h] [--cpu] (SCRIPT | -m MODULE) [ARGS ...]",

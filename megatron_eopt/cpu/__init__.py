@@ -23,19 +23,18 @@ in the meantime runs uncompiled after :func:`undo` too.
 import torch
 import torch.distributed as dist
 
-from megatron_eopt.cpu import collectives, device, megatron, tensors
+from megatron_eopt.cpu import calls, device, megatron
 from megatron_eopt.redirect import Redirections
-
-# Whose modules may have imported a redirected name: torch.distributed and torch.cuda re-export their own.
-_IMPORTERS = ("megatron", "torch.cuda", "torch.distributed")
 
 _active: Redirections | None = None
 
 
 def _all() -> Redirections:
     # Megatron comes last: it is imported by its redirection, when torch answers already.
-    modules = (device, tensors, collectives, megatron)
-    return Redirections([each for module in modules for each in module.redirections()], importers=_IMPORTERS)
+    modules = (device, calls, megatron)
+    # Whose modules may have imported a redirected name: torch.distributed and torch.cuda re-export their own.
+    importers = ("megatron", "torch.cuda", "torch.distributed")
+    return Redirections([each for module in modules for each in module.redirections()], importers)
 
 
 def installed() -> bool:

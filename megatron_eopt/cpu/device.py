@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_eopt.redirect import Redirection, answer, becomes, call
+from megatron_eopt.redirect import Redirection, answer, around, becomes
 
 # Megatron asks for CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism on architectures before this one. It asks
 # nothing else of it that a CPU run can reach.
@@ -66,65 +66,57 @@ def redirections() -> list[Redirection]:
     chosen = 0
     host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes
 
-    def set_device(device: Any) -> None:
+    def set_device(real: Any, device: Any) -> None:
         nonlocal chosen
         index = device if isinstance(device, int) else torch.device(device).index
         chosen = chosen if index is None or index < 0 else index
 
-    def properties() -> SimpleNamespace:
-        major, minor = _CAPABILITY
-        processors = os.cpu_count() or 1
-        return SimpleNamespace(
-            name="cpu", total_memory=host_memory, major=major, minor=minor, multi_processor_count=processors
-        )
-
     stream = Stream()
-    exists = "Megatron trains only where a GPU is; the host stands in for it"
-    driver = "there is no driver to start"
+    major, minor = _CAPABILITY
+    properties = SimpleNamespace(
+        name="cpu", total_memory=host_memory, major=major, minor=minor, multi_processor_count=os.cpu_count() or 1
+    )
     index = "one device per local rank, as with GPUs; the index means nothing else"
-    capability = "from here on no CUDA_DEVICE_MAX_CONNECTIONS=1 is asked for"
     finished = "the host has done the work when the call returns"
-    memory = "no GPU holds anything; its memory is the host's"
-    answers: list[tuple[str, Callable[[], Any] | None, str]] = [
-        ("is_available", lambda: True, exists),
-        ("is_initialized", lambda: True, exists),
-        ("init", None, driver),
-        ("_lazy_init", None, driver),
-        ("device_count", _local_ranks, index),
-        ("current_device", lambda: chosen, index),
-        ("get_device_name", lambda: "cpu", exists),
-        ("get_device_capability", lambda: _CAPABILITY, capability),
-        ("get_device_properties", properties, capability),
-        ("is_bf16_supported", lambda: True, "the CPU computes in bfloat16"),
-        ("is_current_stream_capturing", lambda: False, "there are no CUDA graphs"),
-        ("synchronize", None, finished),
-        ("current_stream", lambda: stream, finished),
-        ("default_stream", lambda: stream, finished),
-        ("set_stream", None, finished),
-        ("stream", DeviceGuard, finished),
-        ("memory_allocated", lambda: 0, memory),
-        ("max_memory_allocated", lambda: 0, memory),
-        ("memory_reserved", lambda: 0, memory),
-        ("max_memory_reserved", lambda: 0, memory),
-        ("device_memory_used", lambda: 0, memory),
-        ("memory_stats", Counter, memory),  # any statistic asked of it is 0
-        ("mem_get_info", lambda: (host_memory, host_memory), memory),
-        ("reset_peak_memory_stats", None, memory),
-        ("empty_cache", None, memory),
-        ("ipc_collect", None, memory),
-    ]
+    answers: dict[str, dict[str, Callable[[], Any] | None]] = {
+        "Megatron trains only where a GPU is; the host stands in for it": {
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "get_device_name": lambda: "cpu",
+        },
+        "there is no driver to start": {"init": None, "_lazy_init": None},
+        index: {"device_count": _local_ranks, "current_device": lambda: chosen},
+        "from here on no CUDA_DEVICE_MAX_CONNECTIONS=1 is asked for": {
+            "get_device_capability": lambda: _CAPABILITY,
+            "get_device_properties": lambda: properties,
+        },
+        "the CPU computes in bfloat16": {"is_bf16_supported": lambda: True},
+        "there are no CUDA graphs": {"is_current_stream_capturing": lambda: False},
+        finished: {
+            "synchronize": None,
+            "set_stream": None,
+            "stream": DeviceGuard,
+            "current_stream": lambda: stream,
+            "default_stream": lambda: stream,
+        },
+        "no GPU holds anything; its memory is the host's": {
+            **dict.fromkeys(("memory_allocated", "max_memory_allocated", "device_memory_used"), lambda: 0),
+            **dict.fromkeys(("memory_reserved", "max_memory_reserved"), lambda: 0),
+            "memory_stats": Counter,  # any statistic asked of it is 0
+            "mem_get_info": lambda: (host_memory, host_memory),
+            **dict.fromkeys(("reset_peak_memory_stats", "empty_cache", "ipc_collect")),
+        },
+    }
     classes = {"Stream": Stream, "Event": Event, "ExternalStream": ExternalStream, "device": DeviceGuard}
     at_once = "what waits for the driver to start can run at once"
     unasked = "torch.optim and DataLoader would go on to ask the driver; torch.cuda.is_available said yes"
+    marks, nvtx = ("range_push", "range_pop", "mark"), "there is no NVTX to mark"
     return [
-        *[Redirection(torch.cuda, name, answer(value), why) for name, value, why in answers],
+        *[Redirection(torch.cuda, name, answer(value), why) for why in answers for name, value in answers[why].items()],
         *[Redirection(torch.cuda, name, becomes(stand_in), finished) for name, stand_in in classes.items()],
-        Redirection(torch.cuda, "set_device", call(set_device), index),
-        Redirection(torch.cuda, "_lazy_call", call(lambda waiting, **kwargs: waiting()), at_once),
-        *[
-            Redirection(torch.cuda.nvtx, name, answer(), "there is no NVTX to mark")
-            for name in ("range_push", "range_pop", "mark")
-        ],
+        Redirection(torch.cuda, "set_device", around(set_device), index),
+        Redirection(torch.cuda, "_lazy_call", around(lambda real, waiting, **kwargs: waiting()), at_once),
+        *[Redirection(torch.cuda.nvtx, name, answer(), nvtx) for name in marks],
         Redirection(torch.accelerator, "is_available", answer(lambda: False), unasked),
         *_random_numbers(),
     ]
@@ -142,17 +134,17 @@ def _random_numbers() -> list[Redirection]:
     """
     generator = torch.default_generator
 
-    def seed(value: int) -> None:
+    def seed(real: Any, value: int) -> None:
         generator.manual_seed(int(value))  # not torch.manual_seed, which calls torch.cuda.manual_seed_all
 
-    def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
+    def set_rng_state(real: Any, new_state: torch.Tensor, device: Any = "cuda") -> None:
         generator.set_state(new_state)
 
-    makes = {  # two functions for the two seeds: torch._dynamo refuses one under two names
-        "manual_seed": call(lambda value: seed(value)),
-        "manual_seed_all": call(lambda value: seed(value)),
-        "get_rng_state": call(lambda device="cuda": generator.get_state()),
-        "set_rng_state": call(set_rng_state),
+    makes = {
+        "manual_seed": around(seed),
+        "manual_seed_all": around(seed),
+        "get_rng_state": around(lambda real, device="cuda": generator.get_state()),
+        "set_rng_state": around(set_rng_state),
         "default_generators": becomes((generator,) * _local_ranks()),
     }
     reason = "the CPU's generator makes the numbers, so it is the one whose state is kept"

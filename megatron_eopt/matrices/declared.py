@@ -1,18 +1,6 @@
 """What is declared of a parameter: short ways to declare the fused parameters of real models, and where it is kept.
 
-======================================  ==================================================================
-parameter                               declaration
-======================================  ==================================================================
-linear_qkv                              :func:`query_key_value`, also per head
-linear_q, linear_q_up_proj (MLA)        :data:`WHOLE`, or :func:`heads`
-linear_kv (cross attention)             :func:`key_value`, also per head
-linear_kv_up_proj (MLA)                 :func:`key_value`, whose k is what each head has without RoPE
-linear_kv_down_proj (MLA)               ``concatenated(kv=kv_lora_rank, k_rope=qk_pos_emb_head_dim)``
-linear_qkv_down_proj (MLA, fused)       :func:`latent_down`
-linear_fc1 of SwiGLU, GEGLU             :data:`GATE_UP`, or :func:`interleaved_gate_up`
-experts in one 3-D parameter            :func:`experts`, of any of these
-in_proj of Mamba, of GatedDeltaNet      ``per_shard(z=..., x=..., B=..., C=..., dt=...)``, rows over all shards
-======================================  ==================================================================
+docs/logical-matrices.md lists which of Megatron's parameters needs which declaration.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -57,7 +45,7 @@ def heads(name: str, rows: int) -> Split:
 
 
 def query_key_value(shapes: Sequence[int], per_head: bool = False) -> Split:
-    """A fused query, key and value projection, interleaved by query group.
+    """A fused query, key and value projection (``linear_qkv``), interleaved by query group.
 
     Args:
         shapes: rows of q, k and v, or of q, gate, k and v, in one group.
@@ -74,15 +62,14 @@ def query_key_value(shapes: Sequence[int], per_head: bool = False) -> Split:
 
 
 def key_value(k: int, v: int, per_head: bool = False) -> Split:
-    """Keys and values of every head behind one another, with so many rows each."""
+    """Keys and values of every head behind one another, with so many rows each: ``linear_kv``, MLA's ``kv_up_proj``."""
     return Split((Part("k", k, k if per_head else None), Part("v", v, v if per_head else None)))
 
 
 def latent_down(q: int, kv: int, k_rope: int) -> Split:
     """The fused down projection of MLA: a shard has its part of the latent query, then of the rest as a whole."""
-    return Split(
-        (Part("q", q), Part("kv and k_rope", kv + k_rope, inside=(("kv", kv), ("k_rope", k_rope)))), "per_shard"
-    )
+    rest = Part("kv and k_rope", kv + k_rope, inside=(("kv", kv), ("k_rope", k_rope)))
+    return Split((Part("q", q), rest), "per_shard")
 
 
 def interleaved_gate_up(rows: int) -> Split:
@@ -126,18 +113,6 @@ def undeclare(pattern: str) -> None:
     _by_name.pop(pattern, None)
 
 
-def declared_for(name: str) -> Split | None:
-    """What was declared for a parameter of this name, None for nothing.
-
-    Raises:
-        ValueError: if two patterns match that say different things.
-    """
-    found = {pattern: split for pattern, split in _by_name.items() if fnmatchcase(name, pattern)}
-    if len(set(found.values())) > 1:
-        raise ValueError(f"{name} is declared twice, differently: by {' and by '.join(map(repr, found))}")
-    return next(iter(found.values()), None)
-
-
 def tag_declared(named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Set the attribute of all parameters for which something was declared; one that has it already keeps it.
 
@@ -148,23 +123,22 @@ def tag_declared(named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
         The names of those that were tagged.
 
     Raises:
-        ValueError: as :func:`declared_for`; then none is tagged.
+        ValueError: if two patterns match one name and say different things; then none is tagged.
     """
-    found = [(name, parameter, declared_for(name)) for name, parameter in named_parameters]
-    tagged = []
-    for name, parameter, split in found:
-        if split is not None and getattr(parameter, ATTRIBUTE, None) is None:
-            setattr(parameter, ATTRIBUTE, split)
-            tagged.append(name)
-    return tagged
+    untagged: dict[str, tuple[Tensor, Split]] = {}
+    for name, parameter in named_parameters:
+        found = {pattern: split for pattern, split in _by_name.items() if fnmatchcase(name, pattern)}
+        if len(set(found.values())) > 1:
+            raise ValueError(f"{name} is declared twice, differently: by {' and by '.join(map(repr, found))}")
+        if found and getattr(parameter, ATTRIBUTE, None) is None:
+            untagged[name] = parameter, next(iter(found.values()))
+    for parameter, split in untagged.values():
+        setattr(parameter, ATTRIBUTE, split)
+    return list(untagged)
 
 
 def declared_split(parameter: Tensor) -> Split | None:
-    """What a parameter's attribute declares, None without one.
-
-    Raises:
-        ValueError: if it is something else than a Split.
-    """
+    """What a parameter's attribute declares, None without one; ``ValueError`` if it is something else than a Split."""
     split: Any = getattr(parameter, ATTRIBUTE, None)
     if split is not None and not isinstance(split, Split):
         raise ValueError(
@@ -185,9 +159,8 @@ def split_of(
     Args:
         parameter: any.
         is_qkv_fn: tells fused query, key and value projections; None where an optimizer does not split them.
-        qkv_split_shapes: rows of q, k and v, or of q, gate, k and v, in one query group, for projections that have no
-            attribute ``qkv_split_shapes`` of their own.
-        lengths: how many parts of a projection are accepted.
+        qkv_split_shapes: for projections that have no attribute ``qkv_split_shapes`` of their own.
+        lengths: see :func:`check_split_shapes`.
 
     Returns:
         The declaration; None where nothing says that the parameter is fused.
@@ -203,16 +176,12 @@ def split_of(
 
 
 def check_split_shapes(shapes: Sequence[int] | None, lengths: Sequence[int] = (3, 4)) -> tuple[int, ...]:
-    """The rows of each part within one group, checked.
-
-    Args:
-        shapes: rows of q, k and v, or of q, gate, k and v, in one group.
-        lengths: how many parts are accepted.
+    """The rows of q, k and v, or of q, gate, k and v, within one query group, of which there are ``lengths``.
 
     Raises:
         ValueError: where they are missing, of another number, not integers, or not positive.
     """
-    wanted = " or ".join(str(length) for length in lengths)
+    wanted = " or ".join(map(str, lengths))
     if shapes is None:
         raise ValueError(f"split_qkv needs qkv_split_shapes: {wanted} positive integers, got None")
     if len(shapes) not in lengths:

@@ -1,12 +1,18 @@
-"""What is declared of a parameter: which logical matrices its rows make, whatever the number of ranks."""
+"""What is declared of a parameter: which logical matrices its rows make, whatever the number of ranks.
+
+A declaration says which rows are whose (:class:`Pattern`), and that splits and merges the rows of a rank. Everything
+there goes by runs: consecutive rows of one logical matrix.
+"""
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
-from megatron_eopt.matrices.rows import Block, LocalRows, Pattern, Run
+import torch
+from torch import Tensor
 
 Order = Literal["interleaved", "per_shard", "concatenated"]
 """How the rows of the parts follow one another in the global parameter, the shards of all ranks in their order:
@@ -66,25 +72,21 @@ class Split:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"two logical matrices of one parameter are called {twice[0]!r}")
-        _check_positive("stacked", self.stacked)
+        counts: list[tuple[str, int | None]] = [("stacked", self.stacked)]
         for part in self.parts:
-            self._check_part(part)
-
-    def _check_part(self, part: Part) -> None:
-        _check_positive(f"rows of {part.name}", part.rows)
-        _check_positive(f"rows of each {part.name}", part.each)
-        for name, rows in part.inside:
-            _check_positive(f"rows of {name}", rows)
-        if part.each is not None and part.inside:
-            raise ValueError(
-                f"{part.name} is cut into equal matrices (each) or into named ones (inside), not into both"
-            )
-        if self.order != "interleaved":
-            return
-        if part.rows is None or part.inside:
-            raise ValueError(f"interleaved rows of {part.name} need their number in one group, and no matrices inside")
-        if part.each is not None and part.rows % part.each:
-            raise ValueError(f"{part.rows} rows of {part.name} in one group are no multiple of the {part.each} of each")
+            counts += [(f"rows of {part.name}", part.rows), (f"rows of each {part.name}", part.each)]
+            counts += [(f"rows of {name}", rows) for name, rows in part.inside]
+        for what, number in counts:
+            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number <= 0):
+                raise ValueError(f"{what}: expected a positive integer, got {number!r}")
+        for part in self.parts:
+            name, rows, each = part.name, part.rows, part.each
+            if each is not None and part.inside:
+                raise ValueError(f"{name} is cut into equal matrices (each) or into named ones (inside), not into both")
+            if self.order == "interleaved" and (rows is None or part.inside):
+                raise ValueError(f"interleaved rows of {name} need their number in one group, and no matrices inside")
+            if self.order == "interleaved" and rows is not None and each is not None and rows % each:
+                raise ValueError(f"{rows} rows of {name} in one group are no multiple of the {each} of each")
 
     @property
     def is_whole(self) -> bool:
@@ -92,11 +94,7 @@ class Split:
         return not self.parts and self.stacked is None
 
     def names(self, rows: int) -> list[str]:
-        """Names of the logical matrices, the same at every number of ranks; one empty name for a whole parameter.
-
-        Args:
-            rows: of the global parameter, or of each of a stack.
-        """
+        """Names of the logical matrices, the same at every number of ranks; one empty name for a whole parameter."""
         names = [block.name for block in self.pattern(rows).blocks]
         if self.stacked is None:
             return names
@@ -104,12 +102,8 @@ class Split:
 
     # a model has many equal parameters
     @lru_cache(maxsize=1024)  # noqa: B019
-    def pattern(self, rows: int, shards: int = 1) -> Pattern:
-        """Which rows are whose.
-
-        Args:
-            rows: of the global parameter, or of each of a stack.
-            shards: into so many the rows are cut by tensor parallelism.
+    def pattern(self, rows: int, shards: int = 1) -> "Pattern":
+        """Which rows are whose, of ``rows`` of the global parameter (or of each of a stack), cut into so many shards.
 
         Raises:
             ValueError: for another number of rows than was declared, and for parts that cannot be cut so.
@@ -118,7 +112,7 @@ class Split:
             return Pattern((rows,), (Block("", rows),), ((0, rows),))
         of_parts = self._rows(rows)
         if self.order == "interleaved":
-            repeats = rows // self._group
+            repeats = rows // self._declared
         else:
             repeats = shards if self.order == "per_shard" else 1
         for part, of_part in zip(self.parts, of_parts, strict=True):
@@ -137,19 +131,8 @@ class Split:
         return Pattern(sizes, tuple(blocks), tuple(runs))
 
     @lru_cache(maxsize=1024)  # noqa: B019
-    def local(self, rows: int, top: int, bottom: int, shards: int = 1, padding: int = 0) -> LocalRows:
-        """What splits and merges the rows of one rank.
-
-        Args:
-            rows: of the global parameter, or of each of a stack.
-            top: first row of this rank.
-            bottom: the row after the last one.
-            shards: into so many the rows are cut by tensor parallelism.
-            padding: rows of this rank behind ``bottom``, which belong to no matrix.
-
-        Raises:
-            ValueError: as :meth:`pattern`.
-        """
+    def local(self, rows: int, top: int, bottom: int, shards: int = 1, padding: int = 0) -> "LocalRows":
+        """What splits and merges the rows of one rank: see :meth:`pattern` and :class:`LocalRows`."""
         return LocalRows(self.pattern(rows, shards), top, bottom, self.stacked, padding)
 
     def in_global_order(self) -> "Split":
@@ -157,28 +140,29 @@ class Split:
         return replace(self, order="concatenated") if self.order == "per_shard" else self
 
     @property
-    def _group(self) -> int:
+    def _declared(self) -> int:
+        """Rows that the parts name: of one group where they are ``interleaved``."""
         return sum(part.rows or 0 for part in self.parts)
 
     def _rows(self, rows: int) -> list[int]:
         """Rows of each part in the global parameter."""
         sizes = [part.rows for part in self.parts]
         if self.order == "interleaved":
-            if rows % self._group or not rows:
+            if rows % self._declared or not rows:
                 raise ValueError(
-                    f"{rows} rows over all ranks are not a multiple of the {self._group} of one query group {sizes} "
+                    f"{rows} rows over all ranks are not a multiple of the {self._declared} of one query group {sizes} "
                     f"(or head): pass the rows of each part in one group, or turn the split off (QKV splitting, say)"
                 )
-            return [rows // self._group * (size or 0) for size in sizes]
+            return [rows // self._declared * (size or 0) for size in sizes]
         shares = sizes.count(None)
-        left = rows - self._group
+        left = rows - self._declared
         if (left <= 0 or left % shares) if shares else left:
             declared = ", ".join(f"{part.name} {part.rows or 'the rest'}" for part in self.parts)
             raise ValueError(f"{rows} rows over all ranks are not those declared: {declared}")
         return [left // shares if size is None else size for size in sizes]
 
 
-def _blocks(part: Part, rows: int) -> list[Block]:
+def _blocks(part: Part, rows: int) -> list["Block"]:
     """The logical matrices of one part."""
     if part.each is not None:
         if rows % part.each:
@@ -191,6 +175,147 @@ def _blocks(part: Part, rows: int) -> list[Block]:
     return [Block(name, size) for name, size in inside]
 
 
-def _check_positive(what: str, number: int | None) -> None:
-    if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number <= 0):
-        raise ValueError(f"{what}: expected a positive integer, got {number!r}")
+Run = tuple[int, int]
+"""Which logical matrix, and how many of its rows."""
+
+
+class Block(NamedTuple):
+    """A logical matrix: its name, empty where the parameter is one matrix, and its rows on all ranks."""
+
+    name: str
+    rows: int
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """How the rows of one fused matrix, those of all ranks in their order, make logical matrices."""
+
+    sizes: tuple[int, ...]  # rows of each part in one repeat of the pattern
+    blocks: tuple[Block, ...]
+    runs: tuple[Run, ...]  # all rows in their order; those of one logical matrix follow one another in it
+
+    # every rank asks for the rows of all ranks, for every parameter
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def held(self, top: int, bottom: int) -> tuple[tuple[int, int], ...]:
+        """Start and end of the rows of each logical matrix that lie in the fused rows from ``top`` to ``bottom``.
+
+        The rows of a matrix in them are consecutive; a matrix with none has an empty range at its start or its end.
+        """
+        starts, ends = [0] * len(self.blocks), [0] * len(self.blocks)
+        for edge, counts in ((top, starts), (bottom, ends)):
+            for matrix, rows in self.between(0, edge):
+                counts[matrix] += rows
+        return tuple(zip(starts, ends, strict=True))
+
+    def between(self, top: int, bottom: int) -> list[Run]:
+        """The runs of the fused rows from ``top`` to ``bottom``."""
+        found, row = [], 0
+        for matrix, rows in self.runs:
+            inside = min(row + rows, bottom) - max(row, top)
+            if inside > 0:
+                found.append((matrix, inside))
+            row += rows
+        return found
+
+
+class LocalRows:
+    """One rank's rows of a fused parameter, as its rows of each logical matrix; split and merge are exact inverses.
+
+    Args:
+        pattern: of the fused matrix.
+        top: first row of this rank.
+        bottom: the row after the last one.
+        stacked: so many such matrices lie behind one another in a leading dimension; None for a parameter without.
+        padding: rows of this rank that follow, and belong to no matrix: :meth:`split` leaves them out, and
+            :meth:`merge` makes them zero.
+    """
+
+    def __init__(self, pattern: Pattern, top: int, bottom: int, stacked: int | None = None, padding: int = 0) -> None:
+        runs, count = pattern.between(top, bottom), len(pattern.blocks)
+        layers = range(stacked or 1)
+        self._shape = (bottom - top,) if stacked is None else (stacked, bottom - top)
+        self._padding = padding
+        self._rows = [end - start for start, end in pattern.held(top, bottom)] * len(layers)
+        self._sections = _sections(
+            [(layer * count + matrix, rows) for layer in layers for matrix, rows in runs], len(pattern.sizes)
+        )
+        self._of_section = [repeats * sum(rows for _, rows in runs) for repeats, runs in self._sections]
+        self._of_matrix: list[list[int]] = [[] for _ in self._rows]
+        for repeats, runs in self._sections:
+            for matrix, rows in runs:
+                self._of_matrix[matrix].append(repeats * rows)
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """This rank's rows of each logical matrix, of its part (rows x cols) or (stacked x rows x cols) of a parameter.
+
+        A matrix may have no rows here. It is a view where no rows have to be brought together, else one copy.
+
+        Raises:
+            ValueError: if ``x`` has another shape.
+        """
+        if self._padding:
+            x = x.narrow(-2, 0, x.size(-2) - self._padding)
+        if len(self._rows) == 1 and len(self._shape) == 1:
+            return [x]
+        if tuple(x.shape[:-1]) != self._shape:
+            raise ValueError(f"a tensor of shape {tuple(x.shape)} is split, whose rows have to be {self._shape}")
+        flat, cols = x.flatten(0, -2), x.size(-1)
+        found: list[list[Tensor]] = [[] for _ in self._rows]
+        for section, (repeats, runs) in zip(flat.split(self._of_section), self._sections, strict=True):
+            lengths = [rows for _, rows in runs]
+            if repeats == 1:
+                for (matrix, _), rectangle in zip(runs, section.split(lengths), strict=True):
+                    found[matrix].append(rectangle)
+            else:
+                several = section.view(repeats, sum(lengths), cols)
+                for (matrix, rows), rectangle in zip(runs, several.split(lengths, 1), strict=True):
+                    found[matrix].append(rectangle.reshape(repeats * rows, cols))
+        return [torch.cat(rectangles) if len(rectangles) > 1 else (rectangles or [flat[:0]])[0] for rectangles in found]
+
+    def merge(self, matrices: Sequence[Tensor]) -> Tensor:
+        """The inverse of :meth:`split`: one copy, and another one where there is padding or a repeat is cut.
+
+        Raises:
+            ValueError: if the matrices have other rows than those of :meth:`split`.
+        """
+        merged = self._merged(matrices)
+        return torch.nn.functional.pad(merged, (0, 0, 0, self._padding)) if self._padding else merged
+
+    def _merged(self, matrices: Sequence[Tensor]) -> Tensor:
+        if len(self._rows) == 1:
+            return matrices[0] if len(self._shape) == 1 else matrices[0][None]
+        found = [matrix.size(0) for matrix in matrices]
+        if found != self._rows:
+            raise ValueError(f"{self._shape} rows are merged of matrices of {self._rows} rows, got {found}")
+        rectangles = [
+            iter(matrix.split(of) if len(of) > 1 else (matrix,))
+            for matrix, of in zip(matrices, self._of_matrix, strict=True)
+        ]
+        sections = []
+        for repeats, runs in self._sections:
+            of_runs = [next(rectangles[matrix]) for matrix, _ in runs]
+            if repeats == 1:
+                sections += of_runs
+            else:
+                sections.append(torch.cat([each.unflatten(0, (repeats, -1)) for each in of_runs], 1).flatten(0, 1))
+        flat = torch.cat(sections) if len(sections) > 1 else (sections or [matrices[0]])[0]
+        return flat.view(*self._shape, flat.size(1))
+
+
+def _sections(runs: list[Run], period: int) -> list[tuple[int, list[Run]]]:
+    """Runs as sections, each of which repeats: ``period`` runs several times, or any number of them once."""
+    sections: list[tuple[int, list[Run]]] = []
+    start = 0
+    while start < len(runs):
+        group, repeats = runs[start : start + period], 1
+        while runs[start + repeats * period : start + (repeats + 1) * period] == group:
+            repeats += 1
+        if repeats > 1:
+            sections.append((repeats, group))
+            start += repeats * period
+            continue
+        if not sections or sections[-1][0] > 1:
+            sections.append((1, []))
+        sections[-1][1].append(runs[start])
+        start += 1
+    return sections

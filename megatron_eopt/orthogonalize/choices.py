@@ -4,11 +4,7 @@ from collections.abc import Iterable
 
 
 def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
-    """Check that a setting has one of its names.
-
-    Raises:
-        ValueError: otherwise, naming them.
-    """
+    """Raise ``ValueError``, naming the choices, unless a setting has one of them."""
     known = list(choices)
     if value not in known:
         raise ValueError(f"unknown {what} {value!r}: expected one of {', '.join(known)}")

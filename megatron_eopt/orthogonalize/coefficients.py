@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 
 from megatron_eopt.orthogonalize.choices import check_choice
 
 Coefficients = tuple[float, float, float]
+CoefficientType = str | Sequence[Coefficients]
+"""The name of a set, or the caller's own."""
 
 NSCoeffT = Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4", "cubic5"]
 
@@ -92,17 +95,11 @@ def get_supported_coefficient_types() -> tuple[str, ...]:
 
 
 def validate_coefficient_type(coefficient_type: str) -> None:
-    """Check the name of a coefficient set.
-
-    Raises:
-        ValueError: for an unknown name, naming the known ones.
-    """
+    """Raise ``ValueError``, naming the known ones, unless a coefficient set has this name."""
     check_choice("coefficient type", coefficient_type, get_supported_coefficient_types())
 
 
-def get_coefficients(
-    coefficient_type: str | Sequence[Coefficients] = "quintic", steps: int = 5
-) -> tuple[Coefficients, ...]:
+def get_coefficients(coefficient_type: CoefficientType = "quintic", steps: int = 5) -> tuple[Coefficients, ...]:
     """The schedule of ``steps`` polynomials of a set.
 
     Past the end of polar_express, cans and deepseekv4 their last polynomial repeats. Any other set is repeated as a
@@ -118,11 +115,8 @@ def get_coefficients(
     """
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise ValueError(f"the number of Newton-Schulz steps must be an integer of at least 1, got {steps!r}")
-    if isinstance(coefficient_type, str):
-        validate_coefficient_type(coefficient_type)
-        name, coefficients = coefficient_type, _SETS[coefficient_type]
-    else:
-        name, coefficients = "custom", _custom_set(coefficient_type)
+    name = coefficient_type if isinstance(coefficient_type, str) else "custom"
+    coefficients = _set(coefficient_type)
     length = len(coefficients)
     if steps != length and name in _EXACT_LENGTH:
         raise ValueError(f"{name} is served in exactly {length} Newton-Schulz steps, got {steps}")
@@ -138,12 +132,9 @@ def get_coefficients(
     return coefficients * (steps // length)
 
 
-def set_length(coefficient_type: str | Sequence[Coefficients]) -> int:
+def set_length(coefficient_type: CoefficientType) -> int:
     """Number of polynomials in a set, named or the caller's own."""
-    if isinstance(coefficient_type, str):
-        validate_coefficient_type(coefficient_type)
-        return len(_SETS[coefficient_type])
-    return len(_custom_set(coefficient_type))
+    return len(_set(coefficient_type))
 
 
 def composite_range(
@@ -158,17 +149,23 @@ def composite_range(
     )
     linear = torch.linspace(lower, upper, points, dtype=torch.float64)
     values = torch.cat((logarithmic, linear)).clamp(lower, upper)
-    for a, b, c in schedule:
-        square = values * values
-        values = values * (a + square * (b + square * c))
+    for coefficients in schedule:
+        values = _value(coefficients, values)
     return values.min().item(), values.max().item()
 
 
-def _custom_set(coefficients: Sequence[Coefficients]) -> tuple[Coefficients, ...]:
-    rows = tuple(tuple(float(value) for value in row) for row in coefficients)
-    if not rows or any(len(row) != 3 for row in rows):
-        raise ValueError(f"a coefficient set is a non-empty list of (a, b, c), got {coefficients!r}")
-    return tuple((row[0], row[1], row[2]) for row in rows)
+def _set(coefficient_type: CoefficientType) -> tuple[Coefficients, ...]:
+    if isinstance(coefficient_type, str):
+        validate_coefficient_type(coefficient_type)
+        return _SETS[coefficient_type]
+    if len(coefficient_type) == 0 or any(len(row) != 3 for row in coefficient_type):
+        raise ValueError(f"a coefficient set is a non-empty list of (a, b, c), got {coefficient_type!r}")
+    return tuple((float(a), float(b), float(c)) for a, b, c in coefficient_type)
+
+
+def _value[T: (float, Tensor)](coefficients: Coefficients, x: T) -> T:
+    a, b, c = coefficients
+    return x * (a + x * x * (b + x * x * c))
 
 
 # Least ratio lower / upper that a polynomial is optimized for: the one that yields the table of arXiv 2505.16932 to
@@ -177,14 +174,6 @@ CUSHION = 0.02407327424182761
 
 # Converges to 1 to third order when applied over and over: p(1) = 1, p'(1) = p''(1) = 0.
 FIXED_POINT: Coefficients = (15 / 8, -10 / 8, 3 / 8)
-
-# On an interval of less than this relative width the fixed point is within 4e-10 of 1, while the condition of the
-# linear system below grows as the inverse cube of the width.
-_NARROW = 1e-3
-
-# The exchange converges quadratically, in five rounds on any interval tried; more only guards against a cycle in the
-# last digit.
-_ROUNDS = 20
 
 
 def optimal_quintic(lower: float, upper: float, steps: int, *, cushion: float = CUSHION) -> tuple[Coefficients, ...]:
@@ -211,15 +200,16 @@ def optimal_quintic(lower: float, upper: float, steps: int, *, cushion: float = 
     Raises:
         ValueError: unless ``0 < lower < upper``, ``steps >= 1`` and ``0 <= cushion < 1``.
     """
-    _check_interval(lower, upper)
+    if not 0 < lower < upper < math.inf:
+        raise ValueError(f"expected singular values with 0 < lower < upper, got [{lower!r}, {upper!r}]")
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"the number of steps must be an integer of at least 1, got {steps!r}")
     if not 0 <= cushion < 1:
         raise ValueError(f"the cushion must be a ratio of at least 0 and below 1, got {cushion!r}")
     schedule = []
     for _ in range(steps):
-        a, b, c = best_quintic(max(lower, cushion * upper), upper)
-        scale = 2 / (_value((a, b, c), lower) + _value((a, b, c), upper))
+        a, b, c = best = best_quintic(max(lower, cushion * upper), upper)
+        scale = 2 / (_value(best, lower) + _value(best, upper))
         schedule.append((a * scale, b * scale, c * scale))
         lower = _value(schedule[-1], lower)
         upper = 2 - lower
@@ -229,23 +219,22 @@ def optimal_quintic(lower: float, upper: float, steps: int, *, cushion: float = 
 
 
 def best_quintic(lower: float, upper: float) -> Coefficients:
-    """The odd quintic ``p`` with the least ``E = max |1 - p(x)|`` on ``[lower, upper]``, by Remez exchange.
+    """The odd quintic ``p`` with the least ``E = max |1 - p(x)|`` on ``[lower, upper]`` above 0, by Remez exchange.
 
     By Chebyshev's theorem its error alternates: ``1 - p`` is ``E, -E, E, -E`` at ``lower``, two extrema ``q < r``
     and ``upper``. In turn, ``(a, b, c, E)`` is solved for given points, and the inner points move to the zeros of
     ``p'(x) = a + 3 b x^2 + 5 c x^4``. Where ``lower`` and ``upper`` are almost equal, it is :data:`FIXED_POINT`, scaled
     to their mean.
-
-    Raises:
-        ValueError: unless ``0 < lower < upper``.
     """
-    _check_interval(lower, upper)
-    if upper - lower < _NARROW * upper:
+    # On so narrow an interval the fixed point is within 4e-10 of 1, while the condition of the linear system below
+    # grows as the inverse cube of the width.
+    if upper - lower < 1e-3 * upper:
         return with_safety(FIXED_POINT, (lower + upper) / 2)
     low = lower / upper
     q, r, error = (3 * low + 1) / 4, (low + 3) / 4, math.inf
     signs = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64, device="cpu")
-    for _ in range(_ROUNDS):
+    # It converges quadratically, in five rounds on any interval tried; more guard against a cycle in the last digit.
+    for _ in range(20):
         x = torch.tensor([low, q, r, 1.0], dtype=torch.float64, device="cpu")
         system = torch.stack((x, x**3, x**5, signs), dim=1)
         a, b, c, solved = torch.linalg.solve(system, torch.ones_like(x)).tolist()
@@ -255,13 +244,3 @@ def best_quintic(lower: float, upper: float) -> Coefficients:
         root = math.sqrt(9 * b * b - 20 * a * c)
         q, r = math.sqrt((-3 * b - root) / (10 * c)), math.sqrt((-3 * b + root) / (10 * c))
     return with_safety((a, b, c), upper)
-
-
-def _value(coefficients: Coefficients, x: float) -> float:
-    a, b, c = coefficients
-    return x * (a + x * x * (b + x * x * c))
-
-
-def _check_interval(lower: float, upper: float) -> None:
-    if not 0 < lower < upper < math.inf:
-        raise ValueError(f"expected singular values with 0 < lower < upper, got [{lower!r}, {upper!r}]")

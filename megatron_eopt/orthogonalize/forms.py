@@ -1,7 +1,4 @@
-"""The two forms of Newton-Schulz: their arithmetic, what they cost, and where the Gram form restarts.
-
-Nothing here checks or decides anything; :mod:`~megatron_eopt.orthogonalize.newton_schulz` does.
-"""
+"""The two forms of Newton-Schulz: their arithmetic, what they cost, and where the Gram form restarts."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -9,8 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.coefficients import Coefficients
-from megatron_eopt.orthogonalize.products import Dense, Products, square_work
+from megatron_eopt.orthogonalize.coefficients import Coefficients, CoefficientType
+from megatron_eopt.orthogonalize.products import Products, square_work
 
 Restarts = tuple[int, ...]
 """Steps of a schedule, counted from 1, after which the Gram form computes its Gram matrix anew."""
@@ -57,13 +54,11 @@ def scaled(x: Tensor, propagate_nan: bool = True) -> tuple[Tensor, Tensor]:
     Squares of entries below 1e-19 vanish in fp32, and those of entries above 1e19 overflow: after this no square that
     matters does.
 
-    Args:
-        x: (rows x cols) or (n x rows x cols), with at least one entry.
-        propagate_nan: False gives zero for a matrix with entries that are not finite.
+    ``x`` has at least one entry. Without ``propagate_nan`` a matrix with entries that are not finite gives zero.
 
     Returns:
-        A new tensor in fp32 (fp64 for an fp64 ``x``), and what it was divided by, (1 x 1) or (n x 1 x 1): the largest
-        magnitude, 1 for a zero matrix, and not finite where an entry is not.
+        A new tensor in fp32 (fp64 for an fp64 ``x``), and the divisors, (1 x 1) or (n x 1 x 1): 1 for a zero matrix,
+        and not finite where an entry is not.
     """
     dims, wide = (-2, -1), torch.float64 if x.dtype == torch.float64 else torch.float32
     # the norm of order infinity, which torch reduces ten times more slowly
@@ -83,14 +78,10 @@ def normalized(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Matrices divided by their Frobenius norms; a zero matrix stays zero.
 
-    Args:
-        x: (rows x cols) or (n x rows x cols), with at least one entry.
-        all_reduce: sums squared norms over the ranks that hold the other shards of ``x``.
-        propagate_nan: False gives zero for a matrix with entries that are not finite.
+    ``all_reduce`` sums squared norms over the ranks that hold the other shards of ``x``.
 
     Returns:
-        A new tensor in fp32 (fp64 for an fp64 ``x``), and two factors of its norm (1 x 1) or (n x 1 x 1), whose
-        product may exceed fp32; it is not finite where an entry is not.
+        As :func:`scaled`, but two factors of the norm, whose product may exceed fp32.
     """
     x, largest = scaled(x, propagate_nan)
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
@@ -104,21 +95,22 @@ def normalized(
 def iterate_standard(
     X: Tensor,
     schedule: Sequence[Coefficients],
-    products: Products | None = None,
+    products: Products,
     all_reduce: Callable[[Tensor], Tensor] | None = None,
     watch: Watch | None = None,
 ) -> Tensor:
     """Apply the polynomials of a schedule to a normalized ``X``, iterating on the Gram matrix of its rows.
 
+    In each step ``X <- a X + (b A + c A^2) X``, ``A = X X^T``.
+
     Args:
         X: (rows x cols) or (n x rows x cols), best with the short side first; written to.
         schedule: one ``(a, b, c)`` per step.
-        products: computes the symmetric products; plainly where None is given.
+        products: computes the symmetric products.
         all_reduce: sums a Gram matrix over the ranks that hold the other columns of ``X``.
         watch: see :data:`Watch`.
     """
     fused = torch.baddbmm if X.ndim == 3 else torch.addmm
-    products = products or Dense()
     gram, factor = square_work(X, 2)
     # torch multiplies a stack in bf16 into a transposed result some thousand times more slowly than into a plain one
     X = X.contiguous() if X.ndim == 3 else X
@@ -129,10 +121,8 @@ def iterate_standard(
             A = all_reduce(A)
         if watch is not None:
             watch(step, A)
-        if c == 0:
-            X, Y = fused(X, A, X, beta=a, alpha=b, out=Y), X
-        else:
-            X, Y = fused(X, products.addmm(A, A, A, beta=b, alpha=c, out=factor), X, beta=a, out=Y), X
+        Z, scale = (A, b) if c == 0 else (products.addmm(A, A, A, beta=b, alpha=c, out=factor), 1)
+        X, Y = fused(X, Z, X, beta=a, alpha=scale, out=Y), X
     return X
 
 
@@ -158,16 +148,12 @@ def iterate_gram(
         X: (rows x cols) or (n x rows x cols) with ``rows <= cols``, in fp32 or fp16; never bf16, whose rounding the
             form amplifies to errors of 0.3 and more.
         schedule: one ``(a, b, c)`` per step.
-        restarts: steps, counted from 1, after which the Gram matrix is computed anew; ascending, below the number of
-            steps.
+        restarts: steps after which the Gram matrix is computed anew; ascending, below the number of steps.
         products: computes the symmetric products.
         apply: ``(Q, X, out=)``, computes ``Q X``; plainly where None is given.
         watch: see :data:`Watch`.
         normalize: ``X`` has another norm, as :func:`scaled` leaves it. The norm is divided out on the short side: its
             square is the trace of the first Gram matrix, which ``watch`` is shown as it is.
-
-    Returns:
-        A new tensor of the shape of ``X``.
     """
     apply = apply or (torch.bmm if X.ndim == 3 else torch.mm)
     R, *work = square_work(X, 4)
@@ -215,15 +201,10 @@ def gram_factor(
     watch: Watch | None = None,
     start: int = 0,
 ) -> Tensor:
-    """The product ``Q`` of the polynomials of one segment between restarts.
+    """The product ``Q`` of the polynomials of one segment between restarts, which begins at step ``start`` with ``R``.
 
-    Args:
-        R: Gram matrix at the start of the segment, (rows x rows) or (n x rows x rows); written to.
-        segment: ``(a, b, c)`` of its steps.
-        products: computes the symmetric products.
-        work: three further tensors like ``R``, one of which is returned.
-        watch: see :data:`Watch`; the first step of the segment is left out.
-        start: number of the first step.
+    ``R``, (rows x rows) or (n x rows x rows), and the three further tensors ``work`` are written to; one of these is
+    returned. ``watch`` is not shown the first ``R``.
     """
     Z, T, Q = work
     for index, (a, b, c) in enumerate(segment):
@@ -266,13 +247,10 @@ def gram_flops(
     return segments * (2 * share + 2) * rows**2 * cols + cubes * 2 * share * rows**3
 
 
-def restarts_for(coefficient_type: str | Sequence[Coefficients], steps: int, extra: int = 0) -> Restarts | None:
+def restarts_for(coefficient_type: CoefficientType, steps: int, extra: int = 0) -> Restarts | None:
     """Restarts of the Gram form for a schedule; None where the Gram form is not safe, or no table has it.
 
-    Args:
-        coefficient_type: name of a set, or a list of ``(a, b, c)``.
-        steps: number of steps.
-        extra: restarts beyond the necessary ones: 0, or 1 as in the preset ``accurate``.
+    ``extra`` ones, 0 or 1 as in the preset ``accurate``, are added to those that are necessary.
     """
     if not isinstance(coefficient_type, str):
         return None

@@ -7,9 +7,9 @@ kernels round differently and a resume on another one would not be bit-equal.
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from megatron_eopt.orthogonalize.products import SMALLEST_BLOCKED, Blocked, Dens
 
 if TYPE_CHECKING:
     from megatron_eopt.orthogonalize.triton_kernel import Fp32Precision
+
+Shapes = Sequence[tuple[int, ...]]
+"""Of matrices (rows, cols) or stacks of them (n, rows, cols)."""
 
 # What an entry may be off by: the first of its own size (two units in the last place of its dtype), and the second of
 # the largest entry, for the rounding of sums of up to 1e5 terms, which tensor cores cut off instead of rounding.
@@ -33,32 +36,20 @@ _TF32_TOLERANCE = (2.0**-9, 2.0**-10)
 
 @dataclass(frozen=True)
 class Kernel:
-    """One way to compute symmetric products.
+    """One way to compute symmetric products."""
 
-    Attributes:
-        make: makes it, for a precision of fp32 products.
-        missing: why it cannot run on a device, or None.
-        suits: whether it is tried unasked, for shapes, a dtype and a device. Where it is not, nothing is warned of.
-    """
-
-    make: Callable[["Fp32Precision"], Products]
-    missing: Callable[[torch.device], str | None] = lambda device: None
-    suits: Callable[[Sequence[tuple[int, ...]], torch.dtype, torch.device], bool] = lambda shapes, dtype, device: True
+    make: Callable[["Fp32Precision"], Products]  # for a precision of fp32 products
+    missing: Callable[[torch.device], str | None] = lambda device: None  # why it cannot run on a device, or None
+    # whether it is tried unasked; where it is not, nothing is warned of
+    suits: Callable[[Shapes, torch.dtype, torch.device], bool] = lambda shapes, dtype, device: True
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The kernel that was chosen.
+class Choice(NamedTuple):
+    """The kernel that was chosen."""
 
-    Attributes:
-        kernel: its name, which a checkpoint keeps.
-        products: computes the products.
-        dropped: kernels that were tried and dropped, on this rank or on another, with the reason.
-    """
-
-    kernel: str
+    kernel: str  # its name, which a checkpoint keeps
     products: Products
-    dropped: Mapping[str, str] = field(default_factory=dict)
+    dropped: Mapping[str, str]  # kernels that were tried and dropped, on this rank or on another, with the reason
 
 
 def _make_triton(fp32_precision: "Fp32Precision") -> Products:
@@ -80,7 +71,7 @@ def _triton_missing(device: torch.device) -> str | None:
     return None if major >= 8 else f"the GPU has compute capability {major}.{minor}, and 8.0 is needed"
 
 
-def _suits_blocked(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> bool:
+def _suits_blocked(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> bool:
     large = any(min(shape[-2:]) >= SMALLEST_BLOCKED for shape in shapes)
     return device.type == "cpu" and dtype == torch.float32 and large
 
@@ -88,9 +79,7 @@ def _suits_blocked(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device
 # The fastest first. The last one is what the others are checked against; it is always there.
 KERNELS: dict[str, Kernel] = {
     "triton": Kernel(
-        _make_triton,
-        _triton_missing,
-        lambda shapes, dtype, device: device.type != "cpu" and dtype != torch.float64,
+        _make_triton, _triton_missing, lambda shapes, dtype, device: device.type != "cpu" and dtype != torch.float64
     ),
     "blocked": Kernel(lambda fp32_precision: Blocked(), suits=_suits_blocked),
     "torch": Kernel(lambda fp32_precision: Dense()),
@@ -98,7 +87,7 @@ KERNELS: dict[str, Kernel] = {
 
 
 def choose(
-    shapes: Sequence[tuple[int, ...]],
+    shapes: Shapes,
     dtype: torch.dtype | Sequence[torch.dtype],
     device: torch.device | str,
     *,
@@ -114,7 +103,7 @@ def choose(
     it so says why, in one warning for each kernel.
 
     Args:
-        shapes: of the matrices (rows, cols) or stacks (n, rows, cols) that will come.
+        shapes: that will come.
         dtype: in which the products are computed; several where the forms differ in it.
         device: where.
         kernel: takes this one instead of the fastest, or fails; the same on every rank.
@@ -141,19 +130,16 @@ def choose(
     device = torch.device(device)
     dtypes = [dtype] if isinstance(dtype, torch.dtype) else list(dtype)
     *others, reference = kernels
-    if kernel is not None and kernel not in kernels:
+    if kernel is None:
+        tried = [name for name in others if all(kernels[name].suits(shapes, each, device) for each in dtypes)]
+    elif kernel in kernels:
+        tried = [kernel]
+    else:
         raise ValueError(f"unknown kernel {kernel!r} of symmetric products: expected one of {', '.join(kernels)}")
-    tried = (
-        [kernel]
-        if kernel is not None
-        else [name for name in others if all(kernels[name].suits(shapes, each, device) for each in dtypes)]
-    )
-    reasons = {
-        name: reason
-        for name in tried
-        for each in dtypes
-        if name != reference and (reason := _reason(kernels[name], shapes, each, device, fp32_precision))
-    }
+    reasons: dict[str, str] = {}
+    for name in tried:
+        if name != reference and (reason := _reason(kernels[name], shapes, dtypes, device, fp32_precision)):
+            reasons[name] = reason
     serves = torch.tensor([name == reference or (name in tried and name not in reasons) for name in kernels]).int()
     if agree is not None:
         serves = agree(serves)
@@ -161,15 +147,29 @@ def choose(
     dropped = {name: reasons.get(name, "it fails on another rank") for name in tried if name not in agreed}
     if kernel in dropped:
         raise RuntimeError(f"the kernel {kernel!r} of symmetric products cannot serve: {dropped[kernel]}")
-    chosen = kernel if kernel is not None else agreed[0]
+    chosen = kernel or agreed[0]
     for name, reason in reasons.items():
         warnings.warn(f"symmetric products: {name} is dropped, {chosen} serves: {reason}", stacklevel=2)
     return Choice(chosen, kernels[chosen].make(fp32_precision), dropped)
 
 
+def _reason(
+    kernel: Kernel, shapes: Shapes, dtypes: Sequence[torch.dtype], device: torch.device, precision: "Fp32Precision"
+) -> str | None:
+    """Why a kernel cannot serve on this rank, or None; an exception is a reason, so that no rank leaves the others."""
+    try:
+        if missing := kernel.missing(device):
+            return missing
+        products = kernel.make(precision)
+        found = (check(products, shapes, dtype, device, fp32_precision=precision) for dtype in dtypes)
+        return next(filter(None, found), None)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def check(
     products: Products,
-    shapes: Sequence[tuple[int, ...]],
+    shapes: Shapes,
     dtype: torch.dtype,
     device: torch.device | str,
     *,
@@ -195,11 +195,11 @@ def check(
             # filled with NaN, so that an entry that is not written is wrong
             out = torch.full((*shape[:-2], min(shape[-2:]), min(shape[-2:])), torch.nan, dtype=dtype, device=device)
             with fp32_products("high" if tf32 else "highest"):
-                got = multiply(products, *matrices, out)
+                got = multiply(products, out, *matrices)
             if got is not out:
                 return f"{name} of {shape} in {dtype} is not written to out"
             with fp32_products("highest"):
-                expected = multiply(Dense(), *(matrix.to(wide) for matrix in matrices), None)
+                expected = multiply(Dense(), None, *(matrix.to(wide) for matrix in matrices))
             error, largest = (got.to(wide) - expected).abs(), expected.abs().max()
             if not bool((error <= relative * expected.abs() + absolute * largest).all()):
                 off = (error.max() / largest).item()
@@ -207,26 +207,10 @@ def check(
     return None
 
 
-def _reason(
-    kernel: Kernel,
-    shapes: Sequence[tuple[int, ...]],
-    dtype: torch.dtype,
-    device: torch.device,
-    fp32_precision: "Fp32Precision",
-) -> str | None:
-    """Why a kernel cannot serve on this rank, or None; an exception is a reason, so that no rank leaves the others."""
-    try:
-        return kernel.missing(device) or check(
-            kernel.make(fp32_precision), shapes, dtype, device, fp32_precision=fp32_precision
-        )
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
 def _trials(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> list[tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]]:
-    """What :func:`check` multiplies: names, functions of products and matrices, and the matrices."""
+    """What :func:`check` multiplies: names, functions of products, ``out`` and matrices, and the matrices."""
     x = torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device)
     x = x.mT if x.size(-2) > x.size(-1) else x  # as the iterations take it: the short side first, without a copy
     x = x / math.sqrt(x.size(-1))  # rows of norm 1: squares of 65504 columns would overflow fp16
@@ -237,11 +221,8 @@ def _trials(
     b = a / 2
     b.diagonal(dim1=-2, dim2=-1).fill_(0.75)
     c = a.flip(-2, -1)
-
-    def gram(products: Products, x: Tensor, out: Tensor | None) -> Tensor:
-        return products.gram(x, out=out)
-
-    def addmm(products: Products, a: Tensor, b: Tensor, c: Tensor, out: Tensor | None) -> Tensor:
-        return products.addmm(c, a, b, beta=-1.5, alpha=0.75, out=out)
-
-    return [("X X^T", gram, (x.to(dtype),)), ("beta C + alpha A B", addmm, (a, b, c))]
+    addmm = {"beta": -1.5, "alpha": 0.75}
+    return [
+        ("X X^T", lambda products, out, x: products.gram(x, out), (x.to(dtype),)),
+        ("beta C + alpha A B", lambda products, out, *abc: products.addmm(*abc, **addmm, out=out), (c, a, b)),
+    ]

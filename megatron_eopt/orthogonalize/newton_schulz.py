@@ -1,20 +1,22 @@
 """Newton-Schulz iteration for matrices and stacks of them: what the user sets, and what is decided from it once."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Literal, get_args, overload
+from typing import Literal, NamedTuple, TypedDict, Unpack, get_args, overload
 
 import torch
 from torch import Tensor
 
+from megatron_eopt.orthogonalize import forms
 from megatron_eopt.orthogonalize.choices import check_choice
-from megatron_eopt.orthogonalize.coefficients import Coefficients, get_coefficients
-from megatron_eopt.orthogonalize.forms import PRESETS, Preset, Restarts, gram_flops, restarts_for, standard_flops
-from megatron_eopt.orthogonalize.iteration import Health, Iteration
+from megatron_eopt.orthogonalize.coefficients import Coefficients, CoefficientType, get_coefficients
+from megatron_eopt.orthogonalize.forms import Preset, Restarts, Watch
 from megatron_eopt.orthogonalize.precision import (
     MatmulPrecision,
+    fp32_products,
     gram_dtype,
     product_dtype,
     validate_matmul_precision,
@@ -28,6 +30,101 @@ MAX_BYTES = 2**30
 
 _LARGE = 256
 """Short side from which on a CPU multiplies fp32 matrices faster one by one (by 5 to 15 %) than stacked."""
+
+
+class Health(NamedTuple):
+    """Figures of one matrix (0-D) or of each in a stack (1-D), on the device of the matrices.
+
+    Attributes:
+        norm: Frobenius norm of the input; not a number where it has entries that are not finite.
+        effective_rank: ``trace(R)^2 / ||R||_F^2`` of the input's Gram matrix ``R``: between 1 and the short side, which
+            an orthogonal input has.
+        residual: ``||R - I||_F / sqrt(short side)`` of the last Gram matrix that was computed, that before the last
+            step: 0 for an orthogonal one. The result is closer, but telling how close would take another product.
+        finite: False where the input had entries that are not finite; the result is zero there.
+    """
+
+    norm: Tensor
+    effective_rank: Tensor
+    residual: Tensor
+    finite: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """The iteration for matrices of one shape and dtype on one device: all is decided, calling it only computes."""
+
+    schedule: tuple[Coefficients, ...]  # one (a, b, c) per step
+    restarts: Restarts | None  # of the Gram form; None for the standard form
+    dtype: torch.dtype  # of the products
+    products: Products
+    precision: MatmulPrecision | None  # of products of fp32 tensors; None without any: torch's setting can stay
+    transposed: bool  # whether the matrices have more rows than columns
+    chunk: int  # so many matrices of a stack are worked on at once
+    one_by_one: bool  # whether matrices are computed faster each by itself than stacked
+    propagate_nan: bool  # whether a matrix with entries that are not finite gives no numbers, or zero
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The orthogonal factor of a matrix (rows x cols), or of each of a stack (n x rows x cols), a new tensor."""
+        if x.ndim == 3 and x.size(0) > self.chunk:
+            return torch.cat([self.run(part) for part in x.split(self.chunk)])
+        return self.run(x)
+
+    def run(self, x: Tensor, watch: Watch | None = None, norms: list[Tensor] | None = None) -> Tensor:
+        """The same as calling it, for a stack of at most ``chunk`` matrices.
+
+        ``norms`` gets two factors of the norm of ``x``, or one: the root of the first Gram matrix's trace is the other.
+        """
+        if x.numel() == 0:
+            return torch.empty_like(x)
+        X = x.mT if self.transposed else x
+        with self.in_precision():
+            if self.restarts is None:
+                N, *sizes = forms.normalized(X, propagate_nan=self.propagate_nan)
+                factor = forms.iterate_standard(N.to(self.dtype), self.schedule, self.products, watch=watch)
+            elif self.dtype == torch.float16:
+                N, *sizes = forms.normalized(X, propagate_nan=self.propagate_nan)
+                factor = forms.iterate_gram_fp16(N, self.schedule, self.restarts, self.products, watch=watch)
+            else:
+                N, *sizes = forms.scaled(X, self.propagate_nan)
+                factor = forms.iterate_gram(N, self.schedule, self.restarts, self.products, watch=watch, normalize=True)
+        if norms is not None:
+            norms += sizes
+        return (factor.mT if self.transposed else factor).to(x.dtype)
+
+    def with_health(self, x: Tensor) -> tuple[Tensor, Health]:
+        """The orthogonal factors, and what the Gram matrices tell of each matrix."""
+        if x.ndim == 3 and x.size(0) > self.chunk:
+            factors, healths = zip(*map(self.with_health, x.split(self.chunk)), strict=True)
+            return torch.cat(factors), Health(*map(torch.cat, zip(*healths, strict=True)))
+        if x.numel() == 0:  # the figures of zero matrices
+            zeros = torch.zeros(x.shape[:-2], dtype=torch.float64, device=x.device)
+            return torch.empty_like(x), Health(zeros, zeros, zeros + 1, zeros == 0)
+        last = len(self.schedule) - 1
+        figures: dict[int, tuple[Tensor, Tensor]] = {}  # trace and squared norm of the first and the last Gram matrix
+
+        def watch(step: int, R: Tensor) -> None:
+            if step in (0, last):
+                trace = R.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float64)
+                figures[step] = trace, torch.linalg.vector_norm(R.float(), dim=(-2, -1)).double().square()
+
+        norms: list[Tensor] = []
+        factor = self.run(x, watch, norms)
+        trace, squares = figures[0]
+        sizes = [each.double().reshape(trace.shape) for each in norms]
+        norm = sizes[-1] * (sizes[0] if len(sizes) > 1 else trace.sqrt())
+        last_trace, last_squares = figures[last]
+        short = min(x.shape[-2:])
+        return factor, Health(
+            norm=norm,
+            effective_rank=torch.where(squares == 0, 0, trace.square() / squares),
+            residual=((last_squares - 2 * last_trace + short).clamp(min=0) / short).sqrt(),
+            finite=norm.isfinite(),
+        )
+
+    def in_precision(self) -> AbstractContextManager[None]:
+        """In which products of fp32 tensors have this iteration's precision."""
+        return nullcontext() if self.precision is None else fp32_products(self.precision)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +143,7 @@ class NewtonSchulz:
     """
 
     steps: int = 5
-    coefficient_type: str | Sequence[Coefficients] = "quintic"
+    coefficient_type: CoefficientType = "quintic"
     fp32_matmul_prec: MatmulPrecision = "medium"
     max_bytes: int = MAX_BYTES
     products: Products | None = None
@@ -69,7 +166,7 @@ class NewtonSchulz:
     @cached_property
     def restarts(self) -> Restarts | None:
         """Restarts of the Gram form; None for a schedule that no table has, which the Gram form does not serve."""
-        return restarts_for(self.coefficient_type, self.steps)
+        return forms.restarts_for(self.coefficient_type, self.steps)
 
     def compile(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, form: Form = "auto"
@@ -94,62 +191,47 @@ class NewtonSchulz:
                 f"no table has restarts of {self.coefficient_type!r} in {self.steps} steps, without which the Gram "
                 "form is not safe: take the standard form"
             )
-        return _compiled(
-            self.schedule,
-            self.restarts,
-            form,
-            self.fp32_matmul_prec,
-            self.max_bytes,
-            self.products,
-            (shape[-2], shape[-1]),
-            dtype,
-            torch.device(device),
-            True,
-        )
+        settings = self.schedule, self.restarts, form, self.fp32_matmul_prec, self.max_bytes, self.products
+        return _compiled(*settings, (shape[-2], shape[-1]), dtype, torch.device(device), True)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The orthogonal factor of a matrix, or of each in a stack; see :meth:`compile`."""
         return self.compile(x.shape, x.dtype, x.device)(x)
 
 
-@overload
-def newton_schulz(
-    x: Tensor,
-    steps: int = 5,
-    coefficient_type: str | Sequence[Coefficients] = "quintic",
-    *,
-    fp32_matmul_prec: MatmulPrecision = "highest",
-    form: Form = "auto",
-    preset: Preset = "default",
-    restarts: Sequence[int] | None = None,
-    max_bytes: int = MAX_BYTES,
-    propagate_nan: bool = False,
-    products: Products | None = None,
-    health: Literal[False] = False,
-) -> Tensor: ...
+class _Options(TypedDict, total=False):
+    """The keywords of :func:`newton_schulz` but ``health``, for type checkers."""
+
+    fp32_matmul_prec: MatmulPrecision
+    form: Form
+    preset: Preset
+    restarts: Sequence[int] | None
+    max_bytes: int
+    propagate_nan: bool
+    products: Products | None
 
 
 @overload
 def newton_schulz(
     x: Tensor,
-    steps: int = 5,
-    coefficient_type: str | Sequence[Coefficients] = "quintic",
+    steps: int = ...,
+    coefficient_type: CoefficientType = ...,
     *,
-    fp32_matmul_prec: MatmulPrecision = "highest",
-    form: Form = "auto",
-    preset: Preset = "default",
-    restarts: Sequence[int] | None = None,
-    max_bytes: int = MAX_BYTES,
-    propagate_nan: bool = False,
-    products: Products | None = None,
     health: Literal[True],
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, Health]: ...
 
 
+@overload
+def newton_schulz(
+    x: Tensor, steps: int = ..., coefficient_type: CoefficientType = ..., **options: Unpack[_Options]
+) -> Tensor: ...
+
+
 def newton_schulz(
     x: Tensor,
     steps: int = 5,
-    coefficient_type: str | Sequence[Coefficients] = "quintic",
+    coefficient_type: CoefficientType = "quintic",
     *,
     fp32_matmul_prec: MatmulPrecision = "highest",
     form: Form = "auto",
@@ -202,31 +284,25 @@ def newton_schulz(
         raise ValueError(f"expected a matrix or a stack of matrices (2-D or 3-D), got shape {tuple(x.shape)}")
     validate_matmul_precision(fp32_matmul_prec)
     check_choice("form", form, get_args(Form))
-    check_choice("preset", preset, PRESETS)
+    check_choice("preset", preset, forms.PRESETS)
     if preset == "fast":
-        coefficient_type, steps, _ = PRESETS[preset]
+        coefficient_type, steps, _ = forms.PRESETS[preset]
     schedule = get_coefficients(coefficient_type, steps)
     if restarts is None:
-        restarts = restarts_for(coefficient_type, steps, PRESETS[preset][2])
+        restarts = forms.restarts_for(coefficient_type, steps, forms.PRESETS[preset][2])
+    elif all(isinstance(step, int) and before < step < steps for before, step in pairwise([0, *restarts])):
+        restarts = tuple(restarts)
     else:
-        restarts = _checked(restarts, steps)
+        raise ValueError(f"restarts are ascending integers between 1 and {steps - 1}, got {list(restarts)}")
     dtype = product_dtype(x.dtype, fp32_matmul_prec)
     if form == "gram" and (restarts is None or gram_dtype(dtype, x.device) is None):
         raise ValueError(
             f"the Gram form is not safe with {coefficient_type!r} in {steps} steps and {dtype} products on "
             f"{x.device.type!r}: take the standard form, precision 'high' or 'highest', or give its restarts"
         )
-    shape = (x.size(-2), x.size(-1))
-    iteration = _compiled(
-        schedule, restarts, form, fp32_matmul_prec, max_bytes, products, shape, x.dtype, x.device, propagate_nan
-    )
+    settings = schedule, restarts, form, fp32_matmul_prec, max_bytes, products
+    iteration = _compiled(*settings, (x.size(-2), x.size(-1)), x.dtype, x.device, propagate_nan)
     return iteration.with_health(x) if health else iteration(x)
-
-
-def _checked(restarts: Sequence[int], steps: int) -> Restarts:
-    if any(not isinstance(step, int) or not before < step < steps for before, step in pairwise([0, *restarts])):
-        raise ValueError(f"restarts are ascending integers between 1 and {steps - 1}, got {list(restarts)}")
-    return tuple(restarts)
 
 
 @lru_cache(maxsize=1024)
@@ -244,25 +320,15 @@ def _compiled(
 ) -> Iteration:
     """Decide the form, its dtype, what computes its products, and how much of a stack is worked on at once.
 
-    Args:
-        schedule: one ``(a, b, c)`` per step.
-        restarts: of the Gram form; None where it is not safe.
-        form: ``auto`` for the cheaper one.
-        precision: of the products.
-        max_bytes: what the work on a chunk may take.
-        products: computes the symmetric products; None for what suits the device.
-        shape: rows and columns.
-        dtype: of the matrices.
-        device: of the matrices.
-        propagate_nan: see :class:`Iteration`.
+    ``restarts`` are None where the Gram form is not safe, ``products`` where those that suit the device are wanted.
     """
     rows, cols = sorted(shape)
     used = product_dtype(dtype, precision)
     of_gram = gram_dtype(used, device)
     if form == "auto" and restarts is not None and of_gram is not None:
         share = (products or default_products(device, of_gram)).share(rows)
-        gram, standard = gram_flops(rows, cols, schedule, restarts, share), standard_flops(rows, cols, schedule, share)
-        form = "gram" if gram < standard else "standard"
+        standard = forms.standard_flops(rows, cols, schedule, share)
+        form = "gram" if forms.gram_flops(rows, cols, schedule, restarts, share) < standard else "standard"
     if form == "gram":
         used = of_gram or torch.float32
     else:

@@ -1,7 +1,7 @@
 """In which precision fp32 products run, for this package's products alone."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,11 +16,7 @@ _FP32_PRODUCTS = {"low": "tf32", "medium": "tf32", "high": "tf32", "highest": "i
 
 
 def validate_matmul_precision(precision: str) -> None:
-    """Check the name of a precision.
-
-    Raises:
-        ValueError: for an unknown name, naming the known ones.
-    """
+    """Raise ``ValueError``, naming the known ones, unless a precision has this name."""
     check_choice("fp32_matmul_prec", precision, get_args(MatmulPrecision))
 
 
@@ -55,26 +51,17 @@ def fp32_products(precision: MatmulPrecision) -> Iterator[None]:
     exception, and it is not touched where it is right already.
     """
     wanted = _FP32_PRODUCTS[precision]
-    changed: list[tuple[Any, str, Any]] = []
-    try:
-        for backend, name, value in _settings(wanted):
-            before = getattr(backend, name)
-            if before != value:
-                changed.append((backend, name, before))
-                setattr(backend, name, value)
-        yield
-    finally:
-        for backend, name, before in reversed(changed):
-            setattr(backend, name, before)
-
-
-def _settings(wanted: str) -> list[tuple[Any, str, Any]]:
-    """The attributes that decide, with the values for ``wanted``.
-
-    From torch 2.9 on each backend has its own; reading the older ones raises where a user has set the newer.
-    """
     cuda = torch.backends.cuda.matmul
+    # From torch 2.9 on each backend has its own setting; reading the older one raises where a user has set the newer.
     if hasattr(cuda, "fp32_precision"):
         cpu = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-        return [(cuda, "fp32_precision", wanted), (cpu, "fp32_precision", wanted)]
-    return [(cuda, "allow_tf32", wanted == "tf32")]
+        settings: list[tuple[Any, str, Any]] = [(cuda, "fp32_precision", wanted), (cpu, "fp32_precision", wanted)]
+    else:
+        settings = [(cuda, "allow_tf32", wanted == "tf32")]
+    with ExitStack() as undoing:
+        for backend, name, value in settings:
+            before = getattr(backend, name)
+            if before != value:
+                undoing.callback(setattr, backend, name, before)
+                setattr(backend, name, value)
+        yield

@@ -13,8 +13,6 @@ from torch import Tensor
 SMALLEST_BLOCKED = 512
 """Rows from which on :class:`Blocked` is taken for fp32 on a CPU: about where it begins to pay on two cores."""
 
-_CACHE_LINE = 64  # bytes
-
 
 class Products(Protocol):
     """A way to compute symmetric products of one matrix or a stack of them; hashable, as a frozen dataclass is.
@@ -73,14 +71,10 @@ class Blocked:
 
     With ``n`` strips ``(n + 1) / 2n`` of the products are left, five eighths with four. More would save little, and
     thinner strips are computed more slowly. The matrices of a stack are computed one after another.
-
-    Attributes:
-        strips: into which a matrix is cut.
-        smallest: products of fewer rows are computed whole.
     """
 
     strips: int = 4
-    smallest: int = SMALLEST_BLOCKED
+    smallest: int = SMALLEST_BLOCKED  # products of fewer rows are computed whole
 
     def share(self, rows: int) -> float:
         """See :class:`Products`."""
@@ -138,5 +132,6 @@ def square_work(x: Tensor, count: int) -> list[Tensor]:
     falls into few sets of a CPU's cache, and a mirrored copy takes twice as long.
     """
     rows = x.size(-2)
-    apart = rows + (_CACHE_LINE // x.element_size() if x.device.type == "cpu" and x.ndim == 2 else 0)
+    cache_line = 64  # bytes
+    apart = rows + (cache_line // x.element_size() if x.device.type == "cpu" and x.ndim == 2 else 0)
     return [x.new_empty(*x.shape[:-1], apart)[..., :rows] for _ in range(count)]

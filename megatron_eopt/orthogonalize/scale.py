@@ -18,11 +18,7 @@ are those of :func:`muon_scale_factor`."""
 
 
 def validate_scale_mode(mode: str) -> None:
-    """Check the name of a scale mode.
-
-    Raises:
-        ValueError: for an unknown name, naming the known ones.
-    """
+    """Raise ``ValueError``, naming the known ones, unless a scale mode has this name."""
     check_choice("scale mode", mode, get_args(ScaleMode))
 
 
@@ -60,11 +56,9 @@ def muon_scale_factor(rows: int, cols: int, mode: str = "spectral") -> float:
 
 
 def predicted_update_rms(rows: int, cols: int, mode: str = "spectral", extra_scale_factor: float = 1.0) -> float:
-    """RMS of the entries of a Muon update of full rank, before the learning rate; AdamW's is near 0.2 [1].
+    """RMS of the entries of a Muon update of full rank, before the learning rate; 0 for an update without entries.
 
-    That of an update without entries is 0.
-
-    [1] arXiv 2502.16982, section 2.2.
+    AdamW's is near 0.2 (arXiv 2502.16982, section 2.2).
     """
     if 0 in (rows, cols):
         validate_scale_mode(mode)

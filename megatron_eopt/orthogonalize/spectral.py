@@ -14,14 +14,7 @@ SumOverRanks = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 def start_vector(size: int, seed: int = 0) -> Tensor:
     """A unit vector to start a power iteration with: the same for the same arguments, on every rank.
 
-    torch's own generators are neither asked nor moved.
-
-    Args:
-        size: number of entries; 0 gives an empty vector.
-        seed: of the normally distributed entries.
-
-    Returns:
-        (size,), in fp32, on the CPU.
+    (size,) normally distributed entries, in fp32, on the CPU. torch's own generators are neither asked nor moved.
     """
     x = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
     return x / nonzero(torch.linalg.vector_norm(x))
@@ -71,28 +64,20 @@ def power_iterations(
 ) -> list[tuple[Tensor, Tensor]]:
     """:func:`power_iteration` of many matrices in step with each other, of which a rank may hold only some rows.
 
-    Args:
-        matrices: this rank's rows of each.
-        us: the vector ``u`` of each, this rank's entries.
-        steps: at least 1.
-        summed: called twice in each step, so that ranks exchange once for all matrices.
+    ``summed`` is called twice in each step, so that ranks exchange once for all matrices.
     """
     if steps < 1:
         raise ValueError(f"a power iteration has at least 1 step, got {steps}")
     wide = [_wide(matrix) for matrix in matrices]
-    us = [u.to(W.dtype) for u, W in zip(us, wide, strict=True)]
+    us = [_fitting("u", u, W, W.shape[:-1]) for u, W in zip(us, wide, strict=True)]
     vs: list[Tensor] = []
-    for W, u in zip(wide, us, strict=True):
-        _check(W, u)
     for _ in range(steps):
         products = summed([_times(W.mT, u) for W, u in zip(wide, us, strict=True)])
         vs = [v / nonzero(_norm(v)).to(v.dtype) for v in products]
         images = [_times(W, v) for W, v in zip(wide, vs, strict=True)]
         norms = [squared.sqrt() for squared in summed([_norm(x).square() for x in images])]
-        us = [
-            torch.where(norm == 0, u, x / nonzero(norm).to(x.dtype))
-            for u, x, norm in zip(us, images, norms, strict=True)
-        ]
+        found = zip(us, images, norms, strict=True)
+        us = [torch.where(norm == 0, u, x / nonzero(norm).to(x.dtype)) for u, x, norm in found]
     return list(zip(us, vs, strict=True))
 
 
@@ -103,8 +88,8 @@ def rayleigh_quotients(
     products = []
     for matrix, u, v in zip(matrices, us, vs, strict=True):
         W = _wide(matrix)
-        _check(W, u, v)
-        products.append((u.to(W.dtype) * _times(W, v.to(W.dtype))).sum(-1))
+        image = _times(W, _fitting("v", v, W, (*W.shape[:-2], W.size(-1))))
+        products.append((_fitting("u", u, W, W.shape[:-1]) * image).sum(-1))
     return list(summed(products))
 
 
@@ -115,16 +100,9 @@ def low_rank_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]
     come from the eigenvectors of the Gram matrix of the short side, in fp64: that takes fewer operations than a
     decomposition of the matrix, and squaring leaves 1e-8 of ``||W||``, less than fp32 does.
 
-    Args:
-        matrix: (m x n), of any floating dtype.
-        rank: ``r``, from 1 to ``min(m, n)``.
-
     Returns:
         ``A`` (m x r) and ``B`` (n x r) in fp32 (fp64 for an fp64 matrix), and all singular values in fp64, the largest
         first.
-
-    Raises:
-        ValueError: for another rank.
     """
     if not 1 <= rank <= min(matrix.shape):
         raise ValueError(f"a matrix {tuple(matrix.shape)} has factors of rank 1 to {min(matrix.shape)}, got {rank}")
@@ -153,10 +131,10 @@ def _times(W: Tensor, x: Tensor) -> Tensor:
     return (W @ x.unsqueeze(-1)).squeeze(-1)
 
 
-def _check(W: Tensor, u: Tensor, v: Tensor | None = None) -> None:
-    for name, x, size in (("u", u, W.shape[:-1]), ("v", v, (*W.shape[:-2], W.shape[-1]))):
-        if x is not None and x.shape != size:
-            raise ValueError(
-                f"{name} of a matrix {tuple(W.shape)} has the shape {tuple(size)}, got {tuple(x.shape)}: leading "
-                f"dimensions are of a stack"
-            )
+def _fitting(name: str, x: Tensor, W: Tensor, shape: Sequence[int]) -> Tensor:
+    if x.shape != shape:
+        raise ValueError(
+            f"{name} of a matrix {tuple(W.shape)} has the shape {tuple(shape)}, got {tuple(x.shape)}: leading "
+            f"dimensions are of a stack"
+        )
+    return x.to(W.dtype)

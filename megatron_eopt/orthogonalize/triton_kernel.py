@@ -19,22 +19,13 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the result is cut, and with what a tile is computed.
+    """How the result is cut, and with what a tile is computed; width and depth are powers of two, at least 16."""
 
-    Attributes:
-        width: rows and columns of a tile of the result; a power of two, at least 16.
-        depth: columns of ``A`` and ``B`` taken at once; a power of two, at least 16.
-        band: rows of tiles that are walked down column by column, so that programs that run together share panels of
-            ``A`` and ``B`` in the L2 cache.
-        warps: warps per program.
-        stages: steps of ``depth`` that are loaded ahead.
-    """
-
-    width: int
-    depth: int
-    band: int = 8
-    warps: int = 4
-    stages: int = 3
+    width: int  # rows and columns of a tile of the result
+    depth: int  # columns of A and B taken at once
+    band: int = 8  # rows of tiles walked down column by column: programs that run together share panels in the L2 cache
+    warps: int = 4  # per program
+    stages: int = 3  # steps of depth that are loaded ahead
 
 
 def tiles_for(rows: int, dtype: torch.dtype, input_precision: Fp32Precision = "ieee") -> Tiles:
@@ -62,7 +53,6 @@ def symmetric_product(
     alpha: float = 1.0,
     beta: float = 1.0,
     out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
     input_precision: Fp32Precision = "ieee",
     tiles: Tiles | None = None,
 ) -> Tensor:
@@ -78,9 +68,8 @@ def symmetric_product(
         c: (rows x rows) or (n x rows x rows), of any strides and floating dtype; not read where ``beta`` is 0.
         alpha: factor of the product, and
         beta: of ``c``; both arguments of the compiled kernel, which is the same for all of their values.
-        out: written to and returned, of any strides and floating dtype; none of the inputs. By default a new tensor,
-            contiguous, of
-        out_dtype: by default that of ``a``; fp32 keeps what was accumulated.
+        out: written to and returned, of any strides and floating dtype (fp32 keeps what was accumulated); none of the
+            inputs. By default a new contiguous tensor of the dtype of ``a``.
         input_precision: how fp32 factors are multiplied.
         tiles: by default :func:`tiles_for`.
 
@@ -90,17 +79,16 @@ def symmetric_product(
     """
     if a.dtype not in _DTYPES or a.dtype != b.dtype:
         raise TypeError(f"expected factors of one dtype, fp16, bf16 or fp32, got {a.dtype} and {b.dtype}")
-    if a.ndim not in (2, 3) or a.shape != b.shape:
-        raise ValueError(f"expected factors of one 2-D or 3-D shape, got {tuple(a.shape)} and {tuple(b.shape)}")
+    if a.ndim not in (2, 3):
+        raise ValueError(f"expected factors of a 2-D or 3-D shape, got {tuple(a.shape)}")
     rows, cols = a.shape[-2:]
-    if out is None:
-        out = torch.empty(*a.shape[:-1], rows, dtype=out_dtype or a.dtype, device=a.device)
-    for name, x in (("c", c), ("out", out)):
-        if x is not None and x.shape != (*a.shape[:-1], rows):
-            raise ValueError(f"expected {name} of shape {(*a.shape[:-1], rows)}, got {tuple(x.shape)}")
-    for name, x in (("b", b), ("c", c), ("out", out)):
-        if x is not None and x.device != a.device:
-            raise ValueError(f"expected {name} on {a.device} like a, got it on {x.device}")
+    square = (*a.shape[:-1], rows)
+    out = a.new_empty(square) if out is None else out
+    for name, x, shape in (("b", b, tuple(a.shape)), ("c", c, square), ("out", out, square)):
+        if x is not None and (x.device != a.device or x.shape != shape):
+            raise ValueError(
+                f"expected {name} on {a.device} and of shape {shape}, got it on {x.device} and of {tuple(x.shape)}"
+            )
     if out is a or out is b or out is c:
         raise ValueError("out is one of the inputs, which other programs still read when it is written")
     if out.numel() == 0:
@@ -112,6 +100,8 @@ def symmetric_product(
     side = -(-rows // tiles.width)
     per_matrix = side * (side + 1) // 2
     stack = a.size(0) if a.ndim == 3 else 1
+    # from matrix to matrix, row to row and column to column
+    strides = [s for x in (a, b, addend, out) for s in (x.stride(0) if x.ndim == 3 else 0, *x.stride()[-2:])]
     # triton launches on the current device, whatever device the tensors are on
     with torch.cuda.device_of(a):
         _kernel[(stack * per_matrix,)](
@@ -124,10 +114,7 @@ def symmetric_product(
             rows,
             cols,
             per_matrix,
-            *_strides(a),
-            *_strides(b),
-            *_strides(addend),
-            *_strides(out),
+            *strides,
             USE_C=use_c,
             EVEN=rows % tiles.width == 0 and cols % tiles.depth == 0,
             PRECISION=input_precision,
@@ -143,13 +130,9 @@ def symmetric_product(
 
 @dataclass(frozen=True)
 class Triton:
-    """Products by :func:`symmetric_product`: half of them is computed, and results are symmetric to the last bit.
+    """Products by :func:`symmetric_product`: half of them is computed, and results are symmetric to the last bit."""
 
-    Attributes:
-        input_precision: how fp32 factors are multiplied; torch's own setting does not reach the kernel.
-    """
-
-    input_precision: Fp32Precision = "ieee"
+    input_precision: Fp32Precision = "ieee"  # of fp32 factors; torch's own setting does not reach the kernel
 
     def share(self, rows: int) -> float:
         """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
@@ -163,11 +146,6 @@ class Triton:
         """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
         # b is symmetric: A B = A B^T
         return symmetric_product(a, b, c, alpha=alpha, beta=beta, out=out, input_precision=self.input_precision)
-
-
-def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Strides from matrix to matrix, row to row and column to column."""
-    return (x.stride(0) if x.ndim == 3 else 0, x.stride(-2), x.stride(-1))
 
 
 @triton.jit

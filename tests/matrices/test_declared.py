@@ -6,7 +6,6 @@ from megatron_eopt.matrices import (
     WHOLE,
     check_split_shapes,
     declare,
-    declared_for,
     declared_split,
     query_key_value,
     split_of,
@@ -37,7 +36,9 @@ def test_parameters_are_tagged_by_their_names():
 def test_two_declarations_of_one_parameter_have_to_agree():
     declare(IN_PROJ, GATE_UP)
     declare("decoder.*", GATE_UP)
-    assert declared_for("decoder.layers.0.in_proj.weight") == GATE_UP
+    twice = torch.nn.Parameter(torch.ones(4, 4))
+    tag_declared([("decoder.layers.0.in_proj.weight", twice)])
+    assert declared_split(twice) == GATE_UP
     declare("decoder.*", GATE_UP)
     with pytest.raises(ValueError, match=r"'decoder.\*' is declared already, otherwise"):
         declare("decoder.*", WHOLE)

@@ -5,9 +5,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.matrices import GATE_UP, WHOLE, Part, Split, concatenated, experts, heads, interleaved, per_shard
+from megatron_eopt.matrices import (
+    GATE_UP,
+    WHOLE,
+    LocalRows,
+    Part,
+    Split,
+    concatenated,
+    experts,
+    heads,
+    interleaved,
+    per_shard,
+)
 from megatron_eopt.matrices import query_key_value as qkv
-from megatron_eopt.matrices.rows import LocalRows
 from megatron_eopt.parallel.layout import Layout, local_rows, on_one_rank, shared_out, split_layout
 from megatron_eopt.parallel.records import cut, cut_at, whole
 from tests.matrices.models import kinds, merge_rows, split_rows

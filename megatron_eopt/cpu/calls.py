@@ -1,0 +1,191 @@
+"""What torch makes, moves, compiles and exchanges: tensors for a GPU are on the CPU, nccl is gloo."""
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._device
+
+from megatron_eopt.redirect import Redirection, answer, around, becomes
+
+_CPU = torch.device("cpu")
+# What makes a tensor and takes `device=`, besides the functions that `with torch.device` knows.
+_LIKE = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
+_METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+_ELEMENTS = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def _is_cuda(device: Any) -> bool:
+    """Whether ``device`` names a GPU: an index, ``"cuda"``, ``"cuda:1"`` or a torch.device of that type."""
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def _factory(real: Any, *args: Any, **kwargs: Any) -> Any:
+    if _is_cuda(kwargs.get("device")):
+        kwargs["device"] = _CPU
+    if kwargs.get("pin_memory"):
+        kwargs["pin_memory"] = False
+    return real(*args, **kwargs)
+
+
+def _to(real: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """For ``Tensor.to`` and ``Module.to``, whose first argument may be a device, a dtype or a tensor."""
+    if args and _is_cuda(args[0]):
+        args = (_CPU, *args[1:])
+    return _factory(real, self, *args, **kwargs)
+
+
+def _stays(real: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self
+
+
+def _type(real: Any, self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if dtype is None:
+        name = real(self)
+        return name if "cuda" in name else name.replace("torch.", "torch.cuda.", 1)
+    return real(self, dtype.replace("torch.cuda.", "torch.") if isinstance(dtype, str) else dtype, *args, **kwargs)
+
+
+def _device_context(real: Any, self: Any, device: Any) -> None:
+    real(self, _CPU if _is_cuda(device) else device)
+
+
+def _load(real: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+    return real(f, _CPU if _is_cuda(map_location) else map_location, *args, **kwargs)
+
+
+def _compile(real: Any, model: Any = None, **kwargs: Any) -> Any:
+    # called as a decorator with arguments, torch.compile gets no model
+    return (lambda decorated: decorated) if model is None else model
+
+
+class Works:
+    """Several asynchronous collectives as one handle."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = list(works)
+
+    def wait(self, *args: Any) -> bool:
+        """Wait for all of them; like a work of torch's, True when done."""
+        for work in self._works:
+            work.wait(*args)
+        return True
+
+    def is_completed(self) -> bool:
+        """True when all of them are done."""
+        return all(work.is_completed() for work in self._works)
+
+
+def _gloo_for_nccl(backend: Any) -> Any:
+    # None means one backend per kind of device, and torch would choose nccl for the GPU it believes to have
+    return "gloo" if backend is None or "nccl" in str(backend).lower() else backend
+
+
+def _init_process_group(
+    real: Any, backend: Any = None, *args: Any, device_id: Any = None, pg_options: Any = None, **kwargs: Any
+) -> None:
+    real(_gloo_for_nccl(backend), *args, **kwargs)
+
+
+def _new_group(
+    real: Any,
+    ranks: Any = None,
+    timeout: Any = None,
+    backend: Any = None,
+    pg_options: Any = None,
+    *args: Any,
+    device_id: Any = None,
+    **kwargs: Any,
+) -> Any:
+    return real(ranks, timeout, _gloo_for_nccl(backend), None, *args, **kwargs)
+
+
+def _all_gather(real: Any, tensor_list: Any, tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    if len({tuple(output.shape) for output in tensor_list}) <= 1:
+        return real(tensor_list, tensor, group=group, async_op=async_op)
+    works = []
+    for rank, output in enumerate(tensor_list):
+        if rank == dist.get_rank(group):
+            output.copy_(tensor)
+        if output.numel():
+            works.append(dist.broadcast(output, group=group, group_src=rank, async_op=async_op))
+    return Works(works) if async_op else None
+
+
+def _all_to_all_single(
+    real: Any,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    split_sizes = (output_split_sizes, input_split_sizes)
+    sizes = (split.tolist() if isinstance(split, torch.Tensor) else split for split in split_sizes)
+    return real(output, input, *sizes, *args, **kwargs)
+
+
+def _barrier(real: Any, group: Any = None, async_op: bool = False, device_ids: Any = None, **kwargs: Any) -> Any:
+    return real(group=group, async_op=async_op, **kwargs)
+
+
+def redirections() -> list[Redirection]:
+    """Factories, moves and names of tensors; compilers, which return what they were given; process groups."""
+    # Before any is replaced: `with torch.device("meta")` knows its factories by identity.
+    known = torch.utils._device._device_constructors()
+    names = sorted(getattr(each, "__name__", "") for each in known)
+    factories = [name for name in names if getattr(torch, name, None) in known] + [f"{name}_like" for name in _LIKE]
+    makes = "device='cuda' or a device's index means the CPU, and there is nothing to pin memory for"
+    moves = "a tensor that is asked to go to the GPU stays where it is"
+    contexts = "`with torch.device('cuda')` and torch.set_default_device('cuda') mean the CPU"
+    types = "Megatron tells parameters apart by names like 'torch.cuda.FloatTensor'"
+    compiles = "compiling takes longer than a run on a CPU, and compiled code skips the redirections"
+    same = "the classes of GPU tensors are those of CPU tensors"
+    found = [
+        *[Redirection(torch, name, around(_factory), makes) for name in factories],
+        *[Redirection(torch.Tensor, name, around(_factory), makes) for name in _METHODS],
+        Redirection(torch.Tensor, "to", around(_to), moves),
+        Redirection(torch.Tensor, "cuda", around(_stays), moves),
+        Redirection(torch.nn.Module, "to", around(_to), moves),
+        Redirection(torch.nn.Module, "cuda", around(_stays), moves),
+        Redirection(torch.Tensor, "pin_memory", around(_stays), "there is no GPU to pin memory for"),
+        Redirection(torch.Tensor, "record_stream", answer(), "no stream uses it behind the host's back"),
+        Redirection(torch, "load", around(_load), "map_location='cuda' means the CPU"),
+        Redirection(torch.utils._device.DeviceContext, "__init__", around(_device_context), contexts),
+        Redirection(torch.Tensor, "type", around(_type), types),
+        Redirection(torch, "compile", around(_compile), compiles),
+        Redirection(torch.jit, "script", around(lambda real, obj, *args, **kwargs: obj), compiles),
+    ]
+    for name in (f"{element}Tensor" for element in _ELEMENTS):
+        found.append(Redirection(torch.cuda, name, becomes(getattr(torch, name)), same, follow=False))
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None and hasattr(dynamo, "_stance"):  # else nothing was compiled yet, and nothing will be
+        eager = "functions that were compiled before run as they are written"
+        found.append(Redirection(dynamo, "_stance", becomes(dynamo.DynamoStance(stance="force_eager")), eager))
+    if not dist.is_available():
+        return found
+    group = "there is no nccl without GPUs; gloo takes its place, without nccl's options"
+    unequal = "gloo refuses outputs of unequal sizes, nccl sends them as broadcasts"
+    sizes = "Megatron makes a list of the split sizes only where it fetches them from a GPU"
+    found += [
+        Redirection(dist, "init_process_group", around(_init_process_group), group),
+        Redirection(dist, "new_group", around(_new_group), group),
+        Redirection(dist, "barrier", around(_barrier), "device_ids is nccl's alone"),
+        Redirection(dist, "all_gather", around(_all_gather), unequal),
+        Redirection(dist, "all_to_all_single", around(_all_to_all_single), sizes),
+    ]
+    # Where all ranks are on this machine, gloo need not resolve its host name, which may not resolve at all.
+    if os.environ.get("MASTER_ADDR", "127.0.0.1") in _LOOPBACK and "lo" in {name for _, name in socket.if_nameindex()}:
+        reason = "all ranks are on this machine: gloo talks over the loopback and looks no host name up"
+        found.append(Redirection(os.environ, "GLOO_SOCKET_IFNAME", lambda present: present or "lo", reason))
+    return found

@@ -1,6 +1,6 @@
 """Which optimizer updates every parameter, with which settings; also in the form that Megatron makes groups from."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,17 +22,11 @@ _RATES = {"lr": "max_lr", "min_lr": "min_lr", "lr_mult": "lr_mult"}  # setting -
 
 @dataclass(frozen=True)
 class Assignment:
-    """A parameter, the optimizer that updates it, and its settings.
-
-    Attributes:
-        parameter: the parameter.
-        optimizer: its optimizer's name; None for a parameter that is excluded.
-        resolved: its settings, and the source of each.
-    """
+    """A parameter, the optimizer that updates it, and its settings."""
 
     parameter: ModelParameter
-    optimizer: str | None
-    resolved: Resolved
+    optimizer: str | None  # its name; None for a parameter that is excluded
+    resolved: Resolved  # settings that anybody has set for it, with the source of each
 
     @property
     def name(self) -> str:
@@ -41,7 +35,7 @@ class Assignment:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """By name, those that anybody has set for this parameter."""
+        """By name."""
         return self.resolved.settings
 
     @property
@@ -50,7 +44,7 @@ class Assignment:
         return self.optimizer is not None and takes_matrices(self.optimizer)
 
     def user_source(self, setting: str) -> str | None:
-        """What set a setting for this parameter; None where nobody did, or a default alone."""
+        """What set a setting; None where nobody did, or a default alone."""
         source = self.resolved.sources.get(setting, DEFAULT)
         return None if source.startswith(DEFAULT) else source
 
@@ -88,13 +82,13 @@ def assignments(
     found = []
     for parameter in parameters:
         own = resolved[parameter.name]
-        _check_iteration(parameter, own, config)
+        _check_iteration(parameter.name, own, config)
         optimizer = None if own.settings.get("exclude") else own.settings.get("optimizer", primary)
         found.append(Assignment(parameter, optimizer, own))
     return found
 
 
-def _check_iteration(parameter: ModelParameter, resolved: Resolved, config: Any) -> None:
+def _check_iteration(name: str, resolved: Resolved, config: Any) -> None:
     """Check that steps and coefficients, one of which may be the run's, go together."""
     own = {key: resolved.settings[key] for key in ("num_ns_steps", "coefficient_type") if key in resolved.settings}
     if not own:
@@ -104,7 +98,7 @@ def _check_iteration(parameter: ModelParameter, resolved: Resolved, config: Any)
         get_coefficients(own.get("coefficient_type", config.muon_coefficient_type), steps)
     except ValueError as error:
         sources = " and ".join(sorted({resolved.sources[key] for key in own}))
-        raise OverrideError(f"{parameter.name}: {sources}: {error}") from None
+        raise OverrideError(f"{name}: {sources}: {error}") from None
 
 
 class MegatronOverrides(dict[ParamKey, dict[str, Any]]):
@@ -120,19 +114,15 @@ class MegatronOverrides(dict[ParamKey, dict[str, Any]]):
     def __init__(self, assigned: Sequence[Assignment], config: Any) -> None:
         alike: dict[tuple[tuple[str, Any], ...], set[int]] = {}
         for each in assigned:
-            if each.optimizer is not None and (settings := group_settings(each, config)):
-                alike.setdefault(tuple(sorted(settings.items())), set()).add(id(each.parameter.tensor))
-        super().__init__(
-            (ParamKey(predicate=ParamPredicate(name=f"megatron_eopt {number}", fn=_among(ids))), dict(settings))
-            for number, (settings, ids) in enumerate(alike.items())
-        )
+            if each.optimizer is not None and (own := group_settings(each, config)):
+                alike.setdefault(tuple(sorted(own.items())), set()).add(id(each.parameter.tensor))
+        super().__init__()
+        for number, (settings, ids) in enumerate(alike.items()):
+            among = ParamPredicate(f"megatron_eopt {number}", lambda parameter, ids=ids: id(parameter) in ids)
+            self[ParamKey(predicate=among)] = dict(settings)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Add nothing."""
-
-
-def _among(ids: set[int]) -> Callable[[Any], bool]:
-    return lambda parameter: id(parameter) in ids
 
 
 def group_settings(assigned: Assignment, config: Any) -> dict[str, Any]:

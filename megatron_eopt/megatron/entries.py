@@ -7,6 +7,7 @@ from typing import Any
 from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
+from megatron_eopt import registry
 from megatron_eopt.overrides import (
     Entry,
     Known,
@@ -18,17 +19,7 @@ from megatron_eopt.overrides import (
     read_overrides,
 )
 from megatron_eopt.overrides.conditions import is_matrix
-from megatron_eopt.registry import (
-    decays_weights,
-    get_optimizer_entry,
-    is_muon_excluded,
-    is_nonlinear_or_embedding,
-    list_optimizers,
-    takes_matrices,
-)
-
-# A way to split that Megatron's fused parameters know beyond those of every optimizer.
-_SPLITS = ("per_head",)
+from megatron_eopt.registry import takes_matrices
 
 DEFAULT = "default of"
 """Start of the source of a setting that nobody has requested."""
@@ -59,13 +50,13 @@ def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] |
 
 def nonlinear_and_embedding_to_adam() -> dict[ParamKey, dict[str, Any]]:
     """Overrides that give embeddings, output layers and whatever is no matrix to Megatron's Adam."""
-    predicate = ParamPredicate(name="nonlinear_or_embedding", fn=is_nonlinear_or_embedding)
+    predicate = ParamPredicate(name="nonlinear_or_embedding", fn=registry.is_nonlinear_or_embedding)
     return {ParamKey(predicate=predicate): {"optimizer": "adam"}}
 
 
 def excluded_from_muon_to_adam() -> dict[ParamKey, dict[str, Any]]:
     """The same, and those whose attribute ``use_muon`` is False."""
-    predicate = ParamPredicate(name="muon_excluded", fn=is_muon_excluded)
+    predicate = ParamPredicate(name="muon_excluded", fn=registry.is_muon_excluded)
     return {ParamKey(predicate=predicate): {"optimizer": "adam"}}
 
 
@@ -75,20 +66,16 @@ def _defaults(overrides: Mapping[Any, Mapping[str, Any]], whose: str, known: Kno
 
 
 def _routing(primary: str, config: Any) -> dict[Any, dict[str, Any]]:
-    scalar = getattr(config, "muon_scalar_optimizer", "adam")
-    entry = get_optimizer_entry(primary)
-    return {
-        key: {**settings, "optimizer": scalar if settings.get("optimizer") == "adam" else settings["optimizer"]}
-        if takes_matrices(primary) and "optimizer" in settings
-        else dict(settings)
-        for key, settings in entry.default_param_overrides.items()
-    }
+    """The default of an optimizer; one of matrices leaves to the scalar optimizer what it leaves to Adam by itself."""
+    default = registry.get_optimizer_entry(primary).default_param_overrides
+    scalar = {"optimizer": getattr(config, "muon_scalar_optimizer", "adam")} if takes_matrices(primary) else {}
+    return {key: {**each, **(scalar if each.get("optimizer") == "adam" else {})} for key, each in default.items()}
 
 
 def _without_decay(known: Known) -> Iterator[Entry]:
     """No weight decay for parameters of optimizers that have none: the run's is for the rest."""
-    for name in list_optimizers():
-        if not decays_weights(name):
+    for name in registry.list_optimizers():
+        if not registry.decays_weights(name):
             yield make_entry(f"optimizer:{name}", {"weight_decay": 0.0}, Layer.DEFAULTS, f"{DEFAULT} {name}", known)
 
 
@@ -114,7 +101,7 @@ def _from_flags(primary: str, config: Any, known: Known) -> Iterator[Entry]:
 
 def known_names() -> Known:
     """What settings may name: the optimizers that can be built here, and the ways to split."""
-    return Known.registered(_SPLITS)
+    return Known.registered(["per_head"])  # which Megatron's fused parameters know beyond those of every optimizer
 
 
 def _signature(key: Any) -> Any:

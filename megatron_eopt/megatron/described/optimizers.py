@@ -17,8 +17,7 @@ from megatron_eopt.megatron.factory import with_preset
 from megatron_eopt.megatron.fused import logical_matrices, tag
 from megatron_eopt.megatron.manifest import rows_here
 from megatron_eopt.megatron.parameters import ModelParameter, OptimizerParameter, mark, trainable
-from megatron_eopt.megatron.support import Run
-from megatron_eopt.megatron.support.rules import refuse_unsupported
+from megatron_eopt.megatron.support.rules import Run, refuse_unsupported
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 

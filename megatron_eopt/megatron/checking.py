@@ -1,7 +1,6 @@
 """Whether a run can be built as its overrides say: checked before any optimizer is built, where it can be."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_eopt.megatron.assignment import Assignment
@@ -11,20 +10,15 @@ from megatron_eopt.overrides.known import settings_of_groups
 from megatron_eopt.overrides.settings import ENDS
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer, decays_weights
 
-_LAYER_WISE = "is_managed_by_layer_wise_optimizer"
-
 
 def refuse_other_buffers(assigned: Sequence[Assignment]) -> None:
-    """Refuse a parameter whose buffer was made for an optimizer of another kind, as Megatron's layer-wise layout does.
+    """Refuse parameters whose buffer was made for an optimizer of another kind, as Megatron's layer-wise layout does.
 
     Raises:
         OverrideError: naming the parameters.
     """
-    wrong = []
-    for each in assigned:
-        laid_out = getattr(each.parameter.tensor, _LAYER_WISE, None)
-        if laid_out is not None and laid_out != each.has_matrix_optimizer:
-            wrong.append(each)
+    mark = "is_managed_by_layer_wise_optimizer"
+    wrong = [p for p in assigned if getattr(p.parameter.tensor, mark, None) not in (None, p.has_matrix_optimizer)]
     if wrong:
         laid_out = "Adam" if wrong[0].has_matrix_optimizer else "a matrix optimizer"
         raise OverrideError(
@@ -57,13 +51,15 @@ def refuse_bad_values(
         if each.optimizer is None:
             continue
         _refuse_decay(each, each.optimizer, config)
-        trial = each.optimizer, _of_optimizer(each)
-        if each.optimizer not in EMERGING_OPTIMIZERS or not trial[1] or trial in tried:
+        name, settings = trial = each.optimizer, _of_optimizer(each)
+        if name not in EMERGING_OPTIMIZERS or not settings or trial in tried:
             continue
         tried.append(trial)
-        wrong = _mistake(trial[1], partial(error, each.optimizer))
-        if wrong is not None:
-            key, what = wrong
+        if error(name, {}) is not None:
+            continue  # whatever the overrides say: the run will meet it, or it has parameters to show
+        if (together := error(name, settings)) is not None:
+            alone = ((key, error(name, {key: value})) for key, value in settings.items())
+            key, what = next((each for each in alone if each[1] is not None), (next(iter(settings)), together))
             raise OverrideError(f"{each.resolved.sources[key]}: {key}: {what}, for {each.name}")
 
 
@@ -78,8 +74,7 @@ def refuse_unread(optimizer: Any, assigned: Sequence[Assignment]) -> None:
     optimizers = {id(each.model): each.optimizer for each in optimizer_parameters(optimizer)}
     for each in assigned:
         found = optimizers.get(id(each.parameter.tensor))
-        unread = sorted(_of_optimizer(each).keys() - settings_of_groups(found)) if found is not None else []
-        if unread:
+        if found is not None and (unread := sorted(_of_optimizer(each).keys() - settings_of_groups(found))):
             raise OverrideError(
                 f"{each.resolved.sources[unread[0]]}: {unread[0]}: {each.optimizer} has one {unread[0]} for all its "
                 f"parameters, which is set for the run alone, for {each.name}"
@@ -91,33 +86,16 @@ def _of_optimizer(assigned: Assignment) -> dict[str, Any]:
     return {k: value for k, value in assigned.settings.items() if k not in SETTINGS and assigned.user_source(k)}
 
 
-def _mistake(settings: Mapping[str, Any], error: Callable[[Mapping[str, Any]], str | None]) -> tuple[str, str] | None:
-    """The setting that an optimizer does not take, and what it says; None where it takes all, or none at all.
-
-    Args:
-        settings: those that it is tried with, together and then each by itself.
-        error: what the optimizer says of some settings, None where it takes them.
-    """
-    if error({}) is not None:
-        return None  # whatever the overrides say: the run will meet it, or it has parameters to show
-    wrong = error(settings)
-    if wrong is None:
-        return None
-    alone = ((key, error({key: value})) for key, value in settings.items())
-    return next(((key, said) for key, said in alone if said is not None), (next(iter(settings)), wrong))
-
-
 def _refuse_decay(assigned: Assignment, name: str, config: Any) -> None:
     settings = assigned.settings
     by_user = {key: source for key in ("weight_decay", *ENDS) if (source := assigned.user_source(key))}
     if not by_user:
         return
-    constant = settings.get("weight_decay", config.weight_decay)
-    start, end = (settings.get(key, constant) for key in ENDS)
     wrong = None if decays_weights(name) else next((key for key in by_user if settings[key]), None)
     if wrong is not None:
         of_parameter = f"got {settings[wrong]:g} for {assigned.name}"
         raise OverrideError(f"{by_user[wrong]}: {wrong}: {name} has no weight decay, {of_parameter}: leave it out")
+    start, end = (settings.get(key, settings.get("weight_decay", config.weight_decay)) for key in ENDS)
     if start != end and getattr(config, "weight_decay_incr_style", None) == "constant":
         raise OverrideError(
             f"{' and '.join(sorted({*by_user.values()}))}: {next(iter(by_user))}: the weight decay of {assigned.name} "

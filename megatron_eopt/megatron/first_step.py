@@ -9,23 +9,19 @@ import torch.distributed as dist
 from megatron_eopt.megatron.parameters import optimizer_parameters
 from megatron_eopt.optimizers.base import BaseOptimizer
 
-Verdict = Callable[[], bool]
+type Verdict = Callable[[], bool]
 """Called after a step that Megatron has made; whether the check has its answer, which may be an error."""
 
-Check = Callable[[], Verdict | None]
+type Check = Callable[[], Verdict | None]
 """Called before a step; None where that was all."""
 
 
 def check_first_step(optimizer: Any, checks: Sequence[Check]) -> None:
-    """Wrap ``optimizer.step`` until every check has its answer.
+    """Wrap the ``step`` of Megatron's optimizer until every check has its answer.
 
     Checks come after whatever has loaded or made the parameters: a checkpoint with or without optimizer state, or an
     initialization. A step that Megatron leaves out, since the gradient is not finite, answers no :data:`Verdict`; the
     next one does.
-
-    Args:
-        optimizer: Megatron's.
-        checks: each is called before every step until it is answered.
     """
     step, pending = optimizer.step, list(checks)
 
@@ -43,14 +39,10 @@ def check_first_step(optimizer: Any, checks: Sequence[Check]) -> None:
 
 
 def matrices_are_updated(optimizer: Any, expected: int) -> Check:
-    """A check that the first step updates as many matrices as the manifest says.
+    """A check that the first step updates as many matrices on this rank as the manifest says.
 
     Too few prove nothing in a step at a learning rate of zero, as warmups begin with: there may be nothing to compute.
     Nor do they after gradients that were not finite, whose matrices stay as they are.
-
-    Args:
-        optimizer: Megatron's.
-        expected: how many matrices this rank has a shard of.
     """
     optimizers = dict.fromkeys(each.optimizer for each in optimizer_parameters(optimizer))
     counting = [each for each in optimizers if isinstance(each, BaseOptimizer)]

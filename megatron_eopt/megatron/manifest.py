@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -43,17 +44,11 @@ _SHOWN_ELSEWHERE = {"optimizer", "lr", "min_lr", "weight_decay", "exclude"}
 
 @dataclass(frozen=True)
 class Manifest:
-    """What was collected.
+    """What was collected."""
 
-    Attributes:
-        families: of all ranks.
-        matrices_here: how many logical matrices this rank has a shard of.
-        misplaced: parameters of all ranks that another optimizer updates than they were assigned to, a line each.
-    """
-
-    families: list[Family]
-    matrices_here: int
-    misplaced: list[str]
+    families: list[Family]  # of all ranks
+    matrices_here: int  # how many logical matrices this rank has a shard of
+    misplaced: list[str]  # parameters of all ranks that another optimizer updates than they were assigned to, in lines
 
 
 def collect(optimizer: Any, assigned: Sequence[Assignment], config: Any, pg_collection: Any) -> Manifest:
@@ -72,16 +67,14 @@ def collect(optimizer: Any, assigned: Sequence[Assignment], config: Any, pg_coll
         for row in found
         if row.optimizer != wanted[row.name]
     ]
-    everywhere = gathered((families(found), families(here[len(found) :]), misplaced))
-    updated = merged([each for each, _, _ in everywhere])
-    names = {row.name for row in rows(updated)}
+    of_ranks = zip(*gathered((families(found), families(here[len(found) :]), misplaced)), strict=True)
+    updated, others, lines = (list(each) for each in of_ranks)
+    everywhere = merged(updated)
+    names = {row.name for row in rows(everywhere)}
     # what one rank does not update, another may
-    missing = families(row for row in rows(merged([each for _, each, _ in everywhere])) if row.name not in names)
-    return Manifest(
-        [*updated, *missing],
-        sum(len(each.matrices) for each in found),
-        sorted({line for _, _, lines in everywhere for line in lines}),
-    )
+    missing = families(row for row in rows(merged(others)) if row.name not in names)
+    matrices = sum(len(each.matrices) for each in found)
+    return Manifest([*everywhere, *missing], matrices, sorted(set(chain.from_iterable(lines))))
 
 
 def declare(manifest: Manifest, name: str, config: Any) -> None:
@@ -98,10 +91,8 @@ def declare(manifest: Manifest, name: str, config: Any) -> None:
         return
     form = getattr(config, "optimizer_manifest", "short")
     if form != "none":
-        print(
-            f"megatron_eopt: the optimizer of every trainable parameter\n{table(found, full=form == 'full')}",
-            flush=True,
-        )
+        listed = table(found, full=form == "full")
+        print(f"megatron_eopt: the optimizer of every trainable parameter\n{listed}", flush=True)
     for each in warnings(found, config.muon_scale_mode):
         print(f"megatron_eopt: warning: {each}", flush=True)
     file = getattr(config, "optimizer_manifest_file", None)
@@ -118,12 +109,7 @@ def rows_here(
 ) -> list[ManifestRow]:
     """The parameters that optimizers of this rank update; after them those of its model chunks that none does.
 
-    Args:
-        updated: the parameters as the optimizers have them.
-        assigned: those of this rank.
-        config: Megatron's ``OptimizerConfig``.
-        pg_collection: Megatron's process groups.
-        settled: whether other ranks are there to agree on plans.
+    ``settled`` says whether other ranks are there to agree on plans.
     """
     updates: dict[int, list[OptimizerParameter]] = {}
     for one in updated:
@@ -136,14 +122,12 @@ def rows_here(
     }
     groups = {name: getattr(pg_collection, name, None) for name in GROUPS}
     sizes = {name: group.size() for name, group in groups.items() if group is not None}
-    found, without = [], []
-    for each in assigned:
-        layout = _layout(each.parameter.tensor, sizes)
-        same = updates.get(id(each.parameter.tensor), [])
-        found += [_row(each, one, described.get(id(one.main), []), config, layout) for one in same]
-        if not same:
-            without.append(_row(each, None, [], config, layout))
-    return found + without
+    found = [
+        _row(each, one, described.get(id(one.main), []) if one else [], config, _layout(each.parameter.tensor, sizes))
+        for each in assigned
+        for one in updates.get(id(each.parameter.tensor), [None])
+    ]
+    return sorted(found, key=lambda row: row.optimizer is None)
 
 
 def _row(
@@ -157,6 +141,7 @@ def _row(
     sources = {key: source for key, source in resolved.sources.items() if assigned.user_source(key)}
     group = {} if updated is None else updated.group
     name = None if updated is None else optimizer_name(updated.optimizer)
+    sizes = [each.rms for each in matrices if each.rms is not None]
     return ManifestRow(
         name=info.name,
         shape=info.shape,
@@ -165,33 +150,30 @@ def _row(
         reason=_reason(assigned),
         layout=layout,
         matrices=tuple(LogicalMatrix(each.name, *each.shape, each.scheme, each.scale) for each in matrices),
-        update_rms=_rms([each.rms for each in matrices], name),
+        update_rms=max(sizes) if sizes else _RMS.get(name or ""),
         lr=group.get("max_lr", config.lr) or 0.0,
         min_lr=group.get("min_lr", config.min_lr) or 0.0,
         weight_decay=group.get("end_wd", config.weight_decay) * group.get("wd_mult", 1.0),
         settings={key: value for key, value in assigned.settings.items() if key in sources.keys() - _SHOWN_ELSEWHERE},
         sources=sources,
         overruled=tuple(f"{each.key} {each.value} by {each.source}" for each in resolved.overruled),
-        state_bytes=_state_bytes(info, updated, name),
+        state_bytes=0 if updated is None else _state_bytes(info, updated, name),
         tied_to=_TIED.get(info.name) if getattr(parameter, "shared_embedding", False) else None,
         excluded=assigned.optimizer is None,
     )
 
 
 def _reason(assigned: Assignment) -> str:
-    sources = assigned.resolved.sources
+    info, sources = assigned.parameter.info, assigned.resolved.sources
     if assigned.optimizer is None:
         return f"excluded by {sources['exclude']}"
-    kind, source = _kind(assigned.parameter.info), sources.get("optimizer")
+    kind = {0: "scalar", 1: "vector", 2: "matrix"}.get(len(info.shape), "stack of matrices")
+    if is_embedding(info):
+        kind = "embedding or output"
+    source = sources.get("optimizer")
     if source is None:
         return kind
     return f"{kind}, by default" if source.startswith(DEFAULT) else f"{kind}: {source}"
-
-
-def _kind(info: ParameterInfo) -> str:
-    if is_embedding(info):
-        return "embedding or output"
-    return {0: "scalar", 1: "vector", 2: "matrix"}.get(len(info.shape), "stack of matrices")
 
 
 def _layout(parameter: Tensor, sizes: Mapping[str, int]) -> str:
@@ -206,16 +188,8 @@ def _layout(parameter: Tensor, sizes: Mapping[str, int]) -> str:
     return ", ".join(cuts) or "whole"
 
 
-def _rms(of_matrices: Sequence[float | None], name: str | None) -> float | None:
-    """The largest of the logical matrices, which have one each; of what has none, that of its optimizer."""
-    known = [size for size in of_matrices if size is not None]
-    return max(known) if known else _RMS.get(name or "")
-
-
-def _state_bytes(info: ParameterInfo, updated: OptimizerParameter | None, name: str | None) -> int:
+def _state_bytes(info: ParameterInfo, updated: OptimizerParameter, name: str | None) -> int:
     """Of the whole parameter's state."""
-    if updated is None:
-        return 0
     elements = prod(info.shape)
     optimizer, main = updated.optimizer, updated.main
     if not isinstance(optimizer, BaseOptimizer):

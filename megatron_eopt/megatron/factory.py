@@ -30,8 +30,6 @@ from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.scale import PRESETS
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 
-_MEGATRONS_OWN = ("adam", "sgd", "lion")
-
 
 class OptimizerOfRun:
     """The optimizer of a run, from Megatron's asking for one to its first step.
@@ -40,12 +38,6 @@ class OptimizerOfRun:
     What can be known to be wrong before anything is built is an error by the end of :meth:`check`. Until then nothing
     is changed, but that parameters are marked with their names. Megatron's optimizer has this object as its attribute
     ``megatron_eopt``.
-
-    Args:
-        config: Megatron's ``OptimizerConfig``.
-        model_chunks: the model, one module per virtual pipeline stage.
-        pg_collection: Megatron's process groups.
-        layer_wise: what the caller of Megatron-Core 0.17 passes; later releases have it in ``config``.
 
     Attributes:
         facts: what decides whether the run can work.
@@ -58,17 +50,10 @@ class OptimizerOfRun:
     def __init__(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any, layer_wise: bool) -> None:
         self.facts = Run.of(config, model_chunks, pg_collection, layer_wise=layer_wise)
         refuse_unsupported(self.facts)
-        self.config = with_preset(config)
-        self.model_chunks = model_chunks
-        self.groups = pg_collection
+        self.config, self.model_chunks, self.groups = with_preset(config), model_chunks, pg_collection
 
     def built_by(self, build: Callable[[Any, Any], Any], config_overrides: Any) -> Any:
-        """Megatron's optimizer.
-
-        Args:
-            build: Megatron's builder, of a config and of overrides.
-            config_overrides: those of the run.
-        """
+        """Megatron's optimizer, by its builder of a config and of overrides."""
         self.describe()
         self.assign(config_overrides)
         matrices, overrides = on_all_ranks(self.check)
@@ -123,9 +108,8 @@ class OptimizerOfRun:
 
     def attach_checkpoints(self) -> None:
         """Let checkpoints hold the optimizers' state, and evaluation see what they will hold of the model."""
-        families = self.manifest.families
-        differ = layers_differ(families, frozen_names(self.model_chunks))
-        attach(self.optimizer, self.model_chunks, to_json(families), differ)
+        differ = layers_differ(self.manifest.families, frozen_names(self.model_chunks))
+        attach(self.optimizer, self.model_chunks, to_json(self.manifest.families), differ)
         remember(self.optimizer, self.model_chunks)
 
     def guard_first_step(self) -> None:
@@ -166,11 +150,7 @@ def with_preset(config: Any) -> Any:
 
 
 def checked(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's builder of emerging optimizers: what it builds is the :class:`OptimizerOfRun`.
-
-    Args:
-        build: takes ``(config, model_chunks, ..., pg_collection=...)``.
-    """
+    """Wrap Megatron's builder of emerging optimizers: what it builds is the :class:`OptimizerOfRun`."""
 
     def build_checked(
         config: Any, model_chunks: Sequence[Any], config_overrides: Any = None, *args: Any, **kwargs: Any
@@ -179,9 +159,7 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
             kwargs["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
         layer_wise = kwargs.get("layer_wise_distributed_optimizer", False)
         run = OptimizerOfRun(config, model_chunks, kwargs["pg_collection"], layer_wise)
-        return run.built_by(
-            lambda config, overrides: build(config, model_chunks, overrides, *args, **kwargs), config_overrides
-        )
+        return run.built_by(lambda config, own: build(config, model_chunks, own, *args, **kwargs), config_overrides)
 
     return build_checked
 
@@ -191,22 +169,17 @@ def checked_elsewhere(check: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(check)
     def check_others(config: Any, config_overrides: Any) -> Any:
-        ours = config.optimizer.removeprefix("dist_") in EMERGING_OPTIMIZERS
-        return True if ours else check(config, config_overrides)
+        return config.optimizer.removeprefix("dist_") in EMERGING_OPTIMIZERS or check(config, config_overrides)
 
     return check_others
 
 
 def with_registered(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's builder of adam, sgd and lion: it builds every registered optimizer, too.
-
-    Args:
-        build: takes ``(config, model_chunks, param_groups, ...)``.
-    """
+    """Wrap Megatron's builder of adam, sgd and lion: it builds every registered optimizer, too."""
 
     @functools.wraps(build)
     def build_registered(config: Any, model_chunks: Sequence[Any], param_groups: list[Any], **kwargs: Any) -> Any:
-        if config.optimizer not in EMERGING_OPTIMIZERS or config.optimizer in _MEGATRONS_OWN:
+        if config.optimizer not in EMERGING_OPTIMIZERS or config.optimizer in ("adam", "sgd", "lion"):
             return build(config, model_chunks, param_groups=param_groups, **kwargs)
         if config.use_distributed_optimizer:
             raise ValueError(
@@ -217,11 +190,10 @@ def with_registered(build: Callable[..., Any]) -> Callable[..., Any]:
         optimizer, init_state = create_emerging_optimizer(config, param_groups, config.optimizer, model_chunks, groups)
         if kwargs.get("skip_megatron_wrapping"):
             return optimizer, init_state
-        wrapped = (
-            Float16OptimizerWithFloat16Params(optimizer, config, None, init_state)
-            if config.bf16
-            else FP32Optimizer(optimizer, config, init_state)
-        )
+        if config.bf16:
+            wrapped = Float16OptimizerWithFloat16Params(optimizer, config, None, init_state)
+        else:
+            wrapped = FP32Optimizer(optimizer, config, init_state)
         wrapped.grad_stats_parallel_group = kwargs["model_parallel_group"]
         wrapped.tp_group, wrapped.expert_tp_group = groups.tp, groups.expt_tp
         return wrapped

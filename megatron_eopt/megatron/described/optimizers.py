@@ -1,7 +1,6 @@
 """The optimizers of a described run: as Megatron would make them, around parameters without numbers."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,27 +47,15 @@ def _parameters(run: DescribedRun) -> list[ModelParameter]:
     return parameters
 
 
-@dataclass(frozen=True)
-class PlannedRank:
-    """What the optimizers of one rank will do.
-
-    Attributes:
-        rows: the lines of the manifest.
-        explained: the plan of every optimizer that has one, as a table.
-        scale_mode: of the run.
-    """
-
-    rows: list[ManifestRow]
-    explained: list[str]
-    scale_mode: str
-
-
-def planned_rank(run: DescribedRun, counts: Sequence[int]) -> PlannedRank:
+def planned_rank(run: DescribedRun, counts: Sequence[int]) -> tuple[list[ManifestRow], list[str], str]:
     """Make the optimizers of one rank, around parameters without numbers, as the run would, and ask them.
 
     Args:
         run: the rank.
         counts: how many parameters of all ranks each override selects.
+
+    Returns:
+        The lines of the manifest, the plan of every optimizer that has one as a table, and the run's scale mode.
 
     Raises:
         ValueError: for what the run would be refused for at its start.
@@ -84,8 +71,7 @@ def planned_rank(run: DescribedRun, counts: Sequence[int]) -> PlannedRank:
     optimizers = dict.fromkeys(each.optimizer for each in built)
     tables = {each: each.explain_proposed() for each in optimizers if isinstance(each, BaseOptimizer)}
     explained = [f"{type(each).__name__}\n{table}" for each, table in tables.items() if table is not None]
-    rows = rows_here(built, assigned, config, groups, settled=False)
-    return PlannedRank(rows, explained, config.muon_scale_mode)
+    return rows_here(built, assigned, config, groups, settled=False), explained, config.muon_scale_mode
 
 
 def _built(name: str, assigned: Sequence[Assignment], config: Any, run: DescribedRun) -> Iterator[OptimizerParameter]:

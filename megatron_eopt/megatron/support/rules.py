@@ -137,13 +137,7 @@ def _gathers_alone(run: Run) -> bool:
 
 
 def _low_precision_parameters(run: Run) -> bool:
-    flags = (
-        (run.ddp, "fp8_param_gather"),
-        (run.ddp, "fp4_param_gather"),
-        (run.model, "fp8_param"),
-        (run.model, "fp4_param"),
-    )
-    return any(on(settings, name) for settings, name in flags)
+    return any(on(run.ddp, f"{kind}_param_gather") or on(run.model, f"{kind}_param") for kind in ("fp8", "fp4"))
 
 
 RULES = (
@@ -187,8 +181,7 @@ RULES = (
     Rule(
         "{run.grouped_experts} holds what is several experts', and Megatron-Core saves each expert by itself and would "
         "not find the optimizer state that belongs to it",
-        "leave --moe-single-grouped-weight and --moe-single-grouped-bias away, which gives every expert parameters of "
-        "its own",
+        "leave --moe-single-grouped-weight and --moe-single-grouped-bias away",
         lambda run: takes_matrices(run.optimizer) and run.grouped_experts is not None,
     ),
     Rule(
@@ -256,8 +249,7 @@ RULES = (
         lambda run: on(run.config, "optimizer_cpu_offload"),
     ),
     Rule(
-        "use_precision_aware_optimizer is a way of Adam's under the distributed optimizer, and {run.optimizer!r} has "
-        "no state in other dtypes",
+        "use_precision_aware_optimizer is a way of Adam's, and {run.optimizer!r} has no state in other dtypes",
         "leave it away, and the dtypes of main parameters and moments with it",
         lambda run: on(run.config, "use_precision_aware_optimizer"),
     ),
@@ -311,8 +303,7 @@ RULES = (
         ),
     ),
     Rule(
-        "--dump-param-to-param-group-map is dropped by Megatron-Core on its way to {run.optimizer!r}, and nothing "
-        "would be written",
+        "Megatron-Core drops --dump-param-to-param-group-map with {run.optimizer!r}, and nothing would be written",
         "leave it away",
         lambda run: getattr(run.args, "dump_param_to_param_group_map", None) is not None,
     ),

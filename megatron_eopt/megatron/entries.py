@@ -28,6 +28,12 @@ DEFAULT = "default of"
 def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] | None) -> list[Entry]:
     """Entries of all layers: the defaults of the optimizer and of Megatron, Python's, the file's and the flags'."""
     known, primary = known_names(), config.optimizer.removeprefix("dist_")
+    without_decay = (name for name in registry.list_optimizers() if not registry.decays_weights(name))
+    user = getattr(config, "optimizer_overrides", None)
+    if user is None or isinstance(user, Mapping):
+        from_user = entries_from_dict(user or {}, Layer.PYTHON, "optimizer_overrides", known)
+    else:
+        from_user = read_overrides(user, known)
     standard = get_standard_config_overrides(config)
     given = standard if config_overrides is None else config_overrides
     theirs = {_signature(key): settings for key, settings in standard.items()}
@@ -41,9 +47,13 @@ def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] |
         *_defaults(_routing(primary, config), primary, known),
         *_defaults(defaults, "Megatron", known),
         *_mup_of_others(defaults, known),
-        *_without_decay(known),
+        # the run's weight decay is for the rest
+        *(
+            make_entry(f"optimizer:{name}", {"weight_decay": 0.0}, Layer.DEFAULTS, f"{DEFAULT} {name}", known)
+            for name in without_decay
+        ),
         *entries_from_dict(own, Layer.PYTHON, "config_overrides", known),
-        *_from_user(getattr(config, "optimizer_overrides", None), known),
+        *from_user,
         *_from_flags(primary, config, known),
     ]
 
@@ -70,21 +80,6 @@ def _routing(primary: str, config: Any) -> dict[Any, dict[str, Any]]:
     default = registry.get_optimizer_entry(primary).default_param_overrides
     scalar = {"optimizer": getattr(config, "muon_scalar_optimizer", "adam")} if takes_matrices(primary) else {}
     return {key: {**each, **(scalar if each.get("optimizer") == "adam" else {})} for key, each in default.items()}
-
-
-def _without_decay(known: Known) -> Iterator[Entry]:
-    """No weight decay for parameters of optimizers that have none: the run's is for the rest."""
-    for name in registry.list_optimizers():
-        if not registry.decays_weights(name):
-            yield make_entry(f"optimizer:{name}", {"weight_decay": 0.0}, Layer.DEFAULTS, f"{DEFAULT} {name}", known)
-
-
-def _from_user(overrides: Any, known: Known) -> list[Entry]:
-    if overrides is None:
-        return []
-    if isinstance(overrides, Mapping):
-        return entries_from_dict(overrides, Layer.PYTHON, "optimizer_overrides", known)
-    return read_overrides(overrides, known)
 
 
 def _from_flags(primary: str, config: Any, known: Known) -> Iterator[Entry]:

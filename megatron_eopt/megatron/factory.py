@@ -21,7 +21,7 @@ from megatron_eopt.megatron.checkpoints.checksums import check_replicas
 from megatron_eopt.megatron.checkpoints.sharding import layers_differ
 from megatron_eopt.megatron.first_step import Check, check_first_step, matrices_are_updated
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag
-from megatron_eopt.megatron.manifest import collect, declare
+from megatron_eopt.megatron.manifest import declare
 from megatron_eopt.megatron.parameters import frozen_names, mark, torch_optimizers, trainable
 from megatron_eopt.megatron.summary import print_summary
 from megatron_eopt.megatron.support.rules import Run, refuse_unsupported
@@ -44,10 +44,11 @@ class OptimizerOfRun:
         parameters: the trainable ones of this rank.
         assigned: the same with their optimizers and settings.
         optimizer: Megatron's.
-        manifest: of all ranks.
+        families: of all ranks, the manifest.
+        matrices_here: how many logical matrices this rank has a shard of.
     """
 
-    def __init__(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any, layer_wise: bool) -> None:
+    def __init__(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any, layer_wise: bool = False) -> None:
         self.facts = Run.of(config, model_chunks, pg_collection, layer_wise=layer_wise)
         refuse_unsupported(self.facts)
         self.config, self.model_chunks, self.groups = with_preset(config), model_chunks, pg_collection
@@ -103,18 +104,17 @@ class OptimizerOfRun:
 
     def declare(self) -> None:
         """Say which optimizer updates every parameter, as it was built."""
-        self.manifest = collect(self.optimizer, self.assigned, self.config, self.groups)
-        declare(self.manifest, self.facts.optimizer, self.config)
+        self.families, self.matrices_here = declare(self.optimizer, self.assigned, self.config, self.groups)
 
     def attach_checkpoints(self) -> None:
         """Let checkpoints hold the optimizers' state, and evaluation see what they will hold of the model."""
-        differ = layers_differ(self.manifest.families, frozen_names(self.model_chunks))
-        attach(self.optimizer, self.model_chunks, to_json(self.manifest.families), differ)
+        differ = layers_differ(self.families, frozen_names(self.model_chunks))
+        attach(self.optimizer, self.model_chunks, to_json(self.families), differ)
         remember(self.optimizer, self.model_chunks)
 
     def guard_first_step(self) -> None:
         """Check what can only be known in the first step."""
-        checks: list[Check] = [matrices_are_updated(self.optimizer, self.manifest.matrices_here)]
+        checks: list[Check] = [matrices_are_updated(self.optimizer, self.matrices_here)]
         if getattr(self.config, "check_replicas", True):
             ranks = (getattr(self.groups, name, None) for name in ("dp_cp", "expt_dp"))
             checks.append(functools.partial(check_replicas, self.model_chunks, *ranks))

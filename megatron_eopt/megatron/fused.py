@@ -94,15 +94,6 @@ def is_declared(parameter: ModelParameter) -> bool:
     return declared_split(parameter.tensor) is not None and not hasattr(parameter.tensor, _BY_SETTING)
 
 
-def fused(parameter: ModelParameter) -> Fused | None:
-    """What a parameter is made of, by the module that has its linear layer; None for one that is a single matrix."""
-    home, _, layer = parameter.path.rpartition(".")
-    module = parameter.chunk.get_submodule(home)
-    if parameter.tensor.ndim not in (2, 3) or getattr(module, "config", None) is None:
-        return None
-    return _kind(layer, module, parameter.name)
-
-
 def split_of(parameter: ModelParameter, name: SplitName) -> Split | None:
     """The split to put on a parameter: what its attribute declares, else what ``name`` makes of it; None for nothing.
 
@@ -159,9 +150,14 @@ def _qkv_shapes(parameter: ModelParameter) -> list[int] | None:
     return shapes
 
 
-def _kind(layer: str, module: Any, name: str) -> Fused | None:
-    """What the weight of a linear layer is made of, by the name of the layer in its module."""
-    config, queries, keys = module.config, "the queries of all heads", "the keys and values of all heads"
+def fused(parameter: ModelParameter) -> Fused | None:
+    """What a parameter is made of, by the name of its linear layer and its module; None for a single matrix."""
+    home, _, layer = parameter.path.rpartition(".")
+    module = parameter.chunk.get_submodule(home)
+    config, name = getattr(module, "config", None), parameter.name
+    if parameter.tensor.ndim not in (2, 3) or config is None:
+        return None
+    queries, keys = "the queries of all heads", "the keys and values of all heads"
     match layer:
         case "linear_qkv":
             shapes = get_qkv_split_shapes(config)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -42,22 +41,19 @@ _FULL_TENSORS = {"adam": 2, "sgd": 1}
 _SHOWN_ELSEWHERE = {"optimizer", "lr", "min_lr", "weight_decay", "exclude"}
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """What was collected."""
+def declare(
+    optimizer: Any, assigned: Sequence[Assignment], config: Any, pg_collection: Any
+) -> tuple[list[Family], int]:
+    """Collect all trainable parameters of all ranks, each with the optimizer that updates it, and check the manifest.
 
-    families: list[Family]  # of all ranks
-    matrices_here: int  # how many logical matrices this rank has a shard of
-    misplaced: list[str]  # parameters of all ranks that another optimizer updates than they were assigned to, in lines
+    Under a distributed optimizer a rank updates some of its parameters only. All ranks call it together; rank 0 prints
+    and writes the manifest, as the config says.
 
-
-def collect(optimizer: Any, assigned: Sequence[Assignment], config: Any, pg_collection: Any) -> Manifest:
-    """All trainable parameters of all ranks, each with the optimizer that updates it; all ranks call it together.
-
-    Under a distributed optimizer a rank updates some of its parameters only.
+    Returns:
+        The families of all ranks, and how many logical matrices this rank has a shard of.
 
     Raises:
-        ValueError: if ranks say different things of one parameter.
+        ValueError: for all that a run must not start with, on every rank.
     """
     here = rows_here(optimizer_parameters(optimizer), assigned, config, pg_collection)
     found = [row for row in here if row.optimizer is not None]
@@ -72,30 +68,24 @@ def collect(optimizer: Any, assigned: Sequence[Assignment], config: Any, pg_coll
     everywhere = merged(updated)
     names = {row.name for row in rows(everywhere)}
     # what one rank does not update, another may
-    missing = families(row for row in rows(merged(others)) if row.name not in names)
-    matrices = sum(len(each.matrices) for each in found)
-    return Manifest([*everywhere, *missing], matrices, sorted(set(chain.from_iterable(lines))))
+    everywhere += families(row for row in rows(merged(others)) if row.name not in names)
 
-
-def declare(manifest: Manifest, name: str, config: Any) -> None:
-    """Check a manifest; print and write it on rank 0, as the config says.
-
-    Raises:
-        ValueError: for all that a run must not start with, on every rank.
-    """
-    found = manifest.families
-    wrong = [*problems(found, name, takes_matrices(name)), *manifest.misplaced]
+    name = config.optimizer.removeprefix("dist_")
+    wrong = [*problems(everywhere, name, takes_matrices(name)), *sorted(set(chain.from_iterable(lines)))]
     if wrong:
         raise ValueError("\n".join(["the optimizers do not have the parameters that they have to:", *wrong]))
-    if dist.get_rank() != 0:
-        return
-    form = getattr(config, "optimizer_manifest", "short")
+    if dist.get_rank() == 0:
+        _report(everywhere, config)
+    return everywhere, sum(len(each.matrices) for each in found)
+
+
+def _report(found: list[Family], config: Any) -> None:
+    form, file = getattr(config, "optimizer_manifest", "short"), getattr(config, "optimizer_manifest_file", None)
     if form != "none":
         listed = table(found, full=form == "full")
         print(f"megatron_eopt: the optimizer of every trainable parameter\n{listed}", flush=True)
     for each in warnings(found, config.muon_scale_mode):
         print(f"megatron_eopt: warning: {each}", flush=True)
-    file = getattr(config, "optimizer_manifest_file", None)
     if file is not None:
         Path(file).write_text(json.dumps(to_json(found), indent=1) + "\n")
 

@@ -9,14 +9,12 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.manifest import ManifestRow
 from megatron_eopt.megatron.assignment import Assignment, assignments, group_settings, matches
-from megatron_eopt.megatron.checking import refuse_bad_values
 from megatron_eopt.megatron.described.model import DescribedRun
 from megatron_eopt.megatron.entries import all_entries
-from megatron_eopt.megatron.factory import with_preset
-from megatron_eopt.megatron.fused import logical_matrices, tag
+from megatron_eopt.megatron.factory import OptimizerOfRun
+from megatron_eopt.megatron.fused import tag
 from megatron_eopt.megatron.manifest import rows_here
 from megatron_eopt.megatron.parameters import ModelParameter, OptimizerParameter, mark, trainable
-from megatron_eopt.megatron.support.rules import Run, refuse_unsupported
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 
@@ -60,18 +58,19 @@ def planned_rank(run: DescribedRun, counts: Sequence[int]) -> tuple[list[Manifes
     Raises:
         ValueError: for what the run would be refused for at its start.
     """
-    chunks, groups = run.model_chunks, run.pg_collection
-    refuse_unsupported(Run.of(run.optimizer_config, chunks, groups))
-    config = with_preset(run.optimizer_config)
-    assigned = assignments(_parameters(run), config, all_entries(config, run.config_overrides), counts)
-    refuse_bad_values(assigned, config, chunks, groups)
-    tag(logical_matrices(assigned, config))
+    planned = OptimizerOfRun(run.optimizer_config, run.model_chunks, run.pg_collection)
+    config = planned.config
+    entries = all_entries(config, run.config_overrides)
+    planned.assigned = assigned = assignments(_parameters(run), config, entries, counts)
+    matrices, _ = planned.check()
+    tag(matrices)
     names = dict.fromkeys(each.optimizer for each in assigned if each.optimizer is not None)
     built = [each for name in names for each in _built(name, assigned, config, run)]
     optimizers = dict.fromkeys(each.optimizer for each in built)
     tables = {each: each.explain_proposed() for each in optimizers if isinstance(each, BaseOptimizer)}
     explained = [f"{type(each).__name__}\n{table}" for each, table in tables.items() if table is not None]
-    return rows_here(built, assigned, config, groups, settled=False), explained, config.muon_scale_mode
+    rows = rows_here(built, assigned, config, run.pg_collection, settled=False)
+    return rows, explained, config.muon_scale_mode
 
 
 def _built(name: str, assigned: Sequence[Assignment], config: Any, run: DescribedRun) -> Iterator[OptimizerParameter]:

@@ -67,8 +67,7 @@ def with_flags(make_config: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(make_config)
     def make_config_with_flags(args: argparse.Namespace) -> Any:
         config, overrides = make_config(args)
-        _refuse_without_effect(args)
-        _warn_without_effect(args)
+        _check_effect(args)
         for flag in FLAGS:
             if hasattr(args, flag.dest) and not hasattr(config, flag.dest):
                 setattr(config, flag.dest, getattr(args, flag.dest))
@@ -79,23 +78,18 @@ def with_flags(make_config: Callable[..., Any]) -> Callable[..., Any]:
     return make_config_with_flags
 
 
-def _refuse_without_effect(args: argparse.Namespace) -> None:
-    """Refuse overrides where nothing here builds the optimizer."""
-    overrides = getattr(args, "optimizer_overrides", None)
-    if overrides is not None and getattr(args, "optimizer", None) in ("adam", "sgd"):
-        raise ValueError(
-            f"--optimizer-overrides {overrides} would have no effect with --optimizer {args.optimizer}, "
-            f"which Megatron builds by itself: take an optimizer of this package ({', '.join(list_optimizers())}), in "
-            f"whose overrides 'optimizer: adam' gives parameters to Adam"
-        )
-
-
-def _warn_without_effect(args: argparse.Namespace) -> None:
-    """Say which flags of single optimizers the run's own leaves without effect."""
-    name = getattr(args, "optimizer", "").removeprefix("dist_")
-    if getattr(args, "rank", 0) != 0 or getattr(args, "optimizer_overrides", None) is not None:
-        return  # overrides may give some parameters to any optimizer
+def _check_effect(args: argparse.Namespace) -> None:
+    """Refuse overrides where nothing here builds the optimizer; say which flags of single optimizers have no effect."""
+    name, overrides = getattr(args, "optimizer", "").removeprefix("dist_"), getattr(args, "optimizer_overrides", None)
+    if overrides is not None:  # they may give some parameters to any optimizer
+        if name in ("adam", "sgd"):
+            raise ValueError(
+                f"--optimizer-overrides {overrides} would have no effect with --optimizer {name}, which Megatron "
+                f"builds by itself: take an optimizer of this package ({', '.join(list_optimizers())}), in whose "
+                f"overrides 'optimizer: adam' gives parameters to Adam"
+            )
+        return
     others = [flag for flag in FLAGS if flag.optimizer not in ("", name) and not (flag.shared and takes_matrices(name))]
     given = [flag.name for flag in others if getattr(args, flag.dest, None) not in (None, flag.default)]
-    if given:
+    if given and getattr(args, "rank", 0) == 0:
         print(f"megatron_eopt: warning: {', '.join(given)} without effect, with --optimizer {name}", flush=True)

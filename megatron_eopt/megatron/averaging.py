@@ -22,10 +22,7 @@ _AVERAGING = "averaging_optimizers"  # attribute of a model chunk: weak referenc
 
 
 def remember(optimizer: Any, model_chunks: Sequence[nn.Module]) -> None:
-    """Let :func:`averaged` find what trains a model at another point than is evaluated; of several, the last one built.
-
-    ``optimizer`` is Megatron's.
-    """
+    """Let :func:`averaged` find what trains a model at another point than is evaluated; of several, the last built."""
     averaging = [weakref.ref(each) for each in plain_wrappers(optimizer) if _averages(each)]
     for chunk in model_chunks:
         if averaging or hasattr(chunk, _AVERAGING):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from megatron.core.optimizer import get_standard_config_overrides
@@ -28,7 +29,7 @@ DEFAULT = "default of"
 def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] | None) -> list[Entry]:
     """Entries of all layers: the defaults of the optimizer and of Megatron, Python's, the file's and the flags'."""
     known, primary = known_names(), config.optimizer.removeprefix("dist_")
-    without_decay = (name for name in registry.list_optimizers() if not registry.decays_weights(name))
+    without_decay = [name for name in registry.list_optimizers() if not registry.decays_weights(name)]
     user = getattr(config, "optimizer_overrides", None)
     if user is None or isinstance(user, Mapping):
         from_user = entries_from_dict(user or {}, Layer.PYTHON, "optimizer_overrides", known)
@@ -36,11 +37,10 @@ def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] |
         from_user = read_overrides(user, known)
     standard = get_standard_config_overrides(config)
     given = standard if config_overrides is None else config_overrides
-    theirs = {_signature(key): settings for key, settings in standard.items()}
     own = {
         key: settings
         for key, settings in given.items()
-        if not isinstance(key, ParamKey) or (theirs.get(_signature(key)) != settings and not _of_mup(key))
+        if not isinstance(key, ParamKey) or (standard.get(key) != settings and not _of_mup(key))
     }
     defaults = {key: settings for key, settings in given.items() if key not in own}
     return [
@@ -48,10 +48,7 @@ def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] |
         *_defaults(defaults, "Megatron", known),
         *_mup_of_others(defaults, known),
         # the run's weight decay is for the rest
-        *(
-            make_entry(f"optimizer:{name}", {"weight_decay": 0.0}, Layer.DEFAULTS, f"{DEFAULT} {name}", known)
-            for name in without_decay
-        ),
+        *chain(*(_defaults({f"optimizer:{name}": {"weight_decay": 0.0}}, name, known) for name in without_decay)),
         *entries_from_dict(own, Layer.PYTHON, "config_overrides", known),
         *from_user,
         *_from_flags(primary, config, known),
@@ -99,32 +96,19 @@ def known_names() -> Known:
     return Known.registered(["per_head"])  # which Megatron's fused parameters know beyond those of every optimizer
 
 
-def _signature(key: Any) -> Any:
-    """What a ParamKey asks, with its functions by their names: two of them are never equal."""
-    if not isinstance(key, ParamKey):
-        return key
-    several = (_several(key.predicate), _several(key.with_name_predicate))
-    return (*map(_several, (key.name, key.attr)), *(tuple(each.name for each in some) for some in several))
-
-
-def _of_mup(key: ParamKey) -> bool:
-    """Whether it is Megatron's, for muP."""
-    predicates = (*_several(key.predicate), *_several(key.with_name_predicate))
-    return bool(predicates) and all(each.name.startswith("mup_") for each in predicates)
+def _of_mup(key: Any) -> bool:
+    """Whether a selector is Megatron's, for muP."""
+    return isinstance(key, ParamKey) and getattr(key.with_name_predicate, "name", "").startswith("mup_")
 
 
 def _mup_of_others(defaults: Mapping[Any, Mapping[str, Any]], known: Known) -> Iterator[Entry]:
     """Megatron's rates of muP, for hidden matrices that an override gives to Adam."""
     for key, settings in defaults.items():
         rates = {name: settings[name] for name in ("max_lr", "min_lr") if name in settings}
-        if rates and isinstance(key, ParamKey) and _of_mup(key):
+        if rates and _of_mup(key):
             yield from _defaults({_hidden_of_others: rates}, "Megatron", known)
 
 
 def _hidden_of_others(info: ParameterInfo) -> bool:
     """A hidden matrix whose optimizer is not for matrices: Megatron's muP leaves it out, for it looks at the shape."""
     return is_matrix(info) and info.optimizer is not None and not takes_matrices(info.optimizer)
-
-
-def _several(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, tuple | list) else (value,) if value else ()

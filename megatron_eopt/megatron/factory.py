@@ -6,29 +6,39 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.manifest import to_json
-from megatron_eopt.megatron import releases
+from megatron_eopt.megatron import assignment, releases
 from megatron_eopt.megatron.agreement import on_all_ranks
-from megatron_eopt.megatron.assignment import MegatronOverrides, assign, excluded_hidden
 from megatron_eopt.megatron.averaging import remember
-from megatron_eopt.megatron.checking import refuse_bad_values, refuse_other_buffers, refuse_unread
 from megatron_eopt.megatron.checkpoints.attach import attach
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
 from megatron_eopt.megatron.checkpoints.sharding import layers_differ
-from megatron_eopt.megatron.first_step import Check, check_first_step, matrices_are_updated
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag
 from megatron_eopt.megatron.manifest import declare
-from megatron_eopt.megatron.parameters import frozen_names, mark, torch_optimizers, trainable
+from megatron_eopt.megatron.parameters import (
+    frozen_names,
+    mark,
+    optimizer_parameters,
+    torch_optimizers,
+    trainable,
+)
 from megatron_eopt.megatron.summary import print_summary
 from megatron_eopt.megatron.support.rules import Run, refuse_unsupported
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.scale import PRESETS
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
+
+type Verdict = Callable[[], bool]
+"""Called after a step that Megatron has made; whether the check has its answer, which may be an error."""
+
+type Check = Callable[[], Verdict | None]
+"""Called before a step; None where that was all."""
 
 
 class OptimizerOfRun:
@@ -38,14 +48,6 @@ class OptimizerOfRun:
     What can be known to be wrong before anything is built is an error by the end of :meth:`check`. Until then nothing
     is changed, but that parameters are marked with their names. Megatron's optimizer has this object as its attribute
     ``megatron_eopt``.
-
-    Attributes:
-        facts: what decides whether the run can work.
-        parameters: the trainable ones of this rank.
-        assigned: the same with their optimizers and settings.
-        optimizer: Megatron's.
-        families: of all ranks, the manifest.
-        matrices_here: how many logical matrices this rank has a shard of.
     """
 
     def __init__(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any, layer_wise: bool = False) -> None:
@@ -74,24 +76,25 @@ class OptimizerOfRun:
 
     def assign(self, config_overrides: Any) -> None:
         """Decide which optimizer updates every parameter, with which settings."""
-        self.assigned = assign(self.parameters, self.config, config_overrides)
+        self.assigned = assignment.assign(self.parameters, self.config, config_overrides)
 
-    def check(self) -> tuple[list[Matrices], MegatronOverrides]:
+    def check(self) -> tuple[list[Matrices], dict[Any, Any]]:
         """Refuse what was assigned and cannot work; what it means for the parameters, and for Megatron."""
         names = {each.optimizer for each in self.assigned}
         routes = any(each.user_source("optimizer") for each in self.assigned)
         assigned = frozenset(name for name in names if name is not None)
         refuse_unsupported(replace(self.facts, routes_optimizers=routes, excludes=None in names, assigned=assigned))
-        refuse_other_buffers(self.assigned)
-        refuse_bad_values(self.assigned, self.config, self.model_chunks, self.groups)
-        return logical_matrices(self.assigned, self.config), MegatronOverrides(self.assigned, self.config)
+        assignment.refuse_other_buffers(self.assigned)
+        assignment.refuse_bad_values(self.assigned, self.config, self.model_chunks, self.groups)
+        overrides = assignment.MegatronOverrides(self.assigned, self.config)
+        return logical_matrices(self.assigned, self.config), overrides
 
-    def build(self, build: Callable[[Any, Any], Any], overrides: MegatronOverrides) -> None:
+    def build(self, build: Callable[[Any, Any], Any], overrides: dict[Any, Any]) -> None:
         """Let Megatron build its optimizer, and look at what it has built."""
-        with excluded_hidden(self.assigned), releases.package_not_needed():
+        with assignment.excluded_hidden(self.assigned), releases.package_not_needed():
             self.optimizer = build(self.config, overrides)
         self.optimizer.megatron_eopt = self
-        on_all_ranks(lambda: refuse_unread(self.optimizer, self.assigned))
+        on_all_ranks(lambda: assignment.refuse_unread(self.optimizer, self.assigned))
         for each in torch_optimizers(self.optimizer):
             if isinstance(each, BaseOptimizer):  # a scalar optimizer, which Megatron has not told of its ranks
                 each.pg_collection = self.groups
@@ -119,6 +122,56 @@ class OptimizerOfRun:
             ranks = (getattr(self.groups, name, None) for name in ("dp_cp", "expt_dp"))
             checks.append(functools.partial(check_replicas, self.model_chunks, *ranks))
         check_first_step(self.optimizer, checks)
+
+
+def check_first_step(optimizer: Any, checks: Sequence[Check]) -> None:
+    """Wrap the ``step`` of Megatron's optimizer until every check has its answer.
+
+    Checks come after whatever has loaded or made the parameters: a checkpoint with or without optimizer state, or an
+    initialization. A step that Megatron leaves out, since the gradient is not finite, answers no :data:`Verdict`; the
+    next one does.
+    """
+    step, pending = optimizer.step, list(checks)
+
+    @functools.wraps(step)
+    def checked_step(*args: Any, **kwargs: Any) -> Any:
+        checks, pending[:] = [*pending], []
+        begun = [(check, verdict) for check in checks if (verdict := check()) is not None]
+        result = step(*args, **kwargs)
+        pending.extend(check for check, verdict in begun if not result[0] or not verdict())
+        if not pending and optimizer.step is checked_step:
+            optimizer.step = step
+        return result
+
+    optimizer.step = checked_step
+
+
+def matrices_are_updated(optimizer: Any, expected: int) -> Check:
+    """A check that the first step updates as many matrices on this rank as the manifest says.
+
+    Too few prove nothing in a step at a learning rate of zero, as warmups begin with: there may be nothing to compute.
+    Nor do they after gradients that were not finite, whose matrices stay as they are.
+    """
+    optimizers = dict.fromkeys(each.optimizer for each in optimizer_parameters(optimizer))
+    counting = [each for each in optimizers if isinstance(each, BaseOptimizer)]
+
+    def check() -> Verdict:
+        before = sum(each.matrices_updated for each in counting)
+
+        def verdict() -> bool:
+            updated = sum(each.matrices_updated for each in counting) - before
+            at_rest = any(group["lr"] == 0 for each in counting for group in each.param_groups)
+            if updated != expected and not at_rest and not any(each.skipped_steps() for each in counting):
+                raise RuntimeError(
+                    f"{updated} matrices were updated in the first step on rank {dist.get_rank()}, and the manifest "
+                    f"has {expected}: some parameters got no gradient. Freeze what is not trained before Megatron "
+                    f"wraps the model, or exclude it by an override"
+                )
+            return updated == expected
+
+        return verdict
+
+    return check
 
 
 def with_preset(config: Any) -> Any:

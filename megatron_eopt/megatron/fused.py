@@ -37,11 +37,6 @@ class Fused:
     per_head: Split | None = None  # with each head by itself, where there are heads
     known: bool = True  # whether Megatron orthogonalizes it in a way that somebody chose; if not, the user has to say
 
-    def split(self, name: SplitName) -> Split | None:
-        """What a way to split makes of it; None for what Megatron does."""
-        of = {"none": WHOLE, "per_head": self.per_head or self.matrices, "all": self.matrices}
-        return of.get(name)
-
 
 @dataclass(frozen=True)
 class Matrices:
@@ -55,9 +50,8 @@ class Matrices:
 def logical_matrices(assigned: Iterable[Assignment], config: Any) -> list[Matrices]:
     """The logical matrices of every parameter of an optimizer of matrices: by its own setting, else by the run's.
 
-    Raises:
-        ValueError: if nobody has said how a fused parameter is to be orthogonalized, if it was said twice, and if a
-            fused projection has another number of rows than its config says.
+    Refused are a fused parameter of which nobody has said how it is to be orthogonalized, or of which it was said
+    twice, and a fused projection that has another number of rows than its config says.
     """
     of_run: SplitName = getattr(config, "muon_split", "default")
     splits_qkv = getattr(config, "muon_split_qkv", False)
@@ -95,17 +89,13 @@ def is_declared(parameter: ModelParameter) -> bool:
 
 
 def split_of(parameter: ModelParameter, name: SplitName) -> Split | None:
-    """The split to put on a parameter: what its attribute declares, else what ``name`` makes of it; None for nothing.
-
-    Raises:
-        ValueError: if nobody has said how a fused parameter is to be orthogonalized.
-    """
+    """The split to put on a parameter: what its attribute declares, else what ``name`` makes of it; None for none."""
     if is_declared(parameter):
         return declared_split(parameter.tensor)
     if (found := fused(parameter)) is None:
         return None
-    split = found.split(name)
-    if split is None and not found.known:
+    split = {"none": WHOLE, "per_head": found.per_head or found.matrices, "all": found.matrices}.get(name)
+    if split is None and not found.known:  # "default", and Megatron has none
         raise ValueError(
             f"{parameter.name} is fused of {found.what}, and nothing says how it is to be orthogonalized: declare "
             f"that as these (--muon-split all, or an override with split: all) or as one matrix (split: none), or "

@@ -41,9 +41,7 @@ _FULL_TENSORS = {"adam": 2, "sgd": 1}
 _SHOWN_ELSEWHERE = {"optimizer", "lr", "min_lr", "weight_decay", "exclude"}
 
 
-def declare(
-    optimizer: Any, assigned: Sequence[Assignment], config: Any, pg_collection: Any
-) -> tuple[list[Family], int]:
+def declare(optimizer: Any, assigned: Sequence[Assignment], config: Any, groups: Any) -> tuple[list[Family], int]:
     """Collect all trainable parameters of all ranks, each with the optimizer that updates it, and check the manifest.
 
     Under a distributed optimizer a rank updates some of its parameters only. All ranks call it together; rank 0 prints
@@ -55,7 +53,7 @@ def declare(
     Raises:
         ValueError: for all that a run must not start with, on every rank.
     """
-    here = rows_here(optimizer_parameters(optimizer), assigned, config, pg_collection)
+    here = rows_here(optimizer_parameters(optimizer), assigned, config, groups, settled=True)
     found = [row for row in here if row.optimizer is not None]
     wanted = {each.name: each.optimizer for each in assigned}
     misplaced = [
@@ -91,11 +89,7 @@ def _report(found: list[Family], config: Any) -> None:
 
 
 def rows_here(
-    updated: Iterable[OptimizerParameter],
-    assigned: Sequence[Assignment],
-    config: Any,
-    pg_collection: Any,
-    settled: bool = True,
+    updated: Iterable[OptimizerParameter], assigned: Sequence[Assignment], config: Any, groups: Any, settled: bool
 ) -> list[ManifestRow]:
     """The parameters that optimizers of this rank update; after them those of its model chunks that none does.
 
@@ -110,8 +104,7 @@ def rows_here(
         if isinstance(optimizer, BaseOptimizer)
         for parameter, matrices in optimizer.described_matrices(settled).items()
     }
-    groups = {name: getattr(pg_collection, name, None) for name in GROUPS}
-    sizes = {name: group.size() for name, group in groups.items() if group is not None}
+    sizes = {name: group.size() for name in GROUPS if (group := getattr(groups, name, None)) is not None}
     found = [
         _row(each, one, described.get(id(one.main), []) if one else [], config, _layout(each.parameter.tensor, sizes))
         for each in assigned
@@ -121,11 +114,7 @@ def rows_here(
 
 
 def _row(
-    assigned: Assignment,
-    updated: OptimizerParameter | None,
-    matrices: Sequence[DescribedMatrix],
-    config: Any,
-    layout: str,
+    assigned: Assignment, updated: OptimizerParameter | None, matrices: list[DescribedMatrix], config: Any, layout: str
 ) -> ManifestRow:
     parameter, info, resolved = assigned.parameter.tensor, assigned.parameter.info, assigned.resolved
     sources = {key: source for key, source in resolved.sources.items() if assigned.user_source(key)}

@@ -65,8 +65,7 @@ def distributed_optimizer(release: str) -> dict[str, Any]:
 
 def version() -> str:
     """The release that is imported, without the commit that it adds of whatever git repository it is installed in."""
-    found: str = importlib.import_module("megatron.core").__version__.partition("+")[0]
-    return found
+    return str(importlib.import_module("megatron.core").__version__).partition("+")[0]
 
 
 def core_optimizer(name: str = "") -> ModuleType:
@@ -170,12 +169,7 @@ def linear_attention_rows(module: Any) -> dict[str, int]:
 
 
 def gpt_builder(args: Namespace, groups: Any) -> Callable[..., Module]:
-    """What builds the stage of a GPT that ``pre_process``, ``post_process`` and ``vp_stage`` say.
-
-    Args:
-        args: validated, of a pretrain command.
-        groups: Megatron's ``ProcessGroupCollection``.
-    """
+    """What builds the stage of a GPT that ``pre_process``, ``post_process`` and ``vp_stage`` say."""
     from megatron.training import argument_utils
 
     if not hasattr(argument_utils, "gpt_config_from_args"):  # before 0.19 the builder is the script's, not Megatron's

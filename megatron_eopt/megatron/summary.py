@@ -36,7 +36,11 @@ def _updated(name: str, alike: Sequence[Optimizer]) -> str:
     if muons := [each for each in with_parameters if isinstance(each, TensorParallelMuon)]:
         return f"{text}, {_orthogonalized(muons)}"
     if factored := [each for each in with_parameters if isinstance(each, Spectron)]:
-        return f"{text}, {_factored(factored)}"
+        count = sum(each.matrices_per_step for each in factored)
+        ranks = sorted({group["rank"] for each in factored for group in each.param_groups if group["params"]})
+        listed = " or ".join(map(str, ranks))
+        # for those who did not ask for low rank
+        return f"{text}, {count} matrices, each the product of two factors of rank {listed} from the first step on"
     return text
 
 
@@ -66,14 +70,6 @@ def _orthogonalized(muons: Sequence[TensorParallelMuon]) -> str:
         f"{where} ({exactness}), {_second_moment(first)}update RMS {rms or 'not known before the steps'} "
         f"(AdamW's is near 0.2)"
     )
-
-
-def _factored(optimizers: Sequence[Spectron]) -> str:
-    """What becomes of the weights, for those who did not ask for low rank."""
-    count = sum(each.matrices_per_step for each in optimizers)
-    ranks = sorted({group["rank"] for each in optimizers for group in each.param_groups if group["params"]})
-    listed = " or ".join(map(str, ranks))
-    return f"{count} matrices, each the product of two factors of rank {listed} from the first step on"
 
 
 def _iterations(counts: Mapping[tuple[int, str], int]) -> str:

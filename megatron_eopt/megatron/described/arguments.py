@@ -47,12 +47,7 @@ _ELSEWHERE = {
 
 
 def parsed(flags: Sequence[str], rank: int, world_size: int | None) -> tuple[Namespace, bool, tuple[str, ...]]:
-    """Parse and validate the flags of a pretrain command; nothing is read, written or started.
-
-    Args:
-        flags: as they follow the script's name, ``--tensor-model-parallel-size 8 ...``.
-        rank: whose arguments.
-        world_size: ranks of the run; None for as few as the parallel sizes allow.
+    """Parse and validate the flags of a pretrain command, for one of its ranks; nothing is read, written or started.
 
     Returns:
         Megatron's arguments, changed where a GPU would be needed; whether the flags requested Transformer Engine's

@@ -61,12 +61,8 @@ def described_run(flags: Sequence[str], rank: int = 0, world_size: int | None = 
     """What a rank of a Megatron GPT pretraining holds, without running it.
 
     Inside, Megatron's parallel state and arguments are those of this rank, and torch.cuda is answered by the CPU. The
-    model outlives the context, the process groups do not.
-
-    Args:
-        flags: those of the pretrain command, as they follow the script's name.
-        rank: which rank; see :func:`ranks_to_describe`.
-        world_size: ranks of the run; None for as few as the parallel sizes allow.
+    model outlives the context, the process groups do not. ``flags`` follow the script's name, in a run of
+    ``world_size`` ranks, by default of as few as the parallel sizes allow.
 
     Raises:
         ValueError: for flags that Megatron refuses, with its reason, and for models that cannot be described.
@@ -148,10 +144,7 @@ def _make_process_groups(args: Namespace, stack: ExitStack) -> None:
 
 
 def _pretending(real: Callable[..., Any]) -> Callable[..., Any]:
-    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return real(ranks, timeout, "fake", *args, **kwargs)
-
-    return new_group
+    return lambda ranks=None, timeout=None, backend=None, *args, **kwargs: real(ranks, timeout, "fake", *args, **kwargs)
 
 
 def _any_norm(real: Callable[..., Module]) -> Callable[..., Module]:

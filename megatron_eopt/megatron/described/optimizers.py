@@ -22,11 +22,7 @@ _OTHERS: dict[str, type[Optimizer]] = {"adam": torch.optim.AdamW, "sgd": torch.o
 
 
 def matches_here(run: DescribedRun) -> list[int]:
-    """How many parameters of one rank each override selects, of those that it is described for.
-
-    Raises:
-        ValueError: for an optimizer that Megatron builds alone.
-    """
+    """How many parameters of one rank each override selects, of those that it is described for."""
     if run.args.optimizer in _OTHERS:
         raise ValueError(
             f"--optimizer {run.args.optimizer} is built by Megatron alone, and there is no plan: take an optimizer of "
@@ -48,15 +44,11 @@ def _parameters(run: DescribedRun) -> list[ModelParameter]:
 def planned_rank(run: DescribedRun, counts: Sequence[int]) -> tuple[list[ManifestRow], list[str], str]:
     """Make the optimizers of one rank, around parameters without numbers, as the run would, and ask them.
 
-    Args:
-        run: the rank.
-        counts: how many parameters of all ranks each override selects.
+    What the run would be refused for at its start is refused. ``counts`` says how many parameters of all ranks each
+    override selects.
 
     Returns:
         The lines of the manifest, the plan of every optimizer that has one as a table, and the run's scale mode.
-
-    Raises:
-        ValueError: for what the run would be refused for at its start.
     """
     planned = OptimizerOfRun(run.optimizer_config, run.model_chunks, run.pg_collection)
     config = planned.config

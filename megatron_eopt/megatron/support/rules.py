@@ -41,16 +41,10 @@ class Run:
 
     @classmethod
     def of(cls, config: Any, model_chunks: Sequence[Any], pg_collection: Any, *, layer_wise: bool = False) -> "Run":
-        """The facts of a run in this process.
+        """The facts of a run in this process, from what Megatron's builder of optimizers gets.
 
-        Args:
-            config: Megatron's ``OptimizerConfig``.
-            model_chunks: the model, one module per virtual pipeline stage.
-            pg_collection: Megatron's ``ProcessGroupCollection``.
-            layer_wise: what the caller of Megatron-Core 0.17 passes; later releases have it in ``config``.
-
-        Raises:
-            ValueError: for an unknown optimizer.
+        ``layer_wise`` is what the caller of Megatron-Core 0.17 passes; later releases have it in ``config``. An unknown
+        optimizer is a ValueError.
         """
         name = config.optimizer.removeprefix("dist_")
         parameters = [(n, p) for chunk in model_chunks for n, p in chunk.named_parameters() if p.requires_grad]

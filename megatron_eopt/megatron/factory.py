@@ -20,13 +20,7 @@ from megatron_eopt.megatron.checkpoints.checksums import check_replicas
 from megatron_eopt.megatron.checkpoints.sharding import layers_differ
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag
 from megatron_eopt.megatron.manifest import declare
-from megatron_eopt.megatron.parameters import (
-    frozen_names,
-    mark,
-    optimizer_parameters,
-    torch_optimizers,
-    trainable,
-)
+from megatron_eopt.megatron.parameters import frozen_names, mark, torch_optimizers, trainable
 from megatron_eopt.megatron.summary import print_summary
 from megatron_eopt.megatron.support.rules import Run, refuse_unsupported
 from megatron_eopt.optimizers.base import BaseOptimizer
@@ -152,8 +146,7 @@ def matrices_are_updated(optimizer: Any, expected: int) -> Check:
     Too few prove nothing in a step at a learning rate of zero, as warmups begin with: there may be nothing to compute.
     Nor do they after gradients that were not finite, whose matrices stay as they are.
     """
-    optimizers = dict.fromkeys(each.optimizer for each in optimizer_parameters(optimizer))
-    counting = [each for each in optimizers if isinstance(each, BaseOptimizer)]
+    counting = [each for each in torch_optimizers(optimizer) if isinstance(each, BaseOptimizer)]
 
     def check() -> Verdict:
         before = sum(each.matrices_updated for each in counting)
@@ -177,9 +170,7 @@ def matrices_are_updated(optimizer: Any, expected: int) -> Check:
 def with_preset(config: Any) -> Any:
     """The config with the size of updates that its ``muon_preset`` says; the same object where it has none.
 
-    Raises:
-        ValueError: for an unknown preset, with an optimizer whose updates have a size of their own, and where the
-            config also has a scale mode or a factor that contradicts it.
+    Refused is a preset for updates that have a size of their own, or beside another scale mode or factor.
     """
     preset = getattr(config, "muon_preset", None)
     if preset is None:

@@ -17,8 +17,6 @@ from megatron_eopt.overrides import ParameterInfo, unwrapped
 from megatron_eopt.parallel.layout import is_cut_again, is_expert, is_sharded, padding_of
 from megatron_eopt.registry import built_as
 
-_GROUPED_WEIGHT = re.compile(r"(weight|bias)(\d+)")
-
 
 @dataclass(frozen=True)
 class ModelParameter:
@@ -158,7 +156,7 @@ def _global_name(path: str, last: str, ahead: dict[str, int]) -> str:
         if word.isdecimal():
             before = ".".join(path.split(".")[:index])
             words[index] = str(int(word) + ahead.get(f"{before}.{word}", ahead.get(f"{before}.*", 0)))
-    grouped = _GROUPED_WEIGHT.fullmatch(last)
+    grouped = re.fullmatch(r"(weight|bias)(\d+)", last)
     if grouped:  # Transformer Engine's experts are numbered in the name of the weight
         module = path.rpartition(".")[0]
         last = f"{grouped[1]}{int(grouped[2]) + ahead.get(f'{module}.linear_fc*.weight*', 0)}"

@@ -25,23 +25,12 @@ from megatron_eopt.redirect import Redirection, Redirections, becomes
 logger = logging.getLogger(__name__)
 
 # Names of ours that replace those of Megatron's module of emerging optimizers.
-_NAMES = (
-    "EmergingOptimizerEntry",
-    "TensorParallelAdaptiveMuon",
-    "TensorParallelMuon",
-    "_adaptive_muon_config_to_kwargs",
-    "_create_emerging_optimizer",
-    "_default_adam_based_eopt_config_to_kwargs",
-    "_default_param_overrides_factory",
-    "_eopt_init_state_fn",
-    "_get_qkv_split_shapes",
-    "_is_muon_excluded",
-    "_is_nonlinear_or_embedding",
-    "_kwargs_from_config",
-    "_muon_config_to_kwargs",
-    "get_supported_coefficient_types",
-    "validate_coefficient_type",
-)
+_NAMES = """EmergingOptimizerEntry TensorParallelAdaptiveMuon TensorParallelMuon _adaptive_muon_config_to_kwargs
+    _create_emerging_optimizer _default_adam_based_eopt_config_to_kwargs _default_param_overrides_factory
+    _eopt_init_state_fn _get_qkv_split_shapes _is_muon_excluded _is_nonlinear_or_embedding _kwargs_from_config
+    _muon_config_to_kwargs get_supported_coefficient_types validate_coefficient_type""".split()
+
+type _Replaced = tuple[Any, str, Callable[[Any], Any], str]  # the arguments of a Redirection
 
 _active: Redirections | None = None
 
@@ -101,46 +90,36 @@ def _together(names: Sequence[str]) -> str:
 
 def _redirections() -> Redirections:
     replaced = [*(_of_registry() if releases.has_registry() else _of_0_17()), *_of_core()]
-    return Redirections([*replaced, *(_of_training() if releases.has_training() else [])], importers=["megatron"])
+    if releases.has_training():
+        replaced += _of_training()
+    return Redirections([Redirection(*each) for each in replaced], importers=["megatron"])
 
 
-def _of_registry() -> list[Redirection]:
-    theirs, named = releases.registry_module(), "scripts that import Megatron's names get our optimizers"
+def _of_registry() -> list[_Replaced]:
+    theirs = releases.core_optimizer(".emerging_optimizers")
+    imported = "scripts that import Megatron's names get our optimizers"
+    scalar = "Megatron builds the scalar optimizer beside Muon by this name"
+    named_in = "overrides may name the optimizer of a parameter, which Megatron refuses"
+    several = "Megatron builds one registered optimizer in a run, and overrides may name several"
+    before = "checks come before the model is touched, and one line says which optimizer updates what"
     return [
-        *(Redirection(theirs, name, becomes(getattr(registry, name)), named) for name in _NAMES),
-        Redirection(
-            core_optimizer, "Lion", becomes(Lion), "Megatron builds the scalar optimizer beside Muon by this name"
-        ),
-        Redirection(
-            core_optimizer,
-            "check_config_overrides_consistency",
-            checked_elsewhere,
-            "overrides may name the optimizer of a parameter, which Megatron refuses",
-        ),
-        Redirection(
-            core_optimizer,
-            "_get_megatron_optimizer_based_on_param_groups",
-            with_registered,
-            "Megatron builds one registered optimizer in a run, and overrides may name several",
-        ),
-        Redirection(
-            core_optimizer,
-            "_get_megatron_emerging_optimizer",
-            checked,
-            "checks come before the model is touched, and one line says which optimizer updates what",
-        ),
+        *((theirs, name, becomes(getattr(registry, name)), imported) for name in _NAMES),
+        (core_optimizer, "Lion", becomes(Lion), scalar),
+        (core_optimizer, "check_config_overrides_consistency", checked_elsewhere, named_in),
+        (core_optimizer, "_get_megatron_optimizer_based_on_param_groups", with_registered, several),
+        (core_optimizer, "_get_megatron_emerging_optimizer", checked, before),
     ]
 
 
-def _of_0_17() -> list[Redirection]:
-    module = releases.muon_factory_module()
+def _of_0_17() -> list[_Replaced]:
+    module = releases.core_optimizer(".muon")
     return [
-        Redirection(module, "TensorParallelMuon", becomes(releases.muon_of_0_17), "Megatron builds Muon by this name"),
-        Redirection(module, "get_megatron_muon_optimizer", checked, "checks come before the model is touched"),
+        (module, "TensorParallelMuon", becomes(releases.muon_of_0_17), "Megatron builds Muon by this name"),
+        (module, "get_megatron_muon_optimizer", checked, "checks come before the model is touched"),
     ]
 
 
-def _of_core() -> list[Redirection]:
+def _of_core() -> list[_Replaced]:
     attributes = layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS
     lost = "the fp32 copy of a bf16 parameter would lose its name, its padding, and which matrices it is made of"
     refused = "another optimizer's state is refused with its reason, or imported, before anything is read"
@@ -151,18 +130,16 @@ def _of_core() -> list[Redirection]:
         for value in vars(optimizer_config).values()
         if isinstance(value, type) and issubclass(value, optimizer_config.OptimizerConfig)
     )
+    kept = ("qkv_split_shapes", "pad_length", ATTRIBUTE, NAME)
     return [
-        *(
-            Redirection(attributes, name, lambda default: default, lost)
-            for name in ("qkv_split_shapes", "pad_length", ATTRIBUTE, NAME)
-        ),
-        Redirection(dist_checkpointing, "load", checked_load, refused),
-        Redirection(dist_checkpointing, "save", checked_save, compared),
-        *(Redirection(config, "__init__", _with_exact_tp_mode, exact) for config in configs),
+        *((attributes, name, lambda default: default, lost) for name in kept),
+        (dist_checkpointing, "load", checked_load, refused),
+        (dist_checkpointing, "save", checked_save, compared),
+        *((config, "__init__", _with_exact_tp_mode, exact) for config in configs),
     ]
 
 
-def _of_training() -> list[Redirection]:
+def _of_training() -> list[_Replaced]:
     import megatron.training.arguments as arguments
     import megatron.training.checkpointing as checkpointing
     import megatron.training.training as training
@@ -170,24 +147,16 @@ def _of_training() -> list[Redirection]:
     whole = "a checkpoint that is not whole is refused with its reason, whatever is damaged"
     apart = "layers whose parameters have different optimizers cannot be stacked into one tensor"
     empty = "a save that was killed while it wrote the tracker file leaves it empty, and Megatron exits with status 0"
+    parsed = "--optimizer and the flags of Muon take what our optimizers take, and refuse the rest when parsed"
+    flags = "what the flags of our optimizers say reaches the config, which has no fields for some of them"
     return [
-        Redirection(checkpointing, "_load_base_checkpoint", checked_base, whole),
-        Redirection(checkpointing, "_build_sharded_state_dict_metadata", undecided, apart),
-        Redirection(checkpointing, "generate_state_dict", named_apart, apart),
-        Redirection(checkpointing, "read_metadata", checked_tracker, empty),
-        Redirection(
-            arguments,
-            "add_megatron_arguments",
-            lambda original: lambda parser: amend(original(parser), releases.unavailable()),
-            "--optimizer and the flags of Muon take what our optimizers take, and refuse the rest when parsed",
-        ),
-        Redirection(
-            training,
-            "get_megatron_optimizer_config",
-            with_flags,
-            "what the flags of our optimizers say reaches the config, which has no fields for some of them",
-        ),
-        Redirection(training, "evaluate", averaged, "Schedule-Free trains at one point and is evaluated at another"),
+        (checkpointing, "_load_base_checkpoint", checked_base, whole),
+        (checkpointing, "_build_sharded_state_dict_metadata", undecided, apart),
+        (checkpointing, "generate_state_dict", named_apart, apart),
+        (checkpointing, "read_metadata", checked_tracker, empty),
+        (arguments, "add_megatron_arguments", _amended, parsed),
+        (training, "get_megatron_optimizer_config", with_flags, flags),
+        (training, "evaluate", averaged, "Schedule-Free trains at one point and is evaluated at another"),
     ]
 
 
@@ -200,13 +169,18 @@ def _with_exact_tp_mode(init: Callable[..., None]) -> Callable[..., None]:
     return init_with_exact_tp_mode
 
 
+def _amended(add_arguments: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda parser: amend(add_arguments(parser), releases.unavailable())
+
+
 def _forward_registry() -> None:
     """Put our entries into Megatron's registry; those of a user stay, those of Megatron make room."""
-    theirs = releases.registry_module()._EMERGING_OPTIMIZERS
-    clashing = [name for name in registry.EMERGING_OPTIMIZERS if name in theirs]
-    replaced = [name for name in clashing if _is_megatrons_own(theirs[name])]
-    for name in clashing:
-        if name not in replaced:
+    theirs = releases.core_optimizer(".emerging_optimizers")._EMERGING_OPTIMIZERS
+    replaced = []
+    for name in (each for each in registry.EMERGING_OPTIMIZERS if each in theirs):
+        if _is_megatrons_own(theirs[name]):
+            replaced.append(name)
+        else:
             logger.warning(
                 "--optimizer %s is what was put into Megatron's registry before activate(), and not the optimizer of "
                 "megatron_eopt: register it under another name to have both",
@@ -221,5 +195,5 @@ def _is_megatrons_own(entry: Any) -> bool:
     made_of = [type(entry), entry.optimizer_cls, entry.init_state_fn, *routing]
     if entry.config_to_kwargs is not None:
         made_of.append(entry.config_to_kwargs)
-    homes = (releases.registry_module().__name__, "emerging_optimizers.")
+    homes = ("megatron.core.optimizer.emerging_optimizers", "emerging_optimizers.")
     return bool(routing) and all(str(getattr(each, "__module__", "")).startswith(homes) for each in made_of)

@@ -1,7 +1,7 @@
 """What all ranks of a run find out together: each function is called by every rank, and returns the same on each."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -19,16 +19,11 @@ def from_rank_0[T](find: Callable[[], T]) -> T:
     """What the first rank finds."""
     found: list[Any] = [find() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found, src=0)
-    result: T = found[0]
-    return result
+    return cast(T, found[0])
 
 
 def on_all_ranks[T](decide: Callable[[], T]) -> T:
-    """What is decided on this rank; a mistake on one rank ends all, so that none waits for another.
-
-    Raises:
-        OverrideError: for that of the first rank that made one.
-    """
+    """What is decided on this rank; a mistake of one is an OverrideError on all, so that none waits for another."""
     error = None
     try:
         decided = decide()

@@ -33,29 +33,22 @@ FLAGS = (*(flag for row in FAMILY for flag in row.flags if not flag.megatrons), 
 
 
 def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozenset()) -> argparse.ArgumentParser:
-    """Let Megatron's parser know our optimizers, and refuse there what would fail in the first step.
+    """Let Megatron's parser, with its arguments added, know our optimizers; what would fail in a step fails there.
 
-    - ``--optimizer`` takes every registered name, and no longer those that nothing here can build.
-    - ``--muon-coefficient-type`` takes the known names only.
-    - ``--muon-fp32-matmul-prec`` also takes highest.
-    - ``--muon-tp-mode`` is exact where the user gives none.
-    - :data:`FLAGS` are added.
-
-    Args:
-        parser: Megatron's parser, with its arguments added.
-        unavailable: names of optimizers to take out of ``--optimizer``.
-
-    Returns:
-        The same parser.
+    ``--optimizer`` takes every registered name but those ``unavailable``, ``--muon-coefficient-type`` the known names
+    only, ``--muon-fp32-matmul-prec`` also highest. ``--muon-tp-mode`` is exact by default. :data:`FLAGS` are added.
     """
-    optimizer = _action(parser, "--optimizer")
+    actions = parser._option_string_actions  # argparse has no public way to look an argument up
+    optimizer, tp_mode = actions["--optimizer"], actions["--muon-tp-mode"]
     theirs = [name for name in optimizer.choices or () if name not in unavailable]
     optimizer.choices = theirs + [name for name in list_optimizers() if name not in unavailable.union(theirs)]
-    _restrict(parser, "--muon-coefficient-type", get_supported_coefficient_types())
-    _restrict(parser, "--muon-fp32-matmul-prec", get_args(MatmulPrecision))
-    _restrict(parser, "--muon-tp-mode", get_args(TpMode))
-    tp_mode = _action(parser, "--muon-tp-mode")
-    tp_mode.default = DEFAULT_TP_MODE
+    for name, choices in (
+        ("--muon-coefficient-type", get_supported_coefficient_types()),
+        ("--muon-fp32-matmul-prec", get_args(MatmulPrecision)),
+    ):
+        actions[name].choices = list(choices)
+        actions[name].help = f"{(actions[name].help or '').split(' Valid types')[0]} One of {', '.join(choices)}."
+    tp_mode.choices, tp_mode.default = list(get_args(TpMode)), DEFAULT_TP_MODE
     tp_mode.help = (
         "How matrices that are sharded over tensor-parallel ranks are orthogonalized: all exact but blockwise, which "
         "treats each shard as a matrix of its own. auto takes the cheapest exact way for each bucket of equal "
@@ -63,7 +56,7 @@ def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozens
     )
     group = parser.add_argument_group("megatron_eopt")
     for flag in FLAGS:
-        if flag.optimizer not in unavailable and flag.name not in parser._option_string_actions:
+        if flag.optimizer not in unavailable and flag.name not in actions:
             group.add_argument(flag.name, dest=flag.dest, help=flag.help, **flag.options)
     return parser
 
@@ -74,8 +67,7 @@ def with_flags(make_config: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(make_config)
     def make_config_with_flags(args: argparse.Namespace) -> Any:
         config, overrides = make_config(args)
-        _refuse_without_effect(args)
-        _warn_without_effect(args)
+        _check_effect(args)
         for flag in FLAGS:
             if hasattr(args, flag.dest) and not hasattr(config, flag.dest):
                 setattr(config, flag.dest, getattr(args, flag.dest))
@@ -86,39 +78,18 @@ def with_flags(make_config: Callable[..., Any]) -> Callable[..., Any]:
     return make_config_with_flags
 
 
-def _refuse_without_effect(args: argparse.Namespace) -> None:
-    """Refuse settings that were given by name, where nothing here builds the optimizer."""
-    if getattr(args, "optimizer", None) in ("adam", "sgd") and getattr(args, "optimizer_overrides", None) is not None:
-        raise ValueError(
-            f"--optimizer-overrides {args.optimizer_overrides} would have no effect with --optimizer {args.optimizer}, "
-            f"which Megatron builds by itself: take an optimizer of this package ({', '.join(list_optimizers())}), in "
-            f"whose overrides 'optimizer: adam' gives parameters to Adam"
-        )
-
-
-def _warn_without_effect(args: argparse.Namespace) -> None:
-    """Say which flags of single optimizers the run's own leaves without effect."""
-    name = getattr(args, "optimizer", "").removeprefix("dist_")
-    if getattr(args, "rank", 0) != 0 or getattr(args, "optimizer_overrides", None) is not None:
-        return  # overrides may give some parameters to any optimizer
-    others = [flag for flag in FLAGS if flag.optimizer not in ("", name)]
-    if takes_matrices(name):
-        others = [flag for flag in others if not flag.shared]
-    given = [flag.name for flag in others if _is_given(flag, getattr(args, flag.dest, None))]
-    if given:
+def _check_effect(args: argparse.Namespace) -> None:
+    """Refuse overrides where nothing here builds the optimizer; say which flags of single optimizers have no effect."""
+    name, overrides = getattr(args, "optimizer", "").removeprefix("dist_"), getattr(args, "optimizer_overrides", None)
+    if overrides is not None:  # they may give some parameters to any optimizer
+        if name in ("adam", "sgd"):
+            raise ValueError(
+                f"--optimizer-overrides {overrides} would have no effect with --optimizer {name}, which Megatron "
+                f"builds by itself: take an optimizer of this package ({', '.join(list_optimizers())}), in whose "
+                f"overrides 'optimizer: adam' gives parameters to Adam"
+            )
+        return
+    others = [flag for flag in FLAGS if flag.optimizer not in ("", name) and not (flag.shared and takes_matrices(name))]
+    given = [flag.name for flag in others if getattr(args, flag.dest, None) not in (None, flag.default)]
+    if given and getattr(args, "rank", 0) == 0:
         print(f"megatron_eopt: warning: {', '.join(given)} without effect, with --optimizer {name}", flush=True)
-
-
-def _is_given(flag: Flag, value: Any) -> bool:
-    return value not in (None, flag.default)
-
-
-def _restrict(parser: argparse.ArgumentParser, flag: str, choices: tuple[Any, ...]) -> None:
-    action = _action(parser, flag)
-    action.choices = list(choices)
-    action.help = f"{(action.help or '').split(' Valid types')[0]} One of {', '.join(choices)}."
-
-
-def _action(parser: argparse.ArgumentParser, flag: str) -> argparse.Action:
-    # argparse has no public way to look an argument up
-    return parser._option_string_actions[flag]

@@ -1,6 +1,9 @@
-"""Which optimizer updates every parameter, with which settings; also in the form that Megatron makes groups from."""
+"""Which optimizer updates every parameter, with which settings: decided, in Megatron's form, and checked.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+What can be checked before any optimizer is built, is.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,29 +13,23 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import gathered, on_all_ranks
 from megatron_eopt.megatron.entries import DEFAULT, all_entries, known_names
-from megatron_eopt.megatron.parameters import ModelParameter
+from megatron_eopt.megatron.parameters import ModelParameter, optimizer_parameters
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
-from megatron_eopt.overrides import Entry, OverrideError, Resolved, match_counts, resolve
-from megatron_eopt.overrides.known import SPLIT
+from megatron_eopt.overrides import SETTINGS, Entry, OverrideError, Resolved, match_counts, resolve
+from megatron_eopt.overrides.known import SPLIT, settings_of_groups
 from megatron_eopt.overrides.settings import ENDS, OF_ALL
-from megatron_eopt.registry import takes_matrices
+from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer, decays_weights, takes_matrices
 
 _RATES = {"lr": "max_lr", "min_lr": "min_lr", "lr_mult": "lr_mult"}  # setting -> its name in Megatron's groups
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A parameter, the optimizer that updates it, and its settings.
-
-    Attributes:
-        parameter: the parameter.
-        optimizer: its optimizer's name; None for a parameter that is excluded.
-        resolved: its settings, and the source of each.
-    """
+    """A parameter, the optimizer that updates it, and its settings."""
 
     parameter: ModelParameter
-    optimizer: str | None
-    resolved: Resolved
+    optimizer: str | None  # its name; None for a parameter that is excluded
+    resolved: Resolved  # settings that anybody has set for it, with the source of each
 
     @property
     def name(self) -> str:
@@ -41,7 +38,7 @@ class Assignment:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """By name, those that anybody has set for this parameter."""
+        """By name."""
         return self.resolved.settings
 
     @property
@@ -50,7 +47,7 @@ class Assignment:
         return self.optimizer is not None and takes_matrices(self.optimizer)
 
     def user_source(self, setting: str) -> str | None:
-        """What set a setting for this parameter; None where nobody did, or a default alone."""
+        """What set a setting; None where nobody did, or a default alone."""
         source = self.resolved.sources.get(setting, DEFAULT)
         return None if source.startswith(DEFAULT) else source
 
@@ -58,15 +55,12 @@ class Assignment:
 def assign(
     parameters: Sequence[ModelParameter], config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] | None
 ) -> list[Assignment]:
-    """Every parameter with its optimizer and settings; all ranks call it together.
+    """Every parameter of this rank with its optimizer and settings; all ranks call it together, and fail together.
 
     Args:
         parameters: of this rank.
         config: Megatron's ``OptimizerConfig``, on which our flags have put ``optimizer_overrides`` and others.
         config_overrides: Megatron's, or selectors of this package instead; None for Megatron's standard ones.
-
-    Raises:
-        OverrideError: as :func:`~megatron_eopt.overrides.resolve`, on all ranks.
     """
     entries = all_entries(config, config_overrides)
     everywhere = gathered(matches(parameters, config, entries))
@@ -88,13 +82,13 @@ def assignments(
     found = []
     for parameter in parameters:
         own = resolved[parameter.name]
-        _check_iteration(parameter, own, config)
+        _check_iteration(parameter.name, own, config)
         optimizer = None if own.settings.get("exclude") else own.settings.get("optimizer", primary)
         found.append(Assignment(parameter, optimizer, own))
     return found
 
 
-def _check_iteration(parameter: ModelParameter, resolved: Resolved, config: Any) -> None:
+def _check_iteration(name: str, resolved: Resolved, config: Any) -> None:
     """Check that steps and coefficients, one of which may be the run's, go together."""
     own = {key: resolved.settings[key] for key in ("num_ns_steps", "coefficient_type") if key in resolved.settings}
     if not own:
@@ -104,7 +98,7 @@ def _check_iteration(parameter: ModelParameter, resolved: Resolved, config: Any)
         get_coefficients(own.get("coefficient_type", config.muon_coefficient_type), steps)
     except ValueError as error:
         sources = " and ".join(sorted({resolved.sources[key] for key in own}))
-        raise OverrideError(f"{parameter.name}: {sources}: {error}") from None
+        raise OverrideError(f"{name}: {sources}: {error}") from None
 
 
 class MegatronOverrides(dict[ParamKey, dict[str, Any]]):
@@ -112,35 +106,24 @@ class MegatronOverrides(dict[ParamKey, dict[str, Any]]):
 
     Megatron adds the default routing of the registered optimizer to the overrides that it is given. That routing is
     among the settings already, where an override may have overruled it: so what is added is left out.
-
-    Raises:
-        OverrideError: for a smallest learning rate above the largest.
     """
 
     def __init__(self, assigned: Sequence[Assignment], config: Any) -> None:
         alike: dict[tuple[tuple[str, Any], ...], set[int]] = {}
         for each in assigned:
-            if each.optimizer is not None and (settings := group_settings(each, config)):
-                alike.setdefault(tuple(sorted(settings.items())), set()).add(id(each.parameter.tensor))
-        super().__init__(
-            (ParamKey(predicate=ParamPredicate(name=f"megatron_eopt {number}", fn=_among(ids))), dict(settings))
-            for number, (settings, ids) in enumerate(alike.items())
-        )
+            if each.optimizer is not None and (own := group_settings(each, config)):
+                alike.setdefault(tuple(sorted(own.items())), set()).add(id(each.parameter.tensor))
+        super().__init__()
+        for number, (settings, ids) in enumerate(alike.items()):
+            among = ParamPredicate(f"megatron_eopt {number}", lambda parameter, ids=ids: id(parameter) in ids)
+            self[ParamKey(predicate=among)] = dict(settings)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Add nothing."""
 
 
-def _among(ids: set[int]) -> Callable[[Any], bool]:
-    return lambda parameter: id(parameter) in ids
-
-
 def group_settings(assigned: Assignment, config: Any) -> dict[str, Any]:
-    """What the group of a parameter says that is not the run's, in Megatron's words.
-
-    Raises:
-        OverrideError: for a smallest learning rate above the largest.
-    """
+    """What the group of a parameter says that is not the run's, in Megatron's words."""
     settings = assigned.settings
     group = {key: value for key, value in settings.items() if key not in OF_ALL | {SPLIT}}
     if assigned.optimizer != config.optimizer.removeprefix("dist_") and releases.has_registry():
@@ -153,11 +136,10 @@ def group_settings(assigned: Assignment, config: Any) -> dict[str, Any]:
             raise OverrideError(f"{assigned.name}: {error}; {run}") from None
     else:  # Megatron's own need not be in order: under a constant schedule nobody reads the smallest rate
         group |= {theirs: settings[key] for key, theirs in _RATES.items() if key in settings}
-    decay = {end: settings.get(end, settings.get("weight_decay")) for end in ENDS}
-    group |= {end: value for end, value in decay.items() if value is not None}
-    if "wd_mult" in settings:
-        group["wd_mult"] = settings["wd_mult"]
-    return group
+    decay = {end: settings.get(end, settings.get("weight_decay")) for end in ENDS} | {
+        "wd_mult": settings.get("wd_mult")
+    }
+    return group | {key: value for key, value in decay.items() if value is not None}
 
 
 @contextmanager
@@ -171,3 +153,86 @@ def excluded_hidden(assigned: Sequence[Assignment]) -> Iterator[None]:
     finally:
         for tensor in tensors:
             tensor.requires_grad_(True)
+
+
+def refuse_other_buffers(assigned: Sequence[Assignment]) -> None:
+    """Refuse parameters whose buffers Megatron's layer-wise layout has made for an optimizer of another kind."""
+    mark = "is_managed_by_layer_wise_optimizer"
+    wrong = [p for p in assigned if getattr(p.parameter.tensor, mark, None) not in (None, p.has_matrix_optimizer)]
+    if wrong:
+        laid_out = "Adam" if wrong[0].has_matrix_optimizer else "a matrix optimizer"
+        raise OverrideError(
+            f"{wrong[0].name} and {len(wrong) - 1} more are given to {wrong[0].optimizer or 'nobody'}, but Megatron "
+            f"laid their buffers out for {laid_out} before it read any override: leave these parameters where they "
+            f"are, or pass --no-use-layer-wise-param-layout"
+        )
+
+
+def refuse_bad_values(
+    assigned: Sequence[Assignment], config: Any, model_chunks: Sequence[Any], pg_collection: Any
+) -> None:
+    """Refuse values that an optimizer would refuse, or not read, and weight decays that Megatron could not follow.
+
+    An optimizer without parameters is built as the run would build it, and checks its own arguments.
+    """
+
+    def error(name: str, settings: Mapping[str, Any]) -> str | None:
+        try:
+            create_emerging_optimizer(config, [{"params": [], **settings}], name, model_chunks, pg_collection)
+        except Exception as found:  # of whatever kind a user's optimizer raises
+            return str(found)
+        return None
+
+    tried = []
+    for each in assigned:
+        if each.optimizer is None:
+            continue
+        _refuse_decay(each, each.optimizer, config)
+        name, settings = trial = each.optimizer, _of_optimizer(each)
+        if name not in EMERGING_OPTIMIZERS or not settings or trial in tried:
+            continue
+        tried.append(trial)
+        if error(name, {}) is not None:
+            continue  # whatever the overrides say: the run will meet it, or it has parameters to show
+        if (together := error(name, settings)) is not None:
+            alone = ((key, error(name, {key: value})) for key, value in settings.items())
+            key, what = next((each for each in alone if each[1] is not None), (next(iter(settings)), together))
+            raise OverrideError(f"{each.resolved.sources[key]}: {key}: {what}, for {each.name}")
+
+
+def refuse_unread(optimizer: Any, assigned: Sequence[Assignment]) -> None:
+    """Refuse settings that the optimizer of a parameter has for all of its parameters, and reads from no group.
+
+    Known for sure of optimizers that were built: some cannot be built without parameters.
+    """
+    optimizers = {id(each.model): each.optimizer for each in optimizer_parameters(optimizer)}
+    for each in assigned:
+        found = optimizers.get(id(each.parameter.tensor))
+        if found is not None and (unread := sorted(_of_optimizer(each).keys() - settings_of_groups(found))):
+            raise OverrideError(
+                f"{each.resolved.sources[unread[0]]}: {unread[0]}: {each.optimizer} has one {unread[0]} for all its "
+                f"parameters, which is set for the run alone, for {each.name}"
+            )
+
+
+def _of_optimizer(assigned: Assignment) -> dict[str, Any]:
+    """What users set that this package knows no range of."""
+    return {k: value for k, value in assigned.settings.items() if k not in SETTINGS and assigned.user_source(k)}
+
+
+def _refuse_decay(assigned: Assignment, name: str, config: Any) -> None:
+    settings = assigned.settings
+    by_user = {key: source for key in ("weight_decay", *ENDS) if (source := assigned.user_source(key))}
+    if not by_user:
+        return
+    wrong = None if decays_weights(name) else next((key for key in by_user if settings[key]), None)
+    if wrong is not None:
+        of_parameter = f"got {settings[wrong]:g} for {assigned.name}"
+        raise OverrideError(f"{by_user[wrong]}: {wrong}: {name} has no weight decay, {of_parameter}: leave it out")
+    start, end = (settings.get(key, settings.get("weight_decay", config.weight_decay)) for key in ENDS)
+    if start != end and getattr(config, "weight_decay_incr_style", None) == "constant":
+        raise OverrideError(
+            f"{' and '.join(sorted({*by_user.values()}))}: {next(iter(by_user))}: the weight decay of {assigned.name} "
+            f"would go from {start:g} to {end:g}, and --weight-decay-incr-style is constant: pass linear or cosine, "
+            f"with --start-weight-decay and --end-weight-decay for the rest, or set the two to one value"
+        )

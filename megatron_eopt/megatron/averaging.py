@@ -7,8 +7,7 @@ Where that trains what it evaluates, they do nothing.
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,12 +22,7 @@ _AVERAGING = "averaging_optimizers"  # attribute of a model chunk: weak referenc
 
 
 def remember(optimizer: Any, model_chunks: Sequence[nn.Module]) -> None:
-    """Let :func:`averaged` find what trains a model at another point than is evaluated; of several, the last one built.
-
-    Args:
-        optimizer: Megatron's.
-        model_chunks: of this rank.
-    """
+    """Let :func:`averaged` find what trains a model at another point than is evaluated; of several, the last built."""
     averaging = [weakref.ref(each) for each in plain_wrappers(optimizer) if _averages(each)]
     for chunk in model_chunks:
         if averaging or hasattr(chunk, _AVERAGING):
@@ -43,28 +37,23 @@ def averaged(evaluate: Callable[..., Any]) -> Callable[..., Any]:
     def evaluate_averaged(*args: Any, **kwargs: Any) -> Any:
         model = parameters.bind(*args, **kwargs).arguments["model"]
         chunks = model if isinstance(model, list) else [model]
-        found = dict.fromkeys(each() for chunk in chunks for each in getattr(chunk, _AVERAGING, ()))
-        with _exported(each for each in found if each is not None):
+        wrappers = dict.fromkeys(each() for chunk in chunks for each in getattr(chunk, _AVERAGING, ()))
+        wrappers.pop(None, None)  # gone
+        before: list[tuple[Tensor, Tensor]] = []
+        try:
+            with torch.no_grad():
+                for wrapper in wrappers:
+                    for own, parameter in _pairs(wrapper):
+                        average = wrapper.optimizer.exported(own)
+                        before.append((parameter, parameter.detach().clone()))
+                        parameter.copy_(average)
             return evaluate(*args, **kwargs)
+        finally:
+            with torch.no_grad():
+                for parameter, trained_at in before:
+                    parameter.copy_(trained_at)
 
     return evaluate_averaged
-
-
-@contextmanager
-def _exported(wrappers: Iterable[Any]) -> Iterator[None]:
-    before: list[tuple[Tensor, Tensor]] = []
-    try:
-        with torch.no_grad():
-            for wrapper in wrappers:
-                for own, parameter in _pairs(wrapper):
-                    average = wrapper.optimizer.exported(own)
-                    before.append((parameter, parameter.detach().clone()))
-                    parameter.copy_(average)
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, trained_at in before:
-                parameter.copy_(trained_at)
 
 
 def export(wrapper: Any, model_sharded_state_dict: Any) -> None:

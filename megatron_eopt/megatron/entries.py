@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
+from megatron_eopt import registry
 from megatron_eopt.overrides import (
     Entry,
     Known,
@@ -18,17 +20,7 @@ from megatron_eopt.overrides import (
     read_overrides,
 )
 from megatron_eopt.overrides.conditions import is_matrix
-from megatron_eopt.registry import (
-    decays_weights,
-    get_optimizer_entry,
-    is_muon_excluded,
-    is_nonlinear_or_embedding,
-    list_optimizers,
-    takes_matrices,
-)
-
-# A way to split that Megatron's fused parameters know beyond those of every optimizer.
-_SPLITS = ("per_head",)
+from megatron_eopt.registry import takes_matrices
 
 DEFAULT = "default of"
 """Start of the source of a setting that nobody has requested."""
@@ -37,35 +29,41 @@ DEFAULT = "default of"
 def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] | None) -> list[Entry]:
     """Entries of all layers: the defaults of the optimizer and of Megatron, Python's, the file's and the flags'."""
     known, primary = known_names(), config.optimizer.removeprefix("dist_")
+    without_decay = [name for name in registry.list_optimizers() if not registry.decays_weights(name)]
+    user = getattr(config, "optimizer_overrides", None)
+    if user is None or isinstance(user, Mapping):
+        from_user = entries_from_dict(user or {}, Layer.PYTHON, "optimizer_overrides", known)
+    else:
+        from_user = read_overrides(user, known)
     standard = get_standard_config_overrides(config)
     given = standard if config_overrides is None else config_overrides
-    theirs = {_signature(key): settings for key, settings in standard.items()}
     own = {
         key: settings
         for key, settings in given.items()
-        if not isinstance(key, ParamKey) or (theirs.get(_signature(key)) != settings and not _of_mup(key))
+        if not isinstance(key, ParamKey) or (standard.get(key) != settings and not _of_mup(key))
     }
     defaults = {key: settings for key, settings in given.items() if key not in own}
     return [
         *_defaults(_routing(primary, config), primary, known),
         *_defaults(defaults, "Megatron", known),
         *_mup_of_others(defaults, known),
-        *_without_decay(known),
+        # the run's weight decay is for the rest
+        *chain(*(_defaults({f"optimizer:{name}": {"weight_decay": 0.0}}, name, known) for name in without_decay)),
         *entries_from_dict(own, Layer.PYTHON, "config_overrides", known),
-        *_from_user(getattr(config, "optimizer_overrides", None), known),
+        *from_user,
         *_from_flags(primary, config, known),
     ]
 
 
 def nonlinear_and_embedding_to_adam() -> dict[ParamKey, dict[str, Any]]:
     """Overrides that give embeddings, output layers and whatever is no matrix to Megatron's Adam."""
-    predicate = ParamPredicate(name="nonlinear_or_embedding", fn=is_nonlinear_or_embedding)
+    predicate = ParamPredicate(name="nonlinear_or_embedding", fn=registry.is_nonlinear_or_embedding)
     return {ParamKey(predicate=predicate): {"optimizer": "adam"}}
 
 
 def excluded_from_muon_to_adam() -> dict[ParamKey, dict[str, Any]]:
     """The same, and those whose attribute ``use_muon`` is False."""
-    predicate = ParamPredicate(name="muon_excluded", fn=is_muon_excluded)
+    predicate = ParamPredicate(name="muon_excluded", fn=registry.is_muon_excluded)
     return {ParamKey(predicate=predicate): {"optimizer": "adam"}}
 
 
@@ -75,29 +73,10 @@ def _defaults(overrides: Mapping[Any, Mapping[str, Any]], whose: str, known: Kno
 
 
 def _routing(primary: str, config: Any) -> dict[Any, dict[str, Any]]:
-    scalar = getattr(config, "muon_scalar_optimizer", "adam")
-    entry = get_optimizer_entry(primary)
-    return {
-        key: {**settings, "optimizer": scalar if settings.get("optimizer") == "adam" else settings["optimizer"]}
-        if takes_matrices(primary) and "optimizer" in settings
-        else dict(settings)
-        for key, settings in entry.default_param_overrides.items()
-    }
-
-
-def _without_decay(known: Known) -> Iterator[Entry]:
-    """No weight decay for parameters of optimizers that have none: the run's is for the rest."""
-    for name in list_optimizers():
-        if not decays_weights(name):
-            yield make_entry(f"optimizer:{name}", {"weight_decay": 0.0}, Layer.DEFAULTS, f"{DEFAULT} {name}", known)
-
-
-def _from_user(overrides: Any, known: Known) -> list[Entry]:
-    if overrides is None:
-        return []
-    if isinstance(overrides, Mapping):
-        return entries_from_dict(overrides, Layer.PYTHON, "optimizer_overrides", known)
-    return read_overrides(overrides, known)
+    """The default of an optimizer; one of matrices leaves to the scalar optimizer what it leaves to Adam by itself."""
+    default = registry.get_optimizer_entry(primary).default_param_overrides
+    scalar = {"optimizer": getattr(config, "muon_scalar_optimizer", "adam")} if takes_matrices(primary) else {}
+    return {key: {**each, **(scalar if each.get("optimizer") == "adam" else {})} for key, each in default.items()}
 
 
 def _from_flags(primary: str, config: Any, known: Known) -> Iterator[Entry]:
@@ -114,35 +93,22 @@ def _from_flags(primary: str, config: Any, known: Known) -> Iterator[Entry]:
 
 def known_names() -> Known:
     """What settings may name: the optimizers that can be built here, and the ways to split."""
-    return Known.registered(_SPLITS)
+    return Known.registered(["per_head"])  # which Megatron's fused parameters know beyond those of every optimizer
 
 
-def _signature(key: Any) -> Any:
-    """What a ParamKey asks, with its functions by their names: two of them are never equal."""
-    if not isinstance(key, ParamKey):
-        return key
-    several = (_several(key.predicate), _several(key.with_name_predicate))
-    return (*map(_several, (key.name, key.attr)), *(tuple(each.name for each in some) for some in several))
-
-
-def _of_mup(key: ParamKey) -> bool:
-    """Whether it is Megatron's, for muP."""
-    predicates = (*_several(key.predicate), *_several(key.with_name_predicate))
-    return bool(predicates) and all(each.name.startswith("mup_") for each in predicates)
+def _of_mup(key: Any) -> bool:
+    """Whether a selector is Megatron's, for muP."""
+    return isinstance(key, ParamKey) and getattr(key.with_name_predicate, "name", "").startswith("mup_")
 
 
 def _mup_of_others(defaults: Mapping[Any, Mapping[str, Any]], known: Known) -> Iterator[Entry]:
     """Megatron's rates of muP, for hidden matrices that an override gives to Adam."""
     for key, settings in defaults.items():
         rates = {name: settings[name] for name in ("max_lr", "min_lr") if name in settings}
-        if rates and isinstance(key, ParamKey) and _of_mup(key):
+        if rates and _of_mup(key):
             yield from _defaults({_hidden_of_others: rates}, "Megatron", known)
 
 
 def _hidden_of_others(info: ParameterInfo) -> bool:
     """A hidden matrix whose optimizer is not for matrices: Megatron's muP leaves it out, for it looks at the shape."""
     return is_matrix(info) and info.optimizer is not None and not takes_matrices(info.optimizer)
-
-
-def _several(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, tuple | list) else (value,) if value else ()

@@ -6,32 +6,33 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.manifest import to_json
-from megatron_eopt.megatron import releases
+from megatron_eopt.megatron import assignment, releases
 from megatron_eopt.megatron.agreement import on_all_ranks
-from megatron_eopt.megatron.assignment import MegatronOverrides, assign, excluded_hidden
 from megatron_eopt.megatron.averaging import remember
-from megatron_eopt.megatron.checking import refuse_bad_values, refuse_other_buffers, refuse_unread
 from megatron_eopt.megatron.checkpoints.attach import attach
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
 from megatron_eopt.megatron.checkpoints.sharding import layers_differ
-from megatron_eopt.megatron.first_step import Check, check_first_step, matrices_are_updated
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag
-from megatron_eopt.megatron.manifest import collect, declare
+from megatron_eopt.megatron.manifest import declare
 from megatron_eopt.megatron.parameters import frozen_names, mark, torch_optimizers, trainable
 from megatron_eopt.megatron.summary import print_summary
-from megatron_eopt.megatron.support import Run
-from megatron_eopt.megatron.support.rules import refuse_unsupported
+from megatron_eopt.megatron.support.rules import Run, refuse_unsupported
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.scale import PRESETS
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 
-_MEGATRONS_OWN = ("adam", "sgd", "lion")
+type Verdict = Callable[[], bool]
+"""Called after a step that Megatron has made; whether the check has its answer, which may be an error."""
+
+type Check = Callable[[], Verdict | None]
+"""Called before a step; None where that was all."""
 
 
 class OptimizerOfRun:
@@ -41,35 +42,15 @@ class OptimizerOfRun:
     What can be known to be wrong before anything is built is an error by the end of :meth:`check`. Until then nothing
     is changed, but that parameters are marked with their names. Megatron's optimizer has this object as its attribute
     ``megatron_eopt``.
-
-    Args:
-        config: Megatron's ``OptimizerConfig``.
-        model_chunks: the model, one module per virtual pipeline stage.
-        pg_collection: Megatron's process groups.
-        layer_wise: what the caller of Megatron-Core 0.17 passes; later releases have it in ``config``.
-
-    Attributes:
-        facts: what decides whether the run can work.
-        parameters: the trainable ones of this rank.
-        assigned: the same with their optimizers and settings.
-        optimizer: Megatron's.
-        manifest: of all ranks.
     """
 
-    def __init__(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any, layer_wise: bool) -> None:
+    def __init__(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any, layer_wise: bool = False) -> None:
         self.facts = Run.of(config, model_chunks, pg_collection, layer_wise=layer_wise)
         refuse_unsupported(self.facts)
-        self.config = with_preset(config)
-        self.model_chunks = model_chunks
-        self.groups = pg_collection
+        self.config, self.model_chunks, self.groups = with_preset(config), model_chunks, pg_collection
 
     def built_by(self, build: Callable[[Any, Any], Any], config_overrides: Any) -> Any:
-        """Megatron's optimizer.
-
-        Args:
-            build: Megatron's builder, of a config and of overrides.
-            config_overrides: those of the run.
-        """
+        """Megatron's optimizer, by its builder of a config and of overrides."""
         self.describe()
         self.assign(config_overrides)
         matrices, overrides = on_all_ranks(self.check)
@@ -89,24 +70,25 @@ class OptimizerOfRun:
 
     def assign(self, config_overrides: Any) -> None:
         """Decide which optimizer updates every parameter, with which settings."""
-        self.assigned = assign(self.parameters, self.config, config_overrides)
+        self.assigned = assignment.assign(self.parameters, self.config, config_overrides)
 
-    def check(self) -> tuple[list[Matrices], MegatronOverrides]:
+    def check(self) -> tuple[list[Matrices], dict[Any, Any]]:
         """Refuse what was assigned and cannot work; what it means for the parameters, and for Megatron."""
         names = {each.optimizer for each in self.assigned}
         routes = any(each.user_source("optimizer") for each in self.assigned)
         assigned = frozenset(name for name in names if name is not None)
         refuse_unsupported(replace(self.facts, routes_optimizers=routes, excludes=None in names, assigned=assigned))
-        refuse_other_buffers(self.assigned)
-        refuse_bad_values(self.assigned, self.config, self.model_chunks, self.groups)
-        return logical_matrices(self.assigned, self.config), MegatronOverrides(self.assigned, self.config)
+        assignment.refuse_other_buffers(self.assigned)
+        assignment.refuse_bad_values(self.assigned, self.config, self.model_chunks, self.groups)
+        overrides = assignment.MegatronOverrides(self.assigned, self.config)
+        return logical_matrices(self.assigned, self.config), overrides
 
-    def build(self, build: Callable[[Any, Any], Any], overrides: MegatronOverrides) -> None:
+    def build(self, build: Callable[[Any, Any], Any], overrides: dict[Any, Any]) -> None:
         """Let Megatron build its optimizer, and look at what it has built."""
-        with excluded_hidden(self.assigned), releases.package_not_needed():
+        with assignment.excluded_hidden(self.assigned), releases.package_not_needed():
             self.optimizer = build(self.config, overrides)
         self.optimizer.megatron_eopt = self
-        on_all_ranks(lambda: refuse_unread(self.optimizer, self.assigned))
+        on_all_ranks(lambda: assignment.refuse_unread(self.optimizer, self.assigned))
         for each in torch_optimizers(self.optimizer):
             if isinstance(each, BaseOptimizer):  # a scalar optimizer, which Megatron has not told of its ranks
                 each.pg_collection = self.groups
@@ -119,31 +101,76 @@ class OptimizerOfRun:
 
     def declare(self) -> None:
         """Say which optimizer updates every parameter, as it was built."""
-        self.manifest = collect(self.optimizer, self.assigned, self.config, self.groups)
-        declare(self.manifest, self.facts.optimizer, self.config)
+        self.families, self.matrices_here = declare(self.optimizer, self.assigned, self.config, self.groups)
 
     def attach_checkpoints(self) -> None:
         """Let checkpoints hold the optimizers' state, and evaluation see what they will hold of the model."""
-        families = self.manifest.families
-        differ = layers_differ(families, frozen_names(self.model_chunks))
-        attach(self.optimizer, self.model_chunks, to_json(families), differ)
+        differ = layers_differ(self.families, frozen_names(self.model_chunks))
+        attach(self.optimizer, self.model_chunks, to_json(self.families), differ)
         remember(self.optimizer, self.model_chunks)
 
     def guard_first_step(self) -> None:
         """Check what can only be known in the first step."""
-        checks: list[Check] = [matrices_are_updated(self.optimizer, self.manifest.matrices_here)]
+        checks: list[Check] = [matrices_are_updated(self.optimizer, self.matrices_here)]
         if getattr(self.config, "check_replicas", True):
             ranks = (getattr(self.groups, name, None) for name in ("dp_cp", "expt_dp"))
             checks.append(functools.partial(check_replicas, self.model_chunks, *ranks))
         check_first_step(self.optimizer, checks)
 
 
+def check_first_step(optimizer: Any, checks: Sequence[Check]) -> None:
+    """Wrap the ``step`` of Megatron's optimizer until every check has its answer.
+
+    Checks come after whatever has loaded or made the parameters: a checkpoint with or without optimizer state, or an
+    initialization. A step that Megatron leaves out, since the gradient is not finite, answers no :data:`Verdict`; the
+    next one does.
+    """
+    step, pending = optimizer.step, list(checks)
+
+    @functools.wraps(step)
+    def checked_step(*args: Any, **kwargs: Any) -> Any:
+        checks, pending[:] = [*pending], []
+        begun = [(check, verdict) for check in checks if (verdict := check()) is not None]
+        result = step(*args, **kwargs)
+        pending.extend(check for check, verdict in begun if not result[0] or not verdict())
+        if not pending and optimizer.step is checked_step:
+            optimizer.step = step
+        return result
+
+    optimizer.step = checked_step
+
+
+def matrices_are_updated(optimizer: Any, expected: int) -> Check:
+    """A check that the first step updates as many matrices on this rank as the manifest says.
+
+    Too few prove nothing in a step at a learning rate of zero, as warmups begin with: there may be nothing to compute.
+    Nor do they after gradients that were not finite, whose matrices stay as they are.
+    """
+    counting = [each for each in torch_optimizers(optimizer) if isinstance(each, BaseOptimizer)]
+
+    def check() -> Verdict:
+        before = sum(each.matrices_updated for each in counting)
+
+        def verdict() -> bool:
+            updated = sum(each.matrices_updated for each in counting) - before
+            at_rest = any(group["lr"] == 0 for each in counting for group in each.param_groups)
+            if updated != expected and not at_rest and not any(each.skipped_steps() for each in counting):
+                raise RuntimeError(
+                    f"{updated} matrices were updated in the first step on rank {dist.get_rank()}, and the manifest "
+                    f"has {expected}: some parameters got no gradient. Freeze what is not trained before Megatron "
+                    f"wraps the model, or exclude it by an override"
+                )
+            return updated == expected
+
+        return verdict
+
+    return check
+
+
 def with_preset(config: Any) -> Any:
     """The config with the size of updates that its ``muon_preset`` says; the same object where it has none.
 
-    Raises:
-        ValueError: for an unknown preset, with an optimizer whose updates have a size of their own, and where the
-            config also has a scale mode or a factor that contradicts it.
+    Refused is a preset for updates that have a size of their own, or beside another scale mode or factor.
     """
     preset = getattr(config, "muon_preset", None)
     if preset is None:
@@ -167,11 +194,7 @@ def with_preset(config: Any) -> Any:
 
 
 def checked(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's builder of emerging optimizers: what it builds is the :class:`OptimizerOfRun`.
-
-    Args:
-        build: takes ``(config, model_chunks, ..., pg_collection=...)``.
-    """
+    """Wrap Megatron's builder of emerging optimizers: what it builds is the :class:`OptimizerOfRun`."""
 
     def build_checked(
         config: Any, model_chunks: Sequence[Any], config_overrides: Any = None, *args: Any, **kwargs: Any
@@ -180,9 +203,7 @@ def checked(build: Callable[..., Any]) -> Callable[..., Any]:
             kwargs["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
         layer_wise = kwargs.get("layer_wise_distributed_optimizer", False)
         run = OptimizerOfRun(config, model_chunks, kwargs["pg_collection"], layer_wise)
-        return run.built_by(
-            lambda config, overrides: build(config, model_chunks, overrides, *args, **kwargs), config_overrides
-        )
+        return run.built_by(lambda config, own: build(config, model_chunks, own, *args, **kwargs), config_overrides)
 
     return build_checked
 
@@ -192,22 +213,17 @@ def checked_elsewhere(check: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(check)
     def check_others(config: Any, config_overrides: Any) -> Any:
-        ours = config.optimizer.removeprefix("dist_") in EMERGING_OPTIMIZERS
-        return True if ours else check(config, config_overrides)
+        return config.optimizer.removeprefix("dist_") in EMERGING_OPTIMIZERS or check(config, config_overrides)
 
     return check_others
 
 
 def with_registered(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's builder of adam, sgd and lion: it builds every registered optimizer, too.
-
-    Args:
-        build: takes ``(config, model_chunks, param_groups, ...)``.
-    """
+    """Wrap Megatron's builder of adam, sgd and lion: it builds every registered optimizer, too."""
 
     @functools.wraps(build)
     def build_registered(config: Any, model_chunks: Sequence[Any], param_groups: list[Any], **kwargs: Any) -> Any:
-        if config.optimizer not in EMERGING_OPTIMIZERS or config.optimizer in _MEGATRONS_OWN:
+        if config.optimizer not in EMERGING_OPTIMIZERS or config.optimizer in ("adam", "sgd", "lion"):
             return build(config, model_chunks, param_groups=param_groups, **kwargs)
         if config.use_distributed_optimizer:
             raise ValueError(
@@ -218,11 +234,10 @@ def with_registered(build: Callable[..., Any]) -> Callable[..., Any]:
         optimizer, init_state = create_emerging_optimizer(config, param_groups, config.optimizer, model_chunks, groups)
         if kwargs.get("skip_megatron_wrapping"):
             return optimizer, init_state
-        wrapped = (
-            Float16OptimizerWithFloat16Params(optimizer, config, None, init_state)
-            if config.bf16
-            else FP32Optimizer(optimizer, config, init_state)
-        )
+        if config.bf16:
+            wrapped = Float16OptimizerWithFloat16Params(optimizer, config, None, init_state)
+        else:
+            wrapped = FP32Optimizer(optimizer, config, init_state)
         wrapped.grad_stats_parallel_group = kwargs["model_parallel_group"]
         wrapped.tp_group, wrapped.expert_tp_group = groups.tp, groups.expt_tp
         return wrapped

@@ -30,59 +30,33 @@ _BY_SETTING = "logical_matrices_by_setting"
 
 @dataclass(frozen=True)
 class Fused:
-    """What a fused parameter is made of.
+    """What a fused parameter is made of."""
 
-    Attributes:
-        what: in words.
-        matrices: those that are geometrically right.
-        per_head: with each head by itself, where there are heads.
-        known: whether Megatron orthogonalizes it in a way that somebody chose; if not, the user has to say how.
-    """
-
-    what: str
-    matrices: Split
-    per_head: Split | None = None
-    known: bool = True
-
-    def split(self, name: SplitName) -> Split | None:
-        """What a way to split makes of it; None for what Megatron does."""
-        if name == "none":
-            return WHOLE
-        if name == "per_head":
-            return self.per_head or self.matrices
-        return self.matrices if name == "all" else None
+    what: str  # in words
+    matrices: Split  # those that are geometrically right
+    per_head: Split | None = None  # with each head by itself, where there are heads
+    known: bool = True  # whether Megatron orthogonalizes it in a way that somebody chose; if not, the user has to say
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """What is to be put on a parameter for the optimizers of matrices.
-
-    Attributes:
-        parameter: the parameter.
-        split: its logical matrices; None where the optimizer decides.
-        qkv_shapes: rows of each matrix in a query group, of a fused projection that Megatron splits.
-    """
+    """What is to be put on a parameter for the optimizers of matrices."""
 
     parameter: ModelParameter
-    split: Split | None
-    qkv_shapes: list[int] | None
+    split: Split | None  # its logical matrices; None where the optimizer decides
+    qkv_shapes: list[int] | None  # rows of each matrix in a query group, of a fused projection that Megatron splits
 
 
 def logical_matrices(assigned: Iterable[Assignment], config: Any) -> list[Matrices]:
     """The logical matrices of every parameter of an optimizer of matrices: by its own setting, else by the run's.
 
-    Args:
-        assigned: of this rank.
-        config: Megatron's ``OptimizerConfig``.
-
-    Raises:
-        ValueError: if nobody has said how a fused parameter is to be orthogonalized, if it was said twice, and if a
-            fused projection has another number of rows than its config says.
+    Refused are a fused parameter of which nobody has said how it is to be orthogonalized, or of which it was said
+    twice, and a fused projection that has another number of rows than its config says.
     """
     of_run: SplitName = getattr(config, "muon_split", "default")
     splits_qkv = getattr(config, "muon_split_qkv", False)
     return [
-        Matrices(each.parameter, _split(each, of_run), qkv_shapes(each.parameter) if splits_qkv else None)
+        Matrices(each.parameter, _split(each, of_run), _qkv_shapes(each.parameter) if splits_qkv else None)
         for each in assigned
         if each.has_matrix_optimizer
     ]
@@ -114,48 +88,14 @@ def is_declared(parameter: ModelParameter) -> bool:
     return declared_split(parameter.tensor) is not None and not hasattr(parameter.tensor, _BY_SETTING)
 
 
-def qkv_shapes(parameter: ModelParameter) -> list[int] | None:
-    """Rows of each matrix in a query group of a fused projection of queries, keys and values; None for any other.
-
-    Raises:
-        ValueError: if it has another number of rows than the config of its attention says.
-    """
-    if parameter.tensor.ndim != 2 or not f".{parameter.path}".endswith(".linear_qkv"):
-        return None
-    config, rows = _module(parameter).config, parameter.info.shape[0]
-    shapes = get_qkv_split_shapes(config)
-    if rows != config.num_query_groups * sum(shapes):
-        raise ValueError(
-            f"{parameter.name} has {rows} rows over all ranks, but {config.num_query_groups} query groups of {shapes} "
-            f"rows make {config.num_query_groups * sum(shapes)}: turn QKV splitting off with --muon-no-split-qkv"
-        )
-    return shapes
-
-
-def fused(parameter: ModelParameter) -> Fused | None:
-    """What a parameter is made of; None for one that is a single matrix."""
-    module = _module(parameter)
-    if parameter.tensor.ndim not in (2, 3) or getattr(module, "config", None) is None:
-        return None
-    return _kind(parameter.path.rpartition(".")[2], module, parameter.name)
-
-
 def split_of(parameter: ModelParameter, name: SplitName) -> Split | None:
-    """The split to put on a parameter: what its attribute declares, else what ``name`` makes of it.
-
-    Returns:
-        None where nothing has to be put on it.
-
-    Raises:
-        ValueError: if nobody has said how a fused parameter is to be orthogonalized.
-    """
+    """The split to put on a parameter: what its attribute declares, else what ``name`` makes of it; None for none."""
     if is_declared(parameter):
         return declared_split(parameter.tensor)
-    found = fused(parameter)
-    if found is None:
+    if (found := fused(parameter)) is None:
         return None
-    split = found.split(name)
-    if split is None and not found.known:
+    split = {"none": WHOLE, "per_head": found.per_head or found.matrices, "all": found.matrices}.get(name)
+    if split is None and not found.known:  # "default", and Megatron has none
         raise ValueError(
             f"{parameter.name} is fused of {found.what}, and nothing says how it is to be orthogonalized: declare "
             f"that as these (--muon-split all, or an override with split: all) or as one matrix (split: none), or "
@@ -166,32 +106,48 @@ def split_of(parameter: ModelParameter, name: SplitName) -> Split | None:
 
 def _split(assigned: Assignment, of_run: SplitName) -> Split | None:
     own, parameter = assigned.settings.get("split"), assigned.parameter
-    if own is not None and is_declared(parameter):
-        raise OverrideError(
-            f"{parameter.name}: split {own} by {assigned.resolved.sources['split']} would have no effect, since its "
-            f"matrices are declared: remove one of the two"
-        )
     name: SplitName = own or of_run
-    if assigned.optimizer is None or not pairs_rows(assigned.optimizer):
-        return split_of(parameter, name)
-    found = fused(parameter)
-    if name == "none" and not is_declared(parameter) and found and found.matrices.order == "per_shard":
-        raise OverrideError(
-            f"{parameter.name} holds {found.what} in an order that follows the tensor-parallel ranks, and what "
-            f"{assigned.optimizer} keeps of its rows would be of no other size: let it be split (split: all), or give "
-            f"it to another optimizer"
+    if is_declared(parameter):
+        if own is not None:
+            raise OverrideError(
+                f"{parameter.name}: split {own} by {assigned.resolved.sources['split']} would have no effect, since "
+                f"its matrices are declared: remove one of the two"
+            )
+    elif assigned.optimizer is not None and pairs_rows(assigned.optimizer):
+        found = fused(parameter)
+        if name == "none" and found and found.matrices.order == "per_shard":
+            raise OverrideError(
+                f"{parameter.name} holds {found.what} in an order that follows the tensor-parallel ranks, and what "
+                f"{assigned.optimizer} keeps of its rows would be of no other size: let it be split (split: all), or "
+                f"give it to another optimizer"
+            )
+        name = "all" if name == "default" else name
+    return split_of(parameter, name)
+
+
+def _qkv_shapes(parameter: ModelParameter) -> list[int] | None:
+    """Rows of each matrix in a query group of a fused projection of queries, keys and values; None for any other."""
+    home, _, layer = parameter.path.rpartition(".")
+    if parameter.tensor.ndim != 2 or layer != "linear_qkv":
+        return None
+    config, rows = parameter.chunk.get_submodule(home).config, parameter.info.shape[0]
+    shapes = get_qkv_split_shapes(config)
+    if rows != config.num_query_groups * sum(shapes):
+        raise ValueError(
+            f"{parameter.name} has {rows} rows over all ranks, but {config.num_query_groups} query groups of {shapes} "
+            f"rows make {config.num_query_groups * sum(shapes)}: turn QKV splitting off with --muon-no-split-qkv"
         )
-    return split_of(parameter, "all" if name == "default" else name)
+    return shapes
 
 
-def _module(parameter: ModelParameter) -> Any:
-    """The module that has the linear layer, whose config says how it is fused."""
-    return parameter.chunk.get_submodule(parameter.path.rpartition(".")[0])
-
-
-def _kind(layer: str, module: Any, name: str) -> Fused | None:
-    """What the weight of a linear layer is made of, by the name of the layer in its module."""
-    config = module.config
+def fused(parameter: ModelParameter) -> Fused | None:
+    """What a parameter is made of, by the name of its linear layer and its module; None for a single matrix."""
+    home, _, layer = parameter.path.rpartition(".")
+    module = parameter.chunk.get_submodule(home)
+    config, name = getattr(module, "config", None), parameter.name
+    if parameter.tensor.ndim not in (2, 3) or config is None:
+        return None
+    queries, keys = "the queries of all heads", "the keys and values of all heads"
     match layer:
         case "linear_qkv":
             shapes = get_qkv_split_shapes(config)
@@ -199,16 +155,15 @@ def _kind(layer: str, module: Any, name: str) -> Fused | None:
             what = f"the {listed} of a query group"
             return Fused(what, query_key_value(shapes), query_key_value(shapes, per_head=True))
         case "linear_q":  # of cross attention
-            return Fused("the queries of all heads", WHOLE, heads("q", config.kv_channels))
+            return Fused(queries, WHOLE, heads("q", config.kv_channels))
         case "linear_kv":  # of cross attention
             k = v = config.kv_channels
-            return Fused("the keys and values of all heads", key_value(k, v), key_value(k, v, per_head=True))
+            return Fused(keys, key_value(k, v), key_value(k, v, per_head=True))
         case "linear_q_proj" | "linear_q_up_proj":  # from here on of latent attention
-            rows = config.qk_head_dim + config.qk_pos_emb_head_dim
-            return Fused("the queries of all heads", WHOLE, heads("q", rows))
+            return Fused(queries, WHOLE, heads("q", config.qk_head_dim + config.qk_pos_emb_head_dim))
         case "linear_kv_up_proj":
             k, v = config.qk_head_dim, config.v_head_dim
-            return Fused("the keys and values of all heads", key_value(k, v), key_value(k, v, per_head=True))
+            return Fused(keys, key_value(k, v), key_value(k, v, per_head=True))
         case "linear_kv_down_proj":
             split = concatenated(kv=config.kv_lora_rank, k_rope=config.qk_pos_emb_head_dim)
             return Fused("the latent keys and values, and the keys with positions", split)
@@ -219,18 +174,12 @@ def _kind(layer: str, module: Any, name: str) -> Fused | None:
             of_expert = "moe_shared_expert" if "shared_experts" in name else "moe_mlp"
             interleaved = getattr(config, f"{of_expert}_glu_interleave_size", None) if "experts" in name else None
             return Fused("gate and up", GATE_UP if interleaved is None else interleaved_gate_up(interleaved))
+        case "in_proj" if all(hasattr(module, each) for each in ("d_inner", "ngroups", "d_state", "nheads")):
+            between = module.ngroups * module.d_state
+            split = per_shard(z=module.d_inner, x=module.d_inner, B=between, C=between, dt=module.nheads)
+            return Fused("z, x, B, C and dt of a state-space layer", split, known=False)
         case "in_proj":
-            return _in_proj(module)
+            rows = releases.linear_attention_rows(module)
+            what = f"{', '.join(rows)} of linear attention" if rows else "matrices that this package does not know"
+            return Fused(what, per_shard(**rows) if rows else WHOLE, known=False)
     return None
-
-
-def _in_proj(module: Any) -> Fused:
-    """Of a state-space layer, or of linear attention."""
-    if all(hasattr(module, each) for each in ("d_inner", "ngroups", "d_state", "nheads")):
-        between = module.ngroups * module.d_state
-        split = per_shard(z=module.d_inner, x=module.d_inner, B=between, C=between, dt=module.nheads)
-        return Fused("z, x, B, C and dt of a state-space layer", split, known=False)
-    rows = releases.linear_attention_rows(module)
-    if not rows:
-        return Fused("matrices that this package does not know", WHOLE, known=False)
-    return Fused(f"{', '.join(rows)} of linear attention", per_shard(**rows), known=False)

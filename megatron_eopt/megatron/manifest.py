@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -41,30 +41,19 @@ _FULL_TENSORS = {"adam": 2, "sgd": 1}
 _SHOWN_ELSEWHERE = {"optimizer", "lr", "min_lr", "weight_decay", "exclude"}
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """What was collected.
+def declare(optimizer: Any, assigned: Sequence[Assignment], config: Any, groups: Any) -> tuple[list[Family], int]:
+    """Collect all trainable parameters of all ranks, each with the optimizer that updates it, and check the manifest.
 
-    Attributes:
-        families: of all ranks.
-        matrices_here: how many logical matrices this rank has a shard of.
-        misplaced: parameters of all ranks that another optimizer updates than they were assigned to, a line each.
-    """
+    Under a distributed optimizer a rank updates some of its parameters only. All ranks call it together; rank 0 prints
+    and writes the manifest, as the config says.
 
-    families: list[Family]
-    matrices_here: int
-    misplaced: list[str]
-
-
-def collect(optimizer: Any, assigned: Sequence[Assignment], config: Any, pg_collection: Any) -> Manifest:
-    """All trainable parameters of all ranks, each with the optimizer that updates it; all ranks call it together.
-
-    Under a distributed optimizer a rank updates some of its parameters only.
+    Returns:
+        The families of all ranks, and how many logical matrices this rank has a shard of.
 
     Raises:
-        ValueError: if ranks say different things of one parameter.
+        ValueError: for all that a run must not start with, on every rank.
     """
-    here = rows_here(optimizer_parameters(optimizer), assigned, config, pg_collection)
+    here = rows_here(optimizer_parameters(optimizer), assigned, config, groups, settled=True)
     found = [row for row in here if row.optimizer is not None]
     wanted = {each.name: each.optimizer for each in assigned}
     misplaced = [
@@ -72,58 +61,39 @@ def collect(optimizer: Any, assigned: Sequence[Assignment], config: Any, pg_coll
         for row in found
         if row.optimizer != wanted[row.name]
     ]
-    everywhere = gathered((families(found), families(here[len(found) :]), misplaced))
-    updated = merged([each for each, _, _ in everywhere])
-    names = {row.name for row in rows(updated)}
+    of_ranks = zip(*gathered((families(found), families(here[len(found) :]), misplaced)), strict=True)
+    updated, others, lines = (list(each) for each in of_ranks)
+    everywhere = merged(updated)
+    names = {row.name for row in rows(everywhere)}
     # what one rank does not update, another may
-    missing = families(row for row in rows(merged([each for _, each, _ in everywhere])) if row.name not in names)
-    return Manifest(
-        [*updated, *missing],
-        sum(len(each.matrices) for each in found),
-        sorted({line for _, _, lines in everywhere for line in lines}),
-    )
+    everywhere += families(row for row in rows(merged(others)) if row.name not in names)
 
-
-def declare(manifest: Manifest, name: str, config: Any) -> None:
-    """Check a manifest; print and write it on rank 0, as the config says.
-
-    Raises:
-        ValueError: for all that a run must not start with, on every rank.
-    """
-    found = manifest.families
-    wrong = [*problems(found, name, takes_matrices(name)), *manifest.misplaced]
+    name = config.optimizer.removeprefix("dist_")
+    wrong = [*problems(everywhere, name, takes_matrices(name)), *sorted(set(chain.from_iterable(lines)))]
     if wrong:
         raise ValueError("\n".join(["the optimizers do not have the parameters that they have to:", *wrong]))
-    if dist.get_rank() != 0:
-        return
-    form = getattr(config, "optimizer_manifest", "short")
+    if dist.get_rank() == 0:
+        _report(everywhere, config)
+    return everywhere, sum(len(each.matrices) for each in found)
+
+
+def _report(found: list[Family], config: Any) -> None:
+    form, file = getattr(config, "optimizer_manifest", "short"), getattr(config, "optimizer_manifest_file", None)
     if form != "none":
-        print(
-            f"megatron_eopt: the optimizer of every trainable parameter\n{table(found, full=form == 'full')}",
-            flush=True,
-        )
+        listed = table(found, full=form == "full")
+        print(f"megatron_eopt: the optimizer of every trainable parameter\n{listed}", flush=True)
     for each in warnings(found, config.muon_scale_mode):
         print(f"megatron_eopt: warning: {each}", flush=True)
-    file = getattr(config, "optimizer_manifest_file", None)
     if file is not None:
         Path(file).write_text(json.dumps(to_json(found), indent=1) + "\n")
 
 
 def rows_here(
-    updated: Iterable[OptimizerParameter],
-    assigned: Sequence[Assignment],
-    config: Any,
-    pg_collection: Any,
-    settled: bool = True,
+    updated: Iterable[OptimizerParameter], assigned: Sequence[Assignment], config: Any, groups: Any, settled: bool
 ) -> list[ManifestRow]:
     """The parameters that optimizers of this rank update; after them those of its model chunks that none does.
 
-    Args:
-        updated: the parameters as the optimizers have them.
-        assigned: those of this rank.
-        config: Megatron's ``OptimizerConfig``.
-        pg_collection: Megatron's process groups.
-        settled: whether other ranks are there to agree on plans.
+    ``settled`` says whether other ranks are there to agree on plans.
     """
     updates: dict[int, list[OptimizerParameter]] = {}
     for one in updated:
@@ -134,29 +104,23 @@ def rows_here(
         if isinstance(optimizer, BaseOptimizer)
         for parameter, matrices in optimizer.described_matrices(settled).items()
     }
-    groups = {name: getattr(pg_collection, name, None) for name in GROUPS}
-    sizes = {name: group.size() for name, group in groups.items() if group is not None}
-    found, without = [], []
-    for each in assigned:
-        layout = _layout(each.parameter.tensor, sizes)
-        same = updates.get(id(each.parameter.tensor), [])
-        found += [_row(each, one, described.get(id(one.main), []), config, layout) for one in same]
-        if not same:
-            without.append(_row(each, None, [], config, layout))
-    return found + without
+    sizes = {name: group.size() for name in GROUPS if (group := getattr(groups, name, None)) is not None}
+    found = [
+        _row(each, one, described.get(id(one.main), []) if one else [], config, _layout(each.parameter.tensor, sizes))
+        for each in assigned
+        for one in updates.get(id(each.parameter.tensor), [None])
+    ]
+    return sorted(found, key=lambda row: row.optimizer is None)
 
 
 def _row(
-    assigned: Assignment,
-    updated: OptimizerParameter | None,
-    matrices: Sequence[DescribedMatrix],
-    config: Any,
-    layout: str,
+    assigned: Assignment, updated: OptimizerParameter | None, matrices: list[DescribedMatrix], config: Any, layout: str
 ) -> ManifestRow:
     parameter, info, resolved = assigned.parameter.tensor, assigned.parameter.info, assigned.resolved
     sources = {key: source for key, source in resolved.sources.items() if assigned.user_source(key)}
     group = {} if updated is None else updated.group
     name = None if updated is None else optimizer_name(updated.optimizer)
+    sizes = [each.rms for each in matrices if each.rms is not None]
     return ManifestRow(
         name=info.name,
         shape=info.shape,
@@ -165,33 +129,30 @@ def _row(
         reason=_reason(assigned),
         layout=layout,
         matrices=tuple(LogicalMatrix(each.name, *each.shape, each.scheme, each.scale) for each in matrices),
-        update_rms=_rms([each.rms for each in matrices], name),
+        update_rms=max(sizes) if sizes else _RMS.get(name or ""),
         lr=group.get("max_lr", config.lr) or 0.0,
         min_lr=group.get("min_lr", config.min_lr) or 0.0,
         weight_decay=group.get("end_wd", config.weight_decay) * group.get("wd_mult", 1.0),
         settings={key: value for key, value in assigned.settings.items() if key in sources.keys() - _SHOWN_ELSEWHERE},
         sources=sources,
         overruled=tuple(f"{each.key} {each.value} by {each.source}" for each in resolved.overruled),
-        state_bytes=_state_bytes(info, updated, name),
+        state_bytes=0 if updated is None else _state_bytes(info, updated, name),
         tied_to=_TIED.get(info.name) if getattr(parameter, "shared_embedding", False) else None,
         excluded=assigned.optimizer is None,
     )
 
 
 def _reason(assigned: Assignment) -> str:
-    sources = assigned.resolved.sources
+    info, sources = assigned.parameter.info, assigned.resolved.sources
     if assigned.optimizer is None:
         return f"excluded by {sources['exclude']}"
-    kind, source = _kind(assigned.parameter.info), sources.get("optimizer")
+    kind = {0: "scalar", 1: "vector", 2: "matrix"}.get(len(info.shape), "stack of matrices")
+    if is_embedding(info):
+        kind = "embedding or output"
+    source = sources.get("optimizer")
     if source is None:
         return kind
     return f"{kind}, by default" if source.startswith(DEFAULT) else f"{kind}: {source}"
-
-
-def _kind(info: ParameterInfo) -> str:
-    if is_embedding(info):
-        return "embedding or output"
-    return {0: "scalar", 1: "vector", 2: "matrix"}.get(len(info.shape), "stack of matrices")
 
 
 def _layout(parameter: Tensor, sizes: Mapping[str, int]) -> str:
@@ -206,16 +167,8 @@ def _layout(parameter: Tensor, sizes: Mapping[str, int]) -> str:
     return ", ".join(cuts) or "whole"
 
 
-def _rms(of_matrices: Sequence[float | None], name: str | None) -> float | None:
-    """The largest of the logical matrices, which have one each; of what has none, that of its optimizer."""
-    known = [size for size in of_matrices if size is not None]
-    return max(known) if known else _RMS.get(name or "")
-
-
-def _state_bytes(info: ParameterInfo, updated: OptimizerParameter | None, name: str | None) -> int:
+def _state_bytes(info: ParameterInfo, updated: OptimizerParameter, name: str | None) -> int:
     """Of the whole parameter's state."""
-    if updated is None:
-        return 0
     elements = prod(info.shape)
     optimizer, main = updated.optimizer, updated.main
     if not isinstance(optimizer, BaseOptimizer):

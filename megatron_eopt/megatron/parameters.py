@@ -17,24 +17,15 @@ from megatron_eopt.overrides import ParameterInfo, unwrapped
 from megatron_eopt.parallel.layout import is_cut_again, is_expert, is_sharded, padding_of
 from megatron_eopt.registry import built_as
 
-_GROUPED_WEIGHT = re.compile(r"(weight|bias)(\d+)")
-
 
 @dataclass(frozen=True)
 class ModelParameter:
-    """A trainable parameter of this rank.
+    """A trainable parameter of this rank."""
 
-    Attributes:
-        tensor: the parameter, or this rank's shard of it.
-        info: what selectors see: its global name and shape, and the attributes that Megatron set.
-        chunk: the model chunk that has it.
-        path: of its module in the chunk.
-    """
-
-    tensor: Tensor
-    info: ParameterInfo
-    chunk: Any
-    path: str
+    tensor: Tensor  # the parameter, or this rank's shard of it
+    info: ParameterInfo  # what selectors see: its global name and shape, and the attributes that Megatron set
+    chunk: Any  # the model chunk that has it
+    path: str  # of its module in the chunk
 
     @property
     def name(self) -> str:
@@ -44,19 +35,12 @@ class ModelParameter:
 
 @dataclass(frozen=True)
 class OptimizerParameter:
-    """A parameter as a torch optimizer inside Megatron's wrappers has it.
+    """A parameter as a torch optimizer inside Megatron's wrappers has it."""
 
-    Attributes:
-        model: the model's tensor.
-        optimizer: the torch optimizer.
-        group: its group there.
-        main: the tensor in that group, the model's or its fp32 copy; None where the optimizer has shards of a buffer.
-    """
-
-    model: Tensor
+    model: Tensor  # the model's
     optimizer: Optimizer
     group: dict[str, Any]
-    main: Tensor | None
+    main: Tensor | None  # in that group: the model's or its fp32 copy; None where the optimizer has shards of a buffer
 
 
 def trainable(model_chunks: Sequence[Any], pg_collection: Any) -> list[ModelParameter]:
@@ -113,72 +97,69 @@ def optimizer_parameters(optimizer: Any) -> Iterator[OptimizerParameter]:
         if inner is None:
             continue
         ranges = getattr(wrapper, "model_param_group_index_map", None)
-        if ranges is not None:
-            for parameter, (group, _) in ranges.items():
-                yield OptimizerParameter(parameter, inner, inner.param_groups[group], None)
-            continue
-        models = iter(model_parameters(wrapper))
-        for group in inner.param_groups:
-            for main in group["params"]:
-                yield OptimizerParameter(next(models), inner, group, main)
+        if ranges is None:
+            mains = [(group, main) for group in inner.param_groups for main in group["params"]]
+            for model, (group, main) in zip(model_parameters(wrapper), mains, strict=True):
+                yield OptimizerParameter(model, inner, group, main)
+        else:
+            for model, (number, _) in ranges.items():
+                yield OptimizerParameter(model, inner, inner.param_groups[number], None)
 
 
 def model_parameters(wrapper: Any) -> list[Tensor]:
     """Those of the model, in the order of the torch optimizer's, which may be their fp32 copies.
 
-    Args:
-        wrapper: Megatron's, of one torch optimizer that holds whole parameters.
+    ``wrapper`` is Megatron's, of one torch optimizer that holds whole parameters.
     """
-    groups = (getattr(wrapper, name, []) for name in ("fp32_from_float16_groups", "float16_groups"))
-    of_main = {
-        id(main): model
-        for mains, models in zip(*groups, strict=True)
-        for main, model in zip(mains, models, strict=True)
-    }
+    mains, models = (
+        [parameter for group in getattr(wrapper, name, []) for parameter in group]
+        for name in ("fp32_from_float16_groups", "float16_groups")
+    )
+    of_main = {id(main): model for main, model in zip(mains, models, strict=True)}
     own = (parameter for group in wrapper.optimizer.param_groups for parameter in group["params"])
     return [of_main.get(id(parameter), parameter) for parameter in own]
 
 
 def optimizer_name(optimizer: Optimizer) -> str:
     """The name by which a run asks for a torch optimizer: the registered one, or that of its kind."""
-    name = built_as(optimizer)
     kind = type(optimizer).__name__
     known = ("adam", "sgd", "lion", "muon")  # which Megatron builds by itself, Muon where there is no registry
-    return name or next((name for name in known if name in kind.lower()), kind)
+    return built_as(optimizer) or next((name for name in known if name in kind.lower()), kind)
 
 
 def _named(chunk: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
     """Global name, parameter, and path of its module."""
-    numbers = dict(_numbers(chunk))
+    ahead = _ahead(chunk)
     for name, parameter in chunk.named_parameters():
         path, _, last = name.rpartition(".")
-        yield _global_name(path, last, numbers), parameter, path
+        yield _global_name(path, last, ahead), parameter, path
 
 
-def _numbers(chunk: nn.Module) -> Iterator[tuple[str, int]]:
-    """Where a module's number in a list differs from its global one: path -> by how much."""
+def _ahead(chunk: nn.Module) -> dict[str, int]:
+    """How much is to be added to a number in a name: path up to it, ``*`` for any number -> how much."""
+    found = {}
     for path, module in chunk.named_modules():
         layer = getattr(module, "layer_number", None)
         parent, _, last = path.rpartition(".")
         if isinstance(layer, int) and parent.rpartition(".")[2] == "layers" and last.isdecimal():
-            yield path, layer - 1 - int(last)
+            found[path] = layer - 1 - int(last)
         experts = getattr(module, "num_local_experts", None)
         group = getattr(module, "ep_group", None)
         if isinstance(experts, int) and group is not None:
-            yield f"{path}.local_experts.*", group.rank() * experts
-            yield f"{path}.linear_fc*.weight*", group.rank() * experts
+            found[f"{path}.local_experts.*"] = found[f"{path}.linear_fc*.weight*"] = group.rank() * experts
+    return found
 
 
-def _global_name(path: str, last: str, numbers: dict[str, int]) -> str:
+def _global_name(path: str, last: str, ahead: dict[str, int]) -> str:
     words = path.split(".")
     for index, word in enumerate(path.split(".")):
         if word.isdecimal():
-            ahead = ".".join(path.split(".")[:index])
-            words[index] = str(int(word) + numbers.get(f"{ahead}.{word}", numbers.get(f"{ahead}.*", 0)))
-    grouped = _GROUPED_WEIGHT.fullmatch(last)
+            before = ".".join(path.split(".")[:index])
+            words[index] = str(int(word) + ahead.get(f"{before}.{word}", ahead.get(f"{before}.*", 0)))
+    grouped = re.fullmatch(r"(weight|bias)(\d+)", last)
     if grouped:  # Transformer Engine's experts are numbered in the name of the weight
         module = path.rpartition(".")[0]
-        last = f"{grouped[1]}{int(grouped[2]) + numbers.get(f'{module}.linear_fc*.weight*', 0)}"
+        last = f"{grouped[1]}{int(grouped[2]) + ahead.get(f'{module}.linear_fc*.weight*', 0)}"
     return unwrapped(".".join([*words, last] if path else [last]))
 
 
@@ -186,14 +167,10 @@ def _info(name: str, parameter: Tensor, pg_collection: Any) -> ParameterInfo:
     attributes = {key: value for key, value in vars(parameter).items() if isinstance(value, bool | int | str)}
     # Megatron says so only while it builds the optimizer
     attributes["expert_tp"] = is_expert(parameter) or ("experts" in name and "shared" not in name)
-    return ParameterInfo(name, _global_shape(parameter, pg_collection), attributes, parameter=parameter)
-
-
-def _global_shape(parameter: Tensor, pg_collection: Any) -> tuple[int, ...]:
     shape, prefix = list(parameter.shape), "expt_" if is_expert(parameter) else ""
     group, again = (getattr(pg_collection, prefix + name, None) for name in ("tp", "gtp_remat"))
     if is_cut_again(parameter) and again is not None and again.size() > 1:
         shape[0] = shape[0] * again.size() - padding_of(parameter)
     if is_sharded(parameter) and group is not None:
         shape[parameter.partition_dim] *= group.size()  # type: ignore[attr-defined]
-    return tuple(shape)
+    return ParameterInfo(name, tuple(shape), attributes, parameter=parameter)

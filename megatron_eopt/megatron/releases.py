@@ -11,6 +11,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -50,31 +51,33 @@ def scalar_optimizers_of(release: str) -> tuple[str, ...]:
     return ("adam", "lion") if number(release) >= (0, 19) else ("adam",)
 
 
-def distributed_optimizer(release: str) -> tuple[bool, bool]:
-    """What ``megatron.training`` of a release makes of ``--use-distributed-optimizer`` beside emerging optimizers.
+def distributed_optimizer(release: str) -> dict[str, Any]:
+    """What ``megatron.training`` of a release makes of ``--use-distributed-optimizer``, as facts of ``support``'s Run.
 
     0.18 lays the gradient buffers out for whole matrices; the way in which scripts for 0.19 enter (``pretrain`` with a
     config container) does not; 0.17 leaves the flag on the config.
-
-    Returns:
-        Whether it is the layer-wise one, and whether buffers are laid out for it.
     """
-    return number(release) >= (0, 18), number(release) == (0, 18)
+    if number(release) < (0, 18):
+        return {"config.use_distributed_optimizer": True}
+    laid_out = {"whole_matrices": True, "ddp.use_distributed_optimizer": True} if number(release) == (0, 18) else {}
+    return {"layer_wise": True, "data_parallel": 2} | laid_out
 
 
 def version() -> str:
     """The release that is imported, without the commit that it adds of whatever git repository it is installed in."""
-    found: str = importlib.import_module("megatron.core").__version__.partition("+")[0]
-    return found
+    return str(importlib.import_module("megatron.core").__version__).partition("+")[0]
 
 
-def core_optimizer() -> ModuleType:
-    """The module that builds Megatron's optimizers."""
-    return importlib.import_module("megatron.core.optimizer")
+def core_optimizer(name: str = "") -> ModuleType:
+    """The package that builds Megatron's optimizers, or its module of this name.
+
+    Such as ``.emerging_optimizers``, its registry from 0.18 on, and ``.muon``, which builds Muon in 0.17.
+    """
+    return importlib.import_module(f"megatron.core.optimizer{name}")
 
 
 def has_registry() -> bool:
-    """True from 0.18 on, where ``core.optimizer.emerging_optimizers`` holds a registry."""
+    """True from 0.18 on."""
     return importlib.util.find_spec("megatron.core.optimizer.emerging_optimizers") is not None
 
 
@@ -90,21 +93,11 @@ def has_training() -> bool:
     return True
 
 
-def registry_module() -> ModuleType:
-    """Megatron's registry of emerging optimizers (0.18 on)."""
-    return importlib.import_module("megatron.core.optimizer.emerging_optimizers")
-
-
-def muon_factory_module() -> ModuleType:
-    """The module that builds Muon where there is no registry (0.17)."""
-    return importlib.import_module("megatron.core.optimizer.muon")
-
-
 def builder(optimizer: str) -> Any:
     """Megatron's function that builds an optimizer of this name."""
     if has_registry() or optimizer in ("adam", "sgd"):
         return core_optimizer().get_megatron_optimizer
-    return muon_factory_module().get_megatron_muon_optimizer
+    return core_optimizer(".muon").get_megatron_muon_optimizer
 
 
 @contextmanager
@@ -115,7 +108,7 @@ def package_not_needed() -> Iterator[None]:
     """
     flags = [(core_optimizer(), "HAVE_EMERGING_OPTIMIZERS")]
     if not has_registry():
-        flags = [(muon_factory_module(), name) for name in ("HAVE_EMERGING_OPTIMIZERS", "HAVE_EO_V02")]
+        flags = [(core_optimizer(".muon"), name) for name in ("HAVE_EMERGING_OPTIMIZERS", "HAVE_EO_V02")]
     reason = "the optimizers that Megatron builds are ours"
     package_found = Redirections([Redirection(module, name, becomes(True), reason) for module, name in flags])
     package_found.install()
@@ -126,11 +119,7 @@ def package_not_needed() -> Iterator[None]:
 
 
 def check_supported() -> None:
-    """Refuse a release that is too old to build Muon.
-
-    Raises:
-        ImportError: naming the release that was found.
-    """
+    """Refuse, by an ImportError, a release that is too old to build Muon."""
     if not has_registry() and importlib.util.find_spec("megatron.core.optimizer.muon") is None:
         raise ImportError(f"megatron_eopt needs megatron-core 0.17 or later, found {version()}")
 
@@ -140,12 +129,9 @@ def unavailable() -> frozenset[str]:
 
     Without a registry (0.17) these are all that Megatron-Core has no code for; its lion is from another package.
     """
-    registered = list_optimizers()
-    if has_registry():
-        buildable = set(registered)
-    else:
-        buildable = {"muon", "lion"} if hasattr(core_optimizer(), "Lion") else {"muon"}
-    return frozenset({"lion", "soap", "adaptive_muon", *registered} - buildable)
+    without_registry = {"muon", "lion"} if hasattr(core_optimizer(), "Lion") else {"muon"}
+    buildable = set(list_optimizers()) if has_registry() else without_registry
+    return frozenset({"lion", "soap", "adaptive_muon", *list_optimizers()} - buildable)
 
 
 def scalar_optimizers() -> tuple[str, ...]:
@@ -183,49 +169,37 @@ def linear_attention_rows(module: Any) -> dict[str, int]:
 
 
 def gpt_builder(args: Namespace, groups: Any) -> Callable[..., Module]:
-    """What builds the stage of a GPT that ``pre_process``, ``post_process`` and ``vp_stage`` say.
-
-    Args:
-        args: validated, of a pretrain command.
-        groups: Megatron's ``ProcessGroupCollection``.
-    """
+    """What builds the stage of a GPT that ``pre_process``, ``post_process`` and ``vp_stage`` say."""
     from megatron.training import argument_utils
 
     if not hasattr(argument_utils, "gpt_config_from_args"):  # before 0.19 the builder is the script's, not Megatron's
-        return _gpt_of_script(args, groups)
+        return partial(_gpt_of_script, args, groups)
     config = argument_utils.gpt_config_from_args(args)
-    builder = config.get_builder_cls()(config)
-    return lambda **stage: builder.build_model(groups, **stage)
+    return partial(config.get_builder_cls()(config).build_model, groups)
 
 
-def _gpt_of_script(args: Namespace, groups: Any) -> Callable[..., Module]:
+def _gpt_of_script(args: Namespace, groups: Any, vp_stage: int | None, **stage: bool) -> Module:
     """What the pretrain_gpt.py of 0.17 and 0.18 builds."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.training.arguments import core_transformer_config_from_args
 
     config = core_transformer_config_from_args(args)
-
-    def build(pre_process: bool, post_process: bool, vp_stage: int | None) -> Module:
-        spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, False, args.normalization, vp_stage=vp_stage)
-        prediction = None
-        if args.mtp_num_layers:
-            layers = gpt_layer_specs.get_gpt_decoder_layer_specs(config, False, args.normalization, vp_stage=vp_stage)
-            prediction = gpt_layer_specs.get_gpt_mtp_block_spec(config, layers[-1], False, vp_stage=vp_stage)
-        return GPTModel(
-            config=config,
-            transformer_layer_spec=spec,
-            mtp_block_spec=prediction,
-            vocab_size=args.padded_vocab_size,
-            max_sequence_length=args.max_position_embeddings,
-            pre_process=pre_process,
-            post_process=post_process,
-            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-            position_embedding_type=args.position_embedding_type,
-            rotary_percent=args.rotary_percent,
-            rotary_base=args.rotary_base,
-            rope_scaling=args.use_rope_scaling,
-            vp_stage=vp_stage,
-            pg_collection=groups,
-        )
-
-    return build
+    of_layers = (config, False, args.normalization)
+    prediction = None
+    if args.mtp_num_layers:
+        layers = gpt_layer_specs.get_gpt_decoder_layer_specs(*of_layers, vp_stage=vp_stage)
+        prediction = gpt_layer_specs.get_gpt_mtp_block_spec(config, layers[-1], False, vp_stage=vp_stage)
+    same = ("position_embedding_type", "rotary_percent", "rotary_base")
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=gpt_layer_specs.get_gpt_decoder_block_spec(*of_layers, vp_stage=vp_stage),
+        mtp_block_spec=prediction,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        rope_scaling=args.use_rope_scaling,
+        vp_stage=vp_stage,
+        pg_collection=groups,
+        **{name: getattr(args, name) for name in same},
+        **stage,
+    )

@@ -15,11 +15,7 @@ from megatron_eopt.optimizers.spectron import Spectron
 
 
 def print_summary(optimizer: Any) -> None:
-    """Print :func:`summary` on rank 0.
-
-    Args:
-        optimizer: Megatron's.
-    """
+    """Print :func:`summary` of an optimizer of Megatron's, on rank 0."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(f"megatron_eopt: {summary(list(torch_optimizers(optimizer)))}", flush=True)
 
@@ -37,16 +33,20 @@ def _updated(name: str, alike: Sequence[Optimizer]) -> str:
     parameters = [p for each in with_parameters for group in each.param_groups for p in group["params"]]
     elements = sum(p.numel() for p in parameters)
     text = f"{name} owns {len(parameters)} parameters with {elements:,} elements on this rank"
-    muons = [each for each in with_parameters if isinstance(each, TensorParallelMuon)]
-    factored = [each for each in with_parameters if isinstance(each, Spectron)]
-    how = _orthogonalized(muons) if muons else _factored(factored) if factored else None
-    return text if how is None else f"{text}, {how}"
+    if muons := [each for each in with_parameters if isinstance(each, TensorParallelMuon)]:
+        return f"{text}, {_orthogonalized(muons)}"
+    if factored := [each for each in with_parameters if isinstance(each, Spectron)]:
+        count = sum(each.matrices_per_step for each in factored)
+        ranks = sorted({group["rank"] for each in factored for group in each.param_groups if group["params"]})
+        listed = " or ".join(map(str, ranks))
+        # for those who did not ask for low rank
+        return f"{text}, {count} matrices, each the product of two factors of rank {listed} from the first step on"
+    return text
 
 
 def _orthogonalized(muons: Sequence[TensorParallelMuon]) -> str:
     """How the matrices of Muon are orthogonalized, by optimizers that are built alike."""
-    schemes, iterations = Counter[str](), Counter[tuple[int, str]]()
-    ranks, sizes = 1, set[float]()
+    schemes, iterations, sizes, ranks = Counter[str](), Counter[tuple[int, str]](), set[float](), 1
     for muon in muons:
         described = muon.described_matrices()
         for group in muon.param_groups:
@@ -62,35 +62,22 @@ def _orthogonalized(muons: Sequence[TensorParallelMuon]) -> str:
     first = muons[0]
     listed = " and ".join(f"{count} {scheme}" for scheme, count in sorted(schemes.items()))
     where = f"{listed} over {ranks} ranks" if schemes else "none sharded"
-    rms = (
-        " to ".join(f"{size:g}" for size in sorted({min(sizes), max(sizes)})) if sizes else "not known before the steps"
-    )
+    rms = " to ".join(f"{size:g}" for size in sorted({min(sizes), max(sizes)})) if sizes else ""
     exactness = "an approximation" if "blockwise" in schemes else "exact"
-    precision = (
-        f"{first.newton_schulz.fp32_matmul_prec} precision, symmetric products by {first.param_groups[0][KERNEL]}"
-    )
     return (
-        f"{sum(iterations.values())} matrices orthogonalized by {_iterations(iterations)}, {precision}), {where} "
-        f"({exactness}), {_second_moment(first)}update RMS {rms} "
+        f"{sum(iterations.values())} matrices orthogonalized by {_iterations(iterations)}, "
+        f"{first.newton_schulz.fp32_matmul_prec} precision, symmetric products by {first.param_groups[0][KERNEL]}), "
+        f"{where} ({exactness}), {_second_moment(first)}update RMS {rms or 'not known before the steps'} "
         f"(AdamW's is near 0.2)"
     )
-
-
-def _factored(optimizers: Sequence[Spectron]) -> str:
-    """What becomes of the weights, for those who did not ask for low rank."""
-    count = sum(each.matrices_per_step for each in optimizers)
-    ranks = sorted({group["rank"] for each in optimizers for group in each.param_groups if group["params"]})
-    listed = " or ".join(map(str, ranks))
-    return f"{count} matrices, each the product of two factors of rank {listed} from the first step on"
 
 
 def _iterations(counts: Mapping[tuple[int, str], int]) -> str:
     """Steps and coefficients, with the number of matrices where these differ; a parenthesis is left open."""
     steps = " or ".join(str(number) for number in sorted({number for number, _ in counts}))
-    if len(counts) == 1:
-        return f"{steps} Newton-Schulz steps ({next(iter(counts))[1]}"
     listed = (f"{count} by {number} of {name}" for (number, name), count in sorted(counts.items()))
-    return f"{steps} Newton-Schulz steps ({', '.join(listed)}"
+    what = next(iter(counts))[1] if len(counts) == 1 else ", ".join(listed)
+    return f"{steps} Newton-Schulz steps ({what}"
 
 
 def _second_moment(muon: TensorParallelMuon) -> str:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
-from megatron_eopt.megatron.first_step import check_first_step
+from megatron_eopt.megatron.factory import check_first_step
 from tests.distributed.ranks import run_ranks
 
 

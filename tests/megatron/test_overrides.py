@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from megatron_eopt import EmergingOptimizerEntry
-from megatron_eopt.megatron.assignment import Assignment
-from megatron_eopt.megatron.checking import refuse_bad_values
+from megatron_eopt.megatron.assignment import Assignment, refuse_bad_values
 from megatron_eopt.overrides import OverrideError, Resolved
 from megatron_eopt.registry import EMERGING_OPTIMIZERS
 from tests.megatron.runs import MUON, SMALL_GPT, assert_same, start, train

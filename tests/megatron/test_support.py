@@ -11,9 +11,9 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.support import Run
 from megatron_eopt.megatron.support.matrix import FEATURES, RELEASES, support_matrix
-from megatron_eopt.megatron.support.rules import RULES, refuse_unsupported, unsupported
+from megatron_eopt.megatron.support.rules import RULES, Run, refuse_unsupported, unsupported
+from megatron_eopt.registry import takes_matrices
 from tests.megatron.runs import MUON, SMALL_GPT, start
 from tests.parallel.test_layout import Group
 
@@ -239,7 +239,7 @@ def test_facts_are_read_from_the_model_and_its_configs():
     model.linear.weight.is_managed_by_layer_wise_optimizer = True
     model.experts.bias.requires_grad = False
     found = Run.of(config("lion"), [model], groups(2))
-    assert (found.layer_wise, found.takes_matrices, found.leaves_scalars) == (False, False, False)
+    assert (found.layer_wise, takes_matrices(found.optimizer), found.leaves_scalars) == (False, False, False)
     assert found.whole_matrices
     assert found.expert_vector is None
     assert Run.of(config(use_layer_wise_distributed_optimizer=True), [model], groups()).layer_wise

@@ -10,21 +10,13 @@ from megatron_eopt.registry import takes_matrices
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run before it is one.
+    """A run before it is one."""
 
-    Attributes:
-        families: the manifest, as the run will print it.
-        explained: the plan of each optimizer on the first rank, as a table.
-        problems: what the run will end on at its start.
-        warnings: what it will warn of.
-        notes: on the names of parameters.
-    """
-
-    families: list[Family]
-    explained: list[str]
-    problems: list[str]
+    families: list[Family]  # the manifest, as the run will print it
+    explained: list[str]  # the plan of each optimizer on the first rank, as a table
+    problems: list[str]  # what the run will end on at its start
     warnings: list[str]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # on the names of parameters
 
 
 def planned_run(flags: Sequence[str], world_size: int | None = None) -> PlannedRun:
@@ -50,11 +42,12 @@ def planned_run(flags: Sequence[str], world_size: int | None = None) -> PlannedR
     for rank in ranks:
         with described_run(flags, rank, world_size) as run:
             planned.append(planned_rank(run, counts))
-    together = merged([families(each.rows) for each in planned])
+    rows, explained, scale_modes = zip(*planned, strict=True)
+    together = merged([families(each) for each in rows])
     return PlannedRun(
         together,
-        next((each.explained for each in planned if each.explained), []),
+        next(filter(None, explained), []),
         problems(together, name, takes_matrices(name)),
-        warnings(together, planned[0].scale_mode),
+        warnings(together, scale_modes[0]),
         run.notes,
     )

@@ -7,49 +7,31 @@ import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
+
+from megatron_eopt.megatron.releases import version
 
 # What only a GPU or Transformer Engine can do: argument -> value that does without. No shape depends on any.
 _WITHOUT: dict[str, Any] = {
     "transformer_impl": "local",
     "use_cpu_initialization": True,
-    "init_model_with_meta_device": False,
-    "gradient_accumulation_fusion": False,
-    "masked_softmax_fusion": False,
-    "apply_rope_fusion": False,
-    "moe_grouped_gemm": False,
-    "moe_permute_fusion": False,
-    "moe_router_fusion": False,
-    "moe_router_padding_for_fp8": False,
-    "moe_router_padding_for_quantization": False,
     "moe_token_dispatcher_type": "alltoall",
-    "moe_enable_deepep": False,
-    "moe_shared_expert_overlap": False,
-    "overlap_moe_expert_parallel_comm": False,
-    "use_transformer_engine_op_fuser": False,
-    "use_te_activation_func": False,
-    "tp_comm_overlap": False,
-    "delay_wgrad_compute": False,
-    "fine_grained_activation_offloading": False,
     "cpu_offloading_num_layers": 0,
-    "recompute_activations": False,
-    "recompute_granularity": None,
-    "recompute_method": None,
-    "recompute_num_layers": None,
-    "distribute_saved_activations": False,
-    "enable_cuda_graph": False,
-    "external_cuda_graph": False,
     "cuda_graph_impl": "none",
-    "te_rng_tracker": False,
-    "fp8": None,
-    "fp8_param_gather": False,
-    "fp4": None,
-    "fp4_param_gather": False,
-    "te_precision_config_file": None,
-    "non_persistent_ckpt_type": None,
-    "async_save": False,
+    **dict.fromkeys(
+        """recompute_granularity recompute_method recompute_num_layers fp8 fp4 te_precision_config_file
+        non_persistent_ckpt_type""".split()
+    ),
+    **dict.fromkeys(
+        """init_model_with_meta_device gradient_accumulation_fusion masked_softmax_fusion apply_rope_fusion
+        moe_grouped_gemm moe_permute_fusion moe_router_fusion moe_router_padding_for_fp8
+        moe_router_padding_for_quantization moe_enable_deepep moe_shared_expert_overlap
+        overlap_moe_expert_parallel_comm use_transformer_engine_op_fuser use_te_activation_func tp_comm_overlap
+        delay_wgrad_compute fine_grained_activation_offloading recompute_activations distribute_saved_activations
+        enable_cuda_graph external_cuda_graph te_rng_tracker fp8_param_gather fp4_param_gather async_save""".split(),
+        False,
+    ),
 }
 _SECOND_AXIS = "--[expert-]tensor-parallel-num-weight-shards is for Transformer Engine's layers"
 _ELSEWHERE = {
@@ -64,35 +46,21 @@ _ELSEWHERE = {
 }
 
 
-@dataclass(frozen=True)
-class Parsed:
-    """Validated arguments.
+def parsed(flags: Sequence[str], rank: int, world_size: int | None) -> tuple[Namespace, bool, tuple[str, ...]]:
+    """Parse and validate the flags of a pretrain command, for one of its ranks; nothing is read, written or started.
 
-    Attributes:
-        args: Megatron's, changed where a GPU would be needed.
-        transformer_engine: whether the flags requested its layers.
-        notes: what of the changes shows in the model, in lines for a user.
-    """
-
-    args: Namespace
-    transformer_engine: bool
-    notes: tuple[str, ...]
-
-
-def parsed(flags: Sequence[str], rank: int, world_size: int | None) -> Parsed:
-    """Parse and validate the flags of a pretrain command; nothing is read, written or started.
-
-    Args:
-        flags: as they follow the script's name, ``--tensor-model-parallel-size 8 ...``.
-        rank: whose arguments.
-        world_size: ranks of the run; None for as few as the parallel sizes allow.
+    Returns:
+        Megatron's arguments, changed where a GPU would be needed; whether the flags requested Transformer Engine's
+        layers; and what of the changes shows in the model, in lines for a user.
 
     Raises:
         ValueError: for flags that Megatron refuses, or that speak of a model which cannot be described.
     """
     from megatron.training import arguments
 
-    with refused("refuses the flags"), _command_line(flags):
+    with refused("refuses the flags"), ExitStack() as stack:
+        stack.callback(setattr, sys, "argv", sys.argv)
+        sys.argv = ["pretrain", *flags]  # Megatron's parser reads from here alone
         args = arguments.parse_args()
     for name, reason in _ELSEWHERE.items():
         if getattr(args, name, None):
@@ -108,18 +76,16 @@ def parsed(flags: Sequence[str], rank: int, world_size: int | None) -> Parsed:
     with refused("refuses the flags"):
         arguments.validate_args(args)
     _pad_vocabulary(args)
-    return Parsed(args, transformer_engine, notes)
+    return args, transformer_engine, notes
 
 
 @contextmanager
 def refused(what: str) -> Iterator[None]:
     """Raise as ValueError what Megatron raises or exits with inside, without the tables that it prints.
 
-    Args:
-        what: completes "Megatron-Core VERSION ...".
+    The message begins with "Megatron-Core VERSION ``what``".
     """
-    from megatron_eopt.megatron.releases import version
-
+    begin = f"Megatron-Core {version()} {what}"
     said, root = io.StringIO(), logging.getLogger()
     handlers, disabled = list(root.handlers), root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -128,25 +94,14 @@ def refused(what: str) -> Iterator[None]:
             yield
     except SystemExit as error:
         last = (said.getvalue().strip().splitlines() or [f"it exits with {error.code}"])[-1]
-        raise ValueError(f"Megatron-Core {version()} {what}: {last.partition('error: ')[2] or last}") from error
+        raise ValueError(f"{begin}: {last.partition('error: ')[2] or last}") from error
     except (AssertionError, ImportError, RuntimeError, TypeError, ValueError) as error:
         # an assertion of Megatron's that has no message is its own best description
         reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
-        raise ValueError(f"Megatron-Core {version()} {what}: {reason}") from error
+        raise ValueError(f"{begin}: {reason}") from error
     finally:
         root.handlers[:] = handlers  # Megatron's first message adds one
         logging.disable(disabled)
-
-
-@contextmanager
-def _command_line(flags: Sequence[str]) -> Iterator[None]:
-    # Megatron's parser reads from here alone
-    before = sys.argv
-    sys.argv = ["pretrain", *flags]
-    try:
-        yield
-    finally:
-        sys.argv = before
 
 
 def _notes(args: Namespace) -> tuple[str, ...]:

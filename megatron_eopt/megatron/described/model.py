@@ -26,12 +26,11 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_eopt import cpu
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.described.arguments import Parsed, parsed, refused
+from megatron_eopt.megatron.described.arguments import parsed, refused
 from megatron_eopt.redirect import Redirection, Redirections
 
+# Settings that torch's norms refuse; none is of consequence for their parameters.
 _NORMS = ("persist_layer_norm", "layernorm_zero_centered_gamma", "memory_efficient_layer_norm", "sequence_parallel")
-"""Settings that torch's norms refuse; none is of consequence for their parameters."""
-
 # Their global variables are what a run leaves behind.
 _STATEFUL = (
     "megatron.core.config",
@@ -43,24 +42,18 @@ _STATEFUL = (
 
 @dataclass(frozen=True)
 class DescribedRun:
-    """One rank of a run.
+    """One rank of a run, as Megatron describes it.
 
-    Attributes:
-        args: Megatron's arguments, validated; those that ask for a GPU are changed.
-        model_chunks: the model on this rank, one module per virtual pipeline stage, wrapped as for training, so that
-            parameters have the names that Megatron's optimizer sees; on the meta device, with all attributes.
-        optimizer_config: Megatron's ``OptimizerConfig``.
-        config_overrides: its overrides per group of parameters, keyed by ``ParamKey``.
-        pg_collection: the process groups of this rank; their sizes and ranks are right, and they send nothing.
-        notes: where the parameters' names are other than on a GPU, in lines for a user.
+    The model is one module per virtual pipeline stage, wrapped as for training, so that parameters have the names that
+    Megatron's optimizer sees; they are on the meta device, with all attributes.
     """
 
-    args: Namespace
+    args: Namespace  # validated; those that ask for a GPU are changed
     model_chunks: list[Module]
     optimizer_config: Any
     config_overrides: dict[Any, Any]
-    pg_collection: Any
-    notes: tuple[str, ...]
+    pg_collection: Any  # sizes and ranks of its groups are right, and they send nothing
+    notes: tuple[str, ...]  # where the parameters' names are other than on a GPU, in lines for a user
 
 
 @contextmanager
@@ -68,12 +61,8 @@ def described_run(flags: Sequence[str], rank: int = 0, world_size: int | None = 
     """What a rank of a Megatron GPT pretraining holds, without running it.
 
     Inside, Megatron's parallel state and arguments are those of this rank, and torch.cuda is answered by the CPU. The
-    model outlives the context, the process groups do not.
-
-    Args:
-        flags: those of the pretrain command, as they follow the script's name.
-        rank: which rank; see :func:`ranks_to_describe`.
-        world_size: ranks of the run; None for as few as the parallel sizes allow.
+    model outlives the context, the process groups do not. ``flags`` follow the script's name, in a run of
+    ``world_size`` ranks, by default of as few as the parallel sizes allow.
 
     Raises:
         ValueError: for flags that Megatron refuses, with its reason, and for models that cannot be described.
@@ -90,9 +79,9 @@ def described_run(flags: Sequence[str], rank: int = 0, world_size: int | None = 
         for name in _STATEFUL:
             _keep(vars(importlib.import_module(name)), stack)
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        found = parsed(flags, rank, world_size)
-        _make_process_groups(found.args, stack)
-        yield _described(found)
+        args, transformer_engine, notes = parsed(flags, rank, world_size)
+        _make_process_groups(args, stack)
+        yield _described(args, transformer_engine, notes)
 
 
 def ranks_to_describe(args: Namespace) -> list[int]:
@@ -100,9 +89,6 @@ def ranks_to_describe(args: Namespace) -> list[int]:
 
     The first rank of each stage has tensor-, expert- and data-parallel rank 0. The others of the stage are there for
     their experts; what else they hold, the first holds as well, or another tensor-parallel shard of it.
-
-    Args:
-        args: validated, as of a :class:`DescribedRun`.
     """
     experts = args.expert_tensor_parallel_size * args.expert_model_parallel_size
     # how far the ranks of one pipeline group are from each other, by the order that Megatron numbers ranks in
@@ -141,16 +127,12 @@ def _make_process_groups(args: Namespace, stack: ExitStack) -> None:
 
     norm, attention = "torch_norm:WrappedTorchNorm", "dot_product_attention:DotProductAttention"
     looked_at = "it is only looked at, so it may stand in for that of a GPU"
-    redirections = Redirections(
-        [
-            Redirection(dist, "new_group", _pretending, "no other rank is there to talk to"),
-            *(
-                Redirection(f"megatron.core.transformer.{module}", name, make, looked_at)
-                for module, name, make in ((norm, "__new__", _any_norm), (attention, "__init__", _any_attention))
-            ),
-        ],
-        importers=("megatron", "torch.distributed"),
-    )
+    replaced = [
+        (dist, "new_group", _pretending, "no other rank is there to talk to"),
+        (f"megatron.core.transformer.{norm}", "__new__", _any_norm, looked_at),
+        (f"megatron.core.transformer.{attention}", "__init__", _any_attention, looked_at),
+    ]
+    redirections = Redirections([Redirection(*each) for each in replaced], importers=("megatron", "torch.distributed"))
     global_vars.set_args(args)
     dist.init_process_group("fake", store=FakeStore(), rank=args.rank, world_size=args.world_size)
     stack.callback(dist.destroy_process_group)
@@ -162,28 +144,7 @@ def _make_process_groups(args: Namespace, stack: ExitStack) -> None:
 
 
 def _pretending(real: Callable[..., Any]) -> Callable[..., Any]:
-    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return real(ranks, timeout, "fake", *args, **kwargs)
-
-    return new_group
-
-
-def _described(found: Parsed) -> DescribedRun:
-    from megatron.core import optimizer
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.utils import get_model_config
-    from megatron.training import training
-
-    args, groups = found.args, ProcessGroupCollection.use_mpu_process_groups()
-    with refused("cannot build this model without a GPU"):
-        with _OnMeta():
-            chunks = [_wrapped(args, chunk) for chunk in _chunks(found, groups)]
-        config, overrides = training.get_megatron_optimizer_config(args)
-        if getattr(args, "use_mup", False):
-            width = get_model_config(chunks[0]).mup_width_mult
-            of_mup = {"config": config, "mup_width_mult": width, "optimizer_type": config.optimizer}
-            overrides = {**overrides, **(optimizer.get_mup_config_overrides(**of_mup) or {})}
-    return DescribedRun(args, chunks, config, overrides, groups, found.notes)
+    return lambda ranks=None, timeout=None, backend=None, *args, **kwargs: real(ranks, timeout, "fake", *args, **kwargs)
 
 
 def _any_norm(real: Callable[..., Module]) -> Callable[..., Module]:
@@ -219,21 +180,44 @@ class _OnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _chunks(found: Parsed, groups: Any) -> Iterator[Module]:
-    from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+def _described(args: Namespace, transformer_engine: bool, notes: tuple[str, ...]) -> DescribedRun:
+    from megatron.core import optimizer
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.utils import get_model_config
+    from megatron.training import training
 
-    build = releases.gpt_builder(found.args, groups)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    with refused("cannot build this model without a GPU"):
+        with _OnMeta():
+            chunks = list(_chunks(args, groups, transformer_engine))
+        config, overrides = training.get_megatron_optimizer_config(args)
+        if getattr(args, "use_mup", False):
+            width = get_model_config(chunks[0]).mup_width_mult
+            of_mup = {"config": config, "mup_width_mult": width, "optimizer_type": config.optimizer}
+            overrides = {**overrides, **(optimizer.get_mup_config_overrides(**of_mup) or {})}
+    return DescribedRun(args, chunks, config, overrides, groups, notes)
+
+
+def _chunks(args: Namespace, groups: Any, transformer_engine: bool) -> Iterator[Module]:
+    """In the wrappers of training, which make the names and the dtype; the outer one without its buffers."""
+    from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+    from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.utils import get_model_config
+
+    build = releases.gpt_builder(args, groups)
     rank, last = groups.pp.rank(), groups.pp.size() - 1
-    stages = found.args.virtual_pipeline_model_parallel_size if last else None
+    stages = args.virtual_pipeline_model_parallel_size if last else None
     for stage in [None] if stages is None else range(stages):
         first = rank == 0 and not stage
         is_last = rank == last and (stages is None or stage == stages - 1)
         chunk = build(pre_process=first, post_process=is_last, vp_stage=stage)
-        if found.transformer_engine:
+        if transformer_engine:
             _replicate_down_projections(chunk)
         for parameter in chunk.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-        yield chunk
+        config = get_model_config(chunk)
+        yield _BaseDataParallel(config, Float16Module(config, chunk) if args.fp16 or args.bf16 else chunk)
 
 
 def _replicate_down_projections(chunk: Module) -> None:
@@ -246,13 +230,3 @@ def _replicate_down_projections(chunk: Module) -> None:
             layer.weight = Parameter(layer.weight.new_empty(layer.output_size, layer.input_size))
             layer.weight.allreduce, layer.weight.tensor_model_parallel = True, False
             layer.weight.sequence_parallel = layer.config.sequence_parallel
-
-
-def _wrapped(args: Namespace, chunk: Module) -> Module:
-    """The chunk in the wrappers of training, which make the names and the dtype; the outer one without its buffers."""
-    from megatron.core.distributed.data_parallel_base import _BaseDataParallel
-    from megatron.core.transformer.module import Float16Module
-    from megatron.core.utils import get_model_config
-
-    config = get_model_config(chunk)
-    return _BaseDataParallel(config, Float16Module(config, chunk) if args.fp16 or args.bf16 else chunk)

@@ -1,7 +1,6 @@
 """The optimizers of a described run: as Megatron would make them, around parameters without numbers."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,15 +9,12 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.manifest import ManifestRow
 from megatron_eopt.megatron.assignment import Assignment, assignments, group_settings, matches
-from megatron_eopt.megatron.checking import refuse_bad_values
 from megatron_eopt.megatron.described.model import DescribedRun
 from megatron_eopt.megatron.entries import all_entries
-from megatron_eopt.megatron.factory import with_preset
-from megatron_eopt.megatron.fused import logical_matrices, tag
+from megatron_eopt.megatron.factory import OptimizerOfRun
+from megatron_eopt.megatron.fused import tag
 from megatron_eopt.megatron.manifest import rows_here
 from megatron_eopt.megatron.parameters import ModelParameter, OptimizerParameter, mark, trainable
-from megatron_eopt.megatron.support import Run
-from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 
@@ -26,11 +22,7 @@ _OTHERS: dict[str, type[Optimizer]] = {"adam": torch.optim.AdamW, "sgd": torch.o
 
 
 def matches_here(run: DescribedRun) -> list[int]:
-    """How many parameters of one rank each override selects, of those that it is described for.
-
-    Raises:
-        ValueError: for an optimizer that Megatron builds alone.
-    """
+    """How many parameters of one rank each override selects, of those that it is described for."""
     if run.args.optimizer in _OTHERS:
         raise ValueError(
             f"--optimizer {run.args.optimizer} is built by Megatron alone, and there is no plan: take an optimizer of "
@@ -49,44 +41,28 @@ def _parameters(run: DescribedRun) -> list[ModelParameter]:
     return parameters
 
 
-@dataclass(frozen=True)
-class PlannedRank:
-    """What the optimizers of one rank will do.
-
-    Attributes:
-        rows: the lines of the manifest.
-        explained: the plan of every optimizer that has one, as a table.
-        scale_mode: of the run.
-    """
-
-    rows: list[ManifestRow]
-    explained: list[str]
-    scale_mode: str
-
-
-def planned_rank(run: DescribedRun, counts: Sequence[int]) -> PlannedRank:
+def planned_rank(run: DescribedRun, counts: Sequence[int]) -> tuple[list[ManifestRow], list[str], str]:
     """Make the optimizers of one rank, around parameters without numbers, as the run would, and ask them.
 
-    Args:
-        run: the rank.
-        counts: how many parameters of all ranks each override selects.
+    What the run would be refused for at its start is refused. ``counts`` says how many parameters of all ranks each
+    override selects.
 
-    Raises:
-        ValueError: for what the run would be refused for at its start.
+    Returns:
+        The lines of the manifest, the plan of every optimizer that has one as a table, and the run's scale mode.
     """
-    chunks, groups = run.model_chunks, run.pg_collection
-    refuse_unsupported(Run.of(run.optimizer_config, chunks, groups))
-    config = with_preset(run.optimizer_config)
-    assigned = assignments(_parameters(run), config, all_entries(config, run.config_overrides), counts)
-    refuse_bad_values(assigned, config, chunks, groups)
-    tag(logical_matrices(assigned, config))
+    planned = OptimizerOfRun(run.optimizer_config, run.model_chunks, run.pg_collection)
+    config = planned.config
+    entries = all_entries(config, run.config_overrides)
+    planned.assigned = assigned = assignments(_parameters(run), config, entries, counts)
+    matrices, _ = planned.check()
+    tag(matrices)
     names = dict.fromkeys(each.optimizer for each in assigned if each.optimizer is not None)
     built = [each for name in names for each in _built(name, assigned, config, run)]
     optimizers = dict.fromkeys(each.optimizer for each in built)
     tables = {each: each.explain_proposed() for each in optimizers if isinstance(each, BaseOptimizer)}
     explained = [f"{type(each).__name__}\n{table}" for each, table in tables.items() if table is not None]
-    rows = rows_here(built, assigned, config, groups, settled=False)
-    return PlannedRank(rows, explained, config.muon_scale_mode)
+    rows = rows_here(built, assigned, config, run.pg_collection, settled=False)
+    return rows, explained, config.muon_scale_mode
 
 
 def _built(name: str, assigned: Sequence[Assignment], config: Any, run: DescribedRun) -> Iterator[OptimizerParameter]:

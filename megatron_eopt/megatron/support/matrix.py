@@ -5,83 +5,57 @@ from typing import Any, Literal, NamedTuple
 
 from megatron_eopt.family import ROWS
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.support import Run
-from megatron_eopt.megatron.support.rules import unsupported
+from megatron_eopt.megatron.support.rules import Run, unsupported
 from megatron_eopt.registry import takes_matrices
 
 RELEASES = releases.SUPPORTED
 
 
 class Row(NamedTuple):
-    """A feature in one release.
-
-    Attributes:
-        feature: as the user asks for it.
-        works: yes or no.
-        note: where it does not, what to take instead; else what is worth knowing.
-    """
+    """A feature in one release, as the user asks for it."""
 
     feature: str
     works: Literal["yes", "no"]
-    note: str
+    note: str  # where it does not, what to take instead; else what is worth knowing
 
 
 class Feature(NamedTuple):
-    """A feature, and a run that has it.
-
-    Attributes:
-        name: as the user asks for it.
-        facts: fields of :class:`Run` that differ from those of a plain run of Muon in bf16.
-        note: what is worth knowing where it works.
-        distributed: whether the run has ``--use-distributed-optimizer``.
-    """
+    """A feature, and how a run that has it differs from a plain run of Muon in bf16."""
 
     name: str
-    facts: dict[str, Any] = {}  # noqa: RUF012  it is not changed
-    note: str = ""
-    distributed: bool = False
+    facts: dict[str, Any] = {}  # noqa: RUF012  it is not changed; fields of Run, or of its config, ddp and args
+    note: str = ""  # what is worth knowing where it works
+    distributed: bool = False  # whether the run has --use-distributed-optimizer
 
 
 def _of(optimizer: str) -> dict[str, Any]:
     return {"optimizer": optimizer, "leaves_scalars": takes_matrices(optimizer)}
 
 
-def _config(**fields: Any) -> dict[str, Any]:
-    return {"config": SimpleNamespace(**({"bf16": True} | fields))}
-
-
-def _ddp(**fields: Any) -> dict[str, Any]:
-    return {"ddp": SimpleNamespace(**fields)}
-
-
-def _args(**fields: Any) -> dict[str, Any]:
-    return {"args": SimpleNamespace(**fields)}
-
-
+_AVERAGING = _of("schedule_free_adamw")
 _CUT_TWICE = {"cut_twice": "a weight", "weight_shards": 2}
 _WHOLE = "whole matrices are shared out over data-parallel ranks"
 
 FEATURES = (
     *(Feature(f"--optimizer {name}", _of(name)) for name in ROWS),
-    Feature("--muon-scalar-optimizer lion", _config(muon_scalar_optimizer="lion")),
-    Feature("fp32", _config(bf16=False)),
+    Feature("--muon-scalar-optimizer lion", {"config.muon_scalar_optimizer": "lion"}),
+    Feature("fp32", {"config.bf16": False}),
     Feature("--bf16"),
-    Feature("--fp16", _config(bf16=False, fp16=True)),
-    Feature("--fp8-param-gather, --fp4-param-gather", _ddp(fp8_param_gather=True)),
-    Feature("--loss-scale with --bf16", _config(loss_scale=1024.0)),
+    Feature("--fp16", {"config.bf16": False, "config.fp16": True}),
+    Feature("--fp8-param-gather, --fp4-param-gather", {"ddp.fp8_param_gather": True}),
+    Feature("--loss-scale with --bf16", {"config.loss_scale": 1024.0}),
     Feature("tensor, pipeline (also interleaved) and data parallelism"),
     Feature("expert parallelism", note="every expert's matrices are matrices of their own"),
     Feature("--moe-single-grouped-weight, --moe-single-grouped-bias (unproven)", {"grouped_experts": "a weight"}),
     Feature("--tensor-parallel-num-weight-shards", _CUT_TWICE),
     Feature(
-        "--tensor-parallel-num-weight-shards with optimizer state in checkpoints", _CUT_TWICE | _args(save="a folder")
+        "--tensor-parallel-num-weight-shards with optimizer state in checkpoints",
+        _CUT_TWICE | {"args.save": "a folder"},
     ),
     Feature("--use-distributed-optimizer with --bf16", {}, _WHOLE, distributed=True),
-    Feature(
-        "--use-distributed-optimizer in fp32", _config(bf16=False, use_distributed_optimizer=True), distributed=True
-    ),
+    Feature("--use-distributed-optimizer in fp32", {"config.bf16": False}, distributed=True),
     Feature("--use-distributed-optimizer with lion", _of("lion"), distributed=True),
-    Feature("--use-distributed-optimizer with schedule_free_adamw", _of("schedule_free_adamw"), distributed=True),
+    Feature("--use-distributed-optimizer with schedule_free_adamw", _AVERAGING, distributed=True),
     Feature(
         "--use-distributed-optimizer with biases in experts",
         {"expert_vector": "a bias"},
@@ -94,22 +68,22 @@ FEATURES = (
     ),
     Feature(
         "--overlap-param-gather with dist_muon and one data-parallel rank",
-        {"layer_wise": True} | _config(overlap_param_gather=True),
+        {"layer_wise": True, "config.overlap_param_gather": True},
     ),
-    Feature("--overlap-param-gather-with-optimizer-step", _config(overlap_param_gather_with_optimizer_step=True)),
-    Feature("--num-distributed-optimizer-instances above 1", _ddp(num_distributed_optimizer_instances=2)),
-    Feature("--use-megatron-fsdp", _ddp(use_megatron_fsdp=True)),
+    Feature("--overlap-param-gather-with-optimizer-step", {"config.overlap_param_gather_with_optimizer_step": True}),
+    Feature("--num-distributed-optimizer-instances above 1", {"ddp.num_distributed_optimizer_instances": 2}),
+    Feature("--use-megatron-fsdp", {"ddp.use_megatron_fsdp": True}),
     Feature("--use-torch-fsdp2", {"wrapper": "TorchFullyShardedDataParallel"}),
-    Feature("--optimizer-cpu-offload", _config(optimizer_cpu_offload=True)),
-    Feature("--use-precision-aware-optimizer", _config(use_precision_aware_optimizer=True)),
-    Feature("--optimizer-cuda-graph", _config(optimizer_cuda_graph=True)),
-    Feature("decoupled_weight_decay=False with muon, adaptive_muon", _config(decoupled_weight_decay=False)),
-    Feature("decoupled_weight_decay=False with any other", _of("lion") | _config(decoupled_weight_decay=False)),
-    Feature("--ckpt-format torch_dist", _args(ckpt_format="torch_dist")),
-    Feature("--ckpt-format torch_dcp, fsdp_dtensor", _args(ckpt_format="torch_dcp")),
-    Feature("--no-save-optim with schedule_free_adamw", _of("schedule_free_adamw") | _args(no_save_optim=True)),
+    Feature("--optimizer-cpu-offload", {"config.optimizer_cpu_offload": True}),
+    Feature("--use-precision-aware-optimizer", {"config.use_precision_aware_optimizer": True}),
+    Feature("--optimizer-cuda-graph", {"config.optimizer_cuda_graph": True}),
+    Feature("decoupled_weight_decay=False with muon, adaptive_muon", {"config.decoupled_weight_decay": False}),
+    Feature("decoupled_weight_decay=False with any other", _of("lion") | {"config.decoupled_weight_decay": False}),
+    Feature("--ckpt-format torch_dist", {"args.ckpt_format": "torch_dist"}),
+    Feature("--ckpt-format torch_dcp, fsdp_dtensor", {"args.ckpt_format": "torch_dcp"}),
+    Feature("--no-save-optim with schedule_free_adamw", _AVERAGING | {"args.no_save_optim": True}),
     Feature("--async-save", note="with --ckpt-format torch_dist"),
-    Feature("--dump-param-to-param-group-map", _args(dump_param_to_param_group_map="a file")),
+    Feature("--dump-param-to-param-group-map", {"args.dump_param_to_param_group_map": "a file"}),
     Feature("overrides that give parameters another optimizer", {"routes_optimizers": True}),
     Feature("overrides that exclude parameters", {"excludes": True}, "without the distributed optimizer"),
 )
@@ -118,20 +92,16 @@ FEATURES = (
 
 def support_matrix(release: str) -> list[Row]:
     """What works with a release of Megatron-Core, ``0.19.2`` or ``0.19``."""
-    plain = {"scalar_optimizers": releases.scalar_optimizers_of(release)} | _of("muon") | _config()
+    plain = _of("muon") | {"scalar_optimizers": releases.scalar_optimizers_of(release), "config.bf16": True}
+    distributed = releases.distributed_optimizer(release)
     rows = []
     for feature in FEATURES:
-        facts = plain | (_distributed(release) if feature.distributed else {}) | feature.facts
-        run = Run(release=release, **facts)
+        settings = {part: SimpleNamespace() for part in ("config", "ddp", "args")}
+        facts: dict[str, Any] = {"release": release, **settings}
+        for name, value in (plain | (distributed if feature.distributed else {}) | feature.facts).items():
+            part, _, field = name.rpartition(".")
+            (vars(settings[part]) if part else facts)[field] = value
+        run = Run(**facts)
         reasons = [rule.instead.format(run=run) for rule in unsupported(run)]
         rows.append(Row(feature.name, "no" if reasons else "yes", "; ".join(reasons) or feature.note))
     return rows
-
-
-def _distributed(release: str) -> dict[str, Any]:
-    """Facts of a run that ``--use-distributed-optimizer`` was given to, as ``megatron.training`` sets it up."""
-    layer_wise, whole_matrices = releases.distributed_optimizer(release)
-    if not layer_wise:
-        return _config(use_distributed_optimizer=True)
-    laid_out = _ddp(use_distributed_optimizer=True) | {"whole_matrices": True} if whole_matrices else {}
-    return {"layer_wise": True, "data_parallel": 2} | laid_out

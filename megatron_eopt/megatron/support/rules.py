@@ -5,31 +5,122 @@ that helps nobody, or go on and be wrong. Rules look at Megatron's configs by th
 releases lack some, so that nothing of Megatron is imported here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.support import Run, on
+from megatron_eopt.registry import EMERGING_OPTIMIZERS, get_optimizer_entry, is_nonlinear_or_embedding, takes_matrices
 
 
 @dataclass(frozen=True)
-class Rule:
-    """Something that does not work.
+class Run:
+    """The facts of a run that decide whether it can work."""
 
-    Attributes:
-        what: what was found, and why that cannot work; ``{run...}`` is filled in.
-        instead: the nearest that works; ``{run...}`` is filled in.
-        applies: whether a run has it.
-    """
+    optimizer: str  # its name in the registry
+    release: str  # of Megatron-Core
+    config: Any  # Megatron's OptimizerConfig
+    ddp: Any = None  # its DistributedDataParallelConfig; None for a model that is not wrapped
+    model: Any = None  # its TransformerConfig; None if unknown
+    args: Any = None  # of megatron.training; None without it
+    layer_wise: bool = False  # whether its layer-wise distributed optimizer is requested, under any of its names
+    leaves_scalars: bool = True  # whether the optimizer leaves what is no matrix to a scalar optimizer
+    scalar_optimizers: tuple[str, ...] = ("adam", "lion")  # what muon_scalar_optimizer may name in this release
+    data_parallel: int = 1  # number of data-parallel ranks, those of context parallelism among them
+    expert_data_parallel: int | None = None  # those of expert-parallel parameters; None where there are none
+    wrapper: str = ""  # name of the class that wraps the model
+    whole_matrices: bool = False  # whether Megatron's gradient buffers cut no matrix over their shards
+    weight_shards: int = 1  # ranks over which --tensor-parallel-num-weight-shards cuts, or the one of experts
+    cut_twice: str | None = None  # name of the first parameter that is cut by it
+    grouped_experts: str | None = None  # of the first that holds the weights, or the biases, of several experts
+    expert_vector: str | None = None  # of the first expert-parallel one that goes to the scalar optimizer
+    routes_optimizers: bool = False  # whether overrides give parameters another optimizer than the default routing
+    excludes: bool = False  # whether overrides exclude parameters from every optimizer
+    assigned: frozenset[str] = frozenset()  # optimizers that have parameters; none where that is not known yet
+
+    @classmethod
+    def of(cls, config: Any, model_chunks: Sequence[Any], pg_collection: Any, *, layer_wise: bool = False) -> "Run":
+        """The facts of a run in this process, from what Megatron's builder of optimizers gets.
+
+        ``layer_wise`` is what the caller of Megatron-Core 0.17 passes; later releases have it in ``config``. An unknown
+        optimizer is a ValueError.
+        """
+        name = config.optimizer.removeprefix("dist_")
+        parameters = [(n, p) for chunk in model_chunks for n, p in chunk.named_parameters() if p.requires_grad]
+        experts = [(n, p) for n, p in parameters if not getattr(p, "allreduce", True)]
+        grouped = (
+            f"{path}.{kind}"
+            for chunk in model_chunks
+            for path, module in chunk.named_modules()
+            for kind in ("weight", "bias")  # Transformer Engine's
+            if on(module, f"single_grouped_{kind}") and on(getattr(module, kind, None), "requires_grad")
+        )
+
+        def size(group: str) -> int:
+            found = getattr(pg_collection, group, None)
+            return 1 if found is None else int(found.size())
+
+        # whose axis it is cannot be told here: Megatron marks the parameters of experts only later
+        shards = max(size("gtp_remat"), size("expt_gtp_remat"))
+        return cls(
+            optimizer=name,
+            release=releases.version(),
+            config=config,
+            ddp=getattr(model_chunks[0], "ddp_config", None),
+            model=getattr(model_chunks[0], "config", None),
+            args=releases.training_args(),
+            layer_wise=layer_wise or name != config.optimizer or on(config, "use_layer_wise_distributed_optimizer"),
+            leaves_scalars=bool(get_optimizer_entry(name).default_param_overrides),
+            scalar_optimizers=releases.scalar_optimizers(),
+            data_parallel=size("dp_cp"),
+            expert_data_parallel=size("expt_dp") if experts else None,
+            wrapper=type(model_chunks[0]).__name__,
+            whole_matrices=any(on(p, "is_managed_by_layer_wise_optimizer") for _, p in parameters),
+            weight_shards=shards,
+            cut_twice=next((n for n, p in parameters if shards > 1 and on(p, "is_gtp_weight_remat")), None),
+            grouped_experts=next(grouped, None),
+            expert_vector=next((n for n, p in experts if is_nonlinear_or_embedding(p)), None),
+        )
+
+    @property
+    def has_registry(self) -> bool:
+        """Whether this release knows emerging optimizers by their names."""
+        return releases.knows_names(self.release)
+
+    @property
+    def scatters(self) -> bool:
+        """Whether each data-parallel rank is left with a shard of the summed gradients."""
+        return on(self.ddp, "use_distributed_optimizer") and self.data_parallel > 1
+
+    @property
+    def scalar(self) -> str | None:
+        """Name of the scalar optimizer; None where there is none, or none to choose."""
+        return getattr(self.config, "muon_scalar_optimizer", None) if self.optimizer in LIKE_MUON else None
+
+    @property
+    def scalars(self) -> str:
+        """The scalar optimizers there are, for messages."""
+        return ", ".join(self.scalar_optimizers)
+
+    @property
+    def averages(self) -> bool:
+        """Whether an optimizer of the run trains at another point than is evaluated and saved as the model."""
+        entries = (EMERGING_OPTIMIZERS.get(name) for name in (self.optimizer, *self.assigned))
+        return any(getattr(getattr(entry, "optimizer_cls", None), "live_key", None) is not None for entry in entries)
+
+
+def on(settings: Any, name: str) -> bool:
+    """Whether a config has a field of this name that is set; configs may be None, and of any release."""
+    return bool(getattr(settings, name, False))
+
+
+class Rule(NamedTuple):
+    """Something that does not work: why, and the nearest that does; ``{run...}`` is filled in."""
 
     what: str
     instead: str
     applies: Callable[[Run], bool]
-
-    def says(self, run: Run) -> str:
-        """The message for a run."""
-        return f"{self.what}: {self.instead}".format(run=run)
 
 
 def _gathers_alone(run: Run) -> bool:
@@ -40,12 +131,7 @@ def _gathers_alone(run: Run) -> bool:
 
 
 def _low_precision_parameters(run: Run) -> bool:
-    flags = (run.ddp, "fp8_param_gather", "fp4_param_gather"), (run.model, "fp8_param", "fp4_param")
-    return any(on(settings, name) for settings, *names in flags for name in names)
-
-
-def _cut_twice(run: Run) -> bool:
-    return run.cut_twice is not None and run.weight_shards > 1
+    return any(on(run.ddp, f"{kind}_param_gather") or on(run.model, f"{kind}_param") for kind in ("fp8", "fp4"))
 
 
 RULES = (
@@ -74,7 +160,7 @@ RULES = (
         "{run.cut_twice} is cut a second time over {run.weight_shards} ranks, which megatron-core does from 0.19 on, "
         "found {run.release}",
         "upgrade megatron-core (where it is unproven: no run on a CPU)",
-        lambda run: _cut_twice(run) and not releases.cuts_weights_twice(run.release),
+        lambda run: run.cut_twice is not None and not releases.cuts_weights_twice(run.release),
     ),
     Rule(
         "{run.cut_twice} is cut a second time over {run.weight_shards} ranks, and whether a checkpoint of its "
@@ -82,25 +168,22 @@ RULES = (
         "set --tensor-parallel-num-weight-shards (and the one of experts) to 1, or pass --no-save-optim and "
         "--no-load-optim",
         lambda run: (
-            _cut_twice(run)
+            run.cut_twice is not None
             and any(getattr(run.args, flag, None) and not on(run.args, f"no_{flag}_optim") for flag in ("save", "load"))
         ),
     ),
     Rule(
         "{run.grouped_experts} holds what is several experts', and Megatron-Core saves each expert by itself and would "
         "not find the optimizer state that belongs to it",
-        "leave --moe-single-grouped-weight and --moe-single-grouped-bias away, which gives every expert parameters of "
-        "its own",
-        lambda run: run.takes_matrices and run.grouped_experts is not None,
+        "leave --moe-single-grouped-weight and --moe-single-grouped-bias away",
+        lambda run: takes_matrices(run.optimizer) and run.grouped_experts is not None,
     ),
     Rule(
-        "use_distributed_optimizer cuts matrices by bytes, so that Megatron-Core does not build it with "
-        "{run.optimizer!r}",
+        "use_distributed_optimizer cuts matrices by bytes, so Megatron-Core does not build it with {run.optimizer!r}",
         "leave it away and set use_layer_wise_distributed_optimizer (up to 0.17: take --optimizer dist_muon), "
         "with --bf16",
         lambda run: (
-            on(run.config, "use_distributed_optimizer")
-            and not run.layer_wise
+            (on(run.config, "use_distributed_optimizer") and not run.layer_wise)
             and (run.data_parallel > 1 or not run.has_registry)
         ),
     ),
@@ -116,10 +199,8 @@ RULES = (
         "has no place for beside matrices in shards of their own",
         "take --disable-bias-linear, --no-use-layer-wise-param-layout, or leave --use-distributed-optimizer away",
         lambda run: (
-            run.leaves_scalars
-            and run.layer_wise
-            and on(run.ddp, "use_distributed_optimizer")
-            and run.expert_vector is not None
+            (run.leaves_scalars and run.expert_vector is not None)
+            and (run.layer_wise and on(run.ddp, "use_distributed_optimizer"))
         ),
     ),
     Rule(
@@ -162,8 +243,7 @@ RULES = (
         lambda run: on(run.config, "optimizer_cpu_offload"),
     ),
     Rule(
-        "use_precision_aware_optimizer is a way of Adam's under the distributed optimizer, and {run.optimizer!r} has "
-        "no state in other dtypes",
+        "use_precision_aware_optimizer is a way of Adam's, and {run.optimizer!r} has no state in other dtypes",
         "leave it away, and the dtypes of main parameters and moments with it",
         lambda run: on(run.config, "use_precision_aware_optimizer"),
     ),
@@ -178,8 +258,7 @@ RULES = (
         "so that the gradient norm is wrong",
         "leave it away: bf16 needs no loss scale",
         lambda run: (
-            run.leaves_scalars
-            and on(run.config, "bf16")
+            (run.leaves_scalars and on(run.config, "bf16"))
             and getattr(run.config, "loss_scale", None) not in (None, 0, 1)
         ),
     ),
@@ -218,8 +297,7 @@ RULES = (
         ),
     ),
     Rule(
-        "--dump-param-to-param-group-map is dropped by Megatron-Core on its way to {run.optimizer!r}, and nothing "
-        "would be written",
+        "Megatron-Core drops --dump-param-to-param-group-map with {run.optimizer!r}, and nothing would be written",
         "leave it away",
         lambda run: getattr(run.args, "dump_param_to_param_group_map", None) is not None,
     ),
@@ -229,8 +307,7 @@ RULES = (
         lambda run: run.routes_optimizers and not run.has_registry,
     ),
     Rule(
-        "overrides exclude parameters, whose ranges in the gradient buffers the distributed optimizer would look up in "
-        "vain",
+        "overrides exclude parameters, whose ranges in gradient buffers the distributed optimizer looks up in vain",
         "freeze them before the model is wrapped (requires_grad = False), or leave --use-distributed-optimizer away",
         lambda run: run.excludes and on(run.ddp, "use_distributed_optimizer"),
     ),
@@ -249,11 +326,9 @@ def refuse_unsupported(run: Run) -> None:
     Raises:
         ValueError: naming all that was found, why it cannot work, and the nearest that does.
     """
-    reasons = [rule.says(run) for rule in unsupported(run)]
-    if len(reasons) == 1:
-        raise ValueError(reasons[0])
+    reasons = [f"{rule.what}: {rule.instead}".format(run=run) for rule in unsupported(run)]
+    if len(reasons) > 1:
+        first = f"this run cannot work with optimizer {run.optimizer!r}, for {len(reasons)} reasons:"
+        reasons = ["\n- ".join([first, *reasons])]
     if reasons:
-        listed = "\n".join(f"- {reason}" for reason in reasons)
-        raise ValueError(
-            f"this run cannot work with optimizer {run.optimizer!r}, for {len(reasons)} reasons:\n{listed}"
-        )
+        raise ValueError(reasons[0])

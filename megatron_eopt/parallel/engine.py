@@ -27,8 +27,8 @@ from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.layout import Layout, local_rows, split_layout
 from megatron_eopt.parallel.plan import fingerprint, first_difference, make_plan
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Scheme, TpMode, whole
-from megatron_eopt.parallel.schemes import SCHEMES, Job
-from megatron_eopt.parallel.schemes.whole import cut_out, gather
+from megatron_eopt.parallel.schemes import SCHEMES
+from megatron_eopt.parallel.schemes.whole import Job, cut_out, gather
 from megatron_eopt.parallel.statistics import Statistics, Wanted, reduce_statistics
 
 IN_FLIGHT = 3
@@ -294,7 +294,7 @@ class Engine:
             stacks: this rank's shards, (n x rows x cols) for ``n`` tensors that lie as the matrix does.
             matrices: of each stack; all of one group, each cut and with entries.
         """
-        return gather(stacks, [(m.shape, m.rectangles) for m in matrices], self.groups[matrices[0].group])
+        return gather(stacks, matrices, self.groups[matrices[0].group])
 
     def scatter_back(self, x: Tensor, matrix: Matrix) -> Tensor:
         """This rank's shard of a whole matrix that all ranks of its group have: a view."""

@@ -1,13 +1,12 @@
 """Where a matrix lies: its global shape, the shard of every rank, and the group of ranks that hold them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.matrices import LocalRows, Split, query_key_value
+from megatron_eopt.matrices import LocalRows, Split
 from megatron_eopt.parallel.collectives import joint_group
 from megatron_eopt.parallel.records import Rectangle, Shape, cut, cut_dimension, cut_twice, whole
 
@@ -18,7 +17,7 @@ class Layout:
 
     Attributes:
         shape: rows and columns of the global matrix.
-        shards: what each rank of the group holds, in the order of its ranks.
+        rectangles: what each rank of the group holds, in the order of its ranks.
         group: the ranks that hold the shards, None where there is one.
         label: name of the group in plans, the same on every rank.
         shards: into how many the rows of a fused parameter are cut so that each shard has a part of every matrix in it;
@@ -51,7 +50,7 @@ class Layout:
     @property
     def sharded(self) -> bool:
         """True where a rank holds a part only."""
-        return any(rectangle.shape != self.shape for rectangle in self.rectangles)
+        return bool(self.cut_dims)
 
     @property
     def dim(self) -> int | None:
@@ -124,20 +123,18 @@ def layout_of(
             is cut a second time; or if the group of both axes cannot be made.
     """
     rows, cols = parameter.shape[-2:]
-    expert = is_expert(parameter)
-    tp = _several(expert_tp_group if expert else tp_group) if is_sharded(parameter) else None
-    gtp = _several(expert_gtp_group if expert else gtp_group) if is_cut_again(parameter) else None
-    prefix, dim = "expt_" if expert else "", 0 if tp is None else _partition_dim(parameter)
+    prefix = ""
+    if is_expert(parameter):
+        tp_group, gtp_group, prefix = expert_tp_group, expert_gtp_group, "expt_"
+    tp = tp_group if is_sharded(parameter) and tp_group is not None and tp_group.size() > 1 else None
+    gtp = gtp_group if is_cut_again(parameter) and gtp_group is not None and gtp_group.size() > 1 else None
+    dim = 0 if tp is None else _partition_dim(parameter)
     if gtp is not None:
         return _cut_again(parameter, dim, tp, gtp, prefix)
     if tp is None:
         return on_one_rank((rows, cols))
     shape = (rows * tp.size(), cols) if dim == 0 else (rows, cols * tp.size())
     return Layout(shape, cut(shape, dim, tp.size()), tp, f"{prefix}tp")
-
-
-def _several(group: ProcessGroup | None) -> ProcessGroup | None:
-    return None if group is None or group.size() == 1 else group
 
 
 def _partition_dim(parameter: Tensor) -> int:
@@ -175,20 +172,15 @@ def _cut_again(parameter: Tensor, dim: int, tp: ProcessGroup | None, gtp: Proces
     return replace(layout, padding=rows - layout.rectangle.shape[0])
 
 
-def split_layout(layout: Layout, split: Split | Sequence[int]) -> list[Layout]:
+def split_layout(layout: Layout, split: Split) -> list[Layout]:
     """The layouts of the logical matrices of a parameter, in the order of their names.
 
     A shard of a fused parameter may begin and end anywhere: it holds consecutive rows of every logical matrix, of some
-    perhaps none.
-
-    Args:
-        layout: of the parameter, cut along rows, columns, both or not at all; where it is a stack, of each matrix.
-        split: what is declared of it, or the rows of each part in one group of a fused query, key and value projection.
+    perhaps none. The layout is that of each matrix where the parameter is a stack.
 
     Raises:
         ValueError: if the global matrix, or how it is cut, does not fit the declaration.
     """
-    split = split if isinstance(split, Split) else query_key_value(split)
     matrix = replace(layout, shards=None, padding=0)  # which are of the parameter
     if split.is_whole:
         return [matrix]

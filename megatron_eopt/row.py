@@ -1,6 +1,7 @@
 """What the table of optimizers says of each: a row with its flags."""
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -129,6 +130,64 @@ class Row:
     def takes(self, setting: str) -> bool:
         """Whether the constructor has an argument of this name."""
         return setting in inspect.signature(self.cls).parameters
+
+    def config_to_kwargs(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any) -> dict[str, Any]:
+        """Arguments of the optimizer from Megatron's config: from its own flags, and those that it shares.
+
+        Args:
+            config: Megatron's ``OptimizerConfig``.
+            model_chunks: the model, one module per virtual pipeline stage.
+            pg_collection: Megatron's ``ProcessGroupCollection``.
+
+        Raises:
+            ValueError: if the config asks for weight decay that is not decoupled, which the optimizer does not have.
+        """
+        decoupled = getattr(config, "decoupled_weight_decay", True)
+        if not decoupled and not self.takes_l2_decay:
+            raise ValueError(f"{self.name} has decoupled weight decay only: leave decoupled_weight_decay at True")
+        of_muon = kwargs_from_config(self.cls, "muon", config)
+        if hasattr(config, "muon_use_nesterov"):  # its name up to Megatron-Core 0.17
+            of_muon["nesterov"] = config.muon_use_nesterov
+        kwargs = {setting: value for setting, value in of_muon.items() if setting in self.of_muon}
+        kwargs |= kwargs_from_config(self.cls, self.name, config)
+        if self.takes_l2_decay:
+            kwargs["use_decoupled_weight_decay"] = decoupled
+        if not self.cls.decays_weights:
+            kwargs["weight_decay"] = 0.0
+        if self.betas and hasattr(config, f"{self.betas}_beta1"):
+            kwargs["betas"] = (getattr(config, f"{self.betas}_beta1"), getattr(config, f"{self.betas}_beta2"))
+        if self.betas and hasattr(config, f"{self.betas}_eps"):
+            kwargs["eps"] = getattr(config, f"{self.betas}_eps")
+        if self.owns == "matrices":
+            model = model_chunks[0].config
+            attention = all((model.num_attention_heads, model.num_query_groups, model.kv_channels))
+            kwargs["is_qkv_fn"] = lambda param: getattr(param, "is_qkv", False)
+            kwargs["qkv_split_shapes"] = get_qkv_split_shapes(model) if attention else None
+            kwargs["pg_collection"] = pg_collection
+        return kwargs
+
+
+def kwargs_from_config(optimizer_cls: type, prefix: str, config: Any) -> dict[str, Any]:
+    """Arguments of an optimizer that a config has values for.
+
+    For every named parameter of ``__init__`` but self and params: ``config.{prefix}_{name}``, else ``config.{name}``.
+    """
+    kwargs = {}
+    for name, parameter in inspect.signature(optimizer_cls.__init__).parameters.items():  # type: ignore[misc]
+        if name in ("self", "params") or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        for attribute in (f"{prefix}_{name}", name):
+            if hasattr(config, attribute):
+                kwargs[name] = getattr(config, attribute)
+                break
+    return kwargs
+
+
+def get_qkv_split_shapes(model_cfg: Any) -> list[int]:
+    """Rows of ``[q, k, v]`` in one query group of a fused projection, ``[q, gate, k, v]`` with an output gate."""
+    query_rows = model_cfg.num_attention_heads // model_cfg.num_query_groups * model_cfg.kv_channels
+    queries = [query_rows, query_rows] if getattr(model_cfg, "attention_output_gate", False) else [query_rows]
+    return [*queries, model_cfg.kv_channels, model_cfg.kv_channels]
 
 
 def arxiv(*numbers: str) -> str:

@@ -22,13 +22,10 @@ class Flag:
     Attributes:
         setting: the argument of the optimizer's constructor, where there is one for it.
         default: the value without the flag.
-        help: what it sets, a sentence or two.
         kind: type of a value that has no default.
-        choices: the values, where there are few.
         field: name of the config's field, where it is another.
         shared: whether it holds for every optimizer of matrices that has such a setting.
         megatrons: whether Megatron has the flag itself, so that it is not added.
-        metavar: what stands for a value in the help.
         optimizer: name of the optimizer; empty for a flag of the run. Filled in for the flags of a row.
     """
 
@@ -70,8 +67,6 @@ class Row:
 
     Attributes:
         name: for ``--optimizer``, and for the config of plain torch.
-        cls: its class.
-        sentence: what it is.
         papers: those that it is from, with links.
         owns: the parameters that it is given in Megatron. With ``matrices``, Adam has the rest.
         vectors: whether the class takes parameters of any shape, so that plain torch gives it all; always where it
@@ -79,14 +74,12 @@ class Row:
         plain: whether the builders of plain torch have it.
         of_muon: settings that it takes from Muon's flags.
         betas: prefix of the flags that its betas, and ``eps``, are taken from.
-        flags: its own.
-        state: state keys of tensors of the parameter's shape.
+        state: state keys of tensors of the parameter's shape; by default these are a momentum.
         further_state: state keys of other tensors, without the number of the logical matrix.
         state_depends_on: fields of the config that change what is kept.
         keeps: the state in words.
         state_bytes: of a matrix of m x n in fp32, as a formula.
         begin_with: flags of a run of the demo's model, which ``make compare`` takes.
-        begin_why: a word on them.
         update_rms: RMS of the entries of an update, before the learning rate, where no matrix has one of its own.
         averages: whether it evaluates and saves an average of the path, so that no rank may lack a parameter.
         refuses: what it refuses beside the runs that none of the optimizers takes.
@@ -102,11 +95,11 @@ class Row:
     of_muon: tuple[str, ...] = ()
     betas: str = ""
     flags: tuple[Flag, ...] = ()
-    state: tuple[str, ...]
+    state: tuple[str, ...] = ("momentum_buffer",)
     further_state: tuple[str, ...] = ()
     state_depends_on: tuple[str, ...] = ()
-    keeps: str
-    state_bytes: str
+    keeps: str = "the momentum"
+    state_bytes: str = "4 mn"
     begin_with: str
     begin_why: str = ""
     update_rms: float | None = None
@@ -132,12 +125,9 @@ class Row:
         return setting in inspect.signature(self.cls).parameters
 
     def config_to_kwargs(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any) -> dict[str, Any]:
-        """Arguments of the optimizer from Megatron's config: from its own flags, and those that it shares.
+        """Arguments of the constructor from Megatron's config: by its own flags, and by those that it shares.
 
-        Args:
-            config: Megatron's ``OptimizerConfig``.
-            model_chunks: the model, one module per virtual pipeline stage.
-            pg_collection: Megatron's ``ProcessGroupCollection``.
+        ``model_chunks`` is the model, one module per virtual pipeline stage.
 
         Raises:
             ValueError: if the config asks for weight decay that is not decoupled, which the optimizer does not have.

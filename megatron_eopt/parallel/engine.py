@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.matrices import WHOLE, Split
+from megatron_eopt.matrices import WHOLE, LocalRows, Split
 from megatron_eopt.orthogonalize.kernels import choose
 from megatron_eopt.orthogonalize.newton_schulz import Form, Iteration, NewtonSchulz
 from megatron_eopt.orthogonalize.precision import gram_dtype, product_dtype
@@ -101,46 +101,53 @@ class Engine:
         rates: Rates | None = DEFAULT_RATES,
     ) -> None:
         self.device = device
-        self._parameters = list(parameters)
-        laid_out = {i: (p.layout, p.split) for i, p in enumerate(parameters) if p.layout is not None}
-        self._iterations = {p.iteration.name: p.iteration for p in parameters if p.iteration is not None}
-        for i in laid_out:
-            if self._iterations and parameters[i].iteration is None:
-                raise ValueError(
-                    f"{parameters[i].name} has a layout and no iteration, but other parameters have one: an engine "
-                    f"orthogonalizes all matrices of its plan, or none; give this parameter another engine"
-                )
         self.groups = _groups(parameters)
         self._sharers = [
             (group, torch.tensor([p.shared_by.get(label) is group for p in parameters], device=device))
             for label, group in self.groups.items()
         ]
-        layouts = [[] if p.layout is None else split_layout(p.layout, p.split) for p in parameters]
-        self._rows = {i: local_rows(*each) for i, each in laid_out.items()}
-        self._plain = {i for i, (layout, split) in laid_out.items() if split.is_whole and not layout.padding}
-        # of each matrix of the plan its parameter and its layout
-        self._of_matrix = [(i, layout) for i, each in enumerate(layouts) for layout in each]
+        self._parameters = list(parameters)
+        self._iterations = {p.iteration.name: p.iteration for p in parameters if p.iteration is not None}
+        self._rows: dict[int, LocalRows] = {}
+        self._plain: set[int] = set()
+        self._of_matrix: list[tuple[int, Layout]] = []  # of each matrix of the plan its parameter and its layout
+        planned = []
+        for i, p in enumerate(parameters):
+            if p.layout is None:
+                continue
+            if self._iterations and p.iteration is None:
+                raise ValueError(
+                    f"{p.name} has a layout and no iteration, but other parameters have one: an engine orthogonalizes "
+                    f"all matrices of its plan, or none; give this parameter another engine"
+                )
+            self._rows[i] = local_rows(p.layout, p.split)
+            if p.split.is_whole and not p.layout.padding:
+                self._plain.add(i)
+            iteration = "" if p.iteration is None else p.iteration.name
+            for part, each in zip(p.split.names(p.layout.shape[0]), split_layout(p.layout, p.split), strict=True):
+                name = f"{p.name}[{part}]" if part else p.name
+                planned.append(Matrix(name, each.shape, each.rectangles, each.label, p.dtype.itemsize, iteration))
+                self._of_matrix.append((i, each))
         self.works = {name: self._work(name) for name in self._iterations}
         self.rates = rates or measured_rates(self.groups, device, self._product_dtypes()[0])
-        planned = [matrix for i in laid_out for matrix in _matrices(parameters[i], layouts[i])]
         self.plan = Plan(tuple(planned), ())
         if self._iterations:
             self.plan = make_plan(planned, tp_mode, self.works, self.rates)
         self._active: dict[tuple[int, ...], tuple[Plan, list[Matrix], list[float]]] = {}
         self._compiled: dict[tuple[str, tuple[int, ...], Scheme, torch.dtype], Iteration] = {}
-        flat = iter(self.plan.matrices)
-        self.matrices = [tuple(_as_worked_on(next(flat), layout, tp_mode) for layout in each) for each in layouts]
+        self.matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
         """Of each parameter its logical matrices, as they are orthogonalized: ``blockwise`` makes each shard one."""
+        for matrix, (i, layout) in zip(planned, self._of_matrix, strict=True):
+            self.matrices[i] += (_as_worked_on(matrix, layout, tp_mode),)
 
     def prepare(self, kernel: str | None = None, kept: str | None = None) -> str | None:
         """Agree with the other ranks on the plan and on the kernel of symmetric products; all ranks call it together.
 
+        The result is the kernel; None where nothing is orthogonalized.
+
         Args:
             kernel: the one that the user asks for.
             kept: that of the checkpoint, where he does not; with neither the fastest is chosen.
-
-        Returns:
-            The kernel; None where nothing is orthogonalized.
 
         Raises:
             ValueError: if the plan differs between ranks.
@@ -201,9 +208,7 @@ class Engine:
     def split_all(self, indices: Sequence[int], updates: list[Tensor]) -> list[Tensor]:
         """This rank's shards of the logical matrices of parameters, in the order of :meth:`flat`.
 
-        Args:
-            indices: of the parameters.
-            updates: this rank's parts of them; the list is emptied, so that each can be freed when it was worked on.
+        The list of updates is emptied, so that each can be freed when it was worked on.
         """
         if self._plain.issuperset(indices):
             shards, updates[:] = list(updates), []
@@ -233,8 +238,7 @@ class Engine:
             indices: of the parameters, ascending. Of those that are shared with other ranks all ranks name the same.
             scaled: whether factors are multiplied by the scales of their matrices.
 
-        Returns:
-            ``shards``, now with new tensors of the same shapes and dtypes.
+        The result is ``shards``, now with new tensors of the same shapes and dtypes.
         """
         plan, matrices, scales = self._of(indices)
         if len(shards) != len(matrices):
@@ -366,10 +370,7 @@ def subset(plan: Plan, kept: Sequence[int]) -> Plan:
 def measured_rates(groups: Mapping[str, ProcessGroup], device: torch.device, dtype: torch.dtype) -> Rates:
     """How fast the slowest rank multiplies, sends and starts a collective: the same figures on every rank.
 
-    Args:
-        groups: over which matrices are exchanged; with none, bytes and latency stay those of the default.
-        device: of the matrices.
-        dtype: of the products.
+    Without groups, over which matrices are exchanged, bytes and latency stay those of the default.
     """
     rows = 4096 if device.type == "cuda" else 1024
     x = torch.randn(rows, rows, device=device).to(dtype)
@@ -436,18 +437,6 @@ def _groups(parameters: Sequence[Parameter]) -> dict[str, ProcessGroup]:
                     f"{label!r}: give the dimensions of one device mesh other names, or each mesh an optimizer"
                 )
     return dict(sorted(groups.items()))
-
-
-def _matrices(parameter: Parameter, layouts: Sequence[Layout]) -> list[Matrix]:
-    """The logical matrices of a parameter, which lie as ``layouts`` say."""
-    assert parameter.layout is not None
-    name, itemsize = parameter.name, parameter.dtype.itemsize
-    iteration = "" if parameter.iteration is None else parameter.iteration.name
-    parts = parameter.split.names(parameter.layout.shape[0])
-    return [
-        Matrix(f"{name}[{part}]" if part else name, each.shape, each.rectangles, each.label, itemsize, iteration)
-        for part, each in zip(parts, layouts, strict=True)
-    ]
 
 
 def _as_worked_on(matrix: Matrix, layout: Layout, tp_mode: TpMode) -> Matrix:

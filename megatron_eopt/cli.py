@@ -62,7 +62,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         if field.name == "swiglu":
             model.add_argument("--swiglu", action="store_true", default=None, help="fc1 has gate and up")
         else:
-            model.add_argument(_flag(field.name), type=_positive)
+            model.add_argument(f"--{field.name.replace('_', '-')}", type=_positive)
     model.add_argument("--split-gate-up", action="store_true", help="gate and up as two matrices; Megatron has one")
     ranks = parser.add_argument_group("ranks")
     dealt = "over which the layer-wise distributed optimizer deals whole parameters"
@@ -132,14 +132,11 @@ def _model(options: argparse.Namespace) -> Model:
     given = {name: value for name, value in given.items() if value is not None}
     if options.model is not None:
         return replace(MODELS[options.model], **given)
-    missing = [_flag(field.name) for field in fields(Model) if field.default is MISSING and field.name not in given]
+    missing = [field.name for field in fields(Model) if field.default is MISSING and field.name not in given]
     if missing:
-        raise ValueError(f"name a --model, or give {', '.join(missing)}")
+        flags = [f"--{name.replace('_', '-')}" for name in missing]
+        raise ValueError(f"name a --model, or give {', '.join(flags)}")
     return Model(**given)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _positive(text: str) -> int:

@@ -21,10 +21,8 @@ from megatron_eopt.optimizers.scion import Scion as Scion
 from megatron_eopt.optimizers.soap import SOAP as SOAP
 from megatron_eopt.optimizers.spectron import Spectron as Spectron
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
-from megatron_eopt.orthogonalize.precision import MatmulPrecision
-from megatron_eopt.orthogonalize.scale import PRESETS, ScaleMode
-from megatron_eopt.parallel.plan import TpMode
-from megatron_eopt.row import ADAMW_RMS, Flag, Row, arxiv, choices
+from megatron_eopt.orthogonalize.scale import PRESETS
+from megatron_eopt.row import ADAMW_RMS, Flag, Row, arxiv
 
 SplitName = Literal["default", "none", "all", "per_head"]
 """How fused parameters are split: as Megatron does; not at all; wherever it is geometrically right; and into heads."""
@@ -52,10 +50,7 @@ FAMILY = (
         flags=(
             Flag("momentum", 0.9, "Decay rate of the momentum, in [0, 1); papers have 0.95.", megatrons=True),
             Flag("nesterov", False, "Look ahead (--muon-use-nesterov on Megatron-Core 0.17).", megatrons=True),
-            Flag(
-                "scale_mode", "spectral", "How the size of an update follows from the shape.",
-                choices=get_args(ScaleMode), megatrons=True,
-            ),
+            Flag("scale_mode", "spectral", "How the size of an update follows from the shape.", megatrons=True),
             Flag(
                 "extra_scale_factor", 1.0,
                 "Multiplies the update; 0.2 with spectral gives updates the size of AdamW's.", megatrons=True,
@@ -72,13 +67,12 @@ FAMILY = (
             Flag(
                 "fp32_matmul_prec", "medium",
                 "Precision of the Newton-Schulz products: bf16 (low, medium), TF32 (high) or fp32 (highest).",
-                choices=get_args(MatmulPrecision), shared=True, megatrons=True,
+                shared=True, megatrons=True,
             ),
             Flag(
                 "tp_mode", "duplicated", "How sharded matrices are orthogonalized: all exact but blockwise, which "
                 "treats each shard as a matrix of its own and is Megatron's default. auto takes the cheapest exact "
-                "way for each shape.",
-                choices=get_args(TpMode), shared=True, megatrons=True,
+                "way for each shape.", shared=True, megatrons=True,
             ),
             Flag("split_qkv", True, "Orthogonalize fused projections whole.", shared=True, megatrons=True),
             Flag(
@@ -121,10 +115,7 @@ FAMILY = (
         plain=False,
         of_muon=MUON,
         flags=(
-            Flag(
-                "moment2_method", "adamuon", "What the second moment is taken of.",
-                choices=choices(TensorParallelAdaptiveMuon, "moment2_method"),
-            ),
+            Flag("moment2_method", "adamuon", "What the second moment is taken of."),
             Flag("beta2", 0.95, "Decay rate of the second moment, in [0, 1)."),
             Flag("eps", 1e-8, "Bounds the division by the second moment from below."),
             Flag("align_rms", True, "Leave adamuon's update as large as the division makes it."),
@@ -178,9 +169,8 @@ FAMILY = (
             Flag(
                 "basis_of", "previous",
                 "Whether a gradient is seen in a basis made before it, as published, or with it.",
-                choices=choices(SOAP, "basis_of"),
             ),
-            Flag("basis_method", "qr", "How bases are refreshed.", choices=choices(SOAP, "basis_method")),
+            Flag("basis_method", "qr", "How bases are refreshed."),
             Flag("max_dim", 10000, "The longest side that has a factor and a basis."),
         ),
         state=("exp_avg", "exp_avg_sq"),
@@ -236,7 +226,6 @@ FAMILY = (
             Flag(
                 "variant", "kempnerforge", "The weights of the average: the rate, or, as schedulefree, a power of the "
                 "largest rate so far; schedulefree also decays by y.",
-                choices=choices(ScheduleFreeAdamW, "variant"),
             ),
             Flag("r", 0.0, "For schedulefree: power of a step's number in the weight of the step."),
             Flag("weight_lr_power", 2.0, "For schedulefree: power of the largest rate in the weight of a step."),

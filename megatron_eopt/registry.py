@@ -295,8 +295,7 @@ def default_adam_based_eopt_config_to_kwargs(
 ) -> dict[str, Any]:
     """Arguments of an optimizer that is built like Adam: what the config has under its name, and Adam's betas."""
     kwargs = kwargs_from_config(get_optimizer_entry(eopt_name).optimizer_cls, eopt_name, config)
-    kwargs["betas"] = (config.adam_beta1, config.adam_beta2)
-    return kwargs
+    return kwargs | {"betas": (config.adam_beta1, config.adam_beta2)}
 
 
 for _row in FAMILY:

@@ -3,9 +3,7 @@
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
-
-from torch.optim.optimizer import Optimizer
+from typing import Any, Literal, get_args, get_origin
 
 from megatron_eopt.optimizers.base import BaseOptimizer
 
@@ -23,6 +21,7 @@ class Flag:
         setting: the argument of the optimizer's constructor, where there is one for it.
         default: the value without the flag.
         kind: type of a value that has no default.
+        choices: the values, where there are few; filled in where the constructor's argument is a ``Literal``.
         field: name of the config's field, where it is another.
         shared: whether it holds for every optimizer of matrices that has such a setting.
         megatrons: whether Megatron has the flag itself, so that it is not added.
@@ -108,7 +107,16 @@ class Row:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "vectors", self.vectors or self.owns == "all")
-        object.__setattr__(self, "flags", tuple(replace(flag, optimizer=self.name) for flag in self.flags))
+        of_row = (
+            replace(flag, optimizer=self.name, choices=flag.choices or self._literals(flag.setting))
+            for flag in self.flags
+        )
+        object.__setattr__(self, "flags", tuple(of_row))
+
+    def _literals(self, setting: str) -> tuple[str, ...]:
+        """The values of a constructor's argument whose annotation is a ``Literal``; none for any other."""
+        annotation = inspect.signature(self.cls).parameters[setting].annotation if self.takes(setting) else None
+        return get_args(annotation) if get_origin(annotation) is Literal else ()
 
     @property
     def takes_adams(self) -> bool:
@@ -183,8 +191,3 @@ def get_qkv_split_shapes(model_cfg: Any) -> list[int]:
 def arxiv(*numbers: str) -> str:
     """Links to papers."""
     return ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in numbers)
-
-
-def choices(cls: type[Optimizer], setting: str) -> tuple[str, ...]:
-    """The values of a constructor's argument whose annotation is a ``Literal``."""
-    return get_args(inspect.signature(cls).parameters[setting].annotation)

@@ -41,14 +41,8 @@ def sent_bytes(collective: str, size: int, ranks: int, rank: int = 0, root: int 
     """Bytes that a rank sends in a collective over so many ranks: what plans predict, and what is counted.
 
     They are those of the ring algorithms (Thakur, Rabenseifner and Gropp, 2005): an all-reduce is a reduce-scatter and
-    an all-gather, and a reduce to a root and a broadcast from it are chains along that ring.
-
-    Args:
-        collective: its name, as :data:`counters` have it.
-        size: bytes that every rank gives; of a broadcast those of the root.
-        ranks: number of ranks.
-        rank: which of them.
-        root: of a reduce or a broadcast.
+    an all-gather, and a reduce to a root and a broadcast from it are chains along that ring. ``size`` are the bytes
+    that every rank gives, or the root of a broadcast.
     """
     return {
         "all_gather": (ranks - 1) * size,
@@ -78,13 +72,10 @@ class Pending[Result]:
 def all_to_all(
     parts: Sequence[Sequence[Tensor]], receive_sizes: Sequence[int], group: ProcessGroup
 ) -> Pending[list[Tensor]]:
-    """What comes from each rank, 1-D: views of one buffer.
+    """What comes from each rank, as many entries as ``receive_sizes`` say, 1-D: views of one buffer.
 
-    Args:
-        parts: for each rank of the group the tensors that go to it, one behind the other; of one dtype, at least one of
-            them somewhere, which may be empty.
-        receive_sizes: entries that come from each rank.
-        group: the ranks.
+    ``parts`` are for each rank the tensors that go to it, one behind the other; of one dtype, at least one of them
+    somewhere, which may be empty.
     """
     send_sizes = [sum(tensor.numel() for tensor in to) for to in parts]
     sent = torch.cat([tensor.reshape(-1) for to in parts for tensor in to])
@@ -168,11 +159,9 @@ _groups: WeakKeyDictionary[ProcessGroup, dict[Partition, ProcessGroup]] = WeakKe
 
 
 def joint_group(partition: Partition, own: tuple[int, ...]) -> ProcessGroup:
-    """The group of this rank's part: all ranks, or one made at the first call of all ranks of the mesh.
+    """The group of this rank's part of a partition: all ranks, or one made at the first call of all ranks of the mesh.
 
-    Args:
-        partition: of the ranks that call together, or this rank's part of it alone.
-        own: this rank's part.
+    The partition is of the ranks that call together, or this rank's part alone.
 
     Raises:
         ValueError: if only some ranks of the world have the mesh, and its groups are made by splitting communicators.

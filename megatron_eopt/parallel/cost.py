@@ -25,18 +25,13 @@ NORM_BYTES = 8
 class Rates:
     """How fast a rank works. Fixed figures by default, so that every rank makes the same plan.
 
-    Attributes:
-        flops: operations per second.
-        bytes: bytes per second that a rank sends.
-        latency: seconds that a collective takes however little it carries.
-
     Raises:
         ValueError: for a rate that is not a positive finite number, or a latency that is negative.
     """
 
-    flops: float = 500e12
-    bytes: float = 300e9
-    latency: float = 20e-6
+    flops: float = 500e12  # operations per second
+    bytes: float = 300e9  # per second that a rank sends
+    latency: float = 20e-6  # seconds that a collective takes however little it carries
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -50,11 +45,7 @@ class Rates:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> "Rates":
-        """The rates of a checkpoint.
-
-        Raises:
-            ValueError: where one is missing, unknown or no rate.
-        """
+        """The rates of a checkpoint; a ValueError where one is missing, unknown or no rate."""
         known = {field.name for field in fields(cls)}
         if set(state) != known:
             raise ValueError(f"rates have the keys {', '.join(sorted(known))}, got {', '.join(sorted(state))}")

@@ -74,9 +74,8 @@ def layout_of_dtensor(x: DTensor, shape: Shape | None = None) -> Layout:
 def lies_alike(x: DTensor, layout: Layout) -> bool:
     """Whether a matrix that is cut by the placements of ``x`` lies as a layout says; the same answer on all ranks.
 
-    Args:
-        x: cut along rows where its first dimension is, along columns where another one is.
-        layout: of one of the logical matrices of ``x``, whose shape it has.
+    The layout is of one of the logical matrices of ``x``, which is cut along rows where the first dimension of ``x``
+    is, along columns where another one is.
     """
     cuts = _cuts(x)
     if not cuts or layout.group is None:
@@ -95,9 +94,11 @@ def lies_alike(x: DTensor, layout: Layout) -> bool:
 
 def _cuts(x: DTensor) -> dict[int, Cut]:
     """The mesh dimensions that cut a DTensor."""
-    sizes = enumerate(zip(x.placements, x.device_mesh.shape, strict=True))
-    cutting = {i: (each, ranks) for i, (each, ranks) in sizes if not isinstance(each, Replicate) and ranks > 1}
-    return {i: (each.dim, ranks, getattr(each, "split_factor", 1)) for i, (each, ranks) in cutting.items()}  # type: ignore[attr-defined]
+    return {
+        i: (each.dim, ranks, getattr(each, "split_factor", 1))  # type: ignore[attr-defined]
+        for i, (each, ranks) in enumerate(zip(x.placements, x.device_mesh.shape, strict=True))
+        if not isinstance(each, Replicate) and ranks > 1
+    }
 
 
 def _leading_dims(shape: tuple[int, ...], matrix: Shape) -> int | None:

@@ -112,11 +112,9 @@ def layout_of(
 
     Args:
         parameter: this rank's part, (rows x cols) or (matrices x rows x cols).
-        tp_group: the tensor-parallel group, None for one rank.
-        expert_tp_group: that of experts.
+        tp_group: the tensor-parallel group, None for one rank; ``expert_tp_group`` is that of experts.
         gtp_group: Megatron's ``gtp_remat``, whose ranks share the tensor-parallel shard of a parameter for which
             :func:`is_cut_again`: each has as many rows, of which ``pad_length`` at the end are padding.
-        expert_gtp_group: that of experts.
 
     Raises:
         ValueError: if ``partition_dim`` is not a dimension of a matrix, ``pad_length`` more than there is, or a stack
@@ -186,26 +184,16 @@ def split_layout(layout: Layout, split: Split) -> list[Layout]:
         return [matrix]
     pattern = split.pattern(layout.shape[0], _shards(layout, split))
     held = [pattern.held(rectangle.top, rectangle.bottom) for rectangle in layout.rectangles]
-    layouts = [
-        replace(
-            matrix,
-            shape=(block.rows, layout.shape[1]),
-            rectangles=tuple(
-                Rectangle(*rows[place], rectangle.left, rectangle.right)
-                for rows, rectangle in zip(held, layout.rectangles, strict=True)
-            ),
-        )
-        for place, block in enumerate(pattern.blocks)
-    ]
-    return layouts * (1 if split.stacked is None else split.stacked)
+    layouts = []
+    for i, block in enumerate(pattern.blocks):
+        pairs = zip(held, layout.rectangles, strict=True)
+        rectangles = tuple(Rectangle(*rows[i], each.left, each.right) for rows, each in pairs)
+        layouts.append(replace(matrix, shape=(block.rows, layout.shape[1]), rectangles=rectangles))
+    return layouts * (split.stacked or 1)
 
 
 def local_rows(layout: Layout, split: Split) -> LocalRows:
-    """What splits this rank's part of a parameter into its shards of the logical matrices, and merges them.
-
-    Raises:
-        ValueError: as :func:`split_layout`.
-    """
+    """What splits this rank's part of a parameter into its shards of the logical matrices, and merges them."""
     rectangle = layout.rectangle
     return split.local(layout.shape[0], rectangle.top, rectangle.bottom, _shards(layout, split), layout.padding)
 

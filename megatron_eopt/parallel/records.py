@@ -59,16 +59,15 @@ def cut_twice(
 ) -> tuple[Shape, tuple[tuple[Rectangle, ...], ...]]:
     """A matrix that is cut along ``dim`` over ``ranks``, and whose shards are each cut along the rows over ``again``.
 
+    The result is the shape of the matrix without padding, and the shards by the rank in the first cut and in the
+    second. A shard has fewer rows than ``held`` where padding follows, perhaps none.
+
     Args:
         held: rows, with padding, and columns that every rank has.
         dim: of the first cut.
         ranks: of the first cut, 1 for a matrix that is cut along the rows alone.
-        again: ranks of the second cut.
+        again: of the second cut.
         padding: rows behind those of each shard of the first cut, which fill up the last ranks of the second.
-
-    Returns:
-        The shape of the matrix without padding, and the shards by the rank in the first cut and in the second. A shard
-        has fewer rows than ``held`` where padding follows, perhaps none.
 
     Raises:
         ValueError: for more padding than there are rows.

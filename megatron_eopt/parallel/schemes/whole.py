@@ -136,13 +136,8 @@ def orthogonalized(matrices: Sequence[Tensor] | Tensor, iteration: Iteration, sc
 def gather(stacks: Sequence[Tensor], matrices: Sequence[Matrix], group: ProcessGroup) -> Callable[[], list[Tensor]]:
     """Start to gather matrices of which each rank of a group has a shard, by one all-gather, padded where they differ.
 
-    Args:
-        stacks: this rank's shards, (n x rows x cols) for ``n`` matrices that lie alike; some may be empty.
-        matrices: for each stack one of its matrices.
-        group: the ranks.
-
-    Returns:
-        What waits, and then gives for each stack the whole matrices, (n x rows x cols), in memory of their own.
+    A stack has this rank's shards (n x rows x cols) of ``n`` matrices that lie as the one does that is named for it;
+    some may be empty. The result waits, and then gives for each stack the whole matrices, in memory of their own.
     """
     counts = [
         [len(stack) * matrix.rectangles[rank].numel for stack, matrix in zip(stacks, matrices, strict=True)]

@@ -27,7 +27,6 @@ from megatron_eopt.orthogonalize.coefficients import validate_coefficient_type a
 from megatron_eopt.row import get_qkv_split_shapes, kwargs_from_config
 
 InitStateFn = Callable[..., None]
-ConfigToKwargs = Callable[[Any, Sequence[Any], Any], dict[str, Any]]
 Builder = Callable[..., Optimizer]
 
 FROM_ABOVE: dict[str, Callable[[], Any]] = {}
@@ -45,10 +44,7 @@ def is_nonlinear_or_embedding(param: Tensor) -> bool:
 
 
 def is_muon_excluded(param: Tensor) -> bool:
-    """True for what :func:`is_nonlinear_or_embedding` leaves to Adam, and where the attribute ``use_muon`` is False.
-
-    Megatron-Core after 0.19 sets that attribute.
-    """
+    """True also where the attribute ``use_muon`` is False, which Megatron-Core after 0.19 sets."""
     return not getattr(param, "use_muon", True) or is_nonlinear_or_embedding(param)
 
 
@@ -114,7 +110,7 @@ class EmergingOptimizerEntry:
 
     optimizer_cls: type[Optimizer]
     init_state_fn: InitStateFn = eopt_init_state_fn
-    config_to_kwargs: ConfigToKwargs | None = None
+    config_to_kwargs: Callable[[Any, Sequence[Any], Any], dict[str, Any]] | None = None
     default_param_overrides: Any = _DefaultOverrides()
 
 
@@ -137,13 +133,13 @@ class Registry(UserDict[str, EmergingOptimizerEntry]):
         self._made_room: dict[str, EmergingOptimizerEntry] = {}
 
     def __setitem__(self, name: str, entry: EmergingOptimizerEntry) -> None:
-        if not isinstance(entry, EmergingOptimizerEntry):  # of which hasattr would ask for the overrides
-            lacking = [field.name for field in fields(EmergingOptimizerEntry) if not hasattr(entry, field.name)]
-            if lacking:
-                raise TypeError(
-                    f"expected an EmergingOptimizerEntry for {name!r}, got {type(entry).__name__}, "
-                    f"which has no {', '.join(lacking)}"
-                )
+        # of an entry of ours hasattr would ask for the overrides, and so import Megatron
+        needed = [] if isinstance(entry, EmergingOptimizerEntry) else [x.name for x in fields(EmergingOptimizerEntry)]
+        if lacking := [each for each in needed if not hasattr(entry, each)]:
+            raise TypeError(
+                f"expected an EmergingOptimizerEntry for {name!r}, got {type(entry).__name__}, "
+                f"which has no {', '.join(lacking)}"
+            )
         if name not in self.data or self._put_in_here(name):
             self._own[name] = entry
         self.data[name] = entry

@@ -71,7 +71,7 @@ class Parameter:
 
 
 class Engine:
-    """A list of parameters, the groups of ranks that share them, and the plan by which they are orthogonalized.
+    """Parameters, the groups of ranks that share them, and the plan by which they are orthogonalized.
 
     The constructor makes the plan as every rank does by itself, unless rates are to be measured. All ranks
     :meth:`prepare` it together, and then it is frozen: other parameters or settings want another engine.

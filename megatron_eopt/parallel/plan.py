@@ -73,12 +73,8 @@ def make_plan(
 
     Executed are first the buckets that exchange, the most expensive first, then the others, which fill the waiting.
 
-    Args:
-        matrices: in the order of the parameters, their names unique.
-        mode: what the user asked for.
-        work: the iteration, or those of the matrices by name.
-        rates: for the predictions.
-        share_groups: labels of groups whose whole matrices are shared out.
+    The matrices are in the order of the parameters; ``share_groups`` are labels of groups whose whole matrices are
+    shared out.
 
     Raises:
         ValueError: for an unknown mode, two matrices of one name, shards that neither tile their matrix nor are all

@@ -127,13 +127,11 @@ class Matrix:
 
     Attributes:
         name: of the parameter, and of the matrix where the parameter has several (``...linear_qkv.weight[q]``).
-        shape: rows and columns of the global matrix.
+        shape: of the global matrix.
         rectangles: that of each rank of the group, in the order of its ranks; one for a matrix of one rank.
-        group: label of the process group: ``tp``, ``expt_tp``, ``dp`` and so on. Matrices of different groups are never
-            in one bucket.
+        group: label of the process group: ``tp``, ``expt_tp``, ``dp`` and so on; a bucket has matrices of one group.
         itemsize: bytes of an entry where it is exchanged.
-        iteration: name of the iteration that orthogonalizes it; matrices of different iterations are never in one
-            bucket.
+        iteration: name of the iteration that orthogonalizes it; a bucket has matrices of one iteration alone.
     """
 
     name: str
@@ -195,12 +193,7 @@ def of_ranks(compute_ranks: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def in_rounds(compute_ranks: Sequence[int], ranks: int) -> tuple[list[int], list[int]]:
-    """The matrices of which every rank has as many, one rank's after the other's, and the rest: fewer than ranks.
-
-    Raises:
-        ValueError: as :func:`of_ranks`.
-    """
-    rounds = len(compute_ranks) // ranks
-    owned = of_ranks(compute_ranks, ranks)
+    """The matrices of which every rank has as many, one rank's after the other's, and the rest: fewer than ranks."""
+    rounds, owned = len(compute_ranks) // ranks, of_ranks(compute_ranks, ranks)
     full = [index for indices in owned for index in indices[:rounds]]
     return full, sorted(index for indices in owned for index in indices[rounds:])

@@ -59,4 +59,4 @@ def _routing() -> Any:
     return entries
 
 
-registry.table.FROM_ABOVE["routing"] = _routing
+registry.FROM_ABOVE["routing"] = _routing

@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import get_args
 
@@ -26,24 +26,9 @@ from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
 from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.plan import TpMode, make_plan
 
-_NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
-_RANKS = {
-    "tensor": "--tensor-model-parallel-size",
-    "expert_tensor": "--expert-tensor-parallel-size",
-    "expert": "--expert-model-parallel-size",
-    "pipeline": "--pipeline-model-parallel-size",
-}
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        argv: the arguments after the program's name; None for those of the process.
-
-    Returns:
-        The exit status.
-    """
+    """Run a command with the arguments after the program's name, those of the process by default; its exit status."""
     parser = argparse.ArgumentParser(prog="megatron-eopt", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     plan = commands.add_parser(
@@ -52,14 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    _add_model(plan)
-    _add_parallel(plan)
-    _add_muon(plan)
-    _add_rates(plan)
-    _add_run(plan)
+    _add_flags(plan)
+    plan.set_defaults(parser=plan, run=_print_plan)
     checkpoint.add_command(commands)
     doctor.add_command(commands)
-    plan.set_defaults(parser=plan, run=_print_plan)
     given = list(sys.argv[1:] if argv is None else argv)
     flags = None
     if "--" in given:
@@ -73,69 +54,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument("--model", choices=MODELS, help="its sizes, which the flags below override")
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``plan``."""
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", choices=MODELS, help="its sizes, which the flags below override")
     for field in fields(Model):
         if field.name == "swiglu":
-            group.add_argument("--swiglu", action="store_true", default=None, help="fc1 has gate and up")
+            model.add_argument("--swiglu", action="store_true", default=None, help="fc1 has gate and up")
         else:
-            group.add_argument(_flag(field.name), type=_positive)
-    group.add_argument("--split-gate-up", action="store_true", help="gate and up as two matrices; Megatron has one")
-
-
-def _add_parallel(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("ranks")
-    for name, flag in _RANKS.items():
-        group.add_argument(flag, dest=name, type=_positive, default=1)
-    group.add_argument(
-        "--data-parallel-size",
-        dest="data",
-        type=_positive,
-        default=1,
-        help="over which the layer-wise distributed optimizer deals whole parameters",
-    )
-
-
-def _add_muon(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("Muon")
-    group.add_argument("--muon-tp-mode", choices=get_args(TpMode), default="auto")
-    group.add_argument("--muon-coefficient-type", choices=get_supported_coefficient_types(), default="quintic")
-    group.add_argument("--muon-num-ns-steps", type=_positive, default=5)
-    group.add_argument("--dense", action="store_true", help="without kernels for symmetric products")
-    group.add_argument("--exchange-itemsize", type=int, choices=(2, 4), default=4, help="bytes of an update's entry")
-
-
-def _add_rates(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("rates of one rank")
-    group.add_argument("--tflops", type=float, default=DEFAULT_RATES.flops / 1e12, help="TFLOP/s")
-    group.add_argument("--bandwidth", type=float, default=DEFAULT_RATES.bytes / 1e9, help="GB/s sent")
-    group.add_argument("--latency", type=float, default=DEFAULT_RATES.latency * 1e6, help="us of a collective")
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "with -- and the flags of a Megatron pretrain command, which say all of the above"
-    )
-    group.add_argument("--world-size", type=_positive, help="ranks of the run; as few as its parallel sizes allow")
-    group.add_argument("--full", action="store_true", help="a line for each parameter, not for all that are alike")
-    group.add_argument("--json", metavar="FILE", help="write the optimizer of each parameter there, too")
+            model.add_argument(f"--{field.name.replace('_', '-')}", type=_positive)
+    model.add_argument("--split-gate-up", action="store_true", help="gate and up as two matrices; Megatron has one")
+    ranks = parser.add_argument_group("ranks")
+    dealt = "over which the layer-wise distributed optimizer deals whole parameters"
+    for name, flag, about in (
+        ("tensor", "--tensor-model-parallel-size", None),
+        ("expert_tensor", "--expert-tensor-parallel-size", None),
+        ("expert", "--expert-model-parallel-size", None),
+        ("pipeline", "--pipeline-model-parallel-size", None),
+        ("data", "--data-parallel-size", dealt),
+    ):
+        ranks.add_argument(flag, dest=name, type=_positive, default=1, help=about)
+    muon = parser.add_argument_group("Muon")
+    muon.add_argument("--muon-tp-mode", choices=get_args(TpMode), default="auto")
+    muon.add_argument("--muon-coefficient-type", choices=get_supported_coefficient_types(), default="quintic")
+    muon.add_argument("--muon-num-ns-steps", type=_positive, default=5)
+    muon.add_argument("--dense", action="store_true", help="without kernels for symmetric products")
+    muon.add_argument("--exchange-itemsize", type=int, choices=(2, 4), default=4, help="bytes of an update's entry")
+    rates = parser.add_argument_group("rates of one rank")
+    rates.add_argument("--tflops", type=float, default=DEFAULT_RATES.flops / 1e12, help="TFLOP/s")
+    rates.add_argument("--bandwidth", type=float, default=DEFAULT_RATES.bytes / 1e9, help="GB/s sent")
+    rates.add_argument("--latency", type=float, default=DEFAULT_RATES.latency * 1e6, help="us of a collective")
+    run = parser.add_argument_group("with -- and the flags of a Megatron pretrain command, which say all of the above")
+    run.add_argument("--world-size", type=_positive, help="ranks of the run; as few as its parallel sizes allow")
+    run.add_argument("--full", action="store_true", help="a line for each parameter, not for all that are alike")
+    run.add_argument("--json", metavar="FILE", help="write the optimizer of each parameter there, too")
 
 
 def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
     if flags is not None:
         return _print_planned_run(options, flags)
-    settings = NewtonSchulz(steps=options.muon_num_ns_steps, coefficient_type=options.muon_coefficient_type)
-    work = Work(schedule=settings.schedule, restarts=settings.restarts, share=1.0 if options.dense else 0.5)
+    iteration = NewtonSchulz(steps=options.muon_num_ns_steps, coefficient_type=options.muon_coefficient_type)
+    work = Work(schedule=iteration.schedule, restarts=iteration.restarts, share=1.0 if options.dense else 0.5)
     rates = Rates(flops=options.tflops * 1e12, bytes=options.bandwidth * 1e9, latency=options.latency * 1e-6)
     parallel = Parallel(**{field.name: getattr(options, field.name) for field in fields(Parallel)})
-    matrices = matrices_of(
-        _model(options),
-        parallel,
-        work,
-        split_gate_up=options.split_gate_up,
-        itemsize=options.exchange_itemsize,
-    )
+    settings = {"split_gate_up": options.split_gate_up, "itemsize": options.exchange_itemsize}
+    matrices = matrices_of(_model(options), parallel, work, **settings)
     print(explain(make_plan(matrices, options.muon_tp_mode, work, rates), work, rates))
     return 0
 
@@ -156,12 +119,9 @@ def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int
     print(table(run.families, full=options.full))
     for explained in run.explained:
         print(f"\n{explained}")
-    for warning in run.warnings:
-        print(f"\nwarning: {warning}")
-    for note in run.notes:
-        print(f"\nnote: {note}")
-    for problem in run.problems:
-        print(f"\nproblem: {problem}")
+    for kind, said in (("warning", run.warnings), ("note", run.notes), ("problem", run.problems)):
+        for each in said:
+            print(f"\n{kind}: {each}")
     if options.json is not None:
         Path(options.json).write_text(json.dumps(to_json(run.families), indent=1) + "\n")
     return 1 if run.problems else 0
@@ -172,14 +132,11 @@ def _model(options: argparse.Namespace) -> Model:
     given = {name: value for name, value in given.items() if value is not None}
     if options.model is not None:
         return replace(MODELS[options.model], **given)
-    missing = [_flag(name) for name in _NEEDED if name not in given]
+    missing = [field.name for field in fields(Model) if field.default is MISSING and field.name not in given]
     if missing:
-        raise ValueError(f"name a --model, or give {', '.join(missing)}")
+        flags = [f"--{name.replace('_', '-')}" for name in missing]
+        raise ValueError(f"name a --model, or give {', '.join(flags)}")
     return Model(**given)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _positive(text: str) -> int:

@@ -21,10 +21,8 @@ from megatron_eopt.optimizers.scion import Scion as Scion
 from megatron_eopt.optimizers.soap import SOAP as SOAP
 from megatron_eopt.optimizers.spectron import Spectron as Spectron
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
-from megatron_eopt.orthogonalize.precision import MatmulPrecision
-from megatron_eopt.orthogonalize.scale import PRESETS, ScaleMode
-from megatron_eopt.parallel.plan import TpMode
-from megatron_eopt.row import ADAMW_RMS, Flag, Row, arxiv, choices
+from megatron_eopt.orthogonalize.scale import PRESETS
+from megatron_eopt.row import ADAMW_RMS, Flag, Row, arxiv
 
 SplitName = Literal["default", "none", "all", "per_head"]
 """How fused parameters are split: as Megatron does; not at all; wherever it is geometrically right; and into heads."""
@@ -52,10 +50,7 @@ FAMILY = (
         flags=(
             Flag("momentum", 0.9, "Decay rate of the momentum, in [0, 1); papers have 0.95.", megatrons=True),
             Flag("nesterov", False, "Look ahead (--muon-use-nesterov on Megatron-Core 0.17).", megatrons=True),
-            Flag(
-                "scale_mode", "spectral", "How the size of an update follows from the shape.",
-                choices=get_args(ScaleMode), megatrons=True,
-            ),
+            Flag("scale_mode", "spectral", "How the size of an update follows from the shape.", megatrons=True),
             Flag(
                 "extra_scale_factor", 1.0,
                 "Multiplies the update; 0.2 with spectral gives updates the size of AdamW's.", megatrons=True,
@@ -72,13 +67,12 @@ FAMILY = (
             Flag(
                 "fp32_matmul_prec", "medium",
                 "Precision of the Newton-Schulz products: bf16 (low, medium), TF32 (high) or fp32 (highest).",
-                choices=get_args(MatmulPrecision), shared=True, megatrons=True,
+                shared=True, megatrons=True,
             ),
             Flag(
                 "tp_mode", "duplicated", "How sharded matrices are orthogonalized: all exact but blockwise, which "
                 "treats each shard as a matrix of its own and is Megatron's default. auto takes the cheapest exact "
-                "way for each shape.",
-                choices=get_args(TpMode), shared=True, megatrons=True,
+                "way for each shape.", shared=True, megatrons=True,
             ),
             Flag("split_qkv", True, "Orthogonalize fused projections whole.", shared=True, megatrons=True),
             Flag(
@@ -108,9 +102,6 @@ FAMILY = (
                 "Where --load has a checkpoint of Adam's, its first moment is the momentum.", shared=True,
             ),
         ),
-        state=("momentum_buffer",),
-        keeps="the momentum",
-        state_bytes="4 mn",
         begin_with="--muon-momentum 0.95 --muon-nesterov --muon-preset match_adamw --muon-lr 0.018 "
         "--muon-min-lr 0.0018",
         begin_why="updates the size of AdamW's, so that its rate is one to begin with; more was better here",
@@ -124,15 +115,11 @@ FAMILY = (
         plain=False,
         of_muon=MUON,
         flags=(
-            Flag(
-                "moment2_method", "adamuon", "What the second moment is taken of.",
-                choices=choices(TensorParallelAdaptiveMuon, "moment2_method"),
-            ),
+            Flag("moment2_method", "adamuon", "What the second moment is taken of."),
             Flag("beta2", 0.95, "Decay rate of the second moment, in [0, 1)."),
             Flag("eps", 1e-8, "Bounds the division by the second moment from below."),
             Flag("align_rms", True, "Leave adamuon's update as large as the division makes it."),
         ),
-        state=("momentum_buffer",),
         further_state=("moment2_buffer",),
         state_depends_on=("adaptive_muon_moment2_method",),
         keeps="the momentum; adamuon a second moment of each entry, normuon one number for each index of the long "
@@ -182,9 +169,8 @@ FAMILY = (
             Flag(
                 "basis_of", "previous",
                 "Whether a gradient is seen in a basis made before it, as published, or with it.",
-                choices=choices(SOAP, "basis_of"),
             ),
-            Flag("basis_method", "qr", "How bases are refreshed.", choices=choices(SOAP, "basis_method")),
+            Flag("basis_method", "qr", "How bases are refreshed."),
             Flag("max_dim", 10000, "The longest side that has a factor and a basis."),
         ),
         state=("exp_avg", "exp_avg_sq"),
@@ -211,8 +197,6 @@ FAMILY = (
             Flag("beta2", 0.98, "Decay rate of the momentum, in [0, 1).", megatrons=True),
         ),
         state=("exp_avg",),
-        keeps="the momentum",
-        state_bytes="4 mn",
         begin_with="--weight-decay 0.1 --lr 0.0006 --min-lr 0.00006",
         begin_why="3 to 10 times less than AdamW's rate, as much more decay",
         update_rms=1.0,
@@ -225,8 +209,6 @@ FAMILY = (
         owns="all",
         flags=(Flag("momentum", 0.9, "Decay rate of the momentum, in [0, 1); 0 is signSGD."),),
         state=("exp_avg",),
-        keeps="the momentum",
-        state_bytes="4 mn",
         begin_with="--weight-decay 0.1 --lr 0.0006 --min-lr 0.00006",
         begin_why="as Lion",
         update_rms=1.0,
@@ -244,7 +226,6 @@ FAMILY = (
             Flag(
                 "variant", "kempnerforge", "The weights of the average: the rate, or, as schedulefree, a power of the "
                 "largest rate so far; schedulefree also decays by y.",
-                choices=choices(ScheduleFreeAdamW, "variant"),
             ),
             Flag("r", 0.0, "For schedulefree: power of a step's number in the weight of the step."),
             Flag("weight_lr_power", 2.0, "For schedulefree: power of the largest rate in the weight of a step."),
@@ -274,9 +255,6 @@ FAMILY = (
             Flag("radius", 50.0, "Radius of the ball of every matrix."),
             Flag("constrained", True, "Bound the steps alone, not the matrices."),
         ),
-        state=("momentum_buffer",),
-        keeps="the momentum",
-        state_bytes="4 mn",
         begin_with="--scion-radius 50 --muon-lr 0.0027 --muon-min-lr 0.00027",
         begin_why="the paper's radius for hidden matrices",
         refuses="a weight decay of its matrices (`--muon-weight-decay`), a radius that is not above 0, constrained an "
@@ -290,9 +268,6 @@ FAMILY = (
         papers=arxiv("2505.21799"),
         of_muon=ITERATION,
         flags=(Flag("momentum", 0.95, "Decay rate of the momentum, in [0, 1)."),),
-        state=("momentum_buffer",),
-        keeps="the momentum",
-        state_bytes="4 mn",
         begin_with="--muon-coefficient-type polar_express --muon-num-ns-steps 8 --muon-lr 0.1 --muon-min-lr 0.01",
         begin_why="steps that leave singular values at 1, as its size is a sum of them",
         refuses="`blockwise`, whose norms would be those of shards",
@@ -304,7 +279,6 @@ FAMILY = (
         "an angle of about `lr`",
         papers="Wen et al., Fantastic Pretraining Optimizers 2.1: Hyperball Optimization (2025)",
         of_muon=(*ITERATION, "momentum", "nesterov"),
-        state=("momentum_buffer",),
         further_state=("radius",),
         state_depends_on=("muon_split",),
         keeps="the momentum, and the norm of each logical matrix in fp64",

@@ -12,7 +12,7 @@ from megatron.training.arguments import add_megatron_arguments
 import megatron_eopt
 from megatron_eopt.family import CLASSES, FAMILY, LIKE_MUON, MUON, ROWS
 from megatron_eopt.megatron.arguments import FLAGS, amend
-from megatron_eopt.registry import config_to_kwargs, list_optimizers
+from megatron_eopt.registry import list_optimizers
 from tests.optimizers.family import build
 
 rows = pytest.mark.parametrize("row", FAMILY, ids=lambda row: row.name)
@@ -68,7 +68,7 @@ def test_flags_are_arguments_of_the_constructor(row):
 
 @rows
 def test_a_run_without_its_flags_builds_it_with_their_defaults(row):
-    kwargs = config_to_kwargs(row.name, config(row), MODEL, None)
+    kwargs = row.config_to_kwargs(config(row), MODEL, None)
     optimizer = row.cls(matrices(96, 64), **kwargs)
     for flag in row.flags:
         if row.takes(flag.setting) and flag.setting not in OF_MUON:
@@ -82,7 +82,7 @@ def test_a_flag_of_its_own_reaches_it(row):
     for flag in row.flags:
         if row.takes(flag.setting) and flag.setting not in OF_MUON:
             given = not flag.default if isinstance(flag.default, bool) else f"another than {flag.default}"
-            kwargs = config_to_kwargs(row.name, config(row, **{flag.dest: given}), MODEL, None)
+            kwargs = row.config_to_kwargs(config(row, **{flag.dest: given}), MODEL, None)
             assert kwargs[flag.setting] == given
 
 
@@ -90,7 +90,7 @@ def test_a_flag_of_its_own_reaches_it(row):
 def test_what_it_takes_of_muons_flags_reaches_it(row):
     others = {setting for setting in MUON if row.takes(setting)} - {flag.setting for flag in row.flags}
     for setting in others - {"use_decoupled_weight_decay"}:
-        kwargs = config_to_kwargs(row.name, config(row, **{f"muon_{setting}": "given"}), MODEL, None)
+        kwargs = row.config_to_kwargs(config(row, **{f"muon_{setting}": "given"}), MODEL, None)
         assert (kwargs.get(setting) == "given") is (setting in row.of_muon or row.name == "muon"), setting
 
 
@@ -98,10 +98,10 @@ def test_what_it_takes_of_muons_flags_reaches_it(row):
 def test_weight_decay_that_is_not_decoupled_is_muons_alone(row):
     coupled = config(row, decoupled_weight_decay=False)
     if row.name in LIKE_MUON:
-        assert config_to_kwargs(row.name, coupled, MODEL, None)["use_decoupled_weight_decay"] is False
+        assert row.config_to_kwargs(coupled, MODEL, None)["use_decoupled_weight_decay"] is False
     else:
         with pytest.raises(ValueError, match=f"{row.name} has decoupled weight decay only"):
-            config_to_kwargs(row.name, coupled, MODEL, None)
+            row.config_to_kwargs(coupled, MODEL, None)
 
 
 @rows

@@ -5,12 +5,11 @@ import torch
 
 from megatron_eopt import registry
 from megatron_eopt.optimizers import TensorParallelMuon
-from megatron_eopt.registry import table
 
 
 @pytest.fixture(autouse=True)
 def _restore(monkeypatch):
-    monkeypatch.setattr(table, "_BUILDERS", dict(table._BUILDERS))
+    monkeypatch.setattr(registry, "_BUILDERS", dict(registry._BUILDERS))
     before = dict(registry.EMERGING_OPTIMIZERS)
     yield
     registry.EMERGING_OPTIMIZERS.clear()

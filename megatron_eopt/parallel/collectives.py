@@ -2,6 +2,7 @@
 
 Every function but :func:`lowest` starts a collective and returns at once; :meth:`Pending.wait` gives its result, and
 raises what the backend raises: where a rank of the group is gone, the others end within the timeout of the group.
+bf16 and fp16 are summed in fp32, and come back in their own dtype.
 """
 
 from collections import Counter
@@ -14,17 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.parallel import traffic
-
 
 @dataclass
 class Counters:
-    """Collectives of this process since the last :meth:`reset`, by name.
-
-    Attributes:
-        calls: how many were made.
-        bytes: bytes that this rank sent, by the rules of :mod:`~megatron_eopt.parallel.traffic`.
-    """
+    """Collectives of this process since the last :meth:`reset`, by name: how many, and the bytes this rank sent."""
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
@@ -43,11 +37,24 @@ class Counters:
 counters = Counters()
 
 
-class Pending[Result]:
-    """A collective that was started.
+def sent_bytes(collective: str, size: int, ranks: int, rank: int = 0, root: int = 0) -> int:
+    """Bytes that a rank sends in a collective over so many ranks: what plans predict, and what is counted.
 
-    It holds what is sent until the result is taken, which is made of the received buffer at :meth:`wait`.
+    They are those of the ring algorithms (Thakur, Rabenseifner and Gropp, 2005): an all-reduce is a reduce-scatter and
+    an all-gather, and a reduce to a root and a broadcast from it are chains along that ring. ``size`` are the bytes
+    that every rank gives, or the root of a broadcast.
     """
+    return {
+        "all_gather": (ranks - 1) * size,
+        "reduce_scatter": -(-(ranks - 1) * size // ranks),
+        "all_reduce": -(-2 * (ranks - 1) * size // ranks),
+        "reduce": 0 if rank == root else size,
+        "broadcast": 0 if (rank + 1) % ranks == root else size,
+    }[collective]
+
+
+class Pending[Result]:
+    """A collective that was started; it holds what is sent until the result is taken."""
 
     def __init__(self, work: dist.Work | None, finish: Callable[[], Result], *sent: Tensor) -> None:
         self._work = work
@@ -65,22 +72,15 @@ class Pending[Result]:
 def all_to_all(
     parts: Sequence[Sequence[Tensor]], receive_sizes: Sequence[int], group: ProcessGroup
 ) -> Pending[list[Tensor]]:
-    """Send to each rank parts of its own.
+    """What comes from each rank, as many entries as ``receive_sizes`` say, 1-D: views of one buffer.
 
-    Args:
-        parts: for each rank of the group the tensors that go to it, one behind the other; of one dtype, at least one of
-            them somewhere, which may be empty.
-        receive_sizes: entries that come from each rank.
-        group: the ranks.
-
-    Returns:
-        What comes from each rank, 1-D: views of one buffer.
+    ``parts`` are for each rank the tensors that go to it, one behind the other; of one dtype, at least one of them
+    somewhere, which may be empty.
     """
     send_sizes = [sum(tensor.numel() for tensor in to) for to in parts]
     sent = torch.cat([tensor.reshape(-1) for to in parts for tensor in to])
     received = sent.new_empty(sum(receive_sizes))
-    bytes_to = [size * sent.element_size() for size in send_sizes]
-    counters.count("all_to_all", traffic.all_to_all(bytes_to, group.rank()))
+    counters.count("all_to_all", (sent.numel() - send_sizes[group.rank()]) * sent.element_size())
     work = dist.all_to_all_single(received, sent, list(receive_sizes), send_sizes, group=group, async_op=True)
     return Pending(work, lambda: list(received.split(list(receive_sizes))), sent)
 
@@ -88,19 +88,16 @@ def all_to_all(
 def all_gather(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
     """``x`` of all ranks, which has the same shape on each: (ranks x *shape of x)."""
     x = x.contiguous()
-    counters.count("all_gather", traffic.all_gather(x.nbytes, group.size()))
+    counters.count("all_gather", sent_bytes("all_gather", x.nbytes, group.size()))
     gathered = x.new_empty(group.size() * x.numel())
     work = dist.all_gather_into_tensor(gathered, x.view(-1), group=group, async_op=True)
     return Pending(work, lambda: gathered.view(group.size(), *x.shape))
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
-    """Sum over the ranks; bf16 and fp16 cross in fp32 and come back in their own dtype.
-
-    ``x`` may be written to: it is what is sent, where it is contiguous and needs no wider dtype.
-    """
+    """Sum over the ranks. ``x`` may be written to: it is what is sent, if it is contiguous and needs no wider dtype."""
     wide = _wide(x)
-    counters.count("all_reduce", traffic.all_reduce(wide.nbytes, group.size()))
+    counters.count("all_reduce", sent_bytes("all_reduce", wide.nbytes, group.size()))
     work = dist.all_reduce(wide, group=group, async_op=True)
     return Pending(work, lambda: wide.to(x.dtype))
 
@@ -108,35 +105,30 @@ def all_reduce(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
 def reduce_scatter(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
     """The sum over the ranks of this rank's part of ``x``: (ranks * n x ...) becomes (n x ...).
 
-    bf16 and fp16 cross in fp32 and come back in their own dtype.
-
     Raises:
         ValueError: if the first dimension is no multiple of the number of ranks.
     """
     if x.size(0) % group.size():
         raise ValueError(f"{x.size(0)} parts cannot be scattered evenly over {group.size()} ranks")
     wide = _wide(x)
-    counters.count("reduce_scatter", traffic.reduce_scatter(wide.nbytes, group.size()))
+    counters.count("reduce_scatter", sent_bytes("reduce_scatter", wide.nbytes, group.size()))
     part = wide.new_empty(x.size(0) // group.size(), *x.shape[1:])
     work = dist.reduce_scatter_tensor(part, wide, group=group, async_op=True)
     return Pending(work, lambda: part.to(x.dtype), wide)
 
 
 def reduce(x: Tensor, dst: int, group: ProcessGroup) -> Pending[Tensor | None]:
-    """The sum over the ranks, on rank ``dst`` of the group; None on the others.
-
-    bf16 and fp16 cross in fp32 and come back in their own dtype. ``x`` may be written to, on every rank.
-    """
-    wide, rank = _wide(x), group.rank()
-    counters.count("reduce", traffic.reduce(wide.nbytes, rank, dst))
+    """The sum over the ranks, on rank ``dst`` of the group; None on the others. ``x`` may be written to on any."""
+    wide = _wide(x)
+    counters.count("reduce", sent_bytes("reduce", wide.nbytes, group.size(), group.rank(), dst))
     work = dist.reduce(wide, group=group, group_dst=dst, async_op=True)
-    return Pending(work, lambda: wide.to(x.dtype) if rank == dst else None, wide)
+    return Pending(work, lambda: wide.to(x.dtype) if group.rank() == dst else None, wide)
 
 
 def broadcast(x: Tensor, src: int, group: ProcessGroup) -> Pending[Tensor]:
     """``x`` of rank ``src`` of the group, where those of the others have its shape and dtype, and may be written to."""
     sent = x.contiguous()
-    counters.count("broadcast", traffic.broadcast(sent.nbytes, group.rank(), src, group.size()))
+    counters.count("broadcast", sent_bytes("broadcast", sent.nbytes, group.size(), group.rank(), src))
     work = dist.broadcast(sent, group=group, group_src=src, async_op=True)
     return Pending(work, lambda: sent)
 
@@ -146,7 +138,9 @@ def lowest(x: Tensor, group: ProcessGroup) -> Tensor:
 
     Not among the exchanges that a plan predicts; counted as ``agree``, with the bytes of ``x``.
     """
-    on_device = x.to(_device(group, x.device), copy=True)
+    # NCCL knows no other tensors than those on the GPU
+    on_gpu = x.device.type == "cpu" and dist.get_backend(group) == "nccl"
+    on_device = x.to("cuda" if on_gpu else x.device, copy=True)
     counters.count("agree", on_device.nbytes)
     dist.all_reduce(on_device, dist.ReduceOp.MIN, group=group)
     return on_device.to(x.device)
@@ -157,13 +151,6 @@ def _wide(x: Tensor) -> Tensor:
     return x.float().contiguous() if x.dtype in (torch.bfloat16, torch.float16) else x.contiguous()
 
 
-def _device(group: ProcessGroup, device: torch.device) -> torch.device:
-    """Where tensors of a collective have to be: on the GPU if the group knows no other."""
-    if device.type == "cpu" and dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
 Partition = tuple[tuple[int, ...], ...]
 """Global ranks of each of several groups."""
 
@@ -172,11 +159,9 @@ _groups: WeakKeyDictionary[ProcessGroup, dict[Partition, ProcessGroup]] = WeakKe
 
 
 def joint_group(partition: Partition, own: tuple[int, ...]) -> ProcessGroup:
-    """The group of this rank's part: all ranks, or one made at the first call of all ranks of the mesh.
+    """The group of this rank's part of a partition: all ranks, or one made at the first call of all ranks of the mesh.
 
-    Args:
-        partition: of the ranks that call together, or this rank's part of it alone.
-        own: this rank's part.
+    The partition is of the ranks that call together, or this rank's part alone.
 
     Raises:
         ValueError: if only some ranks of the world have the mesh, and its groups are made by splitting communicators.

@@ -6,13 +6,15 @@ a rate plus bytes over a rate plus a latency for each collective, nothing overla
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from functools import reduce
+from operator import add
+from typing import Any, NamedTuple
 
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.forms import gram_flops, standard_flops
-from megatron_eopt.parallel import traffic
+from megatron_eopt.parallel.collectives import sent_bytes
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Shape, cut_dimension, in_rounds
 
 NORM_BYTES = 8
@@ -23,18 +25,13 @@ NORM_BYTES = 8
 class Rates:
     """How fast a rank works. Fixed figures by default, so that every rank makes the same plan.
 
-    Attributes:
-        flops: operations per second.
-        bytes: bytes per second that a rank sends.
-        latency: seconds that a collective takes however little it carries.
-
     Raises:
         ValueError: for a rate that is not a positive finite number, or a latency that is negative.
     """
 
-    flops: float = 500e12
-    bytes: float = 300e9
-    latency: float = 20e-6
+    flops: float = 500e12  # operations per second
+    bytes: float = 300e9  # per second that a rank sends
+    latency: float = 20e-6  # seconds that a collective takes however little it carries
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -43,16 +40,12 @@ class Rates:
                 raise ValueError(f"rate {name!r} must be a positive number (a latency may be 0), got {value!r}")
 
     def state_dict(self) -> dict[str, float]:
-        """The rates as plain values, for a checkpoint."""
+        """Plain values, for a checkpoint."""
         return asdict(self)
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> "Rates":
-        """The rates of a checkpoint.
-
-        Raises:
-            ValueError: where one is missing, unknown or no rate.
-        """
+        """The rates of a checkpoint; a ValueError where one is missing, unknown or no rate."""
         known = {field.name for field in fields(cls)}
         if set(state) != known:
             raise ValueError(f"rates have the keys {', '.join(sorted(known))}, got {', '.join(sorted(state))}")
@@ -91,11 +84,6 @@ class Work:
         if self.gram_itemsize not in (2, 4):
             raise ValueError(f"Gram matrices are exchanged in 2 or 4 bytes an entry, got {self.gram_itemsize!r}")
 
-    @property
-    def segments(self) -> int:
-        """How often the Gram form computes a Gram matrix."""
-        return len(self.restarts or ()) + 1
-
 
 Works = Work | Mapping[str, Work]
 """The iteration of all matrices, or the iterations by the name that each matrix has."""
@@ -106,29 +94,13 @@ def work_of(matrix: Matrix, work: Works) -> Work:
     return work if isinstance(work, Work) else work[matrix.iteration]
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What the busiest rank has to do; each figure is the largest over the ranks.
-
-    Attributes:
-        flops: floating-point operations.
-        bytes: bytes sent.
-        collectives: how many.
-        seconds: predicted time.
-    """
+class Cost(NamedTuple):
+    """Operations, bytes sent, number of collectives and predicted time of a rank; of several the largest of each."""
 
     flops: float = 0.0
     bytes: int = 0
     collectives: int = 0
     seconds: float = 0.0
-
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(
-            self.flops + other.flops,
-            self.bytes + other.bytes,
-            self.collectives + other.collectives,
-            self.seconds + other.seconds,
-        )
 
 
 def whole_flops(shape: Shape, work: Work) -> float:
@@ -156,7 +128,8 @@ def bucket_flops(plan: Plan, bucket: Bucket, rank: int, work: Works) -> float:
         return count * whole_flops(shape, work)
     if bucket.scheme == "blockwise":
         return count * whole_flops(rectangle.shape, work)
-    kept, cut = _kept_side(matrix), rectangle.shape[1 - _kept_dim(matrix)]
+    dim = _kept_dim(matrix)
+    kept, cut = shape[dim], rectangle.shape[1 - dim]
     if bucket.scheme == "distributed":
         return count * standard_flops(kept, cut, work.schedule, work.share)
     cubes = cube_flops(shape, work)
@@ -164,28 +137,8 @@ def bucket_flops(plan: Plan, bucket: Bucket, rank: int, work: Works) -> float:
     return count * products + (count if bucket.scheme == "gram_replicated" else owned) * cubes
 
 
-def bucket_calls(plan: Plan, bucket: Bucket, work: Works) -> dict[str, int]:
-    """Collective -> how often every rank of the group calls it."""
-    work = work_of(plan.matrices[bucket.matrices[0]], work)
-    match bucket.scheme:
-        case "owner":
-            return {"all_to_all": 2}
-        case "duplicated" | "share":
-            return {"all_gather": 1}
-        case "distributed":
-            return {"all_reduce": 1 + len(work.schedule)}
-        case "gram_replicated":
-            return {"all_reduce": work.segments}
-        case "gram_split":
-            rounds, rest = divmod(len(bucket.compute_ranks), plan.matrices[bucket.matrices[0]].ranks)
-            calls = {"reduce_scatter": bool(rounds), "all_gather": bool(rounds), "reduce": rest, "broadcast": rest}
-            return {name: of_segment * work.segments for name, of_segment in calls.items() if of_segment}
-        case _:
-            return {}
-
-
-def bucket_bytes(plan: Plan, bucket: Bucket, rank: int, work: Works) -> dict[str, int]:
-    """Collective -> bytes that one rank of the bucket's group sends in all its calls.
+def bucket_traffic(plan: Plan, bucket: Bucket, rank: int, work: Works) -> dict[str, tuple[int, int]]:
+    """Collective -> how often every rank of the bucket's group calls it, and bytes that this one sends in all calls.
 
     - ``owner``: there each rank sends its shard of a matrix to its owner, and back each owner the other ranks' shards.
     - ``duplicated``: all shards are padded to the largest one.
@@ -194,41 +147,41 @@ def bucket_bytes(plan: Plan, bucket: Bucket, rank: int, work: Works) -> dict[str
     - ``share``: whole matrices, padded to equally many on every rank.
     """
     matrix, count = plan.matrices[bucket.matrices[0]], len(bucket.matrices)
-    ranks, rectangles = matrix.ranks, matrix.rectangles
-    if bucket.scheme == "owner":
-        (rows, cols), own, owned = matrix.shape, rectangles[rank].numel, bucket.compute_ranks.count(rank)
-        return {"all_to_all": ((count - owned) * own + owned * (rows * cols - own)) * matrix.itemsize}
-    if bucket.scheme == "duplicated":
-        largest = max(rectangle.numel for rectangle in rectangles)
-        return {"all_gather": traffic.all_gather(largest * count * matrix.itemsize, ranks)}
-    if bucket.scheme == "share":
-        (rows, cols), on_one = matrix.shape, -(-count // ranks)
-        return {"all_gather": traffic.all_gather(on_one * rows * cols * matrix.itemsize, ranks)}
+    (rows, cols), ranks, rectangles = matrix.shape, matrix.ranks, matrix.rectangles
     if bucket.scheme in ("local", "blockwise"):
         return {}
+    if bucket.scheme == "owner":
+        own, owned = rectangles[rank].numel, bucket.compute_ranks.count(rank)
+        return {"all_to_all": (2, ((count - owned) * own + owned * (rows * cols - own)) * matrix.itemsize)}
+    if bucket.scheme == "duplicated":
+        largest = max(rectangle.numel for rectangle in rectangles)
+        return {"all_gather": (1, sent_bytes("all_gather", largest * count * matrix.itemsize, ranks))}
+    if bucket.scheme == "share":
+        on_one = -(-count // ranks)
+        return {"all_gather": (1, sent_bytes("all_gather", on_one * rows * cols * matrix.itemsize, ranks))}
     work = work_of(matrix, work)
-    gram = _kept_side(matrix) ** 2 * work.gram_itemsize
-    sums = traffic.all_reduce(count * gram, ranks)
+    gram, segments = matrix.shape[_kept_dim(matrix)] ** 2 * work.gram_itemsize, len(work.restarts or ()) + 1
+    sums = sent_bytes("all_reduce", count * gram, ranks)
     if bucket.scheme == "distributed":
-        return {"all_reduce": traffic.all_reduce(count * NORM_BYTES, ranks) + len(work.schedule) * sums}
+        steps, norms = len(work.schedule), sent_bytes("all_reduce", count * NORM_BYTES, ranks)
+        return {"all_reduce": (1 + steps, norms + steps * sums)}
     if bucket.scheme == "gram_replicated":
-        return {"all_reduce": work.segments * sums}
+        return {"all_reduce": (segments, segments * sums)}
     full, rest = in_rounds(bucket.compute_ranks, ranks)
-    roots = [bucket.compute_ranks[index] for index in rest]
-    sent = {
-        "reduce_scatter": traffic.reduce_scatter(len(full) * gram, ranks),
-        "all_gather": traffic.all_gather(len(full) // ranks * gram, ranks),
-        "reduce": sum(traffic.reduce(gram, rank, root) for root in roots),
-        "broadcast": sum(traffic.broadcast(gram, rank, root, ranks) for root in roots),
+    of_segment = {
+        "reduce_scatter": [sent_bytes("reduce_scatter", len(full) * gram, ranks)] if full else [],
+        "all_gather": [sent_bytes("all_gather", len(full) // ranks * gram, ranks)] if full else [],
+        "reduce": [sent_bytes("reduce", gram, ranks, rank, bucket.compute_ranks[i]) for i in rest],
+        "broadcast": [sent_bytes("broadcast", gram, ranks, rank, bucket.compute_ranks[i]) for i in rest],
     }
-    return {name: work.segments * sent[name] for name in bucket_calls(plan, bucket, work)}
+    return {name: (segments * len(sent), segments * sum(sent)) for name, sent in of_segment.items() if sent}
 
 
 def rank_cost(plan: Plan, bucket: Bucket, rank: int, work: Works, rates: Rates = DEFAULT_RATES) -> Cost:
     """What a bucket costs one rank of its group."""
     flops = bucket_flops(plan, bucket, rank, work)
-    sent = sum(bucket_bytes(plan, bucket, rank, work).values())
-    calls = sum(bucket_calls(plan, bucket, work).values())
+    traffic = bucket_traffic(plan, bucket, rank, work).values()
+    calls, sent = sum(each[0] for each in traffic), sum(each[1] for each in traffic)
     return Cost(flops, sent, calls, flops / rates.flops + sent / rates.bytes + calls * rates.latency)
 
 
@@ -242,21 +195,27 @@ def plan_cost(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> Cost:
 
     Less than the sum of its buckets where different ranks are busy with them.
     """
-    groups: dict[tuple[str, int], list[Cost]] = {}
+    groups: dict[tuple[str, int], list[list[Cost]]] = {}
     for bucket in plan.buckets:
         matrix = plan.matrices[bucket.matrices[0]]
-        before = groups.setdefault((matrix.group, matrix.ranks), [Cost()] * matrix.ranks)
-        costs = _rank_costs(plan, bucket, work, rates)
-        groups[matrix.group, matrix.ranks] = [a + b for a, b in zip(before, costs, strict=True)]
-    return sum((_busiest(costs) for costs in groups.values()), Cost())
+        groups.setdefault((matrix.group, matrix.ranks), []).append(_rank_costs(plan, bucket, work, rates))
+    return _sum(_busiest(map(_sum, zip(*costs, strict=True))) for costs in groups.values())
+
+
+def _sum(costs: Iterable[Cost]) -> Cost:
+    """Figure by figure; sum() would round otherwise than plans were made before."""
+    return reduce(lambda a, b: Cost(*map(add, a, b)), costs, Cost())
+
+
+def _busiest(costs: Iterable[Cost]) -> Cost:
+    return Cost(*map(max, zip(*costs, strict=True)))
 
 
 def _rank_costs(plan: Plan, bucket: Bucket, work: Works, rates: Rates) -> list[Cost]:
     """What a bucket costs each rank; computed once for ranks with as much to do, of which there may be hundreds."""
-    owned = Counter(bucket.compute_ranks)
+    owned, rectangles = Counter(bucket.compute_ranks), plan.matrices[bucket.matrices[0]].rectangles
     known: dict[tuple[Shape, int, int], Cost] = {}
     costs = []
-    rectangles = plan.matrices[bucket.matrices[0]].rectangles
     for rank, rectangle in enumerate(rectangles):
         # what a rank passes on of the rest of gram_split depends on the rank after it
         kind = (rectangle.shape, owned[rank], owned[(rank + 1) % len(rectangles)])
@@ -266,23 +225,9 @@ def _rank_costs(plan: Plan, bucket: Bucket, work: Works, rates: Rates) -> list[C
     return costs
 
 
-def _busiest(costs: list[Cost]) -> Cost:
-    return Cost(
-        max(cost.flops for cost in costs),
-        max(cost.bytes for cost in costs),
-        max(cost.collectives for cost in costs),
-        max(cost.seconds for cost in costs),
-    )
-
-
 def _kept_dim(matrix: Matrix) -> int:
-    """The dimension that is not cut, of a matrix with shards along one."""
+    """The dimension that is not cut, of a matrix with shards along one; that of the Gram matrices that ranks sum."""
     cut = cut_dimension(matrix.shape, matrix.rectangles)
     if cut is None:
         raise ValueError(f"{matrix.name!r} is not cut along one dimension, which its scheme needs")
     return 1 - cut
-
-
-def _kept_side(matrix: Matrix) -> int:
-    """Rows of the Gram matrix that the ranks sum."""
-    return matrix.shape[_kept_dim(matrix)]

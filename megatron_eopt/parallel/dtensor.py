@@ -49,20 +49,21 @@ def layout_of_dtensor(x: DTensor, shape: Shape | None = None) -> Layout:
     leading = _leading_dims(tuple(x.shape), shape)
     if leading is None:
         raise ValueError(f"{found} is no matrix of shape {shape}: its rows have to be a product of leading dimensions")
-    dims = _cut_mesh_dims(x)
-    if not dims:
+    cuts = _cuts(x)
+    if not cuts:
         return on_one_rank(shape)
-    rectangles = _rectangles(tuple(x.shape), leading, _cuts(x, dims))
+    dims, rectangles = list(cuts), _rectangles(tuple(x.shape), leading, tuple(cuts.values()))
     if rectangles is None:
         raise ValueError(
             f"{found}: a rank holds several separate parts of the matrix {shape}; use an order of shards that leaves "
             f"each rank one rectangle, such as Shard(0) for FSDP over Shard(0) or Shard(1) for tensor parallelism"
         )
-    partition = _partition(mesh, dims)
-    own = next(ranks for ranks in partition if dist.get_rank() in ranks)
+    partition, own = _partition(mesh, dims)
     group = mesh.get_group(dims[0]) if len(dims) == 1 else joint_group(partition, own)
     held = dict(zip(own, rectangles, strict=True))
-    layout = Layout(shape, tuple(held[rank] for rank in dist.get_process_group_ranks(group)), group, _label(mesh, dims))
+    names = mesh.mesh_dim_names or [f"mesh{dim}" for dim in range(mesh.ndim)]
+    label = ",".join(f"{names[dim]}={mesh.size(dim)}" for dim in dims)
+    layout = Layout(shape, tuple(held[rank] for rank in dist.get_process_group_ranks(group)), group, label)
     with torch.no_grad():
         local = x.to_local().shape
     if local.numel() != layout.rectangle.numel:
@@ -73,18 +74,16 @@ def layout_of_dtensor(x: DTensor, shape: Shape | None = None) -> Layout:
 def lies_alike(x: DTensor, layout: Layout) -> bool:
     """Whether a matrix that is cut by the placements of ``x`` lies as a layout says; the same answer on all ranks.
 
-    Args:
-        x: cut along rows where its first dimension is, along columns where another one is.
-        layout: of one of the logical matrices of ``x``, whose shape it has.
+    The layout is of one of the logical matrices of ``x``, which is cut along rows where the first dimension of ``x``
+    is, along columns where another one is.
     """
-    dims = _cut_mesh_dims(x)
-    if not dims or layout.group is None:
+    cuts = _cuts(x)
+    if not cuts or layout.group is None:
         return not layout.sharded
-    rectangles = _rectangles(layout.shape, 1, tuple((min(dim, 1), *rest) for dim, *rest in _cuts(x, dims)))
+    rectangles = _rectangles(layout.shape, 1, tuple((min(dim, 1), *rest) for dim, *rest in cuts.values()))
     if rectangles is None:
         return False
-    own = next(ranks for ranks in _partition(x.device_mesh, dims) if dist.get_rank() in ranks)
-    held = dict(zip(own, rectangles, strict=True))
+    held = dict(zip(_partition(x.device_mesh, list(cuts))[1], rectangles, strict=True))
     pairs = zip(dist.get_process_group_ranks(layout.group), layout.rectangles, strict=True)
     # where nothing is held, the place of it says nothing
     return all(
@@ -93,14 +92,13 @@ def lies_alike(x: DTensor, layout: Layout) -> bool:
     )
 
 
-def _cut_mesh_dims(x: DTensor) -> list[int]:
+def _cuts(x: DTensor) -> dict[int, Cut]:
     """The mesh dimensions that cut a DTensor."""
-    return [i for i, each in enumerate(x.placements) if not isinstance(each, Replicate) and x.device_mesh.size(i) > 1]
-
-
-def _cuts(x: DTensor, mesh_dims: Sequence[int]) -> tuple[Cut, ...]:
-    shards = [(x.placements[i], x.device_mesh.size(i)) for i in mesh_dims]
-    return tuple((shard.dim, ranks, getattr(shard, "split_factor", 1)) for shard, ranks in shards)  # type: ignore[attr-defined]
+    return {
+        i: (each.dim, ranks, getattr(each, "split_factor", 1))  # type: ignore[attr-defined]
+        for i, (each, ranks) in enumerate(zip(x.placements, x.device_mesh.shape, strict=True))
+        if not isinstance(each, Replicate) and ranks > 1
+    }
 
 
 def _leading_dims(shape: tuple[int, ...], matrix: Shape) -> int | None:
@@ -128,14 +126,11 @@ def _rectangles(shape: tuple[int, ...], leading: int, cuts: tuple[Cut, ...]) -> 
 
 
 def _held(length: int, cuts: Sequence[tuple[Cut, int]]) -> range | None:
-    """Indices of one dimension that a rank holds; None where they are not consecutive.
+    """Indices that a rank holds of a dimension of this length; None where they are not consecutive.
 
     ``Shard`` cuts what the mesh dimensions before it left; ``_StridedShard`` cuts each of ``split_factor`` parts of it,
-    as the mesh dimensions behind it cut these parts first.
-
-    Args:
-        length: of the dimension.
-        cuts: those of this dimension in the order of the mesh, each with the rank's coordinate.
+    as the mesh dimensions behind it cut these parts first. The cuts of this dimension are in the order of the mesh,
+    each with the rank's coordinate.
     """
     held: Sequence[int] = range(length)
     for (_, ranks, factor), rank in cuts:
@@ -162,14 +157,9 @@ def _flattened(ranges: Sequence[range | None], shape: Sequence[int]) -> tuple[in
     return (start, start + size) if size else (prod(shape), prod(shape))
 
 
-def _partition(mesh: DeviceMesh, dims: Sequence[int]) -> Partition:
-    """Ranks of the mesh that differ in ``dims`` only, the last of them varying fastest."""
+def _partition(mesh: DeviceMesh, dims: Sequence[int]) -> tuple[Partition, tuple[int, ...]]:
+    """Ranks of the mesh that differ in ``dims`` only, the last of them varying fastest; and those with this rank."""
     others = [dim for dim in range(mesh.ndim) if dim not in dims]
     ranks = mesh.mesh.permute(*others, *dims).reshape(-1, prod(mesh.size(dim) for dim in dims))
-    return tuple(tuple(row) for row in ranks.tolist())
-
-
-def _label(mesh: DeviceMesh, dims: Sequence[int]) -> str:
-    """Names and sizes of mesh dimensions."""
-    names = mesh.mesh_dim_names or [f"mesh{dim}" for dim in range(mesh.ndim)]
-    return ",".join(f"{names[dim]}={mesh.size(dim)}" for dim in dims)
+    partition = tuple(tuple(row) for row in ranks.tolist())
+    return partition, next(row for row in partition if dist.get_rank() in row)

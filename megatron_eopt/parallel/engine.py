@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.matrices import WHOLE, Split
+from megatron_eopt.matrices import WHOLE, LocalRows, Split
 from megatron_eopt.orthogonalize.kernels import choose
 from megatron_eopt.orthogonalize.newton_schulz import Form, Iteration, NewtonSchulz
 from megatron_eopt.orthogonalize.precision import gram_dtype, product_dtype
@@ -27,8 +27,8 @@ from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.layout import Layout, local_rows, split_layout
 from megatron_eopt.parallel.plan import fingerprint, first_difference, make_plan
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Scheme, TpMode, whole
-from megatron_eopt.parallel.schemes import SCHEMES, Job
-from megatron_eopt.parallel.schemes.whole import cut_out, gather
+from megatron_eopt.parallel.schemes import SCHEMES
+from megatron_eopt.parallel.schemes.whole import Job, cut_out, gather
 from megatron_eopt.parallel.statistics import Statistics, Wanted, reduce_statistics
 
 IN_FLIGHT = 3
@@ -37,8 +37,6 @@ IN_FLIGHT = 3
 _MOST_PLANS = 1024  # that are kept: one for each set of parameters that had gradients in a step
 _ROUNDS = 5
 _SENT_BYTES = 2**22
-
-_Running = Generator[None, None, list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -72,23 +70,8 @@ class Parameter:
         return self.groups if layout is None or layout.group is None else {layout.label: layout.group}
 
 
-@dataclass(frozen=True)
-class _Active:
-    """What is known of those parameters that are worked on in a step.
-
-    Attributes:
-        plan: as far as it is of them.
-        matrices: their logical matrices, one parameter's after the other's, as they are orthogonalized.
-        scales: of each matrix.
-    """
-
-    plan: Plan
-    matrices: list[Matrix]
-    scales: list[float]
-
-
 class Engine:
-    """A list of parameters, the groups of ranks that share them, and the plan by which they are orthogonalized.
+    """Parameters, the groups of ranks that share them, and the plan by which they are orthogonalized.
 
     The constructor makes the plan as every rank does by itself, unless rates are to be measured. All ranks
     :meth:`prepare` it together, and then it is frozen: other parameters or settings want another engine.
@@ -100,7 +83,8 @@ class Engine:
         rates: for the predictions of ``auto``; None measures them, for which all ranks come here together.
 
     Raises:
-        ValueError: for two groups of ranks of the same name, and for shards that are not those of a matrix.
+        ValueError: for two groups of ranks of the same name, for shards that are not those of a matrix, and where only
+            some of the parameters with a layout have an iteration.
 
     Attributes:
         groups: of ranks, by label.
@@ -117,40 +101,53 @@ class Engine:
         rates: Rates | None = DEFAULT_RATES,
     ) -> None:
         self.device = device
-        self._parameters = list(parameters)
         self.groups = _groups(parameters)
         self._sharers = [
             (group, torch.tensor([p.shared_by.get(label) is group for p in parameters], device=device))
             for label, group in self.groups.items()
         ]
-        self._layouts = [[] if p.layout is None else split_layout(p.layout, p.split) for p in parameters]
-        laid_out = {i: (p.layout, p.split) for i, p in enumerate(parameters) if p.layout is not None}
-        self._rows = {i: local_rows(*each) for i, each in laid_out.items()}
-        self._plain = {i for i, (layout, split) in laid_out.items() if split.is_whole and not layout.padding}
+        self._parameters = list(parameters)
         self._iterations = {p.iteration.name: p.iteration for p in parameters if p.iteration is not None}
+        self._rows: dict[int, LocalRows] = {}
+        self._plain: set[int] = set()
+        self._of_matrix: list[tuple[int, Layout]] = []  # of each matrix of the plan its parameter and its layout
+        planned = []
+        for i, p in enumerate(parameters):
+            if p.layout is None:
+                continue
+            if self._iterations and p.iteration is None:
+                raise ValueError(
+                    f"{p.name} has a layout and no iteration, but other parameters have one: an engine orthogonalizes "
+                    f"all matrices of its plan, or none; give this parameter another engine"
+                )
+            self._rows[i] = local_rows(p.layout, p.split)
+            if p.split.is_whole and not p.layout.padding:
+                self._plain.add(i)
+            iteration = "" if p.iteration is None else p.iteration.name
+            for part, each in zip(p.split.names(p.layout.shape[0]), split_layout(p.layout, p.split), strict=True):
+                name = f"{p.name}[{part}]" if part else p.name
+                planned.append(Matrix(name, each.shape, each.rectangles, each.label, p.dtype.itemsize, iteration))
+                self._of_matrix.append((i, each))
         self.works = {name: self._work(name) for name in self._iterations}
         self.rates = rates or measured_rates(self.groups, device, self._product_dtypes()[0])
-        planned = [matrix for i in laid_out for matrix in self._matrices_of(i)]
         self.plan = Plan(tuple(planned), ())
         if self._iterations:
             self.plan = make_plan(planned, tp_mode, self.works, self.rates)
-        self._active: dict[tuple[int, ...], _Active] = {}
+        self._active: dict[tuple[int, ...], tuple[Plan, list[Matrix], list[float]]] = {}
         self._compiled: dict[tuple[str, tuple[int, ...], Scheme, torch.dtype], Iteration] = {}
-        flat = iter(self.plan.matrices)
-        self.matrices = [
-            tuple(_as_worked_on(next(flat), layout, tp_mode) for layout in layouts) for layouts in self._layouts
-        ]
+        self.matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
         """Of each parameter its logical matrices, as they are orthogonalized: ``blockwise`` makes each shard one."""
+        for matrix, (i, layout) in zip(planned, self._of_matrix, strict=True):
+            self.matrices[i] += (_as_worked_on(matrix, layout, tp_mode),)
 
     def prepare(self, kernel: str | None = None, kept: str | None = None) -> str | None:
         """Agree with the other ranks on the plan and on the kernel of symmetric products; all ranks call it together.
 
+        The result is the kernel; None where nothing is orthogonalized.
+
         Args:
             kernel: the one that the user asks for.
             kept: that of the checkpoint, where he does not; with neither the fastest is chosen.
-
-        Returns:
-            The kernel; None where nothing is orthogonalized.
 
         Raises:
             ValueError: if the plan differs between ranks.
@@ -163,10 +160,14 @@ class Engine:
         products = self._product_dtypes()
         grams = [gram_dtype(dtype, self.device) for dtype in products]
         dtypes = list(dict.fromkeys(dtype for dtype in (*products, *grams) if dtype is not None))
-        high = next(iter(self._iterations.values())).fp32_matmul_prec == "high"
-        precision: Literal["tf32", "ieee"] = "tf32" if high else "ieee"
         choice = choose(
-            shapes, dtypes, self.device, kernel=kernel, kept=kept, fp32_precision=precision, agree=self._lowest
+            shapes,
+            dtypes,
+            self.device,
+            kernel=kernel,
+            kept=kept,
+            fp32_precision="tf32" if next(iter(self._iterations.values())).fp32_matmul_prec == "high" else "ieee",
+            agree=lambda x: _lowest(x, self.groups),
         )
         self._iterations = {
             name: replace(iteration, products=choice.products) for name, iteration in self._iterations.items()
@@ -198,18 +199,16 @@ class Engine:
 
     def flat(self, indices: Sequence[int]) -> list[Matrix]:
         """The logical matrices of parameters, one parameter's after the other's."""
-        return self._of(indices).matrices
+        return self._of(indices)[1]
 
     def scales(self, indices: Sequence[int]) -> list[float]:
         """What multiplies the orthogonal factors of these matrices."""
-        return self._of(indices).scales
+        return self._of(indices)[2]
 
     def split_all(self, indices: Sequence[int], updates: list[Tensor]) -> list[Tensor]:
         """This rank's shards of the logical matrices of parameters, in the order of :meth:`flat`.
 
-        Args:
-            indices: of the parameters.
-            updates: this rank's parts of them; the list is emptied, so that each can be freed when it was worked on.
+        The list of updates is emptied, so that each can be freed when it was worked on.
         """
         if self._plain.issuperset(indices):
             shards, updates[:] = list(updates), []
@@ -239,22 +238,20 @@ class Engine:
             indices: of the parameters, ascending. Of those that are shared with other ranks all ranks name the same.
             scaled: whether factors are multiplied by the scales of their matrices.
 
-        Returns:
-            ``shards``, now with new tensors of the same shapes and dtypes.
+        The result is ``shards``, now with new tensors of the same shapes and dtypes.
         """
-        active = self._of(indices)
-        if len(shards) != len(active.matrices):
-            raise ValueError(f"the plan has {len(active.matrices)} matrices, got {len(shards)} shards")
-        scales = active.scales if scaled else [1.0] * len(shards)
-        at_work: list[tuple[Bucket, _Running]] = []
-        waiting = list(reversed(active.plan.buckets))
+        plan, matrices, scales = self._of(indices)
+        if len(shards) != len(matrices):
+            raise ValueError(f"the plan has {len(matrices)} matrices, got {len(shards)} shards")
+        at_work: list[tuple[Bucket, Generator[None, None, list[Tensor]]]] = []
+        waiting = list(reversed(plan.buckets))
         while waiting or at_work:
             if waiting and len(at_work) < IN_FLIGHT:
                 bucket = waiting.pop()
-                matrix, own = active.plan.matrices[bucket.matrices[0]], [shards[i] for i in bucket.matrices]
+                matrix, own = plan.matrices[bucket.matrices[0]], [shards[i] for i in bucket.matrices]
                 shape = tuple(own[0].shape) if bucket.scheme == "blockwise" else matrix.shape
                 iteration = self._compiled[matrix.iteration, shape, bucket.scheme, own[0].dtype]
-                of_bucket = [scales[i] for i in bucket.matrices]
+                of_bucket = [scales[i] if scaled else 1.0 for i in bucket.matrices]
                 job = Job(bucket, matrix, self.groups.get(matrix.group), iteration, of_bucket)
                 at_work.insert(0, (bucket, SCHEMES[bucket.scheme](job, own)))
             still = []
@@ -270,20 +267,17 @@ class Engine:
 
     def statistics(self, wanted: Sequence[Wanted]) -> list[Statistics]:
         """Statistics of logical matrices, with at most one all-reduce for each group; the same on all its ranks."""
-        labels = sorted({one.matrix.group for one in wanted})
-        of_label = {label: [i for i, one in enumerate(wanted) if one.matrix.group == label] for label in labels}
-        pending = [reduce_statistics([wanted[i] for i in of_label[x]], self.groups.get(x)) for x in labels]
-        found: dict[int, Statistics] = {}
-        for label, each in zip(labels, pending, strict=True):
-            found |= dict(zip(of_label[label], each.wait(), strict=True))
+        pending = []
+        for label in sorted({one.matrix.group for one in wanted}):
+            indices = [i for i, one in enumerate(wanted) if one.matrix.group == label]
+            pending.append((indices, reduce_statistics([wanted[i] for i in indices], self.groups.get(label))))
+        found = {i: each for indices, sums in pending for i, each in zip(indices, sums.wait(), strict=True)}
         return [found[i] for i in range(len(wanted))]
 
     def sums(self, tensors: Sequence[Tensor], labels: Sequence[str]) -> list[Tensor]:
-        """The sums of tensors over groups of ranks, with one exchange for all tensors of a group and dtype.
+        """The sums of tensors over the groups of these labels, one exchange for all tensors of a group and dtype.
 
-        Args:
-            tensors: of any shapes.
-            labels: of the group of each; a tensor with an empty label stays as it is.
+        A tensor with an empty label stays as it is.
         """
         found = list(tensors)
         kinds = sorted({(label, str(x.dtype)) for x, label in zip(tensors, labels, strict=True) if label})
@@ -298,73 +292,48 @@ class Engine:
         return found
 
     def gather_whole(self, stacks: Sequence[Tensor], matrices: Sequence[Matrix]) -> Callable[[], list[Tensor]]:
-        """Start to gather whole matrices on every rank of their group, by one collective.
+        """Start to gather whole matrices on every rank of their group, by one collective; the result waits for them.
 
         Args:
             stacks: this rank's shards, (n x rows x cols) for ``n`` tensors that lie as the matrix does.
             matrices: of each stack; all of one group, each cut and with entries.
-
-        Returns:
-            What waits, and then gives whole stacks.
         """
-        return gather(stacks, [(m.shape, m.rectangles) for m in matrices], self.groups[matrices[0].group])
+        return gather(stacks, matrices, self.groups[matrices[0].group])
 
     def scatter_back(self, x: Tensor, matrix: Matrix) -> Tensor:
         """This rank's shard of a whole matrix that all ranks of its group have: a view."""
         return cut_out(x, matrix.rectangles[self.groups[matrix.group].rank()])
 
-    def _matrices_of(self, index: int) -> list[Matrix]:
-        """The logical matrices of a parameter."""
-        parameter, layouts = self._parameters[index], self._layouts[index]
-        assert parameter.layout is not None
-        names = parameter.split.names(parameter.layout.shape[0])
-        iteration = "" if parameter.iteration is None else parameter.iteration.name
-        return [
-            Matrix(
-                f"{parameter.name}[{name}]" if name else parameter.name,
-                layout.shape,
-                layout.rectangles,
-                layout.label,
-                parameter.dtype.itemsize,
-                iteration,
-            )
-            for name, layout in zip(names, layouts, strict=True)
-        ]
-
-    def _of(self, indices: Sequence[int]) -> "_Active":
-        """What is known of some parameters together."""
+    def _of(self, indices: Sequence[int]) -> tuple[Plan, list[Matrix], list[float]]:
+        """The plan as far as it is of some parameters, their logical matrices as orthogonalized, and the scales."""
         wanted = tuple(indices)
         if wanted not in self._active:
             if len(self._active) > _MOST_PLANS:
                 self._active.clear()
             kept = set(wanted)
-            of_matrix = [i for i, layouts in enumerate(self._layouts) for _ in layouts]
-            plan = subset(self.plan, [m for m, i in enumerate(of_matrix) if i in kept])
-            matrices = [matrix for i in wanted for matrix in self.matrices[i]]
-            self._active[wanted] = _Active(plan, matrices, [scale for i in wanted for scale in self._scales_of(i)])
+            plan = subset(self.plan, [m for m, (i, _) in enumerate(self._of_matrix) if i in kept])
+            of_each = [(self._parameters[i].scale, matrix) for i in wanted for matrix in self.matrices[i]]
+            # the scale of a matrix without entries may divide by zero
+            scales = [1.0 if scale is None or 0 in m.shape else scale(*m.shape) for scale, m in of_each]
+            self._active[wanted] = plan, [matrix for _, matrix in of_each], scales
         return self._active[wanted]
-
-    def _scales_of(self, index: int) -> list[float]:
-        """What multiplies the orthogonal factors of a parameter, by the shapes of its logical matrices."""
-        scale, shapes = self._parameters[index].scale, [matrix.shape for matrix in self.matrices[index]]
-        # that of a matrix without entries may divide by zero
-        return [1.0 if scale is None or 0 in shape else scale(*shape) for shape in shapes]
 
     def _compile(self) -> None:
         """Fix the iteration of every bucket: its form is that of the scheme."""
-        of_matrix = [(p, layout) for p, each in zip(self._parameters, self._layouts, strict=True) for layout in each]
         for bucket in self.plan.buckets:
             form: Form = "gram" if bucket.scheme.startswith("gram") else "auto"
             form = "standard" if bucket.scheme == "distributed" else form
-            parameter, layout = of_matrix[bucket.matrices[0]]
-            shape = layout.rectangle.shape if bucket.scheme == "blockwise" else layout.shape
+            i, layout = self._of_matrix[bucket.matrices[0]]
+            shape, dtype = layout.shape, self._parameters[i].dtype
+            if bucket.scheme == "blockwise":
+                shape = layout.rectangle.shape
             name = self.plan.matrices[bucket.matrices[0]].iteration
-            compiled = self._iterations[name].compile(shape, parameter.dtype, self.device, form)
-            self._compiled[name, shape, bucket.scheme, parameter.dtype] = compiled
+            compiled = self._iterations[name].compile(shape, dtype, self.device, form)
+            self._compiled[name, shape, bucket.scheme, dtype] = compiled
 
     def _with_settings(self) -> Plan:
         """The plan with what else ranks have to agree on: in place of the iterations, and if these differ in names."""
-        settings = [p.settings for p, layouts in zip(self._parameters, self._layouts, strict=True) for _ in layouts]
+        settings = [self._parameters[i].settings for i, _ in self._of_matrix]
         several = len(set(settings)) > 1
         matrices = (
             replace(m, name=f"{m.name}, {each}" if several else m.name, iteration=each or m.iteration)
@@ -376,21 +345,14 @@ class Engine:
         """What costs are predicted with: the same on every rank, so not with the kernel that will be chosen."""
         iteration, share = self._iterations[name], 0.5
         if self.device.type == "cpu":
-            own = [each for p, each in zip(self._parameters, self._layouts, strict=True) if p.iteration == iteration]
-            rows = max((min(layout.shape) for layouts in own for layout in layouts), default=0)
-            share = default_products(self.device, torch.float32).share(rows)
+            own = [layout for i, layout in self._of_matrix if self._parameters[i].iteration == iteration]
+            share = default_products(self.device, torch.float32).share(max((min(x.shape) for x in own), default=0))
         return Work(schedule=iteration.schedule, restarts=iteration.restarts, share=share)
 
     def _product_dtypes(self) -> list[torch.dtype]:
         """The dtypes in which the products of the standard form are computed."""
         precision = next(iter(self._iterations.values())).fp32_matmul_prec
         return [product_dtype(dtype, precision) for dtype in sorted({p.dtype for p in self._parameters}, key=str)]
-
-    def _lowest(self, x: Tensor) -> Tensor:
-        """Element-wise minimum over the ranks of every group, one group after another."""
-        for group in self.groups.values():
-            x = lowest(x, group)
-        return x
 
 
 def subset(plan: Plan, kept: Sequence[int]) -> Plan:
@@ -408,27 +370,31 @@ def subset(plan: Plan, kept: Sequence[int]) -> Plan:
 def measured_rates(groups: Mapping[str, ProcessGroup], device: torch.device, dtype: torch.dtype) -> Rates:
     """How fast the slowest rank multiplies, sends and starts a collective: the same figures on every rank.
 
-    Args:
-        groups: over which matrices are exchanged; with none, bytes and latency stay those of the default.
-        device: of the matrices.
-        dtype: of the products.
+    Without groups, over which matrices are exchanged, bytes and latency stay those of the default.
     """
     rows = 4096 if device.type == "cuda" else 1024
     x = torch.randn(rows, rows, device=device).to(dtype)
+    flag, sent = torch.zeros(1, device=device), torch.zeros(_SENT_BYTES // 4, device=device)
+
+    def bytes_and_calls(group: ProcessGroup) -> tuple[float, float]:
+        latency = _seconds(lambda: all_reduce(flag, group).wait(), device)
+        gathered = _seconds(lambda: all_gather(sent, group).wait(), device)
+        return (group.size() - 1) * _SENT_BYTES / max(gathered - latency, 1e-9), 1 / latency
+
     rates = [2 * rows**3 / _seconds(lambda: x @ x, device)]
     for group in groups.values():
-        sent = torch.zeros(_SENT_BYTES // 4, device=device)
-        flag = torch.zeros(1, device=device)
-        latency = _seconds(lambda flag=flag, group=group: all_reduce(flag, group).wait(), device)  # type: ignore[misc]
-        gathered = _seconds(lambda sent=sent, group=group: all_gather(sent, group).wait(), device)  # type: ignore[misc]
-        rates += [(group.size() - 1) * _SENT_BYTES / max(gathered - latency, 1e-9), 1 / latency]
-    agreed = torch.tensor(rates, dtype=torch.float64, device=device)
-    for group in groups.values():
-        agreed = lowest(agreed, group)
-    flops, *others = agreed.tolist()
+        rates += bytes_and_calls(group)
+    flops, *others = _lowest(torch.tensor(rates, dtype=torch.float64, device=device), groups).tolist()
     if not others:
-        return Rates(flops=flops, bytes=DEFAULT_RATES.bytes, latency=DEFAULT_RATES.latency)
+        return replace(DEFAULT_RATES, flops=flops)
     return Rates(flops=flops, bytes=min(others[::2]), latency=1 / min(others[1::2]))
+
+
+def _lowest(x: Tensor, groups: Mapping[str, ProcessGroup]) -> Tensor:
+    """Element-wise minimum over the ranks of every group, one group after another."""
+    for group in groups.values():
+        x = lowest(x, group)
+    return x
 
 
 def _seconds(run: Callable[[], Tensor], device: torch.device) -> float:
@@ -450,11 +416,10 @@ def check_same(plan: Plan, groups: Mapping[str, ProcessGroup], device: torch.dev
         least, most = lowest(own, group), -lowest(-own, group)
         if torch.equal(least, most):
             continue
-        plans: list[Plan | None] = [None] * group.size()
+        plans: list[Any] = [None] * group.size()
         dist.all_gather_object(plans, plan, group=group)
-        others = ((rank, other) for rank, other in enumerate(plans) if other is not None)
-        found = [(rank, first_difference(plans[0], other, label)) for rank, other in others]  # type: ignore[arg-type]
-        rank, difference = next((rank, difference) for rank, difference in found if difference is not None)
+        found = [(rank, first_difference(plans[0], other, label)) for rank, other in enumerate(plans)]
+        rank, difference = next(each for each in found if each[1] is not None)
         raise ValueError(
             f"the optimizer's plan differs between ranks 0 and {rank} of group {label!r}: {difference}. Ranks that "
             f"share parameters need the same parameters in the same order, with the same settings"

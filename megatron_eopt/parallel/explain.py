@@ -2,7 +2,7 @@
 
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Cost, Rates, Work, Works, bucket_cost, plan_cost
 from megatron_eopt.parallel.plan import make_plan
-from megatron_eopt.parallel.records import Bucket, Plan, TpMode
+from megatron_eopt.parallel.records import Plan, TpMode
 
 _COMPARED: tuple[TpMode, ...] = ("duplicated", "distributed", "blockwise")
 _COLUMNS = ("group", "scheme", "GFLOP", "MB sent", "collectives", "ms")
@@ -14,11 +14,6 @@ def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> str:
 
     The total is that of the busiest rank over all buckets, which is less than the sum of the lines where different
     ranks are busy. The other schemes are costed with the same iteration, so with the same kernels and forms.
-
-    Args:
-        plan: as it was made.
-        work: the iteration, or those of the matrices by name.
-        rates: those that the times are predicted with.
     """
     sharing = frozenset(plan.matrices[b.matrices[0]].group for b in plan.buckets if b.scheme == "share")
     lines = [_LINE.format("matrices", *_COLUMNS), "-" * len(_LINE.format("", *_COLUMNS))]
@@ -26,8 +21,9 @@ def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> str:
     numbers = {name: f"#{number}" for number, name in enumerate(works, 1)} if len(works) > 1 else {}
     for bucket in plan.buckets:
         matrix = plan.matrices[bucket.matrices[0]]
+        called = f"{len(bucket.matrices)} of {matrix.shape[0]} x {matrix.shape[1]}"
         group = matrix.group if matrix.ranks > 1 else "-"
-        line = _row(_matrices(plan, bucket), group, bucket.scheme, bucket_cost(plan, bucket, work, rates))
+        line = _row(called, group, bucket.scheme, bucket_cost(plan, bucket, work, rates))
         lines.append(f"{line}  {numbers[matrix.iteration]}" if numbers else line)
     lines += ["", _row(f"all {len(plan.matrices)}: this plan", "", "", plan_cost(plan, work, rates))]
     for mode in _COMPARED:
@@ -36,28 +32,14 @@ def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> str:
     modelled = (
         f"{rates.flops / 1e12:.3g} TFLOP/s, {rates.bytes / 1e9:.3g} GB/s and {rates.latency * 1e6:.3g} us a collective"
     )
-    lines += [
-        "",
-        f"Of the busiest rank in one step, modelled at {modelled}, nothing overlapped.",
-        *(
-            f"{f'{numbers[name]}: {name}' if numbers else f'{len(each.schedule)} steps'}, {_restarts(each)}, "
-            f"{each.share:.0%} of a symmetric product computed."
-            for name, each in works.items()
-        ),
-        "blockwise is an approximation.",
-    ]
-    return "\n".join(lines)
-
-
-def _matrices(plan: Plan, bucket: Bucket) -> str:
-    rows, cols = plan.matrices[bucket.matrices[0]].shape
-    return f"{len(bucket.matrices)} of {rows} x {cols}"
-
-
-def _restarts(work: Work) -> str:
-    if work.restarts is None:
-        return "standard form only"
-    return f"Gram form with {len(work.restarts)} restart{'' if len(work.restarts) == 1 else 's'}"
+    lines += ["", f"Of the busiest rank in one step, modelled at {modelled}, nothing overlapped."]
+    for name, each in works.items():
+        steps = f"{numbers[name]}: {name}" if numbers else f"{len(each.schedule)} steps"
+        form = "standard form only"
+        if each.restarts is not None:
+            form = f"Gram form with {len(each.restarts)} restart{'' if len(each.restarts) == 1 else 's'}"
+        lines.append(f"{steps}, {form}, {each.share:.0%} of a symmetric product computed.")
+    return "\n".join([*lines, "blockwise is an approximation."])
 
 
 def _row(name: str, group: str, scheme: str, cost: Cost) -> str:

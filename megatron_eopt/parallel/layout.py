@@ -1,13 +1,12 @@
 """Where a matrix lies: its global shape, the shard of every rank, and the group of ranks that hold them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.matrices import LocalRows, Split, query_key_value
+from megatron_eopt.matrices import LocalRows, Split
 from megatron_eopt.parallel.collectives import joint_group
 from megatron_eopt.parallel.records import Rectangle, Shape, cut, cut_dimension, cut_twice, whole
 
@@ -18,7 +17,7 @@ class Layout:
 
     Attributes:
         shape: rows and columns of the global matrix.
-        shards: what each rank of the group holds, in the order of its ranks.
+        rectangles: what each rank of the group holds, in the order of its ranks.
         group: the ranks that hold the shards, None where there is one.
         label: name of the group in plans, the same on every rank.
         shards: into how many the rows of a fused parameter are cut so that each shard has a part of every matrix in it;
@@ -51,7 +50,7 @@ class Layout:
     @property
     def sharded(self) -> bool:
         """True where a rank holds a part only."""
-        return any(rectangle.shape != self.shape for rectangle in self.rectangles)
+        return bool(self.cut_dims)
 
     @property
     def dim(self) -> int | None:
@@ -113,31 +112,27 @@ def layout_of(
 
     Args:
         parameter: this rank's part, (rows x cols) or (matrices x rows x cols).
-        tp_group: the tensor-parallel group, None for one rank.
-        expert_tp_group: that of experts.
+        tp_group: the tensor-parallel group, None for one rank; ``expert_tp_group`` is that of experts.
         gtp_group: Megatron's ``gtp_remat``, whose ranks share the tensor-parallel shard of a parameter for which
             :func:`is_cut_again`: each has as many rows, of which ``pad_length`` at the end are padding.
-        expert_gtp_group: that of experts.
 
     Raises:
         ValueError: if ``partition_dim`` is not a dimension of a matrix, ``pad_length`` more than there is, or a stack
             is cut a second time; or if the group of both axes cannot be made.
     """
     rows, cols = parameter.shape[-2:]
-    expert = is_expert(parameter)
-    tp = _several(expert_tp_group if expert else tp_group) if is_sharded(parameter) else None
-    gtp = _several(expert_gtp_group if expert else gtp_group) if is_cut_again(parameter) else None
-    prefix, dim = "expt_" if expert else "", 0 if tp is None else _partition_dim(parameter)
+    prefix = ""
+    if is_expert(parameter):
+        tp_group, gtp_group, prefix = expert_tp_group, expert_gtp_group, "expt_"
+    tp = tp_group if is_sharded(parameter) and tp_group is not None and tp_group.size() > 1 else None
+    gtp = gtp_group if is_cut_again(parameter) and gtp_group is not None and gtp_group.size() > 1 else None
+    dim = 0 if tp is None else _partition_dim(parameter)
     if gtp is not None:
         return _cut_again(parameter, dim, tp, gtp, prefix)
     if tp is None:
         return on_one_rank((rows, cols))
     shape = (rows * tp.size(), cols) if dim == 0 else (rows, cols * tp.size())
     return Layout(shape, cut(shape, dim, tp.size()), tp, f"{prefix}tp")
-
-
-def _several(group: ProcessGroup | None) -> ProcessGroup | None:
-    return None if group is None or group.size() == 1 else group
 
 
 def _partition_dim(parameter: Tensor) -> int:
@@ -175,45 +170,30 @@ def _cut_again(parameter: Tensor, dim: int, tp: ProcessGroup | None, gtp: Proces
     return replace(layout, padding=rows - layout.rectangle.shape[0])
 
 
-def split_layout(layout: Layout, split: Split | Sequence[int]) -> list[Layout]:
+def split_layout(layout: Layout, split: Split) -> list[Layout]:
     """The layouts of the logical matrices of a parameter, in the order of their names.
 
     A shard of a fused parameter may begin and end anywhere: it holds consecutive rows of every logical matrix, of some
-    perhaps none.
-
-    Args:
-        layout: of the parameter, cut along rows, columns, both or not at all; where it is a stack, of each matrix.
-        split: what is declared of it, or the rows of each part in one group of a fused query, key and value projection.
+    perhaps none. The layout is that of each matrix where the parameter is a stack.
 
     Raises:
         ValueError: if the global matrix, or how it is cut, does not fit the declaration.
     """
-    split = split if isinstance(split, Split) else query_key_value(split)
     matrix = replace(layout, shards=None, padding=0)  # which are of the parameter
     if split.is_whole:
         return [matrix]
     pattern = split.pattern(layout.shape[0], _shards(layout, split))
     held = [pattern.held(rectangle.top, rectangle.bottom) for rectangle in layout.rectangles]
-    layouts = [
-        replace(
-            matrix,
-            shape=(block.rows, layout.shape[1]),
-            rectangles=tuple(
-                Rectangle(*rows[place], rectangle.left, rectangle.right)
-                for rows, rectangle in zip(held, layout.rectangles, strict=True)
-            ),
-        )
-        for place, block in enumerate(pattern.blocks)
-    ]
-    return layouts * (1 if split.stacked is None else split.stacked)
+    layouts = []
+    for i, block in enumerate(pattern.blocks):
+        pairs = zip(held, layout.rectangles, strict=True)
+        rectangles = tuple(Rectangle(*rows[i], each.left, each.right) for rows, each in pairs)
+        layouts.append(replace(matrix, shape=(block.rows, layout.shape[1]), rectangles=rectangles))
+    return layouts * (split.stacked or 1)
 
 
 def local_rows(layout: Layout, split: Split) -> LocalRows:
-    """What splits this rank's part of a parameter into its shards of the logical matrices, and merges them.
-
-    Raises:
-        ValueError: as :func:`split_layout`.
-    """
+    """What splits this rank's part of a parameter into its shards of the logical matrices, and merges them."""
     rectangle = layout.rectangle
     return split.local(layout.shape[0], rectangle.top, rectangle.bottom, _shards(layout, split), layout.padding)
 

@@ -6,8 +6,10 @@ without a process group.
 
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
+from functools import lru_cache
 from hashlib import sha256
-from typing import get_args
+from itertools import combinations, zip_longest
+from typing import Any, get_args
 
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.parallel.cost import (
@@ -37,11 +39,7 @@ SHARED_PARTS = 4
 
 
 def validate_tp_mode(tp_mode: str) -> None:
-    """Check the name of a tp_mode.
-
-    Raises:
-        ValueError: for an unknown name, naming the known ones.
-    """
+    """Refuse an unknown name by a ValueError."""
     check_choice("tp_mode", tp_mode, get_args(TpMode))
 
 
@@ -75,12 +73,8 @@ def make_plan(
 
     Executed are first the buckets that exchange, the most expensive first, then the others, which fill the waiting.
 
-    Args:
-        matrices: in the order of the parameters, their names unique.
-        mode: what the user asked for.
-        work: the iteration, or those of the matrices by name.
-        rates: for the predictions.
-        share_groups: labels of groups whose whole matrices are shared out.
+    The matrices are in the order of the parameters; ``share_groups`` are labels of groups whose whole matrices are
+    shared out.
 
     Raises:
         ValueError: for an unknown mode, two matrices of one name, shards that neither tile their matrix nor are all
@@ -92,18 +86,11 @@ def make_plan(
     alike: dict[Matrix, list[int]] = {}
     for place, matrix in enumerate(draft.matrices):
         alike.setdefault(replace(matrix, name=""), []).append(place)
-    # From here on in an order that does not depend on that of the parameters: largest matrices first.
-    kinds = sorted(
-        alike,
-        key=lambda m: (
-            -whole_flops(m.shape, work_of(m, work)),
-            m.group,
-            m.shape,
-            m.rectangles,
-            m.itemsize,
-            m.iteration,
-        ),
-    )
+
+    def largest_first(m: Matrix) -> tuple[Any, ...]:
+        return -whole_flops(m.shape, work_of(m, work)), m.group, m.shape, m.rectangles, m.itemsize, m.iteration
+
+    kinds = sorted(alike, key=largest_first)  # from here on the order does not depend on that of the parameters
     buckets: list[Bucket] = []
     for group, ranks in sorted({(m.group, m.ranks) for m in kinds}):
         own = [(m, tuple(alike[m])) for m in kinds if (m.group, m.ranks) == (group, ranks)]
@@ -210,44 +197,37 @@ def _with_compute_ranks(plan: Plan, buckets: Sequence[Bucket], work: Works) -> l
 def _check(matrices: Sequence[Matrix]) -> None:
     names: set[str] = set()
     sizes: dict[str, int] = {}
-    tiled: set[tuple[Shape, tuple[Rectangle, ...]]] = set()
     for matrix in matrices:
         if matrix.name in names:
             raise ValueError(f"two matrices have the name {matrix.name!r}")
         names.add(matrix.name)
-        if matrix.ranks > 1 and sizes.setdefault(matrix.group, matrix.ranks) != matrix.ranks:
-            others = sizes[matrix.group]
+        if matrix.ranks > 1 and (others := sizes.setdefault(matrix.group, matrix.ranks)) != matrix.ranks:
             raise ValueError(
                 f"{matrix.name!r} has {matrix.ranks} shards, others of group {matrix.group!r} have {others}"
             )
-        if (matrix.shape, matrix.rectangles) not in tiled:
-            _check_rectangles(matrix)
-            tiled.add((matrix.shape, matrix.rectangles))
+        if not _tile(matrix.shape, matrix.rectangles):
+            raise ValueError(
+                f"the shards of {matrix.name!r} do not tile its shape {matrix.shape}: {list(matrix.rectangles)}"
+            )
 
 
-def _check_rectangles(matrix: Matrix) -> None:
-    (rows, cols), rectangles = matrix.shape, matrix.rectangles
+@lru_cache
+def _tile(shape: Shape, rectangles: tuple[Rectangle, ...]) -> bool:
+    """Whether shards are all the whole matrix, or lie in it side by side and leave nothing out."""
+    if rectangles and all(rectangle == whole(shape) for rectangle in rectangles):
+        return True
+    (rows, cols), full = shape, [rectangle for rectangle in rectangles if rectangle.numel]
     inside = all(0 <= p.top <= p.bottom <= rows and 0 <= p.left <= p.right <= cols for p in rectangles)
-    full = [rectangle for rectangle in rectangles if rectangle.numel]
-    apart = not any(
+    overlap = any(
         a.top < b.bottom and b.top < a.bottom and a.left < b.right and b.left < a.right
-        for place, a in enumerate(full)
-        for b in full[:place]
+        for a, b in combinations(full, 2)
     )
-    replicated = all(rectangle == whole(matrix.shape) for rectangle in rectangles)
-    covered = sum(rectangle.numel for rectangle in rectangles) == rows * cols
-    if not (rectangles and inside and (replicated or (apart and covered))):
-        raise ValueError(f"the shards of {matrix.name!r} do not tile its shape {matrix.shape}: {list(rectangles)}")
+    covered = sum(rectangle.numel for rectangle in full) == rows * cols
+    return bool(rectangles) and inside and covered and not overlap
 
 
 def in_parts(bucket: Bucket, matrix: Matrix, max_bytes: int = MAX_BYTES) -> list[Bucket]:
-    """A bucket as buckets of whole rounds, in each of which every rank owns as many matrices.
-
-    Args:
-        bucket: with its compute ranks, who are dealt in rounds over the ranks.
-        matrix: one of those that it has.
-        max_bytes: see :data:`MAX_BYTES`.
-    """
+    """A bucket of matrices like ``matrix`` as buckets of whole rounds, in each of which every rank owns as many."""
     if bucket.scheme in ("local", "blockwise"):
         return [bucket]
     held = max(rectangle.numel for rectangle in matrix.rectangles) * matrix.itemsize
@@ -265,65 +245,46 @@ def in_parts(bucket: Bucket, matrix: Matrix, max_bytes: int = MAX_BYTES) -> list
 
 
 def fingerprint(plan: Plan, label: str | None = None) -> str:
-    """SHA-256 of a plan, in hexadecimal digits.
-
-    Args:
-        plan: of this rank.
-        label: of a group: what other groups share, and what a rank has for itself, is left out.
-    """
-    lines = [repr(matrix) for matrix in _matrices(plan, label)]
-    lines += [repr((bucket.scheme, names, bucket.compute_ranks)) for bucket, names in _buckets(plan, label)]
-    return sha256("\n".join(lines).encode()).hexdigest()
+    """SHA-256 of a plan; with the label of a group, of what its ranks share, without what each has for itself."""
+    return sha256(repr(list(_facts(plan, label))).encode()).hexdigest()
 
 
 def first_difference(mine: Plan, other: Plan, label: str | None = None) -> str | None:
-    """The first parameter in which two plans differ, and in what; None for equal ones.
-
-    Args:
-        mine: a plan.
-        other: another rank's.
-        label: as for :func:`fingerprint`.
-    """
-    ours, theirs = _matrices(mine, label), _matrices(other, label)
-    for place, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+    """The first matrix in which two plans differ, and in what; None for equal ones. See :func:`fingerprint`."""
+    ours, theirs = _of_group(mine, label)[0], _of_group(other, label)[0]
+    for i, (a, b) in enumerate(zip_longest(ours, theirs)):
+        if a is None or b is None:
+            return f"{(a or b).name!r} is in the {'second' if a is None else 'first'} only"
         if a.name != b.name:
-            return f"matrix {place} is {a.name!r} in the one and {b.name!r} in the other"
-        for what in ("shape", "rectangles", "group", "itemsize", "iteration"):
-            a_is, b_is = getattr(a, what), getattr(b, what)
-            if a_is != b_is:
-                return f"{a.name!r} has the {what} {a_is!r} in the one and {b_is!r} in the other"
-    if len(ours) != len(theirs):
-        more, which = (ours, "first") if len(ours) > len(theirs) else (theirs, "second")
-        return f"{more[min(len(ours), len(theirs))].name!r} is in the {which} only"
-    of_mine, of_other = _decisions(mine, label), _decisions(other, label)
-    for matrix in ours:
-        a_has, b_has = of_mine[matrix.name], of_other[matrix.name]
-        for what, a_is, b_is in zip(("scheme", "owner"), a_has, b_has, strict=True):
-            if a_is != b_is:
-                return f"{matrix.name!r} has the {what} {a_is!r} in the one and {b_is!r} in the other"
-    for place, ((_, a_names), (_, b_names)) in enumerate(
-        zip(_buckets(mine, label), _buckets(other, label), strict=False)
-    ):
-        if a_names != b_names:
-            return f"bucket {place} begins with {a_names[0]!r} in the one and with {b_names[0]!r} in the other"
+            return f"matrix {i} is {a.name!r} in the one and {b.name!r} in the other"
+    for (what, a_is), (_, b_is) in zip(_facts(mine, label), _facts(other, label), strict=False):
+        if a_is != b_is:
+            return f"{what} {a_is!r} in the one and {b_is!r} in the other"
     return None
 
 
-def _matrices(plan: Plan, label: str | None) -> list[Matrix]:
-    return [matrix for matrix in plan.matrices if label in (None, matrix.group)]
+def _of_group(plan: Plan, label: str | None) -> tuple[list[Matrix], list[Bucket]]:
+    """Matrices and buckets of a group; of all groups without a label."""
+    buckets = [each for each in plan.buckets if label in (None, plan.matrices[each.matrices[0]].group)]
+    return [each for each in plan.matrices if label in (None, each.group)], buckets
 
 
-def _buckets(plan: Plan, label: str | None) -> Iterator[tuple[Bucket, tuple[str, ...]]]:
-    """The buckets of a group and the names of their matrices, in the order of execution."""
-    for bucket in plan.buckets:
-        if label in (None, plan.matrices[bucket.matrices[0]].group):
-            yield bucket, tuple(plan.matrices[i].name for i in bucket.matrices)
-
-
-def _decisions(plan: Plan, label: str | None) -> dict[str, tuple[str, int | None]]:
-    """Scheme and owner of each matrix, by name."""
-    return {
-        name: (bucket.scheme, bucket.compute_ranks[place] if bucket.compute_ranks else None)
-        for bucket, names in _buckets(plan, label)
-        for place, name in enumerate(names)
+def _facts(plan: Plan, label: str | None) -> Iterator[tuple[str, Any]]:
+    """What a plan says of each matrix of a group, then of its buckets in the order of execution."""
+    matrices, buckets = _of_group(plan, label)
+    for matrix in matrices:
+        for what in ("shape", "rectangles", "group", "itemsize", "iteration"):
+            yield f"{matrix.name!r} has the {what}", getattr(matrix, what)
+    decided = {
+        plan.matrices[i].name: (bucket.scheme, compute_rank)
+        for bucket in buckets
+        for i, compute_rank in zip_longest(bucket.matrices, bucket.compute_ranks)
     }
+    for matrix in matrices:
+        scheme, compute_rank = decided[matrix.name]
+        yield f"{matrix.name!r} has the scheme", scheme
+        yield f"{matrix.name!r} has the owner", compute_rank
+    for number, bucket in enumerate(buckets):
+        names = tuple(plan.matrices[i].name for i in bucket.matrices)
+        yield f"bucket {number} begins with", names[0]
+        yield f"bucket {number} has the matrices", names

@@ -50,27 +50,24 @@ def cut(shape: Shape, dim: int, ranks: int) -> tuple[Rectangle, ...]:
 
 def cut_at(shape: Shape, dim: int, edges: list[int]) -> tuple[Rectangle, ...]:
     """Shards between consecutive ``edges`` along ``dim``; equal edges make an empty shard."""
-    rows, cols = shape
-    if dim == 0:
-        return tuple(Rectangle(start, end, 0, cols) for start, end in pairwise(edges))
-    return tuple(Rectangle(0, rows, start, end) for start, end in pairwise(edges))
+    cuts = pairwise(edges)
+    return tuple(Rectangle(*each, 0, shape[1]) if dim == 0 else Rectangle(0, shape[0], *each) for each in cuts)
 
 
 def cut_twice(
     held: Shape, dim: int, ranks: int, again: int, padding: int = 0
 ) -> tuple[Shape, tuple[tuple[Rectangle, ...], ...]]:
-    """A matrix that is cut along ``dim``, and whose shards are each cut along the rows a second time.
+    """A matrix that is cut along ``dim`` over ``ranks``, and whose shards are each cut along the rows over ``again``.
+
+    The result is the shape of the matrix without padding, and the shards by the rank in the first cut and in the
+    second. A shard has fewer rows than ``held`` where padding follows, perhaps none.
 
     Args:
         held: rows, with padding, and columns that every rank has.
         dim: of the first cut.
-        ranks: over so many, 1 for a matrix that is cut along the rows alone.
-        again: ranks of the second cut.
+        ranks: of the first cut, 1 for a matrix that is cut along the rows alone.
+        again: of the second cut.
         padding: rows behind those of each shard of the first cut, which fill up the last ranks of the second.
-
-    Returns:
-        The shape of the matrix without padding, and the shards by the rank in the first cut and in the second. A shard
-        has fewer rows than ``held`` where padding follows, perhaps none.
 
     Raises:
         ValueError: for more padding than there are rows.
@@ -80,13 +77,12 @@ def cut_twice(
     if padding < 0 or of_shard < 0:
         raise ValueError(f"padding of {again} shards of {rows} rows is from 0 to {rows * again} rows, got {padding}")
     shape = (of_shard * ranks, cols) if dim == 0 else (of_shard, cols * ranks)
-    return shape, tuple(_cut_rows(shard, rows, again) for shard in cut(shape, dim, ranks))
 
+    def cut_rows(shard: Rectangle) -> tuple[Rectangle, ...]:
+        edges = [min(shard.top + rank * rows, shard.bottom) for rank in range(again + 1)]
+        return tuple(Rectangle(*each, shard.left, shard.right) for each in pairwise(edges))
 
-def _cut_rows(rectangle: Rectangle, rows: int, ranks: int) -> tuple[Rectangle, ...]:
-    """Shards of a shard, of so many rows each but for the last ones, which what is left of it does not fill."""
-    edges = [min(rectangle.top + rank * rows, rectangle.bottom) for rank in range(ranks + 1)]
-    return tuple(Rectangle(top, bottom, rectangle.left, rectangle.right) for top, bottom in pairwise(edges))
+    return shape, tuple(map(cut_rows, cut(shape, dim, ranks)))
 
 
 def cut_dimension(shape: Shape, rectangles: tuple[Rectangle, ...]) -> int | None:
@@ -131,13 +127,11 @@ class Matrix:
 
     Attributes:
         name: of the parameter, and of the matrix where the parameter has several (``...linear_qkv.weight[q]``).
-        shape: rows and columns of the global matrix.
+        shape: of the global matrix.
         rectangles: that of each rank of the group, in the order of its ranks; one for a matrix of one rank.
-        group: label of the process group: ``tp``, ``expt_tp``, ``dp`` and so on. Matrices of different groups are never
-            in one bucket.
+        group: label of the process group: ``tp``, ``expt_tp``, ``dp`` and so on; a bucket has matrices of one group.
         itemsize: bytes of an entry where it is exchanged.
-        iteration: name of the iteration that orthogonalizes it; matrices of different iterations are never in one
-            bucket.
+        iteration: name of the iteration that orthogonalizes it; a bucket has matrices of one iteration alone.
     """
 
     name: str
@@ -149,7 +143,7 @@ class Matrix:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the group has."""
+        """Ranks of the group."""
         return len(self.rectangles)
 
     @property
@@ -164,9 +158,7 @@ class Bucket:
 
     Attributes:
         matrices: indices into the matrices of the plan, ascending.
-        scheme: see :data:`Scheme`.
-        compute_ranks: of each matrix, for ``owner``, ``gram_split`` and ``share``; empty
-            otherwise.
+        compute_ranks: of each matrix, for ``owner``, ``gram_split`` and ``share``; empty otherwise.
     """
 
     matrices: tuple[int, ...]
@@ -176,23 +168,14 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """The buckets, in the order in which they are executed.
-
-    Attributes:
-        matrices: all matrices, in the order of the parameters.
-        buckets: every matrix is in exactly one.
-    """
+    """The matrices in the order of the parameters, and buckets in that of execution; each matrix is in one of these."""
 
     matrices: tuple[Matrix, ...]
     buckets: tuple[Bucket, ...]
 
 
 def of_ranks(compute_ranks: Sequence[int], ranks: int) -> list[list[int]]:
-    """The matrices of each rank, ascending.
-
-    Args:
-        compute_ranks: rank that computes each matrix of a bucket.
-        ranks: number of ranks.
+    """The matrices of a bucket that each rank computes, ascending.
 
     Raises:
         ValueError: if two ranks differ by more than one matrix.
@@ -210,12 +193,7 @@ def of_ranks(compute_ranks: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def in_rounds(compute_ranks: Sequence[int], ranks: int) -> tuple[list[int], list[int]]:
-    """The matrices of which every rank has as many, one rank's after the other's, and the rest: fewer than ranks.
-
-    Raises:
-        ValueError: as :func:`of_ranks`.
-    """
-    rounds = len(compute_ranks) // ranks
-    owned = of_ranks(compute_ranks, ranks)
+    """The matrices of which every rank has as many, one rank's after the other's, and the rest: fewer than ranks."""
+    rounds, owned = len(compute_ranks) // ranks, of_ranks(compute_ranks, ranks)
     full = [index for indices in owned for index in indices[:rounds]]
     return full, sorted(index for indices in owned for index in indices[rounds:])

@@ -1,6 +1,7 @@
 """Statistics of global matrices from shards, in one reduction for many matrices."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,19 +41,19 @@ class Statistics:
 
     Attributes:
         row_means: (rows,) of this rank's rows, in fp32; 0 where a row has no entries.
-        column_means: (cols,) of this rank's columns, likewise.
+        column_means: (cols,) of this rank's columns, in fp32; 0 where a column has no entries.
         squared_norm: (), in fp64.
         inner_product: the sum of the products of entries in the same places; (), in fp64.
     """
 
-    row_means: Tensor | None
-    column_means: Tensor | None
-    squared_norm: Tensor | None
-    inner_product: Tensor | None
+    row_means: Tensor | None = None
+    column_means: Tensor | None = None
+    squared_norm: Tensor | None = None
+    inner_product: Tensor | None = None
 
 
 def known(statistic: Tensor | None) -> Tensor:
-    """A statistic that was asked for."""
+    """A statistic that was wanted."""
     assert statistic is not None
     return statistic
 
@@ -61,87 +62,69 @@ def reduce_statistics(wanted: Sequence[Wanted], group: ProcessGroup | None) -> P
     """Start what several matrices of one group need: at most one all-reduce, in fp64, of partial sums.
 
     Only sums along a dimension that is cut cross; where there is none, nothing does. Sums are taken in fp64, so there
-    is no norm whose square would vanish or overflow.
-
-    Args:
-        wanted: the matrices; may be of different shapes.
-        group: the ranks that hold the shards; None for whole matrices.
+    is no norm whose square would vanish or overflow. The matrices may differ in shape; whole ones need no ``group``.
 
     Raises:
         ValueError: if shards of a matrix overlap, but are not all the whole of it, and for a missing group.
     """
     rank = 0 if group is None else group.rank()
-    tables = [_Sums(one, rank) for one in wanted]
-    crossing = [part for sums in tables for part in sums.crossing]
-    if not crossing:
-        return Pending(None, lambda: [sums.statistics([]) for sums in tables])
-    if group is None:
+    sums = [_partial_sums(one, rank) for one in wanted]
+    crossing = [each.spread() for of_matrix in sums for each in of_matrix.values() if each.crosses]
+    if crossing and group is None:
         raise ValueError("statistics of matrices that are cut need the group of the ranks that hold the shards")
-    pending = all_reduce(torch.cat(crossing), group)
+    pending = all_reduce(torch.cat(crossing), group) if crossing and group is not None else None
 
     def finish() -> list[Statistics]:
-        parts = iter(pending.wait().split([part.numel() for part in crossing]))
-        return [sums.statistics([next(parts) for _ in sums.crossing]) for sums in tables]
+        reduced = iter(() if pending is None else pending.wait().split([part.numel() for part in crossing]))
+        return [Statistics(**{name: each.result(reduced) for name, each in of_matrix.items()}) for of_matrix in sums]
 
     return Pending(None, finish)
 
 
+@dataclass(frozen=True)
 class _Sums:
-    """This rank's partial sums of one matrix, and how they become statistics."""
+    """This rank's partial sums: those at ``own`` of ``length`` ones of the global matrix.
 
-    def __init__(self, wanted: Wanted, rank: int) -> None:
-        self._wanted = wanted
-        (rows, cols), rectangles = wanted.matrix.shape, wanted.matrix.rectangles
-        self._rectangle = rectangles[rank]
-        replicated = all(rectangle.shape == (rows, cols) for rectangle in rectangles)
-        if not replicated and sum(rectangle.numel for rectangle in rectangles) != rows * cols:
-            raise ValueError(f"the shards of {wanted.matrix.name} are not {rows} x {cols} entries: {rectangles}")
-        shapes = [rectangle.shape for rectangle in rectangles]
-        self._cross = {
-            "rows": any(of_rows and of_cols != cols for of_rows, of_cols in shapes),
-            "cols": any(of_cols and of_rows != rows for of_rows, of_cols in shapes),
-            "norm": not replicated,
-            "inner": not replicated,
-        }
-        self._local = self._sums()
-        self.crossing = [self._spread(name, sums) for name, sums in self._local.items() if self._cross[name]]
+    They are reduced over the ranks where they cross. A mean is a sum over ``count`` entries.
+    """
 
-    def _sums(self) -> dict[str, Tensor]:
-        wanted, sums = self._wanted, {}
-        for name, dim, asked in (("rows", 1, wanted.row_means), ("cols", 0, wanted.column_means)):
-            if asked and wanted.of_squares:
-                sums[name] = torch.linalg.vector_norm(wanted.x, dim=dim, dtype=torch.float64).square()
-            elif asked:
-                sums[name] = wanted.x.sum(dim, dtype=torch.float64)
-        if wanted.squared_norm:
-            sums["norm"] = torch.linalg.vector_norm(wanted.x, dtype=torch.float64).square()[None]
-        if wanted.inner is not None:
-            sums["inner"] = (wanted.x.double() * wanted.inner).sum()[None]
-        return sums
+    x: Tensor
+    crosses: bool
+    own: slice = slice(None)
+    length: int = 1
+    count: int | None = None
 
-    def _own(self, name: str) -> slice:
-        rectangle = self._rectangle
-        return {"rows": slice(rectangle.top, rectangle.bottom), "cols": slice(rectangle.left, rectangle.right)}.get(
-            name, slice(None)
-        )
-
-    def _spread(self, name: str, sums: Tensor) -> Tensor:
+    def spread(self) -> Tensor:
         """The sums in their places among those of the global matrix."""
-        rows, cols = self._wanted.matrix.shape
-        everything = sums.new_zeros({"rows": rows, "cols": cols}.get(name, 1))
-        everything[self._own(name)] = sums
+        everything = self.x.new_zeros(self.length)
+        everything[self.own] = self.x
         return everything
 
-    def statistics(self, reduced: list[Tensor]) -> Statistics:
-        """The statistics, where ``reduced`` is what became of :attr:`crossing`."""
-        crossed = iter(reduced)
-        sums = {
-            name: next(crossed)[self._own(name)] if self._cross[name] else local for name, local in self._local.items()
-        }
-        rows, cols = self._wanted.matrix.shape
-        return Statistics(
-            row_means=(sums["rows"] / max(cols, 1)).float() if "rows" in sums else None,
-            column_means=(sums["cols"] / max(rows, 1)).float() if "cols" in sums else None,
-            squared_norm=sums["norm"][0] if "norm" in sums else None,
-            inner_product=sums["inner"][0] if "inner" in sums else None,
-        )
+    def result(self, reduced: Iterator[Tensor]) -> Tensor:
+        """The statistic; sums that cross are the next of those that were reduced."""
+        x = next(reduced)[self.own] if self.crosses else self.x
+        return x[0] if self.count is None else (x / max(self.count, 1)).float()
+
+
+def _partial_sums(wanted: Wanted, rank: int) -> dict[str, _Sums]:
+    """By the name of the statistic."""
+    x, shape, rectangles = wanted.x, wanted.matrix.shape, wanted.matrix.rectangles
+    own, shapes = rectangles[rank], [rectangle.shape for rectangle in rectangles]
+    cut = any(each != shape for each in shapes)
+    if cut and sum(rectangle.numel for rectangle in rectangles) != math.prod(shape):
+        raise ValueError(f"the shards of {wanted.matrix.name} are not {shape[0]} x {shape[1]} entries: {rectangles}")
+    sums = {}
+    sides = [("row_means", 1, slice(own.top, own.bottom)), ("column_means", 0, slice(own.left, own.right))]
+    for name, dim, at in sides:
+        if getattr(wanted, name):
+            if wanted.of_squares:
+                along = torch.linalg.vector_norm(x, dim=dim, dtype=torch.float64).square()
+            else:
+                along = x.sum(dim, dtype=torch.float64)
+            crosses = any(each[1 - dim] and each[dim] != shape[dim] for each in shapes)
+            sums[name] = _Sums(along, crosses, at, shape[1 - dim], shape[dim])
+    if wanted.squared_norm:
+        sums["squared_norm"] = _Sums(torch.linalg.vector_norm(x, dtype=torch.float64).square()[None], cut)
+    if wanted.inner is not None:
+        sums["inner_product"] = _Sums((x.double() * wanted.inner).sum()[None], cut)
+    return sums

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+import megatron_eopt
 from megatron_eopt import Muon
 from megatron_eopt.plain import (
     build_optimizer,
@@ -17,7 +18,6 @@ from megatron_eopt.plain import (
     list_optimizers,
     register_optimizer,
 )
-from megatron_eopt.registry import table
 
 
 @dataclass
@@ -64,7 +64,7 @@ def train(model, optimizer, steps=6):
 
 @pytest.fixture
 def registry(monkeypatch):
-    monkeypatch.setattr(table, "_BUILDERS", dict(table._BUILDERS))
+    monkeypatch.setattr(megatron_eopt.registry, "_BUILDERS", dict(megatron_eopt.registry._BUILDERS))
 
 
 def test_names_are_listed_and_looked_up():

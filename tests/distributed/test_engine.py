@@ -13,13 +13,14 @@ from megatron_eopt.matrices import Part, Split
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel import collectives
 from megatron_eopt.parallel.collectives import counters
-from megatron_eopt.parallel.cost import DEFAULT_RATES, bucket_bytes, bucket_calls
+from megatron_eopt.parallel.cost import DEFAULT_RATES
 from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, on_one_rank
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, cut, cut_at
 from megatron_eopt.parallel.schemes import SCHEMES
 from tests.distributed.buckets import executed, part_of
 from tests.distributed.ranks import run_ranks
+from tests.parallel.plans import predicted
 
 CPU, F32 = torch.device("cpu"), torch.float32
 ITERATIONS = {
@@ -78,18 +79,13 @@ def several_iterations(rank, ranks):
         counters.reset()
         together = factors_of(engine, parameters, rank)
         counted = {name: (counters.calls[name], counters.bytes[name]) for name in counters.calls}
-        predicted = {}
-        for bucket in engine.plan.buckets:
-            sent = bucket_bytes(engine.plan, bucket, rank, engine.works)
-            for name, calls in bucket_calls(engine.plan, bucket, engine.works).items():
-                before = predicted.get(name, (0, 0))
-                predicted[name] = (before[0] + calls, before[1] + sent[name])
+        expected = predicted(engine.plan, rank, engine.works)
         # the same matrices and buckets, but only those of one iteration at a time
         alone = {}
         for name in ITERATIONS:
             own = [i for i, parameter in enumerate(parameters) if parameter.settings == name]
             alone |= dict(zip(own, factors_of(engine, parameters, rank, own), strict=True))
-        found[mode] = together, [alone[i] for i in range(len(parameters))], counted, predicted, engine.explain()
+        found[mode] = together, [alone[i] for i in range(len(parameters))], counted, expected, engine.explain()
     return found
 
 
@@ -97,8 +93,8 @@ def several_iterations(rank, ranks):
 def test_several_iterations_are_one_plan(ranks):
     parameters = [(name, shape) for _ in range(2) for shape in SHAPES for name in ITERATIONS]
     for rank, found in enumerate(run_ranks(several_iterations, ranks)):
-        for mode, (together, alone, counted, predicted, table) in found.items():
-            assert counted == predicted, mode
+        for mode, (together, alone, counted, by_the_plan, table) in found.items():
+            assert counted == by_the_plan, mode
             for i, (actual, by_itself, (name, (shape, dim))) in enumerate(
                 zip(together, alone, parameters, strict=True)
             ):
@@ -228,6 +224,18 @@ def with_and_without_layout(rank, ranks):
 
 def test_parameters_with_and_without_layout_are_one_engine():
     assert all(run_ranks(with_and_without_layout, 2))
+
+
+@pytest.mark.parametrize("split", [Split(), Split((Part("a", 3), Part("b", 5)))], ids=["one matrix", "fused"])
+def test_matrices_beside_those_that_are_iterated_are_refused(split):
+    """An iteration is that of a parameter, so either all of its logical matrices have it, or none."""
+    iterated = Parameter("iterated", F32, on_one_rank((8, 30)), split, NewtonSchulz())
+    alone = Parameter("alone", F32, on_one_rank((8, 30)), split)
+    for parameters in ([iterated, alone], [alone, iterated]):
+        with pytest.raises(ValueError, match="alone has a layout and no iteration, but other parameters have one"):
+            Engine(parameters, CPU)
+    assert Engine([iterated], CPU).plan.buckets
+    assert not Engine([alone, Parameter("vector", F32)], CPU).plan.buckets
 
 
 def blockwise(rank, ranks):

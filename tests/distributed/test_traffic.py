@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.parallel.collectives import counters
-from megatron_eopt.parallel.cost import bucket_bytes, bucket_calls
 from tests.distributed.ranks import run_ranks
+from tests.parallel.plans import predicted
 
 LAYERS = 4
 # rows, columns, the dimension that is cut: hidden 512, ffn 1792, eight heads in two query groups
@@ -38,13 +38,7 @@ def steps(rank, world_size):
         counters.reset()
         optimizer.step()
         counted = {name: (counters.calls[name], counters.bytes[name]) for name in counters.calls}
-        predicted = {}
-        for bucket in plan.buckets:
-            sent = bucket_bytes(plan, bucket, rank, works)
-            for name, calls in bucket_calls(plan, bucket, works).items():
-                before = predicted.get(name, (0, 0))
-                predicted[name] = (before[0] + calls, before[1] + sent[name])
-        found[tp_mode] = (counted, predicted, len(plan.buckets))
+        found[tp_mode] = (counted, predicted(plan, rank, works), len(plan.buckets))
     return found
 
 
@@ -52,11 +46,11 @@ def steps(rank, world_size):
 def test_a_step_exchanges_what_the_plan_says(world_size):
     weight = 4 * sum(rows * cols for rows, cols, _ in SHAPES.values()) * LAYERS
     for found in run_ranks(steps, world_size):
-        for tp_mode, (counted, predicted, buckets) in found.items():
+        for tp_mode, (counted, expected, buckets) in found.items():
             # one agreement per step on who has a finite gradient: 3 numbers for each of 28 parameters
             agreed = counted.pop("agree", (0, 0))
             assert agreed == ((0, 0) if tp_mode == "blockwise" else (1, 3 * 28 * 4))
-            assert counted == predicted, tp_mode
+            assert counted == expected, tp_mode
             calls, sent = (sum(figures) for figures in zip(*counted.values(), strict=True)) if counted else (0, 0)
             if tp_mode == "owner":
                 assert set(counted) == {"all_to_all"}

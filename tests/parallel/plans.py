@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from megatron_eopt.orthogonalize import get_coefficients
-from megatron_eopt.parallel.cost import Rates, Work
+from megatron_eopt.parallel.cost import Rates, Work, bucket_traffic
 from megatron_eopt.parallel.records import Matrix, Rectangle, cut, cut_at, whole
 
 QUINTIC = get_coefficients("quintic", 5)
@@ -64,3 +64,25 @@ ONCE = Work(schedule=get_coefficients("cubic5", 5), restarts=(), share=1.0)
 works = st.sampled_from([WORK, STANDARD, ONCE, {"a": WORK, "b": STANDARD}, {"a": ONCE, "b": WORK}])
 modes = st.sampled_from(MODES)
 rates = st.sampled_from([Rates(), Rates(flops=1e11, bytes=1e9, latency=1e-4), Rates(latency=0.0)])
+
+
+def bucket_calls(plan, bucket, work):
+    """Collective -> how often it is called: the same on every rank."""
+    on_ranks = [bucket_traffic(plan, bucket, rank, work) for rank in range(plan.matrices[bucket.matrices[0]].ranks)]
+    calls, *others = [{name: calls for name, (calls, _) in of_rank.items()} for of_rank in on_ranks]
+    assert all(other == calls for other in others)
+    return calls
+
+
+def bucket_bytes(plan, bucket, rank, work):
+    """Collective -> bytes that a rank sends."""
+    return {name: sent for name, (_, sent) in bucket_traffic(plan, bucket, rank, work).items()}
+
+
+def predicted(plan, rank, work):
+    """Collective -> calls and bytes of all buckets of a plan."""
+    found = {}
+    for bucket in plan.buckets:
+        for name, figures in bucket_traffic(plan, bucket, rank, work).items():
+            found[name] = tuple(map(sum, zip(found.get(name, (0, 0)), figures, strict=True)))
+    return found

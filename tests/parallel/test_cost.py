@@ -13,8 +13,6 @@ from megatron_eopt.parallel.cost import (
     DEFAULT_RATES,
     Rates,
     Work,
-    bucket_bytes,
-    bucket_calls,
     bucket_cost,
     bucket_flops,
     plan_cost,
@@ -23,7 +21,7 @@ from megatron_eopt.parallel.cost import (
 )
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Bucket, Plan, in_rounds
-from tests.parallel.plans import QUINTIC, WORK, matrices, modes, some, works
+from tests.parallel.plans import QUINTIC, WORK, bucket_bytes, bucket_calls, matrices, modes, some, works
 
 DENSE = Work(schedule=QUINTIC, restarts=None, share=1.0)
 # The largest of Llama-3 70B: hidden 8192, ffn 28672, cut along the long side over 8 ranks.

@@ -125,7 +125,7 @@ def part_of(x, rectangle):
 def test_logical_matrices_of_any_cut(grid):
     layout, shapes = grid
     matrix = torch.arange(layout.shape[0] * layout.shape[1]).view(layout.shape)
-    logical, layouts = split_rows(matrix, shapes), split_layout(layout, shapes)
+    logical, layouts = split_rows(matrix, shapes), split_layout(layout, query_key_value(shapes))
     assert [part.shape for part in layouts] == [tuple(x.shape) for x in logical]
     assert {(part.group, part.label) for part in layouts} == {(layout.group, layout.label)}
 
@@ -143,13 +143,13 @@ def test_logical_matrices_of_any_cut(grid):
 
 def test_more_ranks_than_query_groups():
     # one group of four q rows, one k row and one v row on two ranks: the second holds the rest of q, k and v
-    q, k, v = split_layout(tp((6, 5), 0), [4, 1, 1])
+    q, k, v = split_layout(tp((6, 5), 0), query_key_value([4, 1, 1]))
     assert q == Layout((4, 5), cut_at((4, 5), 0, [0, 3, 4]), TP, "tp")
     assert k == v == Layout((1, 5), cut_at((1, 5), 0, [0, 0, 1]), TP, "tp")
 
 
 def test_a_matrix_of_one_rank_is_split_on_it():
-    assert split_layout(on_one_rank((8, 6)), [2, 1, 1]) == [
+    assert split_layout(on_one_rank((8, 6)), query_key_value([2, 1, 1])) == [
         on_one_rank((4, 6)),
         on_one_rank((2, 6)),
         on_one_rank((2, 6)),
@@ -158,7 +158,7 @@ def test_a_matrix_of_one_rank_is_split_on_it():
 
 def test_a_broken_group_is_refused():
     with pytest.raises(ValueError, match=r"10 rows over all ranks are not a multiple of the 4 of one query group"):
-        split_layout(tp((10, 6), 0), [2, 1, 1])
+        split_layout(tp((10, 6), 0), query_key_value([2, 1, 1]))
 
 
 @st.composite

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from megatron_eopt import registry
 from megatron_eopt.family import FAMILY, ROWS
 from megatron_eopt.matrices import concatenated, declare, undeclare
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
-from megatron_eopt.registry import get_optimizer_builder, register_optimizer, table
+from megatron_eopt.registry import get_optimizer_builder, register_optimizer
 from tests.optimizers.family import decays
 
 OPTIONS = {"spectron": {"rank": 4}, "scion": {"radius": 1.0}}
@@ -291,7 +292,7 @@ def test_options_cannot_say_what_fields_say():
 
 
 def test_a_builder_of_ones_own_gets_groups_and_config(monkeypatch):
-    monkeypatch.setattr(table, "_BUILDERS", dict(table._BUILDERS))
+    monkeypatch.setattr(registry, "_BUILDERS", dict(registry._BUILDERS))
 
     @register_optimizer("sgd_of_mine")
     def build_sgd(groups, config):

@@ -6,9 +6,8 @@ together on a rank, :mod:`.gram` those that sum Gram matrices over the ranks.
 
 from megatron_eopt.parallel.records import Scheme
 from megatron_eopt.parallel.schemes import gram, whole
-from megatron_eopt.parallel.schemes.whole import Job, Run
 
-SCHEMES: dict[Scheme, Run] = {
+SCHEMES: dict[Scheme, whole.Run] = {
     "local": whole.local,
     "blockwise": whole.local,
     "duplicated": whole.duplicated,
@@ -18,5 +17,3 @@ SCHEMES: dict[Scheme, Run] = {
     "gram_replicated": gram.replicated,
     "gram_split": gram.split,
 }
-
-__all__ = ["SCHEMES", "Job", "Run"]

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_eopt.orthogonalize.newton_schulz import Iteration
 from megatron_eopt.parallel.collectives import all_gather, all_to_all
-from megatron_eopt.parallel.records import Bucket, Matrix, Rectangle, Shape, of_ranks
+from megatron_eopt.parallel.records import Bucket, Matrix, Rectangle, of_ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,8 +17,7 @@ class Job:
     """A bucket at work.
 
     Attributes:
-        bucket: what is worked on.
-        matrix: one of its matrices, all of which have its shape and shards.
+        matrix: one of those of the bucket, all of which have its shape and shards.
         group: the ranks; None where nothing is exchanged.
         iteration: for matrices of the shape that is orthogonalized, in the form that the scheme has.
         scales: of each matrix, what its orthogonal factor is multiplied by.
@@ -57,20 +56,18 @@ def local(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]
 
 def duplicated(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]:
     """``duplicated``: shards may be any; smaller ones are padded. See :data:`Run`."""
-    shape, rectangles = job.matrix.shape, job.matrix.rectangles
-    pending = gather([torch.stack(shards)], [(shape, rectangles)], job.ranks)
+    own = job.matrix.rectangles[job.ranks.rank()]
+    pending = gather([torch.stack(shards)], [job.matrix], job.ranks)
     yield
     (stack,) = pending()
     factors = orthogonalized(stack, job.iteration, job.scales)
     # copies: a view would keep the whole matrix
-    return [
-        cut_out(factor, rectangles[job.ranks.rank()]).clone(memory_format=torch.contiguous_format) for factor in factors
-    ]
+    return [cut_out(factor, own).clone(memory_format=torch.contiguous_format) for factor in factors]
 
 
 def owner(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]:
     """``owner``: shards may be any, cut along both dimensions too. See :data:`Run`."""
-    group, shape, rectangles = job.ranks, job.matrix.shape, job.matrix.rectangles
+    group, rectangles = job.ranks, job.matrix.rectangles
     rectangle = rectangles[group.rank()]
     of_rank = [[i for i, rank in enumerate(job.bucket.compute_ranks) if rank == each] for each in range(group.size())]
     own = of_rank[group.rank()]
@@ -78,8 +75,7 @@ def owner(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]
     sent = [[shards[i] for i in indices] for indices in of_rank]
     pending = all_to_all(sent, [len(own) * each.numel for each in rectangles], group)
     yield
-    whole = assemble(pending.wait(), rectangles, shape)
-    factors = orthogonalized(whole, job.iteration, [job.scales[i] for i in own])
+    factors = orthogonalized(assemble(pending.wait(), job.matrix), job.iteration, [job.scales[i] for i in own])
     # an empty tensor tells the dtype where there is nothing to send
     back = [[shards[0].new_empty(0), *(cut_out(factor, each) for factor in factors)] for each in rectangles]
     pending = all_to_all(back, [len(indices) * rectangle.numel for indices in of_rank], group)
@@ -118,13 +114,8 @@ def share(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]
 def orthogonalized(matrices: Sequence[Tensor] | Tensor, iteration: Iteration, scales: Sequence[float]) -> list[Tensor]:
     """The orthogonal factors of equal matrices times their scales, computed as stacks as far as that is faster.
 
-    Args:
-        matrices: (rows x cols) each, or a stack of them; may be none, or empty ones.
-        iteration: for matrices of their shape.
-        scales: one for each matrix.
+    There may be no matrices, or empty ones; the iteration is for matrices of their shape.
     """
-    if len(matrices) == 0:
-        return []
     size = 1 if iteration.one_by_one else iteration.chunk
     results: list[Tensor] = []
     for start in range(0, len(matrices), size):
@@ -142,21 +133,14 @@ def orthogonalized(matrices: Sequence[Tensor] | Tensor, iteration: Iteration, sc
     return results
 
 
-def gather(
-    stacks: Sequence[Tensor], lying: Sequence[tuple[Shape, Sequence[Rectangle]]], group: ProcessGroup
-) -> Callable[[], list[Tensor]]:
+def gather(stacks: Sequence[Tensor], matrices: Sequence[Matrix], group: ProcessGroup) -> Callable[[], list[Tensor]]:
     """Start to gather matrices of which each rank of a group has a shard, by one all-gather, padded where they differ.
 
-    Args:
-        stacks: this rank's shards, (n x rows x cols) for ``n`` matrices that lie alike; some may be empty.
-        lying: for each stack the shape of its matrices, and the shard of each rank.
-        group: the ranks.
-
-    Returns:
-        What waits, and then gives for each stack the whole matrices, (n x rows x cols), in memory of their own.
+    A stack has this rank's shards (n x rows x cols) of ``n`` matrices that lie as the one does that is named for it;
+    some may be empty. The result waits, and then gives for each stack the whole matrices, in memory of their own.
     """
     counts = [
-        [len(stack) * rectangles[rank].numel for stack, (_, rectangles) in zip(stacks, lying, strict=True)]
+        [len(stack) * matrix.rectangles[rank].numel for stack, matrix in zip(stacks, matrices, strict=True)]
         for rank in range(group.size())
     ]
     own = stacks[0].reshape(-1) if len(stacks) == 1 else torch.cat([stack.reshape(-1) for stack in stacks])
@@ -165,27 +149,17 @@ def gather(
 
     def finish() -> list[Tensor]:
         rows = [row[: sum(each)].split(each) for row, each in zip(pending.wait(), counts, strict=True)]
-        return [
-            assemble(of_ranks, rectangles, shape) for *of_ranks, (shape, rectangles) in zip(*rows, lying, strict=True)
-        ]
+        return [assemble(of_ranks, matrix) for of_ranks, matrix in zip(zip(*rows, strict=True), matrices, strict=True)]
 
     return finish
 
 
-def assemble(parts: Sequence[Tensor], rectangles: Sequence[Rectangle], shape: Shape) -> Tensor:
-    """Matrices (n x rows x cols) of a global shape, of the shards of each rank.
-
-    Args:
-        parts: of each rank its shards of all ``n`` matrices, one behind the other.
-        rectangles: which rectangle each rank holds; together they are the matrix.
-        shape: of the matrix.
-    """
-    count = next(
-        (part.numel() // rectangle.numel for part, rectangle in zip(parts, rectangles, strict=True) if rectangle.numel),
-        0,
-    )
-    stack = parts[0].new_empty(count, *shape)
-    for part, rectangle in zip(parts, rectangles, strict=True):
+def assemble(parts: Sequence[Tensor], matrix: Matrix) -> Tensor:
+    """Whole matrices (n x rows x cols) that all lie alike, of what each rank has of all ``n``, one behind the other."""
+    on_ranks = list(zip(parts, matrix.rectangles, strict=True))
+    count = next((part.numel() // rectangle.numel for part, rectangle in on_ranks if rectangle.numel), 0)
+    stack = parts[0].new_empty(count, *matrix.shape)
+    for part, rectangle in on_ranks:
         cut_out(stack, rectangle).copy_(part.view(count, *rectangle.shape))
     return stack
 

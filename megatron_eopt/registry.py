@@ -1,25 +1,51 @@
-"""The registry: name -> what is needed to build an optimizer for Megatron, and name -> builder of plain torch."""
+"""Which optimizers there are: name -> what is needed to build one for Megatron, and name -> builder of plain torch.
+
+The functions have the names and signatures of Megatron-Core's ``core.optimizer.emerging_optimizers``, whose underscored
+names are aliases here. The optimizers of the package are registered from its table, :mod:`megatron_eopt.family`.
+"""
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, overload
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from megatron_eopt.family import FAMILY, ROWS
+from megatron_eopt.family import TensorParallelAdaptiveMuon as TensorParallelAdaptiveMuon
+from megatron_eopt.family import TensorParallelMuon as TensorParallelMuon
+from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
-from megatron_eopt.registry.configs import kwargs_from_config
+from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types as get_supported_coefficient_types
+from megatron_eopt.orthogonalize.coefficients import validate_coefficient_type as validate_coefficient_type
+from megatron_eopt.row import get_qkv_split_shapes, kwargs_from_config
 
 InitStateFn = Callable[..., None]
-ConfigToKwargs = Callable[[Any, Sequence[Any], Any], dict[str, Any]]
 Builder = Callable[..., Optimizer]
-
 
 FROM_ABOVE: dict[str, Callable[[], Any]] = {}
 """What only rooms above can say; the package fills in ``routing``, the module that speaks of Megatron's ParamKey."""
+
+
+def is_nonlinear_or_embedding(param: Tensor) -> bool:
+    """True for a parameter that a matrix optimizer should leave to Adam: an embedding, an output layer, no matrix.
+
+    A parameter of three dimensions is a stack of matrices where it is declared as one.
+    """
+    split = declared_split(param)
+    matrices = param.ndim == 2 or (param.ndim == 3 and split is not None and split.stacked is not None)
+    return bool(getattr(param, "is_embedding_or_output_parameter", False)) or not matrices
+
+
+def is_muon_excluded(param: Tensor) -> bool:
+    """True also where the attribute ``use_muon`` is False, which Megatron-Core after 0.19 sets."""
+    return not getattr(param, "use_muon", True) or is_nonlinear_or_embedding(param)
 
 
 def default_param_overrides_factory() -> dict[Any, dict[str, Any]]:
@@ -35,18 +61,15 @@ def muon_param_overrides_factory() -> dict[Any, dict[str, Any]]:
 class _DefaultOverrides:
     """Field of an entry that may be given by a function of no arguments, which is called when it is first read."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.key = f"_{name}"
-
     def __get__(self, entry: Any, owner: type | None = None) -> Any:
         if entry is None:
             return default_param_overrides_factory  # what dataclass takes for the default of the field
-        if callable(getattr(entry, self.key)):
-            setattr(entry, self.key, getattr(entry, self.key)())
-        return getattr(entry, self.key)
+        if callable(entry._overrides):
+            entry._overrides = entry._overrides()
+        return entry._overrides
 
     def __set__(self, entry: Any, value: Any) -> None:
-        setattr(entry, self.key, default_param_overrides_factory if value is None else value)
+        entry._overrides = default_param_overrides_factory if value is None else value
 
 
 def eopt_init_state_fn(opt: Optimizer, config: Any = None) -> None:
@@ -60,23 +83,16 @@ def eopt_init_state_fn(opt: Optimizer, config: Any = None) -> None:
     if hasattr(opt, "init_state"):
         opt.init_state()
         return
-    if not _has_init_group(opt):
+    try:  # the _init_group of torch's optimizers takes other arguments
+        inspect.signature(opt._init_group).bind({}, skip_non_grad_params=False)  # type: ignore[attr-defined]
+    except (AttributeError, TypeError):
         raise TypeError(
             f"{type(opt).__name__} has no init_state(), and no _init_group(group, skip_non_grad_params=False), which "
             f"create the state of every parameter: add one of them, or register the optimizer with an init_state_fn "
             f"of its own"
-        )
+        ) from None
     for group in opt.param_groups:
         opt._init_group(group, skip_non_grad_params=False)  # type: ignore[attr-defined]
-
-
-def _has_init_group(opt: Optimizer) -> bool:
-    """Whether there is an ``_init_group`` as Megatron calls it: those of torch's optimizers take other arguments."""
-    try:
-        inspect.signature(opt._init_group).bind({}, skip_non_grad_params=False)  # type: ignore[attr-defined]
-    except (AttributeError, TypeError):
-        return False
-    return True
 
 
 @dataclass(eq=False, repr=False)  # a repr would ask for the overrides, and so import Megatron
@@ -94,7 +110,7 @@ class EmergingOptimizerEntry:
 
     optimizer_cls: type[Optimizer]
     init_state_fn: InitStateFn = eopt_init_state_fn
-    config_to_kwargs: ConfigToKwargs | None = None
+    config_to_kwargs: Callable[[Any, Sequence[Any], Any], dict[str, Any]] | None = None
     default_param_overrides: Any = _DefaultOverrides()
 
 
@@ -104,14 +120,7 @@ class UnknownOptimizerError(ValueError, KeyError):
     __str__ = Exception.__str__  # KeyError's puts the message in quotes
 
 
-def _lacking(entry: Any) -> list[str]:
-    """Attributes of an entry that an object has not; asked of no entry, whose overrides would import Megatron."""
-    if isinstance(entry, EmergingOptimizerEntry):
-        return []
-    return [field.name for field in fields(EmergingOptimizerEntry) if not hasattr(entry, field.name)]
-
-
-class Registry(MutableMapping[str, EmergingOptimizerEntry]):
+class Registry(UserDict[str, EmergingOptimizerEntry]):
     """Name -> entry: a dict of its own, and between :meth:`forward` and :meth:`forward_no_more` Megatron's.
 
     Whoever put a name in keeps it. An entry that was put in through this mapping leaves Megatron's dict with
@@ -119,34 +128,27 @@ class Registry(MutableMapping[str, EmergingOptimizerEntry]):
     """
 
     def __init__(self) -> None:
-        self._own: dict[str, EmergingOptimizerEntry] = {}
-        self._live = self._own
+        super().__init__()
+        self._own = self.data
         self._made_room: dict[str, EmergingOptimizerEntry] = {}
 
-    def __getitem__(self, name: str) -> EmergingOptimizerEntry:
-        return self._live[name]
-
     def __setitem__(self, name: str, entry: EmergingOptimizerEntry) -> None:
-        if lacking := _lacking(entry):
+        # of an entry of ours hasattr would ask for the overrides, and so import Megatron
+        needed = [] if isinstance(entry, EmergingOptimizerEntry) else [x.name for x in fields(EmergingOptimizerEntry)]
+        if lacking := [each for each in needed if not hasattr(entry, each)]:
             raise TypeError(
                 f"expected an EmergingOptimizerEntry for {name!r}, got {type(entry).__name__}, "
                 f"which has no {', '.join(lacking)}"
             )
-        if name not in self._live or self._put_in_here(name):
+        if name not in self.data or self._put_in_here(name):
             self._own[name] = entry
-        self._live[name] = entry
+        self.data[name] = entry
 
     def __delitem__(self, name: str) -> None:
         put_in_here = self._put_in_here(name)
-        del self._live[name]
+        del self.data[name]
         if put_in_here:
             self._own.pop(name, None)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._live)
-
-    def __len__(self) -> int:
-        return len(self._live)
 
     def forward(self, theirs: dict[str, EmergingOptimizerEntry], make_room: Iterable[str]) -> None:
         """Put the entries into Megatron's dict, and read and write that from now on.
@@ -159,13 +161,13 @@ class Registry(MutableMapping[str, EmergingOptimizerEntry]):
         for name, entry in self._own.items():
             if name not in theirs or name in self._made_room:
                 theirs[name] = entry
-        self._live = theirs
+        self.data = theirs
 
     def forward_no_more(self) -> None:
         """Take the entries out of Megatron's dict, and put back what had made room for them."""
-        if self._live is self._own:
+        if self.data is self._own:
             return
-        theirs, self._live = self._live, self._own
+        theirs, self.data = self.data, self._own
         for name, entry in self._own.items():
             if theirs.get(name) is not entry:
                 continue
@@ -175,7 +177,7 @@ class Registry(MutableMapping[str, EmergingOptimizerEntry]):
                 del theirs[name]
 
     def _put_in_here(self, name: str) -> bool:
-        return name in self._own and self._own[name] is self._live.get(name)
+        return name in self._own and self._own[name] is self.data.get(name)
 
 
 EMERGING_OPTIMIZERS = Registry()
@@ -220,20 +222,12 @@ def register_optimizer(name: str, entry: EmergingOptimizerEntry | None = None) -
 
 
 def get_optimizer_entry(name: str) -> EmergingOptimizerEntry:
-    """The entry of an optimizer.
-
-    Raises:
-        UnknownOptimizerError: for an unknown name, with the nearest ones.
-    """
+    """The entry of an optimizer; an :class:`UnknownOptimizerError` names those nearest to an unknown name."""
     return _look_up(name, EMERGING_OPTIMIZERS)
 
 
 def get_optimizer_builder(name: str) -> Builder:
-    """The plain-torch builder that was registered under a name.
-
-    Raises:
-        UnknownOptimizerError: for an unknown name, with the nearest ones.
-    """
+    """The plain-torch builder of a name; an :class:`UnknownOptimizerError` names those nearest to an unknown one."""
     return _look_up(name, _BUILDERS)
 
 
@@ -286,13 +280,41 @@ def create_emerging_optimizer(
         raise ValueError(f"groups of one optimizer name several: {', '.join(sorted(names))}; build each by itself")
     eopt_name = names.pop()
     entry = get_optimizer_entry(eopt_name)
-    if entry.config_to_kwargs is None:
-        kwargs = default_adam_based_eopt_config_to_kwargs(eopt_name, config, model_chunks, pg_collection)
-    else:
-        kwargs = entry.config_to_kwargs(config, model_chunks, pg_collection)
-    optimizer = entry.optimizer_cls(param_groups, **kwargs)
+    to_kwargs = entry.config_to_kwargs or partial(default_adam_based_eopt_config_to_kwargs, eopt_name)
+    optimizer = entry.optimizer_cls(param_groups, **to_kwargs(config, model_chunks, pg_collection))
     _BUILT[optimizer] = eopt_name
     return optimizer, entry.init_state_fn
+
+
+def default_adam_based_eopt_config_to_kwargs(
+    eopt_name: str, config: Any, model_chunks: Sequence[Any], pg_collection: Any
+) -> dict[str, Any]:
+    """Arguments of an optimizer that is built like Adam: what the config has under its name, and Adam's betas."""
+    kwargs = kwargs_from_config(get_optimizer_entry(eopt_name).optimizer_cls, eopt_name, config)
+    return kwargs | {"betas": (config.adam_beta1, config.adam_beta2)}
+
+
+for _row in FAMILY:
+    EMERGING_OPTIMIZERS[_row.name] = EmergingOptimizerEntry(
+        _row.cls,
+        config_to_kwargs=_row.config_to_kwargs,
+        default_param_overrides=muon_param_overrides_factory if _row.owns == "matrices" else {},
+    )
+muon_config_to_kwargs = ROWS["muon"].config_to_kwargs
+adaptive_muon_config_to_kwargs = ROWS["adaptive_muon"].config_to_kwargs
+
+# The names that Megatron-Core gives them.
+_EMERGING_OPTIMIZERS = EMERGING_OPTIMIZERS
+_adaptive_muon_config_to_kwargs = adaptive_muon_config_to_kwargs
+_create_emerging_optimizer = create_emerging_optimizer
+_default_adam_based_eopt_config_to_kwargs = default_adam_based_eopt_config_to_kwargs
+_default_param_overrides_factory = default_param_overrides_factory
+_eopt_init_state_fn = eopt_init_state_fn
+_get_qkv_split_shapes = get_qkv_split_shapes
+_is_muon_excluded = is_muon_excluded
+_is_nonlinear_or_embedding = is_nonlinear_or_embedding
+_kwargs_from_config = kwargs_from_config
+_muon_config_to_kwargs = muon_config_to_kwargs
 
 
 def takes_matrices(name: str) -> bool:
@@ -319,12 +341,3 @@ def decays_weights(name: str) -> bool:
 def built_as(optimizer: Optimizer) -> str | None:
     """The name under which :func:`create_emerging_optimizer` built an optimizer; None for any other."""
     return _BUILT.get(optimizer)
-
-
-def default_adam_based_eopt_config_to_kwargs(
-    eopt_name: str, config: Any, model_chunks: Sequence[Any], pg_collection: Any
-) -> dict[str, Any]:
-    """Arguments of an optimizer that is built like Adam: what the config has under its name, and Adam's betas."""
-    kwargs = kwargs_from_config(get_optimizer_entry(eopt_name).optimizer_cls, eopt_name, config)
-    kwargs["betas"] = (config.adam_beta1, config.adam_beta2)
-    return kwargs

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from megatron_eopt.cli import main
-from megatron_eopt.doctor.diagnosis import matrix, notes, problems
-from megatron_eopt.doctor.facts import Apex, Facts, Kernels, Megatron, Package
+from megatron_eopt.doctor import Apex, Facts, Kernels, Megatron, Package, matrix, notes, problems
 from megatron_eopt.megatron.support.matrix import RELEASES, support_matrix
 from megatron_eopt.registry import list_optimizers
 from tests.megatron.runs import without_emerging_optimizers

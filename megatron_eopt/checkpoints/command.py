@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_eopt.checkpoints.contents import CheckpointError, Contents, StoredTensor, newest, read_contents
-from megatron_eopt.checkpoints.data import Data, check_data, check_integrity
-from megatron_eopt.checkpoints.problems import check_structure
+from megatron_eopt.checkpoints.problems import Data, check_data, check_integrity, check_structure
 from megatron_eopt.checkpoints.states import (
     MAIN,
     blocks,
@@ -75,7 +74,7 @@ def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
             print(json.dumps({"ok": False, "unreadable": str(error)}))
         print(f"megatron-eopt verify-checkpoint: {error}", file=sys.stderr)
         return UNREADABLE
-    problems = check_structure(contents)
+    problems = list(check_structure(contents))
     data = None
     if not options.no_data:
         data = check_data(contents)

@@ -29,12 +29,10 @@ COMMON_FILE = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
 TRACKER = "latest_checkpointed_iteration.txt"
 
+_OF_METADATA = """BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties
+    TensorStorageMetadata _MEM_FORMAT_ENCODING"""
 _METADATA_CLASSES: dict[tuple[str, str], Any] = {
-    **{
-        (metadata.__name__, name): getattr(metadata, name)
-        for name in """BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties
-            TensorStorageMetadata _MEM_FORMAT_ENCODING""".split()
-    },
+    **{(metadata.__name__, name): getattr(metadata, name) for name in _OF_METADATA.split()},
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("torch", "Size"): torch.Size,
@@ -82,21 +80,18 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Contents:
-    """All that the metadata of a checkpoint says.
+    """All that the metadata of a checkpoint says."""
 
-    Attributes:
-        folder: the checkpoint's own folder, as ``iter_0000100``.
-        tensors: by key, in the order of the metadata.
-        blobs: the objects by key; of these only the common state is read.
-        common: the common state.
-        release: which releases of Megatron-Core save in this way.
-    """
-
-    folder: Path
+    folder: Path  # the checkpoint's own, as iter_0000100
     tensors: dict[str, StoredTensor]
-    blobs: dict[str, Chunk]
+    blobs: dict[str, Chunk]  # the objects; of these only the common state is read
     common: dict[str, Any]
-    release: str
+    release: str  # which releases of Megatron-Core save in this way
+
+    def chunks(self) -> list[tuple[str, Chunk]]:
+        """All chunks of tensors, and the objects, with their keys."""
+        of_tensors = [(key, chunk) for key, tensor in self.tensors.items() for chunk in tensor.chunks]
+        return [*of_tensors, *self.blobs.items()]
 
     @property
     def args(self) -> dict[str, Any]:
@@ -141,22 +136,25 @@ def newest(folder: Path) -> Path:
 
 
 def read_contents(folder: Path) -> Contents:
-    """Read the metadata of one checkpoint.
-
-    Args:
-        folder: the checkpoint's own folder; ``newest`` finds that of a run.
+    """Read the metadata of one checkpoint, from its own folder; ``newest`` finds that of a run.
 
     Raises:
         CheckpointError: if it is not there, not in torch_dist format, not finished, or if its metadata or its common
             state cannot be read.
     """
     _check_format(folder)
+    tensors, blobs = {}, {}
     try:
         with (folder / METADATA).open("rb") as file:
             found = read_metadata(file)
         if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
             raise TypeError(f"it holds a {type(found).__name__}")
-        tensors, blobs = _entries(found)
+        for key, stored in found.state_dict_metadata.items():
+            if isinstance(stored, TensorStorageMetadata):
+                chunks = tuple(_chunk(found, key, chunk.offsets, chunk.sizes) for chunk in stored.chunks)
+                tensors[key] = StoredTensor(key, tuple(stored.size), stored.properties.dtype, chunks)
+            else:
+                blobs[key] = _chunk(found, key)
     except Exception as error:  # a damaged pickle raises anything
         raise CheckpointError(
             f"{folder / METADATA} cannot be read ({type(error).__name__}: {error}). It is truncated, damaged or of "
@@ -200,17 +198,6 @@ def _check_format(folder: Path) -> None:
         raise CheckpointError(
             f"{folder} has no {METADATA}, without which no data can be found: copy it from where it is"
         )
-
-
-def _entries(found: Metadata) -> tuple[dict[str, StoredTensor], dict[str, Chunk]]:
-    tensors, blobs = {}, {}
-    for key, stored in found.state_dict_metadata.items():
-        if isinstance(stored, TensorStorageMetadata):
-            chunks = tuple(_chunk(found, key, chunk.offsets, chunk.sizes) for chunk in stored.chunks)
-            tensors[key] = StoredTensor(key, tuple(stored.size), stored.properties.dtype, chunks)
-        else:
-            blobs[key] = _chunk(found, key)
-    return tensors, blobs
 
 
 def _chunk(found: Metadata, key: str, offsets: torch.Size | None = None, sizes: Sequence[int] = ()) -> Chunk:

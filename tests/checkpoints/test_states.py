@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_eopt.checkpoints.contents import read_contents
-from megatron_eopt.checkpoints.data import check_data
+from megatron_eopt.checkpoints.problems import check_data
 from megatron_eopt.checkpoints.states import check_states, distributed_format, groups, optimizer_states
 from tests.checkpoints.made import block, common, save, tensors
 

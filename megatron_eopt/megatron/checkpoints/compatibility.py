@@ -1,7 +1,7 @@
 """Whether the optimizer state of a checkpoint can serve a run: what it must hold, and what may be taken for it."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -21,16 +21,11 @@ _STACKED = re.compile(r"\.layers\.(?!\d)")
 
 
 def unreadable(stored: Iterable[str], blocks: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why a checkpoint cannot serve any optimizer.
-
-    Args:
-        stored: the keys of its tensors.
-        blocks: what it says of its optimizers.
-    """
-    newer = [block["format"] for block in blocks if block.get("format", 0) > FORMAT]
-    if newer:
+    """Why a checkpoint with these tensors, which says this of its optimizers, cannot serve any optimizer."""
+    newest = max((block.get("format", 0) for block in blocks), default=0)
+    if newest > FORMAT:
         return (
-            f"it was written by a later release of megatron_eopt (format {newer[0]}; this one reads up to {FORMAT}): "
+            f"it was written by a later release of megatron_eopt (format {newest}; this one reads up to {FORMAT}): "
             f"update the package"
         )
     if not any(split_key(key)[0] for key in stored):
@@ -44,16 +39,15 @@ def mismatch(
     stored: Mapping[str, tuple[int, ...]],
     optional: Set[str] = frozenset(),
 ) -> str | None:
-    """Why a checkpoint cannot serve one optimizer.
+    """Why a checkpoint cannot serve the optimizer of this name.
 
     Args:
-        name: of the optimizer.
+        name: of its class.
         wanted: key -> global shape, of every tensor that it loads on any rank; None where any shape will do.
         stored: the same of the checkpoint, of models and of all optimizers.
         optional: states that need not be loaded.
     """
-    states = {key: split_key(key) for key in wanted}
-    parameters = {parameter for _, parameter in states.values()}
+    parameters = {split_key(key)[1] for key in wanted}
     missing = sorted(wanted.keys() - stored.keys())
     unused = sorted(
         key
@@ -62,17 +56,21 @@ def mismatch(
     )
     if missing or unused:
         example = split_key((missing or unused)[0])[1]
-        needs = sorted({state for state, parameter in states.values() if parameter == example})
-        has = sorted({split_key(key)[0] for key in stored if split_key(key)[1] == example} - {""})
+        needs, has = ({split_key(key)[0] for key in keys if split_key(key)[1] == example} for keys in (wanted, stored))
+        has.discard("")
         if not has and example not in stored:
             return (
                 f"{example} is not in it, nor are {len(missing) - 1} other tensors that this run needs: it is of "
                 f"another model"
             )
-        return (
-            f"it holds {', '.join(has) or 'no state'} for {example}, and {name} needs "
-            f"{', '.join(needs) or 'no state'}: {_reason(set(has), set(needs))}"
-        )
+        reason = "another optimizer wrote it, or this one with other settings; resume with that one, or"
+        if MAIN in has ^ needs:
+            saved, now = ("bf16", "fp32") if MAIN in has else ("fp32", "bf16")
+            reason = f"it is of a run in {saved}, and this one is in {now}; resume in {saved}, or"
+        elif needs - {MAIN} == {MOMENTUM_BUFFER} and has - {MAIN} == {FIRST_MOMENT, SECOND_MOMENT} and _of_adam(stored):
+            reason = "Adam wrote it. Pass --muon-momentum-from-adam to make its first moment the momentum, or"
+        listed_has, listed_needs = (", ".join(sorted(states)) or "no state" for states in (has, needs))
+        return f"it holds {listed_has} for {example}, and {name} needs {listed_needs}: {reason} {FRESH}"
     for key, shape in wanted.items():
         if shape is not None and stored[key] != shape:
             return (
@@ -82,24 +80,18 @@ def mismatch(
     return None
 
 
-def _reason(has: set[str], needs: set[str]) -> str:
-    if MAIN in has ^ needs:
-        saved, now = ("bf16", "fp32") if MAIN in has else ("fp32", "bf16")
-        return f"it is of a run in {saved}, and this one is in {now}; resume in {saved}, or {FRESH}"
-    if MOMENTUM_BUFFER in needs and has - {MAIN} == {FIRST_MOMENT, SECOND_MOMENT}:
-        return f"Adam wrote it. Pass --muon-momentum-from-adam to make its first moment the momentum, or {FRESH}"
-    return f"another optimizer wrote it, or this one with other settings; resume with that one, or {FRESH}"
+def _of_adam(stored: Iterable[str]) -> bool:
+    """Whether there are first moments of Adam that can be imported: a checkpoint with momenta goes on with those."""
+    momentum, first_moment = (
+        any(key.startswith(state_key(name, "")) for key in stored) for name in (MOMENTUM_BUFFER, FIRST_MOMENT)
+    )
+    return first_moment and not momentum
 
 
 def of_another(name: str | None, wanted: Iterable[str], blocks: Sequence[Mapping[str, Any]]) -> str | None:
     """Why state with the same names and shapes cannot serve: one of our optimizers wrote it, and another one loads it.
 
-    What a user's own optimizer is called now, or was, says nothing.
-
-    Args:
-        name: of the optimizer; None for one of Megatron's own.
-        wanted: keys of the tensors that it loads.
-        blocks: what the checkpoint says of its optimizers.
+    The name is None for one of Megatron's own. What a user's own optimizer is called now, or was, says nothing.
     """
     ours = {entry.optimizer_cls.__name__ for entry in EMERGING_OPTIMIZERS.values()}
     parameters = {split_key(key)[1] for key in wanted}
@@ -124,18 +116,9 @@ def stacks_layers(stored: Iterable[str]) -> str | None:
     )
 
 
-def imports_adam(optimizers: Iterable[Mapping[Any, Any]], stored: Collection[str]) -> bool:
-    """Whether the user requested Adam's first moments as momenta, and the checkpoint has those and no momentum.
-
-    Args:
-        optimizers: state dicts of Megatron's optimizers, with our block.
-        stored: the keys of the checkpoint's tensors.
-    """
-    requested = any(each[BLOCK]["import_adam"] for each in optimizers)
-    momentum, first_moment = (
-        any(key.startswith(state_key(name, "")) for key in stored) for name in (MOMENTUM_BUFFER, FIRST_MOMENT)
-    )
-    return requested and first_moment and not momentum
+def imports_adam(optimizers: Iterable[Mapping[Any, Any]], stored: Iterable[str]) -> bool:
+    """Whether the user requested Adam's first moments as momenta, and the checkpoint has those and no momentum."""
+    return any(each[BLOCK]["import_adam"] for each in optimizers) and _of_adam(stored)
 
 
 def take_first_moments(optimizers: Iterable[Mapping[Any, Any]]) -> None:

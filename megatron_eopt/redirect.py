@@ -67,6 +67,11 @@ def call(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
     return lambda original: named_as(original, replacement)
 
 
+def around(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A ``make`` from a function that is called with the original, and then with the original's arguments."""
+    return lambda original: named_as(original, lambda *args, **kwargs: replacement(original, *args, **kwargs))
+
+
 def named_as(original: Any, replacement: Callable[..., Any]) -> Callable[..., Any]:
     """``replacement`` under the name and documentation of ``original``, so that tracebacks and pickle find it."""
     return functools.wraps(original)(replacement) if callable(original) else replacement

@@ -5,11 +5,9 @@ Megatron itself takes a damaged checkpoint for one of another format, or fails i
 some of the state of another optimizer.
 """
 
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,151 +29,127 @@ from megatron_eopt.megatron.checkpoints.compatibility import (
 )
 from megatron_eopt.megatron.checkpoints.matching import put_back, taken_out
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
+from megatron_eopt.redirect import around
 from megatron_eopt.registry import list_optimizers
 
 
-def checked_base(load_base: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_load_base_checkpoint``: a checkpoint in torch_dist that is not whole is refused on all ranks.
+@around
+def checked_base(
+    load_base: Callable[..., Any], load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any
+) -> Any:
+    """Around ``_load_base_checkpoint``: a checkpoint in torch_dist that is not whole is refused on all ranks.
 
     Without a tracker file Megatron starts anew, as it does without this package: a first save that was killed leaves
     none.
     """
-
-    @functools.wraps(load_base)
-    def load_base_checked(load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any) -> Any:
-        if rank0 and load_dir is not None and _is_ours(args) and dist.is_initialized():
-            problem = from_rank_0(lambda: _damage_of_resumed(Path(load_dir), getattr(args, "ckpt_step", None)))
-            if problem:
-                raise CheckpointError(problem)
-        return load_base(load_dir, args, rank0, *rest, **kwargs)
-
-    return load_base_checked
+    if rank0 and load_dir is not None and _is_ours(args) and dist.is_initialized():
+        problem = from_rank_0(lambda: _damage_of_resumed(Path(load_dir), getattr(args, "ckpt_step", None)))
+        if problem:
+            raise CheckpointError(problem)
+    return load_base(load_dir, args, rank0, *rest, **kwargs)
 
 
-def checked_tracker(read_metadata: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``read_metadata``: an empty tracker file, which a killed save leaves, stands for the newest checkpoint."""
-
-    @functools.wraps(read_metadata)
-    def read_metadata_checked(tracker_filename: str) -> Any:
-        tracker = Path(tracker_filename)
-        if not _is_ours(releases.training_args()) or not dist.is_initialized():
-            return read_metadata(tracker_filename)
+@around
+def checked_tracker(read_metadata: Callable[..., Any], tracker_filename: str) -> Any:
+    """Around ``read_metadata``: an empty tracker file, which a killed save leaves, stands for the newest checkpoint."""
+    tracker, iteration = Path(tracker_filename), None
+    if _is_ours(releases.training_args()) and dist.is_initialized():
         iteration = from_rank_0(lambda: None if tracker.read_text().strip() else _newest_whole(tracker.parent))
-        if iteration is None:
-            return read_metadata(tracker_filename)
-        if dist.get_rank() == 0:
-            print(
-                f"megatron_eopt: {tracker} is empty, as a save leaves it that was killed while it wrote there; the "
-                f"newest checkpoint that is whole is of iteration {iteration}",
-                flush=True,
-            )
-        return iteration, False
-
-    return read_metadata_checked
+    if iteration is None:
+        return read_metadata(tracker_filename)
+    if dist.get_rank() == 0:
+        print(
+            f"megatron_eopt: {tracker} is empty, as a save leaves it that was killed while it wrote there; the "
+            f"newest checkpoint that is whole is of iteration {iteration}",
+            flush=True,
+        )
+    return iteration, False
 
 
-def checked_save(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``dist_checkpointing.save``: with our optimizers, checksums of all tensors are saved."""
-
-    @functools.wraps(save)
-    def save_checked(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(each[BLOCK]["checksums"] for each in optimizers_in(sharded_state_dict)):
-            sharded_state_dict[CHECKSUMS] = checksums(sharded_tensors(sharded_state_dict))
-        return save(sharded_state_dict, *args, **kwargs)
-
-    return save_checked
+@around
+def checked_save(save: Callable[..., Any], sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``dist_checkpointing.save``: with our optimizers, checksums of all tensors are saved."""
+    if any(each[BLOCK]["checksums"] for each in optimizers_in(sharded_state_dict)):
+        sharded_state_dict[CHECKSUMS] = checksums(sharded_tensors(sharded_state_dict))
+    return save(sharded_state_dict, *args, **kwargs)
 
 
-def checked_load(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``dist_checkpointing.load``: the checkpoint must have the state of our optimizers that is requested.
+@around
+def checked_load(
+    load: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
+) -> Any:
+    """Around ``dist_checkpointing.load``: the checkpoint must have the state of our optimizers that is requested.
 
     State of our optimizers must not be loaded by Megatron's own.
     """
-
-    @functools.wraps(load)
-    def load_checked(sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
-        optimizers = list(optimizers_in(sharded_state_dict))
-        if not optimizers:
-            if "optimizer" in sharded_state_dict:
-                _refuse_ours(sharded_state_dict["optimizer"], checkpoint_dir)
-            return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        stored = from_rank_0(lambda: _read(Path(checkpoint_dir)))
-        imports = stored.damage is None and imports_adam(optimizers, stored.shapes)
-        if imports:
-            take_first_moments(optimizers)
-        problem = stored.damage or _problem(optimizers, stored, imports)
-        if problem:
-            raise CheckpointError(f"{checkpoint_dir}: {problem}")
-        request = taken_out(sharded_state_dict)
-        result = load(request, checkpoint_dir, *args, **kwargs)
-        loaded = result[0] if isinstance(result, tuple) else result
-        if any(each[BLOCK]["checksums"] for each in optimizers):
-            _compare(stored, request, loaded, checkpoint_dir)
-        loaded.pop(CHECKSUMS, None)
-        put_back(sharded_state_dict, loaded, stored.optimizer)
-        return result
-
-    return load_checked
+    optimizers = list(optimizers_in(sharded_state_dict))
+    if not optimizers:
+        if "optimizer" in sharded_state_dict:
+            _refuse_ours(sharded_state_dict["optimizer"], checkpoint_dir)
+        return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    stored = from_rank_0(lambda: _read(Path(checkpoint_dir)))
+    if problem := stored.damage or _problem(optimizers, stored):
+        raise CheckpointError(f"{checkpoint_dir}: {problem}")
+    request = taken_out(sharded_state_dict)
+    result = load(request, checkpoint_dir, *args, **kwargs)
+    loaded = result[0] if isinstance(result, tuple) else result
+    if any(each[BLOCK]["checksums"] for each in optimizers):
+        _compare(stored, request, loaded, checkpoint_dir)
+    loaded.pop(CHECKSUMS, None)
+    put_back(sharded_state_dict, loaded, stored.optimizer)
+    return result
 
 
-@dataclass
-class _Stored:
-    """What a checkpoint holds.
+class _Stored(NamedTuple):
+    """What a checkpoint holds, as it is sent to all ranks."""
 
-    Attributes:
-        shapes: global shape of every tensor, by its key.
-        dtypes: dtype of every tensor, by its key.
-        optimizer: the common state of ``optimizer``.
-        sums: checksums, empty where the checkpoint has none.
-        damage: why it cannot be read.
-    """
-
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    optimizer: Any = None
-    sums: Sums = field(default_factory=dict)
-    damage: str | None = None
+    damage: str | None  # why it cannot be read
+    shapes: dict[str, tuple[int, ...]] = {}  # noqa: RUF012  global, by key; none of these is changed
+    dtypes: dict[str, torch.dtype] = {}  # noqa: RUF012
+    optimizer: Any = None  # the common state of it
+    sums: Sums = {}  # noqa: RUF012  empty where the checkpoint has none
 
 
 def _read(folder: Path) -> _Stored:
     try:
         contents = read_contents(folder)
     except CheckpointError as error:
-        return _Stored(damage=str(error))
+        return _Stored(str(error))
     return _Stored(
+        _damage(contents),
         {key: tensor.shape for key, tensor in contents.tensors.items()},
         {key: tensor.dtype for key, tensor in contents.tensors.items()},
         contents.common.get("optimizer"),
         contents.common.get(CHECKSUMS, {}),
-        _damage(contents),
     )
 
 
-def _problem(optimizers: Sequence[dict[Any, Any]], stored: _Stored, imports: bool) -> str | None:
-    """Why the checkpoint cannot serve, the same on every rank; Adam's second moments are left where it ``imports``."""
-    blocks = blocks_of(stored.optimizer)
+def _problem(optimizers: Sequence[dict[Any, Any]], stored: _Stored) -> str | None:
+    """Why the checkpoint cannot serve, the same on every rank; momenta are read from Adam's where that is requested."""
+    imports = imports_adam(optimizers, stored.shapes)
+    if imports:
+        take_first_moments(optimizers)
+    blocks, optional = blocks_of(stored.optimizer), frozenset({SECOND_MOMENT} if imports else ())
     if problem := unreadable(stored.shapes, blocks):
         return problem
     own = [(each[BLOCK]["optimizer"], _requested(each)) for each in optimizers]
     for of_ranks in zip(*gathered(own), strict=True):
-        wanted = {key: shape for _, shapes in of_ranks for key, shape in shapes.items()}
-        name, optional = of_ranks[0][0], frozenset({SECOND_MOMENT} if imports else ())
-        problem = mismatch(name, wanted, stored.shapes, optional) or of_another(name, wanted, blocks)
-        if problem:
+        name, wanted = of_ranks[0][0], {key: shape for _, shapes in of_ranks for key, shape in shapes.items()}
+        if problem := mismatch(name, wanted, stored.shapes, optional) or of_another(name, wanted, blocks):
             return problem
     return stacks_layers(stored.shapes) if any(each[BLOCK]["layers_differ"] for each in optimizers) else None
 
 
 def _requested(optimizer: Any) -> dict[str, tuple[int, ...] | None]:
-    """The tensors that are requested, by key, with their shapes; None for a vocabulary, whose padding may differ."""
+    """Key -> shape of the tensors that are requested; None for a vocabulary, whose padding may differ."""
     return {t.key: None if t.allow_shape_mismatch else t.global_shape for t in sharded_tensors(optimizer)}
 
 
 def _refuse_ours(requested: Any, folder: str) -> None:
     """Refuse, for an optimizer of Megatron's own, state that one of ours wrote; Megatron checks the rest itself."""
-    wanted = {key for keys in gathered(set(_requested({"optimizer": requested}))) for key in keys}
-    problem = of_another(None, wanted, blocks_of(from_rank_0(lambda: _read(Path(folder))).optimizer))
-    if problem:
+    wanted = set().union(*gathered(set(_requested({"optimizer": requested}))))
+    blocks = blocks_of(from_rank_0(lambda: _read(Path(folder))).optimizer)
+    if problem := of_another(None, wanted, blocks):
         raise CheckpointError(f"{folder}: {problem}")
 
 
@@ -207,8 +181,7 @@ def _is_ours(args: Any) -> bool:
 
 def _damage(contents: Contents) -> str | None:
     """Why a checkpoint is not whole."""
-    faults = (problem for problem in check_files(contents) if problem.severity == "error")
-    return next((f"{fault.what}. {fault.advice}" for fault in faults), None)
+    return next((f"{fault.what}. {fault.advice}" for fault in check_files(contents)), None)
 
 
 def _damage_of_resumed(folder: Path, step: int | None) -> str | None:

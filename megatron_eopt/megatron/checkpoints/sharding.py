@@ -5,7 +5,6 @@ state, or another, the stack would have holes, which Megatron refuses in the fir
 instead; it writes down in the checkpoint that it did, and reads that before it loads.
 """
 
-import functools
 import inspect
 import re
 from collections import defaultdict
@@ -23,6 +22,7 @@ from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import gathered
 from megatron_eopt.optimizers.state import SIDES, StateTensor
 from megatron_eopt.parallel.layout import Layout
+from megatron_eopt.redirect import around
 
 _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)|(?<=\.weight)\d+$")
@@ -197,32 +197,23 @@ def keep_apart(model_chunks: Sequence[Any], apart: bool) -> None:
         setattr(chunk, _MARK, apart)
 
 
-def undecided(build_metadata: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Wrap Megatron's ``_build_sharded_state_dict_metadata``, which knows no model: :func:`named_apart` decides."""
-
-    @functools.wraps(build_metadata)
-    def build_metadata_undecided(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {_SETTING: None} | build_metadata(*args, **kwargs)
-
-    return build_metadata_undecided
+@around
+def undecided(build_metadata: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Around Megatron's ``_build_sharded_state_dict_metadata``, which knows no model: :func:`named_apart` decides."""
+    return {_SETTING: None} | build_metadata(*args, **kwargs)
 
 
-def named_apart(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's ``generate_state_dict``: it names each layer of a model that is to :func:`keep_apart`.
+@around
+def named_apart(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around Megatron's ``generate_state_dict``: it names each layer of a model that is to :func:`keep_apart`.
 
     What is loaded has the names that the checkpoint says; where it says nothing, the metadata are :func:`undecided`.
     """
-    signature = inspect.signature(generate)
-
-    @functools.wraps(generate)
-    def generate_apart(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        apart = any(getattr(chunk, _MARK, False) for chunk in given["model"])
-        for name in ("model_sd_kwargs", "optim_sd_kwargs"):
-            metadata = (given.get(name) or {}).get("metadata") or {}
-            if metadata.get(_SETTING, ...) is None:
-                metadata.pop(_SETTING)
-                metadata |= {_SETTING: True} if apart else {}
-        return generate(*args, **kwargs)
-
-    return generate_apart
+    given = inspect.signature(generate).bind(*args, **kwargs).arguments
+    apart = any(getattr(chunk, _MARK, False) for chunk in given["model"])
+    for name in ("model_sd_kwargs", "optim_sd_kwargs"):
+        metadata = (given.get(name) or {}).get("metadata") or {}
+        if metadata.get(_SETTING, ...) is None:
+            metadata.pop(_SETTING)
+            metadata |= {_SETTING: True} if apart else {}
+    return generate(*args, **kwargs)

@@ -9,6 +9,7 @@ What the user sets for a group comes from the run that loads, whatever the check
 reported. What the run itself made of it (a step count, where the schedule stood) comes from the checkpoint.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
@@ -126,14 +127,13 @@ def put_back(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> 
 
     ``common`` is the common state of all optimizers in the checkpoint.
     """
-    found = loaded.pop(OPTIMIZERS, {})
-    completed = iter([_completed(own, found.get(i, {}), common) for i, own in enumerate(optimizers_in(requested))])
+    found, numbers = loaded.pop(OPTIMIZERS, {}), itertools.count()
 
     def put(value: Any, rest: Any) -> Any:
         if not any(optimizers_in(value)):
             return rest
         if BLOCK in value:
-            return next(completed)
+            return _completed(value, found.get(next(numbers), {}), common)
         rest = rest if isinstance(rest, dict) else {}
         return {key: put(inner, rest.get(key)) for key, inner in value.items()}
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.megatron.checkpoints.compatibility import imports_adam, mismatch, of_another, stacks_layers
+from megatron_eopt.megatron.checkpoints.loading import has_adams_alone, mismatch, of_another, stacks_layers
 from megatron_eopt.megatron.checkpoints.matching import compressed, has, merged, settings_after_load
 
 MODEL = {"decoder.weight": (2, 8, 4), "output.weight": (16, 4)}
@@ -60,7 +60,7 @@ def test_the_import_from_adam_is_suggested_where_it_would_be_made(wanted, stored
     found = mismatch("Muon", wanted, MODEL | stored)
     assert ("--muon-momentum-from-adam" in found) is helps
     assert ("another optimizer wrote it, or this one with other settings" in found) is not helps
-    assert not helps or imports_adam([{"megatron_eopt": {"import_adam": True}}], stored)
+    assert not helps or has_adams_alone(stored)
 
 
 def test_another_model():

@@ -19,7 +19,7 @@ from megatron_eopt.manifest import compare, from_json
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import gathered
 from megatron_eopt.megatron.averaging import export, go_on_from, trained
-from megatron_eopt.megatron.checkpoints.compatibility import FORMAT, FRESH
+from megatron_eopt.megatron.checkpoints.loading import FORMAT, FRESH
 from megatron_eopt.megatron.checkpoints.matching import (
     GROUPS,
     Settings,

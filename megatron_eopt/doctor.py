@@ -25,19 +25,10 @@ from megatron_eopt.megatron.support.matrix import RELEASES, Row, support_matrix
 from megatron_eopt.orthogonalize.kernels import KERNELS, choose
 from megatron_eopt.registry import list_optimizers
 
-OLDEST_PYTHON, OLDEST_TORCH = "3.12", "2.6"
-_KERNELS = "triton"
-# A square matrix, a wide one and a stack, as the matrices of a model are; in the dtypes that products are computed in.
-_SHAPES = ((1024, 1024), (512, 2048), (2, 256, 1024))
-_DTYPES = (torch.bfloat16, torch.float32)
 _NO_KERNELS = (
     "symmetric products are computed by torch, which takes more time and gives the same numbers up to rounding"
 )
-_ADAMS = {
-    "transformer_engine": "Transformer Engine's, fused",
-    "apex": "Apex's, fused",
-    "torch": "torch's, not fused",
-}
+_ADAMS = {"transformer_engine": "Transformer Engine's, fused", "apex": "Apex's, fused", "torch": "torch's, not fused"}
 
 
 @dataclass(frozen=True)
@@ -115,7 +106,7 @@ def _examine(options: argparse.Namespace, rest: Sequence[str] | None) -> int:
     if rest:
         raise ValueError(f"nothing is expected after --, got {' '.join(rest)}")
     facts = collect()
-    found = problems(facts)
+    found = list(problems(facts))
     if options.json:
         said = {
             "ok": not found,
@@ -214,49 +205,47 @@ def _kernels() -> Kernels:
     if not torch.cuda.is_available():
         return Kernels(missing="torch.cuda finds no GPU")
     device = torch.device("cuda")
-    missing = KERNELS[_KERNELS].missing(device)
-    failed = None if missing is not None else choose(_SHAPES, _DTYPES, device).dropped.get(_KERNELS)
-    return Kernels(missing, failed)
+    if (missing := KERNELS["triton"].missing(device)) is not None:
+        return Kernels(missing)
+    # A square matrix, a wide one and a stack, as those of a model are, in the dtypes that products are computed in.
+    shapes, dtypes = ((1024, 1024), (512, 2048), (2, 256, 1024)), (torch.bfloat16, torch.float32)
+    return Kernels(failed=choose(shapes, dtypes, device).dropped.get("triton"))
 
 
-def problems(facts: Facts) -> list[Problem]:
+def problems(facts: Facts) -> Iterator[Problem]:
     """What keeps training runs from working, or from working as its user believes; causes come first."""
-    return [Problem(what, do) for what, do in _problems(facts)]
-
-
-def _problems(facts: Facts) -> Iterator[tuple[str, str]]:
-    for name, version, oldest in (("Python", facts.python, OLDEST_PYTHON), ("torch", facts.torch, OLDEST_TORCH)):
+    for name, version, oldest in (("Python", facts.python, "3.12"), ("torch", facts.torch, "2.6")):
         if releases.number(version) < releases.number(oldest):
-            yield f"{name} {version} is too old", f"take {oldest} or newer"
+            yield Problem(f"{name} {version} is too old", f"take {oldest} or newer")
     engine, apex, core, supported = facts.transformer_engine, facts.apex, facts.core, f"{RELEASES[-1]} to {RELEASES[0]}"
     if engine is not None and engine.error is not None:
-        yield (
+        yield Problem(
             f"{_named('Transformer Engine', engine)} cannot be imported: {engine.error}",
             "reinstall it for this torch and CUDA, or uninstall it: Megatron fails with it, or takes another Adam",
         )
     if apex is not None and not apex.nvidias:
-        yield (
+        yield Problem(
             f"the package {_named('apex', apex)} is not NVIDIA's: the name on PyPI belongs to another project",
             "pip uninstall apex; NVIDIA's is built from source",
         )
     elif apex is not None and not apex.compiled and (facts.megatron is None or facts.megatron.adam == "apex"):
-        yield (
+        yield Problem(
             f"{_named('Apex', apex)} was built without its CUDA extensions (amp_C), and its Adam cannot be made",
             "build it with them, or uninstall it",
         )
     if core is None:
-        yield "megatron-core is not installed", f"pip install megatron-core, {supported} are supported"
+        yield Problem("megatron-core is not installed", f"pip install megatron-core, {supported} are supported")
     elif _is_too_old(core):
-        yield f"megatron-core {core.version} is too old", f"take one of {supported}"
+        yield Problem(f"megatron-core {core.version} is too old", f"take one of {supported}")
     elif core.error is not None:
-        yield (
+        yield Problem(
             f"megatron-core {core.version} cannot be imported: {core.error}",
             "mend what the error names; a broken package that Megatron imports breaks Megatron",
         )
     if facts.triton is not None and facts.triton.error is not None:
-        yield f"triton cannot be imported: {facts.triton.error}", "install the release torch asks for"
+        yield Problem(f"triton cannot be imported: {facts.triton.error}", "install the release torch asks for")
     if facts.kernels.failed is not None:
-        yield (
+        yield Problem(
             f"the kernels for symmetric products cannot be used on {facts.gpu}: {facts.kernels.failed}",
             f"until then {_NO_KERNELS}; another release of triton or of the driver may help",
         )

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_eopt.manifest import Family, rows
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import gathered
-from megatron_eopt.optimizers.state import SIDES, StateTensor
+from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.redirect import around
 
@@ -58,24 +58,49 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
     in_rows = sum(each.local_shape[0] for each in saved) == parameter.data.shape[0]
     if not in_rows or any(each.local_shape[1:] != saved[0].local_shape[1:] for each in saved):
         raise ValueError(f"{parameter.key} is saved in tensors that are not cut along its rows: {saved}")
-    replica_id = _replica_id(tensor, layout, saved[0].replica_id)
+    ahead, held = saved[0].prepend_axis_num, layout.rectangle  # dimensions of stacked layers and experts
+    # Of rows and columns: the global length, and from where to where this rank has them.
     if len(saved) == 1 or len(layouts) > 1 or "rows" not in tensor.dims:
-        held = layout.rectangle
-        of_matrix = (layout.shape[0], held.top, held.bottom), (layout.shape[1], held.left, held.right)
-        return _sharded(tensor, data, parameter.key, saved[0], of_matrix, replica_id)
-    if "rows" in tensor.dims[1:]:
+        rows, columns = (layout.shape[0], held.top, held.bottom), (layout.shape[1], held.left, held.right)
+        views = [(saved[0], parameter.key, data, rows, columns)]
+    elif "rows" in tensor.dims[1:]:
         raise ValueError(
             f"{tensor.key} of {parameter.key}: rows of a matrix that is saved in {len(saved)} tensors have to be the "
             f"first dimension of a state tensor; got dims {tensor.dims}"
         )
+    else:
+        data_of = data.split([each.local_shape[0] for each in saved])
+        views = [(each, each.key, view, *_sides(each)) for each, view in zip(saved, data_of, strict=True)]
     state = []
-    for each, view in zip(saved, data.split([each.local_shape[0] for each in saved]), strict=True):
-        lengths, starts = (of[each.prepend_axis_num :] for of in (each.global_shape, each.global_offset))
-        rows, columns = (
-            (length, start, start + size) for length, start, size in zip(lengths, starts, each.local_shape, strict=True)
+    for of_parameter, key, view, rows, columns in views:
+        if not view.numel():
+            continue
+        of_side = {"rows": rows, "columns": columns}
+        along = [(dim, 0, dim) if isinstance(dim, int) else of_side[dim] for dim in tensor.dims] or [(1, 0, 1)]
+        lengths, starts, ends = zip(*along, strict=True)
+        shape = [end - start for start, end in zip(starts, ends, strict=True)]
+        assert list(view.shape) == shape[: view.ndim]
+        # With its leading dimensions of one the tensor is whole: Megatron's own way to add them needs equal shards.
+        whole = view.view(*[1] * ahead, *shape)
+        state.append(
+            ShardedTensor(
+                key=state_key(tensor.key, key),
+                data=whole,
+                dtype=data.dtype,
+                local_shape=tuple(whole.shape),
+                global_shape=(*of_parameter.global_shape[:ahead], *lengths),
+                global_offset=(*of_parameter.global_offset[:ahead], *starts),
+                axis_fragmentations=None,
+                replica_id=_replica_id(tensor.dims, layout, saved[0].replica_id),
+            )
         )
-        state += _sharded(tensor, view, each.key, each, (rows, columns), replica_id)
     return state
+
+
+def _sides(saved: ShardedTensor) -> list[tuple[int, int, int]]:
+    lengths, starts = (of[saved.prepend_axis_num :] for of in (saved.global_shape, saved.global_offset))
+    ends = (start + size for start, size in zip(starts, saved.local_shape, strict=True))
+    return list(zip(lengths, starts, ends, strict=True))
 
 
 def joined(tensor: StateTensor, loaded: list[Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -108,48 +133,12 @@ def stacked_index(parameter: Sharded) -> int:
     return index
 
 
-def _sharded(
-    tensor: StateTensor,
-    data: Tensor,
-    key: str,
-    of_parameter: ShardedTensor,
-    sides: tuple[tuple[int, int, int], tuple[int, int, int]],
-    replica_id: int | tuple[int, ...],
-) -> list[ShardedTensor]:
-    """``sides`` are the global lengths of rows and columns, and from where to where this rank holds them."""
-    assert tensor.dims is not None
-    if not data.numel():
-        return []
-    ahead = of_parameter.prepend_axis_num  # dimensions of stacked layers and experts
-    of_side = dict(zip(SIDES, sides, strict=True))
-    along = [(dim, 0, dim) if isinstance(dim, int) else of_side[dim] for dim in tensor.dims] or [(1, 0, 1)]
-    lengths, starts, ends = zip(*along, strict=True)
-    shape = tuple(end - start for start, end in zip(starts, ends, strict=True))
-    assert tuple(data.shape) == shape[: data.ndim]
-    # With its leading dimensions of one the tensor is whole: Megatron's own way to add them needs equal shards.
-    view = data.view(*[1] * ahead, *shape)
-    return [
-        ShardedTensor(
-            key=state_key(tensor.key, key),
-            data=view,
-            dtype=view.dtype,
-            local_shape=tuple(view.shape),
-            global_shape=(*of_parameter.global_shape[:ahead], *lengths),
-            global_offset=(*of_parameter.global_offset[:ahead], *starts),
-            axis_fragmentations=None,
-            replica_id=replica_id,
-        )
-    ]
-
-
-def _replica_id(tensor: StateTensor, layout: Layout, of_parameter: int | tuple[int, ...]) -> int | tuple[int, ...]:
+def _replica_id(
+    dims: Sequence[str | int], layout: Layout, of_parameter: int | tuple[int, ...]
+) -> int | tuple[int, ...]:
     """That of the parameter, (pipeline, tensor, data), told apart further where a state tensor has more copies."""
-    assert tensor.dims is not None
     shards = [
-        tuple(
-            (held.top, held.bottom) if dim == "rows" else (held.left, held.right) if dim == "columns" else ()
-            for dim in tensor.dims
-        )
+        ("rows" in dims and (held.top, held.bottom), "columns" in dims and (held.left, held.right))
         for held in layout.rectangles
     ]
     earlier = shards[: layout.rank].count(shards[layout.rank])  # ranks before this one that hold the same shard

@@ -35,9 +35,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="a checkpoint, or what a run's --save named")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
-    parser.add_argument(
-        "--manifest", action="store_true", help="also the optimizer of each parameter, as the run saved"
-    )
+    parser.add_argument("--manifest", action="store_true", help="also the optimizer of each parameter, as saved")
     parser.add_argument("--no-data", action="store_true", help="metadata only: quick at any size")
     parser.set_defaults(parser=parser, run=verify)
 

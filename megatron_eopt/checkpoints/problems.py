@@ -22,20 +22,7 @@ from typing import IO, Any, Literal
 
 import torch
 
-from megatron_eopt.checkpoints.contents import (
-    COMMON_FILE,
-    FORMAT,
-    METADATA,
-    TRACKER,
-    CheckpointError,
-    Chunk,
-    Contents,
-    StoredTensor,
-    newest,
-)
-
-INTEGRITY = "integrity.json"
-"""Megatron's list of the SHA-256 of files (``--verify-integrity``, from 0.19 on)."""
+from megatron_eopt.checkpoints.contents import INTEGRITY, OWN_FILES, TRACKER, CheckpointError, Chunk, Contents, newest
 
 BLOCK = 1 << 24
 """Bytes read at a time; a multiple of every entry's size. Memory is this times the threads."""
@@ -84,8 +71,7 @@ def _lengths(contents: Contents) -> dict[str, int]:
 
 def _check_neighbours(contents: Contents) -> Iterator[Problem]:
     """The run's tracker file names a checkpoint that is there, and this one has no stray files."""
-    known = {METADATA, FORMAT, COMMON_FILE, INTEGRITY, "modelopt_state"}
-    known |= {name.split("/")[0] for name in _lengths(contents)}
+    known = OWN_FILES | {name.split("/")[0] for name in _lengths(contents)}
     for path in sorted(contents.folder.iterdir()):
         if path.name not in known:
             what = f"{path.name} belongs to nothing that the metadata name"
@@ -152,13 +138,10 @@ class Data:
 def check_data(contents: Contents) -> Data:
     """Read all archives of a checkpoint once, in blocks; those in files that are missing or truncated are left out."""
     folder = contents.folder
-    files = [name for name in (*_lengths(contents), COMMON_FILE) if (folder / name).is_file()]
-    lengths = {name: (folder / name).stat().st_size for name in files}
+    lengths = {name: (folder / name).stat().st_size for name in _lengths(contents) if (folder / name).is_file()}
     work = [each for each in contents.chunks() if lengths.get(each[1].file, -1) >= each[1].start + each[1].length]
-    if COMMON_FILE in lengths:
-        work.append(("the common state", Chunk((), (), COMMON_FILE, 0, lengths[COMMON_FILE])))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        looks = list(pool.map(lambda each: _look(folder, each[1], contents.tensors.get(each[0])), work))
+        looks = list(pool.map(lambda each: _look(contents, *each), work))
     data = Data(len(work), sum(chunk.length for _, chunk in work), sum(not look.checked for look in looks))
     of_keys: dict[str, list[_Look]] = defaultdict(list)
     for (key, _), look in zip(work, looks, strict=True):
@@ -188,11 +171,11 @@ class _Look:
     zero: bool = False
 
 
-def _look(folder: Path, chunk: Chunk, tensor: StoredTensor | None) -> _Look:
+def _look(contents: Contents, key: str, chunk: Chunk) -> _Look:
     """Read one archive; every way in which it can be damaged is an answer, not an exception."""
-    look = _Look()
+    look, tensor = _Look(), contents.tensors.get(key)
     try:
-        with (folder / chunk.file).open("rb") as file:
+        with (contents.folder / chunk.file).open("rb") as file:
             window = io.BufferedReader(Window(file, chunk.start, chunk.length))
             with zipfile.ZipFile(window) as archive:
                 entries = archive.infolist()
@@ -203,44 +186,40 @@ def _look(folder: Path, chunk: Chunk, tensor: StoredTensor | None) -> _Look:
                         for _ in _blocks(archive, entry, look.checked):
                             pass
                 if tensor is not None:
-                    _check_promise(window, chunk, tensor)
+                    _check_promise(window, tensor.dtype, chunk.sizes)
                     look.zero = True
                     for entry in values:
-                        _look_at_values(look, archive, entry, math.prod(chunk.sizes), tensor.dtype)
+                        # What a storage holds beside the tensor is nobody's: only its checksum is looked at.
+                        whole = entry.file_size == math.prod(chunk.sizes) * tensor.dtype.itemsize
+                        look.zero = look.zero and whole
+                        for block in _blocks(archive, entry, look.checked):
+                            if whole:
+                                _count(look, torch.frombuffer(block, dtype=tensor.dtype))
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, ValueError, OSError, EOFError) as error:
         damage = f"in {chunk.file} at byte {chunk.start:,} is damaged: {str(error) or type(error).__name__}"
         return _Look(damage, look.checked)
     return look
 
 
-def _check_promise(window: IO[bytes], chunk: Chunk, tensor: StoredTensor) -> None:
-    """The archive holds a tensor of the shape and dtype that the metadata say."""
+def _check_promise(window: IO[bytes], dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """The archive holds what the metadata say."""
     window.seek(0)
     with torch.serialization.skip_data():
         stored = torch.load(window, map_location="cpu", weights_only=True)
     if not isinstance(stored, torch.Tensor):
         raise ValueError(f"it holds a {type(stored).__name__}, not a tensor")
-    if (stored.dtype, tuple(stored.shape)) != (tensor.dtype, chunk.sizes):
-        found = f"{stored.dtype} {list(stored.shape)}"
-        raise ValueError(f"it holds {found}, not {tensor.dtype} {list(chunk.sizes)}")
+    if (stored.dtype, tuple(stored.shape)) != (dtype, shape):
+        raise ValueError(f"it holds {stored.dtype} {list(stored.shape)}, not {dtype} {list(shape)}")
 
 
-def _look_at_values(
-    look: _Look, archive: zipfile.ZipFile, entry: zipfile.ZipInfo, numel: int, dtype: torch.dtype
-) -> None:
-    # What a storage holds beside the tensor is nobody's, so it is not looked at beyond its checksum.
-    whole = entry.file_size == numel * dtype.itemsize
-    look.zero = look.zero and whole
-    for block in _blocks(archive, entry, look.checked):
-        if whole:
-            values = torch.frombuffer(block, dtype=dtype)
-            values = values.float() if dtype.itemsize == 1 else values  # float8 has no reductions
-            real = torch.view_as_real(values) if values.is_complex() else values
-            low, high = map(float, real.aminmax())  # one pass, in which NaN wins
-            look.zero = look.zero and low == high == 0
-            if not math.isfinite(low + high):
-                look.nan += int(values.isnan().sum())
-                look.infinite += int(values.isinf().sum())
+def _count(look: _Look, values: torch.Tensor) -> None:
+    values = values.float() if values.dtype.itemsize == 1 else values  # float8 has no reductions
+    real = torch.view_as_real(values) if values.is_complex() else values
+    low, high = map(float, real.aminmax())  # one pass, in which NaN wins
+    look.zero = look.zero and low == high == 0
+    if not math.isfinite(low + high):
+        look.nan += int(values.isnan().sum())
+        look.infinite += int(values.isinf().sum())
 
 
 def _blocks(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, checked: bool) -> Iterator[bytearray]:

@@ -25,7 +25,6 @@ _LABELS = {
     _ADAM: "Adam",
     _LION: "Lion",
 }
-_FIRST_MOMENTS = ("momentum_buffer", "exp_avg")
 _SHAPED_AS_PARAMETER = {MAIN, *_ADAM}.union(*(row.state for row in FAMILY))
 
 # Under the distributed optimizer Megatron puts the number of the optimizer ahead.
@@ -51,15 +50,11 @@ class OptimizerState:
     block: dict[str, Any] = field(default_factory=dict)  # ours; empty where there is none
 
     @property
-    def keys(self) -> frozenset[str]:
-        """State keys of any of its parameters, without the main copy."""
-        return frozenset[str]().union(*map(_keys, self.kept.values()))
-
-    @property
     def states(self) -> dict[str, list[StoredTensor]]:
         """State key -> the tensors of it, without the main copy."""
         tensors = [(base(state), tensor) for states in self.kept.values() for state, tensor in states.items()]
-        return {key: [tensor for state, tensor in tensors if state == key] for key in sorted(self.keys)}
+        keys = sorted({key for key, _ in tensors} - {MAIN})
+        return {key: [tensor for state, tensor in tensors if state == key] for key in keys}
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -67,14 +62,19 @@ class OptimizerState:
         return tuple(parameter for parameter, states in self.kept.items() if states)
 
 
-def optimizers_in(state_dict: Any) -> Iterator[dict[Any, Any]]:
-    """The state dicts of those of Megatron's optimizers that have our block."""
+def holding(state_dict: Any, key: str) -> Iterator[dict[Any, Any]]:
+    """The outermost dicts in a state dict that have this key."""
     if isinstance(state_dict, dict):
-        if BLOCK in state_dict:
+        if key in state_dict:
             yield state_dict
         else:
             for value in state_dict.values():
-                yield from optimizers_in(value)
+                yield from holding(value, key)
+
+
+def optimizers_in(state_dict: Any) -> Iterator[dict[Any, Any]]:
+    """The state dicts of those of Megatron's optimizers that have our block."""
+    return holding(state_dict, BLOCK)
 
 
 def blocks_of(state_dict: Any) -> list[dict[str, Any]]:
@@ -174,7 +174,7 @@ def check_states(contents: Contents, zeros: Set[str] = frozenset()) -> Iterator[
     if without and not flat:
         what = f"no optimizer keeps anything for {_named(without)}"
         yield Problem("warning", what, "right for frozen parameters and buffers, and for nothing else")
-    for state in _FIRST_MOMENTS:
+    for state in ("momentum_buffer", "exp_avg"):
         stored = [states[state].key for states in kept.values() if state in states]
         if stored and zeros >= set(stored):
             what = f"{state} is zero in all {len(stored)} tensors"
@@ -194,13 +194,13 @@ def _label(keys: frozenset[str]) -> str:
 def _incomplete(contents: Contents) -> Iterator[Problem]:
     """What parameters lack of what their optimizer keeps."""
     found = optimizer_states(contents)
-    inferred = [each.keys for each in found if not each.block]
+    inferred = [frozenset(each.states) for each in found if not each.block]
     # Adam's may be a subset of another's, as of SOAP's, beside which it serves.
     complete = {_ADAM}
     if any("lion" in str(contents.args.get(name)) for name in ("optimizer", "muon_scalar_optimizer")):
         complete.add(_LION)
     for each in found:
-        name, keys, partly = each.name, each.keys, each.block.get("partly") or {}
+        name, keys, partly = each.name, frozenset(each.states), each.block.get("partly") or {}
         if each.block:
             keys |= frozenset(each.block.get("states") or [])
         elif keys not in complete:

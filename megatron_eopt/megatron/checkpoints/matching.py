@@ -10,10 +10,10 @@ reported. What the run itself made of it (a step count, where the schedule stood
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
-from megatron_eopt.checkpoints.states import BLOCK, blocks_of, optimizers_in
+from megatron_eopt.checkpoints.states import BLOCK, blocks_of, holding, optimizers_in
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.registry import EMERGING_OPTIMIZERS
 
@@ -146,7 +146,7 @@ def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -
     Megatron leaves out what is empty on this rank: it comes back as empty.
     """
     inner: dict[Any, Any] = {"state": dict(torch_state(loaded).get("state", {}))}
-    saved = list(_torch_states(common))
+    saved = list(holding(common, GROUPS))
     inner[GROUPS] = [group for each in saved for group in each[GROUPS]]
     blocks = blocks_of(common)
     name = requested[BLOCK]["optimizer"]
@@ -172,13 +172,3 @@ def _is_adam(name: str) -> bool:
     """Whether an optimizer is one of the Adams that Megatron builds: Transformer Engine's, Apex's or torch's."""
     described = (each.optimizer_cls for each in EMERGING_OPTIMIZERS.values())
     return "Adam" in name and name not in {each.__name__ for each in described if issubclass(each, BaseOptimizer)}
-
-
-def _torch_states(common: Any) -> Iterator[dict[Any, Any]]:
-    """The state dicts of torch optimizers in the common state."""
-    if isinstance(common, dict):
-        if GROUPS in common:
-            yield common
-        else:
-            for key, value in common.items():
-                yield from (_torch_states(value) if key != BLOCK else ())

@@ -16,8 +16,8 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import get_args
 
+from megatron_eopt import doctor
 from megatron_eopt.checkpoints import command as checkpoint
-from megatron_eopt.doctor import diagnosis as doctor
 from megatron_eopt.manifest import table, to_json
 from megatron_eopt.models import MODELS, Model, Parallel, matrices_of
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types

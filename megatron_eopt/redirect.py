@@ -63,9 +63,9 @@ def becomes(replacement: Any) -> Callable[[Any], Any]:
 
 
 def around(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
-    """A ``make`` whose replacement calls ``replacement`` with the original before the arguments.
+    """A ``make`` from a function that is called with the original, and then with the original's arguments.
 
-    It has the name and documentation of the original, so that tracebacks and pickle find it.
+    What it makes has the name and documentation of the original, so that tracebacks and pickle find it.
     """
 
     def make(original: Any) -> Callable[..., Any]:

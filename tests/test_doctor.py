@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from megatron_eopt.cli import main
-from megatron_eopt.doctor.diagnosis import matrix, notes, problems
-from megatron_eopt.doctor.facts import Apex, Facts, Kernels, Megatron, Package
+from megatron_eopt.doctor import Apex, Facts, Kernels, Megatron, Package, matrix, notes, problems
 from megatron_eopt.megatron.support.matrix import RELEASES, support_matrix
 from megatron_eopt.registry import list_optimizers
 from tests.megatron.runs import without_emerging_optimizers
@@ -222,7 +221,7 @@ def test_megatron_training_needs_what_it_does_not_declare(tmp_path):
 
 
 def test_a_healthy_machine_has_neither_problems_nor_notes():
-    assert problems(HEALTHY) == []
+    assert list(problems(HEALTHY)) == []
     assert notes(HEALTHY) == []
     assert matrix(HEALTHY) == support_matrix("0.19.2")
 
@@ -247,7 +246,7 @@ def test_problems_say_what_to_do(found, what, do):
 
 
 def test_an_apex_that_megatron_does_not_take_is_no_problem():
-    assert problems(replace(HEALTHY, apex=Apex("0.1", nvidias=True, compiled=False))) == []
+    assert list(problems(replace(HEALTHY, apex=Apex("0.1", nvidias=True, compiled=False)))) == []
 
 
 def test_what_is_newer_than_what_was_tried_is_noted():
@@ -259,4 +258,4 @@ def test_kernels_that_the_gpu_cannot_run_are_noted():
     reason = "the GPU has compute capability 7.0, and 8.0 is needed"
     (note,) = notes(replace(HEALTHY, kernels=Kernels(missing=reason)))
     assert reason in note
-    assert problems(replace(HEALTHY, kernels=Kernels(missing=reason))) == []
+    assert list(problems(replace(HEALTHY, kernels=Kernels(missing=reason)))) == []

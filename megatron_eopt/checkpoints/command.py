@@ -8,23 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_eopt.checkpoints import states
 from megatron_eopt.checkpoints.contents import CheckpointError, Contents, StoredTensor, newest, read_contents
-from megatron_eopt.checkpoints.data import Data, check_data, check_integrity
-from megatron_eopt.checkpoints.problems import check_structure
-from megatron_eopt.checkpoints.states import (
-    MAIN,
-    blocks,
-    check_states,
-    distributed_format,
-    groups,
-    optimizer_states,
-    parameters,
-    state_keys,
-)
+from megatron_eopt.checkpoints.problems import Data, check_data, check_integrity, check_structure
 from megatron_eopt.checkpoints.would_load import parse_flags, would_load
 from megatron_eopt.manifest import from_json, table
-
-OK, PROBLEMS, UNREADABLE = 0, 1, 2
 
 _SIZES = {
     "TP": "tensor_model_parallel_size",
@@ -47,22 +35,13 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="a checkpoint, or what a run's --save named")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
-    parser.add_argument(
-        "--manifest", action="store_true", help="also the optimizer of each parameter, as the run saved"
-    )
+    parser.add_argument("--manifest", action="store_true", help="also the optimizer of each parameter, as saved")
     parser.add_argument("--no-data", action="store_true", help="metadata only: quick at any size")
     parser.set_defaults(parser=parser, run=verify)
 
 
 def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
-    """Print the report of a checkpoint.
-
-    Args:
-        options: of the command's parser.
-        flags: of a run; None if none are to be compared.
-
-    Returns:
-        The exit status.
+    """Print the report of a checkpoint, compared with a run if there are ``flags`` of one; the exit status.
 
     Raises:
         ValueError: for flags that cannot be parsed.
@@ -74,44 +53,42 @@ def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
         if options.json:
             print(json.dumps({"ok": False, "unreadable": str(error)}))
         print(f"megatron-eopt verify-checkpoint: {error}", file=sys.stderr)
-        return UNREADABLE
-    problems = check_structure(contents)
-    data = None
-    if not options.no_data:
-        data = check_data(contents)
+        return 2
+    problems = list(check_structure(contents))
+    data = None if options.no_data else check_data(contents)
+    if data is not None:
         problems += [*data.problems, *check_integrity(contents.folder)]
-    problems += check_states(contents, data.zeros if data else None)
+    problems += states.check_states(contents, data.zeros if data else frozenset())
     said = _said(contents, data)
     if run is not None:
-        comparison = would_load(contents, run)
-        problems += comparison.problems
-        said["notes"] = list(comparison.notes)
+        of_run, said["notes"] = would_load(contents, run)
+        problems += of_run
     errors = sum(problem.severity == "error" for problem in problems)
     said |= {"problems": [asdict(problem) for problem in problems], "errors": errors}
     said |= {"warnings": len(problems) - errors, "ok": not errors}
     report = _text(said)
     if options.manifest:
-        saved = next((block["manifest"] for block in blocks(contents) if "manifest" in block), None)
-        said["manifest"] = saved
+        blocks = states.blocks_of(contents.common.get("optimizer"))
+        saved = said["manifest"] = next((block["manifest"] for block in blocks if "manifest" in block), None)
         missing = "no manifest: another package, or an earlier release of this one, has saved it"
         report = f"{table(from_json(saved)) if saved is not None else missing}\n\n{report}"
     print(json.dumps(said, indent=1) if options.json else report)
-    return PROBLEMS if errors else OK
+    return 1 if errors else 0
 
 
 def _said(contents: Contents, data: Data | None) -> dict[str, Any]:
     """What the report says of a checkpoint but its problems, as values that JSON can hold."""
-    args, kept = contents.args, state_keys(contents)
+    args, kept = contents.args, states.state_keys(contents)
     precision = next((name for name in ("bf16", "fp16") if args.get(name)), "fp32")
     optimizers = [
         {
             "name": each.name,
             "source": each.source,
-            "settings": _plain(each.settings),
-            "parameters": list(each.parameters),
+            "settings": _plain(each.block.get("settings") or {}),
+            "parameters": each.parameters,
             "states": {state: _totals(tensors) for state, tensors in each.states.items()},
         }
-        for each in optimizer_states(contents)
+        for each in states.optimizer_states(contents)
     ]
     return {
         "folder": str(contents.folder),
@@ -119,11 +96,11 @@ def _said(contents: Contents, data: Data | None) -> dict[str, Any]:
         "megatron": contents.release,
         "sizes": {short: args[name] for short, name in _SIZES.items() if name in args},
         "precision": precision if args else "precision not saved",
-        "model": _totals(parameters(contents).values()),
-        "main_copies": _totals(states[MAIN] for states in kept.values() if MAIN in states),
-        "distributed_optimizer": distributed_format(contents),
+        "model": _totals(states.parameters(contents).values()),
+        "main_copies": _totals(own[states.MAIN] for own in kept.values() if states.MAIN in own),
+        "distributed_optimizer": states.distributed_format(contents),
         "optimizers": optimizers,
-        "groups": {label: _plain(group) for label, group in groups(contents)},
+        "groups": {label: _plain(group) for label, group in states.groups(contents)},
         "data": data and {"archives": data.archives, "bytes": data.bytes, "sound": not data.problems},
         "args": _plain(args),
     }
@@ -160,9 +137,10 @@ def _text(said: dict[str, Any]) -> str:
     for label, group in said["groups"].items():
         shown = ", ".join(f"{name} {_value(group[name])}" for name in _SHOWN if group.get(name) is not None)
         lines.append(f"group {label:<5} {shown}")
-    data = said["data"]
-    read = f"{data['archives']:,} archives read, {_size(data['bytes'])}" if data else "not read (--no-data)"
-    read += ": checksums right, all finite" if data and data["sound"] else ""
+    read = "not read (--no-data)"
+    if data := said["data"]:
+        sound = ": checksums right, all finite" if data["sound"] else ""
+        read = f"{data['archives']:,} archives read, {_size(data['bytes'])}{sound}"
     lines.append(f"data        {read}")
     lines += [f"note        {note}" for note in said.get("notes", [])]
     for problem in said["problems"]:
@@ -183,7 +161,7 @@ def _optimizer_lines(said: dict[str, Any]) -> Iterator[str]:
         for state, totals in each["states"].items():
             yield f"  {state:<19} {_total_text(totals)}"
     if said["main_copies"]["tensors"]:
-        yield f"  {MAIN:<19} {_total_text(said['main_copies'])}"
+        yield f"  {states.MAIN:<19} {_total_text(said['main_copies'])}"
     if not said["optimizers"] and not said["distributed_optimizer"]:
         yield "optimizer   none"
 

@@ -12,6 +12,7 @@ becomes an inert stand-in, so that an enum of a Megatron that is not installed c
 import argparse
 import io
 import json
+import math
 import pickle
 import re
 from collections.abc import Callable, Sequence
@@ -27,14 +28,15 @@ METADATA = ".metadata"
 FORMAT = "metadata.json"
 COMMON_FILE = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
+INTEGRITY = "integrity.json"  # Megatron's list of the SHA-256 of files (--verify-integrity, from 0.19 on)
 TRACKER = "latest_checkpointed_iteration.txt"
+OWN_FILES = frozenset({METADATA, FORMAT, INTEGRITY, "modelopt_state"})  # beside those with chunks
 
+_OF_METADATA = """BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties
+    TensorStorageMetadata _MEM_FORMAT_ENCODING"""
 _METADATA_CLASSES: dict[tuple[str, str], Any] = {
-    **{
-        (metadata.__name__, name): getattr(metadata, name)
-        for name in """BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties
-            TensorStorageMetadata _MEM_FORMAT_ENCODING""".split()
-    },
+    **{(metadata.__name__, name): getattr(metadata, name) for name in _OF_METADATA.split()},
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("torch", "Size"): torch.Size,
@@ -72,7 +74,7 @@ class StoredTensor:
     @property
     def entries(self) -> int:
         """How many entries it has."""
-        return int(torch.Size(self.shape).numel())
+        return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
@@ -82,21 +84,18 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Contents:
-    """All that the metadata of a checkpoint says.
+    """All that the metadata of a checkpoint says."""
 
-    Attributes:
-        folder: the checkpoint's own folder, as ``iter_0000100``.
-        tensors: by key, in the order of the metadata.
-        blobs: the objects by key; of these only the common state is read.
-        common: the common state.
-        release: which releases of Megatron-Core save in this way.
-    """
-
-    folder: Path
+    folder: Path  # the checkpoint's own, as iter_0000100
     tensors: dict[str, StoredTensor]
-    blobs: dict[str, Chunk]
+    blobs: dict[str, Chunk]  # the objects; of these only the common state is read
     common: dict[str, Any]
-    release: str
+    release: str  # which releases of Megatron-Core save in this way
+
+    def chunks(self) -> list[tuple[str, Chunk]]:
+        """All chunks of tensors, and the objects, with their keys."""
+        of_tensors = [(key, chunk) for key, tensor in self.tensors.items() for chunk in tensor.chunks]
+        return [*of_tensors, *self.blobs.items()]
 
     @property
     def args(self) -> dict[str, Any]:
@@ -130,41 +129,46 @@ def newest(folder: Path) -> Path:
             )
         return folder
     said = tracker.read_text(errors="replace").strip()
-    if said != "release" and not said.isdecimal():
-        raise CheckpointError(
-            f"{tracker} says {said!r} instead of an iteration or 'release'; {there}: write one's number into it"
-        )
-    name = said if said == "release" else f"iter_{int(said):07d}"
-    if not (folder / name).is_dir():
-        raise CheckpointError(f"{tracker} says {said}, and {name} is not there; {there}: write one's number into it")
-    return folder / name
+    name = f"iter_{int(said):07d}" if said.isdecimal() else said
+    if name != "release" and not said.isdecimal():
+        wrong = f"{said!r} instead of an iteration or 'release'"
+    elif not (folder / name).is_dir():
+        wrong = f"{said}, and {name} is not there"
+    else:
+        return folder / name
+    raise CheckpointError(f"{tracker} says {wrong}; {there}: write one's number into it")
 
 
 def read_contents(folder: Path) -> Contents:
-    """Read the metadata of one checkpoint.
-
-    Args:
-        folder: the checkpoint's own folder; ``newest`` finds that of a run.
+    """Read the metadata of one checkpoint, from its own folder; ``newest`` finds that of a run.
 
     Raises:
         CheckpointError: if it is not there, not in torch_dist format, not finished, or if its metadata or its common
             state cannot be read.
     """
     _check_format(folder)
+    tensors, blobs = {}, {}
     try:
         with (folder / METADATA).open("rb") as file:
             found = read_metadata(file)
         if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
             raise TypeError(f"it holds a {type(found).__name__}")
-        tensors, blobs = _entries(found)
+        for key, stored in found.state_dict_metadata.items():
+            if isinstance(stored, TensorStorageMetadata):
+                chunks = tuple(_chunk(found, key, chunk.offsets, chunk.sizes) for chunk in stored.chunks)
+                tensors[key] = StoredTensor(key, tuple(stored.size), stored.properties.dtype, chunks)
+            else:
+                blobs[key] = _chunk(found, key)
     except Exception as error:  # a damaged pickle raises anything
         raise CheckpointError(
             f"{folder / METADATA} cannot be read ({type(error).__name__}: {error}). It is truncated, damaged or of "
             "another kind, and without it no data can be found: take another checkpoint, or a copy of this file"
         ) from error
-    if (folder / COMMON_FILE).is_file():
-        return Contents(folder, tensors, blobs, _common(folder, None), "0.18 or before")
-    return Contents(folder, tensors, blobs, _common(folder, blobs.get(COMMON_KEY)), "0.19 or later")
+    common = blobs.get(COMMON_KEY)
+    if (older := folder / COMMON_FILE).is_file():
+        common = blobs["the common state"] = Chunk((), (), COMMON_FILE, 0, older.stat().st_size)
+    release = "0.18 or before" if older.is_file() else "0.19 or later"
+    return Contents(folder, tensors, blobs, _common(folder, common), release)
 
 
 def is_legacy(folder: Path) -> bool:
@@ -197,20 +201,7 @@ def _check_format(folder: Path) -> None:
     if backend != "torch_dist":
         raise CheckpointError(f"{folder} is in the format {backend!r}, and only torch_dist is read here")
     if METADATA not in names:
-        raise CheckpointError(
-            f"{folder} has no {METADATA}, without which no data can be found: copy it from where it is"
-        )
-
-
-def _entries(found: Metadata) -> tuple[dict[str, StoredTensor], dict[str, Chunk]]:
-    tensors, blobs = {}, {}
-    for key, stored in found.state_dict_metadata.items():
-        if isinstance(stored, TensorStorageMetadata):
-            chunks = tuple(_chunk(found, key, chunk.offsets, chunk.sizes) for chunk in stored.chunks)
-            tensors[key] = StoredTensor(key, tuple(stored.size), stored.properties.dtype, chunks)
-        else:
-            blobs[key] = _chunk(found, key)
-    return tensors, blobs
+        raise CheckpointError(f"{folder} has no {METADATA}, so no data can be found: copy it from where it is")
 
 
 def _chunk(found: Metadata, key: str, offsets: torch.Size | None = None, sizes: Sequence[int] = ()) -> Chunk:
@@ -224,11 +215,11 @@ def _chunk(found: Metadata, key: str, offsets: torch.Size | None = None, sizes: 
 def _common(folder: Path, blob: Chunk | None) -> dict[str, Any]:
     path = folder / (blob.file if blob else COMMON_FILE)
     try:
-        if blob is None and not path.is_file():
+        if blob is None:
             raise FileNotFoundError(f"neither {COMMON_KEY} in {METADATA} nor {COMMON_FILE}")
         with path.open("rb") as file:
-            file.seek(blob.start if blob else 0)
-            common = read_archive(io.BytesIO(file.read(blob.length if blob else -1)))
+            file.seek(blob.start)
+            common = read_archive(io.BytesIO(file.read(blob.length)))
         if isinstance(common, list) and len(common) == 1:
             common = common[0]
         if not isinstance(common, dict):
@@ -271,11 +262,7 @@ def _unknown(module: str, name: str) -> type[Unknown]:
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _METADATA_CLASSES:
-            return _METADATA_CLASSES[module, name]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        return _unknown(module, name)
+        return _METADATA_CLASSES.get((module, name)) or _unknown(module, name)
 
 
 def read_metadata(file: IO[bytes]) -> Any:

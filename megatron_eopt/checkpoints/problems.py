@@ -1,16 +1,33 @@
-"""Whether the files of a checkpoint are what its metadata says, without reading its tensors."""
+"""What is wrong with a checkpoint: its files, its metadata, and the bytes of its tensors.
+
+Every chunk is an archive of ``torch.save``, a zip file with a CRC-32 for each entry. Neither ``torch.load`` nor
+distributed checkpointing look at these, so a byte that changed on disk or on the way loads as another number.
+"""
 
 import bisect
+import hashlib
+import io
+import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import os
+import zipfile
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from pathlib import Path
+from typing import IO, Any, Literal
 
-from megatron_eopt.checkpoints.contents import COMMON_FILE, FORMAT, METADATA, TRACKER, CheckpointError, Contents, newest
+import torch
 
-INTEGRITY = "integrity.json"
-"""Megatron's list of the SHA-256 of files (``--verify-integrity``, from 0.19 on)."""
+from megatron_eopt.checkpoints.contents import INTEGRITY, OWN_FILES, TRACKER, CheckpointError, Chunk, Contents, newest
+
+BLOCK = 1 << 24
+"""Bytes read at a time; a multiple of every entry's size. Memory is this times the threads."""
+
+_DAMAGED = "copy the file again, or take another checkpoint"
 
 
 @dataclass(frozen=True)
@@ -22,79 +39,61 @@ class Problem:
     advice: str
 
 
-def check_structure(contents: Contents) -> list[Problem]:
+def check_structure(contents: Contents) -> Iterator[Problem]:
     """Every file is there and long enough, every tensor is tiled by its chunks, and there are no stray files."""
-    return [*check_files(contents), *check_tiling(contents), *check_neighbours(contents)]
-
-
-def needed(contents: Contents) -> dict[str, int]:
-    """How many bytes each file has at least, by name."""
-    lengths: dict[str, int] = {}
-    chunks = [chunk for tensor in contents.tensors.values() for chunk in tensor.chunks]
-    for chunk in [*chunks, *contents.blobs.values()]:
-        lengths[chunk.file] = max(lengths.get(chunk.file, 0), chunk.start + chunk.length)
-    return dict(sorted(lengths.items()))
-
-
-def check_files(contents: Contents) -> list[Problem]:
-    """Files that the metadata name are there and reach to the end of the last chunk in them."""
-    problems = []
-    for name, end in needed(contents).items():
-        path = contents.folder / name
-        if not path.is_file():
-            problems.append(Problem("error", f"{name} is missing ({end:,} bytes)", "copy it from where it is"))
-        elif (length := path.stat().st_size) < end:
-            what = f"{name} is truncated: {length:,} bytes, and its last chunk ends at {end:,}"
-            problems.append(Problem("error", what, "copy it again, or take another checkpoint"))
-    return problems
-
-
-def check_tiling(contents: Contents) -> list[Problem]:
-    """The chunks of each tensor cover its shape once: no gap, no overlap."""
-    problems = []
+    yield from check_files(contents)
     for tensor in contents.tensors.values():
         fault = tiling_fault(tensor.shape, [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks])
         if fault:
             what = f"{tensor.key} {list(tensor.shape)}: {fault}"
-            problems.append(Problem("error", what, "the save was wrong: take another checkpoint"))
-    return problems
+            yield Problem("error", what, "the save was wrong: take another checkpoint")
+    yield from _check_neighbours(contents)
 
 
-def check_neighbours(contents: Contents) -> list[Problem]:
+def check_files(contents: Contents) -> Iterator[Problem]:
+    """Files that the metadata name are there and reach to the end of the last chunk in them."""
+    for name, end in sorted(_lengths(contents).items()):
+        path = contents.folder / name
+        if not path.is_file():
+            yield Problem("error", f"{name} is missing ({end:,} bytes)", "copy it from where it is")
+        elif (length := path.stat().st_size) < end:
+            what = f"{name} is truncated: {length:,} bytes, and its last chunk ends at {end:,}"
+            yield Problem("error", what, "copy it again, or take another checkpoint")
+
+
+def _lengths(contents: Contents) -> dict[str, int]:
+    """How many bytes each file has at least, by name."""
+    lengths: dict[str, int] = {}
+    for _, chunk in contents.chunks():
+        lengths[chunk.file] = max(lengths.get(chunk.file, 0), chunk.start + chunk.length)
+    return lengths
+
+
+def _check_neighbours(contents: Contents) -> Iterator[Problem]:
     """The run's tracker file names a checkpoint that is there, and this one has no stray files."""
-    problems = []
-    known = {METADATA, FORMAT, COMMON_FILE, INTEGRITY, "modelopt_state"}
-    known |= {name.split("/")[0] for name in needed(contents)}
+    known = OWN_FILES | {name.split("/")[0] for name in _lengths(contents)}
     for path in sorted(contents.folder.iterdir()):
         if path.name not in known:
             what = f"{path.name} belongs to nothing that the metadata name"
             advice = "a temporary file, or one of a save that was interrupted before this one: delete it"
-            problems.append(Problem("warning", what, advice))
+            yield Problem("warning", what, advice)
     run = contents.folder.resolve().parent
     if (run / TRACKER).is_file():
         try:
             newest(run)
         except CheckpointError as error:
-            problems.append(Problem("error", str(error), "a run that loads the folder above would stop"))
+            yield Problem("error", str(error), "a run that loads the folder above would stop")
     elif contents.folder.name == "release" or contents.folder.name.startswith("iter_"):
         what = f"there is no {TRACKER} beside {contents.folder.name}"
         advice = "Megatron would start anew from the folder above: write the iteration into that file"
-        problems.append(Problem("warning", what, advice))
-    return problems
+        yield Problem("warning", what, advice)
 
 
-Box = tuple[Sequence[int], Sequence[int]]
-
-
-def tiling_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
-    """What keeps boxes from covering every entry of ``shape`` exactly once; None if nothing does.
+def tiling_fault(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> str | None:
+    """What keeps boxes, offsets and sizes, from covering each entry of ``shape`` once; None if nothing does.
 
     One dimension at a time: between two neighbouring edges of boxes the same boxes cover every position, so each such
     slab is a problem of one dimension less. A regular grid of n chunks costs O(n log n).
-
-    Args:
-        shape: of the tensor.
-        boxes: offsets and sizes of the chunks.
     """
     if 0 in shape:
         return None
@@ -121,8 +120,162 @@ def _fault(shape: tuple[int, ...], boxes: list[list[tuple[int, int]]], at: tuple
         start, stop = (bisect.bisect_left(edges, edge) for edge in box[axis])
         for slab in slabs[start:stop]:
             slab.append(box)
-    for edge, slab in zip(edges, slabs, strict=False):
-        fault = _fault(shape, slab, (*at, edge))
-        if fault:
-            return fault
-    return None
+    faults = (_fault(shape, slab, (*at, edge)) for edge, slab in zip(edges, slabs, strict=False))
+    return next(filter(None, faults), None)
+
+
+@dataclass
+class Data:
+    """What reading a checkpoint showed."""
+
+    archives: int
+    bytes: int
+    unchecked: int  # archives that were saved without checksums
+    problems: list[Problem] = field(default_factory=list)
+    zeros: set[str] = field(default_factory=set)  # keys of tensors all of whose entries are zero
+
+
+def check_data(contents: Contents) -> Data:
+    """Read all archives of a checkpoint once, in blocks; those in files that are missing or truncated are left out."""
+    folder = contents.folder
+    lengths = {name: (folder / name).stat().st_size for name in _lengths(contents) if (folder / name).is_file()}
+    work = [each for each in contents.chunks() if lengths.get(each[1].file, -1) >= each[1].start + each[1].length]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        looks = list(pool.map(lambda each: _look(contents, *each), work))
+    data = Data(len(work), sum(chunk.length for _, chunk in work), sum(not look.checked for look in looks))
+    of_keys: dict[str, list[_Look]] = defaultdict(list)
+    for (key, _), look in zip(work, looks, strict=True):
+        of_keys[key].append(look)
+    for key, of_key in of_keys.items():
+        data.problems += [Problem("error", f"{key} {look.damage}", _DAMAGED) for look in of_key if look.damage]
+        counts = {"NaN": sum(look.nan for look in of_key), "infinite": sum(look.infinite for look in of_key)}
+        if found := " and ".join(f"{count:,} {kind}" for kind, count in counts.items() if count):
+            advice = "the run had diverged, or a kernel failed, before it was saved: take an earlier checkpoint"
+            data.problems.append(Problem("error", f"{key} has {found} entries", advice))
+        if key in contents.tensors and contents.tensors[key].entries and all(look.zero for look in of_key):
+            data.zeros.add(key)
+    if data.unchecked:
+        what = f"{data.unchecked} of {data.archives} archives were saved without checksums: damage would not show"
+        data.problems.append(Problem("warning", what, "leave torch.serialization.set_crc32_options as it is"))
+    return data
+
+
+@dataclass
+class _Look:
+    """What one archive showed."""
+
+    damage: str = ""
+    checked: bool = True
+    nan: int = 0
+    infinite: int = 0
+    zero: bool = False
+
+
+def _look(contents: Contents, key: str, chunk: Chunk) -> _Look:
+    """Read one archive; every way in which it can be damaged is an answer, not an exception."""
+    look, tensor = _Look(), contents.tensors.get(key)
+    try:
+        with (contents.folder / chunk.file).open("rb") as file:
+            window = io.BufferedReader(Window(file, chunk.start, chunk.length))
+            with zipfile.ZipFile(window) as archive:
+                entries = archive.infolist()
+                look.checked = any(entry.CRC for entry in entries)  # without checksums torch writes zero for all
+                values = [entry for entry in entries if tensor is not None and "/data/" in entry.filename]
+                for entry in entries:
+                    if entry not in values:
+                        for _ in _blocks(archive, entry, look.checked):
+                            pass
+                if tensor is not None:
+                    _check_promise(window, tensor.dtype, chunk.sizes)
+                    look.zero = True
+                    for entry in values:
+                        # What a storage holds beside the tensor is nobody's: only its checksum is looked at.
+                        whole = entry.file_size == math.prod(chunk.sizes) * tensor.dtype.itemsize
+                        look.zero = look.zero and whole
+                        for block in _blocks(archive, entry, look.checked):
+                            if whole:
+                                _count(look, torch.frombuffer(block, dtype=tensor.dtype))
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, ValueError, OSError, EOFError) as error:
+        damage = f"in {chunk.file} at byte {chunk.start:,} is damaged: {str(error) or type(error).__name__}"
+        return _Look(damage, look.checked)
+    return look
+
+
+def _check_promise(window: IO[bytes], dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """The archive holds what the metadata say."""
+    window.seek(0)
+    with torch.serialization.skip_data():
+        stored = torch.load(window, map_location="cpu", weights_only=True)
+    if not isinstance(stored, torch.Tensor):
+        raise ValueError(f"it holds a {type(stored).__name__}, not a tensor")
+    if (stored.dtype, tuple(stored.shape)) != (dtype, shape):
+        raise ValueError(f"it holds {stored.dtype} {list(stored.shape)}, not {dtype} {list(shape)}")
+
+
+def _count(look: _Look, values: torch.Tensor) -> None:
+    values = values.float() if values.dtype.itemsize == 1 else values  # float8 has no reductions
+    real = torch.view_as_real(values) if values.is_complex() else values
+    low, high = map(float, real.aminmax())  # one pass, in which NaN wins
+    look.zero = look.zero and low == high == 0
+    if not math.isfinite(low + high):
+        look.nan += int(values.isnan().sum())
+        look.infinite += int(values.isinf().sum())
+
+
+def _blocks(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, checked: bool) -> Iterator[bytearray]:
+    if not checked:
+        entry.CRC = None  # type: ignore[assignment]  # zipfile then compares none
+    with archive.open(entry) as file:
+        while block := file.read(BLOCK):
+            yield bytearray(block)
+
+
+class Window(io.RawIOBase):
+    """The bytes ``[start, start + length)`` of a file, as a file; torch's own seeks the wrong way from the end."""
+
+    def __init__(self, file: io.BufferedIOBase, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        """Always, and so with ``seekable``."""
+        return True
+
+    seekable = readable
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move, within the window."""
+        self._at = offset + (0, self._at, self._length)[whence]
+        if self._at < 0:
+            raise OSError(f"seek to {self._at}")
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read what is left of the window, at most."""
+        size = max(0, min(len(buffer), self._length - self._at))
+        self._file.seek(self._start + self._at)
+        read = self._file.readinto(memoryview(buffer)[:size])
+        self._at += read
+        return read
+
+
+def check_integrity(folder: Path) -> Iterator[Problem]:
+    """Files have the SHA-256 that Megatron wrote down; nothing is checked where it wrote none."""
+    path = folder / INTEGRITY
+    if not path.is_file():
+        return
+    try:
+        written = json.loads(path.read_text())
+        algorithm, files = written.get("algorithm", "sha256"), dict(written["files"])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        yield Problem("error", f"{INTEGRITY} cannot be read ({error})", _DAMAGED)
+        return
+    if algorithm != "sha256":
+        yield Problem("error", f"{INTEGRITY} has the algorithm {algorithm!r} instead of sha256", "compare by hand")
+        return
+    for name, expected in files.items():
+        if not (folder / name).is_file():
+            yield Problem("error", f"{name} is in {INTEGRITY} and missing", "copy it from where it is")
+            continue
+        with (folder / name).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != expected:
+                yield Problem("error", f"{name} has another SHA-256 than {INTEGRITY} says", _DAMAGED)

@@ -1,7 +1,7 @@
 """The optimizers of a checkpoint: what they keep for which parameters, and whether all of it is there."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ BLOCK = "megatron_eopt"
 MAIN = "fp32_param"
 """The state key of the main copy in runs with bf16 or fp16."""
 
-
 _ADAM, _LION = frozenset({"exp_avg", "exp_avg_sq"}), frozenset(ROWS["lion"].state)
 # What an optimizer without our block is called by, where it keeps nothing else.
 _LABELS = {
@@ -26,7 +25,6 @@ _LABELS = {
     _ADAM: "Adam",
     _LION: "Lion",
 }
-_FIRST_MOMENTS = ("momentum_buffer", "exp_avg")
 _SHAPED_AS_PARAMETER = {MAIN, *_ADAM}.union(*(row.state for row in FAMILY))
 
 # Under the distributed optimizer Megatron puts the number of the optimizer ahead.
@@ -44,35 +42,19 @@ Kept = dict[str, dict[str, StoredTensor]]
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """Parameters for which the same is kept.
-
-    Attributes:
-        name: of the optimizer.
-        source: how it is known: from our block, or from the state keys.
-        kept: its state; also parameters that our block names and for which nothing is there.
-        block: ours; empty where there is none.
-    """
+    """Parameters for which the same is kept."""
 
     name: str
-    source: str
-    kept: Kept
-    block: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings that our block has."""
-        return dict(self.block.get("settings") or {})
-
-    @property
-    def keys(self) -> frozenset[str]:
-        """State keys of any of its parameters, without the main copy."""
-        return frozenset[str]().union(*map(_keys, self.kept.values()))
+    source: str  # how it is known: from our block, or from the state keys
+    kept: Kept  # also parameters that our block names and for which nothing is there
+    block: dict[str, Any] = field(default_factory=dict)  # ours; empty where there is none
 
     @property
     def states(self) -> dict[str, list[StoredTensor]]:
         """State key -> the tensors of it, without the main copy."""
         tensors = [(base(state), tensor) for states in self.kept.values() for state, tensor in states.items()]
-        return {key: [tensor for state, tensor in tensors if state == key] for key in sorted(self.keys)}
+        keys = sorted({key for key, _ in tensors} - {MAIN})
+        return {key: [tensor for state, tensor in tensors if state == key] for key in keys}
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -80,24 +62,24 @@ class OptimizerState:
         return tuple(parameter for parameter, states in self.kept.items() if states)
 
 
-def optimizers_in(state_dict: Any) -> Iterator[dict[Any, Any]]:
-    """The state dicts of those of Megatron's optimizers that have our block."""
+def holding(state_dict: Any, key: str) -> Iterator[dict[Any, Any]]:
+    """The outermost dicts in a state dict that have this key."""
     if isinstance(state_dict, dict):
-        if BLOCK in state_dict:
+        if key in state_dict:
             yield state_dict
         else:
             for value in state_dict.values():
-                yield from optimizers_in(value)
+                yield from holding(value, key)
+
+
+def optimizers_in(state_dict: Any) -> Iterator[dict[Any, Any]]:
+    """The state dicts of those of Megatron's optimizers that have our block."""
+    return holding(state_dict, BLOCK)
 
 
 def blocks_of(state_dict: Any) -> list[dict[str, Any]]:
-    """Our blocks."""
+    """Our blocks, one for each of Megatron's optimizers that is ours."""
     return [each[BLOCK] for each in optimizers_in(state_dict)]
-
-
-def blocks(contents: Contents) -> list[dict[str, Any]]:
-    """Our blocks in the common state, one for each of Megatron's optimizers that is ours."""
-    return blocks_of(contents.common.get("optimizer"))
 
 
 def groups(contents: Contents) -> list[tuple[str, dict[str, Any]]]:
@@ -152,8 +134,12 @@ def optimizer_states(contents: Contents) -> list[OptimizerState]:
     """The optimizers that keep something for a parameter: those of our blocks, the rest by what they keep."""
     rest = state_keys(contents)
     found = []
-    for block in blocks(contents):
-        own = {parameter: rest.pop(parameter, {}) for parameter in _members(block, rest)}
+    for block in blocks_of(contents.common.get("optimizer")):
+        members = [name for group in block.get("groups") or () for name in group.get("names", ())]
+        if not block.get("groups"):  # only what it keeps is written down
+            states = frozenset(block.get("states", ()))
+            members = [parameter for parameter, own in rest.items() if _keys(own) == states]
+        own = {parameter: rest.pop(parameter, {}) for parameter in members}
         source = f"written down by megatron_eopt {block.get('package', '')}".rstrip()
         found.append(OptimizerState(str(block.get("optimizer", "?")), source, own, block))
     for keys in dict.fromkeys(map(_keys, rest.values())):
@@ -162,34 +148,37 @@ def optimizer_states(contents: Contents) -> list[OptimizerState]:
     return found
 
 
-def check_states(contents: Contents, zeros: set[str] | None = None) -> list[Problem]:
-    """All state of all parameters is there and fits.
-
-    Args:
-        contents: of the checkpoint.
-        zeros: keys of tensors that are zero throughout; None if no data were read.
-    """
+def check_states(contents: Contents, zeros: Set[str] = frozenset()) -> Iterator[Problem]:
+    """All state of all parameters is there and fits; ``zeros`` are the keys of tensors that are zero throughout."""
     model, kept, flat = parameters(contents), state_keys(contents), distributed_format(contents)
     if not kept:
-        advice = "it was saved with --no-save-optim: load it with --no-load-optim or --finetune"
-        return [] if flat else [Problem("warning", "there is no optimizer state", advice)]
-    problems = [*_unfit(model, kept), *_incomplete(contents)]
+        if not flat:
+            advice = "it was saved with --no-save-optim: load it with --no-load-optim or --finetune"
+            yield Problem("warning", "there is no optimizer state", advice)
+        return
+    if orphans := [key for key in kept if key not in model]:
+        what = f"there is optimizer state for parameters that are not there: {_named(orphans)}"
+        yield Problem("error", what, "the model was not saved with it: take another checkpoint")
+    for key, states in kept.items():
+        for state, tensor in states.items():
+            if key in model and state in _SHAPED_AS_PARAMETER and tensor.shape != model[key].shape:
+                what = f"{tensor.key} is {list(tensor.shape)}, and its parameter {list(model[key].shape)}"
+                yield Problem("error", what, _INCOMPLETE)
+    yield from _incomplete(contents)
     half = [key for key in kept if key in model and model[key].dtype in (torch.bfloat16, torch.float16)]
     uncopied = [key for key in half if MAIN not in kept[key]]
     if uncopied and any(MAIN in states for states in kept.values()):
-        problems.append(Problem("error", f"{MAIN} is missing for {_named(uncopied)}", _INCOMPLETE))
+        yield Problem("error", f"{MAIN} is missing for {_named(uncopied)}", _INCOMPLETE)
     trainable = [key for key, tensor in model.items() if tensor.dtype.is_floating_point and not _BUFFERS.search(key)]
     without = [key for key in trainable if key not in kept]
     if without and not flat:
         what = f"no optimizer keeps anything for {_named(without)}"
-        problems.append(Problem("warning", what, "right for frozen parameters and buffers, and for nothing else"))
-    for state in _FIRST_MOMENTS:
+        yield Problem("warning", what, "right for frozen parameters and buffers, and for nothing else")
+    for state in ("momentum_buffer", "exp_avg"):
         stored = [states[state].key for states in kept.values() if state in states]
-        if zeros is not None and stored and zeros.issuperset(stored):
+        if stored and zeros >= set(stored):
             what = f"{state} is zero in all {len(stored)} tensors"
-            advice = "the optimizer had made no step, or no gradient ever reached it"
-            problems.append(Problem("warning", what, advice))
-    return problems
+            yield Problem("warning", what, "the optimizer had made no step, or no gradient ever reached it")
 
 
 def _keys(states: dict[str, StoredTensor]) -> frozenset[str]:
@@ -202,36 +191,16 @@ def _label(keys: frozenset[str]) -> str:
     return _LABELS.get(keys, unknown)
 
 
-def _members(block: dict[str, Any], kept: Kept) -> list[str]:
-    """Keys of the parameters of a block: by name, or by what it keeps."""
-    if block.get("groups"):
-        return [name for group in block["groups"] for name in group.get("names", ())]
-    return [parameter for parameter, states in kept.items() if _keys(states) == frozenset(block.get("states", ()))]
-
-
-def _unfit(model: dict[str, StoredTensor], kept: Kept) -> Iterator[Problem]:
-    """State without its parameter, or of another shape."""
-    orphans = [key for key in kept if key not in model]
-    if orphans:
-        what = f"there is optimizer state for parameters that are not there: {_named(orphans)}"
-        yield Problem("error", what, "the model was not saved with it: take another checkpoint")
-    for key, states in kept.items():
-        for state, tensor in states.items():
-            if key in model and state in _SHAPED_AS_PARAMETER and tensor.shape != model[key].shape:
-                what = f"{tensor.key} is {list(tensor.shape)}, and its parameter {list(model[key].shape)}"
-                yield Problem("error", what, _INCOMPLETE)
-
-
 def _incomplete(contents: Contents) -> Iterator[Problem]:
     """What parameters lack of what their optimizer keeps."""
     found = optimizer_states(contents)
-    inferred = [each.keys for each in found if not each.block]
+    inferred = [frozenset(each.states) for each in found if not each.block]
     # Adam's may be a subset of another's, as of SOAP's, beside which it serves.
     complete = {_ADAM}
     if any("lion" in str(contents.args.get(name)) for name in ("optimizer", "muon_scalar_optimizer")):
         complete.add(_LION)
     for each in found:
-        name, keys, partly = each.name, each.keys, each.block.get("partly") or {}
+        name, keys, partly = each.name, frozenset(each.states), each.block.get("partly") or {}
         if each.block:
             keys |= frozenset(each.block.get("states") or [])
         elif keys not in complete:

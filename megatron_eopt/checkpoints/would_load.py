@@ -5,7 +5,6 @@ The flags are parsed without Megatron: those that decide this, with Megatron's d
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from megatron_eopt.checkpoints.contents import Contents
@@ -13,37 +12,31 @@ from megatron_eopt.checkpoints.problems import Problem
 from megatron_eopt.checkpoints.states import MAIN, base, distributed_format, state_keys
 from megatron_eopt.family import FAMILY, ROWS
 
-
-def _typed(**names: str) -> dict[str, type]:
-    kinds = {"int": int, "float": float, "str": str, "bool": bool}
-    return {name: kinds[kind] for kind, listed in names.items() for name in listed.split()}
-
-
 # Flags by the names of Megatron's arguments, and their types.
-_MODEL = _typed(
-    int="""num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size
+_OF_MODEL: dict[type, str] = {
+    int: """num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size
         q_lora_rank kv_lora_rank num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size mtp_num_layers
         max_position_embeddings""",
-    str="normalization position_embedding_type",
-    bool="""swiglu untie_embeddings_and_output_weights add_bias_linear add_qkv_bias qk_layernorm attention_output_gate
+    str: "normalization position_embedding_type",
+    bool: """swiglu untie_embeddings_and_output_weights add_bias_linear add_qkv_bias qk_layernorm attention_output_gate
         multi_latent_attention moe_shared_expert_gate""",
-)
+}
+_OF_RUN: dict[type, str] = {
+    int: """tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
+        expert_tensor_parallel_size train_iters lr_decay_iters lr_warmup_iters global_batch_size""",
+    float: "lr min_lr weight_decay",
+    str: "optimizer lr_decay_style ckpt_format",
+    bool: """group_query_attention bf16 fp16 no_load_optim finetune use_checkpoint_args override_opt_param_scheduler
+        use_checkpoint_opt_param_scheduler""",
+}
+_MODEL = " ".join(_OF_MODEL.values()).split()
+_FLAGS = {name: kind for each in (_OF_MODEL, _OF_RUN) for kind, names in each.items() for name in names.split()}
 # Those of optimizers, but for rates, which the schedule has.
 _OF_OPTIMIZERS = tuple(flag for row in FAMILY for flag in row.flags if not flag.field)
 _OF_LOADING = ("muon_momentum_from_adam", "muon_scalar_optimizer")
-FLAGS_OF_UPDATES = tuple(flag for flag in _OF_OPTIMIZERS if flag.dest not in _OF_LOADING)
-"""Flags whose values may change from one run to the next, and the update with them."""
-
+# Their values may change from one run to the next, and the update with them.
+_OF_UPDATES = tuple(flag for flag in _OF_OPTIMIZERS if flag.dest not in _OF_LOADING)
 _SPLIT_BY_DEFAULT = {"default", "all"}  # the same for optimizers whose state pairs rows with rows
-_OTHERS = _typed(
-    int="""tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
-        expert_tensor_parallel_size train_iters lr_decay_iters lr_warmup_iters global_batch_size""",
-    float="lr min_lr weight_decay",
-    str="optimizer lr_decay_style ckpt_format",
-    bool="""group_query_attention bf16 fp16 no_load_optim finetune use_checkpoint_args override_opt_param_scheduler
-        use_checkpoint_opt_param_scheduler""",
-)
-_FLAGS = _MODEL | _OTHERS
 _SPELLED = {
     "add_bias_linear": "--disable-bias-linear",
     "use_checkpoint_opt_param_scheduler": "--use-checkpoint-opt_param-scheduler",
@@ -55,11 +48,8 @@ _DEFAULTS: dict[str, Any] = {
     "normalization": "LayerNorm",
     "position_embedding_type": "learned_absolute",
     "optimizer": "adam",
-    "num_experts": None,
-    "mtp_num_layers": None,
-    "moe_shared_expert_intermediate_size": None,
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
+    **dict.fromkeys(("num_experts", "mtp_num_layers", "moe_shared_expert_intermediate_size")),
+    **dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size"), 1),
     "min_lr": 0.0,
     "lr_decay_style": "linear",
     "weight_decay": 0.01,
@@ -77,24 +67,12 @@ _SCHEDULER = {"lr": "max_lr", "min_lr": "min_lr", "lr_decay_style": "lr_decay_st
 _ANEW = "or start the optimizer anew with --no-load-optim"
 
 
-@dataclass(frozen=True)
-class Flags:
-    """A run's flags, by the names of Megatron's arguments.
+class Flags(NamedTuple):
+    """A run's flags."""
 
-    Attributes:
-        given: those that were given.
-        whole: whether it is the whole command line of a run, so that what is not given has Megatron's default.
-        ignored: flags that say nothing about loading, or that are not known here.
-    """
-
-    given: dict[str, Any]
-    whole: bool
-    ignored: tuple[str, ...]
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """All that is known of the run: what was given, and the defaults if that was all."""
-        return _completed({**_DEFAULTS, **self.given}) if self.whole else self.given
+    given: dict[str, Any]  # by the names of Megatron's arguments
+    whole: bool  # whether it is the whole command line of a run, so that what is not given has Megatron's default
+    ignored: tuple[str, ...]  # flags that say nothing about loading, or that are not known here
 
 
 class _Parser(argparse.ArgumentParser):
@@ -121,29 +99,19 @@ def parse_flags(flags: Sequence[str]) -> Flags:
     known, rest = parser.parse_known_args(flags)
     given = vars(known)
     whole = given.keys() >= _ALWAYS_GIVEN and not given.get("use_checkpoint_args")
-    return Flags(given, whole, tuple(each for each in rest if each.startswith("--")))
+    return Flags(given, whole, tuple(dict.fromkeys(each for each in rest if each.startswith("--"))))
 
 
-class Comparison(NamedTuple):
-    """What a run would make of a checkpoint.
+def would_load(contents: Contents, flags: Flags) -> tuple[list[Problem], list[str]]:
+    """What a run would make of a checkpoint; of flags that are no whole command line, only those given are compared.
 
-    Attributes:
-        problems: what keeps it from loading, or from going on with the same training.
-        notes: what differs and does no harm, and what was not compared.
+    Returns:
+        What keeps the run from loading it, or from going on with the same training; and notes: what differs and does no
+        harm, and what was not compared.
     """
-
-    problems: tuple[Problem, ...]
-    notes: tuple[str, ...]
-
-
-def would_load(contents: Contents, flags: Flags) -> Comparison:
-    """Compare a checkpoint with the flags of a run.
-
-    Args:
-        contents: of the checkpoint.
-        flags: if they are not a whole command line, only those that are given are compared.
-    """
-    run, saved = flags.values, contents.args
+    run, saved = flags.given, contents.args
+    if flags.whole:
+        run = _completed({**_DEFAULTS, **run})
     if saved.keys() >= _ALWAYS_GIVEN:
         saved = _completed(saved)
     notes = []
@@ -155,7 +123,7 @@ def would_load(contents: Contents, flags: Flags) -> Comparison:
             "--use-checkpoint-args): what is not given was taken as it was saved"
         )
     if flags.ignored:
-        notes.append(f"not compared: {', '.join(dict.fromkeys(flags.ignored))}")
+        notes.append(f"not compared: {', '.join(flags.ignored)}")
     problems = [] if run.get("use_checkpoint_args") else list(_model(run, saved))
     if sizes := _changed(_SIZES, run, saved):
         listed = ", ".join(f"{_SIZES[name]} {saved[name]} to {run[name]}" for name in sizes)
@@ -167,17 +135,13 @@ def would_load(contents: Contents, flags: Flags) -> Comparison:
     else:
         problems += [*_optimizer(contents, run, saved), *_precision(contents, run), *_schedule(contents, run)]
         row = ROWS.get(_kept(contents, saved))
-        changed = [
-            flag
-            for flag in FLAGS_OF_UPDATES
-            if flag.dest in flags.given and flags.given[flag.dest] != saved.get(flag.dest, flags.given[flag.dest])
-        ]
-        notes += [
-            f"{flag.name} is {flags.given[flag.dest]} and was {saved[flag.dest]}: the update changes from here on"
-            for flag in changed
-            if row is None or flag.dest not in row.state_depends_on  # these are problems
-        ]
-    return Comparison(tuple(problems), tuple(notes))
+        for flag in _OF_UPDATES:
+            now = flags.given.get(flag.dest)
+            was = saved.get(flag.dest, now)
+            # What changes the state is a problem.
+            if flag.dest in flags.given and now != was and (row is None or flag.dest not in row.state_depends_on):
+                notes.append(f"{flag.name} is {now} and was {was}: the update changes from here on")
+    return problems, notes
 
 
 def _model(run: dict[str, Any], saved: dict[str, Any]) -> Iterator[Problem]:
@@ -191,9 +155,8 @@ def _model(run: dict[str, Any], saved: dict[str, Any]) -> Iterator[Problem]:
     for name in _MODEL:
         if name not in skipped and name in run and name in saved and run[name] != saved[name]:
             what = f"another model: {name} was {saved[name]} and is {run[name]}"
-            yield Problem(
-                "error", what, f"give {_flag(name)} as it was: these parameters would not fit, or not be there"
-            )
+            advice = f"give {_flag(name)} as it was: these parameters would not fit, or not be there"
+            yield Problem("error", what, advice)
 
 
 def _optimizer(contents: Contents, run: dict[str, Any], saved: dict[str, Any]) -> Iterator[Problem]:
@@ -205,7 +168,14 @@ def _optimizer(contents: Contents, run: dict[str, Any], saved: dict[str, Any]) -
     wanted = run.get("optimizer", was).removeprefix("dist_")
     what = f"it holds the state of {was}, and the run wants {wanted}"
     if wanted == was:
-        yield from _same_optimizer(run, saved, was)
+        row = ROWS.get(was)
+        if row is None or row.owns == "all":
+            return
+        for name in _changed((*row.state_depends_on, "muon_scalar_optimizer"), run, saved):
+            both = {run[name], saved[name]}
+            if not (name == "muon_split" and row.cls.pairs_rows and both <= _SPLIT_BY_DEFAULT):
+                changed = f"{name} was {saved[name]} and is {run[name]}, which keeps other state"
+                yield _error(changed, f"give {_flag(name)} {saved[name]}")
     elif was == "adam" and wanted in ROWS and ROWS[wanted].takes_adams:
         if flat:
             yield _error(f"{what}; Adam's is in flat buckets ({flat})", "go on with adam")
@@ -216,17 +186,6 @@ def _optimizer(contents: Contents, run: dict[str, Any], saved: dict[str, Any]) -
         yield _error(f"{what}: its {lost} would be dropped without a word", f"keep {was}")
     else:
         yield _error(f"{what}, of which something is missing", f"keep --optimizer {was}")
-
-
-def _same_optimizer(run: dict[str, Any], saved: dict[str, Any], was: str) -> Iterator[Problem]:
-    row = ROWS.get(was)
-    if row is None or row.owns == "all":
-        return
-    for name in _changed((*row.state_depends_on, "muon_scalar_optimizer"), run, saved):
-        both = {run[name], saved[name]}
-        if not (name == "muon_split" and getattr(row.cls, "pairs_rows", False) and both <= _SPLIT_BY_DEFAULT):
-            changed = f"{name} was {saved[name]} and is {run[name]}, which keeps other state"
-            yield _error(changed, f"give {_flag(name)} {saved[name]}")
 
 
 def _state(optimizer: str) -> set[str]:

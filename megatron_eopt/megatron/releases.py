@@ -26,8 +26,8 @@ SUPPORTED = ("0.19", "0.18", "0.17")
 
 
 def number(release: str) -> tuple[int, int]:
-    """The first two numbers of a release, ``0.19.2`` or ``0.20.0rc1``."""
-    major, minor = re.findall(r"\d+", release)[:2]
+    """The first two numbers of a release, ``0.19.2`` or ``0.20.0rc1``; zeros where it has none."""
+    major, minor, *_ = *re.findall(r"\d+", release), "0", "0"
     return int(major), int(minor)
 
 

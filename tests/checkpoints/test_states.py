@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_eopt.checkpoints.contents import read_contents
-from megatron_eopt.checkpoints.data import check_data
+from megatron_eopt.checkpoints.problems import check_data
 from megatron_eopt.checkpoints.states import check_states, distributed_format, groups, optimizer_states
 from tests.checkpoints.made import block, common, save, tensors
 
@@ -13,7 +13,7 @@ def made(folder, values, state=None):
     return read_contents(save(folder / "checkpoint", values, state))
 
 
-def said(contents, zeros=None):
+def said(contents, zeros=frozenset()):
     return [(problem.severity, problem.what) for problem in check_states(contents, zeros)]
 
 
@@ -49,7 +49,7 @@ def test_what_the_package_wrote_down(tmp_path, wrapped):
     contents = made(tmp_path, tensors(), state)
     muon = optimizer_states(contents)[0]
     assert (muon.name, muon.source) == ("TensorParallelMuon", "written down by megatron_eopt")
-    assert (muon.settings["lr"], muon.parameters) == (0.01, ("mlp.fc1", "mlp.fc2"))
+    assert (muon.block["settings"]["lr"], muon.parameters) == (0.01, ("mlp.fc1", "mlp.fc2"))
     assert groups(contents) == [("0.0", {"lr": 0.5})]
     assert said(contents) == []
 

@@ -1,5 +1,7 @@
 """Whether a run's flags would load a checkpoint: the model, the optimizer, the precision, the schedule."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -17,9 +19,14 @@ WHOLE = """--num-layers 2 --hidden-size 8 --ffn-hidden-size 12 --num-attention-h
 def compared(tmp_path):
     def compare(flags, values=None, **saved):
         contents = read_contents(save(tmp_path / "checkpoint", values, common(**saved)))
-        return would_load(contents, parse_flags(flags.split()))
+        return would_this_load(contents, flags)
 
     return compare
+
+
+def would_this_load(contents, flags):
+    problems, notes = would_load(contents, parse_flags(flags.split()))
+    return SimpleNamespace(problems=tuple(problems), notes=tuple(notes))
 
 
 def errors(comparison):
@@ -198,7 +205,7 @@ def test_the_distributed_optimizer(tmp_path):
     contents = read_contents(save(tmp_path / "checkpoint", values, state))
 
     def said(flags):
-        return errors(would_load(contents, parse_flags(flags.split())))
+        return errors(would_this_load(contents, flags))
 
     assert said("--optimizer adam") == ""
     assert "cannot change TP -> save it with --dist-ckpt-optim-fully-reshardable" in said(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.megatron.checkpoints.compatibility import mismatch, of_another, stacks_layers
+from megatron_eopt.megatron.checkpoints.loading import has_adams_alone, mismatch, of_another, stacks_layers
 from megatron_eopt.megatron.checkpoints.matching import compressed, has, merged, settings_after_load
 
 MODEL = {"decoder.weight": (2, 8, 4), "output.weight": (16, 4)}
@@ -44,6 +44,23 @@ FP32_COPY = states("decoder.weight", "fp32_param")
 def test_reasons(wanted, stored, message):
     found = mismatch("Muon", wanted, MODEL | stored)
     assert found is None if message is None else message in found
+
+
+@pytest.mark.parametrize(
+    ("wanted", "stored", "helps"),
+    [
+        (MUON, ADAM, True),
+        (MUON | FP32_COPY, ADAM | FP32_COPY, True),
+        (NORMUON, ADAM, False),  # there is nothing to make its second moments from
+        (MUON, states("decoder.weight", "exp_avg"), False),  # Lion's
+        (MUON, ADAM | states("output.weight", "momentum_buffer"), False),  # Muon had some, and these are loaded
+    ],
+)
+def test_the_import_from_adam_is_suggested_where_it_would_be_made(wanted, stored, helps):
+    found = mismatch("Muon", wanted, MODEL | stored)
+    assert ("--muon-momentum-from-adam" in found) is helps
+    assert ("another optimizer wrote it, or this one with other settings" in found) is not helps
+    assert not helps or has_adams_alone(stored)
 
 
 def test_another_model():

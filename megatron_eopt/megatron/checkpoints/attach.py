@@ -1,5 +1,7 @@
 """Megatron's optimizers save and load what is described: their own methods, wrapped one object at a time."""
 
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,10 +19,9 @@ from megatron_eopt.manifest import compare, from_json
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import gathered
 from megatron_eopt.megatron.averaging import export, go_on_from, trained
-from megatron_eopt.megatron.checkpoints.compatibility import FORMAT, FRESH
+from megatron_eopt.megatron.checkpoints.loading import FORMAT, FRESH
 from megatron_eopt.megatron.checkpoints.matching import (
     GROUPS,
-    Names,
     Settings,
     compressed,
     has,
@@ -28,7 +29,7 @@ from megatron_eopt.megatron.checkpoints.matching import (
     settings_after_load,
     torch_state,
 )
-from megatron_eopt.megatron.checkpoints.sharding import Sharded, joined, keep_apart, sharded_state, stacked_index
+from megatron_eopt.megatron.checkpoints.sharding import joined, keep_apart, sharded_state, stacked_index
 from megatron_eopt.megatron.parameters import model_parameters, plain_wrappers
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
@@ -39,11 +40,7 @@ from megatron_eopt.parallel.layout import is_cut_again
 def attach(optimizer: Any, model_chunks: Sequence[Any], manifest: dict[str, Any], layers_differ: bool) -> None:
     """Let every optimizer inside Megatron's wrappers save and load its state by its description.
 
-    Args:
-        optimizer: Megatron's.
-        model_chunks: the model.
-        manifest: what the checkpoint says of the run, and what a run that loads it is compared with.
-        layers_differ: whether layers differ in their optimizers, so that a checkpoint has to keep them apart.
+    The first one saves the manifest. If layers differ in their optimizers, a checkpoint has to keep them apart.
     """
     keep_apart(model_chunks, layers_differ)
     for number, each in enumerate(plain_wrappers(optimizer)):
@@ -53,10 +50,7 @@ def attach(optimizer: Any, model_chunks: Sequence[Any], manifest: dict[str, Any]
 class SavedState:
     """How one of Megatron's optimizers, around a torch optimizer, saves and loads its state in torch_dist.
 
-    Args:
-        optimizer: Megatron's; its ``sharded_state_dict`` and ``load_state_dict`` are wrapped.
-        manifest: of the whole run, where this optimizer is the one that saves it.
-        layers_differ: whether the checkpoint has to keep layers apart.
+    Its ``sharded_state_dict`` and ``load_state_dict`` are wrapped. It has the manifest of the run if it is to save it.
     """
 
     def __init__(self, optimizer: Any, manifest: dict[str, Any] | None = None, layers_differ: bool = False) -> None:
@@ -91,9 +85,15 @@ class SavedState:
         sharded = get_param_id_to_sharded_param_map(model_sharded_state_dict, model_parameters(self._megatron))
         # Index of a parameter -> its key in the checkpoint, and its index among the layers that are stacked there.
         self._names = {index: (each.key, stacked_index(each)) for index, each in sharded.items()}
+        state: dict[int, dict[str, list[ShardedTensor]]] = defaultdict(dict)  # what is not shaped as its parameter
+        for index, parameter, tensor in self._described():
+            if tensor.dims is not None and tensor.saved:
+                assert isinstance(self._torch, BaseOptimizer)  # no other says what it keeps
+                layouts, data = self._torch.matrix_layouts(parameter), self._torch.state[parameter][tensor.key]
+                state[index][tensor.key] = sharded_state(tensor, data, sharded[index], layouts)
         config = self._megatron.config
         block: dict[str, Any] = {
-            "state": self._sharded_state(sharded),
+            "state": dict(state),
             "optimizer": type(self._torch).__name__,
             "checksums": bool(getattr(config, "checksums", True)),
         }
@@ -150,16 +150,6 @@ class SavedState:
             state[index][key] = parameter.clone()  # what is trained goes on while an asynchronous save writes
         return {**state_dict, "state": state}
 
-    def _sharded_state(self, sharded: dict[int, Sharded]) -> dict[int, dict[str, list[ShardedTensor]]]:
-        """What is not shaped as its parameter, by the index of the parameter and by key."""
-        state: dict[int, dict[str, list[ShardedTensor]]] = {}
-        for index, parameter, tensor in self._described():
-            if tensor.dims is not None and tensor.saved:
-                assert isinstance(self._torch, BaseOptimizer)  # no other says what it keeps
-                layouts, data = self._torch.matrix_layouts(parameter), self._torch.state[parameter][tensor.key]
-                state.setdefault(index, {})[tensor.key] = sharded_state(tensor, data, sharded[index], layouts)
-        return state
-
     def _described(self) -> Iterator[tuple[int, Tensor, StateTensor]]:
         """What the optimizer says that it keeps, with the parameter and its index; nothing of one that does not."""
         if isinstance(self._torch, BaseOptimizer):
@@ -170,13 +160,14 @@ class SavedState:
     def _about(self, step: Any) -> dict[str, Any]:
         """Which optimizer this is, with the parameters and settings of its groups: the same on every rank."""
         own = [
-            (
-                compressed(self._names[index] for index in members),
-                {key: group[key] for key in group.keys() - {"params", "param_names"}},
-            )
-            for members, group in zip(self._members(), self._torch.param_groups, strict=True)
+            (compressed(names), {key: group[key] for key in group.keys() - {"params", "param_names"}})
+            for names, group in zip(self._names_of_groups(), self._torch.param_groups, strict=True)
         ]
-        everywhere = gathered((step, own, self._kept()))
+        having: dict[str, set[tuple[str, int]]] = defaultdict(set)  # the parameters that have each described state
+        keys = [(index, tensor.key) for index, _, tensor in self._described() if tensor.saved]
+        for index, key in [*keys, *((index, key) for index, (key, _) in trained(self._megatron).items())]:
+            having[base(key)].add(self._names[index])
+        everywhere = gathered((step, own, {state: compressed(names) for state, names in having.items()}))
         groups = []
         for of_ranks in zip(*(each for _, each, _ in everywhere), strict=True):
             # a stage of a pipeline that has no parameter of a group does not know what became of it
@@ -184,23 +175,14 @@ class SavedState:
             groups.append({"names": merged([names for names, _ in of_ranks]), "settings": of_group})
         names = merged([each["names"] for each in groups])
         states = sorted({state for *_, kept in everywhere for state in kept})
-        having = {state: merged([kept.get(state, {}) for *_, kept in everywhere]) for state in states}
+        kept = {state: merged([of_rank.get(state, {}) for *_, of_rank in everywhere]) for state in states}
         return {
             "format": FORMAT,
             "settings": self._torch.settings() if isinstance(self._torch, BaseOptimizer) else {},
             "groups": groups,
             "common_step": next((each for each, *_ in everywhere if each is not None), None),
             "states": states,
-            "partly": {state: having[state] for state in states if having[state] != names},
-        }
-
-    def _kept(self) -> dict[str, Names]:
-        """The parameters that have each state, where the optimizer says what it keeps."""
-        keys = [(index, tensor.key) for index, _, tensor in self._described() if tensor.saved]
-        keys += [(index, key) for index, (key, _) in trained(self._megatron).items()]
-        return {
-            state: compressed(self._names[index] for index, key in keys if base(key) == state)
-            for state in {base(key) for _, key in keys}
+            "partly": {state: kept[state] for state in states if kept[state] != names},
         }
 
     def _settings(self, theirs: list[Settings], block: dict[str, Any]) -> list[Settings]:
@@ -208,9 +190,8 @@ class SavedState:
         carried = self._torch.carried_settings if isinstance(self._torch, BaseOptimizer) else frozenset()
         from_checkpoint = releases.wants_schedule_of_checkpoint()
         results = []
-        for number, (group, members) in enumerate(zip(self._torch.param_groups, self._members(), strict=True)):
+        for number, (group, own) in enumerate(zip(self._torch.param_groups, self._names_of_groups(), strict=True)):
             if "groups" in block:
-                own = [self._names[index] for index in members]
                 saved = [g["settings"] for g in block["groups"] if any(has(g["names"], *name) for name in own)]
             elif isinstance(self._torch, BaseOptimizer):
                 saved = []
@@ -249,8 +230,7 @@ class SavedState:
         flags = [local(value).isfinite().all() for value in tensors.values()]
         finite = torch.stack(flags).tolist() if flags else []
         bad = [f"{key} of {self._names[index][0]}" for (index, key), ok in zip(tensors, finite, strict=True) if not ok]
-        found = sorted({name for names in gathered(bad) for name in names})
-        if found:
+        if found := sorted(set().union(*gathered(bad))):
             raise CheckpointError(
                 f"the checkpoint holds values that are not finite, in {len(found)} tensors, such as {found[0]}: a run "
                 f"would not get rid of them. Load an earlier checkpoint, or {FRESH}"
@@ -259,9 +239,6 @@ class SavedState:
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self._torch.param_groups for parameter in group["params"]]
 
-    def _members(self) -> Iterator[range]:
-        """The indices of the parameters of each group."""
-        end = 0
-        for group in self._torch.param_groups:
-            start, end = end, end + len(group["params"])
-            yield range(start, end)
+    def _names_of_groups(self) -> list[list[tuple[str, int]]]:
+        indices = itertools.count()
+        return [[self._names[next(indices)] for _ in group["params"]] for group in self._torch.param_groups]

@@ -1,10 +1,11 @@
-"""Hashes of tensors: what is loaded is what was saved, and data-parallel ranks hold the same parameters.
+"""Checksums of tensors: what is loaded is what was saved, and data-parallel ranks hold the same parameters.
 
 torch reads its archives without looking at their CRC, so a byte that changed on a disk would be trained with. A
 checkpoint therefore keeps a checksum of every global tensor. It is a sum over the shards that ranks hold, so it can be
 compared at another number of ranks, too.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +17,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.checkpoints.checksum import checksum
 from megatron_eopt.megatron.agreement import gathered
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
 
@@ -25,6 +25,40 @@ CHECKSUMS = "megatron_eopt_checksums"
 
 Sums = dict[str, tuple[int, int]]
 """Key -> checksum and number of entries."""
+
+_AT_ONCE = 2**22  # entries
+_SPREAD = 0x1E3779B97F4A7C14  # even, and no simple number
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(shard: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """What a shard adds to the checksum of the tensor of global ``shape``: an int64 scalar on the shard's device.
+
+    It is the sum of each entry's bits times an odd number that depends on the entry's index in the global tensor,
+    modulo 2^64. So it changes with any one entry, and where entries are exchanged. The shard is of any dtype of 1, 2, 4
+    or 8 bytes, and its dimensions are the last of ``shape``.
+    """
+    device = shard.device
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    if not shard.numel():
+        return total
+    sizes = [1] * (len(shape) - shard.ndim) + list(shard.shape)
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    # In the global tensor, flat: where each index of an axis of the shard is.
+    along = [
+        torch.arange(start, start + size, device=device) * stride
+        for size, start, stride in zip(sizes, offset, strides, strict=True)
+    ]
+    *leading, columns = along or [torch.zeros(1, dtype=torch.int64, device=device)]
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    for indices in leading:
+        rows = (rows[:, None] + indices).flatten()
+    bits = shard.detach().contiguous().view(_INTEGERS[shard.element_size()]).view(len(rows), len(columns))
+    height = max(1, _AT_ONCE // len(columns))
+    for top in range(0, len(rows), height):
+        band = slice(top, top + height)
+        total += (bits[band].long() * ((rows[band, None] + columns) * _SPREAD + 1)).sum()
+    return total
 
 
 def checksums(tensors: Iterable[ShardedTensor]) -> Sums:
@@ -46,12 +80,7 @@ def checksums(tensors: Iterable[ShardedTensor]) -> Sums:
 
 
 def loaded_tensors(requested: Any, loaded: Any) -> Iterator[ShardedTensor]:
-    """What was loaded, each shard with its offset in the global tensor.
-
-    Args:
-        requested: the state dict that was requested, factories not applied.
-        loaded: what became of it.
-    """
+    """What was ``loaded`` for a requested state dict, each shard with its offset in the global tensor."""
     if isinstance(requested, ShardedTensor):
         yield replace(requested, data=loaded, dtype=loaded.dtype)
     elif isinstance(requested, ShardedTensorFactory):
@@ -69,8 +98,7 @@ def loaded_tensors(requested: Any, loaded: Any) -> Iterator[ShardedTensor]:
 def check_replicas(model_chunks: Sequence[Any], dense: ProcessGroup | None, expert: ProcessGroup | None) -> None:
     """Check that data-parallel ranks hold the same parameters, bit for bit; all of them call it together.
 
-    It is for the time before the first step, after whatever has loaded or made the parameters: a checkpoint with or
-    without optimizer state, or an initialization.
+    It is for the time before the first step, after whatever has loaded or made the parameters.
 
     Args:
         model_chunks: the model.
@@ -85,21 +113,17 @@ def check_replicas(model_chunks: Sequence[Any], dense: ProcessGroup | None, expe
         for name, parameter in chunk.named_parameters():
             of_expert = not getattr(parameter, "allreduce", True)
             parameters[of_expert][f"{number}.{name}" if len(model_chunks) > 1 else name] = parameter
-    for of_expert, group in ((False, dense), (True, expert)):
-        if group is not None and group.size() > 1 and parameters[of_expert]:
-            _check_equal(parameters[of_expert], group)
-
-
-def _check_equal(parameters: Mapping[str, Tensor], group: ProcessGroup) -> None:
-    hashes = torch.stack([checksum(p, [0] * p.ndim, p.shape) for p in parameters.values()])
-    extremes = torch.stack([hashes, ~hashes])  # the largest is the complement of the least complement
-    dist.all_reduce(extremes, dist.ReduceOp.MIN, group=group)
-    different = (extremes[0] != ~extremes[1]).tolist()
-    names = [name for name, differs in zip(parameters, different, strict=True) if differs]
-    if names:
-        raise RuntimeError(
-            f"{len(names)} of {len(parameters)} parameters differ between data-parallel ranks, such as {names[0]}: the "
-            f"ranks would train different models. Nothing was stepped. Load a checkpoint that verify-checkpoint calls "
-            f"good, or look for what makes ranks start differently (seeds, --data-parallel-random-init); "
-            f"--no-check-replicas leaves this check out"
-        )
+    for group, own in ((dense, parameters[False]), (expert, parameters[True])):
+        if group is None or group.size() == 1 or not own:
+            continue
+        sums = torch.stack([checksum(p, [0] * p.ndim, p.shape) for p in own.values()])
+        extremes = torch.stack([sums, ~sums])  # the largest is the complement of the least complement
+        dist.all_reduce(extremes, dist.ReduceOp.MIN, group=group)
+        different = (extremes[0] != ~extremes[1]).tolist()
+        if names := [name for name, differs in zip(own, different, strict=True) if differs]:
+            raise RuntimeError(
+                f"{len(names)} of {len(own)} parameters differ between data-parallel ranks, such as {names[0]}: the "
+                f"ranks would train different models. Nothing was stepped. Load a checkpoint that verify-checkpoint "
+                f"calls good, or look for what makes ranks start differently (seeds, --data-parallel-random-init); "
+                f"--no-check-replicas leaves this check out"
+            )

@@ -5,183 +5,257 @@ Megatron itself takes a damaged checkpoint for one of another format, or fails i
 some of the state of another optimizer.
 """
 
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from megatron_eopt.checkpoints.contents import TRACKER, CheckpointError, Contents, is_legacy, newest, read_contents
 from megatron_eopt.checkpoints.problems import check_files
-from megatron_eopt.checkpoints.states import BLOCK, blocks_of, optimizers_in
+from megatron_eopt.checkpoints.states import BLOCK, MAIN, blocks_of, optimizers_in, split_key
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import from_rank_0, gathered
 from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, Sums, checksums, loaded_tensors
-from megatron_eopt.megatron.checkpoints.compatibility import (
-    SECOND_MOMENT,
-    imports_adam,
-    mismatch,
-    of_another,
-    stacks_layers,
-    take_first_moments,
-    unreadable,
-)
 from megatron_eopt.megatron.checkpoints.matching import put_back, taken_out
-from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
-from megatron_eopt.registry import list_optimizers
+from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors, state_key
+from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
+from megatron_eopt.redirect import around
+from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers
+
+FORMAT = 1
+"""Of what this package writes down. It grows when an older release could not read a checkpoint any more."""
+
+_FIRST_MOMENT, _SECOND_MOMENT = "exp_avg", "exp_avg_sq"
+FRESH = "pass --no-load-optim to load the weights alone and start with fresh optimizer state"
+_STACKED = re.compile(r"\.layers\.(?!\d)")
 
 
-def checked_base(load_base: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_load_base_checkpoint``: a checkpoint in torch_dist that is not whole is refused on all ranks.
+@around
+def checked_base(
+    load_base: Callable[..., Any], load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any
+) -> Any:
+    """Around ``_load_base_checkpoint``: a checkpoint in torch_dist that is not whole is refused on all ranks.
 
     Without a tracker file Megatron starts anew, as it does without this package: a first save that was killed leaves
     none.
     """
-
-    @functools.wraps(load_base)
-    def load_base_checked(load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any) -> Any:
-        if rank0 and load_dir is not None and _is_ours(args) and dist.is_initialized():
-            problem = from_rank_0(lambda: _damage_of_resumed(Path(load_dir), getattr(args, "ckpt_step", None)))
-            if problem:
-                raise CheckpointError(problem)
-        return load_base(load_dir, args, rank0, *rest, **kwargs)
-
-    return load_base_checked
+    if rank0 and load_dir is not None and _is_ours(args) and dist.is_initialized():
+        problem = from_rank_0(lambda: _damage_of_resumed(Path(load_dir), getattr(args, "ckpt_step", None)))
+        if problem:
+            raise CheckpointError(problem)
+    return load_base(load_dir, args, rank0, *rest, **kwargs)
 
 
-def checked_tracker(read_metadata: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``read_metadata``: an empty tracker file, which a killed save leaves, stands for the newest checkpoint."""
-
-    @functools.wraps(read_metadata)
-    def read_metadata_checked(tracker_filename: str) -> Any:
-        tracker = Path(tracker_filename)
-        if not _is_ours(releases.training_args()) or not dist.is_initialized():
-            return read_metadata(tracker_filename)
+@around
+def checked_tracker(read_metadata: Callable[..., Any], tracker_filename: str) -> Any:
+    """Around ``read_metadata``: an empty tracker file, which a killed save leaves, stands for the newest checkpoint."""
+    tracker, iteration = Path(tracker_filename), None
+    if _is_ours(releases.training_args()) and dist.is_initialized():
         iteration = from_rank_0(lambda: None if tracker.read_text().strip() else _newest_whole(tracker.parent))
-        if iteration is None:
-            return read_metadata(tracker_filename)
-        if dist.get_rank() == 0:
-            print(
-                f"megatron_eopt: {tracker} is empty, as a save leaves it that was killed while it wrote there; the "
-                f"newest checkpoint that is whole is of iteration {iteration}",
-                flush=True,
-            )
-        return iteration, False
-
-    return read_metadata_checked
+    if iteration is None:
+        return read_metadata(tracker_filename)
+    if dist.get_rank() == 0:
+        print(
+            f"megatron_eopt: {tracker} is empty, as a save leaves it that was killed while it wrote there; the "
+            f"newest checkpoint that is whole is of iteration {iteration}",
+            flush=True,
+        )
+    return iteration, False
 
 
-def checked_save(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``dist_checkpointing.save``: with our optimizers, checksums of all tensors are saved."""
-
-    @functools.wraps(save)
-    def save_checked(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(each[BLOCK]["checksums"] for each in optimizers_in(sharded_state_dict)):
-            sharded_state_dict[CHECKSUMS] = checksums(sharded_tensors(sharded_state_dict))
-        return save(sharded_state_dict, *args, **kwargs)
-
-    return save_checked
+@around
+def checked_save(save: Callable[..., Any], sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``dist_checkpointing.save``: with our optimizers, checksums of all tensors are saved."""
+    if any(each[BLOCK]["checksums"] for each in optimizers_in(sharded_state_dict)):
+        sharded_state_dict[CHECKSUMS] = checksums(sharded_tensors(sharded_state_dict))
+    return save(sharded_state_dict, *args, **kwargs)
 
 
-def checked_load(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``dist_checkpointing.load``: the checkpoint must have the state of our optimizers that is requested.
+@around
+def checked_load(
+    load: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
+) -> Any:
+    """Around ``dist_checkpointing.load``: the checkpoint must have the state of our optimizers that is requested.
 
     State of our optimizers must not be loaded by Megatron's own.
     """
-
-    @functools.wraps(load)
-    def load_checked(sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
-        optimizers = list(optimizers_in(sharded_state_dict))
-        if not optimizers:
-            if "optimizer" in sharded_state_dict:
-                _refuse_ours(sharded_state_dict["optimizer"], checkpoint_dir)
-            return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        stored = from_rank_0(lambda: _read(Path(checkpoint_dir)))
-        imports = stored.damage is None and imports_adam(optimizers, stored.shapes)
-        if imports:
-            take_first_moments(optimizers)
-        problem = stored.damage or _problem(optimizers, stored, imports)
-        if problem:
-            raise CheckpointError(f"{checkpoint_dir}: {problem}")
-        request = taken_out(sharded_state_dict)
-        result = load(request, checkpoint_dir, *args, **kwargs)
-        loaded = result[0] if isinstance(result, tuple) else result
-        if any(each[BLOCK]["checksums"] for each in optimizers):
-            _compare(stored, request, loaded, checkpoint_dir)
-        loaded.pop(CHECKSUMS, None)
-        put_back(sharded_state_dict, loaded, stored.optimizer)
-        return result
-
-    return load_checked
+    optimizers = list(optimizers_in(sharded_state_dict))
+    if not optimizers:
+        if "optimizer" in sharded_state_dict:
+            _refuse_ours(sharded_state_dict["optimizer"], checkpoint_dir)
+        return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    stored = from_rank_0(lambda: _read(Path(checkpoint_dir)))
+    if problem := stored.damage or _problem(optimizers, stored):
+        raise CheckpointError(f"{checkpoint_dir}: {problem}")
+    request = taken_out(sharded_state_dict)
+    result = load(request, checkpoint_dir, *args, **kwargs)
+    loaded = result[0] if isinstance(result, tuple) else result
+    if stored.sums and any(each[BLOCK]["checksums"] for each in optimizers):
+        _compare(stored, request, loaded, checkpoint_dir)
+    loaded.pop(CHECKSUMS, None)
+    put_back(sharded_state_dict, loaded, stored.optimizer)
+    return result
 
 
-@dataclass
-class _Stored:
-    """What a checkpoint holds.
+class _Stored(NamedTuple):
+    """What a checkpoint holds, as it is sent to all ranks."""
 
-    Attributes:
-        shapes: global shape of every tensor, by its key.
-        dtypes: dtype of every tensor, by its key.
-        optimizer: the common state of ``optimizer``.
-        sums: checksums, empty where the checkpoint has none.
-        damage: why it cannot be read.
-    """
-
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    optimizer: Any = None
-    sums: Sums = field(default_factory=dict)
-    damage: str | None = None
+    damage: str | None  # why it cannot be read
+    shapes: dict[str, tuple[int, ...]]  # global, by key
+    dtypes: dict[str, torch.dtype]
+    optimizer: Any  # the common state of it
+    sums: Sums  # empty where the checkpoint has none
 
 
 def _read(folder: Path) -> _Stored:
     try:
         contents = read_contents(folder)
     except CheckpointError as error:
-        return _Stored(damage=str(error))
+        return _Stored(str(error), {}, {}, None, {})
     return _Stored(
+        _damage(contents),
         {key: tensor.shape for key, tensor in contents.tensors.items()},
         {key: tensor.dtype for key, tensor in contents.tensors.items()},
         contents.common.get("optimizer"),
         contents.common.get(CHECKSUMS, {}),
-        _damage(contents),
     )
 
 
-def _problem(optimizers: Sequence[dict[Any, Any]], stored: _Stored, imports: bool) -> str | None:
-    """Why the checkpoint cannot serve, the same on every rank; Adam's second moments are left where it ``imports``."""
+def _problem(optimizers: Sequence[dict[Any, Any]], stored: _Stored) -> str | None:
+    """Why the checkpoint cannot serve, the same on every rank; momenta are read from Adam's where that is requested."""
     blocks = blocks_of(stored.optimizer)
-    if problem := unreadable(stored.shapes, blocks):
-        return problem
+    written = max((block.get("format", 0) for block in blocks), default=0)
+    if written > FORMAT:
+        return (
+            f"it was written by a later release of megatron_eopt (format {written}; this one reads up to {FORMAT}): "
+            f"update the package"
+        )
+    if not any(split_key(key)[0] for key in stored.shapes):
+        return f"it holds no optimizer state (it was saved with --no-save-optim, or converted): {FRESH}"
+    optional = frozenset[str]()
+    if any(each[BLOCK]["import_adam"] for each in optimizers) and has_adams_alone(stored.shapes):
+        _take_first_moments(optimizers)
+        optional = frozenset({_SECOND_MOMENT})
     own = [(each[BLOCK]["optimizer"], _requested(each)) for each in optimizers]
     for of_ranks in zip(*gathered(own), strict=True):
-        wanted = {key: shape for _, shapes in of_ranks for key, shape in shapes.items()}
-        name, optional = of_ranks[0][0], frozenset({SECOND_MOMENT} if imports else ())
-        problem = mismatch(name, wanted, stored.shapes, optional) or of_another(name, wanted, blocks)
-        if problem:
+        name, wanted = of_ranks[0][0], {key: shape for _, shapes in of_ranks for key, shape in shapes.items()}
+        if problem := mismatch(name, wanted, stored.shapes, optional) or of_another(name, wanted, blocks):
             return problem
     return stacks_layers(stored.shapes) if any(each[BLOCK]["layers_differ"] for each in optimizers) else None
 
 
+def mismatch(
+    name: str,
+    wanted: Mapping[str, tuple[int, ...] | None],
+    stored: Mapping[str, tuple[int, ...]],
+    optional: Set[str] = frozenset(),
+) -> str | None:
+    """Why a checkpoint cannot serve the optimizer of this name.
+
+    Args:
+        name: of its class.
+        wanted: key -> global shape, of every tensor that it loads on any rank; None where any shape will do.
+        stored: the same of the checkpoint, of models and of all optimizers.
+        optional: states that need not be loaded.
+    """
+    parameters = {split_key(key)[1] for key in wanted}
+    missing = sorted(wanted.keys() - stored.keys())
+    unused = sorted(
+        key
+        for key in stored.keys() - wanted.keys()
+        if split_key(key)[1] in parameters and split_key(key)[0] not in optional | {""}
+    )
+    if missing or unused:
+        example = split_key((missing or unused)[0])[1]
+        needs, has = ({split_key(key)[0] for key in keys if split_key(key)[1] == example} for keys in (wanted, stored))
+        has.discard("")
+        if not has and example not in stored:
+            return (
+                f"{example} is not in it, nor are {len(missing) - 1} other tensors that this run needs: it is of "
+                f"another model"
+            )
+        of_adam = has - {MAIN} == {_FIRST_MOMENT, _SECOND_MOMENT} and has_adams_alone(stored)
+        reason = "another optimizer wrote it, or this one with other settings; resume with that one, or"
+        if MAIN in has ^ needs:
+            saved, now = ("bf16", "fp32") if MAIN in has else ("fp32", "bf16")
+            reason = f"it is of a run in {saved}, and this one is in {now}; resume in {saved}, or"
+        elif of_adam and needs - {MAIN} == {MOMENTUM_BUFFER}:
+            reason = "Adam wrote it. Pass --muon-momentum-from-adam to make its first moment the momentum, or"
+        listed_has, listed_needs = (", ".join(sorted(states)) or "no state" for states in (has, needs))
+        return f"it holds {listed_has} for {example}, and {name} needs {listed_needs}: {reason} {FRESH}"
+    for key, shape in wanted.items():
+        if shape is not None and stored[key] != shape:
+            return (
+                f"{key} has shape {stored[key]} in it, and this run needs {shape}: it is of another model, or of other "
+                f"settings of the optimizer; {FRESH}"
+            )
+    return None
+
+
+def has_adams_alone(stored: Iterable[str]) -> bool:
+    """Whether there are first moments that can be imported: a checkpoint that also has momenta goes on with those."""
+    momentum, first_moment = (
+        any(key.startswith(state_key(name, "")) for key in stored) for name in (MOMENTUM_BUFFER, _FIRST_MOMENT)
+    )
+    return first_moment and not momentum
+
+
+def of_another(name: str | None, wanted: Iterable[str], blocks: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why state with the same names and shapes cannot serve: one of our optimizers wrote it, and another one loads it.
+
+    The name is None for one of Megatron's own. What a user's own optimizer is called now, or was, says nothing.
+    """
+    ours = {entry.optimizer_cls.__name__ for entry in EMERGING_OPTIMIZERS.values()}
+    parameters = {split_key(key)[1] for key in wanted}
+    for block in blocks if name is None or name in ours else ():
+        wrote = block["optimizer"]
+        shared = sorted(parameters & {key for group in block["groups"] for key in group["names"]})
+        if shared and wrote != name and wrote in ours:
+            return (
+                f"{wrote} wrote the state of {shared[0]}, and {name or 'an optimizer of Megatron'} would take it for "
+                f"its own: resume with that one, or {FRESH}"
+            )
+    return None
+
+
+def stacks_layers(stored: Iterable[str]) -> str | None:
+    """Why a checkpoint cannot serve a run that keeps its layers apart; None where it keeps them apart, too."""
+    stacked = next((key for key in sorted(stored) if split_key(key)[0] and _STACKED.search(key)), None)
+    return stacked and (
+        f"it stacks the state of all layers ({stacked}), which were treated alike when it was saved, and in this run "
+        f"layers differ in their optimizers: leave away the overrides that single out layers (and what freezes some), "
+        f"or {FRESH}"
+    )
+
+
+def _take_first_moments(optimizers: Iterable[Mapping[Any, Any]]) -> None:
+    """Let every momentum be read from where Adam's first moment is."""
+    for value in (value for each in optimizers for value in nested_values(each)):
+        if isinstance(value, ShardedTensor | ShardedTensorFactory):
+            name = value.key.removeprefix(state_key(MOMENTUM_BUFFER, ""))
+            if name != value.key:
+                value.key = state_key(_FIRST_MOMENT, name)
+
+
 def _requested(optimizer: Any) -> dict[str, tuple[int, ...] | None]:
-    """The tensors that are requested, by key, with their shapes; None for a vocabulary, whose padding may differ."""
+    """Key -> shape of the tensors that are requested; None for a vocabulary, whose padding may differ."""
     return {t.key: None if t.allow_shape_mismatch else t.global_shape for t in sharded_tensors(optimizer)}
 
 
 def _refuse_ours(requested: Any, folder: str) -> None:
     """Refuse, for an optimizer of Megatron's own, state that one of ours wrote; Megatron checks the rest itself."""
-    wanted = {key for keys in gathered(set(_requested({"optimizer": requested}))) for key in keys}
-    problem = of_another(None, wanted, blocks_of(from_rank_0(lambda: _read(Path(folder))).optimizer))
-    if problem:
+    wanted = set().union(*gathered(set(_requested({"optimizer": requested}))))
+    blocks = blocks_of(from_rank_0(lambda: _read(Path(folder))).optimizer)
+    if problem := of_another(None, wanted, blocks):
         raise CheckpointError(f"{folder}: {problem}")
 
 
 def _compare(stored: _Stored, requested: Any, loaded: dict[str, Any], folder: str) -> None:
-    if not stored.sums:
-        return
     comparable = (
         tensor
         for tensor in loaded_tensors(requested, loaded)
@@ -207,8 +281,7 @@ def _is_ours(args: Any) -> bool:
 
 def _damage(contents: Contents) -> str | None:
     """Why a checkpoint is not whole."""
-    faults = (problem for problem in check_files(contents) if problem.severity == "error")
-    return next((f"{fault.what}. {fault.advice}" for fault in faults), None)
+    return next((f"{fault.what}. {fault.advice}" for fault in check_files(contents)), None)
 
 
 def _damage_of_resumed(folder: Path, step: int | None) -> str | None:

@@ -9,11 +9,11 @@ What the user sets for a group comes from the run that loads, whatever the check
 reported. What the run itself made of it (a step count, where the schedule stood) comes from the checkpoint.
 """
 
-from collections.abc import Iterable, Iterator, Sequence, Set
-from itertools import pairwise
+import itertools
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
-from megatron_eopt.checkpoints.states import BLOCK, blocks_of, optimizers_in
+from megatron_eopt.checkpoints.states import BLOCK, blocks_of, holding, optimizers_in
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.registry import EMERGING_OPTIMIZERS
 
@@ -26,33 +26,28 @@ Names = dict[str, list[list[int]]]
 """Key of a parameter in the checkpoint -> runs ``[first, last + 1]`` of the indices of the layers and experts that are
 stacked under it, ``[[0, 1]]`` for a key with nothing stacked."""
 
-SCHEDULED = frozenset({"lr", "weight_decay"})
-"""Where the schedule stands: Megatron's scheduler computes them anew after a load, a loop without one goes on from
-them."""
-
-SCHEDULE = frozenset({"max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult"})
-"""What the schedule starts from."""
-
-OVERRIDES = frozenset(
+# Where the schedule stands: Megatron's scheduler computes them anew after a load, a loop without one goes on from them.
+_SCHEDULED = frozenset({"lr", "weight_decay"})
+# What the schedule starts from.
+_SCHEDULE = frozenset({"max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult"})
+# What a user gives to single groups: where a run no longer has one of them, it goes on without.
+_OVERRIDES = frozenset(
     {"optimizer", "betas", "eps", "momentum", "num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor"}
 )
-"""What a user gives to single groups: where a run no longer has one of them, it goes on without."""
-
 _PARAMETERS = frozenset({"params", "param_names"})
 _STRUCTURE = frozenset({"is_expert_parallel", "default_config"})  # of the layout, and of how Megatron logs
 
 
 def compressed(names: Iterable[tuple[str, int]]) -> Names:
     """Names, each a key and an index, in the short form in which a checkpoint holds them."""
-    indices: dict[str, set[int]] = {}
-    for key, index in names:
-        indices.setdefault(key, set()).add(index)
-    return {key: _runs(sorted(found)) for key, found in sorted(indices.items())}
-
-
-def _runs(indices: Sequence[int]) -> list[list[int]]:
-    edges = [0, *(i for i, (a, b) in enumerate(pairwise(indices), 1) if b != a + 1), len(indices)]
-    return [[indices[first], indices[last - 1] + 1] for first, last in pairwise(edges)]
+    short: Names = {}
+    for key, index in sorted(set(names)):
+        runs = short.setdefault(key, [])
+        if runs and runs[-1][1] == index:
+            runs[-1][1] = index + 1
+        else:
+            runs.append([index, index + 1])
+    return short
 
 
 def merged(names: Iterable[Names]) -> Names:
@@ -69,16 +64,13 @@ def has(names: Names, key: str, index: int) -> bool:
 def settings_after_load(
     current: Settings, saved: Sequence[Settings], carried: Set[str], from_checkpoint: bool = False
 ) -> tuple[Settings, dict[str, tuple[Any, Any]]]:
-    """The settings with which a group goes on.
+    """The settings with which a group goes on, and those that the user has changed: name -> (in the checkpoint, now).
 
     Args:
         current: of the group, as this run has built it.
         saved: of the groups in which the checkpoint has its parameters; none for a group that is empty here.
         carried: settings that the optimizer itself makes, which come from the checkpoint.
         from_checkpoint: the user requested the schedule of the checkpoint.
-
-    Returns:
-        The settings, and those that the user has changed: name -> (in the checkpoint, now).
 
     Raises:
         ValueError: if the groups of the checkpoint differ in what would be carried over.
@@ -88,7 +80,7 @@ def settings_after_load(
         return result, {}
     then = {key: [group[key] for group in saved if key in group] for group in saved for key in group}
     gone = then.keys() - current.keys() - _PARAMETERS
-    carried = carried | {"step"} | (gone - OVERRIDES - SCHEDULE)
+    carried = carried | {"step"} | (gone - _OVERRIDES - _SCHEDULE)
     for key in sorted(carried & then.keys()):
         if any(value != then[key][0] for value in then[key]):
             raise ValueError(
@@ -96,14 +88,14 @@ def settings_after_load(
                 f"the groups of the run that saved, or pass --no-load-optim to start with fresh state"
             )
         result[key] = then[key][0]
-    changed = {key: (then[key][0], "the optimizer's own") for key in sorted(gone & OVERRIDES)}
-    for key in result.keys() & then.keys() - carried - SCHEDULED - _STRUCTURE:
+    changed = {key: (then[key][0], "the optimizer's own") for key in sorted(gone & _OVERRIDES)}
+    for key in result.keys() & then.keys() - carried - _SCHEDULED - _STRUCTURE:
         if any(_differs(result[key], value) for value in then[key]):
             changed[key] = (then[key][0], result[key])
     if from_checkpoint:
-        result |= {key: changed.pop(key)[0] for key in SCHEDULE & changed.keys()}
-    if not SCHEDULE & changed.keys():
-        result |= {key: saved[0][key] for key in SCHEDULED & saved[0].keys()}
+        result |= {key: changed.pop(key)[0] for key in _SCHEDULE & changed.keys()}
+    if not _SCHEDULE & changed.keys():
+        result |= {key: saved[0][key] for key in _SCHEDULED & saved[0].keys()}
     return result, changed
 
 
@@ -112,48 +104,40 @@ def _differs(a: Any, b: Any) -> bool:
     return list(a) != list(b) if isinstance(a, list | tuple) and isinstance(b, list | tuple) else bool(a != b)
 
 
-def torch_state(state_dict: dict[str, Any]) -> dict[str, Any]:
+def torch_state(state_dict: dict[str, Any]) -> Any:
     """The state dict of the torch optimizer; for bf16 Megatron puts it beside the fp32 copies of the parameters."""
-    found: dict[str, Any] = state_dict.get("optimizer", state_dict)
-    return found
+    return state_dict.get("optimizer", state_dict)
 
 
 def taken_out(requested: dict[Any, Any]) -> dict[Any, Any]:
     """The requested state dict with that of each of our optimizers under :data:`OPTIMIZERS`, by number, instead."""
-    return _without(requested) | {OPTIMIZERS: dict(enumerate(optimizers_in(requested)))}
 
+    def without(state_dict: dict[Any, Any]) -> dict[Any, Any]:
+        return {
+            key: without(value) if any(optimizers_in(value)) else value
+            for key, value in state_dict.items()
+            if not (isinstance(value, dict) and BLOCK in value)
+        }
 
-def _without(requested: dict[Any, Any]) -> dict[Any, Any]:
-    return {
-        key: _without(value) if isinstance(value, dict) and any(optimizers_in(value)) else value
-        for key, value in requested.items()
-        if not (isinstance(value, dict) and BLOCK in value)
-    }
+    return without(requested) | {OPTIMIZERS: dict(enumerate(optimizers_in(requested)))}
 
 
 def put_back(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> None:
-    """Bring what was loaded for :func:`taken_out` into the form that was requested.
+    """Bring what was loaded for :func:`taken_out`, in place, into the form that was requested.
 
-    Args:
-        requested: the state dict that was requested.
-        loaded: changed in place.
-        common: the common state of all optimizers in the checkpoint.
+    ``common`` is the common state of all optimizers in the checkpoint.
     """
-    found = loaded.pop(OPTIMIZERS, {})
-    completed = iter([_completed(own, found.get(i, {}), common) for i, own in enumerate(optimizers_in(requested))])
-    for key, value in requested.items():
-        if any(optimizers_in(value)):
-            loaded[key] = _put(value, loaded.get(key), completed)
+    found, numbers = loaded.pop(OPTIMIZERS, {}), itertools.count()
 
+    def put(value: Any, rest: Any) -> Any:
+        if not any(optimizers_in(value)):
+            return rest
+        if BLOCK in value:
+            return _completed(value, found.get(next(numbers), {}), common)
+        rest = rest if isinstance(rest, dict) else {}
+        return {key: put(inner, rest.get(key)) for key, inner in value.items()}
 
-def _put(requested: Any, loaded: Any, completed: Iterator[dict[Any, Any]]) -> Any:
-    if BLOCK in requested:
-        return next(completed)
-    rest = loaded if isinstance(loaded, dict) else {}
-    return {
-        key: _put(value, rest.get(key), completed) if any(optimizers_in(value)) else rest.get(key)
-        for key, value in requested.items()
-    }
+    loaded |= {key: put(value, loaded.get(key)) for key, value in requested.items() if any(optimizers_in(value))}
 
 
 def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> dict[Any, Any]:
@@ -162,7 +146,7 @@ def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -
     Megatron leaves out what is empty on this rank: it comes back as empty.
     """
     inner: dict[Any, Any] = {"state": dict(torch_state(loaded).get("state", {}))}
-    saved = list(_torch_states(common))
+    saved = list(holding(common, GROUPS))
     inner[GROUPS] = [group for each in saved for group in each[GROUPS]]
     blocks = blocks_of(common)
     name = requested[BLOCK]["optimizer"]
@@ -188,13 +172,3 @@ def _is_adam(name: str) -> bool:
     """Whether an optimizer is one of the Adams that Megatron builds: Transformer Engine's, Apex's or torch's."""
     described = (each.optimizer_cls for each in EMERGING_OPTIMIZERS.values())
     return "Adam" in name and name not in {each.__name__ for each in described if issubclass(each, BaseOptimizer)}
-
-
-def _torch_states(common: Any) -> Iterator[dict[Any, Any]]:
-    """The state dicts of torch optimizers in the common state."""
-    if isinstance(common, dict):
-        if GROUPS in common:
-            yield common
-        else:
-            for key, value in common.items():
-                yield from (_torch_states(value) if key != BLOCK else ())

@@ -5,10 +5,10 @@ state, or another, the stack would have holes, which Megatron refuses in the fir
 instead; it writes down in the checkpoint that it did, and reads that before it loads.
 """
 
-import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import gathered
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.parallel.layout import Layout
+from megatron_eopt.redirect import around
 
 _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)|(?<=\.weight)\d+$")
@@ -53,24 +54,53 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
             one logical matrix, for rows in another than the first dimension.
     """
     assert tensor.dims is not None
-    saved, layout = _along_rows(parameter), layouts[tensor.matrix]
-    replica_id = _replica_id(saved[0].replica_id, _earlier_copies(tensor, layout), layout.ranks)
+    saved, layout = list(sharded_tensors([parameter])), layouts[tensor.matrix]
+    in_rows = sum(each.local_shape[0] for each in saved) == parameter.data.shape[0]
+    if not in_rows or any(each.local_shape[1:] != saved[0].local_shape[1:] for each in saved):
+        raise ValueError(f"{parameter.key} is saved in tensors that are not cut along its rows: {saved}")
+    ahead, held = saved[0].prepend_axis_num, layout.rectangle  # dimensions of stacked layers and experts
+    # Of rows and columns: the global length, and from where to where this rank has them.
     if len(saved) == 1 or len(layouts) > 1 or "rows" not in tensor.dims:
-        sides = {
-            "rows": (layout.shape[0], layout.rectangle.top, layout.rectangle.bottom),
-            "columns": (layout.shape[1], layout.rectangle.left, layout.rectangle.right),
-        }
-        return _sharded(tensor, data, parameter.key, saved[0], sides, replica_id)
-    if "rows" in tensor.dims[1:]:
+        rows, columns = (layout.shape[0], held.top, held.bottom), (layout.shape[1], held.left, held.right)
+        views = [(saved[0], parameter.key, data, rows, columns)]
+    elif "rows" in tensor.dims[1:]:
         raise ValueError(
             f"{tensor.key} of {parameter.key}: rows of a matrix that is saved in {len(saved)} tensors have to be the "
             f"first dimension of a state tensor; got dims {tensor.dims}"
         )
+    else:
+        data_of = data.split([each.local_shape[0] for each in saved])
+        views = [(each, each.key, view, *_sides(each)) for each, view in zip(saved, data_of, strict=True)]
     state = []
-    for each, view in zip(saved, data.split([each.local_shape[0] for each in saved]), strict=True):
-        sides = {"rows": _side(each, 0), "columns": _side(each, 1)}
-        state += _sharded(tensor, view, each.key, each, sides, replica_id)
+    for of_parameter, key, view, rows, columns in views:
+        if not view.numel():
+            continue
+        of_side = {"rows": rows, "columns": columns}
+        along = [(dim, 0, dim) if isinstance(dim, int) else of_side[dim] for dim in tensor.dims] or [(1, 0, 1)]
+        lengths, starts, ends = zip(*along, strict=True)
+        shape = [end - start for start, end in zip(starts, ends, strict=True)]
+        assert list(view.shape) == shape[: view.ndim]
+        # With its leading dimensions of one the tensor is whole: Megatron's own way to add them needs equal shards.
+        whole = view.view(*[1] * ahead, *shape)
+        state.append(
+            ShardedTensor(
+                key=state_key(tensor.key, key),
+                data=whole,
+                dtype=data.dtype,
+                local_shape=tuple(whole.shape),
+                global_shape=(*of_parameter.global_shape[:ahead], *lengths),
+                global_offset=(*of_parameter.global_offset[:ahead], *starts),
+                axis_fragmentations=None,
+                replica_id=_replica_id(tensor.dims, layout, saved[0].replica_id),
+            )
+        )
     return state
+
+
+def _sides(saved: ShardedTensor) -> list[tuple[int, int, int]]:
+    lengths, starts = (of[saved.prepend_axis_num :] for of in (saved.global_shape, saved.global_offset))
+    ends = (start + size for start, size in zip(starts, saved.local_shape, strict=True))
+    return list(zip(lengths, starts, ends, strict=True))
 
 
 def joined(tensor: StateTensor, loaded: list[Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -103,71 +133,19 @@ def stacked_index(parameter: Sharded) -> int:
     return index
 
 
-def _along_rows(parameter: Sharded) -> list[ShardedTensor]:
-    """The tensors that are saved of a parameter, one for consecutive rows each."""
-    saved = list(sharded_tensors([parameter]))
-    rows = sum(each.local_shape[0] for each in saved)
-    if rows != parameter.data.shape[0] or any(each.local_shape[1:] != saved[0].local_shape[1:] for each in saved):
-        raise ValueError(f"{parameter.key} is saved in tensors that are not cut along its rows: {saved}")
-    return saved
-
-
-def _side(saved: ShardedTensor, axis: int) -> tuple[int, int, int]:
-    """Global length of a dimension of the parameter, and from where to where this rank holds it."""
-    in_global = saved.prepend_axis_num + axis
-    start = saved.global_offset[in_global]
-    return saved.global_shape[in_global], start, start + saved.local_shape[axis]
-
-
-def _sharded(
-    tensor: StateTensor,
-    data: Tensor,
-    key: str,
-    of_parameter: ShardedTensor,
-    sides: dict[str, tuple[int, int, int]],
-    replica_id: int | tuple[int, ...],
-) -> list[ShardedTensor]:
-    assert tensor.dims is not None
-    if not data.numel():
-        return []
-    ahead = of_parameter.prepend_axis_num  # dimensions of stacked layers and experts
-    along = [(dim, 0, dim) if isinstance(dim, int) else sides[dim] for dim in tensor.dims] or [(1, 0, 1)]
-    assert tuple(data.shape) == tuple(end - start for _, start, end in along[: data.ndim])
-    # With its leading dimensions of one the tensor is whole: Megatron's own way to add them needs equal shards.
-    view = data.view(*[1] * ahead, *[end - start for _, start, end in along])
-    return [
-        ShardedTensor(
-            key=state_key(tensor.key, key),
-            data=view,
-            dtype=view.dtype,
-            local_shape=tuple(view.shape),
-            global_shape=(*of_parameter.global_shape[:ahead], *(length for length, _, _ in along)),
-            global_offset=(*of_parameter.global_offset[:ahead], *(start for _, start, _ in along)),
-            axis_fragmentations=None,
-            replica_id=replica_id,
-        )
-    ]
-
-
-def _earlier_copies(tensor: StateTensor, layout: Layout) -> int:
-    """How many ranks before this one hold the same shard of the state tensor."""
-    assert tensor.dims is not None
-    shards = [
-        tuple(
-            (piece.top, piece.bottom) if dim == "rows" else (piece.left, piece.right) if dim == "columns" else ()
-            for dim in tensor.dims
-        )
-        for piece in layout.rectangles
-    ]
-    return shards[: layout.rank].count(shards[layout.rank])
-
-
-def _replica_id(of_parameter: int | tuple[int, ...], copies: int, ranks: int) -> int | tuple[int, ...]:
+def _replica_id(
+    dims: Sequence[str | int], layout: Layout, of_parameter: int | tuple[int, ...]
+) -> int | tuple[int, ...]:
     """That of the parameter, (pipeline, tensor, data), told apart further where a state tensor has more copies."""
+    shards = [
+        ("rows" in dims and (held.top, held.bottom), "columns" in dims and (held.left, held.right))
+        for held in layout.rectangles
+    ]
+    earlier = shards[: layout.rank].count(shards[layout.rank])  # ranks before this one that hold the same shard
     if isinstance(of_parameter, int):
-        return of_parameter * ranks + copies
-    pipeline, tensor, *data = of_parameter
-    return (pipeline, tensor * ranks + copies, *data)
+        return of_parameter * layout.ranks + earlier
+    pipeline, of_tensor, *data = of_parameter
+    return (pipeline, of_tensor * layout.ranks + earlier, *data)
 
 
 def layers_differ(families: Iterable[Family], frozen: Iterable[str]) -> bool:
@@ -181,31 +159,25 @@ def layers_differ(families: Iterable[Family], frozen: Iterable[str]) -> bool:
         ValueError: where experts of one layer have different optimizers in a run that saves in torch_dist, where
             Megatron can only stack them.
     """
-    kinds: dict[str, set[tuple[str | None, int]]] = {}
+    kinds: dict[str, set[tuple[str | None, int]]] = defaultdict(set)
     for row in rows(families):
-        kinds.setdefault(_EXPERT.sub("*", row.name), set()).add((row.optimizer, len(row.matrices)))
-    everywhere = gathered({_EXPERT.sub("*", name) for name in frozen})
-    for name in set().union(*everywhere):
-        kinds.setdefault(name, set()).add((None, 0))
-    _check_experts(kinds)
-    of_layers: dict[str, set[frozenset[Any]]] = {}
-    for name, found in kinds.items():
-        of_layers.setdefault(_LAYER.sub("*", name), set()).add(frozenset(found))
-    return any(len(found) > 1 for found in of_layers.values())
-
-
-def _check_experts(kinds: Mapping[str, set[tuple[str | None, int]]]) -> None:
+        kinds[_EXPERT.sub("*", row.name)].add((row.optimizer, len(row.matrices)))
+    for name in set().union(*gathered({_EXPERT.sub("*", name) for name in frozen})):
+        kinds[name].add((None, 0))
     args = releases.training_args()
-    if getattr(args, "save", None) is None or getattr(args, "ckpt_format", None) != "torch_dist":
-        return
+    saves = getattr(args, "save", None) is not None and getattr(args, "ckpt_format", None) == "torch_dist"
     for name, found in sorted(kinds.items()):
-        if len(found) > 1:
+        if saves and len(found) > 1:
             optimizers = " and ".join(sorted({optimizer or "none" for optimizer, _ in found}))
             raise ValueError(
                 f"experts of one layer ({name}) are treated differently (optimizers: {optimizers}), and Megatron "
                 f"stacks their state in torch_dist checkpoints: let overrides select all experts of a layer, or leave "
                 f"--save away"
             )
+    of_layers: dict[str, set[frozenset[Any]]] = defaultdict(set)
+    for name, found in kinds.items():
+        of_layers[_LAYER.sub("*", name)].add(frozenset(found))
+    return any(len(found) > 1 for found in of_layers.values())
 
 
 def keep_apart(model_chunks: Sequence[Any], apart: bool) -> None:
@@ -214,32 +186,23 @@ def keep_apart(model_chunks: Sequence[Any], apart: bool) -> None:
         setattr(chunk, _MARK, apart)
 
 
-def undecided(build_metadata: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Wrap Megatron's ``_build_sharded_state_dict_metadata``, which knows no model: :func:`named_apart` decides."""
-
-    @functools.wraps(build_metadata)
-    def build_metadata_undecided(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {_SETTING: None} | build_metadata(*args, **kwargs)
-
-    return build_metadata_undecided
+@around
+def undecided(build_metadata: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Around Megatron's ``_build_sharded_state_dict_metadata``, which knows no model: :func:`named_apart` decides."""
+    return {_SETTING: None} | build_metadata(*args, **kwargs)
 
 
-def named_apart(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's ``generate_state_dict``: it names each layer of a model that is to :func:`keep_apart`.
+@around
+def named_apart(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around Megatron's ``generate_state_dict``: it names each layer of a model that is to :func:`keep_apart`.
 
     What is loaded has the names that the checkpoint says; where it says nothing, the metadata are :func:`undecided`.
     """
-    signature = inspect.signature(generate)
-
-    @functools.wraps(generate)
-    def generate_apart(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        apart = any(getattr(chunk, _MARK, False) for chunk in given["model"])
-        for name in ("model_sd_kwargs", "optim_sd_kwargs"):
-            metadata = (given.get(name) or {}).get("metadata") or {}
-            if metadata.get(_SETTING, ...) is None:
-                metadata.pop(_SETTING)
-                metadata |= {_SETTING: True} if apart else {}
-        return generate(*args, **kwargs)
-
-    return generate_apart
+    given = inspect.signature(generate).bind(*args, **kwargs).arguments
+    apart = any(getattr(chunk, _MARK, False) for chunk in given["model"])
+    for name in ("model_sd_kwargs", "optim_sd_kwargs"):
+        metadata = (given.get(name) or {}).get("metadata") or {}
+        if metadata.get(_SETTING, ...) is None:
+            metadata.pop(_SETTING)
+            metadata |= {_SETTING: True} if apart else {}
+    return generate(*args, **kwargs)

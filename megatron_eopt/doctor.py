@@ -1,0 +1,323 @@
+"""The command ``megatron-eopt doctor``: what is installed, what of it works together, and what to do about the rest.
+
+:func:`collect` imports what is there, without a GPU, and assumes nothing of what is missing or broken. All that is said
+about it are pure functions of :class:`Facts`. Exit status 0 without problems, 1 with.
+"""
+
+import argparse
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.support.matrix import RELEASES, Row, support_matrix
+from megatron_eopt.orthogonalize.kernels import KERNELS, choose
+from megatron_eopt.registry import list_optimizers
+
+_NO_KERNELS = (
+    "symmetric products are computed by torch, which takes more time and gives the same numbers up to rounding"
+)
+_ADAMS = {"transformer_engine": "Transformer Engine's, fused", "apex": "Apex's, fused", "torch": "torch's, not fused"}
+
+
+@dataclass(frozen=True)
+class Package:
+    """An installed package: its version, empty if it says none, and why it cannot be imported, or None."""
+
+    version: str
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Apex:
+    """An installed package by the name apex: NVIDIA's, with or without its CUDA extensions, or another project's."""
+
+    version: str
+    nvidias: bool
+    compiled: bool
+
+
+@dataclass(frozen=True)
+class Megatron:
+    """What an imported Megatron-Core makes possible."""
+
+    optimizers: tuple[str, ...]  # for --optimizer, that this package builds
+    adam: str  # the module whose Adam Megatron builds
+    training_error: str | None  # why megatron.training cannot be imported
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What the kernels for symmetric products need and this machine has not, and why they failed a trial; or None."""
+
+    missing: str | None = None
+    failed: str | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that was found; None for what is not installed."""
+
+    python: str
+    torch: str
+    cuda: str | None
+    gpu: str | None
+    eopt: str | None
+    core: Package | None
+    triton: Package | None
+    transformer_engine: Package | None
+    apex: Apex | None
+    emerging_optimizers: Package | None
+    megatron: Megatron | None
+    kernels: Kernels
+
+
+class Problem(NamedTuple):
+    """What is wrong, and what to do."""
+
+    what: str
+    do: str
+
+
+def add_command(commands: Any) -> None:
+    """Add the command's parser to those of the program."""
+    parser = commands.add_parser(
+        "doctor",
+        help="what is installed, what works with it, and what to do about the rest",
+        description="Exit status: 0 without problems, 1 with. A machine without a GPU is none.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.set_defaults(parser=parser, run=_examine)
+
+
+def _examine(options: argparse.Namespace, rest: Sequence[str] | None) -> int:
+    if rest:
+        raise ValueError(f"nothing is expected after --, got {' '.join(rest)}")
+    facts = collect()
+    found = list(problems(facts))
+    if options.json:
+        said = {
+            "ok": not found,
+            "facts": asdict(facts),
+            "support": [row._asdict() for row in matrix(facts)],
+            "notes": notes(facts),
+            "problems": [problem._asdict() for problem in found],
+        }
+        print(json.dumps(said, indent=1))
+    else:
+        print(_text(facts, found))
+    return 1 if found else 0
+
+
+def collect() -> Facts:
+    """Find out, by importing what is there; what that prints goes to stderr, and no setting of the process changes."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        warnings.simplefilter("ignore")
+        emerging_optimizers = _version("emerging-optimizers")
+        core = _package("megatron-core", "megatron.core", "megatron.core.optimizer")
+        return Facts(
+            python=platform.python_version(),
+            torch=torch.__version__,
+            cuda=torch.version.cuda,
+            gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            eopt=_version("megatron-eopt"),
+            core=core,
+            triton=_package("triton", "triton"),
+            transformer_engine=_package(
+                "transformer-engine", "transformer_engine", "transformer_engine.pytorch.optimizers"
+            ),
+            apex=_apex(),
+            # not imported: nothing here needs it, and Megatron asks for its version alone before it does
+            emerging_optimizers=None if emerging_optimizers is None else Package(emerging_optimizers),
+            megatron=_megatron() if core is not None and core.error is None else None,
+            kernels=_kernels(),
+        )
+
+
+def _package(distribution: str, module: str, *further: str) -> Package | None:
+    """A package, whose module and ``further`` ones must be importable; None if it is not installed."""
+    if not _found(module):
+        return None
+    error = next(filter(None, map(_import_error, (module, *further))), None)
+    said = str(getattr(sys.modules.get(module), "__version__", None) or _version(distribution) or "")
+    # Megatron adds the commit of whatever git repository it is in, a project with a .venv for instance
+    return Package(said.partition("+")[0] if module == "megatron.core" else said, error)
+
+
+def _found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # no parent package; or a module that was put there without a specification
+        return module in sys.modules
+
+
+def _import_error(module: str) -> str | None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # a broken package may raise anything
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _apex() -> Apex | None:
+    """Told apart by its files: importing the other one would run code that has nothing to do with this."""
+    if not _found("apex"):
+        return None
+    specification = importlib.util.find_spec("apex")
+    folders = specification.submodule_search_locations if specification is not None else None
+    nvidias = any(Path(folder, "optimizers", "fused_adam.py").is_file() for folder in folders or ())
+    return Apex(_version("apex") or "", nvidias, compiled=_found("amp_C"))
+
+
+def _megatron() -> Megatron | None:
+    """None if it is too old to be asked."""
+    try:
+        releases.check_supported()
+    except ImportError:
+        return None
+    return Megatron(
+        optimizers=tuple(name for name in list_optimizers() if name not in releases.unavailable()),
+        adam=releases.core_optimizer().Adam.__module__.split(".")[0],
+        training_error=_import_error("megatron.training.training"),
+    )
+
+
+def _kernels() -> Kernels:
+    if not torch.cuda.is_available():
+        return Kernels(missing="torch.cuda finds no GPU")
+    device = torch.device("cuda")
+    if (missing := KERNELS["triton"].missing(device)) is not None:
+        return Kernels(missing)
+    # A square matrix, a wide one and a stack, as those of a model are, in the dtypes that products are computed in.
+    shapes, dtypes = ((1024, 1024), (512, 2048), (2, 256, 1024)), (torch.bfloat16, torch.float32)
+    return Kernels(failed=choose(shapes, dtypes, device).dropped.get("triton"))
+
+
+def problems(facts: Facts) -> Iterator[Problem]:
+    """What keeps training runs from working, or from working as its user believes; causes come first."""
+    for name, version, oldest in (("Python", facts.python, "3.12"), ("torch", facts.torch, "2.6")):
+        if releases.number(version) < releases.number(oldest):
+            yield Problem(f"{name} {version} is too old", f"take {oldest} or newer")
+    engine, apex, core, supported = facts.transformer_engine, facts.apex, facts.core, f"{RELEASES[-1]} to {RELEASES[0]}"
+    if engine is not None and engine.error is not None:
+        yield Problem(
+            f"{_named('Transformer Engine', engine)} cannot be imported: {engine.error}",
+            "reinstall it for this torch and CUDA, or uninstall it: Megatron fails with it, or takes another Adam",
+        )
+    if apex is not None and not apex.nvidias:
+        yield Problem(
+            f"the package {_named('apex', apex)} is not NVIDIA's: the name on PyPI belongs to another project",
+            "pip uninstall apex; NVIDIA's is built from source",
+        )
+    elif apex is not None and not apex.compiled and (facts.megatron is None or facts.megatron.adam == "apex"):
+        yield Problem(
+            f"{_named('Apex', apex)} was built without its CUDA extensions (amp_C), and its Adam cannot be made",
+            "build it with them, or uninstall it",
+        )
+    if core is None:
+        yield Problem("megatron-core is not installed", f"pip install megatron-core, {supported} are supported")
+    elif _is_too_old(core):
+        yield Problem(f"megatron-core {core.version} is too old", f"take one of {supported}")
+    elif core.error is not None:
+        yield Problem(
+            f"megatron-core {core.version} cannot be imported: {core.error}",
+            "mend what the error names; a broken package that Megatron imports breaks Megatron",
+        )
+    if facts.triton is not None and facts.triton.error is not None:
+        yield Problem(f"triton cannot be imported: {facts.triton.error}", "install the release torch asks for")
+    if facts.kernels.failed is not None:
+        yield Problem(
+            f"the kernels for symmetric products cannot be used on {facts.gpu}: {facts.kernels.failed}",
+            f"until then {_NO_KERNELS}; another release of triton or of the driver may help",
+        )
+
+
+def _named(name: str, package: Package | Apex) -> str:
+    return f"{name} {package.version}".strip()
+
+
+def _is_too_old(core: Package) -> bool:
+    return releases.number(core.version) < releases.number(RELEASES[-1])
+
+
+def notes(facts: Facts) -> list[str]:
+    """What is no problem and good to know."""
+    said = []
+    if facts.kernels.missing is not None:
+        said.append(f"no kernels for symmetric products ({facts.kernels.missing}): {_NO_KERNELS}")
+    if facts.core is not None and releases.number(facts.core.version) > releases.number(RELEASES[0]):
+        said.append(f"megatron-core {facts.core.version} is newer than {RELEASES[0]}, the latest that was tried")
+    if facts.megatron is not None and facts.megatron.training_error is not None:
+        said.append(
+            f"megatron.training cannot be imported ({facts.megatron.training_error}): Megatron's scripts need it (pip "
+            f"install psutil pyyaml, which megatron-core does not declare), a training loop of your own does not"
+        )
+    if facts.megatron is not None and facts.megatron.adam == "torch":
+        said.append(
+            "Adam, for what is no matrix, is torch's: Transformer Engine, or NVIDIA's Apex, would bring a fused one"
+        )
+    return said
+
+
+def matrix(facts: Facts) -> list[Row]:
+    """What the Megatron-Core that was found supports; empty without one, or with one that is too old."""
+    return [] if facts.core is None or _is_too_old(facts.core) else support_matrix(facts.core.version)
+
+
+def _text(facts: Facts, found: list[Problem]) -> str:
+    apex, megatron, unknown = facts.apex, facts.megatron, "unknown without Megatron-Core"
+    no_kernels = facts.kernels.missing or facts.kernels.failed
+    installed = {
+        "megatron_eopt": facts.eopt or "not installed as a package",
+        "python": facts.python,
+        "torch": facts.torch,
+        "CUDA": facts.cuda or "torch is built without it",
+        "GPU": facts.gpu or "none",
+        "triton": _said(facts.triton),
+        "megatron-core": _said(facts.core),
+        "transformer-engine": _said(facts.transformer_engine),
+        "apex": f"{apex.version} ({'' if apex.nvidias else 'not '}NVIDIA's)".strip() if apex else "not installed",
+        "emerging-optimizers": f"{_said(facts.emerging_optimizers)} (not needed)",
+    }
+    used = {
+        "--optimizer": ", ".join(megatron.optimizers) if megatron else unknown,
+        "Adam beside them": _ADAMS.get(megatron.adam, megatron.adam) if megatron else unknown,
+        "symmetric products": f"by torch: {no_kernels}" if no_kernels else "by triton kernels, checked on this GPU",
+    }
+    sections = {"Installed": _pairs(installed), "Used": _pairs(used)}
+    if facts.core is not None and (rows := matrix(facts)):
+        title = f"With megatron-core {facts.core.version}"
+        sections[title] = [f"{row.works:3}  {row.feature}" + (f": {row.note}" if row.note else "") for row in rows]
+    sections["Notes"] = notes(facts) or ["none"]
+    sections["Problems"] = [f"{each.what}. What to do: {each.do}" for each in found] or ["none"]
+    return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items())
+
+
+def _said(package: Package | None) -> str:
+    if package is None:
+        return "not installed"
+    return (package.version or "of no version") + (" (cannot be imported)" if package.error is not None else "")
+
+
+def _pairs(values: dict[str, str]) -> list[str]:
+    width = max(map(len, values))
+    return [f"{name:{width}}  {value}" for name, value in values.items()]

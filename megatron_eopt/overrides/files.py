@@ -11,56 +11,43 @@ import re
 from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
-from megatron_eopt.overrides.entries import Entry, Layer, Selector
+from megatron_eopt.overrides.entries import Entry, Layer
 from megatron_eopt.overrides.known import Known, OverrideError, did_you_mean, shown
+from megatron_eopt.overrides.selectors import Selector
 from megatron_eopt.overrides.settings import NO_SETTINGS, SETTINGS, checked
 
 _Node = Any  # of yaml, which has no types
 _Pairs = dict[Any, tuple[int, _Node]]  # key -> its line, and what it stands for
 
 _SELECT = "select"
-_INSIDE = object()  # in place of a selector: it stands in the entry, under select
 _FORMAT = "a list of entries {select: ..., SETTING: ...}, or a mapping of selectors to settings"
 _DEEPEST = 4
 
 _TAG = "tag:yaml.org,2002:"
-_MERGE = f"{_TAG}merge"
 _FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+# The core schema of YAML 1.2: what plain text of a kind looks like, and its value.
+_SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "null": (r"~|null|Null|NULL|", lambda text: None),
+    "bool": (r"true|True|TRUE|false|False|FALSE", lambda text: text.lower() == "true"),
+    "int": (r"[-+]?[0-9]+", int),
+    "float": (_FLOAT, lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))),
+    "merge": (r"<<", str),
+}
+_TAGS = {_TAG + kind for kind in (*_SCALARS, "str", "seq", "map")}
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain scalars by the core schema of YAML 1.2, and merge keys."""
-
-
-_Loader.yaml_implicit_resolvers = {}
-for _tag, _pattern, _first in (
-    ("null", r"~|null|Null|NULL|", "~nN"),
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("int", r"[-+]?[0-9]+", "-+0123456789"),
-    ("float", _FLOAT, "-+.0123456789"),
-    ("merge", r"<<", "<"),
-):  # fmt: skip
-    _Loader.add_implicit_resolver(_TAG + _tag, re.compile(f"^({_pattern})$"), [*_first, *([""] * (_tag == "null"))])
-
-_SCALARS: dict[str, Callable[[str], Any]] = {
-    "null": lambda text: None,
-    "bool": lambda text: text.lower() == "true",
-    "int": int,
-    "float": lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
-}
-_TAGS = {_TAG + kind for kind in (*_SCALARS, "str", "seq", "map", "merge")}
+    yaml_implicit_resolvers: ClassVar = {  # None: whatever a scalar begins with
+        None: [(_TAG + kind, re.compile(f"^({like})$")) for kind, (like, _) in _SCALARS.items()]
+    }
 
 
 class _FileError(OverrideError):
-    """Mistakes of a file: lines, and what is wrong there."""
-
-    def __init__(self, *found: tuple[int, str]) -> None:
-        super().__init__(*found)
-        self.found = found
+    """Mistakes of a file: its arguments are lines, each with what is wrong there."""
 
 
 def read_overrides(path: str | PathLike[str], known: Known | None = None) -> list[Entry]:
@@ -81,25 +68,56 @@ def read_overrides(path: str | PathLike[str], known: Known | None = None) -> lis
             try:
                 entries.append(_entry(selector, line, node, str(path), known))
             except _FileError as error:
-                wrong += error.found
+                wrong += error.args
     except OSError as error:
         raise OverrideError(f"{path}: cannot be read: {error.strerror}") from None
     except _FileError as error:
-        wrong += error.found
+        wrong += error.args
     if wrong:
         raise OverrideError("\n".join(f"{path}:{line}: {what}" for line, what in sorted(wrong)))
     return entries
 
 
+def _compose(path: Path) -> _Node:
+    """The root of a file; None for one that is empty."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise _FileError((line, "this is no UTF-8 text")) from None
+    if path.suffix.lower() == ".json":
+        try:
+            json.loads(text)
+        except json.JSONDecodeError as error:
+            raise _FileError((error.lineno, f"this is no JSON: {error.msg}, at column {error.colno}")) from None
+        text = text.replace("\t", " ")  # no text of JSON has a tab in it, and YAML takes none before a value
+    try:
+        return yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark, problem = error.problem_mark or error.context_mark, error.problem or error.context
+        hint = ""
+        if "alias" in f"{error.context} {error.problem}":
+            hint = ": quote a selector that begins with *, as in '*.weight'"
+        elif "\\t" in problem or "".join(text.splitlines()[mark.line : mark.line + 1]).startswith("\t"):
+            hint = ": indent by blanks"
+        raise _FileError((mark.line + 1, f"this is no YAML: {problem}{hint}")) from None
+    except yaml.YAMLError as error:
+        raise _FileError((1, f"this is no YAML: {str(error).splitlines()[0]}")) from None
+
+
 def _written(root: _Node) -> Iterator[tuple[object, int, _Node]]:
-    """The entries as a file has them: selector, line, and the mapping of settings, which has the selector in a list."""
+    """The entries of a file: selector, line, and the mapping of settings, in which a list has the selector too.
+
+    That is under ``select``, which stands for such a selector here.
+    """
     if not isinstance(root, yaml.CollectionNode):
         line, got = (1, "nothing") if root is None else (_line(root), shown(_plain(root)))
         raise _FileError((line, f"expected {_FORMAT}, got {got}"))
+    _check_tag(root)
     if not root.value:
         raise _FileError((_line(root), f"there are no entries: expected {_FORMAT}"))
     if isinstance(root, yaml.SequenceNode):
-        yield from ((_INSIDE, _line(node), node) for node in root.value)
+        yield from ((_SELECT, _line(node), node) for node in root.value)
         return
     pairs = _pairs(root)
     if _SELECT in pairs:
@@ -110,10 +128,10 @@ def _written(root: _Node) -> Iterator[tuple[object, int, _Node]]:
 def _entry(written: object, line: int, node: _Node, path: str, known: Known) -> Entry:
     if not isinstance(node, yaml.MappingNode):
         inside = "expected an entry {select: ..., SETTING: ...}"
-        expected = inside if written is _INSIDE else f"{written}: expected a mapping of settings"
+        expected = inside if written == _SELECT else f"{written}: expected a mapping of settings"
         raise _FileError((line, f"{expected}, got {shown(_plain(node))}"))
     settings, select_line = _pairs(node), line
-    if written is _INSIDE:
+    if written == _SELECT:
         if _SELECT not in settings:
             near = [key for key in map(str, settings) if key not in SETTINGS and did_you_mean(key, [_SELECT])]
             hint = f" (it has {near[0]!r})" if near else ""
@@ -130,8 +148,8 @@ def _entry(written: object, line: int, node: _Node, path: str, known: Known) -> 
         try:
             raw[key] = _plain(value)
         except _FileError as error:
-            wrong += [(at, f"{key}: {what}") for at, what in error.found]
-    values, mistakes = checked(raw, known, None if selector is None else selector.optimizer)
+            wrong += [(at, f"{key}: {what}") for at, what in error.args]
+    values, mistakes = checked(raw, known, selector.optimizer if selector else None)
     lines = {str(key): at for key, (at, _) in settings.items()}
     wrong += [(lines[error.key], str(error)) for error in mistakes]
     if not settings:
@@ -139,47 +157,6 @@ def _entry(written: object, line: int, node: _Node, path: str, known: Known) -> 
     if wrong or selector is None:
         raise _FileError(*wrong)
     return Entry(selector, values, Layer.FILE, f"{path}:{line}")
-
-
-def _compose(path: Path) -> _Node:
-    """The root of a file; None for one that is empty.
-
-    Raises:
-        _FileError: for a file that is no text, no YAML or, by its name, no JSON.
-        OSError: for one that cannot be read.
-    """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise _FileError((line, "this is no UTF-8 text")) from None
-    if path.suffix.lower() == ".json":
-        try:
-            json.loads(text)
-        except json.JSONDecodeError as error:
-            raise _FileError((error.lineno, f"this is no JSON: {error.msg}, at column {error.colno}")) from None
-        text = text.replace("\t", " ")  # no text of JSON has a tab in it, and YAML takes none before a value
-    try:
-        root = yaml.compose(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise _FileError((mark.line + 1, f"this is no YAML: {_problem(error, text.splitlines(), mark)}")) from None
-    except yaml.YAMLError as error:
-        raise _FileError((1, f"this is no YAML: {str(error).splitlines()[0]}")) from None
-    if root is not None:
-        _check_tag(root)
-    return root
-
-
-def _problem(error: Any, lines: list[str], mark: Any) -> str:
-    problem = error.problem or error.context
-    here = lines[mark.line] if mark.line < len(lines) else ""
-    hint = ""
-    if "alias" in f"{error.context} {error.problem}":
-        hint = f": quote a selector that begins with *, as in {shown('*.weight')}"
-    elif "\\t" in problem or here.startswith("\t"):
-        hint = ": indent by blanks"
-    return f"{problem}{hint}"
 
 
 def _line(node: _Node) -> int:
@@ -192,11 +169,7 @@ def _check_tag(node: _Node) -> None:
 
 
 def _plain(node: _Node, depth: int = 0) -> Any:
-    """The value of a node: text, a number, true or false, None, or lists and mappings of them.
-
-    Raises:
-        _FileError: for a tag, a key that is there twice, and a value that lies too deep.
-    """
+    """The value of a node: text, a number, true or false, None, or lists and mappings of them."""
     if depth > _DEEPEST:
         raise _FileError((_line(node), f"values lie more than {_DEEPEST} deep"))
     _check_tag(node)
@@ -206,28 +179,24 @@ def _plain(node: _Node, depth: int = 0) -> Any:
         return {key: _plain(value, depth + 1) for key, (_, value) in _pairs(node).items()}
     kind, text = node.tag.removeprefix(_TAG), node.value
     try:
-        return _SCALARS.get(kind, str)(text)
+        return _SCALARS[kind][1](text) if kind in _SCALARS else text
     except ValueError:
         raise _FileError((_line(node), f"{text!r} is no {kind}")) from None
 
 
 def _pairs(node: _Node, merges: int = 0) -> _Pairs:
-    """What a mapping has: its own keys, and those of mappings that ``<<`` merges into it where it has not.
-
-    Raises:
-        _FileError: for a key that is there twice, and for a merge of what is no mapping.
-    """
+    """What a mapping has: its own keys, and those of mappings that ``<<`` merges into it where it has not."""
     _check_tag(node)
     if merges > _DEEPEST:
         raise _FileError((_line(node), f"merges lie more than {_DEEPEST} deep"))
     own: _Pairs = {}
-    merged: list[tuple[Any, tuple[int, _Node]]] = []
+    merged: _Pairs = {}
     for key, value in node.value:
-        if key.tag == _MERGE:
+        if key.tag == f"{_TAG}merge":
             for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
                 if not isinstance(each, yaml.MappingNode):
                     raise _FileError((_line(value), "<<: merges mappings only"))
-                merged += _pairs(each, merges + 1).items()
+                merged |= _pairs(each, merges + 1) | merged
             continue
         if not isinstance(key, yaml.ScalarNode):
             raise _FileError((_line(key), "a key is text, not a list or a mapping"))
@@ -235,6 +204,4 @@ def _pairs(node: _Node, merges: int = 0) -> _Pairs:
         if name in own:
             raise _FileError((_line(key), f"{name}: is here a second time, the first is on line {own[name][0]}"))
         own[name] = _line(key), value
-    for name, pair in merged:
-        own.setdefault(name, pair)
-    return own
+    return own | merged | own

@@ -5,7 +5,8 @@ Also the errors for what is wrong in an override, with the known name that is ne
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -14,15 +15,13 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.registry import get_optimizer_entry, list_optimizers
 
-_Class = Callable[..., Optimizer]
-
 SPLITS = ("none", "default", "all")
 SPLIT = "split"
 
 # Megatron builds these two from its config, with these arguments; optimizers in the registry are read themselves.
-_MEGATRONS_OWN: dict[str, Callable[[], dict[str, Any]]] = {
-    "adam": lambda: {"betas": (0.9, 0.999), "eps": 1e-8},
-    "sgd": lambda: {"momentum": 0.9},
+_MEGATRONS_OWN: dict[str, Any] = {
+    "adam": partial(dict, betas=(0.9, 0.999), eps=1e-8),
+    "sgd": partial(dict, momentum=0.9),
 }
 # What every optimizer has, and what the table of settings has for all of them.
 _OF_ALL = frozenset({"params", "lr", "weight_decay"})
@@ -33,36 +32,21 @@ class OverrideError(ValueError):
 
 
 class SettingError(OverrideError):
-    """A setting that is unknown, or has a wrong value.
-
-    Attributes:
-        key: of the setting.
-        what: what is wrong with it, without the key.
-    """
+    """A setting, by its ``key``, that is unknown or has a wrong value; ``what`` says it without the key."""
 
     def __init__(self, key: str, what: str) -> None:
         super().__init__(key, what)  # both, so that it survives pickling
-        self.key = key
-        self.what = what
+        self.key, self.what = key, what
 
     def __str__(self) -> str:
         return f"{self.key}: {self.what}"
 
 
-class _Lazy[T](Mapping[str, T]):
-    """Something of every optimizer, found when it is looked up: finding it may build a user's optimizer."""
+class _Lazy(UserDict[str, Any]):
+    """Values that are found by calls when they are looked up: finding one may build a user's optimizer."""
 
-    def __init__(self, finders: Mapping[str, Callable[[], T]]) -> None:
-        self._finders = finders
-
-    def __getitem__(self, name: str) -> T:
-        return self._finders[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._finders)
-
-    def __len__(self) -> int:
-        return len(self._finders)
+    def __getitem__(self, name: str) -> Any:
+        return self.data[name]()
 
 
 @dataclass(frozen=True)
@@ -82,9 +66,9 @@ class Known:
     @classmethod
     def registered(cls, further_splits: Iterable[str] = ()) -> "Known":
         """What the registry has now, beside Megatron's adam and sgd."""
-        classes: dict[str, _Class] = {name: get_optimizer_entry(name).optimizer_cls for name in list_optimizers()}
-        settings = _MEGATRONS_OWN | {name: partial(_settings, classes[name]) for name in classes}
-        fixed = {name: partial(_fixed, classes[name]) for name in classes}
+        classes: dict[str, Any] = {name: get_optimizer_entry(name).optimizer_cls for name in list_optimizers()}
+        settings = _MEGATRONS_OWN | {name: partial(_settings, each) for name, each in classes.items()}
+        fixed = {name: partial(_fixed, each) for name, each in classes.items()}
         return cls(_Lazy(settings), (*SPLITS, *further_splits), _Lazy(fixed))
 
     def having(self, key: str) -> list[str]:
@@ -99,7 +83,7 @@ def settings_of_groups(optimizer: Optimizer) -> dict[str, Any]:
 
 
 @cache
-def _settings(optimizer_cls: _Class) -> dict[str, Any]:
+def _settings(optimizer_cls: Callable[..., Optimizer]) -> dict[str, Any]:
     """Settings of single parameters that the optimizers of a class have, with their defaults.
 
     Read from an optimizer without parameters. Where a class cannot be built so, its constructor's arguments stand in
@@ -110,16 +94,16 @@ def _settings(optimizer_cls: _Class) -> dict[str, Any]:
     try:
         found = settings_of_groups(optimizer_cls([{"params": []}], **needed))
     except Exception:  # whatever the constructor of a user's class needs, and does not find here
-        found = {key: None if each.default is each.empty else each.default for key, each in arguments.items()}
-    found = {key: value for key, value in found.items() if key not in _OF_ALL}
+        taken = {key: each for key, each in arguments.items() if key not in _OF_ALL}
+        found = {key: None if each.default is each.empty else each.default for key, each in taken.items()}
     return found | ({SPLIT: "default"} if "split_qkv" in arguments else {})
 
 
-def _fixed(optimizer_cls: _Class) -> frozenset[str]:
+def _fixed(optimizer_cls: Callable[..., Optimizer]) -> frozenset[str]:
     return frozenset(_arguments(optimizer_cls)) - _settings(optimizer_cls).keys() - _OF_ALL
 
 
-def _arguments(optimizer_cls: _Class) -> dict[str, inspect.Parameter]:
+def _arguments(optimizer_cls: Callable[..., Optimizer]) -> dict[str, inspect.Parameter]:
     """What the constructor of a class takes by name; nothing where it has no signature."""
     try:
         found = inspect.signature(optimizer_cls).parameters
@@ -130,14 +114,10 @@ def _arguments(optimizer_cls: _Class) -> dict[str, inspect.Parameter]:
 
 def close(name: str, known: Iterable[str]) -> list[str]:
     """The known names that are like another, at most three, the nearest first; a different case is no difference."""
-    by_case = {each.lower(): each for each in known}
-    wanted = name.lower()
-
-    def likeness(each: str) -> float:
-        return difflib.SequenceMatcher(None, each, wanted).ratio()
-
+    by_case, wanted = {each.lower(): each for each in known}, name.lower()
+    found = difflib.get_close_matches(wanted, by_case)
     # of those that are equally near the first by the alphabet: difflib takes the last
-    found = sorted(difflib.get_close_matches(wanted, by_case), key=lambda each: (-likeness(each), each))
+    found.sort(key=lambda each: (-difflib.SequenceMatcher(None, each, wanted).ratio(), each))
     return [by_case[each] for each in found]
 
 
@@ -145,6 +125,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``, did you mean 'NAME'?`` with the nearest known name; nothing where none is near."""
     found = close(name, known)
     return f", did you mean {found[0]!r}?" if found else ""
+
+
+def nearest_or_all(name: object, known: Iterable[str]) -> str:
+    """``, did you mean 'NAME'?`` with the nearest known name; where none is near, ``: expected`` and all of them."""
+    names = list(known)
+    return (did_you_mean(name, names) if isinstance(name, str) else "") or f": expected {listing(names)}"
 
 
 def listing(names: Iterable[str], word: str = "or") -> str:

@@ -17,6 +17,7 @@ from megatron_eopt.overrides.known import (
     close,
     did_you_mean,
     listing,
+    nearest_or_all,
     shown,
 )
 
@@ -45,7 +46,7 @@ class Check:
         return value
 
 
-def number(low: float = 0.0, high: float = math.inf, above: bool = False, whole: bool = False) -> Check:
+def _number(low: float = 0.0, high: float = math.inf, above: bool = False, whole: bool = False) -> Check:
     """A number from ``low`` to below ``high``, as an int or a float; ``low`` itself is allowed unless ``above``."""
     expected = "a whole number" if whole else "a number"
     if high < math.inf:
@@ -62,12 +63,19 @@ def number(low: float = 0.0, high: float = math.inf, above: bool = False, whole:
         inside = math.isfinite(value) and low <= value < high and not (above and value == low)
         if not inside or (whole and value % 1):
             return None
-        return int(raw) if whole else value  # type: ignore[call-overload]
+        return int(value) if whole else value
 
     return Check(expected, convert)
 
 
-def numbers(count: int, each: Check, expected: str) -> Check:
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _numbers(count: int, each: Check, expected: str) -> Check:
     """So many numbers, as a tuple, which can be hashed."""
 
     def convert(raw: Any, known: Known) -> Value | None:
@@ -81,7 +89,7 @@ def numbers(count: int, each: Check, expected: str) -> Check:
     return Check(expected, convert)
 
 
-def choice(
+def _choice(
     what: str, expected: str, names: Callable[[Known], Iterable[str]], booleans: tuple[str, str] | None = None
 ) -> Check:
     """One of a few names; true and false may stand for two of them."""
@@ -91,62 +99,37 @@ def choice(
             return booleans[raw]
         choices = list(names(known))
         if raw not in choices:
-            near = did_you_mean(raw, choices) if isinstance(raw, str) else ""
-            raise ValueError(f"unknown {what} {shown(raw)}{near or f': expected {listing(choices)}'}")
+            raise ValueError(f"unknown {what} {shown(raw)}{nearest_or_all(raw, choices)}")
         return str(raw)
 
     return Check(expected, convert)
 
 
-def of_type(kind: Any, expected: str) -> Check:
-    """Any value of a type."""
+def _of_type(kind: Any, expected: str) -> Check:
     return Check(expected, lambda raw, known: raw if isinstance(raw, kind) else None)
 
 
-_ANY_NUMBER = number(low=-math.inf)
-_BOOL = of_type(bool, "true or false")
-
-
-def check_like(default: object) -> Check:
-    """The check of values of the type of a default; the optimizer itself checks their range, when it is built."""
-    if isinstance(default, bool):
-        return _BOOL
-    if isinstance(default, Real):
-        return number(low=-math.inf, whole=isinstance(default, int))
-    if isinstance(default, str):
-        return of_type(str, "a text")
-    if isinstance(default, list | tuple) and all(isinstance(each, Real) for each in default):
-        return numbers(len(default), _ANY_NUMBER, f"{len(default)} numbers")
-    return of_type(str | bool | Real, "a number, a text, true or false")
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
-
-
 _COEFFICIENTS, _SCALES = get_supported_coefficient_types(), get_args(ScaleMode)
+_BOOL = _of_type(bool, "true or false")
 
 SETTINGS: dict[str, Check] = {
-    "optimizer": choice("optimizer", "adam, sgd or a registered name", lambda known: sorted(known.optimizers)),
-    "lr": number(),
-    "min_lr": number(),
-    "lr_mult": number(),
-    "weight_decay": number(),
-    "start_wd": number(),
-    "end_wd": number(),
-    "wd_mult": number(),
-    "betas": numbers(2, number(high=1), "two numbers in [0, 1), as [0.9, 0.95]"),
-    "eps": number(above=True),
-    "momentum": number(high=1),
-    "num_ns_steps": number(low=1, whole=True),
-    "coefficient_type": choice("coefficient type", listing(_COEFFICIENTS), lambda known: _COEFFICIENTS),
-    "scale_mode": choice("scale mode", listing(_SCALES), lambda known: _SCALES),
-    "extra_scale_factor": number(above=True),
-    "rank": number(low=1, whole=True),
-    SPLIT: choice("split", listing(SPLITS), lambda known: known.splits, ("none", "default")),
+    "optimizer": _choice("optimizer", "adam, sgd or a registered name", lambda known: sorted(known.optimizers)),
+    "lr": _number(),
+    "min_lr": _number(),
+    "lr_mult": _number(),
+    "weight_decay": _number(),
+    "start_wd": _number(),
+    "end_wd": _number(),
+    "wd_mult": _number(),
+    "betas": _numbers(2, _number(high=1), "two numbers in [0, 1), as [0.9, 0.95]"),
+    "eps": _number(above=True),
+    "momentum": _number(high=1),
+    "num_ns_steps": _number(low=1, whole=True),
+    "coefficient_type": _choice("coefficient type", listing(_COEFFICIENTS), lambda known: _COEFFICIENTS),
+    "scale_mode": _choice("scale mode", listing(_SCALES), lambda known: _SCALES),
+    "extra_scale_factor": _number(above=True),
+    "rank": _number(low=1, whole=True),
+    SPLIT: _choice("split", listing(SPLITS), lambda known: known.splits, ("none", "default")),
     "exclude": _BOOL,
 }
 """Settings whose range of values is known here, explained in docs/overrides.md; optimizers have further ones."""
@@ -164,23 +147,36 @@ REPLACED = (
 )
 """An absolute value, and a setting that it replaces: one entry has one of the two."""
 
+NO_SETTINGS = f"no settings: expected one or more of {', '.join(SETTINGS)}"
+
 
 def check_of(key: str, optimizer: str | None, known: Known) -> Check:
     """What a value of a setting is checked by, for the parameters of an optimizer that has it.
 
-    That of the table, unless the optimizer's own default would not pass it: then values are to be like that.
+    That of the table, unless the optimizer's own default would not pass it: then values are to be like that, and the
+    optimizer itself checks their range when it is built.
     """
-    check = SETTINGS.get(key)
-    if key in OF_ALL or optimizer is None or optimizer not in known.optimizers:
-        return check or check_like(None)
-    default = known.optimizers[optimizer][key]
-    try:
-        if check is not None:
-            check(default, known)
-            return check
-    except ValueError:
-        pass
-    return check_like(default)
+    check, own = SETTINGS.get(key), known.optimizers.get(optimizer or "")
+    default: Any = None
+    if own is not None and key not in OF_ALL:
+        default = own[key]
+        try:
+            if check is not None:
+                check(default, known)
+        except ValueError:
+            check = None
+    if check is not None:
+        return check
+    match default:
+        case bool():
+            return _BOOL
+        case Real():
+            return _number(low=-math.inf, whole=isinstance(default, int))
+        case str():
+            return _of_type(str, "a text")
+        case [*several] if all(isinstance(each, Real) for each in several):
+            return _numbers(len(several), _number(low=-math.inf), f"{len(several)} numbers")
+    return _of_type(str | bool | Real, "a number, a text, true or false")
 
 
 def check_setting(key: object, raw: object, known: Known, optimizer: str | None = None) -> Value:
@@ -195,14 +191,11 @@ def check_setting(key: object, raw: object, known: Known, optimizer: str | None 
     Raises:
         SettingError: for a key that the optimizer has not, and for a value out of range, with what is near.
     """
-    if not isinstance(key, str) or not (key in SETTINGS or known.having(key)):
-        raise _unknown(str(key), known, optimizer)
-    if optimizer is not None and foreign([key], optimizer, known):
-        raise does_not_apply(key, optimizer, known)
-    named = optimizer is not None and optimizer in known.optimizers
-    checks = [check_of(key, each, known) for each in ([optimizer] if named else known.having(key))]
+    if not isinstance(key, str) or not (key in SETTINGS or known.having(key)) or foreign([key], optimizer, known):
+        raise no_such_setting(str(key), optimizer, known)
+    optimizers = [optimizer] if optimizer in known.optimizers else known.having(key)
     wrong = []
-    for check in dict.fromkeys(checks or [check_of(key, None, known)]):
+    for check in dict.fromkeys(check_of(key, each, known) for each in optimizers or [None]):
         try:
             return check(raw, known)
         except ValueError as error:
@@ -210,32 +203,29 @@ def check_setting(key: object, raw: object, known: Known, optimizer: str | None 
     raise SettingError(key, str(wrong[0])) from None
 
 
-def foreign(settings: Iterable[str], optimizer: str, known: Known) -> list[str]:
+def foreign(settings: Iterable[str], optimizer: str | None, known: Known) -> list[str]:
     """Settings that an optimizer has not; of an optimizer that is not known none."""
-    has = known.optimizers.get(optimizer)
-    return [] if has is None else [key for key in settings if key not in OF_ALL and key not in has]
+    own = known.optimizers.get(optimizer or "")
+    return [] if own is None else [key for key in settings if key not in OF_ALL and key not in own]
 
 
-def does_not_apply(key: str, optimizer: str, known: Known) -> SettingError:
-    """The error for a setting that an optimizer has not, with the nearest that it has."""
-    if fixed := _fixed(key, known, optimizer):
-        return fixed
+def no_such_setting(key: str, optimizer: str | None, known: Known) -> SettingError:
+    """The error for a setting that an optimizer has not, or if it is not known none, with what is near among theirs."""
+    own = known.optimizers.get(optimizer or "")
+    names = sorted(known.fixed) if own is None else [str(optimizer)]
+    if fixed := [name for name in names if key in known.fixed.get(name, ())]:
+        have, their = ("have", "their") if len(fixed) > 1 else ("has", "its")
+        what = f"{have} one {key} for all {their} parameters, which is set for the run alone"
+        return SettingError(key, f"{listing(fixed, 'and')} {what}")
     others = known.having(key)
-    hint = f": it is a setting of {listing(others, 'and')}" if others else ""
-    near = close(key, [*OF_ALL, *known.optimizers.get(optimizer, ())])
-    return SettingError(key, f"{optimizer} has no {key}{hint}" + (f"; did you mean its {near[0]!r}?" if near else ""))
-
-
-def _unknown(key: str, known: Known, optimizer: str | None) -> SettingError:
-    """The error for a key that no optimizer has, with what is near among those that the parameter can have."""
-    if optimizer not in known.optimizers:
-        optimizer = None
-    if fixed := _fixed(key, known, optimizer):
-        return fixed
-    if optimizer is not None:
-        has = [*(each for each in SETTINGS if each in OF_ALL), *sorted(known.optimizers[optimizer])]
-        hint = did_you_mean(key, has) or f": {optimizer} has {listing(has, 'and')}"
-        return SettingError(key, f"unknown setting{hint}")
+    if own is not None:
+        has = [*(each for each in SETTINGS if each in OF_ALL), *sorted(own)]
+        if key not in SETTINGS and not others:
+            hint = did_you_mean(key, has) or f": {optimizer} has {listing(has, 'and')}"
+            return SettingError(key, f"unknown setting{hint}")
+        hint = f": it is a setting of {listing(others, 'and')}" if others else ""
+        near = close(key, has)
+        return SettingError(key, f"{optimizer} has no {key}{hint}{f'; did you mean its {near[0]!r}?' if near else ''}")
     found = close(key, {*SETTINGS, *(each for has in known.optimizers.values() for each in has)})
     if not found:
         expected = f"{listing(SETTINGS)}, or another of the optimizer of the parameter"
@@ -244,31 +234,6 @@ def _unknown(key: str, known: Known, optimizer: str | None) -> SettingError:
         found = found[:1]
     of = [repr(each) if each in OF_ALL else f"{each!r} of {listing(known.having(each), 'and')}" for each in found]
     return SettingError(key, f"unknown setting, did you mean {'; or '.join(of)}?")
-
-
-def _fixed(key: str, known: Known, optimizer: str | None) -> SettingError | None:
-    """The error for an argument of optimizers (of this one, if known) that all their parameters have in common."""
-    names = sorted(known.fixed) if optimizer is None else [optimizer]
-    fixed = [name for name in names if key in known.fixed.get(name, ())]
-    if not fixed:
-        return None
-    have, their = ("have", "their") if len(fixed) > 1 else ("has", "its")
-    what = f"{have} one {key} for all {their} parameters, which is set for the run alone"
-    return SettingError(key, f"{listing(fixed, 'and')} {what}")
-
-
-def conflicts(settings: Mapping[str, Value]) -> list[SettingError]:
-    """What cannot stand together in the settings of one entry; the later one of two is to blame."""
-    found = []
-    order = list(settings)
-    for absolute, other in REPLACED:
-        if absolute in settings and other in settings:
-            later, earlier = sorted((absolute, other), key=order.index, reverse=True)
-            found.append(SettingError(later, f"cannot stand beside {earlier}: keep one of the two"))
-    others = [key for key in order if key != "exclude"]
-    if settings.get("exclude") and others:
-        found.append(SettingError("exclude", f"an excluded parameter has no settings: remove {' and '.join(others)}"))
-    return [*found, *inconsistent(settings)]
 
 
 def inconsistent(settings: Mapping[str, Value]) -> list[SettingError]:
@@ -303,7 +268,15 @@ def checked(
             values[key] = check_setting(key, value, known, given if isinstance(given, str) else optimizer)
         except SettingError as error:
             wrong.append(error)
-    return values, wrong + conflicts(values)
+    order = list(values)
+    for pair in REPLACED:
+        if values.keys() >= set(pair):
+            earlier, later = sorted(pair, key=order.index)
+            wrong.append(SettingError(later, f"cannot stand beside {earlier}: keep one of the two"))
+    others = [key for key in order if key != "exclude"]
+    if values.get("exclude") and others:
+        wrong.append(SettingError("exclude", f"an excluded parameter has no settings: remove {' and '.join(others)}"))
+    return values, wrong + inconsistent(values)
 
 
 def check_settings(raw: Mapping[str, Any], known: Known, optimizer: str | None = None) -> dict[str, Value]:
@@ -318,6 +291,3 @@ def check_settings(raw: Mapping[str, Any], known: Known, optimizer: str | None =
     if wrong:
         raise OverrideError("\n".join(map(str, wrong)))
     return values
-
-
-NO_SETTINGS = f"no settings: expected one or more of {', '.join(SETTINGS)}"

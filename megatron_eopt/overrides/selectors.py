@@ -1,0 +1,271 @@
+"""Which parameters a selector takes, how specific it is for each of them, and how it is written.
+
+A selector has conditions: on the name, an attribute, the shape or the optimizer of a parameter. How specific one is
+follows from its :class:`Kind`, and among globs from the number of characters that are no wildcards.
+"""
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cache, partial
+from typing import Any
+
+from megatron_eopt.overrides.known import OverrideError, listing, nearest_or_all, shown
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """What conditions look at, so that no model is needed.
+
+    Attributes:
+        name: without the wrappers that a name begins with: see :func:`unwrapped`.
+        shape: of the whole parameter, not of a shard, so that a selector takes the same at every TP.
+        attributes: Megatron's, such as ``is_embedding_or_output_parameter``, ``expert_tp`` and ``allreduce``.
+        optimizer: that updates it, once that is known.
+        parameter: what predicates of a ``ParamKey`` get; nothing else needs it, and it does not count in a comparison.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    optimizer: str | None = None
+    parameter: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether it is an embedding or the output layer."""
+        return bool(self.attributes.get("is_embedding_or_output_parameter", False))
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is what Muon takes by default: two dimensions, no embedding and no output layer."""
+        return len(self.shape) == 2 and not self.is_embedding
+
+
+def unwrapped(name: str) -> str:
+    """A parameter's name without the ``module.`` that each wrapper (DDP, Float16Module) puts before it."""
+    return re.sub(r"^(module\.)+", "", name)
+
+
+SHAPES: dict[str, Callable[[ParameterInfo], bool]] = {
+    "vector": lambda info: len(info.shape) < 2,
+    "matrix": lambda info: info.is_matrix,
+    "tall": lambda info: info.is_matrix and info.shape[0] > info.shape[1],
+    "wide": lambda info: info.is_matrix and info.shape[0] < info.shape[1],
+    "square": lambda info: info.is_matrix and info.shape[0] == info.shape[1],
+    "stack": lambda info: len(info.shape) > 2,
+    "embedding": lambda info: info.is_embedding,
+    # by either of Megatron's attributes
+    "expert": lambda info: bool(info.attributes.get("expert_tp")) or not info.attributes.get("allreduce", True),
+}
+
+# What a condition asks for, from the least specific up.
+Kind = IntEnum("Kind", ["EVERYTHING", "OPTIMIZER", "SHAPE", "ATTRIBUTE", "PREDICATE", "REGEX", "GLOB", "NAME"])
+
+_WRITTEN = {
+    "name": Kind.GLOB,
+    "regex": Kind.REGEX,
+    "attr": Kind.ATTRIBUTE,
+    "shape": Kind.SHAPE,
+    "optimizer": Kind.OPTIMIZER,
+}
+_KINDS = {**_WRITTEN, "re": Kind.REGEX}
+_PREFIXES = {kind: f"{name}:" for name, kind in _KINDS.items()} | {Kind.GLOB: "", Kind.PREDICATE: "predicate "}
+_PYTHON_ONLY = "predicate"
+
+Specificity = tuple[tuple[int, int], ...]
+
+
+@cache
+def _compiled(glob: str) -> re.Pattern[str]:
+    return re.compile(rf"(?s:.*\.)?{fnmatch.translate(unwrapped(glob))}")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One question to a parameter; two that are written alike are equal.
+
+    A glob matches the whole name, or its end after a dot: ``linear_qkv.weight`` is meant as ``*.linear_qkv.weight``.
+    Upper and lower case differ, and ``*`` also runs over dots. One without wildcards that is the whole name of a
+    parameter is the most specific condition there is. A regular expression is found anywhere in the name.
+
+    Attributes:
+        kind: what is looked at.
+        text: what is asked for; the name of a predicate.
+        holds: the function of a predicate; the condition pickles if this does.
+    """
+
+    kind: Kind
+    text: str
+    holds: Callable[[ParameterInfo], bool] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        match self.kind:
+            case Kind.GLOB if not self.text:
+                raise OverrideError("an empty name selects nothing: write '*' for every parameter")
+            case Kind.REGEX if not self.text:
+                raise OverrideError("an empty regular expression selects everything: write '*' for every parameter")
+            case Kind.REGEX:
+                try:
+                    re.compile(self.text)
+                except re.error as error:
+                    raise OverrideError(f"{self.text!r} is no regular expression: {error}") from None
+            case Kind.ATTRIBUTE if not self.text.isidentifier():
+                raise OverrideError(f"{self.text!r} cannot be the name of an attribute")
+            case Kind.SHAPE if self.text not in SHAPES:
+                raise OverrideError(f"unknown shape {self.text!r}{nearest_or_all(self.text, SHAPES)}")
+
+    def __str__(self) -> str:
+        return _PREFIXES[self.kind] + self.text
+
+    def matches(self, info: ParameterInfo) -> bool:
+        """Whether it holds."""
+        match self.kind:
+            case Kind.GLOB:
+                return _compiled(self.text).match(info.name) is not None
+            case Kind.REGEX:
+                return re.search(self.text, info.name) is not None
+            case Kind.ATTRIBUTE:
+                return bool(info.attributes.get(self.text, False))
+            case Kind.SHAPE:
+                return SHAPES[self.text](info)
+            case Kind.OPTIMIZER:
+                return info.optimizer == self.text
+        return self.holds is not None and bool(self.holds(info))
+
+    def rank(self, info: ParameterInfo) -> tuple[int, int]:
+        """How specific it is for a parameter for which it holds."""
+        if self.kind != Kind.GLOB:
+            return self.kind, 0
+        glob = unwrapped(self.text)
+        if glob == info.name:
+            return Kind.NAME, 0
+        # a leading *. is implied, and does not count
+        literal = len(re.sub(r"\[!?\]?[^\]]*\]|[*?]", "", glob.removeprefix("*.")))
+        return (Kind.GLOB, literal) if literal else (Kind.EVERYTHING, 0)
+
+
+Predicate = partial(Condition, Kind.PREDICATE)
+"""``Predicate(NAME, FUNCTION)``: a Python function with a name, by which two are compared."""
+
+
+@dataclass(frozen=True)
+class Selector:
+    """Parameters for which all conditions hold; ``any_of``: for which any does, as in Megatron's ``ParamKey``."""
+
+    conditions: tuple[Condition, ...]
+    any_of: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.conditions:
+            raise OverrideError("a selector without conditions: write '*' for every parameter")
+
+    def __str__(self) -> str:
+        return (" or " if self.any_of else " and ").join(map(str, self.conditions))
+
+    @property
+    def optimizer(self) -> str | None:
+        """The optimizer whose parameters it takes; None if it takes those of any."""
+        return next((each.text for each in self.conditions if each.kind == Kind.OPTIMIZER), None)
+
+    def matches(self, info: ParameterInfo) -> bool:
+        """Whether the conditions hold."""
+        return (any if self.any_of else all)(each.matches(info) for each in self.conditions)
+
+    def specificity(self, info: ParameterInfo) -> Specificity:
+        """How specific it is for a parameter that it takes; compare two with ``<``.
+
+        The ranks of its conditions, the most specific first: so two selectors are compared by the most specific
+        condition of each, then by the next one, and one that has a further condition comes before one that has not.
+        Where any condition is enough, the most specific one that holds counts alone.
+        """
+        if self.any_of:
+            ranks = [max(each.rank(info) for each in self.conditions if each.matches(info))]
+        else:
+            ranks = [each.rank(info) for each in self.conditions]
+        return tuple(sorted((rank for rank in ranks if rank[0] != Kind.EVERYTHING), reverse=True))
+
+    @classmethod
+    def parse(cls, written: object) -> "Selector":
+        """A selector from how it is written.
+
+        Args:
+            written: a glob on the name; ``re:``, ``attr:``, ``shape:`` or ``optimizer:`` with what follows; a mapping
+                of ``name``, ``regex``, ``attr``, ``shape`` and ``optimizer``, each with one or a list, which all have
+                to hold; and from Python also a selector, a condition, a function of :class:`ParameterInfo` with a name,
+                or Megatron's ``ParamKey``.
+
+        Raises:
+            OverrideError: for anything else, a misspelt kind or shape class, and no regular expression.
+        """
+        if isinstance(written, Selector):
+            return written
+        if isinstance(written, str):
+            match = re.match(r"\s*(\w+)\s*:\s*(.*?)\s*$", written, re.DOTALL)
+            name, text = match.groups() if match else ("name", written.strip())
+            return cls((Condition(_kind(name, f" in {written!r}"), text),))
+        if isinstance(written, Mapping):
+            return cls(tuple(_of_mapping(written)))
+        if hasattr(written, "with_name_predicate"):
+            return cls(_of_param_key(written), any_of=True)
+        if isinstance(written, Condition) or callable(written):
+            return cls((_predicate(written),))
+        raise OverrideError(f"expected a glob, or a mapping of {listing(_WRITTEN)}, got {shown(written)}")
+
+
+def _kind(name: str, where: str = "") -> Kind:
+    if name == _PYTHON_ONLY:
+        raise OverrideError("a predicate is a Python function: it cannot be written as text")
+    if name not in _KINDS:
+        raise OverrideError(f"unknown kind of selector {name!r}{where}{nearest_or_all(name, _KINDS)}")
+    return _KINDS[name]
+
+
+def _of_mapping(written: Mapping[Any, Any]) -> Iterator[Condition]:
+    for name, value in written.items():
+        if name == _PYTHON_ONLY and not isinstance(value, str):
+            yield from map(_predicate, _several(value))
+            continue
+        kind = _kind(str(name))
+        if value is None or value == []:
+            raise OverrideError(f"{name} has no value")
+        for each in _several(value):
+            if not isinstance(each, str):
+                raise OverrideError(f"expected text for {name}, got {shown(each)}")
+            yield Condition(kind, each)
+
+
+def _of_param_key(key: Any) -> tuple[Condition, ...]:
+    conditions = (
+        *(Condition(Kind.GLOB, each) for each in _several(key.name)),
+        *(Condition(Kind.ATTRIBUTE, each) for each in _several(key.attr)),
+        *(Predicate(each.name, partial(_says, each, False)) for each in _several(key.predicate)),
+        *(Predicate(each.name, partial(_says, each, True)) for each in _several(key.with_name_predicate)),
+    )
+    if not conditions:
+        raise OverrideError(f"{key!r} selects nothing: set its name, attr, predicate or with_name_predicate")
+    return conditions
+
+
+def _says(predicate: Any, with_name: bool, info: ParameterInfo) -> bool:
+    """What a predicate of Megatron's says, which gets the parameter itself."""
+    if info.parameter is None:
+        raise OverrideError(f"predicate {predicate.name} needs the parameter {info.name} itself")
+    return bool(predicate(info.parameter, info.name) if with_name else predicate(info.parameter))
+
+
+def _predicate(function: Any) -> Condition:
+    if isinstance(function, Condition):
+        return function
+    name = getattr(function, "__name__", "<lambda>")
+    if name == "<lambda>":
+        raise OverrideError(
+            "a predicate needs a name, by which errors call it: use def, or Predicate('NAME', function)"
+        )
+    return Predicate(name, function)
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)

@@ -1,21 +1,17 @@
 """Families: rows that are alike but for the numbers in their names, of one rank or of all ranks together.
 
 A name is a pattern with ``*`` for every number, and an index: its numbers. A set of indices is kept as boxes, a short
-form that is exact. Files and the common state of checkpoints hold families as plain values.
+form that is exact.
 """
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise, product
-from typing import Any
 
-from megatron_eopt.manifest.row import ManifestRow, as_lists, from_plain, short, to_plain
-
-FORMAT = 1
-"""Of the manifest as plain values; counts up with every change that an older release cannot read."""
+from megatron_eopt.manifest.row import ManifestRow
 
 Index = tuple[int, ...]
 """The numbers of one name, from left to right: of the layer, of the expert."""
@@ -30,7 +26,6 @@ _DIGITS = r"(?:0|[1-9][0-9]*)"
 # Between dots, as layers and experts are numbered, and behind the names that grouped experts' parameters have.
 _NUMBER = re.compile(rf"(?<![^.]){_DIGITS}(?![^.])|(?:(?<=\.weight)|(?<=\.bias)){_DIGITS}\Z")
 _SHOWN_BOXES = 3
-_ADVICE = "take that of another checkpoint"
 
 
 @dataclass(frozen=True)
@@ -77,14 +72,13 @@ def families(rows: Iterable[ManifestRow]) -> list[Family]:
     Raises:
         ValueError: for a name with a ``*``, and for two rows that are equal: one parameter was collected twice.
     """
-    found: dict[ManifestRow, list[Index]] = {}
+    found: dict[ManifestRow, set[Index]] = defaultdict(set)
     for row in rows:
         pattern, index = split_name(row.name)
-        found.setdefault(replace(row, name=pattern), []).append(index)
-    for like, indices in found.items():
-        index, times = Counter(indices).most_common(1)[0]
-        if times > 1:
+        like = replace(row, name=pattern)
+        if index in found[like]:
             raise _listed_twice(like, index)
+        found[like].add(index)
     return in_order(Family(like, compressed(indices)) for like, indices in found.items())
 
 
@@ -130,76 +124,6 @@ def merged(lists: Iterable[Sequence[Family]]) -> list[Family]:
             for like in likes:
                 found.setdefault(like, []).append(index)
     return in_order(Family(like, compressed(indices)) for like, indices in found.items())
-
-
-def to_json(families: Iterable[Family]) -> dict[str, Any]:
-    """Dicts, lists, texts, numbers, bools and None: what ``json`` gives back as it was.
-
-    Args:
-        families: as :func:`families` or :func:`merged` returns them.
-    """
-    written = [
-        {"pattern": family.pattern, "members": as_lists(family.members)} | to_plain(family.like)
-        for family in in_order(families)
-    ]
-    return {"format": FORMAT, "families": written}
-
-
-def from_json(manifest: Any) -> list[Family]:
-    """The families, equal to those that went in.
-
-    Raises:
-        ValueError: for a newer format, and for anything that :func:`to_json` does not write.
-    """
-    number = manifest.get("format") if isinstance(manifest, dict) else None
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise ValueError(f"no manifest: expected a dict with its format number, got {short(manifest)}")
-    if number > FORMAT:
-        raise ValueError(
-            f"the manifest has format {number}, and this release of megatron_eopt reads up to {FORMAT}: install the "
-            f"release that wrote it, or a later one"
-        )
-    written = manifest.get("families")
-    if number < 1 or not isinstance(written, list | tuple):
-        raise ValueError(f"the manifest is damaged: expected format {FORMAT} and a list of families; {_ADVICE}")
-    found = [_from_plain(each, index) for index, each in enumerate(written)]
-    try:
-        sound = merged([found]) == found
-    except ValueError as error:
-        raise ValueError(f"the manifest is damaged: {error}; {_ADVICE}") from error
-    if not sound:
-        raise ValueError(f"the manifest is damaged: its families are not in order, or one is there twice; {_ADVICE}")
-    return found
-
-
-def _from_plain(written: Any, index: int) -> Family:
-    pattern = written.get("pattern", "") if isinstance(written, dict) else ""
-    try:
-        if not isinstance(written, dict):
-            raise ValueError(f"expected a dict, got {short(written)}")
-        if "members" not in written:
-            raise ValueError("'members' is missing")
-        members = _tuples(written["members"])
-        family = Family(from_plain({key: value for key, value in written.items() if key != "members"}), members)
-        if not _fits(family):
-            raise ValueError(f"'members' cannot be {short(written['members'])}")
-    except ValueError as error:
-        raise ValueError(f"the manifest is damaged: family {index} ({pattern}): {error}; {_ADVICE}") from None
-    return family
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(inner) for inner in value) if isinstance(value, list | tuple) else value
-
-
-def _fits(family: Family) -> bool:
-    """Whether these are the members of a pattern, in the form that :func:`compressed` gives them."""
-    try:
-        indices = expanded(family.members)
-        name = join_name(family.pattern, indices[0])
-        return split_name(name) == (family.pattern, indices[0]) and compressed(indices) == family.members
-    except (TypeError, ValueError, IndexError):
-        return False
 
 
 def by_pattern(found: Iterable[Family]) -> dict[str, list[Family]]:

@@ -1,16 +1,9 @@
-"""A line of the manifest: everything that is known of one parameter, also as plain values."""
+"""A line of the manifest: everything that is known of one parameter."""
 
-import math
 import re
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
-
-_NUMBER = re.compile(r"\s*\b[0-9]+\b")
-# Fields that have another key among plain values.
-_KEYS = {"name": "pattern", "optimizer": "owner"}
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -85,76 +78,25 @@ class ManifestRow:
                 raise TypeError(f"{key} of {self.name} is {value!r} ({type(value).__name__}): expected a number")
         for key in ("shape", "matrices", "overruled"):
             object.__setattr__(self, key, tuple(getattr(self, key)))
-        settings = {key: _plain(key, value, self.name) for key, value in self.settings.items()}
+        settings = {key: as_tuples(value, f"setting {key!r} of {self.name}") for key, value in self.settings.items()}
         object.__setattr__(self, "settings", dict(sorted(settings.items())))
         object.__setattr__(self, "sources", dict(sorted(self.sources.items())))
 
     @property
     def sizes(self) -> str:
         """Names and sizes of the logical matrices: ``q 64x64, k 32x64``, and ``8 q 16x64`` for 8 heads of one size."""
-        named = (f"{_NUMBER.sub('', each.name).strip()} {each.rows}x{each.cols}".strip() for each in self.matrices)
+        unnumbered = ((re.sub(r"\s*\b[0-9]+\b", "", each.name).strip(), each) for each in self.matrices)
+        named = (f"{name} {each.rows}x{each.cols}".strip() for name, each in unnumbered)
         return ", ".join(size if number == 1 else f"{number:,} {size}" for size, number in Counter(named).items())
 
 
-def _plain(key: str, value: Any, name: str) -> Any:
+def as_tuples(value: Any, what: str) -> Any:
+    """Lists as tuples, all the way down; a ``TypeError`` that names ``what`` for other values than JSON has."""
     if isinstance(value, list | tuple):
-        return tuple(_plain(key, each, name) for each in value)
+        return tuple(as_tuples(each, what) for each in value)
     if isinstance(value, str | bool | int | float | None):
         return value
     raise TypeError(
-        f"setting {key!r} of {name} holds {value!r} ({type(value).__name__}): expected text, a number, a bool, None or "
-        f"a tuple of these; give its name instead"
+        f"{what} holds {value!r} ({type(value).__name__}): expected text, a number, a bool, None or a tuple of these; "
+        f"give its name instead"
     )
-
-
-def to_plain(row: ManifestRow) -> dict[str, Any]:
-    """Dicts, lists, texts, numbers, bools and None by key: what ``json`` gives back as it was."""
-    return {_KEYS.get(key, key): as_lists(value) for key, value in asdict(row).items()}
-
-
-def from_plain(written: Mapping[str, Any]) -> ManifestRow:
-    """The row that went into :func:`to_plain`.
-
-    Raises:
-        ValueError: for a key that is missing or unknown, and for a value that is not of its field's type.
-    """
-    kinds = {_KEYS.get(name, name): kind for name, kind in get_type_hints(ManifestRow).items()}
-    for key in sorted(kinds.keys() ^ written.keys()):
-        raise ValueError(f"{key!r} is {'missing' if key in kinds else 'unknown'}")
-    for key, kind in kinds.items():
-        if not _is(written[key], kind):
-            raise ValueError(f"{key!r} cannot be {short(written[key])}")
-    values = {name: written[_KEYS.get(name, name)] for name in ManifestRow.__dataclass_fields__}
-    return ManifestRow(**values | {"matrices": [LogicalMatrix(**each) for each in written["matrices"]]})
-
-
-def _is(value: Any, kind: Any) -> bool:
-    """Whether a value from JSON is of a type, as the fields of :class:`ManifestRow` declare theirs."""
-    inner = get_args(kind)
-    if get_origin(kind) in (Union, UnionType):
-        return any(_is(value, each) for each in inner)
-    if kind is Any and not isinstance(value, list | tuple):
-        return any(_is(value, each) for each in (type(None), bool, str, int, float))
-    if kind is Any or get_origin(kind) is tuple:
-        return isinstance(value, list | tuple) and all(_is(each, inner[0] if inner else Any) for each in value)
-    if get_origin(kind) is dict:
-        return isinstance(value, dict) and all(_is(k, inner[0]) and _is(v, inner[1]) for k, v in value.items())
-    if is_dataclass(kind):
-        kinds = get_type_hints(kind)
-        return isinstance(value, dict) and value.keys() == kinds.keys() and all(_is(value[k], kinds[k]) for k in kinds)
-    if kind is float:
-        return _is(value, int) or (isinstance(value, float) and not math.isnan(value))
-    return isinstance(value, kind) and (kind is not int or not isinstance(value, bool))
-
-
-def as_lists(value: Any) -> Any:
-    """Tuples as lists, as json gives them back."""
-    if isinstance(value, dict):
-        return {key: as_lists(inner) for key, inner in value.items()}
-    return [as_lists(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def short(value: Any) -> str:
-    """A value as an error shows it."""
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."

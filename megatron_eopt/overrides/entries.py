@@ -7,17 +7,10 @@ from typing import Any
 
 from megatron_eopt.overrides.known import Known, OverrideError
 from megatron_eopt.overrides.selectors import Kind, ParameterInfo, Selector, Specificity
-from megatron_eopt.overrides.settings import WEIGHT_DECAY, Value, check_settings
+from megatron_eopt.overrides.settings import Value, check_settings
 
-
-class Layer(IntEnum):
-    """Where entries come from; of two that are equally specific the later one wins."""
-
-    DEFAULTS = 0
-    PYTHON = 1
-    FILE = 2
-    FLAGS = 3
-
+Layer = IntEnum("Layer", ["DEFAULTS", "PYTHON", "FILE", "FLAGS"], start=0)
+"""Where entries come from; of two that are equally specific the later one wins."""
 
 Order = tuple[Specificity, Layer, Specificity]
 
@@ -89,7 +82,13 @@ def entries_from_dict(
     known = known or Known.registered()
     entries, wrong = [], []
     for selector, settings in overrides.items():
-        own_source = f"{source}[{_key(selector)}]"
+        shown = repr(selector)
+        try:
+            if not isinstance(selector, str):
+                shown = f"'{Selector.parse(selector)}'"
+        except OverrideError:
+            pass  # make_entry says what is wrong
+        own_source = f"{source}[{shown}]"
         try:
             entries.append(make_entry(selector, _renamed(settings, own_source), layer, own_source, known))
         except OverrideError as error:
@@ -106,16 +105,7 @@ def _renamed(settings: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     if {"lr", "max_lr"} <= settings.keys():
         raise OverrideError(f"{source}: lr: max_lr is the same: keep one of the two")
     renamed = {"lr" if key == "max_lr" else key: value for key, value in settings.items()}
-    if WEIGHT_DECAY not in renamed and renamed.get("start_wd") == renamed.get("end_wd") is not None:
-        renamed[WEIGHT_DECAY] = renamed.pop("start_wd")
+    if "weight_decay" not in renamed and renamed.get("start_wd") == renamed.get("end_wd") is not None:
+        renamed["weight_decay"] = renamed.pop("start_wd")
         del renamed["end_wd"]
     return renamed
-
-
-def _key(selector: object) -> str:
-    if isinstance(selector, str):
-        return repr(selector)
-    try:
-        return f"'{Selector.parse(selector)}'"
-    except OverrideError:
-        return repr(selector)

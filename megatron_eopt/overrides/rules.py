@@ -31,7 +31,6 @@ from megatron_eopt.overrides.settings import (
     ENDS,
     OF_ALL,
     REPLACED,
-    WEIGHT_DECAY,
     Value,
     check_setting,
     foreign,
@@ -217,8 +216,8 @@ def _drop_replaced(won: dict[str, _Claim]) -> Iterator[str]:
                 yield f"{other}: set are {said}, which are equally specific: keep one"
             elif first.order > second.order:
                 del won[other]
-    if {WEIGHT_DECAY, *ENDS} <= won.keys():
-        del won[WEIGHT_DECAY]
+    if {"weight_decay", *ENDS} <= won.keys():
+        del won["weight_decay"]
 
 
 def _drop_without_effect(won: dict[str, _Claim], optimizer: str | None, known: Known) -> Iterator[str]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import cache, partial
+from functools import cached_property, partial
 from typing import Any
 
 from megatron_eopt.overrides.known import OverrideError, listing, nearest_or_all, shown
@@ -78,11 +78,6 @@ _PYTHON_ONLY = "predicate"
 Specificity = tuple[tuple[int, int], ...]
 
 
-@cache
-def _compiled(glob: str) -> re.Pattern[str]:
-    return re.compile(rf"(?s:.*\.)?{fnmatch.translate(unwrapped(glob))}")
-
-
 @dataclass(frozen=True)
 class Condition:
     """One question to a parameter; two that are written alike are equal.
@@ -107,26 +102,29 @@ class Condition:
                 raise OverrideError("an empty name selects nothing: write '*' for every parameter")
             case Kind.REGEX if not self.text:
                 raise OverrideError("an empty regular expression selects everything: write '*' for every parameter")
+            case Kind.ATTRIBUTE if not self.text.isidentifier():
+                raise OverrideError(f"{self.text!r} cannot be the name of an attribute")
+            case Kind.SHAPE if self.text not in SHAPES:
+                raise OverrideError(f"unknown shape {self.text!r}{nearest_or_all(self.text, SHAPES)}")
             case Kind.REGEX:
                 try:
                     re.compile(self.text)
                 except re.error as error:
                     raise OverrideError(f"{self.text!r} is no regular expression: {error}") from None
-            case Kind.ATTRIBUTE if not self.text.isidentifier():
-                raise OverrideError(f"{self.text!r} cannot be the name of an attribute")
-            case Kind.SHAPE if self.text not in SHAPES:
-                raise OverrideError(f"unknown shape {self.text!r}{nearest_or_all(self.text, SHAPES)}")
 
     def __str__(self) -> str:
         return _PREFIXES[self.kind] + self.text
 
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        glob = rf"(?:^|\.){fnmatch.translate(unwrapped(self.text))}"
+        return re.compile(self.text if self.kind == Kind.REGEX else glob)
+
     def matches(self, info: ParameterInfo) -> bool:
         """Whether it holds."""
         match self.kind:
-            case Kind.GLOB:
-                return _compiled(self.text).match(info.name) is not None
-            case Kind.REGEX:
-                return re.search(self.text, info.name) is not None
+            case Kind.GLOB | Kind.REGEX:
+                return self._pattern.search(info.name) is not None
             case Kind.ATTRIBUTE:
                 return bool(info.attributes.get(self.text, False))
             case Kind.SHAPE:
@@ -202,17 +200,44 @@ class Selector:
         """
         if isinstance(written, Selector):
             return written
-        if isinstance(written, str):
-            match = re.match(r"\s*(\w+)\s*:\s*(.*?)\s*$", written, re.DOTALL)
-            name, text = match.groups() if match else ("name", written.strip())
-            return cls((Condition(_kind(name, f" in {written!r}"), text),))
-        if isinstance(written, Mapping):
-            return cls(tuple(_of_mapping(written)))
-        if hasattr(written, "with_name_predicate"):
-            return cls(_of_param_key(written), any_of=True)
-        if isinstance(written, Condition) or callable(written):
-            return cls((_predicate(written),))
+        return cls(tuple(_conditions(written)), any_of=hasattr(written, "with_name_predicate"))
+
+
+def _conditions(written: Any) -> Iterator[Condition]:
+    if isinstance(written, str):
+        match = re.match(r"\s*(\w+)\s*:\s*(.*?)\s*$", written, re.DOTALL)
+        name, text = match.groups() if match else ("name", written.strip())
+        yield Condition(_kind(name, f" in {written!r}"), text)
+    elif isinstance(written, Mapping):
+        for name, value in written.items():
+            several = _several(value)
+            if name == _PYTHON_ONLY and not any(isinstance(each, str | Mapping) for each in several):
+                yield from (condition for function in several for condition in _conditions(function))
+                continue
+            kind = _kind(str(name))
+            if value is None or not several:
+                raise OverrideError(f"{name} has no value")
+            for each in several:
+                if not isinstance(each, str):
+                    raise OverrideError(f"expected text for {name}, got {shown(each)}")
+                yield Condition(kind, each)
+    elif hasattr(written, "with_name_predicate"):
+        if not (written.name or written.attr or written.predicate or written.with_name_predicate):
+            raise OverrideError(f"{written!r} selects nothing: set its name, attr, predicate or with_name_predicate")
+        yield from (Condition(Kind.GLOB, each) for each in _several(written.name))
+        yield from (Condition(Kind.ATTRIBUTE, each) for each in _several(written.attr))
+        yield from (Predicate(each.name, partial(_says, each, False)) for each in _several(written.predicate))
+        yield from (Predicate(each.name, partial(_says, each, True)) for each in _several(written.with_name_predicate))
+    elif isinstance(written, Condition):
+        yield written
+    elif not callable(written):
         raise OverrideError(f"expected a glob, or a mapping of {listing(_WRITTEN)}, got {shown(written)}")
+    elif (name := getattr(written, "__name__", "<lambda>")) == "<lambda>":
+        raise OverrideError(
+            "a predicate needs a name, by which errors call it: use def, or Predicate('NAME', function)"
+        )
+    else:
+        yield Predicate(name, written)
 
 
 def _kind(name: str, where: str = "") -> Kind:
@@ -223,48 +248,11 @@ def _kind(name: str, where: str = "") -> Kind:
     return _KINDS[name]
 
 
-def _of_mapping(written: Mapping[Any, Any]) -> Iterator[Condition]:
-    for name, value in written.items():
-        if name == _PYTHON_ONLY and not isinstance(value, str):
-            yield from map(_predicate, _several(value))
-            continue
-        kind = _kind(str(name))
-        if value is None or value == []:
-            raise OverrideError(f"{name} has no value")
-        for each in _several(value):
-            if not isinstance(each, str):
-                raise OverrideError(f"expected text for {name}, got {shown(each)}")
-            yield Condition(kind, each)
-
-
-def _of_param_key(key: Any) -> tuple[Condition, ...]:
-    conditions = (
-        *(Condition(Kind.GLOB, each) for each in _several(key.name)),
-        *(Condition(Kind.ATTRIBUTE, each) for each in _several(key.attr)),
-        *(Predicate(each.name, partial(_says, each, False)) for each in _several(key.predicate)),
-        *(Predicate(each.name, partial(_says, each, True)) for each in _several(key.with_name_predicate)),
-    )
-    if not conditions:
-        raise OverrideError(f"{key!r} selects nothing: set its name, attr, predicate or with_name_predicate")
-    return conditions
-
-
 def _says(predicate: Any, with_name: bool, info: ParameterInfo) -> bool:
     """What a predicate of Megatron's says, which gets the parameter itself."""
     if info.parameter is None:
         raise OverrideError(f"predicate {predicate.name} needs the parameter {info.name} itself")
     return bool(predicate(info.parameter, info.name) if with_name else predicate(info.parameter))
-
-
-def _predicate(function: Any) -> Condition:
-    if isinstance(function, Condition):
-        return function
-    name = getattr(function, "__name__", "<lambda>")
-    if name == "<lambda>":
-        raise OverrideError(
-            "a predicate needs a name, by which errors call it: use def, or Predicate('NAME', function)"
-        )
-    return Predicate(name, function)
 
 
 def _several(value: Any) -> tuple[Any, ...]:

@@ -28,11 +28,9 @@ Value = Any
 
 @dataclass(frozen=True)
 class Check:
-    """What a value may be.
+    """What a value may be: ``expected`` says it in words, and two checks of which the same is expected are equal.
 
-    Attributes:
-        expected: in words; two checks of which the same is expected are equal.
-        convert: makes the value from what was written, and None from what is none; ``ValueError`` to say more of it.
+    ``convert`` makes the value from what was written, and None from what is none; ``ValueError`` to say more of it.
     """
 
     expected: str
@@ -46,13 +44,8 @@ class Check:
         return value
 
 
-def _number(low: float = 0.0, high: float = math.inf, above: bool = False, whole: bool = False) -> Check:
-    """A number from ``low`` to below ``high``, as an int or a float; ``low`` itself is allowed unless ``above``."""
-    expected = "a whole number" if whole else "a number"
-    if high < math.inf:
-        expected += f" in [{low:g}, {high:g})"
-    elif low > -math.inf:
-        expected += f" {'above' if above else 'of at least'} {low:g}"
+def _number(where: str = "", inside: Callable[[float], bool] = math.isfinite, whole: bool = False) -> Check:
+    expected = ("a whole number" if whole else "a number") + where
 
     def convert(raw: Any, known: Known) -> Value | None:
         if isinstance(raw, str) and _is_number(raw):
@@ -60,8 +53,7 @@ def _number(low: float = 0.0, high: float = math.inf, above: bool = False, whole
         if not isinstance(raw, Real) or isinstance(raw, bool):
             return None
         value = float(raw)
-        inside = math.isfinite(value) and low <= value < high and not (above and value == low)
-        if not inside or (whole and value % 1):
+        if not math.isfinite(value) or not inside(value) or (whole and value % 1):
             return None
         return int(value) if whole else value
 
@@ -111,24 +103,28 @@ def _of_type(kind: Any, expected: str) -> Check:
 
 _COEFFICIENTS, _SCALES = get_supported_coefficient_types(), get_args(ScaleMode)
 _BOOL = _of_type(bool, "true or false")
+_AT_LEAST_0 = _number(" of at least 0", lambda value: value >= 0)
+_ABOVE_0 = _number(" above 0", lambda value: value > 0)
+_FRACTION = _number(" in [0, 1)", lambda value: 0 <= value < 1)
+_COUNT = _number(" of at least 1", lambda value: value >= 1, whole=True)
 
 SETTINGS: dict[str, Check] = {
     "optimizer": _choice("optimizer", "adam, sgd or a registered name", lambda known: sorted(known.optimizers)),
-    "lr": _number(),
-    "min_lr": _number(),
-    "lr_mult": _number(),
-    "weight_decay": _number(),
-    "start_wd": _number(),
-    "end_wd": _number(),
-    "wd_mult": _number(),
-    "betas": _numbers(2, _number(high=1), "two numbers in [0, 1), as [0.9, 0.95]"),
-    "eps": _number(above=True),
-    "momentum": _number(high=1),
-    "num_ns_steps": _number(low=1, whole=True),
+    "lr": _AT_LEAST_0,
+    "min_lr": _AT_LEAST_0,
+    "lr_mult": _AT_LEAST_0,
+    "weight_decay": _AT_LEAST_0,
+    "start_wd": _AT_LEAST_0,
+    "end_wd": _AT_LEAST_0,
+    "wd_mult": _AT_LEAST_0,
+    "betas": _numbers(2, _FRACTION, "two numbers in [0, 1), as [0.9, 0.95]"),
+    "eps": _ABOVE_0,
+    "momentum": _FRACTION,
+    "num_ns_steps": _COUNT,
     "coefficient_type": _choice("coefficient type", listing(_COEFFICIENTS), lambda known: _COEFFICIENTS),
     "scale_mode": _choice("scale mode", listing(_SCALES), lambda known: _SCALES),
-    "extra_scale_factor": _number(above=True),
-    "rank": _number(low=1, whole=True),
+    "extra_scale_factor": _ABOVE_0,
+    "rank": _COUNT,
     SPLIT: _choice("split", listing(SPLITS), lambda known: known.splits, ("none", "default")),
     "exclude": _BOOL,
 }
@@ -137,13 +133,13 @@ SETTINGS: dict[str, Check] = {
 OF_ALL = frozenset(["optimizer", "lr", "min_lr", "lr_mult", "weight_decay", "start_wd", "end_wd", "wd_mult", "exclude"])
 """Those that Megatron or this package obeys, whatever the optimizer; of the rest an optimizer has what it says."""
 
-WEIGHT_DECAY, ENDS = "weight_decay", ("start_wd", "end_wd")
-"""A weight decay that is constant, and the two ends of one that is not."""
+ENDS = ("start_wd", "end_wd")
+"""The ends of a weight decay that is not constant."""
 
 REPLACED = (
-    *((WEIGHT_DECAY, end) for end in ENDS),
+    *(("weight_decay", end) for end in ENDS),
     ("lr", "lr_mult"),
-    *((each, "wd_mult") for each in (WEIGHT_DECAY, *ENDS)),
+    *((each, "wd_mult") for each in ("weight_decay", *ENDS)),
 )
 """An absolute value, and a setting that it replaces: one entry has one of the two."""
 
@@ -171,11 +167,11 @@ def check_of(key: str, optimizer: str | None, known: Known) -> Check:
         case bool():
             return _BOOL
         case Real():
-            return _number(low=-math.inf, whole=isinstance(default, int))
+            return _number(whole=isinstance(default, int))
         case str():
             return _of_type(str, "a text")
         case [*several] if all(isinstance(each, Real) for each in several):
-            return _numbers(len(several), _number(low=-math.inf), f"{len(several)} numbers")
+            return _numbers(len(several), _number(), f"{len(several)} numbers")
     return _of_type(str | bool | Real, "a number, a text, true or false")
 
 

@@ -7,6 +7,7 @@ from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.manifest.families import (
     Family,
     Index,
+    ManifestRow,
     by_index,
     by_pattern,
     compressed,
@@ -14,7 +15,6 @@ from megatron_eopt.manifest.families import (
     join_name,
     split_name,
 )
-from megatron_eopt.manifest.row import ManifestRow
 from megatron_eopt.row import ADAMW_RMS
 
 FAR = 4.0

@@ -9,7 +9,10 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from megatron_eopt.manifest.families import (
     Family,
+    LogicalMatrix,
+    ManifestRow,
     Members,
+    as_tuples,
     compressed,
     expanded,
     in_order,
@@ -17,7 +20,6 @@ from megatron_eopt.manifest.families import (
     merged,
     split_name,
 )
-from megatron_eopt.manifest.row import LogicalMatrix, ManifestRow, as_tuples
 
 FORMAT = 1
 """Of the manifest as plain values; counts up with every change that an older release cannot read."""

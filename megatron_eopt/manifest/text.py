@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from math import prod
 
-from megatron_eopt.manifest.families import Family, rows
-from megatron_eopt.manifest.row import ManifestRow
+from megatron_eopt.manifest.families import Family, ManifestRow, rows
 from megatron_eopt.row import ADAMW_RMS
 
 _HEADER = (

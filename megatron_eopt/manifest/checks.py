@@ -4,17 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_eopt.family import LIKE_MUON
-from megatron_eopt.manifest.families import (
-    Family,
-    Index,
-    ManifestRow,
-    by_index,
-    by_pattern,
-    compressed,
-    expanded,
-    join_name,
-    split_name,
-)
+from megatron_eopt.manifest.families import Family, ManifestRow, by_index, by_pattern, compressed, expanded, split_name
 from megatron_eopt.row import ADAMW_RMS
 
 FAR = 4.0
@@ -60,7 +50,7 @@ def _listed_twice(found: Sequence[Family]) -> Iterator[str]:
     for group in by_pattern(found).values():
         if len(group) == 1:
             continue
-        twice: dict[frozenset[ManifestRow], list[Index]] = {}
+        twice: dict[frozenset[ManifestRow], list[tuple[int, ...]]] = {}
         for index, rows in by_index(group).items():
             if len(rows) > 1:
                 twice.setdefault(rows, []).append(index)
@@ -177,12 +167,11 @@ def compare(old: Iterable[Family], new: Iterable[Family]) -> list[str]:
             continue
         was, comes = (by_index(each.get(pattern, ())) for each in (before, now))
         known: dict[tuple[frozenset[ManifestRow], frozenset[ManifestRow]], str] = {}
-        changed: dict[str, list[Index]] = {}
+        changed: dict[str, list[tuple[int, ...]]] = {}
         for index in sorted(was.keys() | comes.keys()):
             pair = was.get(index, nothing), comes.get(index, nothing)
             if pair not in known:
-                name = join_name(pattern, index)
-                known[pair] = "; ".join(_changes(_only(pair[0], name), _only(pair[1], name)))
+                known[pair] = "; ".join(_changes(_only(pair[0], index), _only(pair[1], index)))
             if known[pair]:
                 changed.setdefault(known[pair], []).append(index)
         like = (now.get(pattern) or before[pattern])[0].like
@@ -190,8 +179,9 @@ def compare(old: Iterable[Family], new: Iterable[Family]) -> list[str]:
     return lines
 
 
-def _only(rows: frozenset[ManifestRow], name: str) -> ManifestRow | None:
+def _only(rows: frozenset[ManifestRow], index: tuple[int, ...]) -> ManifestRow | None:
     if len(rows) > 1:
+        name = Family(next(iter(rows)), compressed([index])).label
         optimizers = " and ".join(sorted(_shown(row.optimizer) for row in rows))
         raise ValueError(
             f"{name} is listed {len(rows)} times, for the optimizers {optimizers}: expected a manifest without "

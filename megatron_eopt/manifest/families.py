@@ -110,6 +110,16 @@ class Family:
         return " and ".join([*shown, f"{more} more such blocks"] if more > 0 else shown)
 
     @property
+    def is_sound(self) -> bool:
+        """Whether these are members of the pattern, in the form that :func:`compressed` gives them."""
+        try:
+            indices = expanded(self.members)
+            name = join_name(self.pattern, indices[0])
+            return split_name(name) == (self.pattern, indices[0]) and compressed(indices) == self.members
+        except (TypeError, ValueError, IndexError):
+            return False
+
+    @property
     def named(self) -> str:
         """The label, and how many parameters these are."""
         return self.label if self.count == 1 else f"{self.label} ({self.count:,} parameters)"

@@ -7,19 +7,7 @@ from dataclasses import asdict, is_dataclass
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from megatron_eopt.manifest.families import (
-    Family,
-    LogicalMatrix,
-    ManifestRow,
-    Members,
-    as_tuples,
-    compressed,
-    expanded,
-    in_order,
-    join_name,
-    merged,
-    split_name,
-)
+from megatron_eopt.manifest.families import Family, LogicalMatrix, ManifestRow, Members, as_tuples, in_order, merged
 
 FORMAT = 1
 """Of the manifest as plain values; counts up with every change that an older release cannot read."""
@@ -69,12 +57,16 @@ def from_json(manifest: Any) -> list[Family]:
 
 
 def _family(written: Any, index: int) -> Family:
-    if mistake := _mistake(written):
-        pattern = written.get("pattern", "") if isinstance(written, dict) else ""
-        raise ValueError(f"family {index} ({pattern}): {mistake}")
-    values = {name: written[_KEYS.get(name, name)] for name in ManifestRow.__dataclass_fields__}
-    values["matrices"] = [LogicalMatrix(**each) for each in written["matrices"]]
-    return Family(ManifestRow(**values), as_tuples(written["members"], "members"))
+    mistake = _mistake(written)
+    if mistake is None:
+        values = {name: written[_KEYS.get(name, name)] for name in ManifestRow.__dataclass_fields__}
+        values["matrices"] = [LogicalMatrix(**each) for each in written["matrices"]]
+        family = Family(ManifestRow(**values), as_tuples(written["members"], "members"))
+        if family.is_sound:
+            return family
+        mistake = f"'members' cannot be {_short(written['members'])}"
+    pattern = written.get("pattern", "") if isinstance(written, dict) else ""
+    raise ValueError(f"family {index} ({pattern}): {mistake}")
 
 
 def _mistake(written: Any) -> str | None:
@@ -82,10 +74,8 @@ def _mistake(written: Any) -> str | None:
         return f"expected a dict, got {_short(written)}"
     for key in sorted(_KINDS.keys() ^ written.keys()):
         return f"{key!r} is {'missing' if key in _KINDS else 'unknown'}"
-    for key, kind in _KINDS.items():
-        if not _is(written[key], kind) or (key == "members" and not _fit(written[key], written["pattern"])):
-            return f"{key!r} cannot be {_short(written[key])}"
-    return None
+    wrong = (f"{key!r} cannot be {_short(written[key])}" for key, kind in _KINDS.items() if not _is(written[key], kind))
+    return next(wrong, None)
 
 
 def _is(value: Any, kind: Any) -> bool:
@@ -105,17 +95,6 @@ def _is(value: Any, kind: Any) -> bool:
     if kind is float:
         return _is(value, int) or (isinstance(value, float) and not math.isnan(value))
     return isinstance(value, kind) and (kind is not int or not isinstance(value, bool))
-
-
-def _fit(written: Any, pattern: str) -> bool:
-    """Whether these are members of a pattern, in the form that :func:`compressed` gives them."""
-    try:
-        members = as_tuples(written, "members")
-        indices = expanded(members)
-        name = join_name(pattern, indices[0])
-        return split_name(name) == (pattern, indices[0]) and compressed(indices) == members
-    except (TypeError, ValueError, IndexError):
-        return False
 
 
 def _short(value: Any) -> str:

@@ -11,10 +11,7 @@ from math import prod
 from megatron_eopt.manifest.families import Family, ManifestRow, rows
 from megatron_eopt.row import ADAMW_RMS
 
-_HEADER = (
-    *("parameter", "n", "shape", "optimizer", "reason", "matrices", "layout", "update RMS", "lr", "decay"),
-    "state MB",
-)
+_HEADER = "parameter, n, shape, optimizer, reason, matrices, layout, update RMS, lr, decay, state MB".split(", ")
 _NUMBERS = ("n", "update RMS", "decay", "state MB")
 _LEGEND = (
     f"update RMS: predicted of the first update, before the learning rate; Adam's is near {ADAMW_RMS:g}. "

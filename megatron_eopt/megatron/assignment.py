@@ -13,7 +13,6 @@ from megatron_eopt.megatron.entries import DEFAULT, all_entries, known_names
 from megatron_eopt.megatron.parameters import ModelParameter
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
 from megatron_eopt.overrides import Entry, OverrideError, Resolved, match_counts, resolve
-from megatron_eopt.overrides.known import SPLIT
 from megatron_eopt.overrides.settings import ENDS, OF_ALL
 from megatron_eopt.registry import takes_matrices
 
@@ -142,7 +141,7 @@ def group_settings(assigned: Assignment, config: Any) -> dict[str, Any]:
         OverrideError: for a smallest learning rate above the largest.
     """
     settings = assigned.settings
-    group = {key: value for key, value in settings.items() if key not in OF_ALL | {SPLIT}}
+    group = {key: value for key, value in settings.items() if key not in OF_ALL | {"split"}}
     if assigned.optimizer != config.optimizer.removeprefix("dist_") and releases.has_registry():
         group["optimizer"] = assigned.optimizer
     if any(assigned.user_source(key) for key in _RATES):

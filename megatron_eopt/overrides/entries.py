@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_eopt.overrides.known import Known, OverrideError
 from megatron_eopt.overrides.selectors import Kind, ParameterInfo, Selector, Specificity
-from megatron_eopt.overrides.settings import Value, check_settings
+from megatron_eopt.overrides.settings import check_settings
 
 Layer = IntEnum("Layer", ["DEFAULTS", "PYTHON", "FILE", "FLAGS"], start=0)
 """Where entries come from; of two that are equally specific the later one wins."""
@@ -17,19 +17,12 @@ Order = tuple[Specificity, Layer, Specificity]
 
 @dataclass(frozen=True)
 class Entry:
-    """Settings for the parameters that a selector takes.
-
-    Attributes:
-        selector: which parameters.
-        settings: as :func:`~megatron_eopt.overrides.settings.check_settings` returns them.
-        layer: where it comes from; an entry of the defaults may select nothing.
-        source: the file and line, the flag or the dict that it stands in, as in ``overrides.yaml:3``.
-    """
+    """Settings for the parameters that a selector takes."""
 
     selector: Selector
-    settings: Mapping[str, Value] = field(hash=False)
-    layer: Layer
-    source: str
+    settings: Mapping[str, Any] = field(hash=False)  # checked
+    layer: Layer  # an entry of the defaults may select nothing
+    source: str  # the file and line, the flag or the dict that it stands in, as in ``overrides.yaml:3``
 
     def order(self, info: ParameterInfo) -> Order:
         """Its rank for a parameter that it selects: of two entries the higher one wins."""

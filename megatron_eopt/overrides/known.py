@@ -16,7 +16,6 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.registry import get_optimizer_entry, list_optimizers
 
 SPLITS = ("none", "default", "all")
-SPLIT = "split"
 
 # Megatron builds these two from its config, with these arguments; optimizers in the registry are read themselves.
 _MEGATRONS_OWN: dict[str, Any] = {
@@ -51,17 +50,11 @@ class _Lazy(UserDict[str, Any]):
 
 @dataclass(frozen=True)
 class Known:
-    """The names that settings may have, as keys and as values.
+    """The names that settings may have, as keys and as values."""
 
-    Attributes:
-        optimizers: name -> the settings that the optimizer has for single parameters -> their defaults.
-        splits: ways to split a parameter into logical matrices.
-        fixed: name -> the constructor arguments of the optimizer that are the same for all of its parameters.
-    """
-
-    optimizers: Mapping[str, Mapping[str, Any]]
-    splits: tuple[str, ...] = SPLITS
-    fixed: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    optimizers: Mapping[str, Mapping[str, Any]]  # name -> settings that it has for single parameters -> their defaults
+    splits: tuple[str, ...] = SPLITS  # ways to split a parameter into logical matrices
+    fixed: Mapping[str, frozenset[str]] = field(default_factory=dict)  # name -> arguments for all of its parameters
 
     @classmethod
     def registered(cls, further_splits: Iterable[str] = ()) -> "Known":
@@ -96,7 +89,7 @@ def _settings(optimizer_cls: Callable[..., Optimizer]) -> dict[str, Any]:
     except Exception:  # whatever the constructor of a user's class needs, and does not find here
         taken = {key: each for key, each in arguments.items() if key not in _OF_ALL}
         found = {key: None if each.default is each.empty else each.default for key, each in taken.items()}
-    return found | ({SPLIT: "default"} if "split_qkv" in arguments else {})
+    return found | ({"split": "default"} if "split_qkv" in arguments else {})
 
 
 def _fixed(optimizer_cls: Callable[..., Optimizer]) -> frozenset[str]:
@@ -127,7 +120,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f", did you mean {found[0]!r}?" if found else ""
 
 
-def nearest_or_all(name: object, known: Iterable[str]) -> str:
+def near_or_all(name: object, known: Iterable[str]) -> str:
     """``, did you mean 'NAME'?`` with the nearest known name; where none is near, ``: expected`` and all of them."""
     names = list(known)
     return (did_you_mean(name, names) if isinstance(name, str) else "") or f": expected {listing(names)}"

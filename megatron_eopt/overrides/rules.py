@@ -1,65 +1,42 @@
-"""Which settings a parameter gets when several entries are for it.
+"""Which settings a parameter gets when several entries are for it: docs/overrides.md has the rules at length.
 
-Every entry that selects a parameter claims each of its settings, with the rank ``(specificity, layer)``. For each
-setting by itself the claim of the highest rank wins: the more specific selector, and between equally specific ones the
-later layer. Claims of the same rank with different values are a tie, which is an error. Nothing depends on the order
-of entries within a layer.
+Every entry that selects a parameter claims each of its settings, with the rank ``(specificity, layer)``, and the claim
+of the highest rank wins. Claims of the same rank with different values are a tie, which is an error. Nothing depends on
+the order of entries within a layer. The defaults count as no more specific than a shape, among themselves excepted:
+their predicates would otherwise win over what a user says of an attribute or a shape.
 
-The defaults count as no more specific than a shape, among themselves excepted: their predicates would otherwise win
-over what a user says of an attribute or a shape.
-
-What follows from a winner:
-
-- ``lr`` replaces an ``lr_mult`` ranked below it, and an ``lr_mult`` multiplies an ``lr`` ranked below it; so do
-  ``weight_decay``, ``start_wd`` or ``end_wd`` and ``wd_mult``.
-- ``weight_decay`` replaces a ``start_wd`` and an ``end_wd`` ranked below it, and one of these ranked above it takes its
-  place at that end of the schedule.
-- An ``exclude: true`` drops all settings ranked below it, and an ``optimizer`` those that it has not. Ranked above or
-  beside, they are errors: they would have no effect.
+Then an absolute value replaces a multiplier that is ranked below it, and a ``weight_decay`` the ends of its schedule;
+an end that is ranked above it takes its place there. An ``exclude: true`` drops all settings ranked below it, and an
+``optimizer`` those that it has not: ranked above or beside, they are errors, for they would have no effect.
 """
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_eopt.overrides.entries import Entry, Layer, Order
 from megatron_eopt.overrides.known import Known, OverrideError, SettingError, did_you_mean, shown
 from megatron_eopt.overrides.selectors import Condition, Kind, ParameterInfo, Selector
-from megatron_eopt.overrides.settings import (
-    ENDS,
-    OF_ALL,
-    REPLACED,
-    Value,
-    check_setting,
-    foreign,
-    inconsistent,
-    no_such_setting,
-)
+from megatron_eopt.overrides.settings import ENDS, OF_ALL, REPLACED, check_setting, foreign, inconsistent, refusal
 
 
 class Overruled(NamedTuple):
     """A setting that an entry has for a parameter, and that did not win."""
 
     key: str
-    value: Value
+    value: Any
     source: str
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """The settings of one parameter: plain data, which can be pickled and printed.
+    """The settings of one parameter: plain data, which can be pickled and printed."""
 
-    Attributes:
-        settings: in the order of their names.
-        sources: setting -> source of the entry that it comes from.
-        overruled: what other entries have for this parameter.
-    """
-
-    settings: dict[str, Value]
-    sources: dict[str, str]
-    overruled: tuple[Overruled, ...] = ()
+    settings: dict[str, Any]  # in the order of their names
+    sources: dict[str, str]  # setting -> source of the entry that it comes from
+    overruled: tuple[Overruled, ...] = ()  # what other entries have for this parameter
 
     def learning_rates(self, lr: float, min_lr: float) -> tuple[float, float]:
         """Largest and smallest learning rate of the schedule, from those of the optimizer.
@@ -78,7 +55,7 @@ class Resolved:
 
 class _Claim(NamedTuple):
     order: Order
-    value: Value
+    value: Any
     source: str
 
 
@@ -184,15 +161,16 @@ def _resolve_one(
 ) -> Resolved:
     claims = _claims(entries, info)
     won = {key: _winner(key, claims[key], info, mistakes) for key in sorted(claims)}
-    wrong = [
-        *_drop_replaced(won),
-        *_drop_without_effect(won, optimizer, known),
-        *_check_by_optimizer(won, info.optimizer, known),
-    ]
+    wrong = [*_drop_replaced(won), *_drop_without_effect(won, optimizer, known)]
+    for key in won.keys() - OF_ALL:  # each optimizer may have values of its own type
+        try:
+            won[key] = won[key]._replace(value=check_setting(key, won[key].value, known, info.optimizer))
+        except SettingError as error:
+            wrong.append(f"{won[key].source}: {error} for {info.optimizer}")
     settings = {key: claim.value for key, claim in won.items()}
-    for error in inconsistent(settings):
-        involved = ("lr", "min_lr") if error.key == "min_lr" else ("coefficient_type", "num_ns_steps")
-        wrong.append(f"{' and '.join(sorted({won[key].source for key in involved}))}: {error}")
+    for each in inconsistent(settings):
+        involved = ("lr", "min_lr") if each.key == "min_lr" else ("coefficient_type", "num_ns_steps")
+        wrong.append(f"{' and '.join(sorted({won[key].source for key in involved}))}: {each}")
     for what in wrong:
         mistakes[what].add(info.name)
     overruled = {
@@ -205,7 +183,6 @@ def _resolve_one(
     return Resolved(settings, {key: claim.source for key, claim in won.items()}, tuple(in_order))
 
 
-# The next three change what has won, and say what is wrong with it.
 def _drop_replaced(won: dict[str, _Claim]) -> Iterator[str]:
     """Drop what an absolute value replaces: what multiplies it, and of a constant weight decay both ends."""
     for absolute, other in REPLACED:
@@ -234,16 +211,7 @@ def _drop_without_effect(won: dict[str, _Claim], optimizer: str | None, known: K
         claim = won.pop(key)
         if given is None or claim.order >= given.order:
             where = "" if given is None else f" ({given.source} gives it the parameter)"
-            yield f"{claim.source}: {no_such_setting(key, name, known)}{where}"
-
-
-def _check_by_optimizer(won: dict[str, _Claim], optimizer: str | None, known: Known) -> Iterator[str]:
-    """Check the settings that not every optimizer has: each may have values of its own type."""
-    for key in won.keys() - OF_ALL:
-        try:
-            won[key] = won[key]._replace(value=check_setting(key, won[key].value, known, optimizer))
-        except SettingError as error:
-            yield f"{won[key].source}: {error} for {optimizer}"
+            yield f"{claim.source}: {refusal(key, name, known)}{where}"
 
 
 def _no_match(selector: Selector, infos: Sequence[ParameterInfo]) -> str:
@@ -259,13 +227,13 @@ def _no_match(selector: Selector, infos: Sequence[ParameterInfo]) -> str:
 def _near(condition: Condition, infos: Sequence[ParameterInfo]) -> str:
     """The nearest that there is: of names and their ends after a dot, of attributes that are true, of optimizers."""
     match condition.kind:
-        case Kind.ATTRIBUTE:
+        case Kind.ATTR:
             having = {name for info in infos for name, value in info.attributes.items() if value}
             return did_you_mean(condition.text, having)
         case Kind.OPTIMIZER:
             optimizers = sorted({info.optimizer for info in infos if info.optimizer})
             return f": their optimizers are {', '.join(optimizers)}" if optimizers else ""
-        case Kind.GLOB:
+        case Kind.NAME:
             wanted = condition.text.removeprefix("*.")
         case Kind.REGEX:
             wanted = re.sub(r"[\\^$*+?()\[\]{}|]", "", condition.text).replace("..", ".").strip(".")

@@ -12,7 +12,7 @@ from enum import IntEnum
 from functools import cached_property, partial
 from typing import Any
 
-from megatron_eopt.overrides.known import OverrideError, listing, nearest_or_all, shown
+from megatron_eopt.overrides.known import OverrideError, listing, near_or_all, shown
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,10 @@ SHAPES: dict[str, Callable[[ParameterInfo], bool]] = {
 }
 
 # What a condition asks for, from the least specific up.
-Kind = IntEnum("Kind", ["EVERYTHING", "OPTIMIZER", "SHAPE", "ATTRIBUTE", "PREDICATE", "REGEX", "GLOB", "NAME"])
-
-_WRITTEN = {
-    "name": Kind.GLOB,
-    "regex": Kind.REGEX,
-    "attr": Kind.ATTRIBUTE,
-    "shape": Kind.SHAPE,
-    "optimizer": Kind.OPTIMIZER,
-}
-_KINDS = {**_WRITTEN, "re": Kind.REGEX}
-_PREFIXES = {kind: f"{name}:" for name, kind in _KINDS.items()} | {Kind.GLOB: "", Kind.PREDICATE: "predicate "}
+Kind = IntEnum("Kind", ["EVERYTHING", "OPTIMIZER", "SHAPE", "ATTR", "PREDICATE", "REGEX", "NAME", "WHOLE_NAME"])
+_WRITTEN = {each.name.lower(): each for each in (Kind.NAME, Kind.REGEX, Kind.ATTR, Kind.SHAPE, Kind.OPTIMIZER)}
+_KINDS = {"re": Kind.REGEX, **_WRITTEN}
+_PREFIXES = {Kind.NAME: "", Kind.REGEX: "re:", Kind.PREDICATE: "predicate "}
 _PYTHON_ONLY = "predicate"
 
 Specificity = tuple[tuple[int, int], ...]
@@ -85,27 +78,22 @@ class Condition:
     A glob matches the whole name, or its end after a dot: ``linear_qkv.weight`` is meant as ``*.linear_qkv.weight``.
     Upper and lower case differ, and ``*`` also runs over dots. One without wildcards that is the whole name of a
     parameter is the most specific condition there is. A regular expression is found anywhere in the name.
-
-    Attributes:
-        kind: what is looked at.
-        text: what is asked for; the name of a predicate.
-        holds: the function of a predicate; the condition pickles if this does.
     """
 
     kind: Kind
-    text: str
-    holds: Callable[[ParameterInfo], bool] | None = field(default=None, compare=False)
+    text: str  # of a predicate its name
+    holds: Callable[[ParameterInfo], bool] | None = field(default=None, compare=False)  # of a predicate
 
     def __post_init__(self) -> None:
         match self.kind:
-            case Kind.GLOB if not self.text:
+            case Kind.NAME if not self.text:
                 raise OverrideError("an empty name selects nothing: write '*' for every parameter")
             case Kind.REGEX if not self.text:
                 raise OverrideError("an empty regular expression selects everything: write '*' for every parameter")
-            case Kind.ATTRIBUTE if not self.text.isidentifier():
+            case Kind.ATTR if not self.text.isidentifier():
                 raise OverrideError(f"{self.text!r} cannot be the name of an attribute")
             case Kind.SHAPE if self.text not in SHAPES:
-                raise OverrideError(f"unknown shape {self.text!r}{nearest_or_all(self.text, SHAPES)}")
+                raise OverrideError(f"unknown shape {self.text!r}{near_or_all(self.text, SHAPES)}")
             case Kind.REGEX:
                 try:
                     re.compile(self.text)
@@ -113,7 +101,7 @@ class Condition:
                     raise OverrideError(f"{self.text!r} is no regular expression: {error}") from None
 
     def __str__(self) -> str:
-        return _PREFIXES[self.kind] + self.text
+        return _PREFIXES.get(self.kind, f"{self.kind.name.lower()}:") + self.text
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
@@ -123,9 +111,9 @@ class Condition:
     def matches(self, info: ParameterInfo) -> bool:
         """Whether it holds."""
         match self.kind:
-            case Kind.GLOB | Kind.REGEX:
+            case Kind.NAME | Kind.REGEX:
                 return self._pattern.search(info.name) is not None
-            case Kind.ATTRIBUTE:
+            case Kind.ATTR:
                 return bool(info.attributes.get(self.text, False))
             case Kind.SHAPE:
                 return SHAPES[self.text](info)
@@ -135,14 +123,14 @@ class Condition:
 
     def rank(self, info: ParameterInfo) -> tuple[int, int]:
         """How specific it is for a parameter for which it holds."""
-        if self.kind != Kind.GLOB:
+        if self.kind != Kind.NAME:
             return self.kind, 0
         glob = unwrapped(self.text)
         if glob == info.name:
-            return Kind.NAME, 0
+            return Kind.WHOLE_NAME, 0
         # a leading *. is implied, and does not count
         literal = len(re.sub(r"\[!?\]?[^\]]*\]|[*?]", "", glob.removeprefix("*.")))
-        return (Kind.GLOB, literal) if literal else (Kind.EVERYTHING, 0)
+        return (Kind.NAME, literal) if literal else (Kind.EVERYTHING, 0)
 
 
 Predicate = partial(Condition, Kind.PREDICATE)
@@ -224,8 +212,8 @@ def _conditions(written: Any) -> Iterator[Condition]:
     elif hasattr(written, "with_name_predicate"):
         if not (written.name or written.attr or written.predicate or written.with_name_predicate):
             raise OverrideError(f"{written!r} selects nothing: set its name, attr, predicate or with_name_predicate")
-        yield from (Condition(Kind.GLOB, each) for each in _several(written.name))
-        yield from (Condition(Kind.ATTRIBUTE, each) for each in _several(written.attr))
+        yield from (Condition(Kind.NAME, each) for each in _several(written.name))
+        yield from (Condition(Kind.ATTR, each) for each in _several(written.attr))
         yield from (Predicate(each.name, partial(_says, each, False)) for each in _several(written.predicate))
         yield from (Predicate(each.name, partial(_says, each, True)) for each in _several(written.with_name_predicate))
     elif isinstance(written, Condition):
@@ -244,7 +232,7 @@ def _kind(name: str, where: str = "") -> Kind:
     if name == _PYTHON_ONLY:
         raise OverrideError("a predicate is a Python function: it cannot be written as text")
     if name not in _KINDS:
-        raise OverrideError(f"unknown kind of selector {name!r}{where}{nearest_or_all(name, _KINDS)}")
+        raise OverrideError(f"unknown kind of selector {name!r}{where}{near_or_all(name, _KINDS)}")
     return _KINDS[name]
 
 

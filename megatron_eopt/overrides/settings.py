@@ -8,35 +8,22 @@ from typing import Any, get_args
 
 from megatron_eopt.orthogonalize.coefficients import get_coefficients, get_supported_coefficient_types
 from megatron_eopt.orthogonalize.scale import ScaleMode
-from megatron_eopt.overrides.known import (
-    SPLIT,
-    SPLITS,
-    Known,
-    OverrideError,
-    SettingError,
-    close,
-    did_you_mean,
-    listing,
-    nearest_or_all,
-    shown,
-)
-
-# A bool, an int, a float, a text or a tuple of floats; all values of one setting are of one type, as Megatron sorts
-# parameter groups by them.
-Value = Any
+from megatron_eopt.overrides.known import SPLITS, Known, OverrideError, SettingError, close, listing, near_or_all, shown
 
 
 @dataclass(frozen=True)
 class Check:
     """What a value may be: ``expected`` says it in words, and two checks of which the same is expected are equal.
 
-    ``convert`` makes the value from what was written, and None from what is none; ``ValueError`` to say more of it.
+    ``convert`` makes the value from what was written, and None from what is none; ``ValueError`` to say more of it. A
+    value is a bool, an int, a float, a text or a tuple of floats. All values of one setting are of one type, as
+    Megatron sorts parameter groups by them.
     """
 
     expected: str
-    convert: Callable[[Any, Known], Value | None] = field(compare=False)
+    convert: Callable[[Any, Known], Any] = field(compare=False)
 
-    def __call__(self, raw: object, known: Known) -> Value:
+    def __call__(self, raw: object, known: Known) -> Any:
         """The value; ``ValueError`` for what is none."""
         value = self.convert(raw, known)
         if value is None:
@@ -47,7 +34,7 @@ class Check:
 def _number(where: str = "", inside: Callable[[float], bool] = math.isfinite, whole: bool = False) -> Check:
     expected = ("a whole number" if whole else "a number") + where
 
-    def convert(raw: Any, known: Known) -> Value | None:
+    def convert(raw: Any, known: Known) -> Any:
         if isinstance(raw, str) and _is_number(raw):
             raise ValueError(f"expected {expected}, got the text {raw!r}: write it without quotes")
         if not isinstance(raw, Real) or isinstance(raw, bool):
@@ -70,7 +57,7 @@ def _is_number(text: str) -> bool:
 def _numbers(count: int, each: Check, expected: str) -> Check:
     """So many numbers, as a tuple, which can be hashed."""
 
-    def convert(raw: Any, known: Known) -> Value | None:
+    def convert(raw: Any, known: Known) -> Any:
         if not isinstance(raw, list | tuple) or len(raw) != count:
             return None
         try:
@@ -86,12 +73,12 @@ def _choice(
 ) -> Check:
     """One of a few names; true and false may stand for two of them."""
 
-    def convert(raw: Any, known: Known) -> Value:
+    def convert(raw: Any, known: Known) -> Any:
         if isinstance(raw, bool) and booleans:
             return booleans[raw]
         choices = list(names(known))
         if raw not in choices:
-            raise ValueError(f"unknown {what} {shown(raw)}{nearest_or_all(raw, choices)}")
+            raise ValueError(f"unknown {what} {shown(raw)}{near_or_all(raw, choices)}")
         return str(raw)
 
     return Check(expected, convert)
@@ -125,7 +112,7 @@ SETTINGS: dict[str, Check] = {
     "scale_mode": _choice("scale mode", listing(_SCALES), lambda known: _SCALES),
     "extra_scale_factor": _ABOVE_0,
     "rank": _COUNT,
-    SPLIT: _choice("split", listing(SPLITS), lambda known: known.splits, ("none", "default")),
+    "split": _choice("split", listing(SPLITS), lambda known: known.splits, ("none", "default")),
     "exclude": _BOOL,
 }
 """Settings whose range of values is known here, explained in docs/overrides.md; optimizers have further ones."""
@@ -175,7 +162,7 @@ def check_of(key: str, optimizer: str | None, known: Known) -> Check:
     return _of_type(str | bool | Real, "a number, a text, true or false")
 
 
-def check_setting(key: object, raw: object, known: Known, optimizer: str | None = None) -> Value:
+def check_setting(key: object, raw: object, known: Known, optimizer: str | None = None) -> Any:
     """The value of one setting, of the type that it always has.
 
     Args:
@@ -188,7 +175,7 @@ def check_setting(key: object, raw: object, known: Known, optimizer: str | None 
         SettingError: for a key that the optimizer has not, and for a value out of range, with what is near.
     """
     if not isinstance(key, str) or not (key in SETTINGS or known.having(key)) or foreign([key], optimizer, known):
-        raise no_such_setting(str(key), optimizer, known)
+        raise refusal(str(key), optimizer, known)
     optimizers = [optimizer] if optimizer in known.optimizers else known.having(key)
     wrong = []
     for check in dict.fromkeys(check_of(key, each, known) for each in optimizers or [None]):
@@ -205,7 +192,7 @@ def foreign(settings: Iterable[str], optimizer: str | None, known: Known) -> lis
     return [] if own is None else [key for key in settings if key not in OF_ALL and key not in own]
 
 
-def no_such_setting(key: str, optimizer: str | None, known: Known) -> SettingError:
+def refusal(key: str, optimizer: str | None, known: Known) -> SettingError:
     """The error for a setting that an optimizer has not, or if it is not known none, with what is near among theirs."""
     own = known.optimizers.get(optimizer or "")
     names = sorted(known.fixed) if own is None else [str(optimizer)]
@@ -216,11 +203,11 @@ def no_such_setting(key: str, optimizer: str | None, known: Known) -> SettingErr
     others = known.having(key)
     if own is not None:
         has = [*(each for each in SETTINGS if each in OF_ALL), *sorted(own)]
+        near = close(key, has)
         if key not in SETTINGS and not others:
-            hint = did_you_mean(key, has) or f": {optimizer} has {listing(has, 'and')}"
+            hint = f", did you mean {near[0]!r}?" if near else f": {optimizer} has {listing(has, 'and')}"
             return SettingError(key, f"unknown setting{hint}")
         hint = f": it is a setting of {listing(others, 'and')}" if others else ""
-        near = close(key, has)
         return SettingError(key, f"{optimizer} has no {key}{hint}{f'; did you mean its {near[0]!r}?' if near else ''}")
     found = close(key, {*SETTINGS, *(each for has in known.optimizers.values() for each in has)})
     if not found:
@@ -232,7 +219,7 @@ def no_such_setting(key: str, optimizer: str | None, known: Known) -> SettingErr
     return SettingError(key, f"unknown setting, did you mean {'; or '.join(of)}?")
 
 
-def inconsistent(settings: Mapping[str, Value]) -> list[SettingError]:
+def inconsistent(settings: Mapping[str, Any]) -> list[SettingError]:
     """Values that are right by themselves and not together."""
     found = []
     if (low := settings.get("min_lr")) is not None and (high := settings.get("lr")) is not None and low > high:
@@ -248,7 +235,7 @@ def inconsistent(settings: Mapping[str, Value]) -> list[SettingError]:
 
 def checked(
     raw: Mapping[Any, Any], known: Known, optimizer: str | None = None
-) -> tuple[dict[str, Value], list[SettingError]]:
+) -> tuple[dict[str, Any], list[SettingError]]:
     """The settings of one entry that are right by themselves, and what is wrong with the others or with all together.
 
     Args:
@@ -256,7 +243,7 @@ def checked(
         known: names that settings may have.
         optimizer: the one that the entry selects by; one that it sets comes before.
     """
-    values: dict[str, Value] = {}
+    values: dict[str, Any] = {}
     wrong: list[SettingError] = []
     given = raw.get("optimizer")
     for key, value in raw.items():
@@ -275,7 +262,7 @@ def checked(
     return values, wrong + inconsistent(values)
 
 
-def check_settings(raw: Mapping[str, Any], known: Known, optimizer: str | None = None) -> dict[str, Value]:
+def check_settings(raw: Mapping[str, Any], known: Known, optimizer: str | None = None) -> dict[str, Any]:
     """The settings of one entry, as :func:`checked` takes them.
 
     Raises:

@@ -48,8 +48,6 @@ def _without_optimizer(found: Sequence[Family]) -> Iterator[str]:
 
 def _listed_twice(found: Sequence[Family]) -> Iterator[str]:
     for group in by_pattern(found).values():
-        if len(group) == 1:
-            continue
         twice: dict[frozenset[ManifestRow], list[tuple[int, ...]]] = {}
         for index, rows in by_index(group).items():
             if len(rows) > 1:
@@ -110,16 +108,14 @@ def warnings(families: Sequence[Family], scale_mode: str) -> list[str]:
 
 
 def _far_from_adam(found: Sequence[Family], scale_mode: str) -> Iterator[str]:
-    classes: dict[tuple[str, str, bool], list[tuple[Family, float]]] = {}
+    classes: dict[tuple[str, str, bool], list[Family]] = {}
     for family in found:
         row, rms = family.like, family.like.update_rms
-        if row.optimizer is None or not row.matrices or rms is None:
-            continue
-        if not ADAMW_RMS / FAR <= rms <= ADAMW_RMS * FAR:
+        if row.optimizer and row.matrices and rms is not None and not ADAMW_RMS / FAR <= rms <= ADAMW_RMS * FAR:
             mode = str(row.settings.get("scale_mode", scale_mode))
-            classes.setdefault((row.optimizer, mode, rms > ADAMW_RMS), []).append((family, rms))
-    for (optimizer, mode, large), listed in sorted(classes.items(), key=lambda item: item[0]):
-        members, sizes = zip(*listed, strict=True)
+            classes.setdefault((row.optimizer, mode, rms > ADAMW_RMS), []).append(family)
+    for (optimizer, mode, large), members in sorted(classes.items(), key=lambda item: item[0]):
+        sizes = [family.like.update_rms or 0.0 for family in members]
         # for other modes the size depends on the shape, which one factor cannot undo
         factor = " or --muon-extra-scale-factor 0.2" if mode == "spectral" else ""
         scaled = optimizer in LIKE_MUON
@@ -230,9 +226,8 @@ def _because(row: ManifestRow) -> str:
 
 def _some(members: Sequence[Family]) -> str:
     number = sum(family.count for family in members)
-    noun = "parameter" if number == 1 else "parameters"
     more = f" and {len(members) - 1} more families" if len(members) > 1 else ""
-    return f"{number:,} {noun} ({members[0].label}{more})"
+    return f"{number:,} {'parameter' if number == 1 else 'parameters'} ({members[0].label}{more})"
 
 
 def _span(values: Sequence[float]) -> str:

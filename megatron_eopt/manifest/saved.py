@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, is_dataclass
+from reprlib import repr as short
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -38,7 +39,7 @@ def from_json(manifest: Any) -> list[Family]:
     """
     number = manifest.get("format") if isinstance(manifest, dict) else None
     if type(number) is not int:
-        raise ValueError(f"no manifest: expected a dict with its format number, got {_short(manifest)}")
+        raise ValueError(f"no manifest: expected a dict with its format number, got {short(manifest)}")
     if number > FORMAT:
         raise ValueError(
             f"the manifest has format {number}, and this release of megatron_eopt reads up to {FORMAT}: install the "
@@ -64,17 +65,17 @@ def _family(written: Any, index: int) -> Family:
         family = Family(ManifestRow(**values), as_tuples(written["members"], "members"))
         if family.is_sound:
             return family
-        mistake = f"'members' cannot be {_short(written['members'])}"
+        mistake = f"'members' cannot be {short(written['members'])}"
     pattern = written.get("pattern", "") if isinstance(written, dict) else ""
     raise ValueError(f"family {index} ({pattern}): {mistake}")
 
 
 def _mistake(written: Any) -> str | None:
     if not isinstance(written, dict):
-        return f"expected a dict, got {_short(written)}"
+        return f"expected a dict, got {short(written)}"
     for key in sorted(_KINDS.keys() ^ written.keys()):
         return f"{key!r} is {'missing' if key in _KINDS else 'unknown'}"
-    wrong = (f"{key!r} cannot be {_short(written[key])}" for key, kind in _KINDS.items() if not _is(written[key], kind))
+    wrong = (f"{key!r} cannot be {short(written[key])}" for key, kind in _KINDS.items() if not _is(written[key], kind))
     return next(wrong, None)
 
 
@@ -95,8 +96,3 @@ def _is(value: Any, kind: Any) -> bool:
     if kind is float:
         return _is(value, int) or (isinstance(value, float) and not math.isnan(value))
     return isinstance(value, kind) and (kind is not int or not isinstance(value, bool))
-
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -12,16 +12,12 @@ from megatron_eopt.manifest.families import Family, ManifestRow, rows
 from megatron_eopt.row import ADAMW_RMS
 
 _HEADER = "parameter, n, shape, optimizer, reason, matrices, layout, update RMS, lr, decay, state MB".split(", ")
-_NUMBERS = ("n", "update RMS", "decay", "state MB")
 _LEGEND = (
     f"update RMS: predicted of the first update, before the learning rate; Adam's is near {ADAMW_RMS:g}. "
     f"state: over all tensor-parallel ranks of one replica."
 )
 _TOTALS = ("optimizer", "parameters", "elements", "matrices", "state MB")
-_WIDTH = 170
 _GAP = "  "
-_UNBROKEN = 24
-_NAMES_BEFORE_OTHERS = 3
 
 
 class _Wrapper(textwrap.TextWrapper):
@@ -38,7 +34,7 @@ def table(families: Sequence[Family], full: bool = False, width: int | None = No
         width: of a line at most: longer cells go on in the next one. By default 170, and as wide as it takes where
             ``full``, so that each line has a whole name.
     """
-    bound = width or (sys.maxsize if full else _WIDTH)
+    bound = width or (sys.maxsize if full else 170)
     if full:
         lines = [_cells(row.name, 1, row) for row in rows(families)]
     else:
@@ -50,12 +46,12 @@ def table(families: Sequence[Family], full: bool = False, width: int | None = No
     overruled = [f"{family.label}: {'; '.join(family.like.overruled)}" for family in families if family.like.overruled]
     return "\n".join(
         [
-            *aligned(_HEADER, lines, bound, _NUMBERS),
+            *aligned(_HEADER, lines, bound, ("n", "update RMS", "decay", "state MB")),
             *textwrap.wrap(_LEGEND, bound),
             "",
             *aligned(_TOTALS, list(_totals(families)), bound, _TOTALS[1:]),
-            *_section("settings that were set, and where", chosen, bound),
-            *_section("overruled", overruled, bound),
+            *(["", "settings that were set, and where:", *_wrapped(chosen, bound)] if chosen else []),
+            *(["", "overruled:", *_wrapped(overruled, bound)] if overruled else []),
         ]
     )
 
@@ -105,9 +101,9 @@ def _set(row: ManifestRow) -> Iterator[str]:
         yield f"{shown} ({row.sources[key]})" if key in row.sources else shown
 
 
-def _section(title: str, lines: Sequence[str], width: int) -> list[str]:
+def _wrapped(lines: Sequence[str], width: int) -> list[str]:
     wrap = textwrap.TextWrapper(width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False).wrap
-    return ["", f"{title}:", *(text for line in lines for text in wrap(line))] if lines else []
+    return [text for line in lines for text in wrap(line)]
 
 
 def aligned(
@@ -140,8 +136,8 @@ def aligned(
 def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int]:
     # a title is no reason for a wide column, its longest word is
     widths = [max(_longest_word(title), *map(len, cells), 0) for title, *cells in columns]
-    least = [min(size, _UNBROKEN, max(map(_longest_word, cells))) for size, cells in zip(widths, columns, strict=True)]
-    weights = [_NAMES_BEFORE_OTHERS, *[1] * (len(columns) - 1)]
+    least = [min(size, 24, max(map(_longest_word, cells))) for size, cells in zip(widths, columns, strict=True)]
+    weights = [3, *[1] * (len(columns) - 1)]
     while sum(widths) + len(_GAP) * (len(widths) - 1) > width:
         wide = [column for column, size in enumerate(widths) if size > least[column]]
         if not wide:

@@ -238,10 +238,7 @@ def checked(
 ) -> tuple[dict[str, Any], list[SettingError]]:
     """The settings of one entry that are right by themselves, and what is wrong with the others or with all together.
 
-    Args:
-        raw: what was written.
-        known: names that settings may have.
-        optimizer: the one that the entry selects by; one that it sets comes before.
+    They are for the parameters of an optimizer: of one that the entry sets, else of ``optimizer``, by which it selects.
     """
     values: dict[str, Any] = {}
     wrong: list[SettingError] = []

@@ -12,14 +12,11 @@ from functools import cached_property
 from itertools import pairwise, product
 from typing import Any
 
-Index = tuple[int, ...]
-"""The numbers of one name, from left to right: of the layer, of the expert."""
-
-Runs = tuple[tuple[int, int], ...]
-"""Whole numbers, as runs ``(first, last + 1)``."""
-
-Members = tuple[tuple[Runs, ...], ...]
-"""A set of indices as boxes: a box has runs for every star, and holds every combination of their numbers."""
+Index = tuple[int, ...]  # the numbers of one name, from left to right: of the layer, of the expert
+Runs = tuple[tuple[int, int], ...]  # whole numbers, as runs ``(first, last + 1)``
+Members = tuple[
+    tuple[Runs, ...], ...
+]  # boxes: one has runs for every star, and holds every combination of their numbers
 
 _DIGITS = r"(?:0|[1-9][0-9]*)"
 # Between dots, as layers and experts are numbered, and behind the names that grouped experts' parameters have.
@@ -195,11 +192,7 @@ def by_pattern(found: Iterable[Family]) -> dict[str, list[Family]]:
 
 
 def by_index(group: Iterable[Family]) -> dict[Index, frozenset[ManifestRow]]:
-    """The rows of each parameter, of families of one pattern: one, unless two optimizers have the parameter.
-
-    Raises:
-        ValueError: if two families have equal rows of one parameter.
-    """
+    """The rows of each parameter, of families of one pattern: one, unless two optimizers have the parameter."""
     found: dict[Index, frozenset[ManifestRow]] = {}
     for family in group:
         alone = frozenset([family.like])
@@ -218,11 +211,7 @@ def in_order(found: Iterable[Family]) -> list[Family]:
 
 
 def split_name(name: str) -> tuple[str, Index]:
-    """A name as pattern and index.
-
-    Raises:
-        ValueError: for a name with a ``*`` of its own.
-    """
+    """A name as pattern and index."""
     if "*" in name:
         raise ValueError(f"the parameter name {name!r} has a '*', which stands for numbers here: rename the module")
     return _NUMBER.sub("*", name), tuple(map(int, _NUMBER.findall(name)))

@@ -112,13 +112,7 @@ def aligned(
     """A table as lines of text: columns as wide as their content, and cells on several lines where it is too much.
 
     The first column is for names, and is made narrower last. In columns of more than two dozen characters words may
-    be cut, so that any content fits.
-
-    Args:
-        header: titles of the columns.
-        lines: cells, as many as there are titles.
-        width: of the table at most, unless its columns cannot be that narrow.
-        numbers: titles of the columns that are aligned to the right.
+    be cut, so that any content fits the width. ``numbers`` are titles of the columns that are aligned to the right.
     """
     widths = _widths(list(zip(header, *lines, strict=True)), width)
     wraps = [_Wrapper(size, break_on_hyphens=False).wrap for size in widths]

@@ -8,6 +8,7 @@ is read as version 1.2 has it, of which JSON is a part: ``1e-3`` is a number, wh
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from os import PathLike
@@ -87,11 +88,8 @@ def entries_from_dict(
     entries, wrong = [], []
     for selector, settings in overrides.items():
         name = repr(selector)
-        try:
-            if not isinstance(selector, str):
-                name = f"'{Selector.parse(selector)}'"
-        except OverrideError:
-            pass  # make_entry says what is wrong
+        with suppress(OverrideError):  # make_entry says what is wrong
+            name = name if isinstance(selector, str) else f"'{Selector.parse(selector)}'"
         own_source = f"{source}[{name}]"
         try:
             entries.append(make_entry(selector, _renamed(settings, own_source), layer, own_source, known))

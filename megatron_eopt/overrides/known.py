@@ -19,8 +19,8 @@ SPLITS = ("none", "default", "all")
 
 # Megatron builds these two from its config, with these arguments; optimizers in the registry are read themselves.
 _MEGATRONS_OWN: dict[str, Any] = {
-    "adam": partial(dict, betas=(0.9, 0.999), eps=1e-8),
-    "sgd": partial(dict, momentum=0.9),
+    "adam": lambda: ({"betas": (0.9, 0.999), "eps": 1e-8}, frozenset()),
+    "sgd": lambda: ({"momentum": 0.9}, frozenset()),
 }
 # What every optimizer has, and what the table of settings has for all of them.
 _OF_ALL = frozenset({"params", "lr", "weight_decay"})
@@ -42,10 +42,14 @@ class SettingError(OverrideError):
 
 
 class _Lazy(UserDict[str, Any]):
-    """Values that are found by calls when they are looked up: finding one may build a user's optimizer."""
+    """One part of what calls return, found when it is looked up: that may build a user's optimizer."""
+
+    def __init__(self, calls: Mapping[str, Callable[[], Any]], part: int) -> None:
+        super().__init__(calls)
+        self.part = part
 
     def __getitem__(self, name: str) -> Any:
-        return self.data[name]()
+        return self.data[name]()[self.part]
 
 
 @dataclass(frozen=True)
@@ -60,9 +64,8 @@ class Known:
     def registered(cls, further_splits: Iterable[str] = ()) -> "Known":
         """What the registry has now, beside Megatron's adam and sgd."""
         classes: dict[str, Any] = {name: get_optimizer_entry(name).optimizer_cls for name in list_optimizers()}
-        settings = _MEGATRONS_OWN | {name: partial(_settings, each) for name, each in classes.items()}
-        fixed = {name: partial(_fixed, each) for name, each in classes.items()}
-        return cls(_Lazy(settings), (*SPLITS, *further_splits), _Lazy(fixed))
+        calls = _MEGATRONS_OWN | {name: partial(_read, each) for name, each in classes.items()}
+        return cls(_Lazy(calls, 0), (*SPLITS, *further_splits), _Lazy(calls, 1))
 
     def having(self, key: str) -> list[str]:
         """The optimizers that have a setting."""
@@ -76,33 +79,27 @@ def settings_of_groups(optimizer: Optimizer) -> dict[str, Any]:
 
 
 @cache
-def _settings(optimizer_cls: Callable[..., Optimizer]) -> dict[str, Any]:
-    """Settings of single parameters that the optimizers of a class have, with their defaults.
+def _read(optimizer_cls: Any) -> tuple[dict[str, Any], frozenset[str]]:
+    """Settings of single parameters that the optimizers of a class have, with their defaults; its further arguments.
 
     Read from an optimizer without parameters. Where a class cannot be built so, its constructor's arguments stand in
     until the run's own optimizer is asked.
     """
-    arguments = _arguments(optimizer_cls)
-    needed = {"lr": 1e-3} if "lr" in arguments and arguments["lr"].default is inspect.Parameter.empty else {}
     try:
-        found = settings_of_groups(optimizer_cls([{"params": []}], **needed))
-    except Exception:  # whatever the constructor of a user's class needs, and does not find here
-        taken = {key: each for key, each in arguments.items() if key not in _OF_ALL}
-        found = {key: None if each.default is each.empty else each.default for key, each in taken.items()}
-    return found | ({"split": "default"} if "split_qkv" in arguments else {})
-
-
-def _fixed(optimizer_cls: Callable[..., Optimizer]) -> frozenset[str]:
-    return frozenset(_arguments(optimizer_cls)) - _settings(optimizer_cls).keys() - _OF_ALL
-
-
-def _arguments(optimizer_cls: Callable[..., Optimizer]) -> dict[str, inspect.Parameter]:
-    """What the constructor of a class takes by name; nothing where it has no signature."""
-    try:
-        found = inspect.signature(optimizer_cls).parameters
+        taken = list(inspect.signature(optimizer_cls).parameters.values())
     except (TypeError, ValueError):  # a stand-in for what is not installed, or a class that is not Python's
-        return {}
-    return {key: each for key, each in found.items() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+        taken = []
+    named = [each for each in taken if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    own = {each.name: None if each.default is each.empty else each.default for each in named}
+    needed = {"lr": 1e-3} if "lr" in own else {}
+    own = {key: default for key, default in own.items() if key not in _OF_ALL}
+    try:
+        settings = settings_of_groups(optimizer_cls([{"params": []}], **needed))
+    except Exception:  # whatever the constructor of a user's class needs, and does not find here
+        settings = own
+    if "split_qkv" in own:
+        settings = settings | {"split": "default"}
+    return settings, frozenset(own.keys() - settings.keys())
 
 
 def close(name: str, known: Iterable[str]) -> list[str]:

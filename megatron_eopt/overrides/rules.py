@@ -39,11 +39,7 @@ class Resolved:
     overruled: tuple[Overruled, ...] = ()  # what other entries have for this parameter
 
     def learning_rates(self, lr: float, min_lr: float) -> tuple[float, float]:
-        """Largest and smallest learning rate of the schedule, from those of the optimizer.
-
-        Raises:
-            OverrideError: if the smallest were above the largest.
-        """
+        """Largest and smallest learning rate of the schedule, from the optimizer's; refuses them the wrong way round."""
         factor = self.settings.get("lr_mult", 1.0)
         high = self.settings.get("lr", lr) * factor
         low = self.settings.get("min_lr", min_lr * factor)
@@ -92,7 +88,9 @@ def resolve(
         resolved[info.name] = _resolve_one(entries, info, optimizer, known, mistakes)
     wrong = [
         f"{entry.source}: select: {_no_match(entry.selector, infos)}"
-        for entry, count in zip(entries, _counts(entries, infos) if matches is None else matches, strict=True)
+        for entry, count in zip(
+            entries, match_counts(entries, infos, optimizer) if matches is None else matches, strict=True
+        )
         if not count and entry.layer != Layer.DEFAULTS
     ]
     for what, names in sorted(mistakes.items()):
@@ -107,10 +105,7 @@ def match_counts(
 ) -> list[int]:
     """How many parameters each entry selects: summed over the ranks, :func:`resolve` finds what matches nowhere."""
     entries = list(entries)
-    return _counts(entries, _with_optimizers(entries, parameters, optimizer, defaultdict(set)))
-
-
-def _counts(entries: Sequence[Entry], infos: Sequence[ParameterInfo]) -> list[int]:
+    infos = _with_optimizers(entries, parameters, optimizer, defaultdict(set))
     return [sum(entry.selector.matches(info) for info in infos) for entry in entries]
 
 
@@ -173,14 +168,14 @@ def _resolve_one(
         wrong.append(f"{' and '.join(sorted({won[key].source for key in involved}))}: {each}")
     for what in wrong:
         mistakes[what].add(info.name)
+    sources = {key: claim.source for key, claim in won.items()}
     overruled = {
         Overruled(key, claim.value, claim.source)
         for key, each in claims.items()
         for claim in each
-        if key not in won or claim.source not in won[key].source.split(" and ")
+        if claim.source not in sources.get(key, "").split(" and ")
     }
-    in_order = sorted(overruled, key=lambda each: (each.key, each.source))
-    return Resolved(settings, {key: claim.source for key, claim in won.items()}, tuple(in_order))
+    return Resolved(settings, sources, tuple(sorted(overruled, key=lambda each: (each.key, each.source))))
 
 
 def _drop_replaced(won: dict[str, _Claim]) -> Iterator[str]:

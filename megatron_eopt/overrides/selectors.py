@@ -163,9 +163,8 @@ class Selector:
     def specificity(self, info: ParameterInfo) -> Specificity:
         """How specific it is for a parameter that it takes; compare two with ``<``.
 
-        The ranks of its conditions, the most specific first: so two selectors are compared by the most specific
-        condition of each, then by the next one, and one that has a further condition comes before one that has not.
-        Where any condition is enough, the most specific one that holds counts alone.
+        The ranks of its conditions, the most specific first; one more counts above none. Where any condition is enough,
+        the most specific one that holds counts alone.
         """
         if self.any_of:
             ranks = [max(each.rank(info) for each in self.conditions if each.matches(info))]

@@ -166,7 +166,7 @@ def check_setting(key: object, raw: object, known: Known, optimizer: str | None 
     """The value of one setting, of the type that it always has.
 
     Args:
-        key: of the setting.
+        key: its name.
         raw: what was written.
         known: names that settings may have.
         optimizer: of the parameters, where that is known; else the setting of any is taken.
@@ -260,11 +260,7 @@ def checked(
 
 
 def check_settings(raw: Mapping[str, Any], known: Known, optimizer: str | None = None) -> dict[str, Any]:
-    """The settings of one entry, as :func:`checked` takes them.
-
-    Raises:
-        OverrideError: for what is wrong, each with its key, a line for each.
-    """
+    """The settings of one entry, as :func:`checked` takes them; an error has a line for each that is wrong."""
     if not raw:
         raise OverrideError(NO_SETTINGS)
     values, wrong = checked(raw, known, optimizer)

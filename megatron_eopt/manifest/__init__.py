@@ -5,8 +5,8 @@ table, JSON, and what changed from one manifest to another.
 """
 
 from megatron_eopt.manifest.checks import compare, problems, warnings
-from megatron_eopt.manifest.families import FORMAT, Family, families, from_json, merged, rows, to_json
-from megatron_eopt.manifest.row import LogicalMatrix, ManifestRow
+from megatron_eopt.manifest.families import Family, LogicalMatrix, ManifestRow, families, merged, rows
+from megatron_eopt.manifest.saved import FORMAT, from_json, to_json
 from megatron_eopt.manifest.text import table
 
 __all__ = [

@@ -4,17 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_eopt.family import LIKE_MUON
-from megatron_eopt.manifest.families import (
-    Family,
-    Index,
-    by_index,
-    by_pattern,
-    compressed,
-    expanded,
-    join_name,
-    split_name,
-)
-from megatron_eopt.manifest.row import ManifestRow
+from megatron_eopt.manifest.families import Family, ManifestRow, by_index, by_pattern, compressed, expanded, split_name
 from megatron_eopt.row import ADAMW_RMS
 
 FAR = 4.0
@@ -22,17 +12,6 @@ FAR = 4.0
 
 # What tied parameters must have in common.
 _TIED = ("optimizer", "lr", "min_lr", "weight_decay", "settings")
-# What a change of is printed, with its name for people; the optimizer, matrices and further settings beside them.
-_COMPARED = {
-    "shape": "shape",
-    "dtype": "dtype",
-    "update_rms": "update RMS",
-    "lr": "lr",
-    "min_lr": "min_lr",
-    "weight_decay": "weight decay",
-    "tied_to": "tied to",
-    "excluded": "excluded",
-}
 
 
 def problems(families: Sequence[Family], optimizer: str, for_matrices: bool) -> list[str]:
@@ -69,9 +48,7 @@ def _without_optimizer(found: Sequence[Family]) -> Iterator[str]:
 
 def _listed_twice(found: Sequence[Family]) -> Iterator[str]:
     for group in by_pattern(found).values():
-        if len(group) == 1:
-            continue
-        twice: dict[frozenset[ManifestRow], list[Index]] = {}
+        twice: dict[frozenset[ManifestRow], list[tuple[int, ...]]] = {}
         for index, rows in by_index(group).items():
             if len(rows) > 1:
                 twice.setdefault(rows, []).append(index)
@@ -131,16 +108,14 @@ def warnings(families: Sequence[Family], scale_mode: str) -> list[str]:
 
 
 def _far_from_adam(found: Sequence[Family], scale_mode: str) -> Iterator[str]:
-    classes: dict[tuple[str, str, bool], list[tuple[Family, float]]] = {}
+    classes: dict[tuple[str, str, bool], list[Family]] = {}
     for family in found:
         row, rms = family.like, family.like.update_rms
-        if row.optimizer is None or not row.matrices or rms is None:
-            continue
-        if not ADAMW_RMS / FAR <= rms <= ADAMW_RMS * FAR:
+        if row.optimizer and row.matrices and rms is not None and not ADAMW_RMS / FAR <= rms <= ADAMW_RMS * FAR:
             mode = str(row.settings.get("scale_mode", scale_mode))
-            classes.setdefault((row.optimizer, mode, rms > ADAMW_RMS), []).append((family, rms))
-    for (optimizer, mode, large), listed in sorted(classes.items(), key=lambda item: item[0]):
-        members, sizes = zip(*listed, strict=True)
+            classes.setdefault((row.optimizer, mode, rms > ADAMW_RMS), []).append(family)
+    for (optimizer, mode, large), members in sorted(classes.items(), key=lambda item: item[0]):
+        sizes = [family.like.update_rms or 0.0 for family in members]
         # for other modes the size depends on the shape, which one factor cannot undo
         factor = " or --muon-extra-scale-factor 0.2" if mode == "spectral" else ""
         scaled = optimizer in LIKE_MUON
@@ -181,67 +156,64 @@ def compare(old: Iterable[Family], new: Iterable[Family]) -> list[str]:
         ValueError: for a parameter of two optimizers, which :func:`problems` finds.
     """
     before, now = by_pattern(old), by_pattern(new)
+    nothing: frozenset[ManifestRow] = frozenset()
     lines = []
     for pattern in dict.fromkeys([*before, *now]):
         if before.get(pattern) == now.get(pattern):
             continue
-        groups = [*before.get(pattern, ()), *now.get(pattern, ())]
-        was, comes = (_single(pattern, each.get(pattern, ())) for each in (before, now))
-        known: dict[tuple[ManifestRow | None, ManifestRow | None], str] = {}
-        changed: dict[str, list[Index]] = {}
+        was, comes = (by_index(each.get(pattern, ())) for each in (before, now))
+        known: dict[tuple[frozenset[ManifestRow], frozenset[ManifestRow]], str] = {}
+        changed: dict[str, list[tuple[int, ...]]] = {}
         for index in sorted(was.keys() | comes.keys()):
-            pair = was.get(index), comes.get(index)
+            pair = was.get(index, nothing), comes.get(index, nothing)
             if pair not in known:
-                known[pair] = "; ".join(_changes(*pair))
+                known[pair] = "; ".join(_changes(_only(pair[0], index), _only(pair[1], index)))
             if known[pair]:
                 changed.setdefault(known[pair], []).append(index)
-        for what, indices in changed.items():
-            lines.append(f"{Family(groups[0].like, compressed(indices)).named}: {what}")
+        like = (now.get(pattern) or before[pattern])[0].like
+        lines += [f"{Family(like, compressed(indices)).named}: {what}" for what, indices in changed.items()]
     return lines
 
 
-def _single(pattern: str, group: Iterable[Family]) -> dict[Index, ManifestRow]:
-    single = {}
-    for index, rows in by_index(group).items():
-        if len(rows) > 1:
-            optimizers = " and ".join(sorted(_shown(row.optimizer) for row in rows))
-            raise ValueError(
-                f"{join_name(pattern, index)} is listed {len(rows)} times, for the optimizers {optimizers}: expected a "
-                f"manifest without problems; this one cannot be compared"
-            )
-        (single[index],) = rows
-    return single
+def _only(rows: frozenset[ManifestRow], index: tuple[int, ...]) -> ManifestRow | None:
+    if len(rows) > 1:
+        name = Family(next(iter(rows)), compressed([index])).label
+        optimizers = " and ".join(sorted(_shown(row.optimizer) for row in rows))
+        raise ValueError(
+            f"{name} is listed {len(rows)} times, for the optimizers {optimizers}: expected a manifest without "
+            f"problems; this one cannot be compared"
+        )
+    return next(iter(rows), None)
 
 
 def _changes(old: ManifestRow | None, new: ManifestRow | None) -> Iterator[str]:
-    if old is None or new is None:
-        if new is not None:
-            yield f"added, with the optimizer {_shown(new.optimizer)}"
-        if old is not None:
-            yield f"removed, had the optimizer {_shown(old.optimizer)}"
-        return
-    yield from _change("optimizer", old.optimizer, new.optimizer)
-    if _shapes(old) != _shapes(new):
-        yield f"matrices {old.sizes or 'none'} -> {new.sizes or 'none'}"
-    if _approximate(old) != _approximate(new):
-        yield "orthogonalized blockwise -> exactly" if _approximate(old) else "orthogonalized exactly -> blockwise"
-    for name, shown in _COMPARED.items():
-        yield from _change(shown, getattr(old, name), getattr(new, name))
-    for key in sorted(old.settings.keys() | new.settings.keys()):
-        yield from _change(key, old.settings.get(key, "default"), new.settings.get(key, "default"))
+    if old is not None and new is not None:
+        before, now = old.settings | _compared(old), new.settings | _compared(new)
+        for name in [*_compared(old), *sorted(old.settings.keys() | new.settings.keys())]:
+            was, comes = before.get(name, "default"), now.get(name, "default")
+            if was != comes:
+                yield f"{name} {_shown(was)} -> {_shown(comes)}"
+    elif new is not None:
+        yield f"added, with the optimizer {_shown(new.optimizer)}"
+    elif old is not None:
+        yield f"removed, had the optimizer {_shown(old.optimizer)}"
 
 
-def _change(name: str, old: object, new: object) -> Iterator[str]:
-    if old != new:
-        yield f"{name} {_shown(old)} -> {_shown(new)}"
-
-
-def _shapes(row: ManifestRow) -> list[tuple[str, int, int]]:
-    return [(matrix.name, matrix.rows, matrix.cols) for matrix in row.matrices]
-
-
-def _approximate(row: ManifestRow) -> bool:
-    return any(matrix.scheme == "blockwise" for matrix in row.matrices)
+def _compared(row: ManifestRow) -> dict[str, object]:
+    """What a change of is printed, by its name for people; further settings beside it."""
+    return {
+        "optimizer": row.optimizer,
+        "matrices": row.sizes or None,
+        "orthogonalized": "blockwise" if any(each.scheme == "blockwise" for each in row.matrices) else "exactly",
+        "shape": row.shape,
+        "dtype": row.dtype,
+        "update RMS": row.update_rms,
+        "lr": row.lr,
+        "min_lr": row.min_lr,
+        "weight decay": row.weight_decay,
+        "tied to": row.tied_to,
+        "excluded": row.excluded,
+    }
 
 
 def _shown(value: object) -> str:
@@ -254,9 +226,8 @@ def _because(row: ManifestRow) -> str:
 
 def _some(members: Sequence[Family]) -> str:
     number = sum(family.count for family in members)
-    noun = "parameter" if number == 1 else "parameters"
     more = f" and {len(members) - 1} more families" if len(members) > 1 else ""
-    return f"{number:,} {noun} ({members[0].label}{more})"
+    return f"{number:,} {'parameter' if number == 1 else 'parameters'} ({members[0].label}{more})"
 
 
 def _span(values: Sequence[float]) -> str:

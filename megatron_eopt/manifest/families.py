@@ -1,49 +1,93 @@
-"""Families: rows that are alike but for the numbers in their names, of one rank or of all ranks together.
+"""What the manifest is made of: a row for each parameter, and families of rows that are alike but for numbers.
 
 A name is a pattern with ``*`` for every number, and an index: its numbers. A set of indices is kept as boxes, a short
-form that is exact. Files and the common state of checkpoints hold families as plain values.
+form that is exact.
 """
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise, product
 from typing import Any
 
-from megatron_eopt.manifest.row import ManifestRow, as_lists, from_plain, short, to_plain
-
-FORMAT = 1
-"""Of the manifest as plain values; counts up with every change that an older release cannot read."""
-
-Index = tuple[int, ...]
-"""The numbers of one name, from left to right: of the layer, of the expert."""
-
-Runs = tuple[tuple[int, int], ...]
-"""Whole numbers, as runs ``(first, last + 1)``."""
-
-Members = tuple[tuple[Runs, ...], ...]
-"""A set of indices as boxes: a box has runs for every star, and holds every combination of their numbers."""
+Index = tuple[int, ...]  # the numbers of one name, from left to right: of the layer, of the expert
+Runs = tuple[tuple[int, int], ...]  # whole numbers, as runs ``(first, last + 1)``
+Members = tuple[
+    tuple[Runs, ...], ...
+]  # boxes: one has runs for every star, and holds every combination of their numbers
 
 _DIGITS = r"(?:0|[1-9][0-9]*)"
 # Between dots, as layers and experts are numbered, and behind the names that grouped experts' parameters have.
 _NUMBER = re.compile(rf"(?<![^.]){_DIGITS}(?![^.])|(?:(?<=\.weight)|(?<=\.bias)){_DIGITS}\Z")
 _SHOWN_BOXES = 3
-_ADVICE = "take that of another checkpoint"
+
+
+@dataclass(frozen=True)
+class LogicalMatrix:
+    """A matrix that an update is orthogonalized as."""
+
+    name: str  # within its parameter, as ``q`` or ``expert 3 gate``; empty for a parameter that is one matrix
+    rows: int  # of the global matrix (outputs)
+    cols: int  # its columns (inputs)
+    scheme: str  # how it is orthogonalized: local, duplicated, owner, ...
+    scale: float  # factor from the orthogonal factor to the update
+
+
+@dataclass(frozen=True)
+class ManifestRow:
+    """One parameter. Lists given for tuples become tuples, and dicts are put in the order of their keys.
+
+    Raises:
+        TypeError: for a setting that is no text, number, bool, None or tuple of these, and for a rate or size that is
+            no number.
+    """
+
+    name: str  # global and unwrapped, as in ``decoder.layers.3.mlp.linear_fc1.weight``
+    shape: tuple[int, ...]  # of the global parameter
+    dtype: str  # as in ``bfloat16``
+    optimizer: str | None  # that updates it; None where none does. Files have it under the key ``owner``
+    reason: str  # for this optimizer, as in ``overrides.yaml:9``
+    layout: str  # how ranks share it: ``whole``, ``rows over tp 2``, ...
+    matrices: tuple[LogicalMatrix, ...]  # none for a parameter that is not orthogonalized
+    update_rms: float | None  # predicted RMS of the first update, before the learning rate; None if not known
+    lr: float  # the largest learning rate of the schedule
+    min_lr: float  # the smallest
+    weight_decay: float  # as it is applied
+    # Dicts have no hash; two rows that differ in these only are still unequal.
+    settings: dict[str, Any] = field(hash=False)  # further ones that are not the defaults
+    sources: dict[str, str] = field(hash=False)  # setting -> the file and line, or the flag, that set it
+    overruled: tuple[str, ...]  # settings of this parameter from other sources, which did not win, a line each
+    state_bytes: int  # of its optimizer state, over all tensor-parallel ranks of one replica
+    tied_to: str | None  # name of the parameter that this one is to equal
+    excluded: bool  # left without an optimizer on purpose
+
+    def __post_init__(self) -> None:
+        for key in ("lr", "min_lr", "weight_decay", "state_bytes"):
+            value = getattr(self, key)
+            if not isinstance(value, int | float):
+                raise TypeError(f"{key} of {self.name} is {value!r} ({type(value).__name__}): expected a number")
+        for key in ("shape", "matrices", "overruled"):
+            object.__setattr__(self, key, tuple(getattr(self, key)))
+        settings = {key: as_tuples(value, f"setting {key!r} of {self.name}") for key, value in self.settings.items()}
+        object.__setattr__(self, "settings", dict(sorted(settings.items())))
+        object.__setattr__(self, "sources", dict(sorted(self.sources.items())))
+
+    @property
+    def sizes(self) -> str:
+        """Names and sizes of the logical matrices: ``q 64x64, k 32x64``, and ``8 q 16x64`` for 8 heads of one size."""
+        unnumbered = ((re.sub(r"\s*\b[0-9]+\b", "", each.name).strip(), each) for each in self.matrices)
+        named = (f"{name} {each.rows}x{each.cols}".strip() for name, each in unnumbered)
+        return ", ".join(size if number == 1 else f"{number:,} {size}" for size, number in Counter(named).items())
 
 
 @dataclass(frozen=True)
 class Family:
-    """Parameters whose rows are alike.
+    """Parameters whose rows are alike."""
 
-    Attributes:
-        like: their row, with the pattern for a name: ``decoder.layers.*.mlp.linear_fc1.weight``.
-        members: which numbers stand in the pattern, exactly.
-    """
-
-    like: ManifestRow
-    members: Members
+    like: ManifestRow  # with the pattern for a name: ``decoder.layers.*.mlp.linear_fc1.weight``
+    members: Members  # which numbers stand in the pattern, exactly
 
     @property
     def pattern(self) -> str:
@@ -63,6 +107,16 @@ class Family:
         return " and ".join([*shown, f"{more} more such blocks"] if more > 0 else shown)
 
     @property
+    def is_sound(self) -> bool:
+        """Whether these are members of the pattern, in the form that :func:`compressed` gives them."""
+        try:
+            indices = expanded(self.members)
+            name = join_name(self.pattern, indices[0])
+            return split_name(name) == (self.pattern, indices[0]) and compressed(indices) == self.members
+        except (TypeError, ValueError, IndexError):
+            return False
+
+    @property
     def named(self) -> str:
         """The label, and how many parameters these are."""
         return self.label if self.count == 1 else f"{self.label} ({self.count:,} parameters)"
@@ -77,14 +131,13 @@ def families(rows: Iterable[ManifestRow]) -> list[Family]:
     Raises:
         ValueError: for a name with a ``*``, and for two rows that are equal: one parameter was collected twice.
     """
-    found: dict[ManifestRow, list[Index]] = {}
+    found: dict[ManifestRow, set[Index]] = defaultdict(set)
     for row in rows:
         pattern, index = split_name(row.name)
-        found.setdefault(replace(row, name=pattern), []).append(index)
-    for like, indices in found.items():
-        index, times = Counter(indices).most_common(1)[0]
-        if times > 1:
+        like = replace(row, name=pattern)
+        if index in found[like]:
             raise _listed_twice(like, index)
+        found[like].add(index)
     return in_order(Family(like, compressed(indices)) for like, indices in found.items())
 
 
@@ -111,7 +164,7 @@ def merged(lists: Iterable[Sequence[Family]]) -> list[Family]:
     """
     known: dict[ManifestRow, ManifestRow] = {}
     seen: set[frozenset[Family]] = set()
-    together: dict[str, dict[Index, tuple[int, frozenset[ManifestRow]]]] = {}
+    together: dict[tuple[str, Index], tuple[int, frozenset[ManifestRow]]] = {}
     for rank, each in enumerate(lists):
         for pattern, group in by_pattern(each).items():
             if (alike := frozenset(group)) in seen:
@@ -119,87 +172,15 @@ def merged(lists: Iterable[Sequence[Family]]) -> list[Family]:
             seen.add(alike)
             # one object for equal rows, so that comparing them per parameter is cheap
             group = [Family(known.setdefault(family.like, family.like), family.members) for family in group]
-            of_pattern = together.setdefault(pattern, {})
             for index, likes in by_index(group).items():
-                first, before = of_pattern.setdefault(index, (rank, likes))
+                first, before = together.setdefault((pattern, index), (rank, likes))
                 if before != likes:
                     raise _disagreement(join_name(pattern, index), first, before, rank, likes)
-    found: dict[ManifestRow, list[Index]] = {}
-    for of_pattern in together.values():
-        for index, (_, likes) in of_pattern.items():
-            for like in likes:
-                found.setdefault(like, []).append(index)
+    found: dict[ManifestRow, list[Index]] = defaultdict(list)
+    for (_, index), (_, likes) in together.items():
+        for like in likes:
+            found[like].append(index)
     return in_order(Family(like, compressed(indices)) for like, indices in found.items())
-
-
-def to_json(families: Iterable[Family]) -> dict[str, Any]:
-    """Dicts, lists, texts, numbers, bools and None: what ``json`` gives back as it was.
-
-    Args:
-        families: as :func:`families` or :func:`merged` returns them.
-    """
-    written = [
-        {"pattern": family.pattern, "members": as_lists(family.members)} | to_plain(family.like)
-        for family in in_order(families)
-    ]
-    return {"format": FORMAT, "families": written}
-
-
-def from_json(manifest: Any) -> list[Family]:
-    """The families, equal to those that went in.
-
-    Raises:
-        ValueError: for a newer format, and for anything that :func:`to_json` does not write.
-    """
-    number = manifest.get("format") if isinstance(manifest, dict) else None
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise ValueError(f"no manifest: expected a dict with its format number, got {short(manifest)}")
-    if number > FORMAT:
-        raise ValueError(
-            f"the manifest has format {number}, and this release of megatron_eopt reads up to {FORMAT}: install the "
-            f"release that wrote it, or a later one"
-        )
-    written = manifest.get("families")
-    if number < 1 or not isinstance(written, list | tuple):
-        raise ValueError(f"the manifest is damaged: expected format {FORMAT} and a list of families; {_ADVICE}")
-    found = [_from_plain(each, index) for index, each in enumerate(written)]
-    try:
-        sound = merged([found]) == found
-    except ValueError as error:
-        raise ValueError(f"the manifest is damaged: {error}; {_ADVICE}") from error
-    if not sound:
-        raise ValueError(f"the manifest is damaged: its families are not in order, or one is there twice; {_ADVICE}")
-    return found
-
-
-def _from_plain(written: Any, index: int) -> Family:
-    pattern = written.get("pattern", "") if isinstance(written, dict) else ""
-    try:
-        if not isinstance(written, dict):
-            raise ValueError(f"expected a dict, got {short(written)}")
-        if "members" not in written:
-            raise ValueError("'members' is missing")
-        members = _tuples(written["members"])
-        family = Family(from_plain({key: value for key, value in written.items() if key != "members"}), members)
-        if not _fits(family):
-            raise ValueError(f"'members' cannot be {short(written['members'])}")
-    except ValueError as error:
-        raise ValueError(f"the manifest is damaged: family {index} ({pattern}): {error}; {_ADVICE}") from None
-    return family
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(inner) for inner in value) if isinstance(value, list | tuple) else value
-
-
-def _fits(family: Family) -> bool:
-    """Whether these are the members of a pattern, in the form that :func:`compressed` gives them."""
-    try:
-        indices = expanded(family.members)
-        name = join_name(family.pattern, indices[0])
-        return split_name(name) == (family.pattern, indices[0]) and compressed(indices) == family.members
-    except (TypeError, ValueError, IndexError):
-        return False
 
 
 def by_pattern(found: Iterable[Family]) -> dict[str, list[Family]]:
@@ -211,11 +192,7 @@ def by_pattern(found: Iterable[Family]) -> dict[str, list[Family]]:
 
 
 def by_index(group: Iterable[Family]) -> dict[Index, frozenset[ManifestRow]]:
-    """The rows of each parameter, of families of one pattern: one, unless two optimizers have the parameter.
-
-    Raises:
-        ValueError: if two families have equal rows of one parameter.
-    """
+    """The rows of each parameter, of families of one pattern: one, unless two optimizers have the parameter."""
     found: dict[Index, frozenset[ManifestRow]] = {}
     for family in group:
         alone = frozenset([family.like])
@@ -234,11 +211,7 @@ def in_order(found: Iterable[Family]) -> list[Family]:
 
 
 def split_name(name: str) -> tuple[str, Index]:
-    """A name as pattern and index.
-
-    Raises:
-        ValueError: for a name with a ``*`` of its own.
-    """
+    """A name as pattern and index."""
     if "*" in name:
         raise ValueError(f"the parameter name {name!r} has a '*', which stands for numbers here: rename the module")
     return _NUMBER.sub("*", name), tuple(map(int, _NUMBER.findall(name)))
@@ -252,19 +225,28 @@ def join_name(pattern: str, numbers: Iterable[object]) -> str:
 
 def compressed(indices: Iterable[Index]) -> Members:
     """The short form of a set of indices of one length: the same for every order of them, so sets can be compared."""
-    return tuple(_boxes(sorted(set(indices))))
-
-
-def _boxes(indices: Sequence[Index]) -> Members:
-    if not indices or not indices[0]:
-        return ((),) if indices else ()
-    behind: dict[int, list[Index]] = {}
-    for first, *rest in indices:
-        behind.setdefault(first, []).append(tuple(rest))
-    alike: dict[Members, list[int]] = {}
+    indices = set(indices)
+    if not all(indices):  # of a name without numbers
+        return ((),)
+    behind: dict[int, set[Index]] = defaultdict(set)
+    for first, *rest in sorted(indices):
+        behind[first].add(tuple(rest))
+    alike: dict[Members, list[int]] = defaultdict(list)
     for first, rests in behind.items():
-        alike.setdefault(_boxes(rests), []).append(first)
+        alike[compressed(rests)].append(first)
     return tuple((_runs(firsts), *box) for boxes, firsts in alike.items() for box in boxes)
+
+
+def as_tuples(value: Any, what: str) -> Any:
+    """Lists as tuples, all the way down; a ``TypeError`` that names ``what`` for other values than JSON has."""
+    if isinstance(value, list | tuple):
+        return tuple(as_tuples(each, what) for each in value)
+    if isinstance(value, str | bool | int | float | None):
+        return value
+    raise TypeError(
+        f"{what} holds {value!r} ({type(value).__name__}): expected text, a number, a bool, None or a tuple of these; "
+        f"give its name instead"
+    )
 
 
 def _runs(numbers: Sequence[int]) -> Runs:

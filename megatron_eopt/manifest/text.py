@@ -4,34 +4,25 @@ import re
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from math import prod
 
-from megatron_eopt.manifest.families import Family, rows
-from megatron_eopt.manifest.row import ManifestRow
+from megatron_eopt.manifest.families import Family, ManifestRow, rows
 from megatron_eopt.row import ADAMW_RMS
 
-_HEADER = (
-    *("parameter", "n", "shape", "optimizer", "reason", "matrices", "layout", "update RMS", "lr", "decay"),
-    "state MB",
-)
-_NUMBERS = ("n", "update RMS", "decay", "state MB")
+_HEADER = "parameter, n, shape, optimizer, reason, matrices, layout, update RMS, lr, decay, state MB".split(", ")
 _LEGEND = (
     f"update RMS: predicted of the first update, before the learning rate; Adam's is near {ADAMW_RMS:g}. "
     f"state: over all tensor-parallel ranks of one replica."
 )
 _TOTALS = ("optimizer", "parameters", "elements", "matrices", "state MB")
-_WIDTH = 170
-# Settings that have a column of their own, or a field.
-_IN_REASON = {"optimizer", "exclude"}
-_OF_THE_ROW = {"lr", "min_lr", "weight_decay"}
-
 _GAP = "  "
-_UNBROKEN = 24
-_NAMES_BEFORE_OTHERS = 3
-# Behind blanks, and behind dots that are no part of a number.
-_BREAK = re.compile(r"(?<= )|(?<=\.)(?=[^0-9 ])")
+
+
+class _Wrapper(textwrap.TextWrapper):
+    # at blanks, and behind dots that are no part of a number
+    wordsep_simple_re = re.compile(r"( +)|(?<=\.)(?=[^0-9 ])")
 
 
 def table(families: Sequence[Family], full: bool = False, width: int | None = None) -> str:
@@ -43,23 +34,24 @@ def table(families: Sequence[Family], full: bool = False, width: int | None = No
         width: of a line at most: longer cells go on in the next one. By default 170, and as wide as it takes where
             ``full``, so that each line has a whole name.
     """
-    bound = width or (sys.maxsize if full else _WIDTH)
-    times = Counter(family.pattern for family in families)
+    bound = width or (sys.maxsize if full else 170)
     if full:
         lines = [_cells(row.name, 1, row) for row in rows(families)]
     else:
+        times = Counter(family.pattern for family in families)
         # a pattern can be taken for a selector as it is, so ranges stand only where it would say too much
         names = [family.pattern if times[family.pattern] == 1 else family.label for family in families]
         lines = [_cells(name, family.count, family.like) for name, family in zip(names, families, strict=True)]
+    chosen = [f"{family.label}: {', '.join(said)}" for family in families if (said := list(_set(family.like)))]
     overruled = [f"{family.label}: {'; '.join(family.like.overruled)}" for family in families if family.like.overruled]
     return "\n".join(
         [
-            *aligned(_HEADER, lines, bound, _NUMBERS),
+            *aligned(_HEADER, lines, bound, ("n", "update RMS", "decay", "state MB")),
             *textwrap.wrap(_LEGEND, bound),
             "",
             *aligned(_TOTALS, list(_totals(families)), bound, _TOTALS[1:]),
-            *_section("settings that were set, and where", _set(families), bound),
-            *_section("overruled", overruled, bound),
+            *(["", "settings that were set, and where:", *_wrapped(chosen, bound)] if chosen else []),
+            *(["", "overruled:", *_wrapped(overruled, bound)] if overruled else []),
         ]
     )
 
@@ -78,52 +70,40 @@ def _cells(name: str, number: int, row: ManifestRow) -> list[str]:
         "-" if row.update_rms is None else f"{row.update_rms:.3g}",
         rates if row.optimizer else "-",
         f"{row.weight_decay:g}" if row.optimizer else "-",
-        _figure(number * row.state_bytes / 1e6),
+        _megabytes(number * row.state_bytes),
     ]
 
 
 def _totals(found: Sequence[Family]) -> Iterator[list[str]]:
-    names = sorted({family.like.optimizer for family in found}, key=lambda name: (name is None, name or ""))
-    for name in names:
-        yield _total(name or "none", [family for family in found if family.like.optimizer == name])
-    if len(names) != 1:
-        yield _total("all", found)
+    optimizers = sorted({family.like.optimizer for family in found}, key=lambda name: (name is None, name or ""))
+    totals = {name or "none": [family for family in found if family.like.optimizer == name] for name in optimizers}
+    for name, those in (totals if len(totals) == 1 else totals | {"all": found}).items():
+        yield [
+            name,
+            f"{sum(family.count for family in those):,}",
+            f"{sum(family.count * prod(family.like.shape) for family in those):,}",
+            f"{sum(family.count * len(family.like.matrices) for family in those):,}",
+            _megabytes(sum(family.count * family.like.state_bytes for family in those)),
+        ]
 
 
-def _total(name: str, found: Sequence[Family]) -> list[str]:
-    return [
-        name,
-        f"{sum(family.count for family in found):,}",
-        f"{sum(family.count * prod(family.like.shape) for family in found):,}",
-        f"{sum(family.count * len(family.like.matrices) for family in found):,}",
-        _figure(sum(family.count * family.like.state_bytes for family in found) / 1e6),
-    ]
-
-
-def _figure(value: float) -> str:
+def _megabytes(count: int) -> str:
     """Three digits or more, and no exponent where the figure is large."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    value = count / 1e6
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _set(found: Sequence[Family]) -> Iterator[str]:
-    for family in found:
-        row = family.like
-        keys = sorted((row.settings.keys() | row.sources.keys()) - _IN_REASON)
-        if keys:
-            yield f"{family.label}: {', '.join(_setting(row, key) for key in keys)}"
+def _set(row: ManifestRow) -> Iterator[str]:
+    of_the_row = {key: getattr(row, key) for key in ("lr", "min_lr", "weight_decay")}
+    for key in sorted((row.settings.keys() | row.sources.keys()) - {"optimizer", "exclude"}):  # which the reason says
+        value = (row.settings | of_the_row).get(key)
+        shown = key if value is None else f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
+        yield f"{shown} ({row.sources[key]})" if key in row.sources else shown
 
 
-def _setting(row: ManifestRow, key: str) -> str:
-    value = getattr(row, key) if key in _OF_THE_ROW else row.settings.get(key)
-    shown = key if value is None else f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
-    return f"{shown} ({row.sources[key]})" if key in row.sources else shown
-
-
-def _section(title: str, lines: Iterable[str], width: int) -> Iterator[str]:
+def _wrapped(lines: Sequence[str], width: int) -> list[str]:
     wrap = textwrap.TextWrapper(width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False).wrap
-    wrapped = [text for line in lines for text in wrap(line)]
-    if wrapped:
-        yield from ("", f"{title}:", *wrapped)
+    return [text for line in lines for text in wrap(line)]
 
 
 def aligned(
@@ -132,23 +112,16 @@ def aligned(
     """A table as lines of text: columns as wide as their content, and cells on several lines where it is too much.
 
     The first column is for names, and is made narrower last. In columns of more than two dozen characters words may
-    be cut, so that any content fits.
-
-    Args:
-        header: titles of the columns.
-        lines: cells, as many as there are titles.
-        width: of the table at most, unless its columns cannot be that narrow.
-        numbers: titles of the columns that are aligned to the right.
+    be cut, so that any content fits the width. ``numbers`` are titles of the columns that are aligned to the right.
     """
     widths = _widths(list(zip(header, *lines, strict=True)), width)
-    justify: list[Callable[[str, int], str]] = [str.rjust if title in numbers else str.ljust for title in header]
+    wraps = [_Wrapper(size, break_on_hyphens=False).wrap for size in widths]
+    justify = [str.rjust if title in numbers else str.ljust for title in header]
 
-    def printed(cells: Sequence[str]) -> list[str]:
-        wrapped = [_wrapped(cell, size) for cell, size in zip(cells, widths, strict=True)]
-        return [
-            _GAP.join(put(text, size) for put, text, size in zip(justify, texts, widths, strict=True)).rstrip()
-            for texts in zip_longest(*wrapped, fillvalue="")
-        ]
+    def printed(cells: Sequence[str]) -> Iterator[str]:
+        wrapped = [wrap(cell) for wrap, cell in zip(wraps, cells, strict=True)]
+        for texts in zip_longest(*wrapped, fillvalue=""):
+            yield _GAP.join(put(text, size) for put, text, size in zip(justify, texts, widths, strict=True)).rstrip()
 
     rule = "-" * (sum(widths) + len(_GAP) * (len(widths) - 1))
     return [*printed(header), rule, *(text for cells in lines for text in printed(cells))]
@@ -157,8 +130,8 @@ def aligned(
 def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int]:
     # a title is no reason for a wide column, its longest word is
     widths = [max(_longest_word(title), *map(len, cells), 0) for title, *cells in columns]
-    least = [min(size, _UNBROKEN, max(map(_longest_word, cells))) for size, cells in zip(widths, columns, strict=True)]
-    weights = [_NAMES_BEFORE_OTHERS, *[1] * (len(columns) - 1)]
+    least = [min(size, 24, max(map(_longest_word, cells))) for size, cells in zip(widths, columns, strict=True)]
+    weights = [3, *[1] * (len(columns) - 1)]
     while sum(widths) + len(_GAP) * (len(widths) - 1) > width:
         wide = [column for column, size in enumerate(widths) if size > least[column]]
         if not wide:
@@ -168,15 +141,4 @@ def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int]:
 
 
 def _longest_word(text: str) -> int:
-    return max(len(word.rstrip()) for word in _BREAK.split(text))
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    lines = [""]
-    for word in _BREAK.split(text):
-        if len((lines[-1] + word).rstrip()) > width and lines[-1]:
-            lines.append("")
-        lines[-1] += word
-        while len(lines[-1].rstrip()) > width:
-            lines[-1:] = [lines[-1][:width], lines[-1][width:]]
-    return [line.rstrip() for line in lines]
+    return max(len((word or "").strip()) for word in _Wrapper.wordsep_simple_re.split(text))

@@ -16,7 +16,7 @@ from megatron_eopt.megatron.entries import DEFAULT, all_entries, known_names
 from megatron_eopt.megatron.parameters import ModelParameter, optimizer_parameters
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
 from megatron_eopt.overrides import SETTINGS, Entry, OverrideError, Resolved, match_counts, resolve
-from megatron_eopt.overrides.known import SPLIT, settings_of_groups
+from megatron_eopt.overrides.known import settings_of_groups
 from megatron_eopt.overrides.settings import ENDS, OF_ALL
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer, decays_weights, takes_matrices
 
@@ -125,7 +125,7 @@ class MegatronOverrides(dict[ParamKey, dict[str, Any]]):
 def group_settings(assigned: Assignment, config: Any) -> dict[str, Any]:
     """What the group of a parameter says that is not the run's, in Megatron's words."""
     settings = assigned.settings
-    group = {key: value for key, value in settings.items() if key not in OF_ALL | {SPLIT}}
+    group = {key: value for key, value in settings.items() if key not in OF_ALL | {"split"}}
     if assigned.optimizer != config.optimizer.removeprefix("dist_") and releases.has_registry():
         group["optimizer"] = assigned.optimizer
     if any(assigned.user_source(key) for key in _RATES):

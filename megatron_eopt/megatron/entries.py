@@ -19,7 +19,6 @@ from megatron_eopt.overrides import (
     make_entry,
     read_overrides,
 )
-from megatron_eopt.overrides.conditions import is_matrix
 from megatron_eopt.registry import takes_matrices
 
 DEFAULT = "default of"
@@ -111,4 +110,4 @@ def _mup_of_others(defaults: Mapping[Any, Mapping[str, Any]], known: Known) -> I
 
 def _hidden_of_others(info: ParameterInfo) -> bool:
     """A hidden matrix whose optimizer is not for matrices: Megatron's muP leaves it out, for it looks at the shape."""
-    return is_matrix(info) and info.optimizer is not None and not takes_matrices(info.optimizer)
+    return info.is_matrix and info.optimizer is not None and not takes_matrices(info.optimizer)

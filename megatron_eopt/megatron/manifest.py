@@ -30,7 +30,6 @@ from megatron_eopt.megatron.parameters import OptimizerParameter, optimizer_name
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import GROUPS, DescribedMatrix
 from megatron_eopt.overrides import ParameterInfo
-from megatron_eopt.overrides.conditions import is_embedding
 from megatron_eopt.parallel.layout import is_cut_again, is_expert, is_sharded
 from megatron_eopt.registry import takes_matrices
 from megatron_eopt.row import ADAMW_RMS
@@ -147,7 +146,7 @@ def _reason(assigned: Assignment) -> str:
     if assigned.optimizer is None:
         return f"excluded by {sources['exclude']}"
     kind = {0: "scalar", 1: "vector", 2: "matrix"}.get(len(info.shape), "stack of matrices")
-    if is_embedding(info):
+    if info.is_embedding:
         kind = "embedding or output"
     source = sources.get("optimizer")
     if source is None:

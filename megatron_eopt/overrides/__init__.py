@@ -3,11 +3,10 @@
 Parameters are described by :class:`ParameterInfo`, so nothing here needs a model or Megatron.
 """
 
-from megatron_eopt.overrides.conditions import ParameterInfo, Predicate, unwrapped
-from megatron_eopt.overrides.entries import Entry, Layer, Selector, entries_from_dict, make_entry
-from megatron_eopt.overrides.files import read_overrides
+from megatron_eopt.overrides.entries import Entry, Layer, entries_from_dict, make_entry, read_overrides
 from megatron_eopt.overrides.known import Known, OverrideError, SettingError
 from megatron_eopt.overrides.rules import Overruled, Resolved, match_counts, resolve
+from megatron_eopt.overrides.selectors import ParameterInfo, Predicate, Selector, unwrapped
 from megatron_eopt.overrides.settings import SETTINGS, check_setting, check_settings
 
 __all__ = [

@@ -1,207 +1,45 @@
-"""An entry: settings for the parameters that a selector takes, and how both are written in Python."""
+"""An entry: settings for the parameters that a selector takes; how entries are written in Python, and in a file.
 
+A file is a list of entries, each a mapping of ``select`` and of settings; or a mapping of selectors to settings. YAML
+is read as version 1.2 has it, of which JSON is a part: ``1e-3`` is a number, which version 1.1 takes for text, and
+``no`` is text. Nothing is built from tags, and an alias is followed only as deep as a file of overrides goes.
+"""
+
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar
 
-from megatron_eopt.overrides.conditions import (
-    AnyOf,
-    Attribute,
-    Condition,
-    Kind,
-    Name,
-    OfOptimizer,
-    ParameterInfo,
-    Predicate,
-    Rank,
-    Regex,
-    Shape,
-)
-from megatron_eopt.overrides.known import Known, OverrideError, SettingError, did_you_mean, listing, shown
-from megatron_eopt.overrides.settings import WEIGHT_DECAY, Value, check_settings
+import yaml  # type: ignore[import-untyped, unused-ignore]
 
-Specificity = tuple[Rank, ...]
+from megatron_eopt.overrides.known import Known, OverrideError, did_you_mean, shown
+from megatron_eopt.overrides.selectors import Kind, ParameterInfo, Selector, Specificity
+from megatron_eopt.overrides.settings import NO_SETTINGS, SETTINGS, check_settings, checked
 
-_WRITTEN: dict[str, Callable[[str], Condition]] = {
-    "name": Name,
-    "regex": Regex,
-    "attr": Attribute,
-    "shape": Shape,
-    "optimizer": OfOptimizer,
-}
-_PREFIXES = {"re": Regex, **_WRITTEN}
-_PYTHON_ONLY = "predicate"
-# Megatron's scheduler takes its largest learning rate from a group's max_lr.
-_MEGATRONS_NAMES = {"max_lr": "lr"}
-
-
-@dataclass(frozen=True)
-class Selector:
-    """Parameters for which all conditions hold. (Megatron's ``ParamKey`` takes those for which any does.)"""
-
-    conditions: tuple[Condition, ...]
-
-    def __post_init__(self) -> None:
-        if not self.conditions:
-            raise OverrideError("a selector without conditions: write '*' for every parameter")
-
-    def __str__(self) -> str:
-        return " and ".join(map(str, self.conditions))
-
-    @property
-    def optimizer(self) -> str | None:
-        """The optimizer whose parameters it takes; None if it takes those of any."""
-        return next((each.text for each in self.conditions if isinstance(each, OfOptimizer)), None)
-
-    def matches(self, info: ParameterInfo) -> bool:
-        """Whether all conditions hold."""
-        return all(each.matches(info) for each in self.conditions)
-
-    def specificity(self, info: ParameterInfo) -> Specificity:
-        """How specific it is for a parameter that it takes; compare two with ``<``.
-
-        The ranks of its conditions, the most specific first: so two selectors are compared by the most specific
-        condition of each, then by the next one, and one that has a further condition comes before one that has not.
-        """
-        ranks = [each.rank(info) for each in self.conditions]
-        return tuple(sorted((rank for rank in ranks if rank[0] != Kind.EVERYTHING), reverse=True))
-
-    @classmethod
-    def parse(cls, written: object) -> "Selector":
-        """A selector from how it is written.
-
-        Args:
-            written: a glob on the name; ``re:``, ``attr:``, ``shape:`` or ``optimizer:`` with what follows; a mapping
-                of ``name``, ``regex``, ``attr``, ``shape`` and ``optimizer``, each with one or a list, which all have
-                to hold; and from Python also a selector, a condition, a function of :class:`ParameterInfo` with a name,
-                or Megatron's ``ParamKey``.
-
-        Raises:
-            OverrideError: for anything else, a misspelt kind or shape class, and no regular expression.
-        """
-        if isinstance(written, Selector):
-            return written
-        if isinstance(written, Condition):
-            return cls((written,))
-        if isinstance(written, str):
-            return cls((_from_text(written),))
-        if isinstance(written, Mapping):
-            return cls(tuple(_from_mapping(written)))
-        if hasattr(written, "with_name_predicate"):
-            return cls((_from_param_key(written),))
-        if callable(written):
-            return cls((_predicate(written),))
-        raise OverrideError(f"expected a glob, or a mapping of {listing(_WRITTEN)}, got {shown(written)}")
-
-
-def _from_text(written: str) -> Condition:
-    match = re.match(r"\s*(\w+)\s*:\s*(.*?)\s*$", written, re.DOTALL)
-    if match is None:
-        return Name(written.strip())
-    kind, text = match.groups()
-    return _kind(kind, f" in {written!r}")(text)
-
-
-def _from_mapping(written: Mapping[Any, Any]) -> Iterator[Condition]:
-    for kind, value in written.items():
-        if kind == _PYTHON_ONLY and not isinstance(value, str):
-            yield from map(_predicate, _several(value))
-            continue
-        made = _kind(str(kind))
-        if value is None or value == []:
-            raise OverrideError(f"{kind} has no value")
-        for each in _several(value):
-            if not isinstance(each, str):
-                raise OverrideError(f"expected text for {kind}, got {shown(each)}")
-            yield made(each)
-
-
-def _kind(name: str, where: str = "") -> Callable[[str], Condition]:
-    if name == _PYTHON_ONLY:
-        raise OverrideError("a predicate is a Python function: it cannot be written as text")
-    if name not in _PREFIXES:
-        near = did_you_mean(name, _PREFIXES) or f": expected {listing(_PREFIXES)}"
-        raise OverrideError(f"unknown kind of selector {name!r}{where}{near}")
-    return _PREFIXES[name]
-
-
-def _from_param_key(key: Any) -> Condition:
-    """A condition that holds where any field of a ``ParamKey`` does; predicates need ``ParameterInfo.parameter``."""
-    conditions: list[Condition] = [
-        *map(Name, _several(key.name)),
-        *map(Attribute, _several(key.attr)),
-        *(Predicate(each.name, _OfParameter(each, False)) for each in _several(key.predicate)),
-        *(Predicate(each.name, _OfParameter(each, True)) for each in _several(key.with_name_predicate)),
-    ]
-    if not conditions:
-        raise OverrideError(f"{key!r} selects nothing: set its name, attr, predicate or with_name_predicate")
-    return conditions[0] if len(conditions) == 1 else AnyOf(" or ".join(map(str, conditions)), tuple(conditions))
-
-
-@dataclass(frozen=True)
-class _OfParameter:
-    """A predicate of Megatron's, which gets the parameter itself; a class, so that it pickles as well as that does."""
-
-    predicate: Any
-    with_name: bool
-
-    def __call__(self, info: ParameterInfo) -> bool:
-        if info.parameter is None:
-            raise OverrideError(f"predicate {self.predicate.name} needs the parameter {info.name} itself")
-        return bool(self.predicate(info.parameter, info.name) if self.with_name else self.predicate(info.parameter))
-
-
-def _predicate(function: Any) -> Predicate:
-    if isinstance(function, Predicate):
-        return function
-    name = getattr(function, "__name__", "<lambda>")
-    if name == "<lambda>":
-        raise OverrideError(
-            "a predicate needs a name, by which errors call it: use def, or Predicate('NAME', function)"
-        )
-    return Predicate(name, function)
-
-
-def _several(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, list | tuple) else (value,)
-
-
-class Layer(IntEnum):
-    """Where entries come from; of two that are equally specific the later one wins."""
-
-    DEFAULTS = 0
-    PYTHON = 1
-    FILE = 2
-    FLAGS = 3
-
+Layer = IntEnum("Layer", ["DEFAULTS", "PYTHON", "FILE", "FLAGS"], start=0)
+"""Where entries come from; of two that are equally specific the later one wins."""
 
 Order = tuple[Specificity, Layer, Specificity]
-
-_DEFAULTS_AT_MOST: Specificity = ((Kind.SHAPE, 0),)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Settings for the parameters that a selector takes.
-
-    Attributes:
-        selector: which parameters.
-        settings: as :func:`~megatron_eopt.overrides.settings.check_settings` returns them.
-        layer: where it comes from; an entry of the defaults may select nothing.
-        source: the file and line, the flag or the dict that it stands in, as in ``overrides.yaml:3``.
-    """
+    """Settings for the parameters that a selector takes."""
 
     selector: Selector
-    settings: Mapping[str, Value] = field(hash=False)
-    layer: Layer
-    source: str
+    settings: Mapping[str, Any] = field(hash=False)  # checked
+    layer: Layer  # an entry of the defaults may select nothing
+    source: str  # the file and line, the flag or the dict that it stands in, as in ``overrides.yaml:3``
 
     def order(self, info: ParameterInfo) -> Order:
         """Its rank for a parameter that it selects: of two entries the higher one wins."""
         own = self.selector.specificity(info)
-        return min(own, _DEFAULTS_AT_MOST) if self.layer == Layer.DEFAULTS else own, self.layer, own
+        return min(own, ((Kind.SHAPE, 0),)) if self.layer == Layer.DEFAULTS else own, self.layer, own
 
 
 def make_entry(
@@ -249,7 +87,10 @@ def entries_from_dict(
     known = known or Known.registered()
     entries, wrong = [], []
     for selector, settings in overrides.items():
-        own_source = f"{source}[{_key(selector)}]"
+        name = repr(selector)
+        with suppress(OverrideError):  # make_entry says what is wrong
+            name = name if isinstance(selector, str) else f"'{Selector.parse(selector)}'"
+        own_source = f"{source}[{name}]"
         try:
             entries.append(make_entry(selector, _renamed(settings, own_source), layer, own_source, known))
         except OverrideError as error:
@@ -260,24 +101,200 @@ def entries_from_dict(
 
 
 def _renamed(settings: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """Settings with our names for Megatron's."""
+    """Settings with our names for Megatron's, whose scheduler takes its largest learning rate from ``max_lr``."""
     if not isinstance(settings, Mapping):
         return settings
-    renamed: dict[str, Any] = {}
-    for key, value in settings.items():
-        if (ours := _MEGATRONS_NAMES.get(key, key)) in renamed:
-            raise OverrideError(f"{source}: {SettingError(ours, 'max_lr is the same: keep one of the two')}")
-        renamed[ours] = value
-    if WEIGHT_DECAY not in renamed and renamed.get("start_wd") == renamed.get("end_wd") is not None:
-        renamed[WEIGHT_DECAY] = renamed.pop("start_wd")
+    if {"lr", "max_lr"} <= settings.keys():
+        raise OverrideError(f"{source}: lr: max_lr is the same: keep one of the two")
+    renamed = {"lr" if key == "max_lr" else key: value for key, value in settings.items()}
+    if "weight_decay" not in renamed and renamed.get("start_wd") == renamed.get("end_wd") is not None:
+        renamed["weight_decay"] = renamed.pop("start_wd")
         del renamed["end_wd"]
     return renamed
 
 
-def _key(selector: object) -> str:
-    if isinstance(selector, str):
-        return repr(selector)
+_Node = Any  # of yaml, which has no types
+_Pairs = dict[Any, tuple[int, _Node]]  # key -> its line, and what it stands for
+
+_SELECT = "select"
+_FORMAT = "a list of entries {select: ..., SETTING: ...}, or a mapping of selectors to settings"
+_DEEPEST = 4
+
+_TAG = "tag:yaml.org,2002:"
+_FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+# The core schema of YAML 1.2: what plain text of a kind looks like, and its value.
+_SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "null": (r"~|null|Null|NULL|", lambda text: None),
+    "bool": (r"true|True|TRUE|false|False|FALSE", lambda text: text.lower() == "true"),
+    "int": (r"[-+]?[0-9]+", int),
+    "float": (_FLOAT, lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))),
+    "merge": (r"<<", str),
+}
+_TAGS = {_TAG + kind for kind in (*_SCALARS, "str", "seq", "map")}
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: ClassVar = {  # None: whatever a scalar begins with
+        None: [(_TAG + kind, re.compile(f"^({like})$")) for kind, (like, _) in _SCALARS.items()]
+    }
+
+
+class _FileError(OverrideError):
+    """Mistakes of a file: its arguments are lines, each with what is wrong there."""
+
+
+def read_overrides(path: str | PathLike[str], known: Known | None = None) -> list[Entry]:
+    """The entries of a file.
+
+    Args:
+        path: of YAML, or of JSON if its name ends so.
+        known: names that settings may have; those registered if None.
+
+    Raises:
+        OverrideError: for everything that is wrong in it, a line for each: ``FILE:LINE: KEY: what, suggestion``.
+    """
+    entries: list[Entry] = []
+    wrong: list[tuple[int, str]] = []
+    known = known or Known.registered()
     try:
-        return f"'{Selector.parse(selector)}'"
-    except OverrideError:
-        return repr(selector)
+        for selector, line, node in _written(_compose(Path(path))):
+            try:
+                entries.append(_entry(selector, line, node, str(path), known))
+            except _FileError as error:
+                wrong += error.args
+    except OSError as error:
+        raise OverrideError(f"{path}: cannot be read: {error.strerror}") from None
+    except _FileError as error:
+        wrong += error.args
+    if wrong:
+        raise OverrideError("\n".join(f"{path}:{line}: {what}" for line, what in sorted(wrong)))
+    return entries
+
+
+def _compose(path: Path) -> _Node:
+    """The root of a file; None for one that is empty."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise _FileError((line, "this is no UTF-8 text")) from None
+    if path.suffix.lower() == ".json":
+        try:
+            json.loads(text)
+        except json.JSONDecodeError as error:
+            raise _FileError((error.lineno, f"this is no JSON: {error.msg}, at column {error.colno}")) from None
+        text = text.replace("\t", " ")  # no text of JSON has a tab in it, and YAML takes none before a value
+    try:
+        return yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark, problem = error.problem_mark or error.context_mark, error.problem or error.context
+        hint = ""
+        if "alias" in f"{error.context} {error.problem}":
+            hint = ": quote a selector that begins with *, as in '*.weight'"
+        elif "\\t" in problem or "".join(text.splitlines()[mark.line : mark.line + 1]).startswith("\t"):
+            hint = ": indent by blanks"
+        raise _FileError((mark.line + 1, f"this is no YAML: {problem}{hint}")) from None
+    except yaml.YAMLError as error:
+        raise _FileError((1, f"this is no YAML: {str(error).splitlines()[0]}")) from None
+
+
+def _written(root: _Node) -> Iterator[tuple[object, int, _Node]]:
+    """The entries of a file: selector, line, and the mapping of settings, in which a list has the selector too.
+
+    That is under ``select``, which stands for such a selector here.
+    """
+    if not isinstance(root, yaml.CollectionNode):
+        line, got = (1, "nothing") if root is None else (_line(root), shown(_plain(root)))
+        raise _FileError((line, f"expected {_FORMAT}, got {got}"))
+    _check_tag(root)
+    if not root.value:
+        raise _FileError((_line(root), f"there are no entries: expected {_FORMAT}"))
+    if isinstance(root, yaml.SequenceNode):
+        yield from ((_SELECT, _line(node), node) for node in root.value)
+        return
+    pairs = _pairs(root)
+    if _SELECT in pairs:
+        raise _FileError((_line(root), "select: a single entry is a list, too: put '- ' before it"))
+    yield from ((selector, *pair) for selector, pair in pairs.items())
+
+
+def _entry(written: object, line: int, node: _Node, path: str, known: Known) -> Entry:
+    if not isinstance(node, yaml.MappingNode):
+        inside = "expected an entry {select: ..., SETTING: ...}"
+        expected = inside if written == _SELECT else f"{written}: expected a mapping of settings"
+        raise _FileError((line, f"{expected}, got {shown(_plain(node))}"))
+    settings, select_line = _pairs(node), line
+    if written == _SELECT:
+        if _SELECT not in settings:
+            near = [key for key in map(str, settings) if key not in SETTINGS and did_you_mean(key, [_SELECT])]
+            hint = f" (it has {near[0]!r})" if near else ""
+            raise _FileError((line, f"select: is missing, which says for which parameters the entry is{hint}"))
+        select_line, select = settings.pop(_SELECT)
+        written = _plain(select)
+    wrong: list[tuple[int, str]] = []
+    selector, raw = None, {}
+    try:
+        selector = Selector.parse(written)
+    except OverrideError as error:
+        wrong.append((select_line, f"select: {error}"))
+    for key, (_, value) in settings.items():
+        try:
+            raw[key] = _plain(value)
+        except _FileError as error:
+            wrong += [(at, f"{key}: {what}") for at, what in error.args]
+    values, mistakes = checked(raw, known, selector.optimizer if selector else None)
+    lines = {str(key): at for key, (at, _) in settings.items()}
+    wrong += [(lines[error.key], str(error)) for error in mistakes]
+    if not settings:
+        wrong.append((line, NO_SETTINGS))
+    if wrong or selector is None:
+        raise _FileError(*wrong)
+    return Entry(selector, values, Layer.FILE, f"{path}:{line}")
+
+
+def _line(node: _Node) -> int:
+    return node.start_mark.line + 1
+
+
+def _check_tag(node: _Node) -> None:
+    if node.tag not in _TAGS:
+        raise _FileError((_line(node), f"{node.tag.replace(_TAG, '!!')} is a tag: write plain values"))
+
+
+def _plain(node: _Node, depth: int = 0) -> Any:
+    """The value of a node: text, a number, true or false, None, or lists and mappings of them."""
+    if depth > _DEEPEST:
+        raise _FileError((_line(node), f"values lie more than {_DEEPEST} deep"))
+    _check_tag(node)
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(each, depth + 1) for each in node.value]
+    if isinstance(node, yaml.MappingNode):
+        return {key: _plain(value, depth + 1) for key, (_, value) in _pairs(node).items()}
+    kind, text = node.tag.removeprefix(_TAG), node.value
+    try:
+        return _SCALARS[kind][1](text) if kind in _SCALARS else text
+    except ValueError:
+        raise _FileError((_line(node), f"{text!r} is no {kind}")) from None
+
+
+def _pairs(node: _Node, merges: int = 0) -> _Pairs:
+    """What a mapping has: its own keys, and those of mappings that ``<<`` merges into it where it has not."""
+    _check_tag(node)
+    if merges > _DEEPEST:
+        raise _FileError((_line(node), f"merges lie more than {_DEEPEST} deep"))
+    own: _Pairs = {}
+    merged: _Pairs = {}
+    for key, value in node.value:
+        if key.tag == f"{_TAG}merge":
+            for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                if not isinstance(each, yaml.MappingNode):
+                    raise _FileError((_line(value), "<<: merges mappings only"))
+                merged |= _pairs(each, merges + 1) | merged
+            continue
+        if not isinstance(key, yaml.ScalarNode):
+            raise _FileError((_line(key), "a key is text, not a list or a mapping"))
+        name = _plain(key)
+        if name in own:
+            raise _FileError((_line(key), f"{name}: is here a second time, the first is on line {own[name][0]}"))
+        own[name] = _line(key), value
+    return own | merged | own

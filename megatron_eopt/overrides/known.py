@@ -5,7 +5,8 @@ Also the errors for what is wrong in an override, with the known name that is ne
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -14,15 +15,12 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.registry import get_optimizer_entry, list_optimizers
 
-_Class = Callable[..., Optimizer]
-
 SPLITS = ("none", "default", "all")
-SPLIT = "split"
 
 # Megatron builds these two from its config, with these arguments; optimizers in the registry are read themselves.
-_MEGATRONS_OWN: dict[str, Callable[[], dict[str, Any]]] = {
-    "adam": lambda: {"betas": (0.9, 0.999), "eps": 1e-8},
-    "sgd": lambda: {"momentum": 0.9},
+_MEGATRONS_OWN: dict[str, Any] = {
+    "adam": lambda: ({"betas": (0.9, 0.999), "eps": 1e-8}, frozenset()),
+    "sgd": lambda: ({"momentum": 0.9}, frozenset()),
 }
 # What every optimizer has, and what the table of settings has for all of them.
 _OF_ALL = frozenset({"params", "lr", "weight_decay"})
@@ -33,59 +31,41 @@ class OverrideError(ValueError):
 
 
 class SettingError(OverrideError):
-    """A setting that is unknown, or has a wrong value.
-
-    Attributes:
-        key: of the setting.
-        what: what is wrong with it, without the key.
-    """
+    """A setting, by its ``key``, that is unknown or has a wrong value; ``what`` says it without the key."""
 
     def __init__(self, key: str, what: str) -> None:
         super().__init__(key, what)  # both, so that it survives pickling
-        self.key = key
-        self.what = what
+        self.key, self.what = key, what
 
     def __str__(self) -> str:
         return f"{self.key}: {self.what}"
 
 
-class _Lazy[T](Mapping[str, T]):
-    """Something of every optimizer, found when it is looked up: finding it may build a user's optimizer."""
+class _Lazy(UserDict[str, Any]):
+    """One part of what calls return, found when it is looked up: that may build a user's optimizer."""
 
-    def __init__(self, finders: Mapping[str, Callable[[], T]]) -> None:
-        self._finders = finders
+    def __init__(self, calls: Mapping[str, Callable[[], Any]], part: int) -> None:
+        super().__init__(calls)
+        self.part = part
 
-    def __getitem__(self, name: str) -> T:
-        return self._finders[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._finders)
-
-    def __len__(self) -> int:
-        return len(self._finders)
+    def __getitem__(self, name: str) -> Any:
+        return self.data[name]()[self.part]
 
 
 @dataclass(frozen=True)
 class Known:
-    """The names that settings may have, as keys and as values.
+    """The names that settings may have, as keys and as values."""
 
-    Attributes:
-        optimizers: name -> the settings that the optimizer has for single parameters -> their defaults.
-        splits: ways to split a parameter into logical matrices.
-        fixed: name -> the constructor arguments of the optimizer that are the same for all of its parameters.
-    """
-
-    optimizers: Mapping[str, Mapping[str, Any]]
-    splits: tuple[str, ...] = SPLITS
-    fixed: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    optimizers: Mapping[str, Mapping[str, Any]]  # name -> settings that it has for single parameters -> their defaults
+    splits: tuple[str, ...] = SPLITS  # ways to split a parameter into logical matrices
+    fixed: Mapping[str, frozenset[str]] = field(default_factory=dict)  # name -> arguments for all of its parameters
 
     @classmethod
     def registered(cls, further_splits: Iterable[str] = ()) -> "Known":
         """What the registry has now, beside Megatron's adam and sgd."""
-        classes: dict[str, _Class] = {name: get_optimizer_entry(name).optimizer_cls for name in list_optimizers()}
-        settings = _MEGATRONS_OWN | {name: partial(_settings, classes[name]) for name in classes}
-        fixed = {name: partial(_fixed, classes[name]) for name in classes}
-        return cls(_Lazy(settings), (*SPLITS, *further_splits), _Lazy(fixed))
+        classes: dict[str, Any] = {name: get_optimizer_entry(name).optimizer_cls for name in list_optimizers()}
+        calls = _MEGATRONS_OWN | {name: partial(_read, each) for name, each in classes.items()}
+        return cls(_Lazy(calls, 0), (*SPLITS, *further_splits), _Lazy(calls, 1))
 
     def having(self, key: str) -> list[str]:
         """The optimizers that have a setting."""
@@ -99,45 +79,35 @@ def settings_of_groups(optimizer: Optimizer) -> dict[str, Any]:
 
 
 @cache
-def _settings(optimizer_cls: _Class) -> dict[str, Any]:
-    """Settings of single parameters that the optimizers of a class have, with their defaults.
+def _read(optimizer_cls: Any) -> tuple[dict[str, Any], frozenset[str]]:
+    """Settings of single parameters that the optimizers of a class have, with their defaults; its further arguments.
 
     Read from an optimizer without parameters. Where a class cannot be built so, its constructor's arguments stand in
     until the run's own optimizer is asked.
     """
-    arguments = _arguments(optimizer_cls)
-    needed = {"lr": 1e-3} if "lr" in arguments and arguments["lr"].default is inspect.Parameter.empty else {}
     try:
-        found = settings_of_groups(optimizer_cls([{"params": []}], **needed))
-    except Exception:  # whatever the constructor of a user's class needs, and does not find here
-        found = {key: None if each.default is each.empty else each.default for key, each in arguments.items()}
-    found = {key: value for key, value in found.items() if key not in _OF_ALL}
-    return found | ({SPLIT: "default"} if "split_qkv" in arguments else {})
-
-
-def _fixed(optimizer_cls: _Class) -> frozenset[str]:
-    return frozenset(_arguments(optimizer_cls)) - _settings(optimizer_cls).keys() - _OF_ALL
-
-
-def _arguments(optimizer_cls: _Class) -> dict[str, inspect.Parameter]:
-    """What the constructor of a class takes by name; nothing where it has no signature."""
-    try:
-        found = inspect.signature(optimizer_cls).parameters
+        taken = list(inspect.signature(optimizer_cls).parameters.values())
     except (TypeError, ValueError):  # a stand-in for what is not installed, or a class that is not Python's
-        return {}
-    return {key: each for key, each in found.items() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+        taken = []
+    named = [each for each in taken if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    own = {each.name: None if each.default is each.empty else each.default for each in named}
+    needed = {"lr": 1e-3} if "lr" in own else {}
+    own = {key: default for key, default in own.items() if key not in _OF_ALL}
+    try:
+        settings = settings_of_groups(optimizer_cls([{"params": []}], **needed))
+    except Exception:  # whatever the constructor of a user's class needs, and does not find here
+        settings = own
+    if "split_qkv" in own:
+        settings = settings | {"split": "default"}
+    return settings, frozenset(own.keys() - settings.keys())
 
 
 def close(name: str, known: Iterable[str]) -> list[str]:
     """The known names that are like another, at most three, the nearest first; a different case is no difference."""
-    by_case = {each.lower(): each for each in known}
-    wanted = name.lower()
-
-    def likeness(each: str) -> float:
-        return difflib.SequenceMatcher(None, each, wanted).ratio()
-
+    by_case, wanted = {each.lower(): each for each in known}, name.lower()
+    found = difflib.get_close_matches(wanted, by_case)
     # of those that are equally near the first by the alphabet: difflib takes the last
-    found = sorted(difflib.get_close_matches(wanted, by_case), key=lambda each: (-likeness(each), each))
+    found.sort(key=lambda each: (-difflib.SequenceMatcher(None, each, wanted).ratio(), each))
     return [by_case[each] for each in found]
 
 
@@ -145,6 +115,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``, did you mean 'NAME'?`` with the nearest known name; nothing where none is near."""
     found = close(name, known)
     return f", did you mean {found[0]!r}?" if found else ""
+
+
+def near_or_all(name: object, known: Iterable[str]) -> str:
+    """``, did you mean 'NAME'?`` with the nearest known name; where none is near, ``: expected`` and all of them."""
+    names = list(known)
+    return (did_you_mean(name, names) if isinstance(name, str) else "") or f": expected {listing(names)}"
 
 
 def listing(names: Iterable[str], word: str = "or") -> str:

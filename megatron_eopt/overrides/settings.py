@@ -8,36 +8,22 @@ from typing import Any, get_args
 
 from megatron_eopt.orthogonalize.coefficients import get_coefficients, get_supported_coefficient_types
 from megatron_eopt.orthogonalize.scale import ScaleMode
-from megatron_eopt.overrides.known import (
-    SPLIT,
-    SPLITS,
-    Known,
-    OverrideError,
-    SettingError,
-    close,
-    did_you_mean,
-    listing,
-    shown,
-)
-
-# A bool, an int, a float, a text or a tuple of floats; all values of one setting are of one type, as Megatron sorts
-# parameter groups by them.
-Value = Any
+from megatron_eopt.overrides.known import SPLITS, Known, OverrideError, SettingError, close, listing, near_or_all, shown
 
 
 @dataclass(frozen=True)
 class Check:
-    """What a value may be.
+    """What a value may be: ``expected`` says it in words, and two checks of which the same is expected are equal.
 
-    Attributes:
-        expected: in words; two checks of which the same is expected are equal.
-        convert: makes the value from what was written, and None from what is none; ``ValueError`` to say more of it.
+    ``convert`` makes the value from what was written, and None from what is none; ``ValueError`` to say more of it. A
+    value is a bool, an int, a float, a text or a tuple of floats. All values of one setting are of one type, as
+    Megatron sorts parameter groups by them.
     """
 
     expected: str
-    convert: Callable[[Any, Known], Value | None] = field(compare=False)
+    convert: Callable[[Any, Known], Any] = field(compare=False)
 
-    def __call__(self, raw: object, known: Known) -> Value:
+    def __call__(self, raw: object, known: Known) -> Any:
         """The value; ``ValueError`` for what is none."""
         value = self.convert(raw, known)
         if value is None:
@@ -45,32 +31,33 @@ class Check:
         return value
 
 
-def number(low: float = 0.0, high: float = math.inf, above: bool = False, whole: bool = False) -> Check:
-    """A number from ``low`` to below ``high``, as an int or a float; ``low`` itself is allowed unless ``above``."""
-    expected = "a whole number" if whole else "a number"
-    if high < math.inf:
-        expected += f" in [{low:g}, {high:g})"
-    elif low > -math.inf:
-        expected += f" {'above' if above else 'of at least'} {low:g}"
+def _number(where: str = "", inside: Callable[[float], bool] = math.isfinite, whole: bool = False) -> Check:
+    expected = ("a whole number" if whole else "a number") + where
 
-    def convert(raw: Any, known: Known) -> Value | None:
+    def convert(raw: Any, known: Known) -> Any:
         if isinstance(raw, str) and _is_number(raw):
             raise ValueError(f"expected {expected}, got the text {raw!r}: write it without quotes")
         if not isinstance(raw, Real) or isinstance(raw, bool):
             return None
         value = float(raw)
-        inside = math.isfinite(value) and low <= value < high and not (above and value == low)
-        if not inside or (whole and value % 1):
+        if not math.isfinite(value) or not inside(value) or (whole and value % 1):
             return None
-        return int(raw) if whole else value  # type: ignore[call-overload]
+        return int(value) if whole else value
 
     return Check(expected, convert)
 
 
-def numbers(count: int, each: Check, expected: str) -> Check:
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _numbers(count: int, each: Check, expected: str) -> Check:
     """So many numbers, as a tuple, which can be hashed."""
 
-    def convert(raw: Any, known: Known) -> Value | None:
+    def convert(raw: Any, known: Known) -> Any:
         if not isinstance(raw, list | tuple) or len(raw) != count:
             return None
         try:
@@ -81,72 +68,51 @@ def numbers(count: int, each: Check, expected: str) -> Check:
     return Check(expected, convert)
 
 
-def choice(
+def _choice(
     what: str, expected: str, names: Callable[[Known], Iterable[str]], booleans: tuple[str, str] | None = None
 ) -> Check:
     """One of a few names; true and false may stand for two of them."""
 
-    def convert(raw: Any, known: Known) -> Value:
+    def convert(raw: Any, known: Known) -> Any:
         if isinstance(raw, bool) and booleans:
             return booleans[raw]
         choices = list(names(known))
         if raw not in choices:
-            near = did_you_mean(raw, choices) if isinstance(raw, str) else ""
-            raise ValueError(f"unknown {what} {shown(raw)}{near or f': expected {listing(choices)}'}")
+            raise ValueError(f"unknown {what} {shown(raw)}{near_or_all(raw, choices)}")
         return str(raw)
 
     return Check(expected, convert)
 
 
-def of_type(kind: Any, expected: str) -> Check:
-    """Any value of a type."""
+def _of_type(kind: Any, expected: str) -> Check:
     return Check(expected, lambda raw, known: raw if isinstance(raw, kind) else None)
 
 
-_ANY_NUMBER = number(low=-math.inf)
-_BOOL = of_type(bool, "true or false")
-
-
-def check_like(default: object) -> Check:
-    """The check of values of the type of a default; the optimizer itself checks their range, when it is built."""
-    if isinstance(default, bool):
-        return _BOOL
-    if isinstance(default, Real):
-        return number(low=-math.inf, whole=isinstance(default, int))
-    if isinstance(default, str):
-        return of_type(str, "a text")
-    if isinstance(default, list | tuple) and all(isinstance(each, Real) for each in default):
-        return numbers(len(default), _ANY_NUMBER, f"{len(default)} numbers")
-    return of_type(str | bool | Real, "a number, a text, true or false")
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
-
-
 _COEFFICIENTS, _SCALES = get_supported_coefficient_types(), get_args(ScaleMode)
+_BOOL = _of_type(bool, "true or false")
+_AT_LEAST_0 = _number(" of at least 0", lambda value: value >= 0)
+_ABOVE_0 = _number(" above 0", lambda value: value > 0)
+_FRACTION = _number(" in [0, 1)", lambda value: 0 <= value < 1)
+_COUNT = _number(" of at least 1", lambda value: value >= 1, whole=True)
 
 SETTINGS: dict[str, Check] = {
-    "optimizer": choice("optimizer", "adam, sgd or a registered name", lambda known: sorted(known.optimizers)),
-    "lr": number(),
-    "min_lr": number(),
-    "lr_mult": number(),
-    "weight_decay": number(),
-    "start_wd": number(),
-    "end_wd": number(),
-    "wd_mult": number(),
-    "betas": numbers(2, number(high=1), "two numbers in [0, 1), as [0.9, 0.95]"),
-    "eps": number(above=True),
-    "momentum": number(high=1),
-    "num_ns_steps": number(low=1, whole=True),
-    "coefficient_type": choice("coefficient type", listing(_COEFFICIENTS), lambda known: _COEFFICIENTS),
-    "scale_mode": choice("scale mode", listing(_SCALES), lambda known: _SCALES),
-    "extra_scale_factor": number(above=True),
-    "rank": number(low=1, whole=True),
-    SPLIT: choice("split", listing(SPLITS), lambda known: known.splits, ("none", "default")),
+    "optimizer": _choice("optimizer", "adam, sgd or a registered name", lambda known: sorted(known.optimizers)),
+    "lr": _AT_LEAST_0,
+    "min_lr": _AT_LEAST_0,
+    "lr_mult": _AT_LEAST_0,
+    "weight_decay": _AT_LEAST_0,
+    "start_wd": _AT_LEAST_0,
+    "end_wd": _AT_LEAST_0,
+    "wd_mult": _AT_LEAST_0,
+    "betas": _numbers(2, _FRACTION, "two numbers in [0, 1), as [0.9, 0.95]"),
+    "eps": _ABOVE_0,
+    "momentum": _FRACTION,
+    "num_ns_steps": _COUNT,
+    "coefficient_type": _choice("coefficient type", listing(_COEFFICIENTS), lambda known: _COEFFICIENTS),
+    "scale_mode": _choice("scale mode", listing(_SCALES), lambda known: _SCALES),
+    "extra_scale_factor": _ABOVE_0,
+    "rank": _COUNT,
+    "split": _choice("split", listing(SPLITS), lambda known: known.splits, ("none", "default")),
     "exclude": _BOOL,
 }
 """Settings whose range of values is known here, explained in docs/overrides.md; optimizers have further ones."""
@@ -154,40 +120,53 @@ SETTINGS: dict[str, Check] = {
 OF_ALL = frozenset(["optimizer", "lr", "min_lr", "lr_mult", "weight_decay", "start_wd", "end_wd", "wd_mult", "exclude"])
 """Those that Megatron or this package obeys, whatever the optimizer; of the rest an optimizer has what it says."""
 
-WEIGHT_DECAY, ENDS = "weight_decay", ("start_wd", "end_wd")
-"""A weight decay that is constant, and the two ends of one that is not."""
+ENDS = ("start_wd", "end_wd")
+"""The ends of a weight decay that is not constant."""
 
 REPLACED = (
-    *((WEIGHT_DECAY, end) for end in ENDS),
+    *(("weight_decay", end) for end in ENDS),
     ("lr", "lr_mult"),
-    *((each, "wd_mult") for each in (WEIGHT_DECAY, *ENDS)),
+    *((each, "wd_mult") for each in ("weight_decay", *ENDS)),
 )
 """An absolute value, and a setting that it replaces: one entry has one of the two."""
+
+NO_SETTINGS = f"no settings: expected one or more of {', '.join(SETTINGS)}"
 
 
 def check_of(key: str, optimizer: str | None, known: Known) -> Check:
     """What a value of a setting is checked by, for the parameters of an optimizer that has it.
 
-    That of the table, unless the optimizer's own default would not pass it: then values are to be like that.
+    That of the table, unless the optimizer's own default would not pass it: then values are to be like that, and the
+    optimizer itself checks their range when it is built.
     """
-    check = SETTINGS.get(key)
-    if key in OF_ALL or optimizer is None or optimizer not in known.optimizers:
-        return check or check_like(None)
-    default = known.optimizers[optimizer][key]
-    try:
-        if check is not None:
-            check(default, known)
-            return check
-    except ValueError:
-        pass
-    return check_like(default)
+    check, own = SETTINGS.get(key), known.optimizers.get(optimizer or "")
+    default: Any = None
+    if own is not None and key not in OF_ALL:
+        default = own[key]
+        try:
+            if check is not None:
+                check(default, known)
+        except ValueError:
+            check = None
+    if check is not None:
+        return check
+    match default:
+        case bool():
+            return _BOOL
+        case Real():
+            return _number(whole=isinstance(default, int))
+        case str():
+            return _of_type(str, "a text")
+        case [*several] if all(isinstance(each, Real) for each in several):
+            return _numbers(len(several), _number(), f"{len(several)} numbers")
+    return _of_type(str | bool | Real, "a number, a text, true or false")
 
 
-def check_setting(key: object, raw: object, known: Known, optimizer: str | None = None) -> Value:
+def check_setting(key: object, raw: object, known: Known, optimizer: str | None = None) -> Any:
     """The value of one setting, of the type that it always has.
 
     Args:
-        key: of the setting.
+        key: its name.
         raw: what was written.
         known: names that settings may have.
         optimizer: of the parameters, where that is known; else the setting of any is taken.
@@ -195,14 +174,11 @@ def check_setting(key: object, raw: object, known: Known, optimizer: str | None 
     Raises:
         SettingError: for a key that the optimizer has not, and for a value out of range, with what is near.
     """
-    if not isinstance(key, str) or not (key in SETTINGS or known.having(key)):
-        raise _unknown(str(key), known, optimizer)
-    if optimizer is not None and foreign([key], optimizer, known):
-        raise does_not_apply(key, optimizer, known)
-    named = optimizer is not None and optimizer in known.optimizers
-    checks = [check_of(key, each, known) for each in ([optimizer] if named else known.having(key))]
+    if not isinstance(key, str) or not (key in SETTINGS or known.having(key)) or foreign([key], optimizer, known):
+        raise refusal(str(key), optimizer, known)
+    optimizers = [optimizer] if optimizer in known.optimizers else known.having(key)
     wrong = []
-    for check in dict.fromkeys(checks or [check_of(key, None, known)]):
+    for check in dict.fromkeys(check_of(key, each, known) for each in optimizers or [None]):
         try:
             return check(raw, known)
         except ValueError as error:
@@ -210,32 +186,29 @@ def check_setting(key: object, raw: object, known: Known, optimizer: str | None 
     raise SettingError(key, str(wrong[0])) from None
 
 
-def foreign(settings: Iterable[str], optimizer: str, known: Known) -> list[str]:
+def foreign(settings: Iterable[str], optimizer: str | None, known: Known) -> list[str]:
     """Settings that an optimizer has not; of an optimizer that is not known none."""
-    has = known.optimizers.get(optimizer)
-    return [] if has is None else [key for key in settings if key not in OF_ALL and key not in has]
+    own = known.optimizers.get(optimizer or "")
+    return [] if own is None else [key for key in settings if key not in OF_ALL and key not in own]
 
 
-def does_not_apply(key: str, optimizer: str, known: Known) -> SettingError:
-    """The error for a setting that an optimizer has not, with the nearest that it has."""
-    if fixed := _fixed(key, known, optimizer):
-        return fixed
+def refusal(key: str, optimizer: str | None, known: Known) -> SettingError:
+    """The error for a setting that an optimizer has not, or if it is not known none, with what is near among theirs."""
+    own = known.optimizers.get(optimizer or "")
+    names = sorted(known.fixed) if own is None else [str(optimizer)]
+    if fixed := [name for name in names if key in known.fixed.get(name, ())]:
+        have, their = ("have", "their") if len(fixed) > 1 else ("has", "its")
+        what = f"{have} one {key} for all {their} parameters, which is set for the run alone"
+        return SettingError(key, f"{listing(fixed, 'and')} {what}")
     others = known.having(key)
-    hint = f": it is a setting of {listing(others, 'and')}" if others else ""
-    near = close(key, [*OF_ALL, *known.optimizers.get(optimizer, ())])
-    return SettingError(key, f"{optimizer} has no {key}{hint}" + (f"; did you mean its {near[0]!r}?" if near else ""))
-
-
-def _unknown(key: str, known: Known, optimizer: str | None) -> SettingError:
-    """The error for a key that no optimizer has, with what is near among those that the parameter can have."""
-    if optimizer not in known.optimizers:
-        optimizer = None
-    if fixed := _fixed(key, known, optimizer):
-        return fixed
-    if optimizer is not None:
-        has = [*(each for each in SETTINGS if each in OF_ALL), *sorted(known.optimizers[optimizer])]
-        hint = did_you_mean(key, has) or f": {optimizer} has {listing(has, 'and')}"
-        return SettingError(key, f"unknown setting{hint}")
+    if own is not None:
+        has = [*(each for each in SETTINGS if each in OF_ALL), *sorted(own)]
+        near = close(key, has)
+        if key not in SETTINGS and not others:
+            hint = f", did you mean {near[0]!r}?" if near else f": {optimizer} has {listing(has, 'and')}"
+            return SettingError(key, f"unknown setting{hint}")
+        hint = f": it is a setting of {listing(others, 'and')}" if others else ""
+        return SettingError(key, f"{optimizer} has no {key}{hint}{f'; did you mean its {near[0]!r}?' if near else ''}")
     found = close(key, {*SETTINGS, *(each for has in known.optimizers.values() for each in has)})
     if not found:
         expected = f"{listing(SETTINGS)}, or another of the optimizer of the parameter"
@@ -246,32 +219,7 @@ def _unknown(key: str, known: Known, optimizer: str | None) -> SettingError:
     return SettingError(key, f"unknown setting, did you mean {'; or '.join(of)}?")
 
 
-def _fixed(key: str, known: Known, optimizer: str | None) -> SettingError | None:
-    """The error for an argument of optimizers (of this one, if known) that all their parameters have in common."""
-    names = sorted(known.fixed) if optimizer is None else [optimizer]
-    fixed = [name for name in names if key in known.fixed.get(name, ())]
-    if not fixed:
-        return None
-    have, their = ("have", "their") if len(fixed) > 1 else ("has", "its")
-    what = f"{have} one {key} for all {their} parameters, which is set for the run alone"
-    return SettingError(key, f"{listing(fixed, 'and')} {what}")
-
-
-def conflicts(settings: Mapping[str, Value]) -> list[SettingError]:
-    """What cannot stand together in the settings of one entry; the later one of two is to blame."""
-    found = []
-    order = list(settings)
-    for absolute, other in REPLACED:
-        if absolute in settings and other in settings:
-            later, earlier = sorted((absolute, other), key=order.index, reverse=True)
-            found.append(SettingError(later, f"cannot stand beside {earlier}: keep one of the two"))
-    others = [key for key in order if key != "exclude"]
-    if settings.get("exclude") and others:
-        found.append(SettingError("exclude", f"an excluded parameter has no settings: remove {' and '.join(others)}"))
-    return [*found, *inconsistent(settings)]
-
-
-def inconsistent(settings: Mapping[str, Value]) -> list[SettingError]:
+def inconsistent(settings: Mapping[str, Any]) -> list[SettingError]:
     """Values that are right by themselves and not together."""
     found = []
     if (low := settings.get("min_lr")) is not None and (high := settings.get("lr")) is not None and low > high:
@@ -287,15 +235,12 @@ def inconsistent(settings: Mapping[str, Value]) -> list[SettingError]:
 
 def checked(
     raw: Mapping[Any, Any], known: Known, optimizer: str | None = None
-) -> tuple[dict[str, Value], list[SettingError]]:
+) -> tuple[dict[str, Any], list[SettingError]]:
     """The settings of one entry that are right by themselves, and what is wrong with the others or with all together.
 
-    Args:
-        raw: what was written.
-        known: names that settings may have.
-        optimizer: the one that the entry selects by; one that it sets comes before.
+    They are for the parameters of an optimizer: of one that the entry sets, else of ``optimizer``, by which it selects.
     """
-    values: dict[str, Value] = {}
+    values: dict[str, Any] = {}
     wrong: list[SettingError] = []
     given = raw.get("optimizer")
     for key, value in raw.items():
@@ -303,21 +248,22 @@ def checked(
             values[key] = check_setting(key, value, known, given if isinstance(given, str) else optimizer)
         except SettingError as error:
             wrong.append(error)
-    return values, wrong + conflicts(values)
+    order = list(values)
+    for pair in REPLACED:
+        if values.keys() >= set(pair):
+            earlier, later = sorted(pair, key=order.index)
+            wrong.append(SettingError(later, f"cannot stand beside {earlier}: keep one of the two"))
+    others = [key for key in order if key != "exclude"]
+    if values.get("exclude") and others:
+        wrong.append(SettingError("exclude", f"an excluded parameter has no settings: remove {' and '.join(others)}"))
+    return values, wrong + inconsistent(values)
 
 
-def check_settings(raw: Mapping[str, Any], known: Known, optimizer: str | None = None) -> dict[str, Value]:
-    """The settings of one entry, as :func:`checked` takes them.
-
-    Raises:
-        OverrideError: for what is wrong, each with its key, a line for each.
-    """
+def check_settings(raw: Mapping[str, Any], known: Known, optimizer: str | None = None) -> dict[str, Any]:
+    """The settings of one entry, as :func:`checked` takes them; an error has a line for each that is wrong."""
     if not raw:
         raise OverrideError(NO_SETTINGS)
     values, wrong = checked(raw, known, optimizer)
     if wrong:
         raise OverrideError("\n".join(map(str, wrong)))
     return values
-
-
-NO_SETTINGS = f"no settings: expected one or more of {', '.join(SETTINGS)}"

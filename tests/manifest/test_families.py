@@ -11,19 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.manifest.families import (
-    FORMAT,
-    Family,
-    compressed,
-    expanded,
-    families,
-    from_json,
-    join_name,
-    merged,
-    rows,
-    split_name,
-    to_json,
-)
+from megatron_eopt.manifest import FORMAT, Family, families, from_json, merged, rows, to_json
+from megatron_eopt.manifest.families import compressed, expanded, join_name, split_name
 from tests.manifest.made import BIAS, QKV, any_rows, changed, model, muons, one_of_each_name, row
 
 INDICES = st.integers(0, 3).flatmap(lambda stars: st.sets(st.tuples(*[st.integers(0, 4)] * stars)))

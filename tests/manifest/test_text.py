@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.manifest.families import families
-from megatron_eopt.manifest.row import LogicalMatrix
+from megatron_eopt.manifest.families import LogicalMatrix, families
 from megatron_eopt.manifest.text import aligned, table
 from tests.manifest.made import BIAS, EMBEDDING, QKV, changed, model, muons, row
 

@@ -164,6 +164,7 @@ def test_predicates_of_a_param_key_get_the_parameter():
         (3, "expected a glob, or a mapping of name, regex, attr, shape or optimizer, got 3"),
         ("predicate:f", "a predicate is a Python function: it cannot be written as text"),
         ({"predicate": "f"}, "a predicate is a Python function: it cannot be written as text"),
+        ({"predicate": ["f"]}, "a predicate is a Python function: it cannot be written as text"),
     ],
 )
 def test_what_cannot_be_a_selector(written, message):

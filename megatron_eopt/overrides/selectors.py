@@ -1,0 +1,246 @@
+"""Which parameters a selector takes, how specific it is for each of them, and how it is written.
+
+A selector has conditions: on the name, an attribute, the shape or the optimizer of a parameter. How specific one is
+follows from its :class:`Kind`, and among globs from the number of characters that are no wildcards.
+"""
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property, partial
+from typing import Any
+
+from megatron_eopt.overrides.known import OverrideError, listing, near_or_all, shown
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """What conditions look at, so that no model is needed.
+
+    Attributes:
+        name: without the wrappers that a name begins with: see :func:`unwrapped`.
+        shape: of the whole parameter, not of a shard, so that a selector takes the same at every TP.
+        attributes: Megatron's, such as ``is_embedding_or_output_parameter``, ``expert_tp`` and ``allreduce``.
+        optimizer: that updates it, once that is known.
+        parameter: what predicates of a ``ParamKey`` get; nothing else needs it, and it does not count in a comparison.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    optimizer: str | None = None
+    parameter: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether it is an embedding or the output layer."""
+        return bool(self.attributes.get("is_embedding_or_output_parameter", False))
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is what Muon takes by default: two dimensions, no embedding and no output layer."""
+        return len(self.shape) == 2 and not self.is_embedding
+
+
+def unwrapped(name: str) -> str:
+    """A parameter's name without the ``module.`` that each wrapper (DDP, Float16Module) puts before it."""
+    return re.sub(r"^(module\.)+", "", name)
+
+
+SHAPES: dict[str, Callable[[ParameterInfo], bool]] = {
+    "vector": lambda info: len(info.shape) < 2,
+    "matrix": lambda info: info.is_matrix,
+    "tall": lambda info: info.is_matrix and info.shape[0] > info.shape[1],
+    "wide": lambda info: info.is_matrix and info.shape[0] < info.shape[1],
+    "square": lambda info: info.is_matrix and info.shape[0] == info.shape[1],
+    "stack": lambda info: len(info.shape) > 2,
+    "embedding": lambda info: info.is_embedding,
+    # by either of Megatron's attributes
+    "expert": lambda info: bool(info.attributes.get("expert_tp")) or not info.attributes.get("allreduce", True),
+}
+
+# What a condition asks for, from the least specific up.
+Kind = IntEnum("Kind", ["EVERYTHING", "OPTIMIZER", "SHAPE", "ATTR", "PREDICATE", "REGEX", "NAME", "WHOLE_NAME"])
+_WRITTEN = {each.name.lower(): each for each in (Kind.NAME, Kind.REGEX, Kind.ATTR, Kind.SHAPE, Kind.OPTIMIZER)}
+_KINDS = {"re": Kind.REGEX, **_WRITTEN}
+_PREFIXES = {Kind.NAME: "", Kind.REGEX: "re:", Kind.PREDICATE: "predicate "}
+_PYTHON_ONLY = "predicate"
+
+Specificity = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One question to a parameter; two that are written alike are equal.
+
+    A glob matches the whole name, or its end after a dot: ``linear_qkv.weight`` is meant as ``*.linear_qkv.weight``.
+    Upper and lower case differ, and ``*`` also runs over dots. One without wildcards that is the whole name of a
+    parameter is the most specific condition there is. A regular expression is found anywhere in the name.
+    """
+
+    kind: Kind
+    text: str  # of a predicate its name
+    holds: Callable[[ParameterInfo], bool] | None = field(default=None, compare=False)  # of a predicate
+
+    def __post_init__(self) -> None:
+        match self.kind:
+            case Kind.NAME if not self.text:
+                raise OverrideError("an empty name selects nothing: write '*' for every parameter")
+            case Kind.REGEX if not self.text:
+                raise OverrideError("an empty regular expression selects everything: write '*' for every parameter")
+            case Kind.ATTR if not self.text.isidentifier():
+                raise OverrideError(f"{self.text!r} cannot be the name of an attribute")
+            case Kind.SHAPE if self.text not in SHAPES:
+                raise OverrideError(f"unknown shape {self.text!r}{near_or_all(self.text, SHAPES)}")
+            case Kind.REGEX:
+                try:
+                    re.compile(self.text)
+                except re.error as error:
+                    raise OverrideError(f"{self.text!r} is no regular expression: {error}") from None
+
+    def __str__(self) -> str:
+        return _PREFIXES.get(self.kind, f"{self.kind.name.lower()}:") + self.text
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        glob = rf"(?:^|\.){fnmatch.translate(unwrapped(self.text))}"
+        return re.compile(self.text if self.kind == Kind.REGEX else glob)
+
+    def matches(self, info: ParameterInfo) -> bool:
+        """Whether it holds."""
+        match self.kind:
+            case Kind.NAME | Kind.REGEX:
+                return self._pattern.search(info.name) is not None
+            case Kind.ATTR:
+                return bool(info.attributes.get(self.text, False))
+            case Kind.SHAPE:
+                return SHAPES[self.text](info)
+            case Kind.OPTIMIZER:
+                return info.optimizer == self.text
+        return self.holds is not None and bool(self.holds(info))
+
+    def rank(self, info: ParameterInfo) -> tuple[int, int]:
+        """How specific it is for a parameter for which it holds."""
+        if self.kind != Kind.NAME:
+            return self.kind, 0
+        glob = unwrapped(self.text)
+        if glob == info.name:
+            return Kind.WHOLE_NAME, 0
+        # a leading *. is implied, and does not count
+        literal = len(re.sub(r"\[!?\]?[^\]]*\]|[*?]", "", glob.removeprefix("*.")))
+        return (Kind.NAME, literal) if literal else (Kind.EVERYTHING, 0)
+
+
+Predicate = partial(Condition, Kind.PREDICATE)
+"""``Predicate(NAME, FUNCTION)``: a Python function with a name, by which two are compared."""
+
+
+@dataclass(frozen=True)
+class Selector:
+    """Parameters for which all conditions hold; ``any_of``: for which any does, as in Megatron's ``ParamKey``."""
+
+    conditions: tuple[Condition, ...]
+    any_of: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.conditions:
+            raise OverrideError("a selector without conditions: write '*' for every parameter")
+
+    def __str__(self) -> str:
+        return (" or " if self.any_of else " and ").join(map(str, self.conditions))
+
+    @property
+    def optimizer(self) -> str | None:
+        """The optimizer whose parameters it takes; None if it takes those of any."""
+        return next((each.text for each in self.conditions if each.kind == Kind.OPTIMIZER), None)
+
+    def matches(self, info: ParameterInfo) -> bool:
+        """Whether the conditions hold."""
+        return (any if self.any_of else all)(each.matches(info) for each in self.conditions)
+
+    def specificity(self, info: ParameterInfo) -> Specificity:
+        """How specific it is for a parameter that it takes; compare two with ``<``.
+
+        The ranks of its conditions, the most specific first; one more counts above none. Where any condition is enough,
+        the most specific one that holds counts alone.
+        """
+        if self.any_of:
+            ranks = [max(each.rank(info) for each in self.conditions if each.matches(info))]
+        else:
+            ranks = [each.rank(info) for each in self.conditions]
+        return tuple(sorted((rank for rank in ranks if rank[0] != Kind.EVERYTHING), reverse=True))
+
+    @classmethod
+    def parse(cls, written: object) -> "Selector":
+        """A selector from how it is written.
+
+        Args:
+            written: a glob on the name; ``re:``, ``attr:``, ``shape:`` or ``optimizer:`` with what follows; a mapping
+                of ``name``, ``regex``, ``attr``, ``shape`` and ``optimizer``, each with one or a list, which all have
+                to hold; and from Python also a selector, a condition, a function of :class:`ParameterInfo` with a name,
+                or Megatron's ``ParamKey``.
+
+        Raises:
+            OverrideError: for anything else, a misspelt kind or shape class, and no regular expression.
+        """
+        if isinstance(written, Selector):
+            return written
+        return cls(tuple(_conditions(written)), any_of=hasattr(written, "with_name_predicate"))
+
+
+def _conditions(written: Any) -> Iterator[Condition]:
+    if isinstance(written, str):
+        match = re.match(r"\s*(\w+)\s*:\s*(.*?)\s*$", written, re.DOTALL)
+        name, text = match.groups() if match else ("name", written.strip())
+        yield Condition(_kind(name, f" in {written!r}"), text)
+    elif isinstance(written, Mapping):
+        for name, value in written.items():
+            several = _several(value)
+            if name == _PYTHON_ONLY and not any(isinstance(each, str | Mapping) for each in several):
+                yield from (condition for function in several for condition in _conditions(function))
+                continue
+            kind = _kind(str(name))
+            if value is None or not several:
+                raise OverrideError(f"{name} has no value")
+            for each in several:
+                if not isinstance(each, str):
+                    raise OverrideError(f"expected text for {name}, got {shown(each)}")
+                yield Condition(kind, each)
+    elif hasattr(written, "with_name_predicate"):
+        if not (written.name or written.attr or written.predicate or written.with_name_predicate):
+            raise OverrideError(f"{written!r} selects nothing: set its name, attr, predicate or with_name_predicate")
+        yield from (Condition(Kind.NAME, each) for each in _several(written.name))
+        yield from (Condition(Kind.ATTR, each) for each in _several(written.attr))
+        yield from (Predicate(each.name, partial(_says, each, False)) for each in _several(written.predicate))
+        yield from (Predicate(each.name, partial(_says, each, True)) for each in _several(written.with_name_predicate))
+    elif isinstance(written, Condition):
+        yield written
+    elif not callable(written):
+        raise OverrideError(f"expected a glob, or a mapping of {listing(_WRITTEN)}, got {shown(written)}")
+    elif (name := getattr(written, "__name__", "<lambda>")) == "<lambda>":
+        raise OverrideError(
+            "a predicate needs a name, by which errors call it: use def, or Predicate('NAME', function)"
+        )
+    else:
+        yield Predicate(name, written)
+
+
+def _kind(name: str, where: str = "") -> Kind:
+    if name == _PYTHON_ONLY:
+        raise OverrideError("a predicate is a Python function: it cannot be written as text")
+    if name not in _KINDS:
+        raise OverrideError(f"unknown kind of selector {name!r}{where}{near_or_all(name, _KINDS)}")
+    return _KINDS[name]
+
+
+def _says(predicate: Any, with_name: bool, info: ParameterInfo) -> bool:
+    """What a predicate of Megatron's says, which gets the parameter itself."""
+    if info.parameter is None:
+        raise OverrideError(f"predicate {predicate.name} needs the parameter {info.name} itself")
+    return bool(predicate(info.parameter, info.name) if with_name else predicate(info.parameter))
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)

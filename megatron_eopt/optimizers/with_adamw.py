@@ -290,7 +290,9 @@ class Muon(Optimizer):
                     if key not in of_one:
                         raise ValueError(f"the state of AdamW's parameter {name} has no {key!r}, but {sorted(of_one)}")
                     if key != "step":
-                        check_lying(parameter, StateTensor(f"{ADAMW}.{name}.{key}"), self.matrices.matrix_layouts, of_one[key])
+                        check_lying(
+                            parameter, StateTensor(f"{ADAMW}.{name}.{key}"), self.matrices.matrix_layouts, of_one[key]
+                        )
         return {"state": state, "param_groups": groups}, of_adamw, float(initial_lr)
 
     def _in_own_order(self, saved: Sequence[Group]) -> list[Group]:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -330,6 +331,8 @@ class HeavyBallMuon(TensorParallelMuon):
         self, batches: Sequence[Batch], follow: Callable[..., list[Tensor]] = foreach.average
     ) -> list[Tensor]:
         """The momenta, which are no averages, as the matrices that their parameters are read as."""
+        if follow is not foreach.average:  # the momenta stay as they are
+            batches = [replace(batch, momenta=[momentum.clone() for momentum in batch.momenta]) for batch in batches]
         found = super().direction(batches, foreach.heavy_ball)
         parameters = (p for batch in batches for p in batch.parameters)
         return [x.flatten(1) if _is_flattened(p) else x for p, x in zip(parameters, found, strict=True)]

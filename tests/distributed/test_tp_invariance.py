@@ -268,6 +268,29 @@ def test_a_bad_gradient_on_one_rank_is_left_out_on_all_and_a_missing_one_is_an_e
         assert untouched
 
 
+def missing_as_on_a_gpu(rank, world_size):
+    """A step in which rank 0 has no gradient of ``a``, and neither has ``b`` on any: masked, and read later."""
+    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD)
+    parameters = [torch.nn.Parameter(torch.eye(6)) for _ in range(3)]
+    for parameter in parameters:
+        parameter.tensor_model_parallel, parameter.partition_dim = True, 0
+        parameter.grad = torch.ones(6, 6) + torch.eye(6)
+    optimizer = TensorParallelMuon(list(zip("abc", parameters, strict=True)), pg_collection=groups, tp_mode="owner")
+    optimizer.step()
+    in_a_step, optimizer._nonfinite._report = optimizer._batches, lambda: None
+    optimizer._batches = lambda accepted: in_a_step(accepted, masked=True)
+    parameters[0].grad = None if rank == 0 else parameters[0].grad
+    parameters[1].grad = None
+    before = [x.detach().clone() for p in parameters for x in (p, optimizer.state[p]["momentum_buffer"])]
+    optimizer.step()
+    after = [x.detach() for p in parameters for x in (p, optimizer.state[p]["momentum_buffer"])]
+    return list(map(torch.equal, before, after))
+
+
+def test_on_a_gpu_ranks_without_a_gradient_make_the_step_with_the_others():
+    assert run_ranks(missing_as_on_a_gpu, 2) == [[True] * 4 + [False] * 2] * 2
+
+
 def different_plans(rank, world_size):
     groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD)
     parameters = [torch.nn.Parameter(torch.ones(4, 4 + 2 * (rank == 1 and name == "b"))) for name in "ab"]

@@ -4,11 +4,21 @@ import pytest
 import torch
 
 from megatron_eopt import TensorParallelMuon
+from megatron_eopt.family import ROWS
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate, capture_cuda
 from megatron_eopt.optimizers.muon import muon
+from megatron_eopt.optimizers.with_adamw import HeavyBallMuon
+from tests.optimizers.family import build, decays
 from tests.optimizers.test_orthogonalized import gradient, matrix
 
 CUDA = torch.cuda.is_available()
+MUONS = [name for name, row in ROWS.items() if issubclass(row.cls, TensorParallelMuon)]
+
+
+def build_muon(name, params):
+    if name == "heavy_ball":  # that of plain torch, beside AdamW
+        return HeavyBallMuon(params, lr=0.01, nesterov=True, weight_decay=0.3)
+    return build(name, params, **({"weight_decay": 0.3} if decays(name) else {}))
 
 
 def pair(device):
@@ -39,6 +49,30 @@ def test_a_captured_step_is_the_step_while_rates_change():
             opt.step()
         for p, q in zip(plain_p, captured_p, strict=True):
             torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", [*MUONS, "heavy_ball"])
+def test_a_step_on_a_gpu_leaves_out_what_a_step_on_a_cpu_leaves_out(name):
+    """A GPU is not asked which gradients are not finite: the step of every matrix is made, and masked."""
+    device = "cuda" if CUDA else "cpu"
+    both = [[torch.nn.Parameter(m.detach().to(device)) for m in (matrix(), matrix(5, 7, 1))] for _ in range(2)]
+    masked, plain = (build_muon(name, p) for p in both)
+    if not CUDA:
+        masked.cuda_graphs = True
+        masked._graphed = GraphedUpdate(lambda batches: muon(batches, masked.engine, masked), lambda run: run)
+    for step, bad in enumerate([None, torch.nan, None, torch.inf, None]):
+        for parameters, opt in zip(both, (masked, plain), strict=True):
+            set_gradients(parameters, step)
+            if bad is not None:
+                parameters[0].grad[2, 1] = bad
+            before = [x.clone() for x in [parameters[0], *opt.state[parameters[0]].values()]]
+            opt.step()
+            if bad is not None:
+                assert all(map(torch.equal, before, [parameters[0], *opt.state[parameters[0]].values()]))
+        for p, q in zip(*both, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+            for key, x in masked.state[p].items():
+                torch.testing.assert_close(x, plain.state[q][key], rtol=1e-5, atol=1e-6)
 
 
 def test_what_was_captured_may_not_change():

@@ -1,6 +1,6 @@
 """The standard and the Gram form, presets, parts of stacks, what is not finite, and figures of health."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -220,6 +220,27 @@ def test_a_stack_in_parts_is_the_stack(form, max_bytes):
     torch.testing.assert_close(in_parts, newton_schulz(x, form=form), rtol=1e-5, atol=1e-6)
     assert health.norm.shape == (5,)
     torch.testing.assert_close(health.norm, x.double().norm(dim=(-2, -1)))
+
+
+@dataclass(frozen=True)
+class Watched(Dense):
+    """Tells how many matrices are worked on at once."""
+
+    seen: list[int] = field(default_factory=list, hash=False, compare=False)
+
+    def gram(self, x, out=None):
+        self.seen.append(len(x))
+        return super().gram(x, out)
+
+
+@pytest.mark.parametrize("form", ["standard", "gram"])
+@pytest.mark.parametrize(("matrices", "expected"), [(0.5, [1] * 5), (1, [1] * 5), (2.9, [2, 2, 1]), (5, [5])])
+def test_a_chunk_of_a_stack_takes_no_more_memory_than_it_may(form, matrices, expected):
+    of_one = (3 * 24 * 40 + 4 * 24 * 24) * 4  # X, its next and what is multiplied, and four products of the short side
+    products = Watched()
+    newton_schulz(gaussian(5, 24, 40), form=form, max_bytes=int(matrices * of_one), products=products)
+    times = 5 if form == "standard" else 2
+    assert products.seen == [size for size in expected for _ in range(times)]
 
 
 @pytest.mark.parametrize("form", ["standard", "gram"])

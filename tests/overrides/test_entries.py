@@ -75,6 +75,14 @@ def test_a_dimension_is_square_tall_or_wide_and_no_embedding():
     assert not any(one & other for one, other in itertools.combinations(kinds, 2))
 
 
+@pytest.mark.parametrize(
+    ("attributes", "expert"),
+    [({}, False), ({"allreduce": True}, False), ({"allreduce": False}, True), ({"expert_tp": True}, True)],
+)
+def test_an_expert_is_known_by_either_of_megatrons_attributes(attributes, expert):
+    assert Selector.parse("shape:expert").matches(ParameterInfo("x", (2, 2), attributes)) is expert
+
+
 def test_parameters_of_an_optimizer():
     info = ParameterInfo("x", (2, 2), optimizer="muon")
     assert Selector.parse("optimizer:muon").matches(info)

@@ -134,6 +134,8 @@ def test_an_exclusion_drops_what_is_below_it_and_refuses_the_rest():
         f"c: eps: b excludes the parameter, for {QKV}",
         f"c: optimizer: b excludes the parameter, for {QKV}",
     ]
+    beside = entry("linear_qkv.weight", "c", lr=2.0)
+    assert refused(out, beside) == [f"c: lr: b excludes the parameter, for {QKV} and 1 more"]
 
 
 def test_an_optimizer_drops_what_it_has_not_and_is_below_it():
@@ -146,6 +148,9 @@ def test_an_optimizer_drops_what_it_has_not_and_is_below_it():
         f"a: num_ns_steps: adam has no num_ns_steps: it is a setting of {having('num_ns_steps')} "
         f"(b gives it the parameter), for {QKV} and 1 more"
     ]
+    beside = entry("attr:is_qkv", "b", optimizer="adam"), entry("attr:is_qkv", "a", num_ns_steps=5)
+    assert len(refused(*beside)) == 1
+    assert "a: num_ns_steps: adam has no num_ns_steps" in refused(*beside)[0]
     assert refused(entry(BIAS, "a", betas=[0.9, 0.95])) == [
         f"a: betas: muon has no betas: it is a setting of {having('betas')}, for {BIAS}"
     ]

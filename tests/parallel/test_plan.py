@@ -8,12 +8,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt.parallel.cost import Rates, cube_flops, plan_cost, whole_flops, work_of
-from megatron_eopt.parallel.plan import MAX_BYTES, SHARED_PARTS, fingerprint, first_difference, in_parts, make_plan
+from megatron_eopt.parallel.plan import (
+    MAX_BYTES,
+    REPLICATED_ROWS,
+    SHARED_PARTS,
+    SMALL_ENTRIES,
+    fingerprint,
+    first_difference,
+    in_parts,
+    make_plan,
+)
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, cut, cut_dimension, of_ranks, whole
 from tests.parallel.plans import MODES, STANDARD, WORK, matrices, matrix, modes, quarters, rates, some, works
 
 OWNED = ("owner", "gram_split", "share")
 IDLE = ("local", "blockwise")
+FREE = Rates(latency=0.0)
+SLOW_CALLS = Rates(latency=1.0)
 
 
 def summary(plan):
@@ -190,6 +201,21 @@ def test_who_shares_is_said_by_the_caller():
     assert schemes(make_plan(replicas, "auto", WORK, share_groups=frozenset({"fsdp"}))) == [("share", 3)]
 
 
+def test_sizes_at_which_schemes_change():
+    replicated, split = some(1, (REPLICATED_ROWS, 8192), 1), some(1, (REPLICATED_ROWS + 1, 8192), 1)
+    assert schemes(make_plan(replicated, "gram", WORK, FREE)) == [("gram_replicated", 1)]
+    assert schemes(make_plan(split, "gram", WORK, FREE)) == [("gram_split", 1)]
+    small, large = some(1, (128, SMALL_ENTRIES // 128), 0), some(1, (128, SMALL_ENTRIES // 128 + 4), 0)
+    assert schemes(make_plan(small, "auto", STANDARD, SLOW_CALLS)) == [("duplicated", 1)]
+    assert schemes(make_plan(large, "auto", STANDARD, SLOW_CALLS)) == [("owner", 1)]
+
+
+def test_of_two_plans_that_no_single_change_makes_better_the_faster_one_is_taken():
+    given_matrices = [*some(1, (2048, 8192), 1, ranks=2), *some(3, (1024, 4096), 1, ranks=2)]
+    plan = make_plan(given_matrices, "auto", WORK, Rates(flops=1e13))
+    assert schemes(plan) == [("gram_split", 1), ("owner", 3)]
+
+
 def test_owner_beats_gram_where_the_wire_is_slow():
     slow = Rates(bytes=3e9)
     assert schemes(make_plan(some(1, *SQUARE), "auto", WORK)) == [("gram_split", 1)]
@@ -219,6 +245,8 @@ def test_cubes_of_two_buckets_are_split_between_two_ranks():
         (Rectangle(0, 4, 0, 3), Rectangle(0, 4, 3, 7)),
         (Rectangle(0, 4, 0, 6), Rectangle(0, 4, 0, 6), Rectangle(0, 4, 0, 0)),
         (Rectangle(0, 4, 4, 2), Rectangle(0, 4, 0, 6)),
+        (Rectangle(0, 4, 0, 3), Rectangle(0, 4, 0, 3)),  # as many entries as there are
+        (Rectangle(0, 2, 0, 6), Rectangle(1, 3, 0, 6)),
     ],
 )
 def test_pieces_that_do_not_tile_are_refused(rectangles):
@@ -305,6 +333,14 @@ def test_parts_are_the_bucket_in_whole_rounds_within_the_bound(count, ranks, sch
     assert all(len(part.matrices) % ranks == 0 for part in parts[:-1])
     if scheme == "share":
         assert len(parts) >= min(-(-count // ranks), 2)
+
+
+@pytest.mark.parametrize("scheme", ["gram_replicated", "gram_split"])
+def test_gram_matrices_are_within_the_bound(scheme):
+    # shards of 16 x 64 entries, and Gram matrices of 64 x 64
+    bucket, matrix = bucket_of(32, 4, scheme, (64, 64))
+    parts = in_parts(bucket, matrix, 8 * 64 * 64 * 4)
+    assert [len(part.matrices) for part in parts] == [8] * 4
 
 
 def test_shared_matrices_leave_in_parts():

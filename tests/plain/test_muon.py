@@ -202,6 +202,26 @@ def test_beside_a_gradient_that_is_not_finite_steps_are_as_ever(dtype, nesterov)
     assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
 
 
+def test_an_orthogonalize_of_ones_own_gets_the_momentum_of_one_step():
+    params, others = parameters((6, 4), (4, 9), (5,)), parameters((6, 4), (4, 9), (5,))
+    optimizer, reference = (Muon(each[:2], each[2:], momentum=0.9, weight_decay=0.1) for each in (params, others))
+    of_muon, seen = optimizer.matrices.orthogonalize, []
+
+    def orthogonalize(p, grad, **settings):
+        seen.append(grad.clone())
+        return of_muon(p, grad, **settings)
+
+    optimizer.matrices.orthogonalize = orthogonalize
+    for of_step in gradients(params, 3):
+        run(optimizer, params, [of_step])
+        run(reference, others, [of_step])
+        momenta = [optimizer.state[p]["momentum_buffer"] for p in params[:2]]
+        assert all(torch.equal(x, momentum) for x, momentum in zip(seen[-2:], momenta, strict=True))
+        for p, q in zip(params[:2], others[:2], strict=True):
+            assert torch.equal(optimizer.state[p]["momentum_buffer"], reference.state[q]["momentum_buffer"])
+            torch.testing.assert_close(p, q)
+
+
 def test_an_argument_that_muon_has_not_is_refused():
     with pytest.raises(TypeError, match="num_steps"):
         Muon(parameters((4, 4)), [], num_steps=3)

@@ -227,13 +227,11 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        name, method = type(self).__name__, self.moment2_method
-        if not 0 <= group["beta2"] < 1:
-            raise ValueError(f"{name}: beta2 must lie in [0, 1), got {group['beta2']}")
-        if not 0 < group["eps"] < inf:
-            raise ValueError(
-                f"{name}: eps must be a finite number above 0, since {method} divides by it, got {group['eps']}"
-            )
+        name, method, beta2, eps = type(self).__name__, self.moment2_method, group["beta2"], group["eps"]
+        if not 0 <= beta2 < 1:
+            raise ValueError(f"{name}: beta2 must lie in [0, 1), got {beta2}")
+        if not 0 < eps < inf:
+            raise ValueError(f"{name}: eps must be a finite number above 0, since {method} divides by it, got {eps}")
         names = names_of_last(self.param_groups)
         for parameter, called in zip(group["params"], names, strict=True):
             if method != "adamuon":

@@ -99,10 +99,9 @@ class MarsMuon(TensorParallelMuon):
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
         super()._check_ranges(group)
-        if not 0 <= group["gamma"] < inf:
-            raise ValueError(
-                f"{type(self).__name__}: gamma must be a finite number of at least 0, got {group['gamma']}"
-            )
+        gamma = group["gamma"]
+        if not 0 <= gamma < inf:
+            raise ValueError(f"{type(self).__name__}: gamma must be a finite number of at least 0, got {gamma}")
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)

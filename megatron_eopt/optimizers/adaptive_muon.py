@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.foreach import Batch
+from megatron_eopt.optimizers.foreach import Batch, Tensors
 from megatron_eopt.optimizers.group_settings import DecayMethod, check_flag, decay_method
 from megatron_eopt.optimizers.muon import TensorParallelMuon, passed_on
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, names_of_last
@@ -56,7 +56,7 @@ class Moment:
 
 
 def adamuon(
-    engine: Engine, indices: Sequence[int], factors: Sequence[Tensor], moments: Sequence[Moment], align: bool
+    engine: Engine, indices: Sequence[int], factors: Tensors, moments: Sequence[Moment], align: bool
 ) -> list[Directed]:
     """``v <- EMA(O^2)``, ``U = O / (sqrt(v) + eps)`` of parameters; aligned, each matrix gets the norm of its ``O``."""
     directions = []
@@ -70,9 +70,7 @@ def adamuon(
     return [(x, _alignment(*pair)) for x, pair in zip(directions, norms, strict=True)]
 
 
-def normuon(
-    engine: Engine, matrices: Sequence[Matrix], factors: Sequence[Tensor], moments: Sequence[Moment]
-) -> list[Directed]:
+def normuon(engine: Engine, matrices: Sequence[Matrix], factors: Tensors, moments: Sequence[Moment]) -> list[Directed]:
     """``v <- EMA(mean(O^2))`` over the short dimension, ``U = O rsqrt(max(v, eps))``, with the norm of ``O``.
 
     Two kinds of matrices need one reduction. Where the short dimension is whole on every rank, this one has its means,
@@ -108,7 +106,7 @@ def normuon(
     return [(directions[i], ratios[i]) for i in range(len(matrices))]
 
 
-def namo(factors: Sequence[Tensor], moments: Sequence[Moment], norms: Sequence[tuple[Tensor, ...]]) -> list[Directed]:
+def namo(factors: Tensors, moments: Sequence[Moment], norms: Sequence[tuple[Tensor, ...]]) -> list[Directed]:
     """``v <- EMA(||G||^2)``, ``U = O ||g'|| / (sqrt(v) + eps)``, from the squared norms of ``G`` and of ``g'``."""
     return [
         (factor, update.sqrt() / (moment.average(gradient).sqrt() + moment.eps))
@@ -127,7 +125,7 @@ def _means_cross(matrix: Matrix) -> bool:
     return any(each.shape[1 - short] and each.shape[short] != matrix.shape[short] for each in matrix.rectangles)
 
 
-def _squared_norms(engine: Engine, matrices: Sequence[Matrix], *shards: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+def _squared_norms(engine: Engine, matrices: Sequence[Matrix], *shards: Tensors) -> list[tuple[Tensor, ...]]:
     """For each matrix the squared norms of several tensors that lie as it does, in fp64."""
     wanted = [
         Wanted(matrix=matrix, x=x, squared_norm=True) for xs in shards for matrix, x in zip(matrices, xs, strict=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.foreach import Batch
+from megatron_eopt.optimizers.foreach import Batch, Tensors
 from megatron_eopt.optimizers.group_settings import DecayMethod, check_flag, decay_method
 from megatron_eopt.optimizers.muon import TensorParallelMuon, passed_on
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, names_of_last
@@ -56,7 +56,7 @@ class Moment:
 
 
 def adamuon(
-    engine: Engine, indices: Sequence[int], factors: Sequence[Tensor], moments: Sequence[Moment], align: bool
+    engine: Engine, indices: Sequence[int], factors: Tensors, moments: Sequence[Moment], align: bool
 ) -> list[Directed]:
     """``v <- EMA(O^2)``, ``U = O / (sqrt(v) + eps)`` of parameters; aligned, each matrix gets the norm of its ``O``."""
     directions = []
@@ -70,9 +70,7 @@ def adamuon(
     return [(x, _alignment(*pair)) for x, pair in zip(directions, norms, strict=True)]
 
 
-def normuon(
-    engine: Engine, matrices: Sequence[Matrix], factors: Sequence[Tensor], moments: Sequence[Moment]
-) -> list[Directed]:
+def normuon(engine: Engine, matrices: Sequence[Matrix], factors: Tensors, moments: Sequence[Moment]) -> list[Directed]:
     """``v <- EMA(mean(O^2))`` over the short dimension, ``U = O rsqrt(max(v, eps))``, with the norm of ``O``.
 
     Two kinds of matrices need one reduction. Where the short dimension is whole on every rank, this one has its means,
@@ -108,7 +106,7 @@ def normuon(
     return [(directions[i], ratios[i]) for i in range(len(matrices))]
 
 
-def namo(factors: Sequence[Tensor], moments: Sequence[Moment], norms: Sequence[tuple[Tensor, ...]]) -> list[Directed]:
+def namo(factors: Tensors, moments: Sequence[Moment], norms: Sequence[tuple[Tensor, ...]]) -> list[Directed]:
     """``v <- EMA(||G||^2)``, ``U = O ||g'|| / (sqrt(v) + eps)``, from the squared norms of ``G`` and of ``g'``."""
     return [
         (factor, update.sqrt() / (moment.average(gradient).sqrt() + moment.eps))
@@ -127,7 +125,7 @@ def _means_cross(matrix: Matrix) -> bool:
     return any(each.shape[1 - short] and each.shape[short] != matrix.shape[short] for each in matrix.rectangles)
 
 
-def _squared_norms(engine: Engine, matrices: Sequence[Matrix], *shards: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+def _squared_norms(engine: Engine, matrices: Sequence[Matrix], *shards: Tensors) -> list[tuple[Tensor, ...]]:
     """For each matrix the squared norms of several tensors that lie as it does, in fp64."""
     wanted = [
         Wanted(matrix=matrix, x=x, squared_norm=True) for xs in shards for matrix, x in zip(matrices, xs, strict=True)
@@ -227,13 +225,11 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        name, method = type(self).__name__, self.moment2_method
-        if not 0 <= group["beta2"] < 1:
-            raise ValueError(f"{name}: beta2 must lie in [0, 1), got {group['beta2']}")
-        if not 0 < group["eps"] < inf:
-            raise ValueError(
-                f"{name}: eps must be a finite number above 0, since {method} divides by it, got {group['eps']}"
-            )
+        name, method, beta2, eps = type(self).__name__, self.moment2_method, group["beta2"], group["eps"]
+        if not 0 <= beta2 < 1:
+            raise ValueError(f"{name}: beta2 must lie in [0, 1), got {beta2}")
+        if not 0 < eps < inf:
+            raise ValueError(f"{name}: eps must be a finite number above 0, since {method} divides by it, got {eps}")
         names = names_of_last(self.param_groups)
         for parameter, called in zip(group["params"], names, strict=True):
             if method != "adamuon":

@@ -16,7 +16,8 @@ from torch import Tensor
 from megatron_eopt.optimizers.group_settings import DecayMethod, Scalar, decay_power
 
 Tensors = Sequence[Tensor]
-Follow = Callable[[Tensors, Tensors, float, bool, Tensor | None], list[Tensor]]
+Mask = Tensor | None  # which of several parameters step; None for all
+Follow = Callable[[Tensors, Tensors, float, bool, Mask], list[Tensor]]
 
 MOST_BYTES = 2**28  # of further copies that are in memory at a time, where a single tensor does not take more
 
@@ -35,7 +36,7 @@ class Batch:
     lr: Scalar
     weight_decay: Scalar
     decay_method: DecayMethod
-    accepted: Tensor | None = None  # which parameters step; None for all
+    accepted: Mask = None
 
     @property
     def decays(self) -> bool:
@@ -47,7 +48,7 @@ class Batch:
         return True if self.accepted is None else self.accepted[index]
 
 
-def masked(new: Tensors, old: Tensors | float, accepted: Tensor | None) -> list[Tensor]:
+def masked(new: Tensors, old: Tensors | float, accepted: Mask) -> list[Tensor]:
     """``new`` where accepted, ``old`` elsewhere: further tensors where there is a mask."""
     result = list(new)
     for some in _alike(new) if accepted is not None else ():
@@ -67,7 +68,7 @@ def decay(batch: Batch) -> None:
     scale(batch.weights, 1 - decay_power(batch.lr, batch.decay_method) * batch.weight_decay, batch.accepted)
 
 
-def scale(tensors: Tensors, factor: Scalar, accepted: Tensor | None = None) -> None:
+def scale(tensors: Tensors, factor: Scalar, accepted: Mask = None) -> None:
     """Multiply tensors in place."""
     if accepted is None:
         # a number would be rounded to the dtype of the tensors, a tensor without dimensions is not
@@ -85,16 +86,14 @@ def with_decay(gradients: Tensors, weights: Tensors, weight_decay: Scalar) -> li
     return list(torch._foreach_add(list(gradients), list(penalties)))
 
 
-def average(momenta: Tensors, gradients: Tensors, beta: float, nesterov: bool, accepted: Tensor | None) -> list[Tensor]:
+def average(momenta: Tensors, gradients: Tensors, beta: float, nesterov: bool, accepted: Mask) -> list[Tensor]:
     """``m += (1 - beta) (g - m)``; returns ``(1 - beta) g + beta m``, or ``m`` itself without Nesterov's look-ahead."""
     gradients = masked(gradients, momenta, accepted)  # averaged with itself a momentum stays as it is
     torch._foreach_lerp_(list(momenta), gradients, 1 - beta)
     return list(torch._foreach_lerp(gradients, list(momenta), beta)) if nesterov else list(momenta)
 
 
-def averaged(
-    momenta: Tensors, gradients: Tensors, beta: float, nesterov: bool, accepted: Tensor | None
-) -> list[Tensor]:
+def averaged(momenta: Tensors, gradients: Tensors, beta: float, nesterov: bool, accepted: Mask) -> list[Tensor]:
     """What :func:`average` returns, as further tensors: the momenta stay as they are."""
     found: list[Tensor] = []
     gradients = masked(gradients, momenta, accepted)
@@ -104,9 +103,7 @@ def averaged(
     return found
 
 
-def heavy_ball(
-    momenta: Tensors, gradients: Tensors, beta: float, nesterov: bool, accepted: Tensor | None
-) -> list[Tensor]:
+def heavy_ball(momenta: Tensors, gradients: Tensors, beta: float, nesterov: bool, accepted: Mask) -> list[Tensor]:
     """``m <- beta m + g``; returns ``g + beta m``, or ``m`` itself without Nesterov's look-ahead."""
     gradients = masked(gradients, 0.0, accepted)
     if accepted is None:
@@ -117,7 +114,7 @@ def heavy_ball(
     return list(torch._foreach_add(list(gradients), list(momenta), alpha=beta)) if nesterov else list(momenta)
 
 
-def subtract(weights: Tensors, updates: Tensors, lr: Scalar, accepted: Tensor | None = None) -> None:
+def subtract(weights: Tensors, updates: Tensors, lr: Scalar, accepted: Mask = None) -> None:
     """``p -= lr * update``, where the product has the dtype of the update, with a mask and without."""
     if accepted is None:
         rate = torch.as_tensor(lr, dtype=torch.float64, device=updates[0].device)

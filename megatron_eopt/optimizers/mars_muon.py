@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.foreach import Batch, Follow
+from megatron_eopt.optimizers.foreach import Batch, Follow, Tensors
 from megatron_eopt.optimizers.group_settings import DecayMethod
 from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, passed_on, spelled_out
 from megatron_eopt.optimizers.state import StateTensor
@@ -23,9 +23,7 @@ HAS_PREVIOUS = "has_previous"  # 1 where there is a previous gradient: after a s
 LARGEST_NORM = 1.0  # of a corrected gradient; the paper has no other
 
 
-def corrected(
-    gradients: Sequence[Tensor], previous: Sequence[Tensor], has_previous: Sequence[Tensor], strength: float
-) -> list[Tensor]:
+def corrected(gradients: Tensors, previous: Tensors, has_previous: Tensors, strength: float) -> list[Tensor]:
     """``c = g + strength (g - g_prev)``, and ``c = g`` where there is no previous gradient; each rounded once.
 
     The paper's ``strength`` is ``gamma beta / (1 - beta)``.
@@ -99,10 +97,9 @@ class MarsMuon(TensorParallelMuon):
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
         super()._check_ranges(group)
-        if not 0 <= group["gamma"] < inf:
-            raise ValueError(
-                f"{type(self).__name__}: gamma must be a finite number of at least 0, got {group['gamma']}"
-            )
+        gamma = group["gamma"]
+        if not 0 <= gamma < inf:
+            raise ValueError(f"{type(self).__name__}: gamma must be a finite number of at least 0, got {gamma}")
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)

@@ -111,7 +111,7 @@ class NonFinite:
                 f"stand still; look for a learning rate that is too high, or for a loss that overflows"
             )
         logger.warning(
-            "gradients are not finite, of %s: their steps are skipped, %s in all so far", _listed(skipped), total
+            f"gradients are not finite, of {_listed(skipped)}: their steps are skipped, {total} in all so far"
         )
         self._reported = total
 

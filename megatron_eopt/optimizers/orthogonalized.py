@@ -279,7 +279,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             batches = self._batches(accepted)
             directions = self.direction(batches, foreach.averaged)
             with fp32_products(self.fp32_matmul_prec):
-                found = list(_updates(batches, directions, self.orthogonalize))
+                found = list(self._orthogonalized(batches, directions))
                 updates = self._updates_of(batches, found, directions)
         except Exception:
             for p in new:
@@ -290,6 +290,36 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             foreach.decay(batch)
         self.apply(batches, updates)
         return batches
+
+    def _orthogonalized(self, batches: Sequence[Batch], directions: Sequence[Tensor]) -> Iterator[Tensor]:
+        """What :meth:`orthogonalize` makes of each parameter, which is meanwhile as it is after its weight decay.
+
+        These are copies, since what comes back may be memory that is written to again for the next parameter. What
+        cannot be subtracted from the parameter is a ``ValueError``.
+        """
+        taken = list(inspect.signature(self.orthogonalize).parameters.values())
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in taken)
+        by_name = {each.name for each in taken[2:] if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+        of_parameters = iter(directions)
+        for batch in batches:
+            settings = {key: value for key, value in batch.settings.items() if takes_all or key in by_name}
+            changes = batch.decays and batch.decay_method != "l2"
+            for i, (p, weight) in enumerate(zip(batch.parameters, batch.weights, strict=True)):
+                direction = next(of_parameters)
+                if not direction.numel():
+                    yield direction
+                    continue
+                before = weight.clone() if changes else None
+                accepted = None if batch.accepted is None else batch.accepted[i : i + 1]
+                try:
+                    foreach.decay(replace(batch, weights=[weight], accepted=accepted))
+                    result = self.orthogonalize(p, direction, **settings)
+                finally:
+                    if before is not None:
+                        weight.copy_(before)
+                if problem := _problem(result, direction, p):
+                    raise ValueError(f"orthogonalize of a parameter of shape {tuple(p.shape)} must return {problem}")
+                yield local(result).clone()
 
     def _updates_of(self, batches: Sequence[Batch], found: list[Tensor], directions: list[Tensor]) -> list[Tensor]:
         """The updates of parameters, from what :meth:`orthogonalize` made of their directions."""
@@ -378,39 +408,6 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             self._further_keys[parameter] = [t.key for t in self.state_tensors(parameter) if t.key != MOMENTUM_BUFFER]
         state = self._state_of(parameter)
         return [local(state[key]) for key in self._further_keys[parameter]]
-
-
-def _updates(
-    batches: Sequence[Batch], directions: Sequence[Tensor], orthogonalize: Callable[..., Tensor]
-) -> Iterator[Tensor]:
-    """What ``orthogonalize`` makes of each parameter, which is meanwhile as it is after its weight decay.
-
-    These are copies, since what comes back may be memory that is written to again for the next parameter. What cannot
-    be subtracted from the parameter is a ``ValueError``.
-    """
-    taken = list(inspect.signature(orthogonalize).parameters.values())
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in taken)
-    by_name = {each.name for each in taken[2:] if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-    of_parameters = iter(directions)
-    for batch in batches:
-        settings = {key: value for key, value in batch.settings.items() if takes_all or key in by_name}
-        changes = batch.decays and batch.decay_method != "l2"
-        for i, (p, weight) in enumerate(zip(batch.parameters, batch.weights, strict=True)):
-            direction = next(of_parameters)
-            if not direction.numel():
-                yield direction
-                continue
-            before = weight.clone() if changes else None
-            accepted = None if batch.accepted is None else batch.accepted[i : i + 1]
-            try:
-                foreach.decay(replace(batch, weights=[weight], accepted=accepted))
-                result = orthogonalize(p, direction, **settings)
-            finally:
-                if before is not None:
-                    weight.copy_(before)
-            if problem := _problem(result, direction, p):
-                raise ValueError(f"orthogonalize of a parameter of shape {tuple(p.shape)} must return {problem}")
-            yield local(result).clone()
 
 
 def _problem(result: Any, direction: Tensor, parameter: Tensor) -> str | None:

@@ -167,8 +167,10 @@ class Spectron(BaseOptimizer):
 
     newton_schulz_calls: int = 0
 
-    _factors: Engine = None  # type: ignore[assignment]  # which prepare() makes
+    # What prepare() makes, and the engine of the parameters for which it did.
+    _factors: Engine
     _weights: dict[Tensor, Weight]
+    _prepared: Engine | None = None
     _done: frozenset[Tensor] = frozenset()
     _errors: Mapping[str, float] = {}
 
@@ -268,20 +270,19 @@ class Spectron(BaseOptimizer):
 
     def prepare(self) -> Engine:
         """Also settle how factors are orthogonalized; the engine that is returned is that of the parameters."""
-        before, engine = self._engine, super().prepare()
-        if engine is not before or self._factors is None:
+        engine = super().prepare()
+        if self._prepared is not engine:
             for parameter, state in self.state.items():
                 kept = next((x.shape[1] for key, x in state.items() if key.startswith(FACTOR_A)), None)
                 rank = self.group_of(parameter)["rank"]
                 if kept not in (None, rank):
                     raise ValueError(
                         f"{type(self).__name__} keeps factors of rank {kept} for the parameter of shape "
-                        f"{tuple(parameter.shape)}, whose group now has rank {rank}: set it back, the rank cannot "
-                        f"change"
+                        f"{tuple(parameter.shape)}, whose group now has rank {rank}: set it back, it cannot change"
                     )
             factors, self._weights = self._proposed_factors()
             kernel = factors.prepare(None, self.param_groups[0].get(KERNEL))
-            self._factors = factors
+            self._factors, self._prepared = factors, engine
             for group in self.param_groups:
                 group[KERNEL] = kernel
         return engine

@@ -244,7 +244,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
     def _take(self, accepted: Tensor) -> None:
         self._warn_of_schedule()
         flags = iter(accepted.unbind())
-        # on a CPU one tensor stays in the cache from operation to operation; of so many there are copies in memory
+        # a CPU keeps one tensor in its cache from operation to operation; a GPU has copies of 64 at a time
         at_once = 1 if accepted.device.type == "cpu" else 64
         for group in self.param_groups:
             group[COUNT] += 1

@@ -410,7 +410,8 @@ class Spectron(BaseOptimizer):
         # also without a gradient where others wait for this rank's part
         active = {p for i, p in enumerate(self._parameters()) if p.grad is not None or self.engine.shares(i)}
         with fp32_products("highest"):
-            self._project([p for p in self._parameters() if p in active and not self.group_of(p)["pairs"]], flags)
+            waiting = [p for p in self._parameters() if p in active and p not in self._done]
+            self._project([p for p in waiting if not self.group_of(p)["pairs"]], flags)
             weights = [p for p in self._parameters() if p in active and p in self._done]
             gradients = self._factor_gradients(weights)
             pairs: list[Pair] = []
@@ -431,9 +432,8 @@ class Spectron(BaseOptimizer):
         # a factor that is a parameter is a matrix of its own
         self.newton_schulz_calls += 2 * len(pairs) - sum(len(of_weight) for of_weight in gradients.values())
 
-    def _project(self, active: Sequence[Tensor], flags: Mapping[Tensor, Tensor]) -> None:
+    def _project(self, waiting: Sequence[Tensor], flags: Mapping[Tensor, Tensor]) -> None:
         """Take the factors from the weights that step for the first time; waits for the device while there are any."""
-        waiting = [p for p in active if p not in self._done]
         self._done |= {p for p in waiting if (state := self.state.get(p)) and bool(state[PROJECTED])}
         new = [p for p in waiting if p not in self._done and self.group_of(p)["lr"] > 0 and bool(flags[p])]
         if new:

@@ -96,6 +96,7 @@ class DistributedMuon(BaseOptimizer):
         self.rank, self.ranks = (0, 1) if group is None else (group.rank(), group.size())
         self.compute_ranks: dict[Tensor, int] = {}
         self.rounds: list[list[Bucket]] = []
+        self.loads = [0] * self.ranks  # bytes that each rank has been dealt
         defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
         super().__init__(params, defaults | {"weight_decay": weight_decay})
 
@@ -103,10 +104,7 @@ class DistributedMuon(BaseOptimizer):
         """Add a group of matrices, whose work goes to the ranks that have the least so far."""
         super().add_param_group(param_group)
         parameters, added = self._parameters(), self.param_groups[-1]["params"]
-        loads = [0] * self.ranks
-        for parameter, rank in self.compute_ranks.items():
-            loads[rank] += parameter.nbytes
-        self.rounds.append(deal([(p.shape, p.dtype) for p in added], loads, len(parameters) - len(added)))
+        self.rounds.append(deal([(p.shape, p.dtype) for p in added], self.loads, len(parameters) - len(added)))
         for each in self.rounds[-1]:
             self.compute_ranks |= zip([parameters[i] for i in each.matrices], each.compute_ranks, strict=True)
 

@@ -137,7 +137,7 @@ def _step(optimizer: BaseOptimizer, accepted: Tensor) -> None:
     for group in optimizer.param_groups:
         of_group = [(p, next(flags)) for p in group["params"]]
         settings = group if "betas" in optimizer.defaults else {**group, "betas": (group["momentum"],) * 2}
-        # a CPU has the flags at once, and there one tensor stays in the cache; of 64 there are copies in memory
+        # a CPU has the flags at once, and keeps one tensor in its cache; a GPU has copies of 64 at a time
         active = [(p, flag) for p, flag in of_group if p.grad is not None and (not on_cpu or flag)]
         for some in batched(active, 1 if on_cpu else 64):
             momenta = [local(optimizer._state_of(p)[EXP_AVG]) for p, _ in some]

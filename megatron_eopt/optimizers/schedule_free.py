@@ -116,10 +116,8 @@ class ScheduleFreeAdamW(BaseOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
         check_adam_settings(name, group)
-        if not isinstance(group["warmup_steps"], int) or group["warmup_steps"] < 0:
-            raise ValueError(
-                f"{name}: warmup_steps must be a whole number of at least 0, got {group['warmup_steps']!r}"
-            )
+        if not isinstance(warmup := group["warmup_steps"], int) or warmup < 0:
+            raise ValueError(f"{name}: warmup_steps must be a whole number of at least 0, got {warmup!r}")
         check_choice(f"variant of {name}", group["variant"], get_args(Variant))
         r, power = group["r"], group["weight_lr_power"]
         if not (isfinite(r) and 0 <= power < inf):
@@ -246,7 +244,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
     def _take(self, accepted: Tensor) -> None:
         self._warn_of_schedule()
         flags = iter(accepted.unbind())
-        # on a CPU one tensor stays in the cache from operation to operation; of so many there are copies in memory
+        # a CPU keeps one tensor in its cache from operation to operation; a GPU has copies of 64 at a time
         at_once = 1 if accepted.device.type == "cpu" else 64
         for group in self.param_groups:
             group[COUNT] += 1

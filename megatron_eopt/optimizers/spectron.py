@@ -167,8 +167,10 @@ class Spectron(BaseOptimizer):
 
     newton_schulz_calls: int = 0
 
-    _factors: Engine = None  # type: ignore[assignment]  # which prepare() makes
+    # What prepare() makes, and the engine of the parameters for which it did.
+    _factors: Engine
     _weights: dict[Tensor, Weight]
+    _prepared: Engine | None = None
     _done: frozenset[Tensor] = frozenset()
     _errors: Mapping[str, float] = {}
 
@@ -268,20 +270,19 @@ class Spectron(BaseOptimizer):
 
     def prepare(self) -> Engine:
         """Also settle how factors are orthogonalized; the engine that is returned is that of the parameters."""
-        before, engine = self._engine, super().prepare()
-        if engine is not before or self._factors is None:
+        engine = super().prepare()
+        if self._prepared is not engine:
             for parameter, state in self.state.items():
                 kept = next((x.shape[1] for key, x in state.items() if key.startswith(FACTOR_A)), None)
                 rank = self.group_of(parameter)["rank"]
                 if kept not in (None, rank):
                     raise ValueError(
                         f"{type(self).__name__} keeps factors of rank {kept} for the parameter of shape "
-                        f"{tuple(parameter.shape)}, whose group now has rank {rank}: set it back, the rank cannot "
-                        f"change"
+                        f"{tuple(parameter.shape)}, whose group now has rank {rank}: set it back, it cannot change"
                     )
             factors, self._weights = self._proposed_factors()
             kernel = factors.prepare(None, self.param_groups[0].get(KERNEL))
-            self._factors = factors
+            self._factors, self._prepared = factors, engine
             for group in self.param_groups:
                 group[KERNEL] = kernel
         return engine
@@ -409,7 +410,8 @@ class Spectron(BaseOptimizer):
         # also without a gradient where others wait for this rank's part
         active = {p for i, p in enumerate(self._parameters()) if p.grad is not None or self.engine.shares(i)}
         with fp32_products("highest"):
-            self._project([p for p in self._parameters() if p in active and not self.group_of(p)["pairs"]], flags)
+            waiting = [p for p in self._parameters() if p in active and p not in self._done]
+            self._project([p for p in waiting if not self.group_of(p)["pairs"]], flags)
             weights = [p for p in self._parameters() if p in active and p in self._done]
             gradients = self._factor_gradients(weights)
             pairs: list[Pair] = []
@@ -430,9 +432,8 @@ class Spectron(BaseOptimizer):
         # a factor that is a parameter is a matrix of its own
         self.newton_schulz_calls += 2 * len(pairs) - sum(len(of_weight) for of_weight in gradients.values())
 
-    def _project(self, active: Sequence[Tensor], flags: Mapping[Tensor, Tensor]) -> None:
+    def _project(self, waiting: Sequence[Tensor], flags: Mapping[Tensor, Tensor]) -> None:
         """Take the factors from the weights that step for the first time; waits for the device while there are any."""
-        waiting = [p for p in active if p not in self._done]
         self._done |= {p for p in waiting if (state := self.state.get(p)) and bool(state[PROJECTED])}
         new = [p for p in waiting if p not in self._done and self.group_of(p)["lr"] > 0 and bool(flags[p])]
         if new:

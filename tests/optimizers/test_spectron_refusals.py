@@ -21,8 +21,9 @@ def test_a_state_of_another_rank_is_refused():
     with pytest.raises(ValueError, match="group 0 has rank=3, but the state was saved with 4"):
         spectron(params, rank=3).load_state_dict(optimizer.state_dict())
     optimizer.param_groups[0]["rank"] = 3
-    with pytest.raises(ValueError, match=r"keeps factors of rank 4 .* whose group now has rank 3"):
-        run(optimizer, params, [1])
+    for _ in range(2):  # it is not forgotten
+        with pytest.raises(ValueError, match=r"keeps factors of rank 4 .* whose group now has rank 3"):
+            run(optimizer, params, [1])
 
 
 @pytest.mark.parametrize("value", [0.0, torch.nan])

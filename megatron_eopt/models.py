@@ -67,7 +67,6 @@ def matrices_of(
 
     Args:
         model: the transformer; embeddings and the output layer are not Muon's.
-        parallel: over how many ranks.
         work: the iteration, which says what is busy.
         split_gate_up: treat gate and up as two matrices; Megatron has them as one.
         itemsize: bytes of an entry of an update where it is exchanged.

@@ -7,8 +7,8 @@ a process can be printed.
 
 import contextlib
 import functools
-import importlib
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -102,8 +102,10 @@ class Redirections:
             followed: list[tuple[Any, Any]] = []
             undoing.callback(lambda: self._rename({id(new): old for old, new in followed}))
             for redirection in self.redirections:
+                target = redirection.target
                 try:
-                    target = _imported(redirection.target)
+                    if isinstance(target, str):
+                        target = pkgutil.resolve_name(target if ":" in target else f"{target}:")
                 except ImportError:
                     if redirection.required:
                         raise
@@ -127,14 +129,6 @@ class Redirections:
                 for name, value in list(vars(module).items()):
                     if id(value) in new_of_id:
                         setattr(module, name, new_of_id[id(value)])
-
-
-def _imported(target: Any) -> Any:
-    if not isinstance(target, str):
-        return target
-    module, _, attribute = target.partition(":")
-    found = importlib.import_module(module)
-    return getattr(found, attribute) if attribute else found
 
 
 def _replace(target: Any, name: str, make: Callable[[Any], Any], undoing: contextlib.ExitStack) -> tuple[Any, Any]:

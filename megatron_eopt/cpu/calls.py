@@ -3,7 +3,6 @@
 import os
 import socket
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,21 +67,18 @@ def _compile(real: Any, model: Any = None, **kwargs: Any) -> Any:
     return (lambda decorated: decorated) if model is None else model
 
 
-class Works:
+class Works(list[Any]):
     """Several asynchronous collectives as one handle."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = list(works)
 
     def wait(self, *args: Any) -> bool:
         """Wait for all of them; like a work of torch's, True when done."""
-        for work in self._works:
+        for work in self:
             work.wait(*args)
         return True
 
     def is_completed(self) -> bool:
         """True when all of them are done."""
-        return all(work.is_completed() for work in self._works)
+        return all(work.is_completed() for work in self)
 
 
 def _gloo_for_nccl(backend: Any) -> Any:
@@ -97,16 +93,11 @@ def _init_process_group(
 
 
 def _new_group(
-    real: Any,
-    ranks: Any = None,
-    timeout: Any = None,
-    backend: Any = None,
-    pg_options: Any = None,
-    *args: Any,
-    device_id: Any = None,
-    **kwargs: Any,
+    real: Any, ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    return real(ranks, timeout, _gloo_for_nccl(backend), None, *args, **kwargs)
+    kwargs = {name: value for name, value in kwargs.items() if name not in ("device_id", "pg_options")}
+    # pg_options, NCCL's own, is the only positional argument that may follow
+    return real(ranks, timeout, _gloo_for_nccl(backend), None, *args[1:], **kwargs)
 
 
 def _all_gather(real: Any, tensor_list: Any, tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
@@ -121,18 +112,12 @@ def _all_gather(real: Any, tensor_list: Any, tensor: torch.Tensor, group: Any = 
     return Works(works) if async_op else None
 
 
-def _all_to_all_single(
-    real: Any,
-    output: torch.Tensor,
-    input: torch.Tensor,
-    output_split_sizes: Any = None,
-    input_split_sizes: Any = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    split_sizes = (output_split_sizes, input_split_sizes)
-    sizes = (split.tolist() if isinstance(split, torch.Tensor) else split for split in split_sizes)
-    return real(output, input, *sizes, *args, **kwargs)
+def _all_to_all_single(real: Any, output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def listed(argument: Any) -> Any:
+        return argument.tolist() if isinstance(argument, torch.Tensor) else argument
+
+    kwargs = {name: listed(argument) for name, argument in kwargs.items()}
+    return real(output, input, *map(listed, args), **kwargs)
 
 
 def _barrier(real: Any, group: Any = None, async_op: bool = False, device_ids: Any = None, **kwargs: Any) -> Any:

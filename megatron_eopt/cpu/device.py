@@ -107,6 +107,23 @@ def redirections() -> list[Redirection]:
             **dict.fromkeys(("reset_peak_memory_stats", "empty_cache", "ipc_collect")),
         },
     }
+    # One generator serves what on GPUs are two: a draw for the GPU moves the numbers that the CPU draws next.
+    generator = torch.default_generator
+    kept = "the CPU's generator makes the numbers, so it is the one whose state is kept"
+
+    def seed(real: Any, value: int) -> None:
+        generator.manual_seed(int(value))  # not torch.manual_seed, which calls torch.cuda.manual_seed_all
+
+    def set_rng_state(real: Any, new_state: torch.Tensor, device: Any = "cuda") -> None:
+        generator.set_state(new_state)
+
+    random_numbers = {
+        "manual_seed": around(seed),
+        "manual_seed_all": around(seed),
+        "get_rng_state": around(lambda real, device="cuda": generator.get_state()),
+        "set_rng_state": around(set_rng_state),
+        "default_generators": becomes((generator,) * _local_ranks()),
+    }
     classes = {"Stream": Stream, "Event": Event, "ExternalStream": ExternalStream, "device": DeviceGuard}
     at_once = "what waits for the driver to start can run at once"
     unasked = "torch.optim and DataLoader would go on to ask the driver; torch.cuda.is_available said yes"
@@ -118,34 +135,10 @@ def redirections() -> list[Redirection]:
         Redirection(torch.cuda, "_lazy_call", around(lambda real, waiting, **kwargs: waiting()), at_once),
         *[Redirection(torch.cuda.nvtx, name, answer(), nvtx) for name in marks],
         Redirection(torch.accelerator, "is_available", answer(lambda: False), unasked),
-        *_random_numbers(),
+        *[Redirection(torch.cuda, name, make, kept) for name, make in random_numbers.items()],
     ]
 
 
 def _local_ranks() -> int:
     """How many ranks torchrun started on this machine: each believes to have a GPU of its own."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def _random_numbers() -> list[Redirection]:
-    """Seeds and states of torch.cuda's generators are those of ``torch.default_generator``.
-
-    So one generator serves what on GPUs are two: a draw for the GPU moves the numbers that the CPU draws next.
-    """
-    generator = torch.default_generator
-
-    def seed(real: Any, value: int) -> None:
-        generator.manual_seed(int(value))  # not torch.manual_seed, which calls torch.cuda.manual_seed_all
-
-    def set_rng_state(real: Any, new_state: torch.Tensor, device: Any = "cuda") -> None:
-        generator.set_state(new_state)
-
-    makes = {
-        "manual_seed": around(seed),
-        "manual_seed_all": around(seed),
-        "get_rng_state": around(lambda real, device="cuda": generator.get_state()),
-        "set_rng_state": around(set_rng_state),
-        "default_generators": becomes((generator,) * _local_ranks()),
-    }
-    reason = "the CPU's generator makes the numbers, so it is the one whose state is kept"
-    return [Redirection(torch.cuda, name, make, reason) for name, make in makes.items()]

@@ -110,21 +110,13 @@ class Split:
         """
         if not self.parts:
             return Pattern((rows,), (Block("", rows),), ((0, rows),))
-        of_parts = self._rows(rows)
-        if self.order == "interleaved":
-            repeats = rows // self._declared
-        else:
-            repeats = shards if self.order == "per_shard" else 1
-        for part, of_part in zip(self.parts, of_parts, strict=True):
-            if of_part % repeats:
-                raise ValueError(f"{part.name} has {of_part} rows, of which {repeats} shards cannot have equal parts")
-        sizes = tuple(of_part // repeats for of_part in of_parts)
+        repeats, sizes = self._repeats(rows, shards)
         blocks: list[Block] = []
         found: list[tuple[int, int, Run]] = []  # with its repeat and its part
-        for number, (part, of_part, size) in enumerate(zip(self.parts, of_parts, sizes, strict=True)):
-            own = _blocks(part, of_part)
+        for number, (part, size) in enumerate(zip(self.parts, sizes, strict=True)):
+            own = _blocks(part, repeats * size)
             edges = list(accumulate((block.rows for block in own), initial=0))
-            for start, end in pairwise(sorted({*edges, *range(0, of_part, size)})):
+            for start, end in pairwise(sorted({*edges, *range(0, repeats * size, size)})):
                 found.append((start // size, number, (len(blocks) + bisect_right(edges, start) - 1, end - start)))
             blocks += own
         runs = (run for _, _, run in sorted(found, key=lambda each: each[:2]))
@@ -139,27 +131,27 @@ class Split:
         """For a parameter whose global tensor is what one rank would hold, as that of a DTensor is."""
         return replace(self, order="concatenated") if self.order == "per_shard" else self
 
-    @property
-    def _declared(self) -> int:
-        """Rows that the parts name: of one group where they are ``interleaved``."""
-        return sum(part.rows or 0 for part in self.parts)
-
-    def _rows(self, rows: int) -> list[int]:
-        """Rows of each part in the global parameter."""
-        sizes = [part.rows for part in self.parts]
+    def _repeats(self, rows: int, shards: int) -> tuple[int, tuple[int, ...]]:
+        """How often the parts repeat, and the rows of each part in one repeat."""
+        sizes = [part.rows or 0 for part in self.parts]
+        declared = sum(sizes)
         if self.order == "interleaved":
-            if rows % self._declared or not rows:
+            if rows % declared or not rows:
                 raise ValueError(
-                    f"{rows} rows over all ranks are not a multiple of the {self._declared} of one query group {sizes} "
+                    f"{rows} rows over all ranks are not a multiple of the {declared} of one query group {sizes} "
                     f"(or head): pass the rows of each part in one group, or turn the split off (QKV splitting, say)"
                 )
-            return [rows // self._declared * (size or 0) for size in sizes]
-        shares = sizes.count(None)
-        left = rows - self._declared
+            return rows // declared, tuple(sizes)
+        shares, left = sizes.count(0), rows - declared
         if (left <= 0 or left % shares) if shares else left:
-            declared = ", ".join(f"{part.name} {part.rows or 'the rest'}" for part in self.parts)
-            raise ValueError(f"{rows} rows over all ranks are not those declared: {declared}")
-        return [left // shares if size is None else size for size in sizes]
+            listed = ", ".join(f"{part.name} {part.rows or 'the rest'}" for part in self.parts)
+            raise ValueError(f"{rows} rows over all ranks are not those declared: {listed}")
+        repeats = shards if self.order == "per_shard" else 1
+        sizes = [size or left // shares for size in sizes]
+        for part, size in zip(self.parts, sizes, strict=True):
+            if size % repeats:
+                raise ValueError(f"{part.name} has {size} rows, of which {repeats} shards cannot have equal parts")
+        return repeats, tuple(size // repeats for size in sizes)
 
 
 def _blocks(part: Part, rows: int) -> list["Block"]:
@@ -221,13 +213,9 @@ class Pattern:
 class LocalRows:
     """One rank's rows of a fused parameter, as its rows of each logical matrix; split and merge are exact inverses.
 
-    Args:
-        pattern: of the fused matrix.
-        top: first row of this rank.
-        bottom: the row after the last one.
-        stacked: so many such matrices lie behind one another in a leading dimension; None for a parameter without.
-        padding: rows of this rank that follow, and belong to no matrix: :meth:`split` leaves them out, and
-            :meth:`merge` makes them zero.
+    Its rows are those from ``top`` up to ``bottom`` of ``stacked`` matrices, which lie behind one another in a leading
+    dimension, or of one without it. ``padding`` more rows follow that belong to no matrix: :meth:`split` leaves them
+    out, and :meth:`merge` makes them zero.
     """
 
     def __init__(self, pattern: Pattern, top: int, bottom: int, stacked: int | None = None, padding: int = 0) -> None:

@@ -40,8 +40,6 @@ PRESETS: dict[Preset, tuple[str, int, int]] = {
 Watch = Callable[[int, Tensor], None]
 """Is shown the number of a step, from 0, and the Gram matrix before it, which is overwritten later."""
 
-_FP16_SCALE = 128.0
-
 
 def nonzero(norm: Tensor) -> Tensor:
     """1 in place of zeros: a zero matrix divided by 1 stays zero, without asking the device whether it is one."""
@@ -101,14 +99,9 @@ def iterate_standard(
 ) -> Tensor:
     """Apply the polynomials of a schedule to a normalized ``X``, iterating on the Gram matrix of its rows.
 
-    In each step ``X <- a X + (b A + c A^2) X``, ``A = X X^T``.
-
-    Args:
-        X: (rows x cols) or (n x rows x cols), best with the short side first; written to.
-        schedule: one ``(a, b, c)`` per step.
-        products: computes the symmetric products.
-        all_reduce: sums a Gram matrix over the ranks that hold the other columns of ``X``.
-        watch: see :data:`Watch`.
+    In each step ``X <- a X + (b A + c A^2) X``, ``A = X X^T``, with ``(a, b, c)`` of the schedule. ``all_reduce`` sums
+    ``A`` over the ranks that hold the other columns of ``X``. ``X``, (rows x cols) or (n x rows x cols), best with the
+    short side first, is written to.
     """
     fused = torch.baddbmm if X.ndim == 3 else torch.addmm
     gram, factor = square_work(X, 2)
@@ -147,11 +140,8 @@ def iterate_gram(
     Args:
         X: (rows x cols) or (n x rows x cols) with ``rows <= cols``, in fp32 or fp16; never bf16, whose rounding the
             form amplifies to errors of 0.3 and more.
-        schedule: one ``(a, b, c)`` per step.
         restarts: steps after which the Gram matrix is computed anew; ascending, below the number of steps.
-        products: computes the symmetric products.
         apply: ``(Q, X, out=)``, computes ``Q X``; plainly where None is given.
-        watch: see :data:`Watch`.
         normalize: ``X`` has another norm, as :func:`scaled` leaves it. The norm is divided out on the short side: its
             square is the trace of the first Gram matrix, which ``watch`` is shown as it is.
     """
@@ -187,10 +177,10 @@ def iterate_gram_fp16(
     128 times as large, and the coefficients accordingly. The trace of the first Gram matrix is 2^14 then, and no later
     one has an entry of 65504, the largest number of fp16, while singular values stay below 1.99.
     """
-    wanted = None if watch is None else (lambda step, R: watch(step, R.float() / _FP16_SCALE**2))
-    schedule = [(a, b / _FP16_SCALE**2, c / _FP16_SCALE**4) for a, b, c in schedule]
-    X = iterate_gram((X * _FP16_SCALE).half(), schedule, restarts, products, apply, wanted)
-    return X.float() / _FP16_SCALE
+    scale = 128.0
+    wanted = None if watch is None else (lambda step, R: watch(step, R.float() / scale**2))
+    schedule = [(a, b / scale**2, c / scale**4) for a, b, c in schedule]
+    return iterate_gram((X * scale).half(), schedule, restarts, products, apply, wanted).float() / scale
 
 
 def gram_factor(

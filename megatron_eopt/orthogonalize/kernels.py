@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.orthogonalize.precision import fp32_products
-from megatron_eopt.orthogonalize.products import SMALLEST_BLOCKED, Blocked, Dense, Products
+from megatron_eopt.orthogonalize.products import Blocked, Dense, Products
 
 if TYPE_CHECKING:
     from megatron_eopt.orthogonalize.triton_kernel import Fp32Precision
@@ -72,7 +72,7 @@ def _triton_missing(device: torch.device) -> str | None:
 
 
 def _suits_blocked(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> bool:
-    large = any(min(shape[-2:]) >= SMALLEST_BLOCKED for shape in shapes)
+    large = any(min(shape[-2:]) >= Blocked.smallest for shape in shapes)
     return device.type == "cpu" and dtype == torch.float32 and large
 
 
@@ -104,8 +104,7 @@ def choose(
 
     Args:
         shapes: that will come.
-        dtype: in which the products are computed; several where the forms differ in it.
-        device: where.
+        dtype: of the products; several where the forms differ in it.
         kernel: takes this one instead of the fastest, or fails; the same on every rank.
         kept: that of the checkpoint, taken where ``kernel`` names none, or it fails.
         fp32_precision: how fp32 matrices are multiplied by kernels that do not follow torch's setting.
@@ -177,12 +176,8 @@ def check(
 ) -> str | None:
     """Compare products with torch's in fp32 (fp64 for fp64), for shapes of matrices; the reason to drop them, or None.
 
-    ``|got - expected| <= u |expected| + v max|expected|`` for every entry, with ``u`` and ``v``
-
-    - fp16 2^-10 and 2^-12, bf16 2^-7 and 2^-12, fp32 2^-22 and 2^-16, fp64 2^-51 and 2^-45,
-    - fp32 multiplied in TF32 2^-9 and 2^-10.
-
-    No generator of the process is used. Of a stack two matrices are tried.
+    ``|got - expected| <= u |expected| + v max|expected|`` for every entry, with ``u`` and ``v`` of the table above. No
+    generator of the process is used. Of a stack two matrices are tried.
     """
     device = torch.device(device)
     tf32 = dtype == torch.float32 and fp32_precision == "tf32"

@@ -10,10 +10,6 @@ from megatron_eopt.orthogonalize.choices import check_choice
 
 MatmulPrecision = Literal["low", "medium", "high", "highest"]
 
-# torch has no bf16 products of fp32 tensors on a GPU, so for those ("low" and "medium") callers cast, and whatever
-# product of fp32 tensors is left (statistics, a user's own function) runs in TF32.
-_FP32_PRODUCTS = {"low": "tf32", "medium": "tf32", "high": "tf32", "highest": "ieee"}
-
 
 def validate_matmul_precision(precision: str) -> None:
     """Raise ``ValueError``, naming the known ones, unless a precision has this name."""
@@ -50,7 +46,9 @@ def fp32_products(precision: MatmulPrecision) -> Iterator[None]:
     torch knows fp32 against TF32 only as a process-wide setting; it is as before when the block is left, also by an
     exception, and it is not touched where it is right already.
     """
-    wanted = _FP32_PRODUCTS[precision]
+    # torch has no bf16 products of fp32 tensors on a GPU, so for those ("low" and "medium") callers cast, and whatever
+    # product of fp32 tensors is left (statistics, a user's own function) runs in TF32.
+    wanted = {"low": "tf32", "medium": "tf32", "high": "tf32", "highest": "ieee"}[precision]
     cuda = torch.backends.cuda.matmul
     # From torch 2.9 on each backend has its own setting; reading the older one raises where a user has set the newer.
     if hasattr(cuda, "fp32_precision"):

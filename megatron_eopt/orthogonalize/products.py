@@ -10,9 +10,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-SMALLEST_BLOCKED = 512
-"""Rows from which on :class:`Blocked` is taken for fp32 on a CPU: about where it begins to pay on two cores."""
-
 
 class Products(Protocol):
     """A way to compute symmetric products of one matrix or a stack of them; hashable, as a frozen dataclass is.
@@ -74,7 +71,7 @@ class Blocked:
     """
 
     strips: int = 4
-    smallest: int = SMALLEST_BLOCKED  # products of fewer rows are computed whole
+    smallest: int = 512  # products of fewer rows are computed whole: about where strips begin to pay on two cores
 
     def share(self, rows: int) -> float:
         """See :class:`Products`."""

@@ -60,7 +60,5 @@ def predicted_update_rms(rows: int, cols: int, mode: str = "spectral", extra_sca
 
     AdamW's is near 0.2 (arXiv 2502.16982, section 2.2).
     """
-    if 0 in (rows, cols):
-        validate_scale_mode(mode)
-        return 0.0
-    return extra_scale_factor * muon_scale_factor(rows, cols, mode) / sqrt(max(rows, cols))
+    scale = extra_scale_factor * muon_scale_factor(rows, cols, mode)
+    return 0.0 if 0 in (rows, cols) else scale / sqrt(max(rows, cols))

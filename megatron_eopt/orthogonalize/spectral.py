@@ -100,9 +100,8 @@ def low_rank_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]
     come from the eigenvectors of the Gram matrix of the short side, in fp64: that takes fewer operations than a
     decomposition of the matrix, and squaring leaves 1e-8 of ``||W||``, less than fp32 does.
 
-    Returns:
-        ``A`` (m x r) and ``B`` (n x r) in fp32 (fp64 for an fp64 matrix), and all singular values in fp64, the largest
-        first.
+    Returns ``A`` (m x r) and ``B`` (n x r) in fp32 (fp64 for an fp64 matrix), and all singular values in fp64, the
+    largest first.
     """
     if not 1 <= rank <= min(matrix.shape):
         raise ValueError(f"a matrix {tuple(matrix.shape)} has factors of rank 1 to {min(matrix.shape)}, got {rank}")

@@ -71,7 +71,6 @@ def symmetric_product(
         out: written to and returned, of any strides and floating dtype (fp32 keeps what was accumulated); none of the
             inputs. By default a new contiguous tensor of the dtype of ``a``.
         input_precision: how fp32 factors are multiplied.
-        tiles: by default :func:`tiles_for`.
 
     Raises:
         TypeError: for another dtype, or if ``a`` and ``b`` differ in theirs.

@@ -133,9 +133,10 @@ class Registry(UserDict[str, EmergingOptimizerEntry]):
         self._made_room: dict[str, EmergingOptimizerEntry] = {}
 
     def __setitem__(self, name: str, entry: EmergingOptimizerEntry) -> None:
+        names = [field.name for field in fields(EmergingOptimizerEntry)]
         # of an entry of ours hasattr would ask for the overrides, and so import Megatron
-        needed = [] if isinstance(entry, EmergingOptimizerEntry) else [x.name for x in fields(EmergingOptimizerEntry)]
-        if lacking := [each for each in needed if not hasattr(entry, each)]:
+        lacking = [each for each in names if not (isinstance(entry, EmergingOptimizerEntry) or hasattr(entry, each))]
+        if lacking:
             raise TypeError(
                 f"expected an EmergingOptimizerEntry for {name!r}, got {type(entry).__name__}, "
                 f"which has no {', '.join(lacking)}"

@@ -295,9 +295,7 @@ FAMILY = (
         "difference from the previous one, and clipped",
         papers=arxiv("2411.10438"),
         of_muon=MUON,
-        flags=(
-            Flag("gamma", 0.025, "Strength of the correction, at least 0; 0 leaves Muon of clipped gradients."),
-        ),
+        flags=(Flag("gamma", 0.025, "Strength of the correction, at least 0; 0 leaves Muon of clipped gradients."),),
         state=("momentum_buffer", "previous_gradient"),
         further_state=("has_previous",),
         keeps="the momentum, the previous gradient, and whether there is one",

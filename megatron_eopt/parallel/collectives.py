@@ -103,11 +103,7 @@ def all_reduce(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
-    """The sum over the ranks of this rank's part of ``x``: (ranks * n x ...) becomes (n x ...).
-
-    Raises:
-        ValueError: if the first dimension is no multiple of the number of ranks.
-    """
+    """The sum over the ranks of this rank's part of ``x``: (ranks * n x ...) becomes (n x ...)."""
     if x.size(0) % group.size():
         raise ValueError(f"{x.size(0)} parts cannot be scattered evenly over {group.size()} ranks")
     wide = _wide(x)
@@ -161,10 +157,8 @@ _groups: WeakKeyDictionary[ProcessGroup, dict[Partition, ProcessGroup]] = WeakKe
 def joint_group(partition: Partition, own: tuple[int, ...]) -> ProcessGroup:
     """The group of this rank's part of a partition: all ranks, or one made at the first call of all ranks of the mesh.
 
-    The partition is of the ranks that call together, or this rank's part alone.
-
-    Raises:
-        ValueError: if only some ranks of the world have the mesh, and its groups are made by splitting communicators.
+    The partition is of the ranks that call together, or this rank's part alone. A ValueError says where only some ranks
+    of the world have the mesh, and its groups are made by splitting communicators.
     """
     world = dist.group.WORLD
     assert world is not None, "a DTensor has a process group"

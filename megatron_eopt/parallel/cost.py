@@ -23,11 +23,7 @@ NORM_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """How fast a rank works. Fixed figures by default, so that every rank makes the same plan.
-
-    Raises:
-        ValueError: for a rate that is not a positive finite number, or a latency that is negative.
-    """
+    """How fast a rank works, in positive finite numbers. Fixed by default, so that every rank makes the same plan."""
 
     flops: float = 500e12  # operations per second
     bytes: float = 300e9  # per second that a rank sends
@@ -64,9 +60,6 @@ class Work:
         restarts: those of the Gram form; None where it must not run.
         share: the part of a symmetric product that is computed: 1/2 with kernels for it, 1 without.
         gram_itemsize: bytes of an entry of a Gram matrix on the wire: 4 for fp32, 2 for fp16.
-
-    Raises:
-        ValueError: for an empty schedule, restarts outside of it, and a share or item size that does not exist.
     """
 
     schedule: tuple[Coefficients, ...]

@@ -46,7 +46,9 @@ def layout_of_dtensor(x: DTensor, shape: Shape | None = None) -> Layout:
     if not all(isinstance(placement, Replicate | Shard | _StridedShard) for placement in placements):
         raise ValueError(f"{found}: only Replicate and Shard can be laid out, redistribute it to those first")
     shape = (x.shape[0], prod(x.shape[1:])) if shape is None else shape
-    leading = _leading_dims(tuple(x.shape), shape)
+    # a dimension of length 1 fits on both sides: that of a matrix is its rows
+    ends = sorted(range(x.ndim + 1), key=lambda i: i != 1)
+    leading = next((i for i in ends if (prod(x.shape[:i]), prod(x.shape[i:])) == tuple(shape)), None)
     if leading is None:
         raise ValueError(f"{found} is no matrix of shape {shape}: its rows have to be a product of leading dimensions")
     cuts = _cuts(x)
@@ -99,13 +101,6 @@ def _cuts(x: DTensor) -> dict[int, Cut]:
         for i, (each, ranks) in enumerate(zip(x.placements, x.device_mesh.shape, strict=True))
         if not isinstance(each, Replicate) and ranks > 1
     }
-
-
-def _leading_dims(shape: tuple[int, ...], matrix: Shape) -> int | None:
-    """How many leading dimensions of a tensor make the rows of the matrix; None where the matrix is another."""
-    # a dimension of length 1 fits on both sides: that of a matrix is its rows
-    splits = sorted(range(len(shape) + 1), key=lambda i: i != 1)
-    return next((i for i in splits if (prod(shape[:i]), prod(shape[i:])) == tuple(matrix)), None)
 
 
 @lru_cache

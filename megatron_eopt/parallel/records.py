@@ -37,11 +37,7 @@ def whole(shape: Shape) -> Rectangle:
 
 
 def cut(shape: Shape, dim: int, ranks: int) -> tuple[Rectangle, ...]:
-    """Shards of equal size along ``dim``, as tensor parallelism cuts.
-
-    Raises:
-        ValueError: if the dimension is no multiple of the number of ranks.
-    """
+    """Shards of equal size along ``dim``, as tensor parallelism cuts; a ValueError where they would not be equal."""
     if shape[dim] % ranks:
         raise ValueError(f"dimension {dim} of a matrix {shape} cannot be cut into {ranks} equal parts")
     size = shape[dim] // ranks
@@ -68,9 +64,6 @@ def cut_twice(
         ranks: of the first cut, 1 for a matrix that is cut along the rows alone.
         again: of the second cut.
         padding: rows behind those of each shard of the first cut, which fill up the last ranks of the second.
-
-    Raises:
-        ValueError: for more padding than there are rows.
     """
     rows, cols = held
     of_shard = rows * again - padding
@@ -175,11 +168,7 @@ class Plan:
 
 
 def of_ranks(compute_ranks: Sequence[int], ranks: int) -> list[list[int]]:
-    """The matrices of a bucket that each rank computes, ascending.
-
-    Raises:
-        ValueError: if two ranks differ by more than one matrix.
-    """
+    """The matrices of a bucket that each rank computes, ascending; of no rank more than one more than of another."""
     owned: list[list[int]] = [[] for _ in range(ranks)]
     for index, owner in enumerate(compute_ranks):
         owned[owner].append(index)

@@ -27,9 +27,6 @@ def distributed(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Te
     """``distributed``: the standard form. See :data:`~megatron_eopt.parallel.schemes.whole.Run`.
 
     It waits in every step, so other buckets' exchanges run beside it, but none of its own.
-
-    Raises:
-        ValueError: for shards that are not cut along one dimension.
     """
     group, iteration = job.ranks, job.iteration
     dim = cut_dimension(job.matrix.shape, job.matrix.rectangles)
@@ -51,10 +48,7 @@ def distributed(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Te
 
 
 def replicated(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]:
-    """``gram_replicated``: sums go to all ranks, each of which computes all factors ``Q``.
-
-    See :data:`~megatron_eopt.parallel.schemes.whole.Run`, and :func:`_run` for what is raised.
-    """
+    """``gram_replicated``: sums go to all ranks, each of which computes all factors ``Q``."""
 
     def exchange(grams: Tensor, factors: _Factors) -> Generator[None, None, Tensor]:
         pending = all_reduce(grams, job.ranks)
@@ -70,7 +64,6 @@ def split(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]
     """``gram_split``: each sum goes to the compute rank of its matrix, which computes ``Q`` and hands it out.
 
     In full rounds every rank has an equal part of one buffer; the rest would be padded to that, and goes one by one.
-    See :data:`~megatron_eopt.parallel.schemes.whole.Run`, and :func:`_run` for what is raised.
     """
     group, compute_ranks = job.ranks, job.bucket.compute_ranks
     full, rest = in_rounds(compute_ranks, group.size())
@@ -109,9 +102,6 @@ def _run(job: Job, shards: list[Tensor], exchange: _Exchange) -> Generator[None,
     Squares of small entries vanish, and those of large ones overflow, in fp16 very soon. So each shard is multiplied by
     a power of two of its own, which is exact and is undone in fp32 on its Gram matrix. The norm of the whole may lie
     between 1e-15 and 1e18.
-
-    Raises:
-        ValueError: for shards that are not cut along the long side.
     """
     matrix, iteration = job.matrix, job.iteration
     dim = cut_dimension(matrix.shape, matrix.rectangles)

@@ -7,7 +7,7 @@ names are aliases here. The optimizers of the package are registered from its ta
 import difflib
 import inspect
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, overload
@@ -133,9 +133,10 @@ class Registry(UserDict[str, EmergingOptimizerEntry]):
         self._made_room: dict[str, EmergingOptimizerEntry] = {}
 
     def __setitem__(self, name: str, entry: EmergingOptimizerEntry) -> None:
+        names = [field.name for field in fields(EmergingOptimizerEntry)]
         # of an entry of ours hasattr would ask for the overrides, and so import Megatron
-        needed = [] if isinstance(entry, EmergingOptimizerEntry) else [x.name for x in fields(EmergingOptimizerEntry)]
-        if lacking := [each for each in needed if not hasattr(entry, each)]:
+        lacking = [each for each in names if not (isinstance(entry, EmergingOptimizerEntry) or hasattr(entry, each))]
+        if lacking:
             raise TypeError(
                 f"expected an EmergingOptimizerEntry for {name!r}, got {type(entry).__name__}, "
                 f"which has no {', '.join(lacking)}"
@@ -207,18 +208,17 @@ def register_optimizer(name: str, entry: EmergingOptimizerEntry | None = None) -
         ValueError: if the name is taken.
         TypeError: if ``entry`` lacks one of the attributes.
     """
+    registered: MutableMapping[str, Any] = _BUILDERS if entry is None else EMERGING_OPTIMIZERS
+
+    def register(what: Any) -> Any:
+        _check_free(name, registered)
+        registered[name] = what
+        return what
+
     if entry is not None:
-        _check_free(name, EMERGING_OPTIMIZERS)
-        EMERGING_OPTIMIZERS[name] = entry
-        return entry
-    _check_free(name, _BUILDERS)
-
-    def decorate(builder: Builder) -> Builder:
-        _check_free(name, _BUILDERS)
-        _BUILDERS[name] = builder
-        return builder
-
-    return decorate
+        return register(entry)
+    _check_free(name, registered)
+    return register
 
 
 def get_optimizer_entry(name: str) -> EmergingOptimizerEntry:

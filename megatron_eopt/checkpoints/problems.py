@@ -175,26 +175,28 @@ def _look(contents: Contents, key: str, chunk: Chunk) -> _Look:
     """Read one archive; every way in which it can be damaged is an answer, not an exception."""
     look, tensor = _Look(), contents.tensors.get(key)
     try:
-        with (contents.folder / chunk.file).open("rb") as file:
-            window = io.BufferedReader(Window(file, chunk.start, chunk.length))
-            with zipfile.ZipFile(window) as archive:
-                entries = archive.infolist()
-                look.checked = any(entry.CRC for entry in entries)  # without checksums torch writes zero for all
-                values = [entry for entry in entries if tensor is not None and "/data/" in entry.filename]
-                for entry in entries:
-                    if entry not in values:
-                        for _ in _blocks(archive, entry, look.checked):
-                            pass
-                if tensor is not None:
-                    _check_promise(window, tensor.dtype, chunk.sizes)
-                    look.zero = True
-                    for entry in values:
-                        # What a storage holds beside the tensor is nobody's: only its checksum is looked at.
-                        whole = entry.file_size == math.prod(chunk.sizes) * tensor.dtype.itemsize
-                        look.zero = look.zero and whole
-                        for block in _blocks(archive, entry, look.checked):
-                            if whole:
-                                _count(look, torch.frombuffer(block, dtype=tensor.dtype))
+        with (
+            (contents.folder / chunk.file).open("rb") as file,
+            io.BufferedReader(Window(file, chunk.start, chunk.length)) as window,
+            zipfile.ZipFile(window) as archive,
+        ):
+            entries = archive.infolist()
+            look.checked = any(entry.CRC for entry in entries)  # without checksums torch writes zero for all
+            values = [entry for entry in entries if tensor is not None and "/data/" in entry.filename]
+            for entry in entries:
+                for _ in _blocks(archive, entry, look.checked) if entry not in values else ():
+                    pass  # zipfile compares the checksum
+            if tensor is None:
+                return look
+            _check_promise(window, tensor.dtype, chunk.sizes)
+            look.zero = True
+            for entry in values:
+                # What a storage holds beside the tensor is nobody's: only its checksum is looked at.
+                whole = entry.file_size == math.prod(chunk.sizes) * tensor.dtype.itemsize
+                look.zero = look.zero and whole
+                for block in _blocks(archive, entry, look.checked):
+                    if whole:
+                        _count(look, torch.frombuffer(block, dtype=tensor.dtype))
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, ValueError, OSError, EOFError) as error:
         damage = f"in {chunk.file} at byte {chunk.start:,} is damaged: {str(error) or type(error).__name__}"
         return _Look(damage, look.checked)

@@ -18,7 +18,6 @@ from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.registry import EMERGING_OPTIMIZERS
 
 OPTIMIZERS = "optimizers of megatron_eopt"  # no name of Megatron's, so nothing is merged into it
-GROUPS = "param_groups"
 MAIN_PARAMETERS = "fp32_from_fp16_params"
 
 Settings = dict[str, Any]
@@ -146,8 +145,8 @@ def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -
     Megatron leaves out what is empty on this rank: it comes back as empty.
     """
     inner: dict[Any, Any] = {"state": dict(torch_state(loaded).get("state", {}))}
-    saved = list(holding(common, GROUPS))
-    inner[GROUPS] = [group for each in saved for group in each[GROUPS]]
+    saved = list(holding(common, "param_groups"))
+    inner["param_groups"] = [group for each in saved for group in each["param_groups"]]
     blocks = blocks_of(common)
     name = requested[BLOCK]["optimizer"]
     counted = [(block["optimizer"], block["common_step"]) for block in blocks] or [

@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,7 @@ def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
         of_run, said["notes"] = would_load(contents, *run)
         problems += of_run
     errors = sum(problem.severity == "error" for problem in problems)
-    said |= {"problems": [asdict(problem) for problem in problems], "errors": errors}
+    said |= {"problems": [problem._asdict() for problem in problems], "errors": errors}
     said |= {"warnings": len(problems) - errors, "ok": not errors}
     report = "\n".join(_lines(said))
     if options.manifest:

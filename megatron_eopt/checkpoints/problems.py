@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NamedTuple
 
 import torch
 
@@ -30,8 +30,7 @@ BLOCK = 1 << 24
 _DAMAGED = "copy the file again, or take another checkpoint"
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """One thing that is wrong, and what to do; an error keeps a run from loading it, or makes it another run."""
 
     severity: Literal["error", "warning"]

@@ -131,10 +131,8 @@ def _problem(optimizers: Sequence[dict[Any, Any]], stored: _Stored) -> str | Non
     blocks = blocks_of(stored.optimizer)
     written = max((block.get("format", 0) for block in blocks), default=0)
     if written > FORMAT:
-        return (
-            f"it was written by a later release of megatron_eopt (format {written}; this one reads up to {FORMAT}): "
-            f"update the package"
-        )
+        found = f"format {written}; this one reads up to {FORMAT}"
+        return f"it was written by a later release of megatron_eopt ({found}): update the package"
     if not any(split_key(key)[0] for key in stored.shapes):
         return f"it holds no optimizer state (it was saved with --no-save-optim, or converted): {FRESH}"
     optional = frozenset[str]()
@@ -175,10 +173,8 @@ def mismatch(
         needs, has = ({split_key(key)[0] for key in keys if split_key(key)[1] == example} for keys in (wanted, stored))
         has.discard("")
         if not has and example not in stored:
-            return (
-                f"{example} is not in it, nor are {len(missing) - 1} other tensors that this run needs: it is of "
-                f"another model"
-            )
+            others = f"{len(missing) - 1} other tensors that this run needs"
+            return f"{example} is not in it, nor are {others}: it is of another model"
         of_adam = has - {MAIN} == {_FIRST_MOMENT, _SECOND_MOMENT} and has_adams_alone(stored)
         reason = "another optimizer wrote it, or this one with other settings; resume with that one, or"
         if MAIN in has ^ needs:
@@ -190,10 +186,8 @@ def mismatch(
         return f"it holds {listed_has} for {example}, and {name} needs {listed_needs}: {reason} {FRESH}"
     for key, shape in wanted.items():
         if shape is not None and stored[key] != shape:
-            return (
-                f"{key} has shape {stored[key]} in it, and this run needs {shape}: it is of another model, or of other "
-                f"settings of the optimizer; {FRESH}"
-            )
+            reason = f"it is of another model, or of other settings of the optimizer; {FRESH}"
+            return f"{key} has shape {stored[key]} in it, and this run needs {shape}: {reason}"
     return None
 
 
@@ -216,10 +210,9 @@ def of_another(name: str | None, wanted: Iterable[str], blocks: Sequence[Mapping
         wrote = block["optimizer"]
         shared = sorted(parameters & {key for group in block["groups"] for key in group["names"]})
         if shared and wrote != name and wrote in ours:
-            return (
-                f"{wrote} wrote the state of {shared[0]}, and {name or 'an optimizer of Megatron'} would take it for "
-                f"its own: resume with that one, or {FRESH}"
-            )
+            taker = name or "an optimizer of Megatron"
+            taken = f"{wrote} wrote the state of {shared[0]}, and {taker} would take it for its own"
+            return f"{taken}: resume with that one, or {FRESH}"
     return None
 
 

@@ -10,16 +10,9 @@ from typing import Any
 from megatron_eopt.checkpoints import states
 from megatron_eopt.checkpoints.contents import CheckpointError, Contents, StoredTensor, newest, read_contents
 from megatron_eopt.checkpoints.problems import Data, check_data, check_integrity, check_structure
-from megatron_eopt.checkpoints.would_load import parse_flags, would_load
+from megatron_eopt.checkpoints.would_load import SIZES, parse_flags, would_load
 from megatron_eopt.manifest import from_json, table
 
-_SIZES = {
-    "TP": "tensor_model_parallel_size",
-    "PP": "pipeline_model_parallel_size",
-    "CP": "context_parallel_size",
-    "EP": "expert_model_parallel_size",
-    "world size": "world_size",
-}
 _SHOWN = "optimizer lr max_lr min_lr weight_decay wd_mult momentum betas eps".split()
 
 
@@ -93,7 +86,7 @@ def _said(contents: Contents, data: Data | None) -> dict[str, Any]:
         "folder": str(contents.folder),
         "iteration": contents.iteration,
         "megatron": contents.release,
-        "sizes": {short: args[name] for short, name in _SIZES.items() if name in args},
+        "sizes": {short: args[name] for name, short in [*SIZES.items(), ("world_size", "world size")] if name in args},
         "precision": precision if args else "precision not saved",
         "model": _totals(states.parameters(contents).values()),
         "main_copies": _totals(own[states.MAIN] for own in kept.values() if states.MAIN in own),

@@ -150,7 +150,7 @@ def read_contents(folder: Path) -> Contents:
     tensors, blobs = {}, {}
     try:
         with (folder / METADATA).open("rb") as file:
-            found = read_metadata(file)
+            found = MetadataUnpickler(file).load()
         if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
             raise TypeError(f"it holds a {type(found).__name__}")
         for key, stored in found.state_dict_metadata.items():
@@ -258,14 +258,12 @@ def _unknown(module: str, name: str) -> type[Unknown]:
     return type(name.rpartition(".")[2], (Unknown,), {"name": f"{module}.{name}"})
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class MetadataUnpickler(pickle.Unpickler):
+    """Reads torch's ``.metadata``; torch's own reader would call whatever the file names."""
+
     def find_class(self, module: str, name: str) -> Any:
+        """A class of the metadata, or a stand-in."""
         return _METADATA_CLASSES.get((module, name)) or _unknown(module, name)
-
-
-def read_metadata(file: IO[bytes]) -> Any:
-    """Unpickle torch's ``.metadata``; torch's own reader would call whatever the file names."""
-    return _MetadataUnpickler(file).load()
 
 
 def read_archive(file: IO[bytes]) -> Any:

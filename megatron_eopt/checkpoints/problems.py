@@ -39,14 +39,32 @@ class Problem(NamedTuple):
 
 
 def check_structure(contents: Contents) -> Iterator[Problem]:
-    """Every file is there and long enough, every tensor is tiled by its chunks, and there are no stray files."""
+    """Every file is there and long enough, every tensor is tiled by its chunks, and no file is a stray one.
+
+    If the run has a tracker file, it names a checkpoint that is there.
+    """
     yield from check_files(contents)
     for tensor in contents.tensors.values():
         fault = tiling_fault(tensor.shape, [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks])
         if fault:
             what = f"{tensor.key} {list(tensor.shape)}: {fault}"
             yield Problem("error", what, "the save was wrong: take another checkpoint")
-    yield from _check_neighbours(contents)
+    known = OWN_FILES | {name.split("/")[0] for name in _lengths(contents)}
+    for path in sorted(contents.folder.iterdir()):
+        if path.name not in known:
+            what = f"{path.name} belongs to nothing that the metadata name"
+            advice = "a temporary file, or one of a save that was interrupted before this one: delete it"
+            yield Problem("warning", what, advice)
+    run = contents.folder.resolve().parent
+    if (run / TRACKER).is_file():
+        try:
+            newest(run)
+        except CheckpointError as error:
+            yield Problem("error", str(error), "a run that loads the folder above would stop")
+    elif contents.folder.name == "release" or contents.folder.name.startswith("iter_"):
+        what = f"there is no {TRACKER} beside {contents.folder.name}"
+        advice = "Megatron would start anew from the folder above: write the iteration into that file"
+        yield Problem("warning", what, advice)
 
 
 def check_files(contents: Contents) -> Iterator[Problem]:
@@ -66,26 +84,6 @@ def _lengths(contents: Contents) -> dict[str, int]:
     for _, chunk in contents.chunks():
         lengths[chunk.file] = max(lengths.get(chunk.file, 0), chunk.start + chunk.length)
     return lengths
-
-
-def _check_neighbours(contents: Contents) -> Iterator[Problem]:
-    """The run's tracker file names a checkpoint that is there, and this one has no stray files."""
-    known = OWN_FILES | {name.split("/")[0] for name in _lengths(contents)}
-    for path in sorted(contents.folder.iterdir()):
-        if path.name not in known:
-            what = f"{path.name} belongs to nothing that the metadata name"
-            advice = "a temporary file, or one of a save that was interrupted before this one: delete it"
-            yield Problem("warning", what, advice)
-    run = contents.folder.resolve().parent
-    if (run / TRACKER).is_file():
-        try:
-            newest(run)
-        except CheckpointError as error:
-            yield Problem("error", str(error), "a run that loads the folder above would stop")
-    elif contents.folder.name == "release" or contents.folder.name.startswith("iter_"):
-        what = f"there is no {TRACKER} beside {contents.folder.name}"
-        advice = "Megatron would start anew from the folder above: write the iteration into that file"
-        yield Problem("warning", what, advice)
 
 
 def tiling_fault(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> str | None:

@@ -53,7 +53,7 @@ _DEFAULTS: dict[str, Any] = {
     "weight_decay": 0.01,
 }
 _ALWAYS_GIVEN = {"num_layers", "hidden_size", "num_attention_heads"}
-_SIZES = {
+SIZES = {
     "tensor_model_parallel_size": "TP",
     "pipeline_model_parallel_size": "PP",
     "context_parallel_size": "CP",
@@ -114,8 +114,8 @@ def would_load(contents: Contents, given: dict[str, Any], ignored: list[str]) ->
     if ignored:
         notes.append(f"not compared: {', '.join(ignored)}")
     problems = [] if run.get("use_checkpoint_args") else list(_model(run, saved))
-    if sizes := _changed(_SIZES, run, saved):
-        listed = ", ".join(f"{_SIZES[name]} {saved[name]} to {run[name]}" for name in sizes)
+    if sizes := _changed(SIZES, run, saved):
+        listed = ", ".join(f"{SIZES[name]} {saved[name]} to {run[name]}" for name in sizes)
         notes.append(f"{listed}: torch_dist loads at any sizes")
     if run.get("no_load_optim") or run.get("finetune"):
         notes.append("the optimizer and the schedule start anew (--no-load-optim or --finetune)")
@@ -152,7 +152,7 @@ def _optimizer(contents: Contents, run: dict[str, Any], saved: dict[str, Any]) -
     was, flat = _kept(contents, saved), distributed_format(contents)
     if flat == "dp_reshardable":
         for name in _changed(("tensor_model_parallel_size", "pipeline_model_parallel_size"), run, saved):
-            what = f"the DistributedOptimizer's state is {flat}: it cannot change {_SIZES[name]}"
+            what = f"the DistributedOptimizer's state is {flat}: it cannot change {SIZES[name]}"
             yield _error(what, "save it with --dist-ckpt-optim-fully-reshardable first")
     wanted = run.get("optimizer", was).removeprefix("dist_")
     what = f"it holds the state of {was}, and the run wants {wanted}"

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 from megatron_eopt.checkpoints.contents import TRACKER, CheckpointError, Contents, is_legacy, newest, read_contents
 from megatron_eopt.checkpoints.problems import check_files
-from megatron_eopt.checkpoints.states import BLOCK, MAIN, blocks_of, optimizers_in, split_key
+from megatron_eopt.checkpoints.states import BLOCK, MAIN, blocks_of, holding, split_key
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import from_rank_0, gathered
 from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, Sums, checksums, loaded_tensors
@@ -71,7 +71,7 @@ def checked_tracker(read_metadata: Callable[..., Any], tracker_filename: str) ->
 @around
 def checked_save(save: Callable[..., Any], sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``dist_checkpointing.save``: with our optimizers, checksums of all tensors are saved."""
-    if any(each[BLOCK]["checksums"] for each in optimizers_in(sharded_state_dict)):
+    if any(each[BLOCK]["checksums"] for each in holding(sharded_state_dict, BLOCK)):
         sharded_state_dict[CHECKSUMS] = checksums(sharded_tensors(sharded_state_dict))
     return save(sharded_state_dict, *args, **kwargs)
 
@@ -84,7 +84,7 @@ def checked_load(
 
     State of our optimizers must not be loaded by Megatron's own.
     """
-    optimizers = list(optimizers_in(sharded_state_dict))
+    optimizers = list(holding(sharded_state_dict, BLOCK))
     if not optimizers:
         if "optimizer" in sharded_state_dict:
             _refuse_ours(sharded_state_dict["optimizer"], checkpoint_dir)
@@ -137,8 +137,11 @@ def _problem(optimizers: Sequence[dict[Any, Any]], stored: _Stored) -> str | Non
         return f"it holds no optimizer state (it was saved with --no-save-optim, or converted): {FRESH}"
     optional = frozenset[str]()
     if any(each[BLOCK]["import_adam"] for each in optimizers) and has_adams_alone(stored.shapes):
-        _take_first_moments(optimizers)
         optional = frozenset({_SECOND_MOMENT})
+        momenta, first_moments = (state_key(name, "") for name in (MOMENTUM_BUFFER, _FIRST_MOMENT))
+        for value in (value for each in optimizers for value in nested_values(each)):
+            if isinstance(value, ShardedTensor | ShardedTensorFactory) and value.key.startswith(momenta):
+                value.key = first_moments + value.key.removeprefix(momenta)
     own = [(each[BLOCK]["optimizer"], _requested(each)) for each in optimizers]
     for of_ranks in zip(*gathered(own), strict=True):
         name, wanted = of_ranks[0][0], {key: shape for _, shapes in of_ranks for key, shape in shapes.items()}
@@ -224,15 +227,6 @@ def stacks_layers(stored: Iterable[str]) -> str | None:
         f"layers differ in their optimizers: leave away the overrides that single out layers (and what freezes some), "
         f"or {FRESH}"
     )
-
-
-def _take_first_moments(optimizers: Iterable[Mapping[Any, Any]]) -> None:
-    """Let every momentum be read from where Adam's first moment is."""
-    for value in (value for each in optimizers for value in nested_values(each)):
-        if isinstance(value, ShardedTensor | ShardedTensorFactory):
-            name = value.key.removeprefix(state_key(MOMENTUM_BUFFER, ""))
-            if name != value.key:
-                value.key = state_key(_FIRST_MOMENT, name)
 
 
 def _requested(optimizer: Any) -> dict[str, tuple[int, ...] | None]:

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
-from megatron_eopt.checkpoints.states import BLOCK, blocks_of, holding, optimizers_in
+from megatron_eopt.checkpoints.states import BLOCK, blocks_of, holding
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.registry import EMERGING_OPTIMIZERS
 
@@ -113,12 +113,12 @@ def taken_out(requested: dict[Any, Any]) -> dict[Any, Any]:
 
     def without(state_dict: dict[Any, Any]) -> dict[Any, Any]:
         return {
-            key: without(value) if any(optimizers_in(value)) else value
+            key: without(value) if any(holding(value, BLOCK)) else value
             for key, value in state_dict.items()
             if not (isinstance(value, dict) and BLOCK in value)
         }
 
-    return without(requested) | {OPTIMIZERS: dict(enumerate(optimizers_in(requested)))}
+    return without(requested) | {OPTIMIZERS: dict(enumerate(holding(requested, BLOCK)))}
 
 
 def put_back(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> None:
@@ -129,14 +129,14 @@ def put_back(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> 
     found, numbers = loaded.pop(OPTIMIZERS, {}), itertools.count()
 
     def put(value: Any, rest: Any) -> Any:
-        if not any(optimizers_in(value)):
+        if not any(holding(value, BLOCK)):
             return rest
         if BLOCK in value:
             return _completed(value, found.get(next(numbers), {}), common)
         rest = rest if isinstance(rest, dict) else {}
         return {key: put(inner, rest.get(key)) for key, inner in value.items()}
 
-    loaded |= {key: put(value, loaded.get(key)) for key, value in requested.items() if any(optimizers_in(value))}
+    loaded |= {key: put(value, loaded.get(key)) for key, value in requested.items() if any(holding(value, BLOCK))}
 
 
 def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> dict[Any, Any]:

@@ -126,7 +126,7 @@ def collect() -> Facts:
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
         emerging_optimizers = _version("emerging-optimizers")
-        core = _package("megatron-core", "megatron.core", "megatron.core.optimizer")
+        core = _package("megatron.core", "megatron.core.optimizer")
         return Facts(
             python=platform.python_version(),
             torch=torch.__version__,
@@ -134,10 +134,8 @@ def collect() -> Facts:
             gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             eopt=_version("megatron-eopt"),
             core=core,
-            triton=_package("triton", "triton"),
-            transformer_engine=_package(
-                "transformer-engine", "transformer_engine", "transformer_engine.pytorch.optimizers"
-            ),
+            triton=_package("triton"),
+            transformer_engine=_package("transformer_engine", "transformer_engine.pytorch.optimizers"),
             apex=_apex(),
             # not imported: nothing here needs it, and Megatron asks for its version alone before it does
             emerging_optimizers=None if emerging_optimizers is None else Package(emerging_optimizers),
@@ -146,12 +144,12 @@ def collect() -> Facts:
         )
 
 
-def _package(distribution: str, module: str, *further: str) -> Package | None:
+def _package(module: str, *further: str) -> Package | None:
     """A package, whose module and ``further`` ones must be importable; None if it is not installed."""
     if not _found(module):
         return None
     error = next(filter(None, map(_import_error, (module, *further))), None)
-    said = str(getattr(sys.modules.get(module), "__version__", None) or _version(distribution) or "")
+    said = str(getattr(sys.modules.get(module), "__version__", None) or _version(module) or "")
     # Megatron adds the commit of whatever git repository it is in, a project with a .venv for instance
     return Package(said.partition("+")[0] if module == "megatron.core" else said, error)
 
@@ -171,9 +169,9 @@ def _import_error(module: str) -> str | None:
     return None
 
 
-def _version(distribution: str) -> str | None:
+def _version(package: str) -> str | None:
     try:
-        return importlib.metadata.version(distribution)
+        return importlib.metadata.version(package)  # which takes the dot and the underscore of a module for a dash
     except importlib.metadata.PackageNotFoundError:
         return None
 

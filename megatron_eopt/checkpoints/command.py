@@ -4,23 +4,15 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatron_eopt.checkpoints import states
 from megatron_eopt.checkpoints.contents import CheckpointError, Contents, StoredTensor, newest, read_contents
 from megatron_eopt.checkpoints.problems import Data, check_data, check_integrity, check_structure
-from megatron_eopt.checkpoints.would_load import parse_flags, would_load
+from megatron_eopt.checkpoints.would_load import SIZES, parse_flags, would_load
 from megatron_eopt.manifest import from_json, table
 
-_SIZES = {
-    "TP": "tensor_model_parallel_size",
-    "PP": "pipeline_model_parallel_size",
-    "CP": "context_parallel_size",
-    "EP": "expert_model_parallel_size",
-    "world size": "world_size",
-}
 _SHOWN = "optimizer lr max_lr min_lr weight_decay wd_mult momentum betas eps".split()
 
 
@@ -61,12 +53,12 @@ def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
     problems += states.check_states(contents, data.zeros if data else frozenset())
     said = _said(contents, data)
     if run is not None:
-        of_run, said["notes"] = would_load(contents, run)
+        of_run, said["notes"] = would_load(contents, *run)
         problems += of_run
     errors = sum(problem.severity == "error" for problem in problems)
-    said |= {"problems": [asdict(problem) for problem in problems], "errors": errors}
+    said |= {"problems": [problem._asdict() for problem in problems], "errors": errors}
     said |= {"warnings": len(problems) - errors, "ok": not errors}
-    report = _text(said)
+    report = "\n".join(_lines(said))
     if options.manifest:
         blocks = states.blocks_of(contents.common.get("optimizer"))
         saved = said["manifest"] = next((block["manifest"] for block in blocks if "manifest" in block), None)
@@ -94,7 +86,7 @@ def _said(contents: Contents, data: Data | None) -> dict[str, Any]:
         "folder": str(contents.folder),
         "iteration": contents.iteration,
         "megatron": contents.release,
-        "sizes": {short: args[name] for short, name in _SIZES.items() if name in args},
+        "sizes": {short: args[name] for name, short in [*SIZES.items(), ("world_size", "world size")] if name in args},
         "precision": precision if args else "precision not saved",
         "model": _totals(states.parameters(contents).values()),
         "main_copies": _totals(own[states.MAIN] for own in kept.values() if states.MAIN in own),
@@ -124,34 +116,13 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-def _text(said: dict[str, Any]) -> str:
+def _lines(said: dict[str, Any]) -> Iterator[str]:
     iteration = "not saved" if said["iteration"] is None else f"{said['iteration']:,}"
     sizes = ", ".join(f"{short} {value}" for short, value in said["sizes"].items()) or "sizes not saved"
-    lines = [
-        f"checkpoint  {said['folder']}",
-        f"iteration   {iteration}",
-        f"saved by    Megatron-Core {said['megatron']}; {sizes}; {said['precision']}",
-        f"model       {_total_text(said['model'])}",
-        *_optimizer_lines(said),
-    ]
-    for label, group in said["groups"].items():
-        shown = ", ".join(f"{name} {_value(group[name])}" for name in _SHOWN if group.get(name) is not None)
-        lines.append(f"group {label:<5} {shown}")
-    read = "not read (--no-data)"
-    if data := said["data"]:
-        sound = ": checksums right, all finite" if data["sound"] else ""
-        read = f"{data['archives']:,} archives read, {_size(data['bytes'])}{sound}"
-    lines.append(f"data        {read}")
-    lines += [f"note        {note}" for note in said.get("notes", [])]
-    for problem in said["problems"]:
-        lines.append(f"{problem['severity'] + ':':<11} {problem['what']}")
-        lines.append(f"{'':<11} -> {problem['advice']}")
-    counts = [_count(said[f"{kind}s"], kind) for kind in ("error", "warning") if said[f"{kind}s"]]
-    lines.append(", ".join(counts if said["errors"] else ["OK", *counts]))
-    return "\n".join(lines)
-
-
-def _optimizer_lines(said: dict[str, Any]) -> Iterator[str]:
+    yield f"checkpoint  {said['folder']}"
+    yield f"iteration   {iteration}"
+    yield f"saved by    Megatron-Core {said['megatron']}; {sizes}; {said['precision']}"
+    yield f"model       {_total_text(said['model'])}"
     if said["distributed_optimizer"]:
         yield f"optimizer   Megatron's DistributedOptimizer, format {said['distributed_optimizer']}"
     for each in said["optimizers"]:
@@ -164,6 +135,21 @@ def _optimizer_lines(said: dict[str, Any]) -> Iterator[str]:
         yield f"  {states.MAIN:<19} {_total_text(said['main_copies'])}"
     if not said["optimizers"] and not said["distributed_optimizer"]:
         yield "optimizer   none"
+    for label, group in said["groups"].items():
+        shown = ", ".join(f"{name} {_value(group[name])}" for name in _SHOWN if group.get(name) is not None)
+        yield f"group {label:<5} {shown}"
+    if data := said["data"]:
+        sound = ": checksums right, all finite" if data["sound"] else ""
+        yield f"data        {data['archives']:,} archives read, {_size(data['bytes'])}{sound}"
+    else:
+        yield "data        not read (--no-data)"
+    for note in said.get("notes", []):
+        yield f"note        {note}"
+    for problem in said["problems"]:
+        yield f"{problem['severity'] + ':':<11} {problem['what']}"
+        yield f"{'':<11} -> {problem['advice']}"
+    counts = [_count(said[f"{kind}s"], kind) for kind in ("error", "warning") if said[f"{kind}s"]]
+    yield ", ".join(counts if said["errors"] else ["OK", *counts])
 
 
 def _total_text(totals: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
@@ -51,8 +51,7 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read: what was found, what was expected, what to do."""
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A rectangle of a tensor, or an object (without offsets and sizes), and the bytes of its archive in a file."""
 
     offsets: tuple[int, ...]
@@ -146,11 +145,12 @@ def read_contents(folder: Path) -> Contents:
         CheckpointError: if it is not there, not in torch_dist format, not finished, or if its metadata or its common
             state cannot be read.
     """
-    _check_format(folder)
+    if fault := _fault(folder):
+        raise CheckpointError(f"{folder} {fault}")
     tensors, blobs = {}, {}
     try:
         with (folder / METADATA).open("rb") as file:
-            found = read_metadata(file)
+            found = MetadataUnpickler(file).load()
         if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
             raise TypeError(f"it holds a {type(found).__name__}")
         for key, stored in found.state_dict_metadata.items():
@@ -176,32 +176,30 @@ def is_legacy(folder: Path) -> bool:
     return any(e.name.startswith("mp_rank_") or e.name.endswith("model_optim_rng.pt") for e in folder.iterdir())
 
 
-def _check_format(folder: Path) -> None:
+def _fault(folder: Path) -> str | None:
+    """Why a folder is no finished checkpoint in torch_dist format."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder")
+        return "is no folder"
     names = sorted(each.name for each in folder.iterdir())
     if not names:
-        raise CheckpointError(f"{folder} is empty: a save that never wrote anything; take another checkpoint")
+        return "is empty: a save that never wrote anything; take another checkpoint"
     if is_legacy(folder):
-        raise CheckpointError(
-            f"{folder} is in Megatron's legacy torch format ({names[0]}); only torch_dist is read here: load it and "
-            "save it again with --ckpt-convert-format torch_dist"
-        )
+        advice = "load it and save it again with --ckpt-convert-format torch_dist"
+        return f"is in Megatron's legacy torch format ({names[0]}); only torch_dist is read here: {advice}"
     if FORMAT not in names:
-        if METADATA in names or any(name.endswith(".distcp") for name in names):
-            raise CheckpointError(
-                f"{folder} has no {FORMAT}, which Megatron writes last: the save did not finish, or another program "
-                "than Megatron wrote it. Megatron will not load it: take the checkpoint before it"
-            )
-        raise CheckpointError(f"{folder} is no checkpoint: it has {', '.join(names[:5])}, and no {FORMAT}")
+        if METADATA not in names and not any(name.endswith(".distcp") for name in names):
+            return f"is no checkpoint: it has {', '.join(names[:5])}, and no {FORMAT}"
+        return (
+            f"has no {FORMAT}, which Megatron writes last: the save did not finish, or another program than Megatron "
+            "wrote it. Megatron will not load it: take the checkpoint before it"
+        )
     try:
         backend = json.loads((folder / FORMAT).read_text())["sharded_backend"]
     except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{folder / FORMAT} cannot be read ({error}): the checkpoint is damaged") from error
+        return f"is damaged: {FORMAT} cannot be read ({error})"
     if backend != "torch_dist":
-        raise CheckpointError(f"{folder} is in the format {backend!r}, and only torch_dist is read here")
-    if METADATA not in names:
-        raise CheckpointError(f"{folder} has no {METADATA}, so no data can be found: copy it from where it is")
+        return f"is in the format {backend!r}, and only torch_dist is read here"
+    return None if METADATA in names else f"has no {METADATA}, so no data can be found: copy it from where it is"
 
 
 def _chunk(found: Metadata, key: str, offsets: torch.Size | None = None, sizes: Sequence[int] = ()) -> Chunk:
@@ -260,14 +258,12 @@ def _unknown(module: str, name: str) -> type[Unknown]:
     return type(name.rpartition(".")[2], (Unknown,), {"name": f"{module}.{name}"})
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class MetadataUnpickler(pickle.Unpickler):
+    """Reads torch's ``.metadata``; torch's own reader would call whatever the file names."""
+
     def find_class(self, module: str, name: str) -> Any:
+        """A class of the metadata, or a stand-in."""
         return _METADATA_CLASSES.get((module, name)) or _unknown(module, name)
-
-
-def read_metadata(file: IO[bytes]) -> Any:
-    """Unpickle torch's ``.metadata``; torch's own reader would call whatever the file names."""
-    return _MetadataUnpickler(file).load()
 
 
 def read_archive(file: IO[bytes]) -> Any:

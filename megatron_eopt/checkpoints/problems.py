@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NamedTuple
 
 import torch
 
@@ -30,8 +30,7 @@ BLOCK = 1 << 24
 _DAMAGED = "copy the file again, or take another checkpoint"
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """One thing that is wrong, and what to do; an error keeps a run from loading it, or makes it another run."""
 
     severity: Literal["error", "warning"]
@@ -40,14 +39,32 @@ class Problem:
 
 
 def check_structure(contents: Contents) -> Iterator[Problem]:
-    """Every file is there and long enough, every tensor is tiled by its chunks, and there are no stray files."""
+    """Every file is there and long enough, every tensor is tiled by its chunks, and no file is a stray one.
+
+    If the run has a tracker file, it names a checkpoint that is there.
+    """
     yield from check_files(contents)
     for tensor in contents.tensors.values():
         fault = tiling_fault(tensor.shape, [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks])
         if fault:
             what = f"{tensor.key} {list(tensor.shape)}: {fault}"
             yield Problem("error", what, "the save was wrong: take another checkpoint")
-    yield from _check_neighbours(contents)
+    known = OWN_FILES | {name.split("/")[0] for name in _lengths(contents)}
+    for path in sorted(contents.folder.iterdir()):
+        if path.name not in known:
+            what = f"{path.name} belongs to nothing that the metadata name"
+            advice = "a temporary file, or one of a save that was interrupted before this one: delete it"
+            yield Problem("warning", what, advice)
+    run = contents.folder.resolve().parent
+    if (run / TRACKER).is_file():
+        try:
+            newest(run)
+        except CheckpointError as error:
+            yield Problem("error", str(error), "a run that loads the folder above would stop")
+    elif contents.folder.name == "release" or contents.folder.name.startswith("iter_"):
+        what = f"there is no {TRACKER} beside {contents.folder.name}"
+        advice = "Megatron would start anew from the folder above: write the iteration into that file"
+        yield Problem("warning", what, advice)
 
 
 def check_files(contents: Contents) -> Iterator[Problem]:
@@ -67,26 +84,6 @@ def _lengths(contents: Contents) -> dict[str, int]:
     for _, chunk in contents.chunks():
         lengths[chunk.file] = max(lengths.get(chunk.file, 0), chunk.start + chunk.length)
     return lengths
-
-
-def _check_neighbours(contents: Contents) -> Iterator[Problem]:
-    """The run's tracker file names a checkpoint that is there, and this one has no stray files."""
-    known = OWN_FILES | {name.split("/")[0] for name in _lengths(contents)}
-    for path in sorted(contents.folder.iterdir()):
-        if path.name not in known:
-            what = f"{path.name} belongs to nothing that the metadata name"
-            advice = "a temporary file, or one of a save that was interrupted before this one: delete it"
-            yield Problem("warning", what, advice)
-    run = contents.folder.resolve().parent
-    if (run / TRACKER).is_file():
-        try:
-            newest(run)
-        except CheckpointError as error:
-            yield Problem("error", str(error), "a run that loads the folder above would stop")
-    elif contents.folder.name == "release" or contents.folder.name.startswith("iter_"):
-        what = f"there is no {TRACKER} beside {contents.folder.name}"
-        advice = "Megatron would start anew from the folder above: write the iteration into that file"
-        yield Problem("warning", what, advice)
 
 
 def tiling_fault(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> str | None:
@@ -175,26 +172,28 @@ def _look(contents: Contents, key: str, chunk: Chunk) -> _Look:
     """Read one archive; every way in which it can be damaged is an answer, not an exception."""
     look, tensor = _Look(), contents.tensors.get(key)
     try:
-        with (contents.folder / chunk.file).open("rb") as file:
-            window = io.BufferedReader(Window(file, chunk.start, chunk.length))
-            with zipfile.ZipFile(window) as archive:
-                entries = archive.infolist()
-                look.checked = any(entry.CRC for entry in entries)  # without checksums torch writes zero for all
-                values = [entry for entry in entries if tensor is not None and "/data/" in entry.filename]
-                for entry in entries:
-                    if entry not in values:
-                        for _ in _blocks(archive, entry, look.checked):
-                            pass
-                if tensor is not None:
-                    _check_promise(window, tensor.dtype, chunk.sizes)
-                    look.zero = True
-                    for entry in values:
-                        # What a storage holds beside the tensor is nobody's: only its checksum is looked at.
-                        whole = entry.file_size == math.prod(chunk.sizes) * tensor.dtype.itemsize
-                        look.zero = look.zero and whole
-                        for block in _blocks(archive, entry, look.checked):
-                            if whole:
-                                _count(look, torch.frombuffer(block, dtype=tensor.dtype))
+        with (
+            (contents.folder / chunk.file).open("rb") as file,
+            io.BufferedReader(Window(file, chunk.start, chunk.length)) as window,
+            zipfile.ZipFile(window) as archive,
+        ):
+            entries = archive.infolist()
+            look.checked = any(entry.CRC for entry in entries)  # without checksums torch writes zero for all
+            values = [entry for entry in entries if tensor is not None and "/data/" in entry.filename]
+            for entry in entries:
+                for _ in _blocks(archive, entry, look.checked) if entry not in values else ():
+                    pass  # zipfile compares the checksum
+            if tensor is None:
+                return look
+            _check_promise(window, tensor.dtype, chunk.sizes)
+            look.zero = True
+            for entry in values:
+                # What a storage holds beside the tensor is nobody's: only its checksum is looked at.
+                whole = entry.file_size == math.prod(chunk.sizes) * tensor.dtype.itemsize
+                look.zero = look.zero and whole
+                for block in _blocks(archive, entry, look.checked):
+                    if whole:
+                        _count(look, torch.frombuffer(block, dtype=tensor.dtype))
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, ValueError, OSError, EOFError) as error:
         damage = f"in {chunk.file} at byte {chunk.start:,} is damaged: {str(error) or type(error).__name__}"
         return _Look(damage, look.checked)

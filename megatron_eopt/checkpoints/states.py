@@ -72,14 +72,9 @@ def holding(state_dict: Any, key: str) -> Iterator[dict[Any, Any]]:
                 yield from holding(value, key)
 
 
-def optimizers_in(state_dict: Any) -> Iterator[dict[Any, Any]]:
-    """The state dicts of those of Megatron's optimizers that have our block."""
-    return holding(state_dict, BLOCK)
-
-
 def blocks_of(state_dict: Any) -> list[dict[str, Any]]:
     """Our blocks, one for each of Megatron's optimizers that is ours."""
-    return [each[BLOCK] for each in optimizers_in(state_dict)]
+    return [each[BLOCK] for each in holding(state_dict, BLOCK)]
 
 
 def groups(contents: Contents) -> list[tuple[str, dict[str, Any]]]:

@@ -5,7 +5,7 @@ The flags are parsed without Megatron: those that decide this, with Megatron's d
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from megatron_eopt.checkpoints.contents import Contents
 from megatron_eopt.checkpoints.problems import Problem
@@ -34,8 +34,6 @@ _FLAGS = {name: kind for each in (_OF_MODEL, _OF_RUN) for kind, names in each.it
 # Those of optimizers, but for rates, which the schedule has.
 _OF_OPTIMIZERS = tuple(flag for row in FAMILY for flag in row.flags if not flag.field)
 _OF_LOADING = ("muon_momentum_from_adam", "muon_scalar_optimizer")
-# Their values may change from one run to the next, and the update with them.
-_OF_UPDATES = tuple(flag for flag in _OF_OPTIMIZERS if flag.dest not in _OF_LOADING)
 _SPLIT_BY_DEFAULT = {"default", "all"}  # the same for optimizers whose state pairs rows with rows
 _SPELLED = {
     "add_bias_linear": "--disable-bias-linear",
@@ -55,7 +53,7 @@ _DEFAULTS: dict[str, Any] = {
     "weight_decay": 0.01,
 }
 _ALWAYS_GIVEN = {"num_layers", "hidden_size", "num_attention_heads"}
-_SIZES = {
+SIZES = {
     "tensor_model_parallel_size": "TP",
     "pipeline_model_parallel_size": "PP",
     "context_parallel_size": "CP",
@@ -67,21 +65,13 @@ _SCHEDULER = {"lr": "max_lr", "min_lr": "min_lr", "lr_decay_style": "lr_decay_st
 _ANEW = "or start the optimizer anew with --no-load-optim"
 
 
-class Flags(NamedTuple):
-    """A run's flags."""
-
-    given: dict[str, Any]  # by the names of Megatron's arguments
-    whole: bool  # whether it is the whole command line of a run, so that what is not given has Megatron's default
-    ignored: tuple[str, ...]  # flags that say nothing about loading, or that are not known here
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"the flags after --: {message}")
 
 
-def parse_flags(flags: Sequence[str]) -> Flags:
-    """Parse what matters of a command line; the rest is listed, not checked.
+def parse_flags(flags: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """What matters of a command line, by the names of Megatron's arguments; the rest is listed, not checked.
 
     Raises:
         ValueError: for a known flag with a value that it cannot have.
@@ -97,36 +87,35 @@ def parse_flags(flags: Sequence[str]) -> Flags:
         of_value = {key: value for key, value in flag.options.items() if key in ("action", "type")}
         parser.add_argument(flag.name, dest=flag.dest, **of_value)
     known, rest = parser.parse_known_args(flags)
-    given = vars(known)
-    whole = given.keys() >= _ALWAYS_GIVEN and not given.get("use_checkpoint_args")
-    return Flags(given, whole, tuple(dict.fromkeys(each for each in rest if each.startswith("--"))))
+    return vars(known), list(dict.fromkeys(each for each in rest if each.startswith("--")))
 
 
-def would_load(contents: Contents, flags: Flags) -> tuple[list[Problem], list[str]]:
-    """What a run would make of a checkpoint; of flags that are no whole command line, only those given are compared.
+def would_load(contents: Contents, given: dict[str, Any], ignored: list[str]) -> tuple[list[Problem], list[str]]:
+    """What a run with the parsed flags would make of a checkpoint.
+
+    Of a whole command line, what is not given has Megatron's default. Of another, only what is given is compared.
 
     Returns:
         What keeps the run from loading it, or from going on with the same training; and notes: what differs and does no
         harm, and what was not compared.
     """
-    run, saved = flags.given, contents.args
-    if flags.whole:
-        run = _completed({**_DEFAULTS, **run})
+    whole = given.keys() >= _ALWAYS_GIVEN and not given.get("use_checkpoint_args")
+    run, saved = _completed({**_DEFAULTS, **given}) if whole else given, contents.args
     if saved.keys() >= _ALWAYS_GIVEN:
         saved = _completed(saved)
     notes = []
     if not saved:
         notes.append("the checkpoint has no arguments of its run: the model and the settings were not compared")
-    if not flags.whole:
+    if not whole:
         notes.append(
             "not a whole command line (--num-layers, --hidden-size and --num-attention-heads, without "
             "--use-checkpoint-args): what is not given was taken as it was saved"
         )
-    if flags.ignored:
-        notes.append(f"not compared: {', '.join(flags.ignored)}")
+    if ignored:
+        notes.append(f"not compared: {', '.join(ignored)}")
     problems = [] if run.get("use_checkpoint_args") else list(_model(run, saved))
-    if sizes := _changed(_SIZES, run, saved):
-        listed = ", ".join(f"{_SIZES[name]} {saved[name]} to {run[name]}" for name in sizes)
+    if sizes := _changed(SIZES, run, saved):
+        listed = ", ".join(f"{SIZES[name]} {saved[name]} to {run[name]}" for name in sizes)
         notes.append(f"{listed}: torch_dist loads at any sizes")
     if run.get("no_load_optim") or run.get("finetune"):
         notes.append("the optimizer and the schedule start anew (--no-load-optim or --finetune)")
@@ -135,11 +124,11 @@ def would_load(contents: Contents, flags: Flags) -> tuple[list[Problem], list[st
     else:
         problems += [*_optimizer(contents, run, saved), *_precision(contents, run), *_schedule(contents, run)]
         row = ROWS.get(_kept(contents, saved))
-        for flag in _OF_UPDATES:
-            now = flags.given.get(flag.dest)
+        others = (*_OF_LOADING, *(row.state_depends_on if row else ()))  # where these change, it is a problem
+        for flag in _OF_OPTIMIZERS:
+            now = given.get(flag.dest)
             was = saved.get(flag.dest, now)
-            # What changes the state is a problem.
-            if flag.dest in flags.given and now != was and (row is None or flag.dest not in row.state_depends_on):
+            if flag.dest in given and flag.dest not in others and now != was:
                 notes.append(f"{flag.name} is {now} and was {was}: the update changes from here on")
     return problems, notes
 
@@ -163,7 +152,7 @@ def _optimizer(contents: Contents, run: dict[str, Any], saved: dict[str, Any]) -
     was, flat = _kept(contents, saved), distributed_format(contents)
     if flat == "dp_reshardable":
         for name in _changed(("tensor_model_parallel_size", "pipeline_model_parallel_size"), run, saved):
-            what = f"the DistributedOptimizer's state is {flat}: it cannot change {_SIZES[name]}"
+            what = f"the DistributedOptimizer's state is {flat}: it cannot change {SIZES[name]}"
             yield _error(what, "save it with --dist-ckpt-optim-fully-reshardable first")
     wanted = run.get("optimizer", was).removeprefix("dist_")
     what = f"it holds the state of {was}, and the run wants {wanted}"

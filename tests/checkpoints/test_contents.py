@@ -14,11 +14,11 @@ import torch.distributed.checkpoint as dcp
 
 from megatron_eopt.checkpoints.contents import (
     CheckpointError,
+    MetadataUnpickler,
     Unknown,
     newest,
     read_archive,
     read_contents,
-    read_metadata,
 )
 from tests.checkpoints.made import common, save, tensors
 
@@ -121,7 +121,7 @@ def test_stand_ins_take_what_pickles_do():
         Odd.__qualname__ = "Odd"
         data = pickle.dumps({"a": odd, "b": 1})
 
-    found = read_metadata(io.BytesIO(data))
+    found = MetadataUnpickler(io.BytesIO(data)).load()
     assert found["b"] == 1
     assert isinstance(found["a"], Unknown)
 

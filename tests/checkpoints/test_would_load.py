@@ -25,7 +25,7 @@ def compared(tmp_path):
 
 
 def would_this_load(contents, flags):
-    problems, notes = would_load(contents, parse_flags(flags.split()))
+    problems, notes = would_load(contents, *parse_flags(flags.split()))
     return SimpleNamespace(problems=tuple(problems), notes=tuple(notes))
 
 

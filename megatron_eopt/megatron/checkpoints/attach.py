@@ -20,15 +20,7 @@ from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import gathered
 from megatron_eopt.megatron.averaging import export, go_on_from, trained
 from megatron_eopt.megatron.checkpoints.loading import FORMAT, FRESH
-from megatron_eopt.megatron.checkpoints.matching import (
-    GROUPS,
-    Settings,
-    compressed,
-    has,
-    merged,
-    settings_after_load,
-    torch_state,
-)
+from megatron_eopt.megatron.checkpoints.matching import compressed, has, merged, settings_after_load, torch_state
 from megatron_eopt.megatron.checkpoints.sharding import joined, keep_apart, sharded_state, stacked_index
 from megatron_eopt.megatron.parameters import model_parameters, plain_wrappers
 from megatron_eopt.optimizers.base import BaseOptimizer
@@ -101,7 +93,7 @@ class SavedState:
             block["import_adam"] = bool(getattr(config, "muon_momentum_from_adam", False))
             block["layers_differ"] = self._layers_differ
             # A run may have other groups than the one that saved: ours are put together in load_state_dict.
-            torch_state(state_dict)[GROUPS] = []
+            torch_state(state_dict)["param_groups"] = []
         else:
             block |= self._about(torch_state(state_dict)["state"].get("common_step"))
             block |= {} if self._manifest is None else {"manifest": self._manifest}
@@ -112,7 +104,7 @@ class SavedState:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`sharded_state_dict` saved, or what Megatron did before this package was there."""
         inner = torch_state(state_dict)
-        theirs = inner[GROUPS]
+        theirs = inner["param_groups"]
         if any("params" in group for group in theirs):  # not from torch_dist: as it was
             self._load(state_dict)
             return
@@ -124,9 +116,9 @@ class SavedState:
                 loaded = [each for each in nested_values(found) if each is not None]
                 shape = tuple(self._torch.state[parameter][tensor.key].shape)
                 inner["state"].setdefault(index, {})[tensor.key] = joined(tensor, loaded, shape)
-        packed = self._torch.state_dict()["param_groups"]
+        indices = [group["params"] for group in self._torch.state_dict()["param_groups"]]
         settings = self._settings(theirs, block)
-        inner[GROUPS] = [{**each, "params": group["params"]} for each, group in zip(settings, packed, strict=True)]
+        inner["param_groups"] = [each | {"params": own} for each, own in zip(settings, indices, strict=True)]
         live = {index: inner["state"][index].pop(key) for index, (key, _) in trained(self._megatron).items()}
         # Megatron tells groups apart by some of their settings, and mixes up the rest: ours are in order.
         self._megatron._filter_and_reorder_param_groups = lambda current, in_order: in_order
@@ -185,7 +177,7 @@ class SavedState:
             "partly": {state: kept[state] for state in states if kept[state] != names},
         }
 
-    def _settings(self, theirs: list[Settings], block: dict[str, Any]) -> list[Settings]:
+    def _settings(self, theirs: list[dict[str, Any]], block: dict[str, Any]) -> list[dict[str, Any]]:
         """Those of each group after a load, from ours in the checkpoint, or from Megatron's where it wrote it."""
         carried = self._torch.carried_settings if isinstance(self._torch, BaseOptimizer) else frozenset()
         from_checkpoint = releases.wants_schedule_of_checkpoint()

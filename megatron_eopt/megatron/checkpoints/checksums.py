@@ -98,12 +98,8 @@ def loaded_tensors(requested: Any, loaded: Any) -> Iterator[ShardedTensor]:
 def check_replicas(model_chunks: Sequence[Any], dense: ProcessGroup | None, expert: ProcessGroup | None) -> None:
     """Check that data-parallel ranks hold the same parameters, bit for bit; all of them call it together.
 
-    It is for the time before the first step, after whatever has loaded or made the parameters.
-
-    Args:
-        model_chunks: the model.
-        dense: the data-parallel group of parameters; None to leave them out.
-        expert: that of experts' parameters.
+    It is for the time before the first step, after whatever has loaded or made the parameters. ``dense`` is the
+    data-parallel group of parameters, ``expert`` that of experts'; None leaves them out.
 
     Raises:
         RuntimeError: on all ranks of the group, naming parameters that differ.

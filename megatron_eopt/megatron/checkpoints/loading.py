@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 from megatron_eopt.checkpoints.contents import TRACKER, CheckpointError, Contents, is_legacy, newest, read_contents
 from megatron_eopt.checkpoints.problems import check_files
-from megatron_eopt.checkpoints.states import BLOCK, MAIN, blocks_of, optimizers_in, split_key
+from megatron_eopt.checkpoints.states import BLOCK, MAIN, blocks_of, holding, split_key
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import from_rank_0, gathered
 from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, Sums, checksums, loaded_tensors
@@ -71,7 +71,7 @@ def checked_tracker(read_metadata: Callable[..., Any], tracker_filename: str) ->
 @around
 def checked_save(save: Callable[..., Any], sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``dist_checkpointing.save``: with our optimizers, checksums of all tensors are saved."""
-    if any(each[BLOCK]["checksums"] for each in optimizers_in(sharded_state_dict)):
+    if any(each[BLOCK]["checksums"] for each in holding(sharded_state_dict, BLOCK)):
         sharded_state_dict[CHECKSUMS] = checksums(sharded_tensors(sharded_state_dict))
     return save(sharded_state_dict, *args, **kwargs)
 
@@ -84,7 +84,7 @@ def checked_load(
 
     State of our optimizers must not be loaded by Megatron's own.
     """
-    optimizers = list(optimizers_in(sharded_state_dict))
+    optimizers = list(holding(sharded_state_dict, BLOCK))
     if not optimizers:
         if "optimizer" in sharded_state_dict:
             _refuse_ours(sharded_state_dict["optimizer"], checkpoint_dir)
@@ -131,16 +131,17 @@ def _problem(optimizers: Sequence[dict[Any, Any]], stored: _Stored) -> str | Non
     blocks = blocks_of(stored.optimizer)
     written = max((block.get("format", 0) for block in blocks), default=0)
     if written > FORMAT:
-        return (
-            f"it was written by a later release of megatron_eopt (format {written}; this one reads up to {FORMAT}): "
-            f"update the package"
-        )
+        found = f"format {written}; this one reads up to {FORMAT}"
+        return f"it was written by a later release of megatron_eopt ({found}): update the package"
     if not any(split_key(key)[0] for key in stored.shapes):
         return f"it holds no optimizer state (it was saved with --no-save-optim, or converted): {FRESH}"
     optional = frozenset[str]()
     if any(each[BLOCK]["import_adam"] for each in optimizers) and has_adams_alone(stored.shapes):
-        _take_first_moments(optimizers)
         optional = frozenset({_SECOND_MOMENT})
+        momenta, first_moments = (state_key(name, "") for name in (MOMENTUM_BUFFER, _FIRST_MOMENT))
+        for value in (value for each in optimizers for value in nested_values(each)):
+            if isinstance(value, ShardedTensor | ShardedTensorFactory) and value.key.startswith(momenta):
+                value.key = first_moments + value.key.removeprefix(momenta)
     own = [(each[BLOCK]["optimizer"], _requested(each)) for each in optimizers]
     for of_ranks in zip(*gathered(own), strict=True):
         name, wanted = of_ranks[0][0], {key: shape for _, shapes in of_ranks for key, shape in shapes.items()}
@@ -175,10 +176,8 @@ def mismatch(
         needs, has = ({split_key(key)[0] for key in keys if split_key(key)[1] == example} for keys in (wanted, stored))
         has.discard("")
         if not has and example not in stored:
-            return (
-                f"{example} is not in it, nor are {len(missing) - 1} other tensors that this run needs: it is of "
-                f"another model"
-            )
+            others = f"{len(missing) - 1} other tensors that this run needs"
+            return f"{example} is not in it, nor are {others}: it is of another model"
         of_adam = has - {MAIN} == {_FIRST_MOMENT, _SECOND_MOMENT} and has_adams_alone(stored)
         reason = "another optimizer wrote it, or this one with other settings; resume with that one, or"
         if MAIN in has ^ needs:
@@ -190,10 +189,8 @@ def mismatch(
         return f"it holds {listed_has} for {example}, and {name} needs {listed_needs}: {reason} {FRESH}"
     for key, shape in wanted.items():
         if shape is not None and stored[key] != shape:
-            return (
-                f"{key} has shape {stored[key]} in it, and this run needs {shape}: it is of another model, or of other "
-                f"settings of the optimizer; {FRESH}"
-            )
+            reason = f"it is of another model, or of other settings of the optimizer; {FRESH}"
+            return f"{key} has shape {stored[key]} in it, and this run needs {shape}: {reason}"
     return None
 
 
@@ -216,10 +213,9 @@ def of_another(name: str | None, wanted: Iterable[str], blocks: Sequence[Mapping
         wrote = block["optimizer"]
         shared = sorted(parameters & {key for group in block["groups"] for key in group["names"]})
         if shared and wrote != name and wrote in ours:
-            return (
-                f"{wrote} wrote the state of {shared[0]}, and {name or 'an optimizer of Megatron'} would take it for "
-                f"its own: resume with that one, or {FRESH}"
-            )
+            taker = name or "an optimizer of Megatron"
+            taken = f"{wrote} wrote the state of {shared[0]}, and {taker} would take it for its own"
+            return f"{taken}: resume with that one, or {FRESH}"
     return None
 
 
@@ -231,15 +227,6 @@ def stacks_layers(stored: Iterable[str]) -> str | None:
         f"layers differ in their optimizers: leave away the overrides that single out layers (and what freezes some), "
         f"or {FRESH}"
     )
-
-
-def _take_first_moments(optimizers: Iterable[Mapping[Any, Any]]) -> None:
-    """Let every momentum be read from where Adam's first moment is."""
-    for value in (value for each in optimizers for value in nested_values(each)):
-        if isinstance(value, ShardedTensor | ShardedTensorFactory):
-            name = value.key.removeprefix(state_key(MOMENTUM_BUFFER, ""))
-            if name != value.key:
-                value.key = state_key(_FIRST_MOMENT, name)
 
 
 def _requested(optimizer: Any) -> dict[str, tuple[int, ...] | None]:

@@ -13,12 +13,11 @@ import itertools
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
-from megatron_eopt.checkpoints.states import BLOCK, blocks_of, holding, optimizers_in
+from megatron_eopt.checkpoints.states import BLOCK, blocks_of, holding
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.registry import EMERGING_OPTIMIZERS
 
 OPTIMIZERS = "optimizers of megatron_eopt"  # no name of Megatron's, so nothing is merged into it
-GROUPS = "param_groups"
 MAIN_PARAMETERS = "fp32_from_fp16_params"
 
 Settings = dict[str, Any]
@@ -114,12 +113,12 @@ def taken_out(requested: dict[Any, Any]) -> dict[Any, Any]:
 
     def without(state_dict: dict[Any, Any]) -> dict[Any, Any]:
         return {
-            key: without(value) if any(optimizers_in(value)) else value
+            key: without(value) if any(holding(value, BLOCK)) else value
             for key, value in state_dict.items()
             if not (isinstance(value, dict) and BLOCK in value)
         }
 
-    return without(requested) | {OPTIMIZERS: dict(enumerate(optimizers_in(requested)))}
+    return without(requested) | {OPTIMIZERS: dict(enumerate(holding(requested, BLOCK)))}
 
 
 def put_back(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> None:
@@ -130,14 +129,14 @@ def put_back(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> 
     found, numbers = loaded.pop(OPTIMIZERS, {}), itertools.count()
 
     def put(value: Any, rest: Any) -> Any:
-        if not any(optimizers_in(value)):
+        if not any(holding(value, BLOCK)):
             return rest
         if BLOCK in value:
             return _completed(value, found.get(next(numbers), {}), common)
         rest = rest if isinstance(rest, dict) else {}
         return {key: put(inner, rest.get(key)) for key, inner in value.items()}
 
-    loaded |= {key: put(value, loaded.get(key)) for key, value in requested.items() if any(optimizers_in(value))}
+    loaded |= {key: put(value, loaded.get(key)) for key, value in requested.items() if any(holding(value, BLOCK))}
 
 
 def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> dict[Any, Any]:
@@ -146,8 +145,8 @@ def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -
     Megatron leaves out what is empty on this rank: it comes back as empty.
     """
     inner: dict[Any, Any] = {"state": dict(torch_state(loaded).get("state", {}))}
-    saved = list(holding(common, GROUPS))
-    inner[GROUPS] = [group for each in saved for group in each[GROUPS]]
+    saved = list(holding(common, "param_groups"))
+    inner["param_groups"] = [group for each in saved for group in each["param_groups"]]
     blocks = blocks_of(common)
     name = requested[BLOCK]["optimizer"]
     counted = [(block["optimizer"], block["common_step"]) for block in blocks] or [

@@ -40,14 +40,8 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
     tensor-parallel size. Where such a parameter is one logical matrix, a state dimension along its rows is therefore
     saved in as many tensors. Where it is several, each matrix has the same rows at every size.
 
-    Args:
-        tensor: its description; ``dims`` is not None.
-        data: this rank's shard.
-        parameter: the sharded tensor of the parameter, with its data.
-        layouts: of the logical matrices of the parameter.
-
-    Returns:
-        Views of ``data``, one behind the other along its first dimension; none where it is empty.
+    It is saved as views of ``data``, this rank's shard, one behind the other along the first dimension; none where that
+    is empty. ``layouts`` are those of the logical matrices of the parameter.
 
     Raises:
         ValueError: for a factory whose tensors are not cut along the rows of the parameter, and, where the parameter is
@@ -151,9 +145,7 @@ def _replica_id(
 def layers_differ(families: Iterable[Family], frozen: Iterable[str]) -> bool:
     """Whether layers differ in the optimizers of parameters that are alike; all ranks call it together.
 
-    Args:
-        families: the manifest.
-        frozen: names of this rank's parameters that no optimizer may have.
+    ``families`` are the manifest, ``frozen`` the names of this rank's parameters that no optimizer may have.
 
     Raises:
         ValueError: where experts of one layer have different optimizers in a run that saves in torch_dist, where

@@ -14,9 +14,7 @@ from typing import Any
 
 Index = tuple[int, ...]  # the numbers of one name, from left to right: of the layer, of the expert
 Runs = tuple[tuple[int, int], ...]  # whole numbers, as runs ``(first, last + 1)``
-Members = tuple[
-    tuple[Runs, ...], ...
-]  # boxes: one has runs for every star, and holds every combination of their numbers
+Members = tuple[tuple[Runs, ...], ...]  # boxes: runs for every star, and every combination of their numbers
 
 _DIGITS = r"(?:0|[1-9][0-9]*)"
 # Between dots, as layers and experts are numbered, and behind the names that grouped experts' parameters have.

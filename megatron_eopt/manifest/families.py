@@ -14,9 +14,7 @@ from typing import Any
 
 Index = tuple[int, ...]  # the numbers of one name, from left to right: of the layer, of the expert
 Runs = tuple[tuple[int, int], ...]  # whole numbers, as runs ``(first, last + 1)``
-Members = tuple[
-    tuple[Runs, ...], ...
-]  # boxes: one has runs for every star, and holds every combination of their numbers
+Members = tuple[tuple[Runs, ...], ...]  # boxes: runs for every star, and every combination of their numbers
 
 _DIGITS = r"(?:0|[1-9][0-9]*)"
 # Between dots, as layers and experts are numbered, and behind the names that grouped experts' parameters have.
@@ -80,6 +78,18 @@ class ManifestRow:
         unnumbered = ((re.sub(r"\s*\b[0-9]+\b", "", each.name).strip(), each) for each in self.matrices)
         named = (f"{name} {each.rows}x{each.cols}".strip() for name, each in unnumbered)
         return ", ".join(size if number == 1 else f"{number:,} {size}" for size, number in Counter(named).items())
+
+
+def as_tuples(value: Any, what: str) -> Any:
+    """Lists as tuples, all the way down; a ``TypeError`` that names ``what`` for other values than JSON has."""
+    if isinstance(value, list | tuple):
+        return tuple(as_tuples(each, what) for each in value)
+    if isinstance(value, str | bool | int | float | None):
+        return value
+    raise TypeError(
+        f"{what} holds {value!r} ({type(value).__name__}): expected text, a number, a bool, None or a tuple of these; "
+        f"give its name instead"
+    )
 
 
 @dataclass(frozen=True)
@@ -237,18 +247,6 @@ def compressed(indices: Iterable[Index]) -> Members:
     return tuple((_runs(firsts), *box) for boxes, firsts in alike.items() for box in boxes)
 
 
-def as_tuples(value: Any, what: str) -> Any:
-    """Lists as tuples, all the way down; a ``TypeError`` that names ``what`` for other values than JSON has."""
-    if isinstance(value, list | tuple):
-        return tuple(as_tuples(each, what) for each in value)
-    if isinstance(value, str | bool | int | float | None):
-        return value
-    raise TypeError(
-        f"{what} holds {value!r} ({type(value).__name__}): expected text, a number, a bool, None or a tuple of these; "
-        f"give its name instead"
-    )
-
-
 def _runs(numbers: Sequence[int]) -> Runs:
     edges = [0, *(i for i, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1), len(numbers)]
     return tuple((numbers[start], numbers[stop - 1] + 1) for start, stop in pairwise(edges))
@@ -281,8 +279,7 @@ def _disagreement(
 ) -> ValueError:
     if len(likes) == len(others) == 1:
         (one,), (another,) = likes, others
-        names = [field.name for field in fields(ManifestRow)]
-        differing = [name for name in names if getattr(one, name) != getattr(another, name)]
+        differing = [each.name for each in fields(one) if getattr(one, each.name) != getattr(another, each.name)]
         first, second = (", ".join(f"{name} {getattr(row, name)!r}" for name in differing) for row in (one, another))
     else:
         first, second = (f"optimizers {sorted(row.optimizer or 'none' for row in rows)}" for rows in (likes, others))

@@ -19,11 +19,7 @@ _KINDS = {_KEYS.get(name, name): kind for name, kind in get_type_hints(ManifestR
 
 
 def to_json(families: Iterable[Family]) -> dict[str, Any]:
-    """Dicts, lists, texts, numbers, bools and None: what ``json`` gives back as it was.
-
-    Args:
-        families: as :func:`families` or :func:`merged` returns them.
-    """
+    """Families as dicts, lists, texts, numbers, bools and None: what ``json`` gives back as it was."""
     written = []
     for family in in_order(families):
         of_row = {_KEYS.get(key, key): value for key, value in asdict(family.like).items()}

@@ -23,7 +23,7 @@ _MEGATRONS_OWN: dict[str, Any] = {
     "sgd": lambda: ({"momentum": 0.9}, frozenset()),
 }
 # What every optimizer has, and what the table of settings has for all of them.
-_OF_ALL = frozenset({"params", "lr", "weight_decay"})
+_COMMON = frozenset({"params", "lr", "weight_decay"})
 
 
 class OverrideError(ValueError):
@@ -75,7 +75,7 @@ class Known:
 def settings_of_groups(optimizer: Optimizer) -> dict[str, Any]:
     """The settings that single groups of an optimizer may have: by its own method of this name, else its defaults."""
     own = getattr(optimizer, "settings_of_groups", None)
-    return {key: value for key, value in (own() if own else optimizer.defaults).items() if key not in _OF_ALL}
+    return {key: value for key, value in (own() if own else optimizer.defaults).items() if key not in _COMMON}
 
 
 @cache
@@ -92,7 +92,7 @@ def _read(optimizer_cls: Any) -> tuple[dict[str, Any], frozenset[str]]:
     named = [each for each in taken if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     own = {each.name: None if each.default is each.empty else each.default for each in named}
     needed = {"lr": 1e-3} if "lr" in own else {}
-    own = {key: default for key, default in own.items() if key not in _OF_ALL}
+    own = {key: default for key, default in own.items() if key not in _COMMON}
     try:
         settings = settings_of_groups(optimizer_cls([{"params": []}], **needed))
     except Exception:  # whatever the constructor of a user's class needs, and does not find here

@@ -39,7 +39,7 @@ class Resolved:
     overruled: tuple[Overruled, ...] = ()  # what other entries have for this parameter
 
     def learning_rates(self, lr: float, min_lr: float) -> tuple[float, float]:
-        """Largest and smallest learning rate of the schedule, from the optimizer's; refuses them the wrong way round."""
+        """Largest and smallest learning rate of the schedule, from those of the optimizer; an error if upside down."""
         factor = self.settings.get("lr_mult", 1.0)
         high = self.settings.get("lr", lr) * factor
         low = self.settings.get("min_lr", min_lr * factor)
@@ -86,11 +86,10 @@ def resolve(
         if info.name in resolved:
             raise OverrideError(f"two parameters are named {info.name!r}: settings are by name, so names must differ")
         resolved[info.name] = _resolve_one(entries, info, optimizer, known, mistakes)
+    counts = match_counts(entries, infos, optimizer) if matches is None else matches
     wrong = [
         f"{entry.source}: select: {_no_match(entry.selector, infos)}"
-        for entry, count in zip(
-            entries, match_counts(entries, infos, optimizer) if matches is None else matches, strict=True
-        )
+        for entry, count in zip(entries, counts, strict=True)
         if not count and entry.layer != Layer.DEFAULTS
     ]
     for what, names in sorted(mistakes.items()):

@@ -120,9 +120,13 @@ def test_a_state_that_does_not_fit_changes_nothing():
     refusing.remove()
     found = optimizer.state_dict()
     assert_same(found, kept)
-    before = values(params)
+    before, others = values(params), [nn.Parameter(x) for x in values(params)]
+    resumed = Muon(others[:1], others[1:])
+    resumed.load_state_dict(copy.deepcopy(kept))
     run(optimizer, params, gradients(params, 1))
+    run(resumed, others, gradients(params, 1))
     assert not any(torch.equal(p, old) for p, old in zip(params, before, strict=True))
+    assert all(torch.equal(p, other) for p, other in zip(params, others, strict=True))
 
 
 def test_hooks_of_loading_are_called():

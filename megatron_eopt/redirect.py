@@ -104,7 +104,7 @@ class Redirections:
             for redirection in self.redirections:
                 target = redirection.target
                 try:
-                    if isinstance(target, str):
+                    if isinstance(target, str):  # with a colon a module has to be one, not an attribute of its package
                         target = pkgutil.resolve_name(target if ":" in target else f"{target}:")
                 except ImportError:
                     if redirection.required:

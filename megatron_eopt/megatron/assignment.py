@@ -57,10 +57,7 @@ def assign(
 ) -> list[Assignment]:
     """Every parameter of this rank with its optimizer and settings; all ranks call it together, and fail together.
 
-    Args:
-        parameters: of this rank.
-        config: Megatron's ``OptimizerConfig``, on which our flags have put ``optimizer_overrides`` and others.
-        config_overrides: Megatron's, or selectors of this package instead; None for Megatron's standard ones.
+    ``config_overrides`` are Megatron's, or selectors of this package instead; None stands for Megatron's standard ones.
     """
     entries = all_entries(config, config_overrides)
     everywhere = gathered(matches(parameters, config, entries))

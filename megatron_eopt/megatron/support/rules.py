@@ -175,7 +175,7 @@ RULES = (
     Rule(
         "{run.grouped_experts} holds what is several experts', and Megatron-Core saves each expert by itself and would "
         "not find the optimizer state that belongs to it",
-        "leave --moe-single-grouped-weight and --moe-single-grouped-bias away",
+        "leave --moe-single-grouped-weight and --moe-single-grouped-bias away: each expert has parameters of its own",
         lambda run: takes_matrices(run.optimizer) and run.grouped_experts is not None,
     ),
     Rule(

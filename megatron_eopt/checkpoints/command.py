@@ -33,11 +33,7 @@ def add_command(commands: Any) -> None:
 
 
 def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
-    """Print the report of a checkpoint, compared with a run if there are ``flags`` of one; the exit status.
-
-    Raises:
-        ValueError: for flags that cannot be parsed.
-    """
+    """Print the report of a checkpoint, compared with a run if there are ``flags`` of one; the exit status."""
     run = None if flags is None else parse_flags(flags)
     try:
         contents = read_contents(newest(options.folder))

@@ -24,9 +24,7 @@ import torch
 
 from megatron_eopt.checkpoints.contents import INTEGRITY, OWN_FILES, TRACKER, CheckpointError, Chunk, Contents, newest
 
-BLOCK = 1 << 24
-"""Bytes read at a time; a multiple of every entry's size. Memory is this times the threads."""
-
+BLOCK = 1 << 24  # bytes read at a time, a multiple of every entry's size; memory is this times the threads
 _DAMAGED = "copy the file again, or take another checkpoint"
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -54,11 +53,7 @@ class SavedState:
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """What Megatron saves, and beside it, in :data:`BLOCK`, what is not shaped as its parameter.
-
-        Raises:
-            CheckpointError: for weights that Megatron cuts a second time.
-        """
+        """What Megatron saves, and beside it, in :data:`BLOCK`, what is not shaped as its parameter."""
         cut = next((p for p in self._parameters() if is_cut_again(p)), None)
         if cut is not None:
             raise CheckpointError(
@@ -77,7 +72,7 @@ class SavedState:
         sharded = get_param_id_to_sharded_param_map(model_sharded_state_dict, model_parameters(self._megatron))
         # Index of a parameter -> its key in the checkpoint, and its index among the layers that are stacked there.
         self._names = {index: (each.key, stacked_index(each)) for index, each in sharded.items()}
-        state: dict[int, dict[str, list[ShardedTensor]]] = defaultdict(dict)  # what is not shaped as its parameter
+        state: dict[int, dict[str, Any]] = defaultdict(dict)  # what is not shaped as its parameter
         for index, parameter, tensor in self._described():
             if tensor.dims is not None and tensor.saved:
                 assert isinstance(self._torch, BaseOptimizer)  # no other says what it keeps

@@ -20,7 +20,6 @@ from megatron_eopt.registry import EMERGING_OPTIMIZERS
 OPTIMIZERS = "optimizers of megatron_eopt"  # no name of Megatron's, so nothing is merged into it
 MAIN_PARAMETERS = "fp32_from_fp16_params"
 
-Settings = dict[str, Any]
 Names = dict[str, list[list[int]]]
 """Key of a parameter in the checkpoint -> runs ``[first, last + 1]`` of the indices of the layers and experts that are
 stacked under it, ``[[0, 1]]`` for a key with nothing stacked."""
@@ -61,8 +60,8 @@ def has(names: Names, key: str, index: int) -> bool:
 
 
 def settings_after_load(
-    current: Settings, saved: Sequence[Settings], carried: Set[str], from_checkpoint: bool = False
-) -> tuple[Settings, dict[str, tuple[Any, Any]]]:
+    current: dict[str, Any], saved: Sequence[dict[str, Any]], carried: Set[str], from_checkpoint: bool = False
+) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
     """The settings with which a group goes on, and those that the user has changed: name -> (in the checkpoint, now).
 
     Args:

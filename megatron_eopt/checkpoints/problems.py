@@ -43,8 +43,7 @@ def check_structure(contents: Contents) -> Iterator[Problem]:
     """
     yield from check_files(contents)
     for tensor in contents.tensors.values():
-        fault = tiling_fault(tensor.shape, [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks])
-        if fault:
+        if fault := tiling_fault(tensor.shape, [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]):
             what = f"{tensor.key} {list(tensor.shape)}: {fault}"
             yield Problem("error", what, "the save was wrong: take another checkpoint")
     known = OWN_FILES | {name.split("/")[0] for name in _lengths(contents)}

@@ -54,8 +54,7 @@ class SavedState:
         self, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """What Megatron saves, and beside it, in :data:`BLOCK`, what is not shaped as its parameter."""
-        cut = next((p for p in self._parameters() if is_cut_again(p)), None)
-        if cut is not None:
+        if (cut := next(filter(is_cut_again, self._parameters()), None)) is not None:
             raise CheckpointError(
                 f"a weight of shape {tuple(cut.shape)} on this rank is cut a second time (gtp_remat), and whether a "
                 f"checkpoint of its optimizer state could be loaded is unproven: take the model alone "

@@ -177,8 +177,8 @@ def _look(contents: Contents, key: str, chunk: Chunk) -> _Look:
             entries = archive.infolist()
             look.checked = any(entry.CRC for entry in entries)  # without checksums torch writes zero for all
             values = [entry for entry in entries if tensor is not None and "/data/" in entry.filename]
-            for entry in entries:
-                for _ in _blocks(archive, entry, look.checked) if entry not in values else ():
+            for entry in [each for each in entries if each not in values]:
+                for _ in _blocks(archive, entry, look.checked):
                     pass  # zipfile compares the checksum
             if tensor is None:
                 return look

@@ -159,8 +159,7 @@ def check_states(contents: Contents, zeros: Set[str] = frozenset()) -> Iterator[
     if uncopied and any(MAIN in states for states in kept.values()):
         yield Problem("error", f"{MAIN} is missing for {_named(uncopied)}", _INCOMPLETE)
     trainable = [key for key, tensor in model.items() if tensor.dtype.is_floating_point and not _BUFFERS.search(key)]
-    without = [key for key in trainable if key not in kept]
-    if without and not flat:
+    if (without := [key for key in trainable if key not in kept]) and not flat:
         what = f"no optimizer keeps anything for {_named(without)}"
         yield Problem("warning", what, "right for frozen parameters and buffers, and for nothing else")
     for state in ("momentum_buffer", "exp_avg"):

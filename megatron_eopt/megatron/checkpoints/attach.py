@@ -151,7 +151,8 @@ class SavedState:
         ]
         having: dict[str, set[tuple[str, int]]] = defaultdict(set)  # the parameters that have each described state
         keys = [(index, tensor.key) for index, _, tensor in self._described() if tensor.saved]
-        for index, key in [*keys, *((index, key) for index, (key, _) in trained(self._megatron).items())]:
+        keys += [(index, key) for index, (key, _) in trained(self._megatron).items()]
+        for index, key in keys:
             having[base(key)].add(self._names[index])
         everywhere = gathered((step, own, {state: compressed(names) for state, names in having.items()}))
         groups = []

@@ -43,7 +43,8 @@ def checked_base(
     none.
     """
     if rank0 and load_dir is not None and _is_ours(args) and dist.is_initialized():
-        if problem := from_rank_0(lambda: _damage_of_resumed(Path(load_dir), getattr(args, "ckpt_step", None))):
+        problem = from_rank_0(lambda: _damage_of_resumed(Path(load_dir), getattr(args, "ckpt_step", None)))
+        if problem:
             raise CheckpointError(problem)
     return load_base(load_dir, args, rank0, *rest, **kwargs)
 

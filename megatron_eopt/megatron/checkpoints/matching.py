@@ -64,14 +64,13 @@ def settings_after_load(
 ) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
     """The settings with which a group goes on, and those that the user has changed: name -> (in the checkpoint, now).
 
+    Groups of the checkpoint that differ in what would be carried over are refused by a ``ValueError``.
+
     Args:
         current: of the group, as this run has built it.
         saved: of the groups in which the checkpoint has its parameters; none for a group that is empty here.
         carried: settings that the optimizer itself makes, which come from the checkpoint.
         from_checkpoint: the user requested the schedule of the checkpoint.
-
-    Raises:
-        ValueError: if the groups of the checkpoint differ in what would be carried over.
     """
     result = {key: value for key, value in current.items() if key not in _PARAMETERS}
     if not saved:
@@ -146,8 +145,7 @@ def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -
     inner: dict[Any, Any] = {"state": dict(torch_state(loaded).get("state", {}))}
     saved = list(holding(common, "param_groups"))
     inner["param_groups"] = [group for each in saved for group in each["param_groups"]]
-    blocks = blocks_of(common)
-    name = requested[BLOCK]["optimizer"]
+    blocks, name = blocks_of(common), requested[BLOCK]["optimizer"]
     counted = [(block["optimizer"], block["common_step"]) for block in blocks] or [
         ("Adam", each.get("state", {}).get("common_step")) for each in saved
     ]

@@ -38,6 +38,9 @@ class Package:
     version: str
     error: str | None = None
 
+    def __str__(self) -> str:
+        return (self.version or "of no version") + (" (cannot be imported)" if self.error is not None else "")
+
 
 @dataclass(frozen=True)
 class Apex:
@@ -112,7 +115,7 @@ def _examine(options: argparse.Namespace, rest: Sequence[str] | None) -> int:
             "ok": not found,
             "facts": asdict(facts),
             "support": [row._asdict() for row in matrix(facts)],
-            "notes": notes(facts),
+            "notes": list(notes(facts)),
             "problems": [problem._asdict() for problem in found],
         }
         print(json.dumps(said, indent=1))
@@ -125,7 +128,6 @@ def collect() -> Facts:
     """Find out, by importing what is there; what that prints goes to stderr, and no setting of the process changes."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
-        emerging_optimizers = _version("emerging-optimizers")
         core = _package("megatron.core", "megatron.core.optimizer")
         return Facts(
             python=platform.python_version(),
@@ -138,7 +140,7 @@ def collect() -> Facts:
             transformer_engine=_package("transformer_engine", "transformer_engine.pytorch.optimizers"),
             apex=_apex(),
             # not imported: nothing here needs it, and Megatron asks for its version alone before it does
-            emerging_optimizers=None if emerging_optimizers is None else Package(emerging_optimizers),
+            emerging_optimizers=Package(found) if (found := _version("emerging-optimizers")) is not None else None,
             megatron=_megatron() if core is not None and core.error is None else None,
             kernels=_kernels(),
         )
@@ -233,7 +235,7 @@ def problems(facts: Facts) -> Iterator[Problem]:
         )
     if core is None:
         yield Problem("megatron-core is not installed", f"pip install megatron-core, {supported} are supported")
-    elif _is_too_old(core):
+    elif releases.number(core.version) < releases.number(RELEASES[-1]):
         yield Problem(f"megatron-core {core.version} is too old", f"take one of {supported}")
     elif core.error is not None:
         yield Problem(
@@ -253,36 +255,30 @@ def _named(name: str, package: Package | Apex) -> str:
     return f"{name} {package.version}".strip()
 
 
-def _is_too_old(core: Package) -> bool:
-    return releases.number(core.version) < releases.number(RELEASES[-1])
-
-
-def notes(facts: Facts) -> list[str]:
+def notes(facts: Facts) -> Iterator[str]:
     """What is no problem and good to know."""
-    said = []
     if facts.kernels.missing is not None:
-        said.append(f"no kernels for symmetric products ({facts.kernels.missing}): {_NO_KERNELS}")
+        yield f"no kernels for symmetric products ({facts.kernels.missing}): {_NO_KERNELS}"
     if facts.core is not None and releases.number(facts.core.version) > releases.number(RELEASES[0]):
-        said.append(f"megatron-core {facts.core.version} is newer than {RELEASES[0]}, the latest that was tried")
+        yield f"megatron-core {facts.core.version} is newer than {RELEASES[0]}, the latest that was tried"
     if facts.megatron is not None and facts.megatron.training_error is not None:
-        said.append(
+        yield (
             f"megatron.training cannot be imported ({facts.megatron.training_error}): Megatron's scripts need it (pip "
             f"install psutil pyyaml, which megatron-core does not declare), a training loop of your own does not"
         )
     if facts.megatron is not None and facts.megatron.adam == "torch":
-        said.append(
-            "Adam, for what is no matrix, is torch's: Transformer Engine, or NVIDIA's Apex, would bring a fused one"
-        )
-    return said
+        yield "Adam, for what is no matrix, is torch's: Transformer Engine, or NVIDIA's Apex, would bring a fused one"
 
 
 def matrix(facts: Facts) -> list[Row]:
     """What the Megatron-Core that was found supports; empty without one, or with one that is too old."""
-    return [] if facts.core is None or _is_too_old(facts.core) else support_matrix(facts.core.version)
+    if facts.core is None or releases.number(facts.core.version) < releases.number(RELEASES[-1]):
+        return []
+    return support_matrix(facts.core.version)
 
 
 def _text(facts: Facts, found: list[Problem]) -> str:
-    apex, megatron, unknown = facts.apex, facts.megatron, "unknown without Megatron-Core"
+    apex, megatron, missing, unknown = facts.apex, facts.megatron, "not installed", "unknown without Megatron-Core"
     no_kernels = facts.kernels.missing or facts.kernels.failed
     installed = {
         "megatron_eopt": facts.eopt or "not installed as a package",
@@ -290,11 +286,11 @@ def _text(facts: Facts, found: list[Problem]) -> str:
         "torch": facts.torch,
         "CUDA": facts.cuda or "torch is built without it",
         "GPU": facts.gpu or "none",
-        "triton": _said(facts.triton),
-        "megatron-core": _said(facts.core),
-        "transformer-engine": _said(facts.transformer_engine),
-        "apex": f"{apex.version} ({'' if apex.nvidias else 'not '}NVIDIA's)".strip() if apex else "not installed",
-        "emerging-optimizers": f"{_said(facts.emerging_optimizers)} (not needed)",
+        "triton": str(facts.triton or missing),
+        "megatron-core": str(facts.core or missing),
+        "transformer-engine": str(facts.transformer_engine or missing),
+        "apex": f"{apex.version} ({'' if apex.nvidias else 'not '}NVIDIA's)".strip() if apex else missing,
+        "emerging-optimizers": f"{facts.emerging_optimizers or missing} (not needed)",
     }
     used = {
         "--optimizer": ", ".join(megatron.optimizers) if megatron else unknown,
@@ -305,15 +301,9 @@ def _text(facts: Facts, found: list[Problem]) -> str:
     if facts.core is not None and (rows := matrix(facts)):
         title = f"With megatron-core {facts.core.version}"
         sections[title] = [f"{row.works:3}  {row.feature}" + (f": {row.note}" if row.note else "") for row in rows]
-    sections["Notes"] = notes(facts) or ["none"]
+    sections["Notes"] = list(notes(facts)) or ["none"]
     sections["Problems"] = [f"{each.what}. What to do: {each.do}" for each in found] or ["none"]
     return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items())
-
-
-def _said(package: Package | None) -> str:
-    if package is None:
-        return "not installed"
-    return (package.version or "of no version") + (" (cannot be imported)" if package.error is not None else "")
 
 
 def _pairs(values: dict[str, str]) -> list[str]:

@@ -222,7 +222,7 @@ def test_megatron_training_needs_what_it_does_not_declare(tmp_path):
 
 def test_a_healthy_machine_has_neither_problems_nor_notes():
     assert list(problems(HEALTHY)) == []
-    assert notes(HEALTHY) == []
+    assert list(notes(HEALTHY)) == []
     assert matrix(HEALTHY) == support_matrix("0.19.2")
 
 

@@ -33,11 +33,7 @@ def add_command(commands: Any) -> None:
 
 
 def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
-    """Print the report of a checkpoint, compared with a run if there are ``flags`` of one; the exit status.
-
-    Raises:
-        ValueError: for flags that cannot be parsed.
-    """
+    """Print the report of a checkpoint, compared with a run if there are ``flags`` of one; the exit status."""
     run = None if flags is None else parse_flags(flags)
     try:
         contents = read_contents(newest(options.folder))
@@ -72,16 +68,6 @@ def _said(contents: Contents, data: Data | None) -> dict[str, Any]:
     """What the report says of a checkpoint but its problems, as values that JSON can hold."""
     args, kept = contents.args, states.state_keys(contents)
     precision = next((name for name in ("bf16", "fp16") if args.get(name)), "fp32")
-    optimizers = [
-        {
-            "name": each.name,
-            "source": each.source,
-            "settings": _plain(each.block.get("settings") or {}),
-            "parameters": each.parameters,
-            "states": {state: _totals(tensors) for state, tensors in each.states.items()},
-        }
-        for each in states.optimizer_states(contents)
-    ]
     return {
         "folder": str(contents.folder),
         "iteration": contents.iteration,
@@ -91,7 +77,16 @@ def _said(contents: Contents, data: Data | None) -> dict[str, Any]:
         "model": _totals(states.parameters(contents).values()),
         "main_copies": _totals(own[states.MAIN] for own in kept.values() if states.MAIN in own),
         "distributed_optimizer": states.distributed_format(contents),
-        "optimizers": optimizers,
+        "optimizers": [
+            {
+                "name": each.name,
+                "source": each.source,
+                "settings": _plain(each.block.get("settings") or {}),
+                "parameters": each.parameters,
+                "states": {state: _totals(tensors) for state, tensors in each.states.items()},
+            }
+            for each in states.optimizer_states(contents)
+        ],
         "groups": {label: _plain(group) for label, group in states.groups(contents)},
         "data": data and {"archives": data.archives, "bytes": data.bytes, "sound": not data.problems},
         "args": _plain(args),

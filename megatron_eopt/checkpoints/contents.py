@@ -112,8 +112,7 @@ class Contents:
 def newest(folder: Path) -> Path:
     """The checkpoint that Megatron would load from a run's ``--save`` folder; a checkpoint's own folder as it is.
 
-    Raises:
-        CheckpointError: if the folder is not there, or its tracker file names nothing that is there.
+    A :class:`CheckpointError` says that it is not there, or that its tracker file names nothing that is there.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; name a checkpoint, or the folder that a run's --save named")
@@ -141,9 +140,7 @@ def newest(folder: Path) -> Path:
 def read_contents(folder: Path) -> Contents:
     """Read the metadata of one checkpoint, from its own folder; ``newest`` finds that of a run.
 
-    Raises:
-        CheckpointError: if it is not there, not in torch_dist format, not finished, or if its metadata or its common
-            state cannot be read.
+    A :class:`CheckpointError` says that it is not there, not in torch_dist format, not finished, or not readable.
     """
     if fault := _fault(folder):
         raise CheckpointError(f"{folder} {fault}")

@@ -24,9 +24,7 @@ import torch
 
 from megatron_eopt.checkpoints.contents import INTEGRITY, OWN_FILES, TRACKER, CheckpointError, Chunk, Contents, newest
 
-BLOCK = 1 << 24
-"""Bytes read at a time; a multiple of every entry's size. Memory is this times the threads."""
-
+BLOCK = 1 << 24  # bytes read at a time, a multiple of every entry's size; memory is this times the threads
 _DAMAGED = "copy the file again, or take another checkpoint"
 
 
@@ -45,8 +43,7 @@ def check_structure(contents: Contents) -> Iterator[Problem]:
     """
     yield from check_files(contents)
     for tensor in contents.tensors.values():
-        fault = tiling_fault(tensor.shape, [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks])
-        if fault:
+        if fault := tiling_fault(tensor.shape, [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]):
             what = f"{tensor.key} {list(tensor.shape)}: {fault}"
             yield Problem("error", what, "the save was wrong: take another checkpoint")
     known = OWN_FILES | {name.split("/")[0] for name in _lengths(contents)}
@@ -180,8 +177,8 @@ def _look(contents: Contents, key: str, chunk: Chunk) -> _Look:
             entries = archive.infolist()
             look.checked = any(entry.CRC for entry in entries)  # without checksums torch writes zero for all
             values = [entry for entry in entries if tensor is not None and "/data/" in entry.filename]
-            for entry in entries:
-                for _ in _blocks(archive, entry, look.checked) if entry not in values else ():
+            for entry in [each for each in entries if each not in values]:
+                for _ in _blocks(archive, entry, look.checked):
                     pass  # zipfile compares the checksum
             if tensor is None:
                 return look

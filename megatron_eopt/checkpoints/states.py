@@ -11,12 +11,8 @@ from megatron_eopt.checkpoints.contents import Contents, StoredTensor
 from megatron_eopt.checkpoints.problems import Problem
 from megatron_eopt.family import FAMILY, ROWS
 
-BLOCK = "megatron_eopt"
-"""The key of what this package writes into the state of each of Megatron's optimizers: our block."""
-
-MAIN = "fp32_param"
-"""The state key of the main copy in runs with bf16 or fp16."""
-
+BLOCK = "megatron_eopt"  # what this package writes into the state of each of Megatron's optimizers: our block
+MAIN = "fp32_param"  # the state key of the main copy in runs with bf16 or fp16
 _ADAM, _LION = frozenset({"exp_avg", "exp_avg_sq"}), frozenset(ROWS["lion"].state)
 # What an optimizer without our block is called by, where it keeps nothing else.
 _LABELS = {
@@ -36,8 +32,7 @@ _OF_A_MATRIX = re.compile(r"_\d+$")
 _BUFFERS = re.compile(r"_extra_state|expert_bias$|tokens_per_expert$|running_(mean|var)$")
 _INCOMPLETE = "it cannot be resumed as it is: take another checkpoint, or load with --no-load-optim"
 
-Kept = dict[str, dict[str, StoredTensor]]
-"""Parameter key -> state key -> the tensor."""
+Kept = dict[str, dict[str, StoredTensor]]  # parameter key -> state key -> the tensor
 
 
 @dataclass(frozen=True)
@@ -86,9 +81,8 @@ def groups(contents: Contents) -> list[tuple[str, dict[str, Any]]]:
     chained = {f"{index}.": each for index, each in whole.items() if str(index).isdecimal() and isinstance(each, dict)}
     found = []
     for label, state in (chained or {"": whole}).items():
-        inner = state.get("optimizer")  # beside the main copies
-        saved = state.get("param_groups", inner.get("param_groups") if isinstance(inner, dict) else None)
-        found += [(f"{label}{index}", group) for index, group in enumerate(saved or [])]
+        saved = [group for each in holding(state, "param_groups") for group in each["param_groups"] or ()]
+        found += [(f"{label}{index}", group) for index, group in enumerate(saved)]
     return found
 
 
@@ -165,8 +159,7 @@ def check_states(contents: Contents, zeros: Set[str] = frozenset()) -> Iterator[
     if uncopied and any(MAIN in states for states in kept.values()):
         yield Problem("error", f"{MAIN} is missing for {_named(uncopied)}", _INCOMPLETE)
     trainable = [key for key, tensor in model.items() if tensor.dtype.is_floating_point and not _BUFFERS.search(key)]
-    without = [key for key in trainable if key not in kept]
-    if without and not flat:
+    if (without := [key for key in trainable if key not in kept]) and not flat:
         what = f"no optimizer keeps anything for {_named(without)}"
         yield Problem("warning", what, "right for frozen parameters and buffers, and for nothing else")
     for state in ("momentum_buffer", "exp_avg"):

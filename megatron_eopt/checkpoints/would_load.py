@@ -73,8 +73,7 @@ class _Parser(argparse.ArgumentParser):
 def parse_flags(flags: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """What matters of a command line, by the names of Megatron's arguments; the rest is listed, not checked.
 
-    Raises:
-        ValueError: for a known flag with a value that it cannot have.
+    A known flag with a value that it cannot have is a ``ValueError``.
     """
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name, kind in _FLAGS.items():
@@ -91,13 +90,10 @@ def parse_flags(flags: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def would_load(contents: Contents, given: dict[str, Any], ignored: list[str]) -> tuple[list[Problem], list[str]]:
-    """What a run with the parsed flags would make of a checkpoint.
+    """What keeps a run with the parsed flags from loading a checkpoint, or from going on with the same training.
 
-    Of a whole command line, what is not given has Megatron's default. Of another, only what is given is compared.
-
-    Returns:
-        What keeps the run from loading it, or from going on with the same training; and notes: what differs and does no
-        harm, and what was not compared.
+    Notes come second: what differs and does no harm, and what was not compared. Of a whole command line, what is not
+    given has Megatron's default. Of another, only what is given is compared.
     """
     whole = given.keys() >= _ALWAYS_GIVEN and not given.get("use_checkpoint_args")
     run, saved = _completed({**_DEFAULTS, **given}) if whole else given, contents.args
@@ -156,6 +152,8 @@ def _optimizer(contents: Contents, run: dict[str, Any], saved: dict[str, Any]) -
             yield _error(what, "save it with --dist-ckpt-optim-fully-reshardable first")
     wanted = run.get("optimizer", was).removeprefix("dist_")
     what = f"it holds the state of {was}, and the run wants {wanted}"
+    rows = (ROWS.get(name) for name in (was, wanted))
+    kept, keeps = ({*row.state, *row.further_state} if row else set() for row in rows)
     if wanted == was:
         row = ROWS.get(was)
         if row is None or row.owns == "all":
@@ -170,16 +168,11 @@ def _optimizer(contents: Contents, run: dict[str, Any], saved: dict[str, Any]) -
             yield _error(f"{what}; Adam's is in flat buckets ({flat})", "go on with adam")
         elif not run.get("muon_momentum_from_adam"):
             yield _error(what, "--muon-momentum-from-adam takes Adam's first moment as momentum")
-    elif wanted in ROWS and _state(wanted) < _state(was):
-        lost = " and ".join(sorted(_state(was) - _state(wanted)))
+    elif wanted in ROWS and keeps < kept:
+        lost = " and ".join(sorted(kept - keeps))
         yield _error(f"{what}: its {lost} would be dropped without a word", f"keep {was}")
     else:
         yield _error(f"{what}, of which something is missing", f"keep --optimizer {was}")
-
-
-def _state(optimizer: str) -> set[str]:
-    """What an optimizer of the table keeps."""
-    return {*ROWS[optimizer].state, *ROWS[optimizer].further_state} if optimizer in ROWS else set()
 
 
 def _precision(contents: Contents, run: dict[str, Any]) -> Iterator[Problem]:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -54,13 +53,8 @@ class SavedState:
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """What Megatron saves, and beside it, in :data:`BLOCK`, what is not shaped as its parameter.
-
-        Raises:
-            CheckpointError: for weights that Megatron cuts a second time.
-        """
-        cut = next((p for p in self._parameters() if is_cut_again(p)), None)
-        if cut is not None:
+        """What Megatron saves, and beside it, in :data:`BLOCK`, what is not shaped as its parameter."""
+        if (cut := next(filter(is_cut_again, self._parameters()), None)) is not None:
             raise CheckpointError(
                 f"a weight of shape {tuple(cut.shape)} on this rank is cut a second time (gtp_remat), and whether a "
                 f"checkpoint of its optimizer state could be loaded is unproven: take the model alone "
@@ -77,7 +71,7 @@ class SavedState:
         sharded = get_param_id_to_sharded_param_map(model_sharded_state_dict, model_parameters(self._megatron))
         # Index of a parameter -> its key in the checkpoint, and its index among the layers that are stacked there.
         self._names = {index: (each.key, stacked_index(each)) for index, each in sharded.items()}
-        state: dict[int, dict[str, list[ShardedTensor]]] = defaultdict(dict)  # what is not shaped as its parameter
+        state: dict[int, dict[str, Any]] = defaultdict(dict)  # what is not shaped as its parameter
         for index, parameter, tensor in self._described():
             if tensor.dims is not None and tensor.saved:
                 assert isinstance(self._torch, BaseOptimizer)  # no other says what it keeps
@@ -157,7 +151,8 @@ class SavedState:
         ]
         having: dict[str, set[tuple[str, int]]] = defaultdict(set)  # the parameters that have each described state
         keys = [(index, tensor.key) for index, _, tensor in self._described() if tensor.saved]
-        for index, key in [*keys, *((index, key) for index, (key, _) in trained(self._megatron).items())]:
+        keys += [(index, key) for index, (key, _) in trained(self._megatron).items()]
+        for index, key in keys:
             having[base(key)].add(self._names[index])
         everywhere = gathered((step, own, {state: compressed(names) for state, names in having.items()}))
         groups = []

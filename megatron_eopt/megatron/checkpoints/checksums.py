@@ -20,12 +20,8 @@ from torch.distributed import ProcessGroup
 from megatron_eopt.megatron.agreement import gathered
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
 
-CHECKSUMS = "megatron_eopt_checksums"
-"""Where the common state of a checkpoint has them."""
-
-Sums = dict[str, tuple[int, int]]
-"""Key -> checksum and number of entries."""
-
+CHECKSUMS = "megatron_eopt_checksums"  # where the common state of a checkpoint has them
+Sums = dict[str, tuple[int, int]]  # key -> checksum and number of entries
 _AT_ONCE = 2**22  # entries
 _SPREAD = 0x1E3779B97F4A7C14  # even, and no simple number
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -63,20 +59,18 @@ def checksum(shard: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tens
 
 def checksums(tensors: Iterable[ShardedTensor]) -> Sums:
     """Those of all global tensors; all ranks call it with what they save or have loaded, and get the same."""
-    sums: dict[str, list[Tensor]] = {}
-    entries = Counter[str]()
+    sums: dict[str, Tensor] = {}
+    entries, values, counts = Counter[str](), Counter[str](), Counter[str]()
     for tensor in tensors:
         # a quantized tensor has no bits of its own to look at
         if is_main_replica(tensor.replica_id) and type(tensor.data) in (torch.Tensor, torch.nn.Parameter):
-            sums.setdefault(tensor.key, []).append(checksum(tensor.data, tensor.global_offset, tensor.global_shape))
+            shard = checksum(tensor.data, tensor.global_offset, tensor.global_shape)
+            sums[tensor.key] = sums[tensor.key] + shard if tensor.key in sums else shard
             entries[tensor.key] += tensor.data.numel()
-    own = {key: (int(torch.stack(of_shards).sum()), entries[key]) for key, of_shards in sums.items()}
-    totals: Sums = {}
-    for of_rank in gathered(own):
-        for key, (value, count) in of_rank.items():
-            known, counted = totals.get(key, (0, 0))
-            totals[key] = ((known + value) % 2**64, counted + count)
-    return totals
+    for of_rank, entries_of_rank in gathered(({key: int(value) for key, value in sums.items()}, entries)):
+        values.update(of_rank)
+        counts.update(entries_of_rank)
+    return {key: (value % 2**64, counts[key]) for key, value in values.items()}
 
 
 def loaded_tensors(requested: Any, loaded: Any) -> Iterator[ShardedTensor]:
@@ -99,10 +93,8 @@ def check_replicas(model_chunks: Sequence[Any], dense: ProcessGroup | None, expe
     """Check that data-parallel ranks hold the same parameters, bit for bit; all of them call it together.
 
     It is for the time before the first step, after whatever has loaded or made the parameters. ``dense`` is the
-    data-parallel group of parameters, ``expert`` that of experts'; None leaves them out.
-
-    Raises:
-        RuntimeError: on all ranks of the group, naming parameters that differ.
+    data-parallel group of parameters, ``expert`` that of experts'; None leaves them out. A ``RuntimeError`` on all
+    ranks of the group names parameters that differ.
     """
     parameters: dict[bool, dict[str, Tensor]] = {False: {}, True: {}}
     for number, chunk in enumerate(model_chunks):

@@ -27,9 +27,7 @@ from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
 from megatron_eopt.redirect import around
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers
 
-FORMAT = 1
-"""Of what this package writes down. It grows when an older release could not read a checkpoint any more."""
-
+FORMAT = 1  # of what this package writes down; it grows when an older release could not read a checkpoint any more
 _FIRST_MOMENT, _SECOND_MOMENT = "exp_avg", "exp_avg_sq"
 FRESH = "pass --no-load-optim to load the weights alone and start with fresh optimizer state"
 _STACKED = re.compile(r"\.layers\.(?!\d)")
@@ -156,13 +154,10 @@ def mismatch(
     stored: Mapping[str, tuple[int, ...]],
     optional: Set[str] = frozenset(),
 ) -> str | None:
-    """Why a checkpoint cannot serve the optimizer of this name.
+    """Why a checkpoint cannot serve the optimizer of this name; ``optional`` states need not be loaded.
 
-    Args:
-        name: of its class.
-        wanted: key -> global shape, of every tensor that it loads on any rank; None where any shape will do.
-        stored: the same of the checkpoint, of models and of all optimizers.
-        optional: states that need not be loaded.
+    ``wanted`` has the global shape of every tensor that it loads on any rank, by key; None where any shape will do.
+    ``stored`` has those of the checkpoint, of models and of all optimizers.
     """
     parameters = {split_key(key)[1] for key in wanted}
     missing = sorted(wanted.keys() - stored.keys())

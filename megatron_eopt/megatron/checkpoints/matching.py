@@ -20,7 +20,6 @@ from megatron_eopt.registry import EMERGING_OPTIMIZERS
 OPTIMIZERS = "optimizers of megatron_eopt"  # no name of Megatron's, so nothing is merged into it
 MAIN_PARAMETERS = "fp32_from_fp16_params"
 
-Settings = dict[str, Any]
 Names = dict[str, list[list[int]]]
 """Key of a parameter in the checkpoint -> runs ``[first, last + 1]`` of the indices of the layers and experts that are
 stacked under it, ``[[0, 1]]`` for a key with nothing stacked."""
@@ -61,18 +60,17 @@ def has(names: Names, key: str, index: int) -> bool:
 
 
 def settings_after_load(
-    current: Settings, saved: Sequence[Settings], carried: Set[str], from_checkpoint: bool = False
-) -> tuple[Settings, dict[str, tuple[Any, Any]]]:
+    current: dict[str, Any], saved: Sequence[dict[str, Any]], carried: Set[str], from_checkpoint: bool = False
+) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
     """The settings with which a group goes on, and those that the user has changed: name -> (in the checkpoint, now).
+
+    Groups of the checkpoint that differ in what would be carried over are refused by a ``ValueError``.
 
     Args:
         current: of the group, as this run has built it.
         saved: of the groups in which the checkpoint has its parameters; none for a group that is empty here.
         carried: settings that the optimizer itself makes, which come from the checkpoint.
         from_checkpoint: the user requested the schedule of the checkpoint.
-
-    Raises:
-        ValueError: if the groups of the checkpoint differ in what would be carried over.
     """
     result = {key: value for key, value in current.items() if key not in _PARAMETERS}
     if not saved:
@@ -147,8 +145,7 @@ def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -
     inner: dict[Any, Any] = {"state": dict(torch_state(loaded).get("state", {}))}
     saved = list(holding(common, "param_groups"))
     inner["param_groups"] = [group for each in saved for group in each["param_groups"]]
-    blocks = blocks_of(common)
-    name = requested[BLOCK]["optimizer"]
+    blocks, name = blocks_of(common), requested[BLOCK]["optimizer"]
     counted = [(block["optimizer"], block["common_step"]) for block in blocks] or [
         ("Adam", each.get("state", {}).get("common_step")) for each in saved
     ]

@@ -41,11 +41,9 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
     saved in as many tensors. Where it is several, each matrix has the same rows at every size.
 
     It is saved as views of ``data``, this rank's shard, one behind the other along the first dimension; none where that
-    is empty. ``layouts`` are those of the logical matrices of the parameter.
-
-    Raises:
-        ValueError: for a factory whose tensors are not cut along the rows of the parameter, and, where the parameter is
-            one logical matrix, for rows in another than the first dimension.
+    is empty. ``layouts`` are those of the logical matrices of the parameter. A ``ValueError`` refuses a factory whose
+    tensors are not cut along the rows of the parameter, and, where the parameter is one logical matrix, rows in another
+    than the first dimension.
     """
     assert tensor.dims is not None
     saved, layout = list(sharded_tensors([parameter])), layouts[tensor.matrix]
@@ -127,29 +125,24 @@ def stacked_index(parameter: Sharded) -> int:
     return index
 
 
-def _replica_id(
-    dims: Sequence[str | int], layout: Layout, of_parameter: int | tuple[int, ...]
-) -> int | tuple[int, ...]:
-    """That of the parameter, (pipeline, tensor, data), told apart further where a state tensor has more copies."""
+def _replica_id(dims: Sequence[str | int], layout: Layout, own: int | tuple[int, ...]) -> int | tuple[int, ...]:
+    """The parameter's ``own``, (pipeline, tensor, data), told apart further where a state tensor has more copies."""
     shards = [
         ("rows" in dims and (held.top, held.bottom), "columns" in dims and (held.left, held.right))
         for held in layout.rectangles
     ]
     earlier = shards[: layout.rank].count(shards[layout.rank])  # ranks before this one that hold the same shard
-    if isinstance(of_parameter, int):
-        return of_parameter * layout.ranks + earlier
-    pipeline, of_tensor, *data = of_parameter
-    return (pipeline, of_tensor * layout.ranks + earlier, *data)
+    if isinstance(own, int):
+        return own * layout.ranks + earlier
+    pipeline, tensor, *data = own
+    return (pipeline, tensor * layout.ranks + earlier, *data)
 
 
 def layers_differ(families: Iterable[Family], frozen: Iterable[str]) -> bool:
     """Whether layers differ in the optimizers of parameters that are alike; all ranks call it together.
 
-    ``families`` are the manifest, ``frozen`` the names of this rank's parameters that no optimizer may have.
-
-    Raises:
-        ValueError: where experts of one layer have different optimizers in a run that saves in torch_dist, where
-            Megatron can only stack them.
+    ``families`` are the manifest, ``frozen`` the names of this rank's parameters that no optimizer may have. Different
+    optimizers for experts of one layer are refused in a run that saves in torch_dist: Megatron can only stack them.
     """
     kinds: dict[str, set[tuple[str | None, int]]] = defaultdict(set)
     for row in rows(families):

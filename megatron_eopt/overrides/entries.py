@@ -199,10 +199,7 @@ def _compose(path: Path) -> _Node:
 
 
 def _written(root: _Node) -> Iterator[tuple[object, int, _Node]]:
-    """The entries of a file: selector, line, and the mapping of settings, in which a list has the selector too.
-
-    That is under ``select``, which stands for such a selector here.
-    """
+    """The entries of a file: selector, line and settings; ``select`` for a selector that stands among the settings."""
     if not isinstance(root, yaml.CollectionNode):
         line, got = (1, "nothing") if root is None else (_line(root), shown(_plain(root)))
         raise _FileError((line, f"expected {_FORMAT}, got {got}"))
@@ -297,4 +294,4 @@ def _pairs(node: _Node, merges: int = 0) -> _Pairs:
         if name in own:
             raise _FileError((_line(key), f"{name}: is here a second time, the first is on line {own[name][0]}"))
         own[name] = _line(key), value
-    return own | merged | own
+    return own | merged | own  # its own keys come first, and count

@@ -134,7 +134,7 @@ class Condition:
 
 
 Predicate = partial(Condition, Kind.PREDICATE)
-"""``Predicate(NAME, FUNCTION)``: a Python function with a name, by which two are compared."""
+"""``Predicate(NAME, FUNCTION)``: a function with a name, by which two are compared; it pickles if the function does."""
 
 
 @dataclass(frozen=True)

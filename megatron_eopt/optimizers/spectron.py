@@ -106,7 +106,7 @@ class Spectron(BaseOptimizer):
 
     1. ``gA = G B`` and ``gB = G^T A``;
     2. weight decay of each factor: ``A -= lr * weight_decay * A``, so that ``W`` shrinks by the square;
-    3. momentum, an exponential moving average: ``mA += (1 - beta) (gA - mA)``, and likewise ``mB``;
+    3. momentum, an exponential moving average: ``mA += (1 - beta) (gA - mA)``, and so ``mB``;
     4. ``sA`` and ``sB``, the largest singular values of the factors, by power iteration from the last step's vectors;
     5. ``A -= lr' * orth(mA)``, ``B -= lr' * orth(mB)`` with ``lr' = lr / (sA + sB + 1)``: ``W`` changes by at most
        about ``lr`` in spectral norm;
@@ -119,8 +119,8 @@ class Spectron(BaseOptimizer):
 
     Factors, momenta and singular vectors are kept in fp32 (fp64 for an fp64 parameter), and steps 1, 4 and 6 are
     computed in it. Gradients are never written to, and a parameter without one is left as it is, and so is one whose
-    gradient is not finite: see :mod:`~megatron_eopt.optimizers.nonfinite`. Only steps up to
-    the one that projects a parameter wait for a GPU.
+    gradient is not finite: see :mod:`~megatron_eopt.optimizers.nonfinite`. Only steps up to the one that projects a
+    parameter wait for a GPU.
 
     In the paper's own form the model holds the factors: see
     :func:`~megatron_eopt.optimizers.spectron.factor_pairs` for groups of such pairs, which skip steps 1 and 6 and the
@@ -465,9 +465,9 @@ class Spectron(BaseOptimizer):
             )
         for parameter, of_parameter in factors.items():
             state = self._state_of(parameter)
-            for own, (A, B, _) in zip(self._factors_of(parameter), of_parameter, strict=True):
-                own[0].copy_(A)
-                own[1].copy_(B)
+            for (own_A, own_B), (A, B, _) in zip(self._factors_of(parameter), of_parameter, strict=True):
+                own_A.copy_(A)
+                own_B.copy_(B)
             state[PROJECTED].fill_(1)
         self._done |= factors.keys()
 

@@ -108,13 +108,13 @@ class Muon(Optimizer):
         adam_fused: bool = False,
         **muon_settings: Any,
     ) -> None:
-        given: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "num_ns_steps": ns_steps}
+        own: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "num_ns_steps": ns_steps}
         as_in_the_original = {"nesterov": False, "scale_mode": "shape_scaling", "coefficient_type": "simple"}
-        further = {**as_in_the_original, "fp32_matmul_prec": "highest", "tp_mode": "auto", **muon_settings}
-        # False would also turn off what torch takes by itself
+        exact = {"fp32_matmul_prec": "highest", "tp_mode": "auto"}
+        muon = HeavyBallMuon(listed(muon_params), **own, **{**as_in_the_original, **exact, **muon_settings})
+        # fused=False would also turn off what torch takes by itself
         adam: dict[str, Any] = {"betas": adam_betas, "eps": adam_eps, "fused": adam_fused or None}
-        adam["lr"] = lr if adam_lr is None else adam_lr
-        self._join(HeavyBallMuon(listed(muon_params), **given, **further), adam_params, adam)
+        self._join(muon, adam_params, {"lr": lr if adam_lr is None else adam_lr, **adam})
 
     @classmethod
     def around(cls, matrices: BaseOptimizer, adam_params: ParamsT, adam_settings: Mapping[str, Any]) -> Self:

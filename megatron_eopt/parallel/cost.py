@@ -17,9 +17,6 @@ from megatron_eopt.orthogonalize.forms import gram_flops, standard_flops
 from megatron_eopt.parallel.collectives import sent_bytes
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Shape, cut_dimension, in_rounds
 
-NORM_BYTES = 8
-"""Of a squared norm where it is summed over ranks: fp64."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
@@ -156,7 +153,8 @@ def bucket_traffic(plan: Plan, bucket: Bucket, rank: int, work: Works) -> dict[s
     gram, segments = matrix.shape[_kept_dim(matrix)] ** 2 * work.gram_itemsize, len(work.restarts or ()) + 1
     sums = sent_bytes("all_reduce", count * gram, ranks)
     if bucket.scheme == "distributed":
-        steps, norms = len(work.schedule), sent_bytes("all_reduce", count * NORM_BYTES, ranks)
+        # squared norms are summed in fp64
+        steps, norms = len(work.schedule), sent_bytes("all_reduce", count * 8, ranks)
         return {"all_reduce": (1 + steps, norms + steps * sums)}
     if bucket.scheme == "gram_replicated":
         return {"all_reduce": (segments, segments * sums)}

@@ -89,10 +89,7 @@ def owner(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]
 
 
 def share(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]:
-    """``share``: computes before it first waits, while the results of the bucket before it are on their way.
-
-    See :data:`Run`.
-    """
+    """``share``: computes before it first waits, while the results of the bucket before it are on their way."""
     group = job.ranks
     of_rank = of_ranks(job.bucket.compute_ranks, group.size())
     own = of_rank[group.rank()]

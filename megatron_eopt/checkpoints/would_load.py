@@ -120,7 +120,7 @@ def would_load(contents: Contents, given: dict[str, Any], ignored: list[str]) ->
     else:
         problems += [*_optimizer(contents, run, saved), *_precision(contents, run), *_schedule(contents, run)]
         row = ROWS.get(_kept(contents, saved))
-        others = (*_OF_LOADING, *(row.state_depends_on if row else ()))  # where these change, it is a problem
+        others = (*_OF_LOADING, *(row.state_depends_on if row else ()))  # of no update, or problems
         for flag in _OF_OPTIMIZERS:
             now = given.get(flag.dest)
             was = saved.get(flag.dest, now)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt import TensorParallelMuon
+from megatron_eopt.orthogonalize.kernels import KERNELS, Kernel
 from megatron_eopt.parallel.collectives import counters
 from megatron_eopt.parallel.cost import DEFAULT_RATES
 from tests.distributed.ranks import run_ranks
@@ -308,6 +309,25 @@ def test_ranks_with_different_parameters_end_at_start_with_the_first_one_that_di
     for message, untouched in run_ranks(different_plans, 2):
         assert "plan differs between ranks 0 and 1 of group 'tp': 'b' has the shape (8, 4) in the one" in message
         assert untouched
+
+
+def a_kernel_that_fails(rank, world_size):
+    """A kernel of symmetric products that cannot be made on rank 1."""
+    if rank == 1:
+        KERNELS["blocked"] = Kernel(lambda precision: 1 / 0)
+    groups, parameter = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None), torch.nn.Parameter(torch.ones(4, 6))
+    parameter.tensor_model_parallel, parameter.partition_dim = True, 1
+    optimizer = TensorParallelMuon([parameter], pg_collection=groups, symmetric_products="blocked")
+    try:
+        optimizer.prepare()
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_kernel_that_fails_on_one_rank_ends_the_start_of_all():
+    first, second = run_ranks(a_kernel_that_fails, 2)
+    assert first == "the kernel 'blocked' of symmetric products cannot serve: it fails on another rank"
+    assert second.startswith("the kernel 'blocked' of symmetric products cannot serve: ZeroDivisionError")
 
 
 def measured(rank, world_size):

@@ -135,6 +135,9 @@ def test_a_changed_schedule_does_not_go_on_where_the_old_one_stood():
 def test_a_step_count_is_carried_over_and_has_to_be_one():
     settings, _ = settings_after_load(NOW, [THEN | {"step": 7}, THEN | {"step": 7}], frozenset())
     assert settings["step"] == 7
+    # also where a step of this run's has been counted before: it is no setting that the user has changed
+    settings, changed = settings_after_load(NOW | {"step": 1}, [THEN | {"step": 7}], {"rung"})
+    assert (settings["step"], changed) == (7, {})
     with pytest.raises(ValueError, match=r"different 'step': \[7, 8\]; keep the groups of the run that saved"):
         settings_after_load(NOW, [THEN | {"step": 7}, THEN | {"step": 8}], frozenset())
 

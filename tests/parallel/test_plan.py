@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt.parallel.cost import Rates, cube_flops, plan_cost, whole_flops, work_of
+from megatron_eopt.parallel.engine import subset
 from megatron_eopt.parallel.plan import (
     MAX_BYTES,
     REPLICATED_ROWS,
@@ -193,6 +194,20 @@ def test_each_iteration_has_buckets_of_its_own_and_its_own_schemes():
     ]
     with pytest.raises(KeyError, match="'b'"):
         make_plan(both, "gram", {"a": WORK})
+
+
+def test_some_matrices_of_a_plan_keep_their_schemes_and_compute_ranks():
+    plan = make_plan([*some(4, *LONG), *some(3, *SQUARE)], "owner", WORK)
+    of_name = {
+        plan.matrices[i].name: rank
+        for bucket in plan.buckets
+        for i, rank in zip(bucket.matrices, bucket.compute_ranks, strict=True)
+    }
+    kept = subset(plan, [1, 3, 5])
+    assert kept.matrices == tuple(plan.matrices[i] for i in (1, 3, 5))
+    assert [(b.scheme, b.matrices) for b in kept.buckets] == [("owner", (0, 1)), ("owner", (2,))]
+    for bucket in kept.buckets:
+        assert [of_name[kept.matrices[i].name] for i in bucket.matrices] == list(bucket.compute_ranks)
 
 
 def test_who_shares_is_said_by_the_caller():

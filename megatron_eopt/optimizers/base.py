@@ -261,7 +261,7 @@ class BaseOptimizer(Optimizer):
             for tensor in self.state_tensors(parameter):
                 if tensor.key in state:
                     check_lying(parameter, tensor, self.matrix_layouts, state[tensor.key])
-                elif tensor.saved:
+                else:
                     raise ValueError(
                         f"{type(self).__name__} needs {tensor.key!r} for the parameter of shape "
                         f"{tuple(parameter.shape)}, but the state has {sorted(state)}: it is of another optimizer, or "
@@ -271,9 +271,7 @@ class BaseOptimizer(Optimizer):
         self._engine = None
         for parameter, state in states:
             for tensor in self.state_tensors(parameter):
-                if tensor.key not in state:
-                    self.state[parameter][tensor.key] = zeros(parameter, tensor, self.matrix_layouts)
-                elif tensor.dtype not in (None, parameter.dtype):  # to which torch casts what it loads
+                if tensor.dtype not in (None, parameter.dtype):  # to which torch casts what it loads
                     own = state[tensor.key].detach().clone().to(local(parameter).device, tensor.dtype)
                     self.state[parameter][tensor.key] = own
 

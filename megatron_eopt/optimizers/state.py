@@ -38,14 +38,12 @@ class StateTensor:
             Of a DTensor, what is along rows or columns is a DTensor on the same mesh, and what is not a plain tensor.
         matrix: which logical matrix of the parameter ``dims`` speaks of.
         dtype: None for that of the parameter.
-        saved: whether a checkpoint holds it; False where it is computed anew after a load.
     """
 
     key: str
     dims: tuple[Dim, ...] | None = None
     matrix: int = 0
     dtype: torch.dtype | None = None
-    saved: bool = True
 
     def local_shape(self, layouts: list[Layout]) -> tuple[int, ...]:
         """The shape of this rank's part, for the layouts of the logical matrices and :attr:`dims` that are not None."""

@@ -73,7 +73,7 @@ class SavedState:
         self._names = {index: (each.key, stacked_index(each)) for index, each in sharded.items()}
         state: dict[int, dict[str, Any]] = defaultdict(dict)  # what is not shaped as its parameter
         for index, parameter, tensor in self._described():
-            if tensor.dims is not None and tensor.saved:
+            if tensor.dims is not None:
                 assert isinstance(self._torch, BaseOptimizer)  # no other says what it keeps
                 layouts, data = self._torch.matrix_layouts(parameter), self._torch.state[parameter][tensor.key]
                 state[index][tensor.key] = sharded_state(tensor, data, sharded[index], layouts)
@@ -105,7 +105,7 @@ class SavedState:
         block = state_dict.pop(BLOCK, {})
         self._report_changes(block.get("manifest"))
         for index, parameter, tensor in self._described():
-            if tensor.dims is not None and tensor.saved:
+            if tensor.dims is not None:
                 found = block.get("state", {}).get(index, {}).get(tensor.key, [])
                 loaded = [each for each in nested_values(found) if each is not None]
                 shape = tuple(self._torch.state[parameter][tensor.key].shape)
@@ -125,9 +125,7 @@ class SavedState:
 
     def _shaped_as_parameters(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A copy of the state with what is shaped as its parameter, and what no description speaks of."""
-        hidden = {
-            (index, tensor.key) for index, _, tensor in self._described() if tensor.dims is not None or not tensor.saved
-        }
+        hidden = {(index, tensor.key) for index, _, tensor in self._described() if tensor.dims is not None}
         state = {
             index: {key: value for key, value in values.items() if (index, key) not in hidden}
             for index, values in state_dict["state"].items()
@@ -150,7 +148,7 @@ class SavedState:
             for names, group in zip(self._names_of_groups(), self._torch.param_groups, strict=True)
         ]
         having: dict[str, set[tuple[str, int]]] = defaultdict(set)  # the parameters that have each described state
-        keys = [(index, tensor.key) for index, _, tensor in self._described() if tensor.saved]
+        keys = [(index, tensor.key) for index, _, tensor in self._described()]
         keys += [(index, key) for index, (key, _) in trained(self._megatron).items()]
         for index, key in keys:
             having[base(key)].add(self._names[index])

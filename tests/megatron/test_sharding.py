@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_repl
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 import megatron_eopt.cpu
+from megatron_eopt.matrices import query_key_value
 from megatron_eopt.megatron.checkpoints.sharding import joined, keep_apart, named_apart, sharded_state, undecided
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.parallel.layout import Layout, split_layout
@@ -21,7 +22,7 @@ from tests.distributed.ranks import run_ranks
 
 LAYERS, LAYER = 3, 1
 ROWS, COLS = 48, 32
-SPLIT = (16, 4, 4)
+SPLIT = query_key_value([16, 4, 4])
 
 
 def group(rank):

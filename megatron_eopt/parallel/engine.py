@@ -147,7 +147,7 @@ class Engine:
 
         Args:
             kernel: the one that the user asks for.
-            kept: that of the checkpoint, where he does not; with neither the fastest is chosen.
+            kept: that of the checkpoint, taken where the user asks for none; with neither the fastest is chosen.
 
         Raises:
             ValueError: if the plan differs between ranks.

@@ -23,7 +23,7 @@ from megatron_eopt.optimizers.parameters import (
     parameter_names,
     sharing_groups,
 )
-from megatron_eopt.optimizers.state import StateTensor, check_lying, check_placements, zeros
+from megatron_eopt.optimizers.state import StateTensor, check_placements, check_shape, zeros
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, split_layout
@@ -260,7 +260,7 @@ class BaseOptimizer(Optimizer):
         for parameter, state in states:
             for tensor in self.state_tensors(parameter):
                 if tensor.key in state:
-                    check_lying(parameter, tensor, self.matrix_layouts, state[tensor.key])
+                    check_shape(parameter, tensor, self.matrix_layouts, state[tensor.key])
                 else:
                     raise ValueError(
                         f"{type(self).__name__} needs {tensor.key!r} for the parameter of shape "

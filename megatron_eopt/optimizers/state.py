@@ -18,7 +18,7 @@ from megatron_eopt.parallel.dtensor import lies_alike
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import Shape
 
-Lying = tuple[tuple[int, ...], tuple[int, ...] | None, tuple[Placement, ...] | None]
+StateShape = tuple[tuple[int, ...], tuple[int, ...] | None, tuple[Placement, ...] | None]
 """Shape of a tensor; of a DTensor also that of this rank's part, and its placements."""
 
 Layouts = Callable[[Tensor], list[Layout]]
@@ -80,23 +80,23 @@ def zeros(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Tensor:
     )
 
 
-def check_lying(parameter: Tensor, tensor: StateTensor, layouts: Layouts, found: Tensor) -> None:
+def check_shape(parameter: Tensor, tensor: StateTensor, layouts: Layouts, found: Tensor) -> None:
     """Refuse a loaded state tensor that has not the shape and the placements of :func:`zeros`."""
-    lying, expected = _lying(found), _expected(parameter, tensor, layouts)
-    if lying != expected:
+    own, expected = _shape_of(found), _expected(parameter, tensor, layouts)
+    if own != expected:
         how = (
             "; torch.distributed.checkpoint.state_dict.set_optimizer_state_dict spreads it over the ranks as their "
             "parameters"
         )
         raise ValueError(
-            f"{tensor.key!r} has shape {_told(lying)}, expected {_told(expected)} for the parameter of shape "
-            f"{tuple(parameter.shape)}: the state is of another model or layout{how if lying[0] == expected[0] else ''}"
+            f"{tensor.key!r} has shape {_told(own)}, expected {_told(expected)} for the parameter of shape "
+            f"{tuple(parameter.shape)}: the state is of another model or layout{how if own[0] == expected[0] else ''}"
         )
 
 
-def _expected(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Lying:
+def _expected(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> StateShape:
     if tensor.dims is None:
-        return _lying(parameter)
+        return _shape_of(parameter)
     own_shape = tensor.local_shape(layouts(parameter))
     if not _is_cut_like(parameter, tensor):
         return own_shape, None, None
@@ -104,13 +104,13 @@ def _expected(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Lying
     return tensor.global_shape(layouts(parameter)), own_shape, placements
 
 
-def _lying(x: Tensor) -> Lying:
+def _shape_of(x: Tensor) -> StateShape:
     shape = tuple(x.shape)
     return (shape, tuple(local(x).shape), tuple(x.placements)) if isinstance(x, DTensor) else (shape, None, None)
 
 
-def _told(lying: Lying) -> str:
-    shape, part, placements = lying
+def _told(state_shape: StateShape) -> str:
+    shape, part, placements = state_shape
     return f"{shape}" if part is None else f"{shape}, of which placements {placements} put {part} on this rank"
 
 

@@ -19,7 +19,7 @@ from megatron_eopt.optimizers.group_settings import STEPS, UpdateSettings, check
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.nonfinite import check_gradients
 from megatron_eopt.optimizers.parameters import NAME
-from megatron_eopt.optimizers.state import StateTensor, check_lying
+from megatron_eopt.optimizers.state import StateTensor, check_shape
 from megatron_eopt.parallel.layout import Layout
 
 NS_STEPS = "ns_steps"
@@ -291,7 +291,7 @@ class Muon(Optimizer):
                     if key not in of_one:
                         raise ValueError(f"the state of AdamW's parameter {name} has no {key!r}, but {sorted(of_one)}")
                     if key != "step":
-                        check_lying(
+                        check_shape(
                             parameter, StateTensor(f"{ADAMW}.{name}.{key}"), self.matrices.matrix_layouts, of_one[key]
                         )
         return {"state": state, "param_groups": groups}, of_adamw, float(initial_lr)

@@ -130,7 +130,7 @@ def bucket_flops(plan: Plan, bucket: Bucket, rank: int, work: Works) -> float:
 def bucket_traffic(plan: Plan, bucket: Bucket, rank: int, work: Works) -> dict[str, tuple[int, int]]:
     """Collective -> how often every rank of the bucket's group calls it, and bytes that this one sends in all calls.
 
-    - ``owner``: there each rank sends its shard of a matrix to its owner, and back each owner the other ranks' shards.
+    - ``owner``: each rank sends its shard of a matrix to the compute rank, which sends the shards of the others back.
     - ``duplicated``: all shards are padded to the largest one.
     - ``distributed``: the squared norms, then in each step the Gram matrices of the dimension that is not cut.
     - ``gram_split``: the matrices of full rounds in one buffer, each of the rest by itself.

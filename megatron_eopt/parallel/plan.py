@@ -84,8 +84,8 @@ def make_plan(
     draft = Plan(tuple(matrices), ())
     _check(draft.matrices)
     alike: dict[Matrix, list[int]] = {}
-    for place, matrix in enumerate(draft.matrices):
-        alike.setdefault(replace(matrix, name=""), []).append(place)
+    for index, matrix in enumerate(draft.matrices):
+        alike.setdefault(replace(matrix, name=""), []).append(index)
 
     def largest_first(m: Matrix) -> tuple[Any, ...]:
         return -whole_flops(m.shape, work_of(m, work)), m.group, m.shape, m.rectangles, m.itemsize, m.iteration
@@ -94,7 +94,7 @@ def make_plan(
     buckets: list[Bucket] = []
     for group, ranks in sorted({(m.group, m.ranks) for m in kinds}):
         own = [(m, tuple(alike[m])) for m in kinds if (m.group, m.ranks) == (group, ranks)]
-        options = [_options(m, places, mode, work, group in share_groups) for m, places in own]
+        options = [_options(m, indices, mode, work, group in share_groups) for m, indices in own]
         for bucket in _best(draft, options, work, rates):
             buckets += in_parts(bucket, draft.matrices[bucket.matrices[0]])
 
@@ -106,12 +106,12 @@ def make_plan(
 
 
 def _options(
-    matrix: Matrix, places: tuple[int, ...], mode: TpMode, work: Works, share: bool
+    matrix: Matrix, indices: tuple[int, ...], mode: TpMode, work: Works, share: bool
 ) -> list[tuple[Bucket, ...]]:
     """The ways to serve matrices that are alike, the first to be preferred; without compute ranks."""
 
     def by(*schemes: Scheme) -> list[tuple[Bucket, ...]]:
-        return [(Bucket(places, scheme),) for scheme in schemes]
+        return [(Bucket(indices, scheme),) for scheme in schemes]
 
     if matrix.ranks == 1 or 0 in matrix.shape:
         return by("local")
@@ -132,9 +132,9 @@ def _options(
         return by(*grams) or by("owner")
     sums: list[Scheme] = [*grams, "distributed"] if along_long_side else grams
     options = by("owner")
-    rest = len(places) % matrix.ranks
-    if 0 < rest < len(places):
-        first, last = Bucket(places[:-rest], "owner"), places[-rest:]
+    rest = len(indices) % matrix.ranks
+    if 0 < rest < len(indices):
+        first, last = Bucket(indices[:-rest], "owner"), indices[-rest:]
         options += [(first, Bucket(last, scheme)) for scheme in sums]
     options += by(*sums)
     if matrix.shape[0] * matrix.shape[1] <= SMALL_ENTRIES:
@@ -155,8 +155,8 @@ def _best(draft: Plan, options: Sequence[list[tuple[Bucket, ...]]], work: Works,
         least, before = seconds(picked), float("inf")
         while least < before:
             before = least
-            for place, choices in enumerate(options):
-                trials = [[*picked[:place], choice, *picked[place + 1 :]] for choice in choices if len(choices) > 1]
+            for i, choices in enumerate(options):
+                trials = [[*picked[:i], choice, *picked[i + 1 :]] for choice in choices if len(choices) > 1]
                 for trial in trials:
                     needed = seconds(trial)
                     if needed < least:
@@ -181,8 +181,8 @@ def _with_compute_ranks(plan: Plan, buckets: Sequence[Bucket], work: Works) -> l
         matrix = plan.matrices[bucket.matrices[0]]
         return count(matrix.shape, work_of(matrix, work))
 
-    for place in sorted(range(len(buckets)), key=lambda place: -flops(buckets[place])):
-        bucket = buckets[place]
+    for i in sorted(range(len(buckets)), key=lambda i: -flops(buckets[i])):
+        bucket = buckets[i]
         if bucket.scheme not in ("owner", "gram_split", "share"):
             continue
         rounds, rest = divmod(len(bucket.matrices), ranks)
@@ -190,7 +190,7 @@ def _with_compute_ranks(plan: Plan, buckets: Sequence[Bucket], work: Works) -> l
         compute_ranks = (*range(ranks),) * rounds + (*last,)
         for rank in last:
             load[rank] += flops(bucket)
-        done[place] = replace(bucket, compute_ranks=compute_ranks)
+        done[i] = replace(bucket, compute_ranks=compute_ranks)
     return done
 
 
@@ -227,7 +227,7 @@ def _tile(shape: Shape, rectangles: tuple[Rectangle, ...]) -> bool:
 
 
 def in_parts(bucket: Bucket, matrix: Matrix, max_bytes: int = MAX_BYTES) -> list[Bucket]:
-    """A bucket of matrices like ``matrix`` as buckets of whole rounds, in each of which every rank owns as many."""
+    """A bucket of matrices like ``matrix`` as buckets of whole rounds, in each of which every rank computes as many."""
     if bucket.scheme in ("local", "blockwise"):
         return [bucket]
     held = max(rectangle.numel for rectangle in matrix.rectangles) * matrix.itemsize
@@ -283,7 +283,7 @@ def _facts(plan: Plan, label: str | None) -> Iterator[tuple[str, Any]]:
     for matrix in matrices:
         scheme, compute_rank = decided[matrix.name]
         yield f"{matrix.name!r} has the scheme", scheme
-        yield f"{matrix.name!r} has the owner", compute_rank
+        yield f"{matrix.name!r} has the compute rank", compute_rank
     for number, bucket in enumerate(buckets):
         names = tuple(plan.matrices[i].name for i in bucket.matrices)
         yield f"bucket {number} begins with", names[0]

@@ -169,16 +169,16 @@ class Plan:
 
 def of_ranks(compute_ranks: Sequence[int], ranks: int) -> list[list[int]]:
     """The matrices of a bucket that each rank computes, ascending; of no rank more than one more than of another."""
-    owned: list[list[int]] = [[] for _ in range(ranks)]
-    for index, owner in enumerate(compute_ranks):
-        owned[owner].append(index)
-    counts = [len(indices) for indices in owned]
+    of_each: list[list[int]] = [[] for _ in range(ranks)]
+    for index, rank in enumerate(compute_ranks):
+        of_each[rank].append(index)
+    counts = [len(indices) for indices in of_each]
     if max(counts) - min(counts) > 1:
         raise ValueError(
-            f"one rank owns {max(counts)} of {len(compute_ranks)} matrices and another {min(counts)}: "
+            f"one rank computes {max(counts)} of {len(compute_ranks)} matrices and another {min(counts)}: "
             f"they are to be dealt evenly over {ranks} ranks"
         )
-    return owned
+    return of_each
 
 
 def in_rounds(compute_ranks: Sequence[int], ranks: int) -> tuple[list[int], list[int]]:

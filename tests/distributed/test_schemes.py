@@ -201,7 +201,7 @@ def test_plans_that_cannot_be_executed_are_refused():
         long, one, owns, table = messages
         assert "along the long side" in long
         assert "along one dimension" in one
-        assert "one rank owns 2 of 2 matrices and another 0: they are to be dealt evenly over 2 ranks" in owns
+        assert "one rank computes 2 of 2 matrices and another 0: they are to be dealt evenly over 2 ranks" in owns
         assert "no table has restarts" in table
 
 

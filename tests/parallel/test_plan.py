@@ -299,7 +299,9 @@ def test_the_first_difference_is_named():
         f"{name!r} has the group 'tp' in the one and 'dp'": changed(plan, 1, group="dp"),
         f"{name!r} has the itemsize 4 in the one and 2": changed(plan, 1, itemsize=2),
         f"matrix 1 is {name!r} in the one and 'x'": changed(plan, 1, name="x"),
-        f"{plan.matrices[0].name!r} has the owner 0 in the one and 1": replace(plan, buckets=(compute_ranks, second)),
+        f"{plan.matrices[0].name!r} has the compute rank 0 in the one and 1": replace(
+            plan, buckets=(compute_ranks, second)
+        ),
         f"{plan.matrices[0].name!r} has the scheme 'owner' in the one and 'duplicated'": replace(
             plan, buckets=(Bucket(first.matrices, "duplicated"), second)
         ),

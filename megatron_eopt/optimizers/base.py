@@ -355,7 +355,7 @@ class BaseOptimizer(Optimizer):
         assert self._nonfinite is not None  # prepared, too
         gradients = [local(p.grad) if isinstance(p.grad, DTensor) else p.grad for p in parameters]
         # shards that are taken for matrices step each by itself
-        agree = None if self.tp_mode == "blockwise" else engine.agree
+        agree = engine.agree if engine.groups and self.tp_mode != "blockwise" else None
         self._take(self._nonfinite.accept(gradients, agree))
         return loss
 

@@ -54,15 +54,18 @@ class NonFinite:
         if known != self._last[0]:
             self._last = known, torch.tensor(known, device=self._device)
         present = self._last[1]
-        flags = torch.stack([present & self._finite(gradients), present, ~present]).int()
-        flags[2] -= 1  # -1 where a gradient is present: its minimum tells of any rank, that of the row above of all
-        if agree is not None:
+        accepted = self._finite(gradients) & present
+        if agree is None:
+            skipped = accepted ^ present
+        else:
+            flags = torch.stack([accepted, present, ~present]).int()
+            flags[2] -= 1  # -1 where a gradient is present: its minimum tells of any rank, that of the row above of all
             flags = agree(flags)
-        accepted, on_all, on_some = flags[0] == 1, flags[1] == 1, flags[2] == -1
-        skipped = on_all & ~accepted
-        self._counts[0] = torch.where(skipped, self._counts[0] + 1, torch.where(accepted, 0, self._counts[0]))
-        self._counts[1] += skipped
-        self._counts[2] += on_some & ~on_all
+            accepted, on_all, on_some = flags[0] == 1, flags[1] == 1, flags[2] == -1
+            skipped = on_all & ~accepted
+            self._counts[2] += on_some & ~on_all
+        self._counts[:2] += skipped
+        self._counts[0] *= ~accepted
         self._report()
         return accepted
 
@@ -77,7 +80,7 @@ class NonFinite:
                 found = torch._foreach_norm([gradient for _, gradient in some], 1, dtype=wide)
                 for (i, _), norm in zip(some, found, strict=True):
                     norms[i] = norm
-        return torch.stack(norms).isfinite()
+        return torch.stack(norms).mul_(0) == 0  # what is not finite gives NaN
 
     def _report(self) -> None:
         if self._device.type == "cpu":

@@ -74,11 +74,14 @@ def all_to_all(
 ) -> Pending[list[Tensor]]:
     """What comes from each rank, as many entries as ``receive_sizes`` say, 1-D: views of one buffer.
 
-    ``parts`` are for each rank the tensors that go to it, one behind the other; of one dtype, at least one of them
-    somewhere, which may be empty.
+    ``parts`` are for each rank the tensors that go to it, one behind the other; of one dtype and any strides, at least
+    one of them somewhere, which may be empty.
     """
     send_sizes = [sum(tensor.numel() for tensor in to) for to in parts]
-    sent = torch.cat([tensor.reshape(-1) for to in parts for tensor in to])
+    tensors = [tensor for to in parts for tensor in to]
+    sent = tensors[0].new_empty(sum(send_sizes))
+    places = sent.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_([place.view(x.shape) for place, x in zip(places, tensors, strict=True)], tensors)
     received = sent.new_empty(sum(receive_sizes))
     counters.count("all_to_all", (sent.numel() - send_sizes[group.rank()]) * sent.element_size())
     work = dist.all_to_all_single(received, sent, list(receive_sizes), send_sizes, group=group, async_op=True)

@@ -8,6 +8,7 @@ gather whole matrices.
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import islice
 from typing import Any
 
@@ -28,7 +29,7 @@ from megatron_eopt.parallel.layout import Layout, local_rows, split_layout
 from megatron_eopt.parallel.plan import fingerprint, first_difference, make_plan
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Scheme, TpMode, whole
 from megatron_eopt.parallel.schemes import SCHEMES
-from megatron_eopt.parallel.schemes.whole import Job, cut_out, gather
+from megatron_eopt.parallel.schemes.whole import Factors, Job, cut_out, gather
 from megatron_eopt.parallel.statistics import Statistics, Wanted, reduce_statistics
 
 IN_FLIGHT = 3
@@ -126,7 +127,8 @@ class Engine:
             iteration = "" if p.iteration is None else p.iteration.name
             for part, each in zip(p.split.names(p.layout.shape[0]), split_layout(p.layout, p.split), strict=True):
                 name = f"{p.name}[{part}]" if part else p.name
-                planned.append(Matrix(name, each.shape, each.rectangles, each.label, p.dtype.itemsize, iteration))
+                itemsize = p.dtype.itemsize if p.iteration is None else p.iteration.sent_dtype(p.dtype).itemsize
+                planned.append(Matrix(name, each.shape, each.rectangles, each.label, itemsize, iteration))
                 self._of_matrix.append((i, each))
         self.works = {name: self._work(name) for name in self._iterations}
         self.rates = rates or measured_rates(self.groups, device, self._product_dtypes()[0])
@@ -243,27 +245,41 @@ class Engine:
         plan, matrices, scales = self._of(indices)
         if len(shards) != len(matrices):
             raise ValueError(f"the plan has {len(matrices)} matrices, got {len(shards)} shards")
-        at_work: list[tuple[Bucket, Generator[None, None, list[Tensor]]]] = []
+        dtypes = [x.dtype for x in shards]
+        at_work: list[tuple[Bucket, Generator[None, None, Factors]]] = []
         waiting = list(reversed(plan.buckets))
         while waiting or at_work:
             if waiting and len(at_work) < IN_FLIGHT:
-                bucket = waiting.pop()
-                matrix, own = plan.matrices[bucket.matrices[0]], [shards[i] for i in bucket.matrices]
-                shape = tuple(own[0].shape) if bucket.scheme == "blockwise" else matrix.shape
-                iteration = self._compiled[matrix.iteration, shape, bucket.scheme, own[0].dtype]
-                of_bucket = [scales[i] if scaled else 1.0 for i in bucket.matrices]
-                job = Job(bucket, matrix, self.groups.get(matrix.group), iteration, of_bucket)
-                at_work.insert(0, (bucket, SCHEMES[bucket.scheme](job, own)))
+                at_work.insert(0, self._started(plan, waiting.pop(), shards))
             still = []
             for bucket, running in at_work:
                 try:
                     next(running)
                     still.append((bucket, running))
                 except StopIteration as done:
-                    for i, result in zip(bucket.matrices, done.value, strict=True):
+                    of_bucket = [scales[i] if scaled else 1.0 for i in bucket.matrices]
+                    results = _finished(done.value, of_bucket, [dtypes[i] for i in bucket.matrices])
+                    for i, result in zip(bucket.matrices, results, strict=True):
                         shards[i] = result
             at_work = still
         return shards
+
+    def _started(
+        self, plan: Plan, bucket: Bucket, shards: list[Tensor]
+    ) -> tuple[Bucket, Generator[None, None, Factors]]:
+        """A bucket at work, on copies of its shards in the dtype in which they are exchanged."""
+        own = [shards[i] for i in bucket.matrices]
+        matrix, shape = plan.matrices[bucket.matrices[0]], own[0].shape
+        iteration = self._iterations[matrix.iteration]
+        dtype = _widest([iteration.sent_dtype(x.dtype) for x in own])
+        stack = own[0].new_empty(len(own), *shape, dtype=dtype)
+        torch._foreach_copy_(list(stack.unbind()), own)
+        for i in bucket.matrices:
+            shards[i] = stack[0]
+        worked_on = (shape[0], shape[1]) if bucket.scheme == "blockwise" else matrix.shape
+        compiled = self._compiled[matrix.iteration, worked_on, bucket.scheme, dtype]
+        job = Job(bucket, matrix, self.groups.get(matrix.group), compiled)
+        return bucket, SCHEMES[bucket.scheme](job, stack)
 
     def statistics(self, wanted: Sequence[Wanted]) -> list[Statistics]:
         """Statistics of logical matrices, with at most one all-reduce for each group; the same on all its ranks."""
@@ -324,10 +340,9 @@ class Engine:
             form: Form = "gram" if bucket.scheme.startswith("gram") else "auto"
             form = "standard" if bucket.scheme == "distributed" else form
             i, layout = self._of_matrix[bucket.matrices[0]]
-            shape, dtype = layout.shape, self._parameters[i].dtype
-            if bucket.scheme == "blockwise":
-                shape = layout.rectangle.shape
+            shape = layout.rectangle.shape if bucket.scheme == "blockwise" else layout.shape
             name = self.plan.matrices[bucket.matrices[0]].iteration
+            dtype = self._iterations[name].sent_dtype(self._parameters[i].dtype)
             compiled = self._iterations[name].compile(shape, dtype, self.device, form)
             self._compiled[name, shape, bucket.scheme, dtype] = compiled
 
@@ -353,6 +368,31 @@ class Engine:
         """The dtypes in which the products of the standard form are computed."""
         precision = next(iter(self._iterations.values())).fp32_matmul_prec
         return [product_dtype(dtype, precision) for dtype in sorted({p.dtype for p in self._parameters}, key=str)]
+
+
+def _finished(factors: Factors, scales: Sequence[float], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """The factors of a bucket times their scales, each in its dtype: contiguous, as multi-tensor operations want them.
+
+    The factors are multiplied in place where they have their dtype, and memory of their own.
+    """
+    dtype, first = _widest(dtypes), factors[0]
+    out = first.new_empty(len(factors), *first.shape, dtype=dtype)
+    if isinstance(factors, Tensor):
+        out.copy_(factors)
+    else:
+        torch._foreach_copy_(list(out.unbind()), factors)
+    results = list(out.unbind())
+    if len(set(scales)) == 1:
+        out.mul_(scales[0])
+    else:
+        torch._foreach_mul_(results, list(scales))
+    return [x if x.dtype == own else x.to(own) for x, own in zip(results, dtypes, strict=True)]
+
+
+def _widest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """The dtype that holds what is in any of these."""
+    first, *others = set(dtypes)
+    return reduce(torch.promote_types, others, first)
 
 
 def subset(plan: Plan, kept: Sequence[int]) -> Plan:

@@ -20,14 +20,12 @@ class Job:
         matrix: one of those of the bucket, all of which have its shape and shards.
         group: the ranks; None where nothing is exchanged.
         iteration: for matrices of the shape that is orthogonalized, in the form that the scheme has.
-        scales: of each matrix, what its orthogonal factor is multiplied by.
     """
 
     bucket: Bucket
     matrix: Matrix
     group: ProcessGroup | None
     iteration: Iteration
-    scales: Sequence[float]
 
     @property
     def ranks(self) -> ProcessGroup:
@@ -36,98 +34,98 @@ class Job:
         return self.group
 
 
-Run = Callable[[Job, list[Tensor]], Generator[None, None, list[Tensor]]]
-"""``(job, shards)``, with this rank's shard of each matrix of the bucket.
+Factors = Tensor | list[Tensor]
+"""A stack (n x rows x cols), or its matrices; of any strides."""
 
-A shard is 2-D, of the shape that its matrix says, and may be empty; the shards of a bucket are of one dtype. The
-generator starts an exchange, yields, and takes the result when it is resumed; equally often on every rank. It returns
-the shards of the orthogonal factors, of the dtype of the shards, times their scales. Shards are not written to. A zero
-matrix gives zeros; one with an entry that is not finite gives no numbers on any rank, and the others of the bucket are
-not affected.
+Run = Callable[[Job, Tensor], Generator[None, None, Factors]]
+"""``(job, stack)``, with this rank's shards of the matrices of the bucket, (n x rows x cols), which may be empty.
+
+The generator starts an exchange, yields, and takes the result when it is resumed; equally often on every rank. It
+returns the shards of the orthogonal factors. They are exchanged in the dtype of the stack, and come back in it. The
+stack is contiguous, and its memory is the generator's own, to be written to and given back early. A zero matrix gives
+zeros; one with an entry that is not finite gives no numbers on any rank, and the others of the bucket are not affected.
 """
 
 
-def local(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]:
+def local(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``local``, where shards are whole matrices, and ``blockwise``, where each is taken for one: see :data:`Run`."""
     yield  # the next bucket starts its exchange before this one is computed
-    # those of tall matrices come transposed, and multi-tensor operations are slow where strides differ
-    return [factor.contiguous() for factor in orthogonalized(shards, job.iteration, job.scales)]
+    return orthogonalized(stack, job.iteration)
 
 
-def duplicated(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]:
+def duplicated(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``duplicated``: shards may be any; smaller ones are padded. See :data:`Run`."""
-    own = job.matrix.rectangles[job.ranks.rank()]
-    pending = gather([torch.stack(shards)], [job.matrix], job.ranks)
+    pending = gather([stack], [job.matrix], job.ranks)
+    del stack
     yield
-    (stack,) = pending()
-    factors = orthogonalized(stack, job.iteration, job.scales)
-    # copies: a view would keep the whole matrix
-    return [cut_out(factor, own).clone(memory_format=torch.contiguous_format) for factor in factors]
+    (whole,) = pending()
+    return cut_out(orthogonalized(whole, job.iteration), job.matrix.rectangles[job.ranks.rank()])
 
 
-def owner(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]:
+def owner(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``owner``: shards may be any, cut along both dimensions too. See :data:`Run`."""
     group, rectangles = job.ranks, job.matrix.rectangles
     rectangle = rectangles[group.rank()]
     of_rank = [[i for i, rank in enumerate(job.bucket.compute_ranks) if rank == each] for each in range(group.size())]
-    own = of_rank[group.rank()]
+    count = len(of_rank[group.rank()])
 
-    sent = [[shards[i] for i in indices] for indices in of_rank]
-    pending = all_to_all(sent, [len(own) * each.numel for each in rectangles], group)
+    shards = stack.unbind()
+    pending = all_to_all(
+        [[shards[i] for i in indices] for indices in of_rank], [count * each.numel for each in rectangles], group
+    )
+    del stack, shards
     yield
-    factors = orthogonalized(assemble(pending.wait(), job.matrix), job.iteration, [job.scales[i] for i in own])
-    # an empty tensor tells the dtype where there is nothing to send
-    back = [[shards[0].new_empty(0), *(cut_out(factor, each) for factor in factors)] for each in rectangles]
+    factors = orthogonalized(assemble(pending.wait(), job.matrix), job.iteration)
+    back = [[cut_out(factors, each)] for each in rectangles]
+    del factors
     pending = all_to_all(back, [len(indices) * rectangle.numel for indices in of_rank], group)
-    del factors, back
+    del back
     yield
-    results = list(shards)
-    for indices, part in zip(of_rank, pending.wait(), strict=True):
-        for i, entries in zip(indices, part.view(len(indices), *rectangle.shape), strict=True):
-            results[i] = entries
-    return results
+    parts = [
+        part.view(len(indices), *rectangle.shape).unbind()
+        for indices, part in zip(of_rank, pending.wait(), strict=True)
+    ]
+    by_index = {i: x for indices, each in zip(of_rank, parts, strict=True) for i, x in zip(indices, each, strict=True)}
+    return [by_index[i] for i in range(len(by_index))]
 
 
-def share(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]:
+def share(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``share``: computes before it first waits, while the results of the bucket before it are on their way."""
     group = job.ranks
     of_rank = of_ranks(job.bucket.compute_ranks, group.size())
-    own = of_rank[group.rank()]
+    own, matrices = of_rank[group.rank()], stack.unbind()
     # as many matrices from every rank: the last one of some may stay empty
-    sent = shards[0].new_zeros(max(map(len, of_rank)), *job.matrix.shape)
-    factors = orthogonalized([shards[i] for i in own], job.iteration, [job.scales[i] for i in own])
-    for entries, factor in zip(sent, factors, strict=False):
-        entries.copy_(factor)
+    sent = stack.new_zeros(max(map(len, of_rank)), *job.matrix.shape)
+    if own:
+        torch._foreach_copy_(list(sent.unbind())[: len(own)], [matrices[i] for i in own])
+        del stack, matrices
+        factors = orthogonalized(sent[: len(own)], job.iteration)
+        if factors.data_ptr() != sent.data_ptr():
+            sent[: len(own)].copy_(factors)
     pending = all_gather(sent, group)
-    del sent, factors
+    del sent
     yield
-    results = list(shards)
-    for indices, part in zip(of_rank, pending.wait(), strict=True):
-        for i, result in zip(indices, part, strict=False):
-            results[i] = result
-    return results
+    parts = zip(of_rank, pending.wait().unbind(), strict=True)
+    by_index = {i: x for indices, part in parts for i, x in zip(indices, part.unbind(), strict=False)}
+    return [by_index[i] for i in range(len(by_index))]
 
 
-def orthogonalized(matrices: Sequence[Tensor] | Tensor, iteration: Iteration, scales: Sequence[float]) -> list[Tensor]:
-    """The orthogonal factors of equal matrices times their scales, computed as stacks as far as that is faster.
+def orthogonalized(stack: Tensor, iteration: Iteration) -> Tensor:
+    """The orthogonal factors of a stack of matrices, as many at once as that is faster and there is memory for.
 
-    There may be no matrices, or empty ones; the iteration is for matrices of their shape.
+    There may be no matrices, or empty ones; the iteration is for matrices of their shape. The stack is written to.
     """
-    size = 1 if iteration.one_by_one else iteration.chunk
-    results: list[Tensor] = []
-    for start in range(0, len(matrices), size):
-        part, of_part = matrices[start : start + size], scales[start : start + size]
-        if len(part) == 1:
-            results.append(iteration.run(part[0]).mul_(of_part[0]))
-            continue
-        factors = iteration.run(part if isinstance(part, Tensor) else torch.stack(list(part)))
-        if len(set(of_part)) == 1:
-            results += factors.mul_(of_part[0]).unbind()
-        else:
-            each = list(factors.unbind())
-            torch._foreach_mul_(each, list(of_part))
-            results += each
-    return results
+    if len(stack) == 1:
+        return iteration.run(stack[0])[None]
+    if not iteration.one_by_one and len(stack) <= iteration.chunk:
+        return iteration.run(stack)
+    if iteration.one_by_one or iteration.chunk == 1:
+        for matrix in stack:
+            matrix.copy_(iteration.run(matrix))
+    else:
+        for part in stack.split(iteration.chunk):
+            part.copy_(iteration.run(part))
+    return stack
 
 
 def gather(stacks: Sequence[Tensor], matrices: Sequence[Matrix], group: ProcessGroup) -> Callable[[], list[Tensor]]:

@@ -20,6 +20,7 @@ from torch.nn import Module
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.redirect import Redirection, Redirections, becomes
 from megatron_eopt.registry import list_optimizers
+from megatron_eopt.row import workspace_from
 
 SUPPORTED = ("0.19", "0.18", "0.17")
 """The latest first."""
@@ -144,6 +145,7 @@ def muon_of_0_17(
     params: Any, *, momentum_beta: float, use_nesterov: bool, mode: Any, **settings: Any
 ) -> TensorParallelMuon:
     """:class:`TensorParallelMuon` under the argument names by which 0.17 calls its own."""
+    settings |= workspace_from(training_args())  # of our flags, which its builder does not hand on
     return TensorParallelMuon(params, momentum=momentum_beta, nesterov=use_nesterov, tp_mode=mode, **settings)
 
 

@@ -62,6 +62,7 @@ class BaseOptimizer(Optimizer):
     tp_mode: TpMode = "duplicated"
     plan_rates: Rates | Literal["measure"] = DEFAULT_RATES
     symmetric_products: str | None = None
+    workspace: int = 2**31
 
     # These are on the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
     _engine: Engine | None = None

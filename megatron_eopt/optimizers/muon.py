@@ -116,6 +116,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         weight_decay_method: ``decoupled``, ``l2``, ``independent`` or ``palm``: see
             :data:`~megatron_eopt.optimizers.group_settings.DecayMethod`; None for what ``use_decoupled_weight_decay``
             says.
+        workspace: bytes that the temporaries of a step may take on this rank, beside what one iteration of its largest
+            matrix needs.
 
     Attributes:
         newton_schulz: the iteration of groups that say nothing else of it.
@@ -167,6 +169,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         plan_rates: Rates | Literal["measure"] = DEFAULT_RATES,
         symmetric_products: str | None = None,
         weight_decay_method: DecayMethod | None = None,
+        workspace: int = 2**31,
     ) -> None:
         for key, flag in (("nesterov", nesterov), ("split_qkv", split_qkv), ("cuda_graphs", cuda_graphs)):
             check_flag(type(self).__name__, key, flag)
@@ -175,6 +178,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             check_choice("symmetric_products", symmetric_products, tuple(KERNELS))
         if not isinstance(plan_rates, Rates) and plan_rates != "measure":
             raise ValueError(f"plan_rates are Rates or 'measure', got {plan_rates!r}")
+        if type(workspace) is not int or workspace <= 0:
+            raise ValueError(f"workspace is a whole number of bytes above 0, got {workspace!r}")
         self.newton_schulz = NewtonSchulz(
             steps=num_ns_steps, coefficient_type=coefficient_type, fp32_matmul_prec=fp32_matmul_prec
         )
@@ -185,6 +190,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self.data_parallel_group = data_parallel_group
         self.plan_rates = plan_rates
         self.symmetric_products = symmetric_products
+        self.workspace = workspace
         note_short_schedule(self.newton_schulz)
         super().__init__(
             params,
@@ -466,6 +472,7 @@ class Transport(TypedDict, total=False):
     data_parallel_group: ProcessGroup | None
     plan_rates: Rates | Literal["measure"]
     symmetric_products: str | None
+    workspace: int
 
 
 def spelled_out[**P](init: Callable[P, None]) -> Callable[P, None]:

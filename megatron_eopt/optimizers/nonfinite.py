@@ -86,7 +86,7 @@ class NonFinite:
         counts = torch.empty(self._counts.shape, dtype=torch.int32, pin_memory=True)
         counts.copy_(self._counts, non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))  # which may be another than the current device
         self._pending.append((counts, event))
         if len(self._pending) > _DELAY:
             counts, event = self._pending.popleft()

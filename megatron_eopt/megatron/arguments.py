@@ -24,7 +24,7 @@ RUN_FLAGS = (
     ),
     Flag("optimizer_manifest_file", None, "Write that as JSON, too.", metavar="FILE"),
     Flag("checksums", True, "Save no checksums in torch_dist checkpoints, and compare none on load."),
-    Flag("check_replicas", True, "Do not compare parameters over data-parallel ranks before the first step."),
+    Flag("check_replicas", True, "Never compare parameters over data-parallel ranks."),
 )
 """Flags of a run, whatever its optimizer."""
 

@@ -115,7 +115,7 @@ class OptimizerOfRun:
         checks: list[Check] = [matrices_are_updated(self.optimizer, self.matrices_here)]
         if getattr(self.config, "check_replicas", True):
             ranks = (getattr(self.groups, name, None) for name in ("dp_cp", "expt_dp"))
-            checks.append(functools.partial(check_replicas, self.model_chunks, *ranks))
+            checks.append(check_replicas(self.model_chunks, *ranks))
         check_first_step(self.optimizer, checks)
 
 

@@ -111,7 +111,7 @@ class OptimizerOfRun:
         remember(self.optimizer, self.model_chunks)
 
     def guard_first_step(self) -> None:
-        """Check what can only be known in the first step."""
+        """Check what can only be known in the first step, or in any."""
         checks: list[Check] = [matrices_are_updated(self.optimizer, self.matrices_here)]
         if getattr(self.config, "check_replicas", True):
             ranks = (getattr(self.groups, name, None) for name in ("dp_cp", "expt_dp"))

@@ -1,4 +1,7 @@
-"""Data-parallel ranks that hold different parameters do not make a first step, and not many later ones."""
+"""What all ranks of a run find out together.
+
+Data-parallel ranks that hold different parameters do not make a first step, and not many later ones.
+"""
 
 from unittest import mock
 
@@ -6,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_eopt.megatron.agreement import on_all_ranks
 from megatron_eopt.megatron.checkpoints import checksums
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
 from megatron_eopt.megatron.factory import check_first_step
+from megatron_eopt.overrides import OverrideError
 from tests.distributed.ranks import run_ranks
 
 
@@ -34,7 +39,7 @@ CASES = [(None, True), ((0, "weight"), True), ((0, "bias"), True), ((1, "weight"
 
 
 def on_rank(rank, world_size):
-    return [first_step(rank, *case) for case in CASES], drift(rank)
+    return [first_step(rank, *case) for case in CASES], drift(rank), [decided(rank, by) for by in ((), (1,), (0, 1))]
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +75,28 @@ def drift(rank):
         dist.all_reduce, checksums.EVERY = real, before
 
 
+def decided(rank, wrong):
+    """A decision that some ranks cannot make, and how many collectives of objects it took."""
+
+    def decide():
+        if rank in wrong:
+            raise ValueError(f"not on rank {rank}")
+        return rank
+
+    with mock.patch.object(dist, "all_gather_object", side_effect=dist.all_gather_object) as objects:
+        try:
+            return on_all_ranks(decide), objects.call_count
+        except OverrideError as error:
+            return str(error), objects.call_count
+
+
+def test_a_mistake_of_one_rank_ends_all_and_objects_cross_for_its_sake_only(ranks):
+    for rank, (*_, found) in enumerate(ranks):
+        assert found == [(rank, 0), ("not on rank 1", 1), ("not on rank 0", 1)]
+
+
 def test_ranks_that_drift_apart_are_told_a_few_steps_after_the_next_comparison(ranks):
-    for _, (message, steps, asked) in ranks:
+    for _, (message, steps, asked), _ in ranks:
         assert message.startswith(
             "1 of 3 parameters differ between data-parallel ranks, such as 0.bias: the ranks would"
         )
@@ -81,7 +106,7 @@ def test_ranks_that_drift_apart_are_told_a_few_steps_after_the_next_comparison(r
 
 
 def test_all_ranks_refuse_and_name_the_parameter(ranks):
-    for (same, weight, bias, expert, expert_of_others), _ in ranks:
+    for (same, weight, bias, expert, expert_of_others), *_ in ranks:
         assert same == (1, 2)
         assert expert_of_others == (1, 2)  # experts are compared with their own replicas only
         for (message, steps), count, name in (

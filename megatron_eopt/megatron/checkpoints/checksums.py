@@ -93,33 +93,31 @@ def loaded_tensors(requested: Any, loaded: Any) -> Iterator[ShardedTensor]:
             yield from loaded_tensors(value, found)
 
 
-def check_replicas(
-    model_chunks: Sequence[Any], dense: ProcessGroup | None, expert: ProcessGroup | None
-) -> Callable[[], Callable[[], bool]]:
+def check_replicas(model_chunks: Sequence[Any], *groups: ProcessGroup | None) -> Callable[[], Callable[[], bool]]:
     """A check that data-parallel ranks hold the same parameters, before each step; all of them call it together.
 
     The first step, which comes after whatever has loaded or made the parameters, waits for a comparison of their
     checksums. Later, before every :data:`EVERY`-th step, plain sums of their bits are compared: a pass over the memory,
-    for which nothing waits, since what was found is read :data:`_DELAY` steps later. ``dense`` is the data-parallel
-    group of parameters, ``expert`` that of experts'; None leaves them out. A ``RuntimeError`` on all ranks of the group
-    names parameters that differ.
+    for which nothing waits, since what was found is read :data:`_DELAY` steps later. ``groups`` are the data-parallel
+    group of parameters and that of experts'; None leaves them out. A ``RuntimeError`` on all ranks of a group names
+    parameters that differ.
     """
     steps, begun = itertools.count(), list[tuple[list[str], Callable[[], Tensor]]]()
 
     def check() -> Callable[[], bool]:
         step = next(steps)
         if step % EVERY == 0:
-            begun[:] = _compared(model_chunks, (dense, expert), quickly=step > 0)
+            begun[:] = _compared(model_chunks, groups, quickly=step > 0)
         for names, extremes in begun if step == 0 or step % EVERY == _DELAY else []:
             least, complement = extremes()
             different = [name for name, differs in zip(names, (least != ~complement).tolist(), strict=True) if differs]
             if different:
                 raise RuntimeError(
                     f"{len(different)} of {len(names)} parameters differ between data-parallel ranks, such as "
-                    f"{different[0]}: the ranks would train different models. Found after {step} steps. Load a "
-                    f"checkpoint that verify-checkpoint calls good, and look for what makes ranks start differently "
-                    f"(seeds, --data-parallel-random-init) or, after steps, compute differently (with "
-                    f"--use-distributed-optimizer one computes for all); --no-check-replicas leaves this check out"
+                    f"{different[0]}: the ranks would train different models. Found after {step} steps. Load a good "
+                    f"checkpoint (verify-checkpoint), and look for what makes ranks start differently (seeds, "
+                    f"--data-parallel-random-init), or else compute differently (with --use-distributed-optimizer one "
+                    f"computes for all); --no-check-replicas leaves this check out"
                 )
         return lambda: False  # there is another step to come
 

@@ -156,12 +156,12 @@ def lowest(x: Tensor, group: ProcessGroup) -> Tensor:
 
     Not among the exchanges that a plan predicts; counted as ``agree``, with the bytes of ``x``.
     """
-    # NCCL knows no other tensors than those on the GPU
-    on_gpu = x.device.type == "cpu" and dist.get_backend(group) == "nccl"
-    on_device = x.to("cuda" if on_gpu else x.device, copy=True)
-    counters.count("agree", on_device.nbytes)
-    dist.all_reduce(on_device, dist.ReduceOp.MIN, group=group)
-    return on_device.to(x.device)
+    # a group over NCCL knows no tensors on the CPU, by whatever name it was made: torch calls one without "undefined"
+    known = [device.type for device in group._device_types]
+    sent = x.to(known[0] if known and x.device.type not in known else x.device, copy=True)
+    counters.count("agree", sent.nbytes)
+    dist.all_reduce(sent, dist.ReduceOp.MIN, group=group)
+    return sent.to(x.device)
 
 
 def _wide(x: Tensor) -> Tensor:

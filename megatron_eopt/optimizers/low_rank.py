@@ -67,8 +67,7 @@ def spectron(factors: Sequence[Factors], engine: Engine, power_steps: int, preci
     with fp32_products(precision):
         directions = dict(zip(indices, engine.orthogonalize([momenta[i] for i in indices], indices), strict=True))
     summed = partial(engine.sums, labels=[some.label for some in factors])
-    us = [torch.stack(some.us) for some in factors]
-    found = power_iterations([some.stack for some in factors], us, power_steps, summed)
+    found = power_iterations([x.stack for x in factors], [torch.stack(x.us) for x in factors], power_steps, summed)
     norms = summed([(u * image).sum(-1) for u, _, image in found])
     bounds = [sA + sB + 1 for sA, sB in batched(norms, 2) for _ in "AB"]
     for some, (u, _, _), bound in zip(factors, found, bounds, strict=True):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import WHOLE
-from megatron_eopt.optimizers import foreach
+from megatron_eopt.optimizers import foreach, low_rank
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
 from megatron_eopt.optimizers.group_settings import (
     COEFFICIENTS,
@@ -27,15 +27,6 @@ from megatron_eopt.optimizers.group_settings import (
     check_rates,
     note_short_schedule,
     own_settings,
-)
-from megatron_eopt.optimizers.low_rank import (
-    Factors,
-    check_pairs,
-    factor_layouts,
-    is_tall,
-    project,
-    spectron,
-    wide_dtype,
 )
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
@@ -296,7 +287,7 @@ class Spectron(BaseOptimizer):
         return own_settings(self.param_groups), [group["rank"] for group in self.param_groups]
 
     def _described(self, name: str, parameter: Tensor) -> Parameter:
-        return Parameter(name, wide_dtype(parameter), self.layout(parameter), self.split_of(parameter))
+        return Parameter(name, low_rank.wide_dtype(parameter), self.layout(parameter), self.split_of(parameter))
 
     def _proposed_factors(self) -> tuple[Engine, dict[Tensor, Weight]]:
         """The engine of the factors before ranks agree on it, and the factors of each parameter."""
@@ -307,13 +298,14 @@ class Spectron(BaseOptimizer):
             group, split = self.group_of(parameter), self.split_of(parameter)
             layout = self.layout(parameter)
             matrices = tuple(known.setdefault(x, x) for x in self.matrix_layouts(parameter))
-            layouts = factor_layouts(matrices, None if group["pairs"] else group["rank"])
+            layouts = low_rank.factor_layouts(matrices, None if group["pairs"] else group["rank"])
             ends = [f"{each} {side}".strip() for each in split.names(layout.shape[0]) for side in "AB"]
             called = [name] if group["pairs"] else [f"{name}[{end}]" for end in ends]
-            nbytes = wide_dtype(parameter).itemsize * max(each.numel for x in matrices for each in x.rectangles)
+            dtype = low_rank.wide_dtype(parameter)
+            nbytes = dtype.itemsize * max(each.numel for x in matrices for each in x.rectangles)
             weights[parameter] = Weight(index, len(factors), layouts, matrices, nbytes)
             factors += [
-                Parameter(each, wide_dtype(parameter), of_factor, WHOLE, self._iteration(group))
+                Parameter(each, dtype, of_factor, WHOLE, self._iteration(group))
                 for each, of_factor in zip(called, layouts, strict=True)
             ]
         return Engine(factors, self._parameters()[0].device, self.tp_mode), weights
@@ -322,9 +314,9 @@ class Spectron(BaseOptimizer):
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Factors, their momenta and singular vectors, for each logical matrix; of a factor what it has of these."""
-        dtype, group = wide_dtype(parameter), self.group_of(parameter)
+        dtype, group = low_rank.wide_dtype(parameter), self.group_of(parameter)
         if group["pairs"]:
-            side: Dim = "rows" if is_tall(self.layout(parameter)) else "columns"
+            side: Dim = "rows" if low_rank.is_tall(self.layout(parameter)) else "columns"
             return [StateTensor(MOMENTUM, dtype=dtype), StateTensor(U, (side,), 0, dtype)]
         rank = group["rank"]
         described = [StateTensor(PROJECTED, (), 0, dtype)]
@@ -392,7 +384,7 @@ class Spectron(BaseOptimizer):
             elif not self.split_of(parameter).is_whole:
                 raise ValueError(f"{name}: {called} is a factor of a pair, and cannot be split into logical matrices")
         if group["pairs"]:
-            check_pairs(name, [self.layout(p) for p in group["params"]], names)
+            low_rank.check_pairs(name, [self.layout(p) for p in group["params"]], names)
         try:
             self._iteration(group)
         except ValueError as error:
@@ -416,23 +408,20 @@ class Spectron(BaseOptimizer):
         active = {p for i, p in enumerate(self._parameters()) if p.grad is not None or self.engine.shares(i)}
         with fp32_products("highest"):
             weights = [p for p in self._parameters() if p in active and not self.group_of(p)["pairs"]]
-            self._project([p for p in weights if p not in self._done], flags)
+            if waiting := [p for p in weights if p not in self._done]:
+                self._project(waiting, flags)
             chunks = [(chunk, list(self._factors_of(chunk, flags))) for chunk in self._chunks(active)]
             of_weights = [each for each in chunks if not self.group_of(each[0][0])["pairs"]]
             self._set_gradients(of_weights)
             factors = [equal for _, factors in chunks for equal in factors]
-            spectron(factors, self._factors, self.num_power_iterations, self.newton_schulz.fp32_matmul_prec)
+            low_rank.spectron(factors, self._factors, self.num_power_iterations, self.newton_schulz.fp32_matmul_prec)
             for chunk, factors in of_weights:
-                self._write(chunk, factors, torch.stack([flags[p] for p in chunk]))
+                self._write(chunk, factors)
         # a factor that is a parameter is a matrix of its own
         self.newton_schulz_calls += sum(len(self._weights[p].matrices) for chunk, _ in chunks for p in chunk)
 
     def _chunks(self, active: set[Tensor]) -> Iterator[list[Tensor]]:
-        """Parameters that are worked on together: of one group, dtype and set of ranks, and of bounded size.
-
-        All ranks that share a parameter have the same chunk, and so round alike what all of them compute. The two
-        factors of a pair follow one another.
-        """
+        """Parameters to work on together, up to a size; all ranks that share one have the same, and so round alike."""
         for group in self.param_groups:
             chunks: dict[object, list[Tensor]] = {}
             nbytes: Counter[object] = Counter()
@@ -443,12 +432,10 @@ class Spectron(BaseOptimizer):
                     chunks.setdefault((alike, nbytes[alike] // foreach.MOST_BYTES), []).extend(unit)
             yield from chunks.values()
 
-    def _factors_of(self, chunk: Sequence[Tensor], flags: Mapping[Tensor, Tensor]) -> Iterator[Factors]:
+    def _factors_of(self, chunk: Sequence[Tensor], flags: Mapping[Tensor, Tensor]) -> Iterator[low_rank.Factors]:
         """The first and the second factors of equal pairs of a chunk, of so many pairs that their size is bounded."""
-        group, factors = (
-            self.group_of(chunk[0]),
-            [(p, i) for p in chunk for i, _ in enumerate(self._weights[p].factors)],
-        )
+        group = self.group_of(chunk[0])
+        factors = [(p, i) for p in chunk for i, _ in enumerate(self._weights[p].factors)]
         kinds: dict[tuple[int, ...], list[int]] = {}
         for position, pair in enumerate(batched(factors, 2)):
             kinds.setdefault(tuple(id(self._weights[p].matrices[i // 2]) for p, i in pair), []).append(position)
@@ -458,11 +445,11 @@ class Spectron(BaseOptimizer):
                 both = [[factors[2 * position + side] for position in positions] for side in (0, 1)]
                 accepted = torch.stack([flags[p] for some in both for p, _ in some]).view(2, -1).all(0)
                 for some in both:
-                    first, i = some[0]
-                    weight, indices = self._weights[first], [self._weights[p].first + i for p, i in some]
-                    transposed = group["pairs"] and not is_tall(weight.matrices[0])
+                    (first, i), indices = some[0], [self._weights[p].first + i for p, i in some]
+                    label = self._weights[first].factors[i].label
+                    transposed = group["pairs"] and not low_rank.is_tall(self._weights[first].matrices[0])
                     tensors = map(list, zip(*(self._tensors(*each) for each in some), strict=True))
-                    yield Factors(positions, indices, weight.factors[i].label, transposed, accepted, group, *tensors)
+                    yield low_rank.Factors(positions, indices, label, transposed, accepted, group, *tensors)
 
     def _tensors(self, parameter: Tensor, factor: int) -> list[Tensor]:
         """A factor of a parameter, its momentum and its singular vector; of one that is the parameter its gradient."""
@@ -473,7 +460,7 @@ class Spectron(BaseOptimizer):
         keys = (FACTOR_B, MOMENTUM_B, U_B) if factor % 2 else (FACTOR_A, MOMENTUM_A, U_A)
         return [local(state[key + self.key_ends(parameter)[factor // 2]]) for key in keys]
 
-    def _set_gradients(self, chunks: Sequence[tuple[list[Tensor], list[Factors]]]) -> None:
+    def _set_gradients(self, chunks: Sequence[tuple[list[Tensor], list[low_rank.Factors]]]) -> None:
         """``G B`` and ``G^T A`` of each logical matrix of weights, in the dtype of the factors."""
         products, labels = [], []
         for chunk, factors in chunks:
@@ -489,21 +476,20 @@ class Spectron(BaseOptimizer):
         for some, product in zip((some for _, factors in chunks for some in factors), summed, strict=True):
             some.gradients.extend(product.unbind())
 
-    def _write(self, chunk: Sequence[Tensor], factors: Sequence[Factors], accepted: Tensor) -> None:
+    def _write(self, chunk: Sequence[Tensor], factors: Sequence[low_rank.Factors]) -> None:
         """``W = A B^T`` of weights, where it changed."""
-        products: dict[int, Tensor] = {}
-        for first, second in batched(factors, 2):
-            W = (first.stack() @ second.stack().mT).to(chunk[0].dtype)
-            products |= zip(first.positions, W.unbind(), strict=True)
-        before, shards = [local(p) for p in chunk], [products[position] for position in sorted(products)]
-        new = self.engine.merge_all([self._weights[p].index for p in chunk], shards)
-        changed = accepted & (self.group_of(chunk[0])["lr"] != 0)
-        torch._foreach_copy_(before, foreach.masked(new, before, changed))
+        weights, indices = [local(p) for p in chunk], [self._weights[p].index for p in chunk]
+        shards = self.engine.split_all(indices, list(weights))
+        for A, B in batched(factors, 2):
+            before = torch.stack([shards[position] for position in A.positions])
+            changed = (A.accepted & (A.settings["lr"] != 0)).view(-1, 1, 1)
+            new = torch.where(changed, (A.stack() @ B.stack().mT).to(before.dtype), before)
+            for position, shard in zip(A.positions, new.unbind(), strict=True):
+                shards[position] = shard
+        torch._foreach_copy_(weights, self.engine.merge_all(indices, shards))
 
     def _project(self, waiting: Sequence[Tensor], flags: Mapping[Tensor, Tensor]) -> None:
         """Take the factors from the weights that step for the first time; waits for the device while there are any."""
-        if not waiting:
-            return
         # also with lr=0: torch loads a checkpoint into what such a step makes
         kept = [self._state_of(p)[PROJECTED] for p in waiting]
         begin = [flags[p] & (self.group_of(p)["lr"] > 0) for p in waiting]
@@ -514,10 +500,10 @@ class Spectron(BaseOptimizer):
 
     def _take_factors(self, new: Mapping[Tensor, Weight]) -> None:
         parts = [(p, i) for p, w in new.items() for i, _ in enumerate(w.matrices)]
-        shards = (x.to(wide_dtype(p)) for p, w in new.items() for x in self.engine.split(w.index, local(p)))
+        shards = (x.to(low_rank.wide_dtype(p)) for p, w in new.items() for x in self.engine.split(w.index, local(p)))
         layouts = [new[p].matrices[i] for p, i in parts]
         ranks = [self.group_of(p)["rank"] for p, _ in parts]
-        found = project(shards, layouts, ranks, [new[p].first // 2 + i for p, i in parts])
+        found = low_rank.project(shards, layouts, ranks, [new[p].first // 2 + i for p, i in parts])
         names = dict(zip(self._parameters(), self._names(), strict=True))
         largest: dict[str, float] = {}
         for (p, _), (_, _, error) in zip(parts, found, strict=True):

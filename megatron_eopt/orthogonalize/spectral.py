@@ -41,8 +41,7 @@ def power_iteration(matrix: Tensor, u: Tensor, steps: int = 1) -> tuple[Tensor, 
     Raises:
         ValueError: for fewer than one step, or shapes that do not fit.
     """
-    ((u, v, _),) = power_iterations([matrix], [u], steps)
-    return u, v
+    return power_iterations([matrix], [u], steps)[0][:2]
 
 
 def rayleigh_quotient(matrix: Tensor, u: Tensor, v: Tensor) -> Tensor:
@@ -73,8 +72,6 @@ def power_iterations(
     """
     if steps < 1:
         raise ValueError(f"a power iteration has at least 1 step, got {steps}")
-    vs: list[Tensor] = []
-    images: list[Tensor] = []
     for _ in range(steps):
         products = summed([_times(W, u, "u") for W, u in zip(matrices, us, strict=True)])
         vs = [v / nonzero(_norm(v)).to(v.dtype) for v in products]

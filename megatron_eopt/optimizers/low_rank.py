@@ -79,7 +79,7 @@ def spectron(factors: Sequence[Factors], engine: Engine, power_steps: int, preci
 def project(
     rectangles: Iterable[Tensor], layouts: Sequence[Layout], ranks: Sequence[int], turns: Sequence[int]
 ) -> list[tuple[Tensor, Tensor, float]]:
-    """Factors of low rank of matrices of which this rank holds shards; waits for the device, once at the end.
+    """Factors of low rank of matrices of which this rank holds shards; reads on the host once, at the end.
 
     Matrices that are cut are put together on all ranks of their group, one at a time; the decomposition of each is made
     on one of them, which its turn says, and is sent to the others, so that all have the same to the bit.

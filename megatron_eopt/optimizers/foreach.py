@@ -19,7 +19,7 @@ Tensors = Sequence[Tensor]
 Mask = Tensor | None  # which of several parameters step; None for all
 Follow = Callable[[Tensors, Tensors, float, bool, Mask], list[Tensor]]
 
-MOST_BYTES = 2**26  # of further copies that are in memory at a time, where a single tensor does not take more
+MOST_BYTES = 2**24  # of further copies that are in memory at a time, where a single tensor does not take more
 
 
 @dataclass(frozen=True)

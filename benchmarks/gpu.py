@@ -108,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"there is no part {', '.join(unknown)}: expected some of {', '.join(PARTS)}")
     if options.device == "cpu" and not options.tiny:
         parser.error("full sizes would take days on a CPU: add --tiny")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch finds no GPU that it can use")
     device = options.device or ("cuda" if torch.cuda.is_available() else None)
     if options.list or device is None:
         print("\n".join(f"{name:15}{about(name)}" for name in names))

@@ -6,12 +6,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from importlib import import_module
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import newton_schulz as bench
 import torch
-from gpu_verdicts import Run, in_a_row
+from gpu_verdicts import Run, draw, in_a_row
 from torch import Tensor
 
 from megatron_eopt.orthogonalize.kernels import KERNELS
@@ -54,7 +53,7 @@ def fp16(run: Run) -> None:
             }
             for kernel in ("triton", "torch"):
                 if missing := KERNELS[kernel].missing(run.device):
-                    run.skip(f"{rows} x {cols}, {kernel}", missing)
+                    run.judge(f"{rows} x {cols}, {kernel}", None, "", reason=missing)
                     continue
                 for reduced in (False, True):
                     name = f"{rows} x {cols}, {kernel}, reduced sums {'allowed' if reduced else 'forbidden'}"
@@ -148,7 +147,7 @@ def share_of_rate(shape: Shape, seconds: float, rate: float) -> float:
 def sweep(run: Run) -> None:
     """The kernel against cuBLAS over rows, stacks and dtypes, and its table of tiles against others; a picture."""
     if missing := KERNELS["triton"].missing(run.device):
-        run.skip("sweep", missing)
+        run.judge("sweep", None, "", reason=missing)
         return
     rows, stacks = ((64,), (2,)) if run.tiny else (SWEEP_ROWS, SWEEP_STACKS)
     for kind, (dtype, precision, rate) in SWEEP_KINDS.items():
@@ -164,7 +163,11 @@ def sweep(run: Run) -> None:
                 ratios = {at: seconds["table"] / seconds[other] for at, seconds in found.items()}
                 at = max(ratios, key=lambda at: ratios[at])
                 run.at_most(f"{kind}, {at}: time with the table's tiles, over {other}", ratios[at], bound, of_gpu=True)
-    draw(run.figures, run.out / "sweep.png")
+    faster: dict[str, dict[str, dict[int, float]]] = {}
+    for kind, (at, seconds) in ((kind, each) for kind, found in run.figures.items() for each in found.items()):
+        of_stack = faster.setdefault(kind, {}).setdefault(f"{at.split()[0]} at once", {})
+        of_stack[int(at.split()[-1])] = seconds["cuBLAS"] / seconds["best"]
+    draw(faster, "rows", "times as fast as cuBLAS, best tiles", run.out / "sweep.png")
 
 
 def with_all_tiles(x: Tensor, precision: "Fp32Precision", tiny: bool) -> dict[str, float]:
@@ -186,19 +189,3 @@ def with_all_tiles(x: Tensor, precision: "Fp32Precision", tiny: bool) -> dict[st
         with suppress(Exception):  # more shared memory or registers than there are
             found[f"{width}/{depth}/{warps}/{stages}"] = seconds(Tiles(width, depth, warps=warps, stages=stages))
     return {"cuBLAS": cublas, "best": min(found.values()), **found}
-
-
-def draw(figures: dict[str, dict[str, dict[str, float]]], picture: Path) -> None:
-    """How many times as fast as cuBLAS the best tiles are, over rows: a panel for each dtype, a line for each stack."""
-    figure, axes = bench.plt.subplots(1, len(SWEEP_KINDS), figsize=(14, 4), sharey=True)
-    for axis, (kind, found) in zip(axes, figures.items(), strict=False):
-        for stack in SWEEP_STACKS:
-            of_stack = {at.split()[-1]: seconds for at, seconds in found.items() if at.startswith(f"{stack} ")}
-            ratios = [seconds["cuBLAS"] / seconds["best"] for seconds in of_stack.values()]
-            axis.plot(list(map(int, of_stack)), ratios, marker="o", label=f"{stack} at once")
-        axis.axhline(1, color="black", linewidth=0.8)
-        axis.set(title=kind, xlabel="rows", ylabel="times as fast as cuBLAS")
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(picture, dpi=120)
-    bench.plt.close(figure)

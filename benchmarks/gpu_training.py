@@ -8,8 +8,7 @@ import demo
 import torch
 import torch.distributed.checkpoint as dcp
 from compare_figures import read_times
-from gpu_verdicts import Run, execute
-from matplotlib import pyplot as plt
+from gpu_verdicts import Run, draw, execute
 from torch import Tensor
 
 from megatron_eopt.checkpoints.contents import newest, read_contents
@@ -110,10 +109,5 @@ def gpt(run: Run) -> None:
         run.figures[name] = {"losses": losses[name], "seconds of a step": sorted(times)[len(times) // 2]}
     ratio = demo.final_loss(losses["muon"]) / demo.final_loss(losses["adam"])
     run.at_most(f"124M: loss of Muon over Adam's, mean of the last {demo.LAST} steps", ratio, 1.0, of_gpu=True)
-    figure, axes = plt.subplots(figsize=(8, 5))
-    for name, found in losses.items():
-        axes.plot(*zip(*found.items(), strict=True), label=name)
-    axes.set(xlabel="step", ylabel="training loss (nats per byte)", title="a GPT of 124M in Megatron-Core, bf16")
-    axes.legend()
-    figure.savefig(run.out / "gpt.png", dpi=120)
-    plt.close(figure)
+    title = "a GPT of 124M in Megatron-Core, bf16"
+    draw({title: losses}, "step", "training loss (nats per byte)", run.out / "gpt.png")

@@ -6,12 +6,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import newton_schulz as bench
 import torch
@@ -27,7 +27,7 @@ class Verdict:
     """What one check found: ``value`` is what was measured, ``bound`` what was expected, in words."""
 
     name: str
-    status: Literal["passed", "failed", "skipped"]
+    status: str  # passed, failed or skipped
     bound: str = ""
     value: float | str | None = None  # in words where it is no number: of JSON
     reason: str = ""
@@ -57,21 +57,24 @@ class Run:
         """Whether this is a GPU."""
         return self.device.type == "cuda"
 
-    def judge(self, name: str, passed: bool, bound: str, value: float | None = None, reason: str = "") -> None:
-        """Note a verdict."""
-        self._note(name, "passed" if passed else "failed", bound, value, reason)
+    def judge(self, name: str, passed: bool | None, bound: str, value: float | None = None, reason: str = "") -> None:
+        """Note a verdict; None for a check that is not made. What is on the disk stays known if the part is stopped."""
+        status = "skipped" if passed is None else "passed" if passed else "failed"
+        self.verdicts.append(Verdict(name=name, status=status, bound=bound, value=value, reason=reason))
+        found = {"verdicts": [asdict(each) for each in self.verdicts], "figures": self.figures}
+        (self.work / "part.json").write_text(json.dumps(found))
 
     def at_most(self, name: str, value: float, bound: float, unit: str = "", *, of_gpu: bool = False) -> None:
         """Note whether a figure is within its bound; one that only a GPU at full size can give is skipped elsewhere."""
-        self._compare(name, value, value <= bound, f"<= {bound:.4g} {unit}".strip(), of_gpu)
+        self._compare(name, value <= bound, f"<= {bound:.4g} {unit}".strip(), value, of_gpu)
 
-    def at_least(self, name: str, value: float, bound: float, unit: str = "", *, of_gpu: bool = False) -> None:
+    def at_least(self, name: str, value: float, bound: float, *, of_gpu: bool = False) -> None:
         """The same for a bound from below."""
-        self._compare(name, value, value >= bound, f">= {bound:.4g} {unit}".strip(), of_gpu)
+        self._compare(name, value >= bound, f">= {bound:.4g}", value, of_gpu)
 
-    def skip(self, name: str, reason: str) -> None:
-        """Note a check that is not made."""
-        self._note(name, "skipped", "", None, reason)
+    def _compare(self, name: str, holds: bool, bound: str, value: float, of_gpu: bool) -> None:
+        dry = of_gpu and (self.tiny or not self.on_gpu)
+        self.judge(name, None if dry else holds, bound, value, "a dry run: the figure says nothing" if dry else "")
 
     @contextmanager
     def check(self, name: str) -> Iterator[None]:
@@ -81,20 +84,6 @@ class Run:
         except Exception as error:
             self.judge(name, False, "no error", reason=f"{type(error).__name__}: {error}"[:2000])
 
-    def _compare(self, name: str, value: float, holds: bool, bound: str, of_gpu: bool) -> None:
-        if of_gpu and (self.tiny or not self.on_gpu):
-            self._note(name, "skipped", bound, value, f"a dry run on {self.device.type}: the figure says nothing")
-        else:
-            self.judge(name, holds, bound, value)
-
-    def _note(
-        self, name: str, status: Literal["passed", "failed", "skipped"], bound: str, value: float | None, reason: str
-    ) -> None:
-        self.verdicts.append(Verdict(name=name, status=status, bound=bound, value=value, reason=reason))
-        # on the disk what is known stays known if the part is stopped
-        found = {"verdicts": [asdict(each) for each in self.verdicts], "figures": self.figures}
-        (self.work / "part.json").write_text(json.dumps(found))
-
 
 def line(verdict: Verdict) -> str:
     """A row of the table."""
@@ -103,16 +92,11 @@ def line(verdict: Verdict) -> str:
     return f"{verdict.status:9}{verdict.name:64}{value:>12}  {verdict.bound:16}  {reason}".rstrip()
 
 
-@dataclass(frozen=True)
-class Rates:
+class Rates(NamedTuple):
     """What the device does at best, measured beside what is judged by it."""
 
     flops: float  # operations per second of a product of two large matrices in half precision
     bytes: float  # per second, read and written, of a copy
-
-    def seconds(self, flops: float, moved: float) -> float:
-        """What so many operations, and after them so many bytes, take."""
-        return flops / self.flops + moved / self.bytes
 
 
 def measured_rates(device: torch.device) -> Rates:
@@ -164,14 +148,15 @@ def world(backend: str | None, ranks: int = 1, store: dist.Store | None = None) 
 @contextmanager
 def without_waiting(device: torch.device) -> Iterator[None]:
     """In which what waits for a GPU raises; of another device nothing is known."""
-    before = torch.cuda.get_sync_debug_mode() if device.type == "cuda" else None
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
     try:
-        if before is not None:
-            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
-        if before is not None:
-            torch.cuda.set_sync_debug_mode(before)
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -210,3 +195,17 @@ def execute(run: Run, name: str, command: Sequence[str], **environment: str) -> 
         ).returncode
         log.seek(0)
         return code, log.read()
+
+
+def draw(panels: Mapping[str, Mapping[str, Mapping[int, float]]], x: str, y: str, picture: Path) -> None:
+    """A panel for each title, with a line for each label, of what ``y`` is at each ``x``."""
+    figure, axes = bench.plt.subplots(1, len(panels), figsize=(5 + 3 * len(panels), 4.5), sharey=True, squeeze=False)
+    for axis, (title, lines) in zip(axes[0], panels.items(), strict=True):
+        for label, points in lines.items():
+            axis.plot(list(points), list(points.values()), label=label)
+        axis.set(title=title, xlabel=x, ylabel=y)
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(picture, dpi=120)
+    bench.plt.close(figure)

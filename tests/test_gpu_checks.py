@@ -1,5 +1,6 @@
 """`make gpu` without a GPU: its parts are listed, their code runs with small shapes, and bounds follow from rates."""
 
+import argparse
 import json
 import math
 import re
@@ -29,7 +30,8 @@ CPU = torch.device("cpu")
 PAGE = (ROOT / "docs" / "gpu.md").read_text()
 # Verdicts that every part comes to, beside those that only a GPU can give; the others start processes.
 QUICK = {"fp16": 2, "newton-schulz": 0, "sweep": 0, "steps": 0, "nccl": 30, "memory": 0}
-SLOW = ("kernels", "optimizers", "ranks", "resume", "gpt")
+SLOW = ("kernels", "optimizers", "ranks")
+TRAINING = ("resume", "gpt")
 
 
 @pytest.fixture
@@ -54,9 +56,14 @@ class TestCommand:
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
-        [(["gtp"], "there is no part gtp: expected some of kernels, opt"), (["--device", "cpu"], "add --tiny")],
+        [
+            (["gtp"], "there is no part gtp: expected some of kernels, opt"),
+            (["--device", "cpu"], "add --tiny"),
+            (["--device", "cuda"], "torch finds no GPU"),
+        ],
     )
-    def test_what_it_cannot_run_is_refused(self, arguments, message, capsys):
+    def test_what_it_cannot_run_is_refused(self, arguments, message, capsys, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         with pytest.raises(SystemExit):
             gpu.main(arguments)
         assert message in capsys.readouterr().err
@@ -142,15 +149,20 @@ def test_a_part_runs_with_small_shapes(name, run, monkeypatch):
     assert len(states) > QUICK[name] or name == "nccl"
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.wide) for name in SLOW),
+        *(pytest.param(name, marks=pytest.mark.full) for name in TRAINING),
+    ],
+)
 def test_a_part_that_starts_processes_runs_with_small_shapes(name, tmp_path):
     part = gpu.run_apart(name, "cpu", True, tmp_path)
     assert "failed" not in [each["status"] for each in part["verdicts"]], part
 
 
 def test_every_part_is_run_here():
-    assert {*QUICK, *SLOW} == gpu.PARTS.keys()
+    assert {*QUICK, *SLOW, *TRAINING} == gpu.PARTS.keys()
 
 
 def test_what_the_parts_take_from_the_tests_is_there():
@@ -188,6 +200,19 @@ def test_on_a_gpu_megatron_runs_the_large_model_without_what_is_for_a_cpu(tmp_pa
     assert {"--use-cpu-initialization", "gloo", "--cpu"} & {*given} == set()
     assert {"--hidden-size", "768", "--overlap-param-gather", "--no-persist-layer-norm"} <= {*given}
     assert gpu_training.OF_CPU in demo.CPU
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("flags", [gpu_training.MUON, "--optimizer adam --deterministic-mode"])
+def test_megatron_takes_the_flags_of_a_gpu(flags, tmp_path):
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_eopt.megatron.arguments import amend
+
+    run = Run(device=torch.device("cuda"), tiny=False, out=tmp_path, work=tmp_path)
+    _, _, given = gpu_training.command(run, flags, 5).partition("pretrain_gpt.py ")
+    parsed = amend(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))).parse_args(given.split())
+    assert (parsed.hidden_size, parsed.bf16, parsed.distributed_backend) == (768, True, "nccl")
 
 
 class TestPage:

@@ -120,8 +120,9 @@ def steps(run: Run) -> None:
         with run.check(f"{name}: step of the matrices"):
             optimizer, bound = muon_of(shapes, run.device), OVER_LIMIT * limit(shapes, rates)
             in_a_row(optimizer.step, 3, run.device)
-            with without_waiting(run.device):
+            with run.check(f"{name}: nothing waits for the GPU"), without_waiting(run.device):
                 optimizer.step()
+                run.judge(f"{name}: nothing waits for the GPU", True if run.on_gpu else None, "no error")
             found = in_a_row(optimizer.step, 2 if run.tiny else 30, run.device)
             run.at_most(f"{name}: step of the matrices", found * 1e3, bound * 1e3, "ms", of_gpu=True)
             del optimizer

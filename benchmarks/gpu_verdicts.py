@@ -202,7 +202,7 @@ def draw(panels: Mapping[str, Mapping[str, Mapping[int, float]]], x: str, y: str
     figure, axes = bench.plt.subplots(1, len(panels), figsize=(5 + 3 * len(panels), 4.5), sharey=True, squeeze=False)
     for axis, (title, lines) in zip(axes[0], panels.items(), strict=True):
         for label, points in lines.items():
-            axis.plot(list(points), list(points.values()), label=label)
+            axis.plot(list(points), list(points.values()), marker=".", label=label)
         axis.set(title=title, xlabel=x, ylabel=y)
         axis.grid(alpha=0.3)
         axis.legend()

@@ -4,23 +4,16 @@ Rows are collected elsewhere; all that follows from them is here: families, the 
 table, JSON, and what changed from one manifest to another.
 """
 
-from megatron_eopt.manifest.checks import compare, problems, warnings
-from megatron_eopt.manifest.families import Family, LogicalMatrix, ManifestRow, families, merged, rows
-from megatron_eopt.manifest.saved import FORMAT, from_json, to_json
-from megatron_eopt.manifest.text import table
-
-__all__ = [
-    "FORMAT",
-    "Family",
-    "LogicalMatrix",
-    "ManifestRow",
-    "compare",
-    "families",
-    "from_json",
-    "merged",
-    "problems",
-    "rows",
-    "table",
-    "to_json",
-    "warnings",
-]
+from megatron_eopt.manifest.checks import compare as compare
+from megatron_eopt.manifest.checks import problems as problems
+from megatron_eopt.manifest.checks import warnings as warnings
+from megatron_eopt.manifest.families import Family as Family
+from megatron_eopt.manifest.families import LogicalMatrix as LogicalMatrix
+from megatron_eopt.manifest.families import ManifestRow as ManifestRow
+from megatron_eopt.manifest.families import families as families
+from megatron_eopt.manifest.families import merged as merged
+from megatron_eopt.manifest.families import rows as rows
+from megatron_eopt.manifest.saved import FORMAT as FORMAT
+from megatron_eopt.manifest.saved import from_json as from_json
+from megatron_eopt.manifest.saved import to_json as to_json
+from megatron_eopt.manifest.text import table as table

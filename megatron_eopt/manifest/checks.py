@@ -14,10 +14,7 @@ _TIED = ("optimizer", "lr", "min_lr", "weight_decay", "settings")  # what tied p
 def problems(families: Sequence[Family], optimizer: str, for_matrices: bool) -> list[str]:
     """Errors that a start fails on, each with what was found, what was expected and what to do.
 
-    Args:
-        families: of all ranks together; two rows of one name with different optimizers are one of the errors.
-        optimizer: of the run, as ``--optimizer`` names it.
-        for_matrices: whether that optimizer is for matrices, so that it is of no use without any.
+    The families are of all ranks together, and ``optimizer`` is of the run: one ``for_matrices`` is of no use without.
     """
     return [
         *_without_optimizer(families),
@@ -92,9 +89,7 @@ def _without_matrices(found: Sequence[Family], optimizer: str) -> Iterator[str]:
 def warnings(families: Sequence[Family], scale_mode: str) -> list[str]:
     """What a run may well be meant to have, and should be seen: a line for each class of parameters.
 
-    Args:
-        families: of all ranks together.
-        scale_mode: of the run, for parameters whose settings have no other.
+    ``scale_mode`` is that of the run, for parameters whose settings have no other.
     """
     excluded = [family for family in families if family.like.excluded]
     return [
@@ -143,14 +138,7 @@ def compare(old: Iterable[Family], new: Iterable[Family]) -> list[str]:
     """A line for every change from one manifest to another, with all parameters that it was made for.
 
     What another number of ranks changes is no change: layouts, schemes (but for blockwise, which makes other updates)
-    and sizes of state. Neither are reasons and sources of settings.
-
-    Args:
-        old: families of the checkpoint.
-        new: of the run that resumes from it.
-
-    Raises:
-        ValueError: for a parameter of two optimizers, which :func:`problems` finds.
+    and sizes of state. Neither are reasons and sources of settings. A parameter of two optimizers is a ``ValueError``.
     """
     before, now = by_pattern(old), by_pattern(new)
     nothing: frozenset[ManifestRow] = frozenset()

@@ -135,11 +135,8 @@ class Family:
 def families(rows: Iterable[ManifestRow]) -> list[Family]:
     """Rows in their short form, by name and then by number; :func:`rows` is its inverse.
 
-    Args:
-        rows: in any order. Two rows of one name may differ, as those of two optimizers do.
-
-    Raises:
-        ValueError: for a name with a ``*``, and for two rows that are equal: one parameter was collected twice.
+    Two rows of one name may differ, as those of two optimizers do. Two that are equal are a ``ValueError``, for one
+    parameter was collected twice, and so is a name with a ``*``.
     """
     found: dict[ManifestRow, set[Index]] = defaultdict(set)
     for row in rows:
@@ -165,12 +162,7 @@ def merged(lists: Iterable[Sequence[Family]]) -> list[Family]:
     """The families of all ranks together: the same for every order of the ranks.
 
     Families that several ranks have alike are looked at once, so the cost grows with what the ranks have of their own.
-
-    Args:
-        lists: of each rank, in the order of the ranks.
-
-    Raises:
-        ValueError: for a parameter of which two ranks have different rows, with both.
+    A parameter of which two ranks have different rows is a ``ValueError`` with both.
     """
     known: dict[ManifestRow, ManifestRow] = {}
     seen: set[frozenset[Family]] = set()

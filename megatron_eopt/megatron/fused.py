@@ -4,21 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_eopt import matrices
 from megatron_eopt.family import SplitName
-from megatron_eopt.matrices import (
-    ATTRIBUTE,
-    GATE_UP,
-    WHOLE,
-    Split,
-    concatenated,
-    declared_split,
-    heads,
-    interleaved_gate_up,
-    key_value,
-    latent_down,
-    per_shard,
-    query_key_value,
-)
+from megatron_eopt.matrices import ATTRIBUTE, GATE_UP, WHOLE, Split, declared_split
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.parameters import ModelParameter
@@ -153,33 +141,33 @@ def fused(parameter: ModelParameter) -> Fused | None:
             shapes = get_qkv_split_shapes(config)
             listed = "queries, gate, keys and values" if len(shapes) == 4 else "queries, keys and values"
             what = f"the {listed} of a query group"
-            return Fused(what, query_key_value(shapes), query_key_value(shapes, per_head=True))
+            return Fused(what, matrices.query_key_value(shapes), matrices.query_key_value(shapes, per_head=True))
         case "linear_q":  # of cross attention
-            return Fused(queries, WHOLE, heads("q", config.kv_channels))
+            return Fused(queries, WHOLE, matrices.heads("q", config.kv_channels))
         case "linear_kv":  # of cross attention
             k = v = config.kv_channels
-            return Fused(keys, key_value(k, v), key_value(k, v, per_head=True))
+            return Fused(keys, matrices.key_value(k, v), matrices.key_value(k, v, per_head=True))
         case "linear_q_proj" | "linear_q_up_proj":  # from here on of latent attention
-            return Fused(queries, WHOLE, heads("q", config.qk_head_dim + config.qk_pos_emb_head_dim))
+            return Fused(queries, WHOLE, matrices.heads("q", config.qk_head_dim + config.qk_pos_emb_head_dim))
         case "linear_kv_up_proj":
             k, v = config.qk_head_dim, config.v_head_dim
-            return Fused(keys, key_value(k, v), key_value(k, v, per_head=True))
+            return Fused(keys, matrices.key_value(k, v), matrices.key_value(k, v, per_head=True))
         case "linear_kv_down_proj":
-            split = concatenated(kv=config.kv_lora_rank, k_rope=config.qk_pos_emb_head_dim)
+            split = matrices.concatenated(kv=config.kv_lora_rank, k_rope=config.qk_pos_emb_head_dim)
             return Fused("the latent keys and values, and the keys with positions", split)
         case "linear_qkv_down_proj":
-            split = latent_down(config.q_lora_rank, config.kv_lora_rank, config.qk_pos_emb_head_dim)
+            split = matrices.latent_down(config.q_lora_rank, config.kv_lora_rank, config.qk_pos_emb_head_dim)
             return Fused("the latent queries, the latent keys and values, and the keys with positions", split)
         case "linear_fc1" if config.gated_linear_unit:
             of_expert = "moe_shared_expert" if "shared_experts" in name else "moe_mlp"
             interleaved = getattr(config, f"{of_expert}_glu_interleave_size", None) if "experts" in name else None
-            return Fused("gate and up", GATE_UP if interleaved is None else interleaved_gate_up(interleaved))
+            return Fused("gate and up", GATE_UP if interleaved is None else matrices.interleaved_gate_up(interleaved))
         case "in_proj" if all(hasattr(module, each) for each in ("d_inner", "ngroups", "d_state", "nheads")):
             between = module.ngroups * module.d_state
-            split = per_shard(z=module.d_inner, x=module.d_inner, B=between, C=between, dt=module.nheads)
+            split = matrices.per_shard(z=module.d_inner, x=module.d_inner, B=between, C=between, dt=module.nheads)
             return Fused("z, x, B, C and dt of a state-space layer", split, known=False)
         case "in_proj":
             rows = releases.linear_attention_rows(module)
             what = f"{', '.join(rows)} of linear attention" if rows else "matrices that this package does not know"
-            return Fused(what, per_shard(**rows) if rows else WHOLE, known=False)
+            return Fused(what, matrices.per_shard(**rows) if rows else WHOLE, known=False)
     return None

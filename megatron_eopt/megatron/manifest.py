@@ -10,19 +10,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_eopt import manifest
 from megatron_eopt.family import FAMILY
-from megatron_eopt.manifest import (
-    Family,
-    LogicalMatrix,
-    ManifestRow,
-    families,
-    merged,
-    problems,
-    rows,
-    table,
-    to_json,
-    warnings,
-)
+from megatron_eopt.manifest import Family, LogicalMatrix, ManifestRow, families, merged, rows
 from megatron_eopt.megatron.agreement import gathered
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.entries import DEFAULT
@@ -68,7 +58,7 @@ def declare(optimizer: Any, assigned: Sequence[Assignment], config: Any, groups:
     everywhere += families(row for row in rows(merged(others)) if row.name not in names)
 
     name = config.optimizer.removeprefix("dist_")
-    wrong = [*problems(everywhere, name, takes_matrices(name)), *sorted(set(chain.from_iterable(lines)))]
+    wrong = [*manifest.problems(everywhere, name, takes_matrices(name)), *sorted(set(chain.from_iterable(lines)))]
     if wrong:
         raise ValueError("\n".join(["the optimizers do not have the parameters that they have to:", *wrong]))
     if dist.get_rank() == 0:
@@ -79,12 +69,12 @@ def declare(optimizer: Any, assigned: Sequence[Assignment], config: Any, groups:
 def _report(found: list[Family], config: Any) -> None:
     form, file = getattr(config, "optimizer_manifest", "short"), getattr(config, "optimizer_manifest_file", None)
     if form != "none":
-        listed = table(found, full=form == "full")
+        listed = manifest.table(found, full=form == "full")
         print(f"megatron_eopt: the optimizer of every trainable parameter\n{listed}", flush=True)
-    for each in warnings(found, config.muon_scale_mode):
+    for each in manifest.warnings(found, config.muon_scale_mode):
         print(f"megatron_eopt: warning: {each}", flush=True)
     if file is not None:
-        Path(file).write_text(json.dumps(to_json(found), indent=1) + "\n")
+        Path(file).write_text(json.dumps(manifest.to_json(found), indent=1) + "\n")
 
 
 def rows_here(

@@ -49,18 +49,7 @@ def make_entry(
     source: str = "overrides",
     known: Known | None = None,
 ) -> Entry:
-    """One checked entry.
-
-    Args:
-        selector: as :meth:`Selector.parse` takes it.
-        settings: key -> value.
-        layer: where it comes from.
-        source: what errors name.
-        known: names that settings may have; those registered if None.
-
-    Raises:
-        OverrideError: for what is wrong with the selector or a setting; a line for each, which begins with the source.
-    """
+    """One checked entry; an :class:`OverrideError` has a line, which begins with the source, for each mistake."""
     try:
         parsed = Selector.parse(selector)
     except OverrideError as error:
@@ -81,8 +70,7 @@ def entries_from_dict(
 ) -> list[Entry]:
     """Entries from ``{selector: settings}``; a selector may be a ``ParamKey`` and a setting Megatron's ``max_lr``.
 
-    Raises:
-        OverrideError: for everything that is wrong with them, a line for each, with the selector.
+    An :class:`OverrideError` has a line, with the selector, for everything that is wrong with them.
     """
     known = known or Known.registered()
     entries, wrong = [], []
@@ -144,14 +132,9 @@ class _FileError(OverrideError):
 
 
 def read_overrides(path: str | PathLike[str], known: Known | None = None) -> list[Entry]:
-    """The entries of a file.
+    """The entries of a file of YAML, or of JSON if its name ends so.
 
-    Args:
-        path: of YAML, or of JSON if its name ends so.
-        known: names that settings may have; those registered if None.
-
-    Raises:
-        OverrideError: for everything that is wrong in it, a line for each: ``FILE:LINE: KEY: what, suggestion``.
+    An :class:`OverrideError` has a line for everything that is wrong in it: ``FILE:LINE: KEY: what, suggestion``.
     """
     entries: list[Entry] = []
     wrong: list[tuple[int, str]] = []

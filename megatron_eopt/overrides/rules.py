@@ -68,11 +68,9 @@ def resolve(
     """Settings of each parameter, by its name.
 
     Args:
-        entries: of all layers.
         parameters: with names that differ.
         optimizer: of the parameters that no entry gives another.
         matches: number of parameters that each entry selects, on all ranks together; counted here if None.
-        known: names that settings may have; those registered if None.
 
     Raises:
         OverrideError: for a selector that matches nothing, with the nearest name; for ties; for settings without

@@ -163,16 +163,9 @@ def check_of(key: str, optimizer: str | None, known: Known) -> Check:
 
 
 def check_setting(key: object, raw: object, known: Known, optimizer: str | None = None) -> Any:
-    """The value of one setting, of the type that it always has.
+    """The value of one setting, of the type that it always has; where the optimizer is not known, that of any.
 
-    Args:
-        key: its name.
-        raw: what was written.
-        known: names that settings may have.
-        optimizer: of the parameters, where that is known; else the setting of any is taken.
-
-    Raises:
-        SettingError: for a key that the optimizer has not, and for a value out of range, with what is near.
+    A :class:`SettingError` is for a key that the optimizer has not, and for a value out of range, with what is near.
     """
     if not isinstance(key, str) or not (key in SETTINGS or known.having(key)) or foreign([key], optimizer, known):
         raise refusal(str(key), optimizer, known)

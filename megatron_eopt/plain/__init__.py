@@ -1,17 +1,11 @@
 """Optimizers for plain torch: what a config says of a model's parameters, built by name."""
 
-from megatron_eopt.plain.build import build_optimizer, register_builders
-from megatron_eopt.plain.config import OptimizerConfig
-from megatron_eopt.registry import get_optimizer_builder, list_optimizer_builders, register_optimizer
-
-__all__ = [
-    "OptimizerConfig",
-    "build_optimizer",
-    "get_optimizer",
-    "get_optimizer_builder",
-    "list_optimizers",
-    "register_optimizer",
-]
+from megatron_eopt.plain.build import build_optimizer as build_optimizer
+from megatron_eopt.plain.build import register_builders
+from megatron_eopt.plain.config import OptimizerConfig as OptimizerConfig
+from megatron_eopt.registry import get_optimizer_builder as get_optimizer_builder
+from megatron_eopt.registry import list_optimizer_builders
+from megatron_eopt.registry import register_optimizer as register_optimizer
 
 get_optimizer = get_optimizer_builder
 list_optimizers = list_optimizer_builders

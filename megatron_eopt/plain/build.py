@@ -22,18 +22,9 @@ from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.parameters import NAME
 from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.with_adamw import Muon
+from megatron_eopt.plain import routing
 from megatron_eopt.plain.config import OptimizerConfig
-from megatron_eopt.plain.routing import (
-    Group,
-    Rule,
-    decays,
-    divided,
-    for_matrices,
-    for_muon,
-    for_muon_of_all,
-    mark_embeddings_and_outputs,
-    without_factors,
-)
+from megatron_eopt.plain.routing import Group, Rule, decays
 from megatron_eopt.registry import get_optimizer_builder, register_optimizer
 from megatron_eopt.row import Row
 
@@ -77,7 +68,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
             f"{type(model).__name__} has no trainable parameter, of {len(named)} in all: give a model with parameters "
             f"whose requires_grad is set"
         )
-    mark_embeddings_and_outputs(model)
+    routing.mark_embeddings_and_outputs(model)
     tag_declared(trained)
     prefix = "module." if isinstance(model, DistributedDataParallel) else ""
     for name, parameter in trained:
@@ -136,13 +127,13 @@ def build_for_all(row: Row, groups: list[Group], config: OptimizerConfig) -> Opt
 
 def build_for_matrices(row: Row, groups: list[Group], config: OptimizerConfig) -> Optimizer:
     """An optimizer of matrices, and AdamW for the rest inside; AdamW alone where there are no matrices."""
-    why_adamw: Rule = for_matrices
+    why_adamw: Rule = routing.for_matrices
     factors: list[Group] = []
     if row.cls is TensorParallelMuon:
-        why_adamw = for_muon_of_all if config.muon_embeddings else for_muon
+        why_adamw = routing.for_muon_of_all if config.muon_embeddings else routing.for_muon
     elif row.cls is Spectron:
-        factors, groups = without_factors(groups, config.spectron_factor_pairs)
-    matrices, rest = divided(groups, why_adamw)
+        factors, groups = routing.without_factors(groups, config.spectron_factor_pairs)
+    matrices, rest = routing.divided(groups, why_adamw)
     matrices = factors + matrices
     reasons = Counter(why_adamw(parameter) for group in rest for parameter in group["params"])
     listed = ", ".join(f"{count} {reason}" for reason, count in reasons.items())

@@ -65,14 +65,8 @@ def matrices_of(
 ) -> list[Matrix]:
     """The logical matrices that the busiest data-parallel rank has of the longest pipeline stage.
 
-    Args:
-        model: the transformer; embeddings and the output layer are not Muon's.
-        work: the iteration, which says what is busy.
-        split_gate_up: treat gate and up as two matrices; Megatron has them as one.
-        itemsize: bytes of an entry of an update where it is exchanged.
-
-    Raises:
-        ValueError: for sizes that cannot be divided over the ranks.
+    Embeddings and the output layer are not Muon's. ``work``, the iteration, says what is busy; ``itemsize`` is of an
+    update where it is exchanged. Sizes that cannot be divided over the ranks are a ``ValueError``.
     """
     dense: list[Matrices] = []
     experts: list[Matrices] = []

@@ -18,25 +18,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Redirection:
-    """One attribute to replace.
+    """One attribute to replace."""
 
-    Attributes:
-        target: module or class that has the attribute; the dotted name of a module, or ``module:Class``, imported only
-            when the redirection is installed; or a mapping such as ``os.environ``, whose item ``name`` is replaced.
-        name: name of the attribute; it need not exist.
-        make: builds the replacement from the original (``None`` where the attribute did not exist).
-        reason: why, in one line, for the user.
-        follow: replace it also where another module imported it by name (see :class:`Redirections`). False for a
-            replacement that lives under a name of its own, which undoing must not rename.
-        required: False leaves it out where ``target``, given by its dotted name, cannot be imported.
-    """
-
+    # A module or class; ``module`` or ``module:Class`` by name, imported only when the redirection is installed; or a
+    # mapping such as ``os.environ``, whose item is replaced.
     target: Any
-    name: str
-    make: Callable[[Any], Any]
-    reason: str
+    name: str  # of the attribute, which need not exist
+    make: Callable[[Any], Any]  # builds the replacement from the original, None where the attribute did not exist
+    reason: str  # why, in one line, for the user
+    # Replace it also where another module imported it by name. False for a replacement that lives under a name of its
+    # own, which undoing must not rename.
     follow: bool = field(default=True, kw_only=True)
-    required: bool = field(default=True, kw_only=True)
+    required: bool = field(default=True, kw_only=True)  # False: left out where a target given by name is not there
 
     @property
     def what(self) -> str:
@@ -78,16 +71,12 @@ def around(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 class Redirections:
-    """A set of redirections that is installed once, and undone, as one thing.
+    """Redirections that are installed once, and undone, as one thing: if one cannot be, those before it are undone.
 
-    If one of them cannot be installed, those before it are undone and the error is raised.
-
-    Args:
-        redirections: what to replace, in this order.
-        importers: packages whose modules may hold an original under a name of their own (``from torch.cuda import
-            _lazy_init``). Those names are replaced as well, and put back as well: also in modules that are imported
-            after :meth:`install` and so never saw the original. Not reached are defaults of arguments, closures,
-            containers and attributes of objects.
+    Modules of the ``importers``, packages, may hold an original under a name of their own (``from torch.cuda import
+    _lazy_init``). Those names are replaced as well, and put back as well: also in modules that are imported after
+    :meth:`install` and so never saw the original. Not reached are defaults of arguments, closures, containers and
+    attributes of objects.
     """
 
     def __init__(self, redirections: Sequence[Redirection], importers: Sequence[str] = ()) -> None:

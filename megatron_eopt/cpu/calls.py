@@ -67,17 +67,15 @@ def _compile(real: Any, model: Any = None, **kwargs: Any) -> Any:
     return (lambda decorated: decorated) if model is None else model
 
 
-class Works(list[Any]):
+class _Works(list[Any]):
     """Several asynchronous collectives as one handle."""
 
     def wait(self, *args: Any) -> bool:
-        """Wait for all of them; like a work of torch's, True when done."""
         for work in self:
             work.wait(*args)
         return True
 
     def is_completed(self) -> bool:
-        """True when all of them are done."""
         return all(work.is_completed() for work in self)
 
 
@@ -109,7 +107,7 @@ def _all_gather(real: Any, tensor_list: Any, tensor: torch.Tensor, group: Any = 
             output.copy_(tensor)
         if output.numel():
             works.append(dist.broadcast(output, group=group, group_src=rank, async_op=async_op))
-    return Works(works) if async_op else None
+    return _Works(works) if async_op else None
 
 
 def _all_to_all_single(real: Any, output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -16,45 +16,39 @@ from megatron_eopt.redirect import Redirection, answer, around, becomes
 _CAPABILITY = (10, 0)
 
 
-class Stream:
+class _Stream:
     """Stands in for torch.cuda.Stream and torch.cuda.Event: what was asked of it has already happened."""
 
     cuda_stream = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def __enter__(self) -> "Stream":
+    def __enter__(self) -> "_Stream":
         return self
 
     def __exit__(self, *exception: Any) -> None: ...
 
     def query(self) -> bool:
-        """Whether all work is done: always."""
         return True
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds between two events: none, for nothing runs behind the host's back."""
-        return 0.0
+        return 0.0  # milliseconds
 
     def record_event(self, event: Any = None) -> Any:
-        """The event given, or a new one."""
-        return Event() if event is None else event
+        return _Event() if event is None else event
 
-    def _done(self, *args: Any, **kwargs: Any) -> None:
-        """There is nothing to wait for."""
+    def _done(self, *args: Any, **kwargs: Any) -> None: ...
 
     synchronize = wait_stream = wait_event = record = wait = _done
 
 
-class Event(Stream):
-    """Stands in for torch.cuda.Event."""
+class _Event(_Stream): ...
 
 
-class ExternalStream(Stream):
-    """Stands in for torch.cuda.ExternalStream."""
+class _ExternalStream(_Stream): ...
 
 
-class DeviceGuard(contextlib.nullcontext[None]):
+class _DeviceGuard(contextlib.nullcontext[None]):
     """Stands in for the context managers torch.cuda.device and torch.cuda.stream: there is one device, one stream."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -71,7 +65,7 @@ def redirections() -> list[Redirection]:
         index = device if isinstance(device, int) else torch.device(device).index
         chosen = chosen if index is None or index < 0 else index
 
-    stream = Stream()
+    stream = _Stream()
     major, minor = _CAPABILITY
     properties = SimpleNamespace(
         name="cpu", total_memory=host_memory, major=major, minor=minor, multi_processor_count=os.cpu_count() or 1
@@ -95,7 +89,7 @@ def redirections() -> list[Redirection]:
         finished: {
             "synchronize": None,
             "set_stream": None,
-            "stream": DeviceGuard,
+            "stream": _DeviceGuard,
             "current_stream": lambda: stream,
             "default_stream": lambda: stream,
         },
@@ -124,7 +118,7 @@ def redirections() -> list[Redirection]:
         "set_rng_state": around(set_rng_state),
         "default_generators": becomes((generator,) * _local_ranks()),
     }
-    classes = {"Stream": Stream, "Event": Event, "ExternalStream": ExternalStream, "device": DeviceGuard}
+    classes = {"Stream": _Stream, "Event": _Event, "ExternalStream": _ExternalStream, "device": _DeviceGuard}
     at_once = "what waits for the driver to start can run at once"
     unasked = "torch.optim and DataLoader would go on to ask the driver; torch.cuda.is_available said yes"
     marks, nvtx = ("range_push", "range_pop", "mark"), "there is no NVTX to mark"

@@ -28,11 +28,7 @@ def to_json(families: Iterable[Family]) -> dict[str, Any]:
 
 
 def from_json(manifest: Any) -> list[Family]:
-    """The families, equal to those that went in.
-
-    Raises:
-        ValueError: for a newer format, and for anything that :func:`to_json` does not write.
-    """
+    """The families, equal to those that went in; a ``ValueError`` for anything that :func:`to_json` does not write."""
     number = manifest.get("format") if isinstance(manifest, dict) else None
     if type(number) is not int:
         raise ValueError(f"no manifest: expected a dict with its format number, got {short(manifest)}")

@@ -28,11 +28,8 @@ class _Wrapper(textwrap.TextWrapper):
 def table(families: Sequence[Family], full: bool = False, width: int | None = None) -> str:
     """The optimizer of every parameter, the totals of each optimizer, and the sources of settings that were set.
 
-    Args:
-        families: of all ranks together.
-        full: a line for each parameter, in place of one for each family.
-        width: of a line at most: longer cells go on in the next one. By default 170, and as wide as it takes where
-            ``full``, so that each line has a whole name.
+    It has a line for each family, or for each parameter (``full``). Cells of lines that are longer than ``width`` go on
+    in the next one: than 170 by default, and than none where ``full``, so that each line has a whole name.
     """
     bound = width or (sys.maxsize if full else 170)
     if full:

@@ -116,14 +116,8 @@ def undeclare(pattern: str) -> None:
 def tag_declared(named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Set the attribute of all parameters for which something was declared; one that has it already keeps it.
 
-    Args:
-        named_parameters: as ``model.named_parameters()`` gives them; the patterns see these names.
-
-    Returns:
-        The names of those that were tagged.
-
-    Raises:
-        ValueError: if two patterns match one name and say different things; then none is tagged.
+    The patterns see the names that are given here, and those that were tagged are returned. If two patterns match one
+    name and say different things, that is a ``ValueError``, and none is tagged.
     """
     untagged: dict[str, tuple[Tensor, Split]] = {}
     for name, parameter in named_parameters:
@@ -156,17 +150,13 @@ def split_of(
 ) -> Split | None:
     """The logical matrices of a parameter: what its attribute declares, else what the arguments of an optimizer say.
 
+    It is None where nothing says that the parameter is fused, and a ``ValueError`` for an attribute that is no Split,
+    and for a projection without shapes, or with wrong ones.
+
     Args:
-        parameter: any.
         is_qkv_fn: tells fused query, key and value projections; None where an optimizer does not split them.
         qkv_split_shapes: for projections that have no attribute ``qkv_split_shapes`` of their own.
         lengths: see :func:`check_split_shapes`.
-
-    Returns:
-        The declaration; None where nothing says that the parameter is fused.
-
-    Raises:
-        ValueError: for an attribute that is no Split, and for a projection without shapes, or with wrong ones.
     """
     declared = declared_split(parameter)
     if declared is not None or is_qkv_fn is None or not is_qkv_fn(parameter):

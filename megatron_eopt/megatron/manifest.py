@@ -34,13 +34,8 @@ def declare(optimizer: Any, assigned: Sequence[Assignment], config: Any, groups:
     """Collect all trainable parameters of all ranks, each with the optimizer that updates it, and check the manifest.
 
     Under a distributed optimizer a rank updates some of its parameters only. All ranks call it together; rank 0 prints
-    and writes the manifest, as the config says.
-
-    Returns:
-        The families of all ranks, and how many logical matrices this rank has a shard of.
-
-    Raises:
-        ValueError: for all that a run must not start with, on every rank.
+    and writes the manifest, as the config says. All that a run must not start with is a ``ValueError`` on every rank.
+    Returned are the families of all ranks, and how many logical matrices this rank has a shard of.
     """
     here = rows_here(optimizer_parameters(optimizer), assigned, config, groups, settled=True)
     found = [row for row in here if row.optimizer is not None]

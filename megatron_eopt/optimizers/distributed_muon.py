@@ -254,12 +254,8 @@ def deal(shapes: Sequence[tuple[torch.Size, torch.dtype]], loads: list[int], fir
     """Deal matrices out to ranks, in rounds of equal matrices of which no rank computes two.
 
     Where a round has fewer matrices than there are ranks, those with the least load get them. So the loads of two ranks
-    never differ by more than the largest matrix. Large matrices are first; an empty one is in no round.
-
-    Args:
-        shapes: shape and dtype of each parameter, in their order.
-        loads: bytes that each rank has been dealt so far; grows by those of its matrices.
-        first: index of the first parameter.
+    never differ by more than the largest matrix. Large matrices are first; an empty one is in no round. ``loads``, the
+    bytes that each rank has been dealt so far, grow; ``first`` is the index of the first parameter.
     """
     alike: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
     for index, each in enumerate(shapes, first):

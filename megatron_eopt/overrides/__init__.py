@@ -21,4 +21,3 @@ from megatron_eopt.overrides.selectors import Selector as Selector
 from megatron_eopt.overrides.selectors import unwrapped as unwrapped
 from megatron_eopt.overrides.settings import SETTINGS as SETTINGS
 from megatron_eopt.overrides.settings import check_setting as check_setting
-from megatron_eopt.overrides.settings import check_settings as check_settings

@@ -19,7 +19,7 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from megatron_eopt.overrides.known import Known, OverrideError, did_you_mean, shown
 from megatron_eopt.overrides.selectors import Kind, ParameterInfo, Selector, Specificity
-from megatron_eopt.overrides.settings import NO_SETTINGS, SETTINGS, check_settings, checked
+from megatron_eopt.overrides.settings import NO_SETTINGS, SETTINGS, checked
 
 Layer = IntEnum("Layer", ["DEFAULTS", "PYTHON", "FILE", "FLAGS"], start=0)
 """Where entries come from; of two that are equally specific the later one wins."""
@@ -56,10 +56,10 @@ def make_entry(
         raise OverrideError(f"{source}: select: {error}") from None
     if not isinstance(settings, Mapping):
         raise OverrideError(f"{source}: expected a mapping of settings, got {settings!r}")
-    try:
-        return Entry(parsed, check_settings(settings, known or Known.registered(), parsed.optimizer), layer, source)
-    except OverrideError as error:
-        raise OverrideError("\n".join(f"{source}: {line}" for line in str(error).splitlines())) from None
+    values, wrong = checked(settings, known or Known.registered(), parsed.optimizer)
+    if mistakes := list(map(str, wrong)) if settings else [NO_SETTINGS]:
+        raise OverrideError("\n".join(f"{source}: {mistake}" for mistake in mistakes))
+    return Entry(parsed, values, layer, source)
 
 
 def entries_from_dict(

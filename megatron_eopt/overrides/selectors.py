@@ -17,21 +17,14 @@ from megatron_eopt.overrides.known import OverrideError, listing, near_or_all, s
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """What conditions look at, so that no model is needed.
+    """What conditions look at, so that no model is needed."""
 
-    Attributes:
-        name: without the wrappers that a name begins with: see :func:`unwrapped`.
-        shape: of the whole parameter, not of a shard, so that a selector takes the same at every TP.
-        attributes: Megatron's, such as ``is_embedding_or_output_parameter``, ``expert_tp`` and ``allreduce``.
-        optimizer: that updates it, once that is known.
-        parameter: what predicates of a ``ParamKey`` get; nothing else needs it, and it does not count in a comparison.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # unwrapped
+    shape: tuple[int, ...]  # of the whole parameter, not of a shard, so that a selector takes the same at every TP
+    # Megatron's, such as ``is_embedding_or_output_parameter``, ``expert_tp`` and ``allreduce``
     attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    optimizer: str | None = None
-    parameter: Any = field(default=None, compare=False, repr=False)
+    optimizer: str | None = None  # that updates it, once that is known
+    parameter: Any = field(default=None, compare=False, repr=False)  # what predicates of a ``ParamKey`` get
 
     @property
     def is_embedding(self) -> bool:
@@ -174,16 +167,12 @@ class Selector:
 
     @classmethod
     def parse(cls, written: object) -> "Selector":
-        """A selector from how it is written.
+        """A selector from how it is written; an :class:`OverrideError` for what is none.
 
-        Args:
-            written: a glob on the name; ``re:``, ``attr:``, ``shape:`` or ``optimizer:`` with what follows; a mapping
-                of ``name``, ``regex``, ``attr``, ``shape`` and ``optimizer``, each with one or a list, which all have
-                to hold; and from Python also a selector, a condition, a function of :class:`ParameterInfo` with a name,
-                or Megatron's ``ParamKey``.
-
-        Raises:
-            OverrideError: for anything else, a misspelt kind or shape class, and no regular expression.
+        It is a glob on the name; ``re:``, ``attr:``, ``shape:`` or ``optimizer:`` with what follows; a mapping of
+        ``name``, ``regex``, ``attr``, ``shape`` and ``optimizer``, each with one or a list, which all have to hold; and
+        from Python also a selector, a condition, a function of :class:`ParameterInfo` with a name, or Megatron's
+        ``ParamKey``.
         """
         if isinstance(written, Selector):
             return written

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from megatron_eopt.orthogonalize.coefficients import get_coefficients, get_supported_coefficient_types
 from megatron_eopt.orthogonalize.scale import ScaleMode
-from megatron_eopt.overrides.known import SPLITS, Known, OverrideError, SettingError, close, listing, near_or_all, shown
+from megatron_eopt.overrides.known import SPLITS, Known, SettingError, close, listing, near_or_all, shown
 
 
 @dataclass(frozen=True)
@@ -250,13 +250,3 @@ def checked(
     if values.get("exclude") and others:
         wrong.append(SettingError("exclude", f"an excluded parameter has no settings: remove {' and '.join(others)}"))
     return values, wrong + inconsistent(values)
-
-
-def check_settings(raw: Mapping[str, Any], known: Known, optimizer: str | None = None) -> dict[str, Any]:
-    """The settings of one entry, as :func:`checked` takes them; an error has a line for each that is wrong."""
-    if not raw:
-        raise OverrideError(NO_SETTINGS)
-    values, wrong = checked(raw, known, optimizer)
-    if wrong:
-        raise OverrideError("\n".join(map(str, wrong)))
-    return values

@@ -30,14 +30,9 @@ def layout_of_dtensor(x: DTensor, shape: Shape | None = None) -> Layout:
     HSDP is a layout of its own. Where several cut and are not all ranks, the group is made at the first call: all ranks
     of the mesh then call together, for the same parameters in the same order.
 
-    Args:
-        x: cut evenly or not; with ``Replicate`` on every mesh dimension each rank has the matrix whole.
-        shape: rows and columns of the matrix, whose rows are the product of leading dimensions of ``x``; by default
-            its first dimension times the rest.
-
-    Raises:
-        ValueError: if ``x`` is no such matrix, has a placement other than ``Replicate`` and shards, does not hold what
-            its placements say, or holds several rectangles of the matrix; or if the group cannot be made.
+    The rows of ``shape`` are the product of leading dimensions of ``x``; by default it is its first dimension times the
+    rest. A ``ValueError`` is for a tensor that is no such matrix, has a placement other than ``Replicate`` and shards,
+    does not hold what its placements say, or holds several rectangles of the matrix; or if the group cannot be made.
     """
     mesh, placements = x.device_mesh, x.placements
     found = f"a DTensor of shape {tuple(x.shape)} with placements {placements} on a mesh {tuple(mesh.shape)}"

@@ -13,24 +13,16 @@ from megatron_eopt.parallel.records import Rectangle, Shape, cut, cut_dimension,
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a matrix lies.
+    """Where a matrix lies."""
 
-    Attributes:
-        shape: rows and columns of the global matrix.
-        rectangles: what each rank of the group holds, in the order of its ranks.
-        group: the ranks that hold the shards, None where there is one.
-        label: name of the group in plans, the same on every rank.
-        shards: into how many the rows of a fused parameter are cut so that each shard has a part of every matrix in it;
-            None for one for each rank, where ranks cut the rows in their order, and else for one.
-        padding: rows of this rank's tensor that lie behind its shard, and are no part of the matrix.
-    """
-
-    shape: Shape
-    rectangles: tuple[Rectangle, ...]
-    group: ProcessGroup | None = None
-    label: str = ""
+    shape: Shape  # of the global matrix
+    rectangles: tuple[Rectangle, ...]  # what each rank of the group holds, in the order of its ranks
+    group: ProcessGroup | None = None  # the ranks that hold the shards, None where there is one
+    label: str = ""  # name of the group in plans, the same on every rank
+    # Into how many the rows of a fused parameter are cut so that each shard has a part of every matrix in it; None for
+    # one for each rank, where ranks cut the rows in their order, and else for one.
     shards: int | None = None
-    padding: int = 0
+    padding: int = 0  # rows of this rank's tensor that lie behind its shard, and are no part of the matrix
 
     @property
     def ranks(self) -> int:
@@ -110,15 +102,10 @@ def layout_of(
 ) -> Layout:
     """The layout of a two-dimensional parameter, or of each matrix of a stack, from the attributes that Megatron sets.
 
-    Args:
-        parameter: this rank's part, (rows x cols) or (matrices x rows x cols).
-        tp_group: the tensor-parallel group, None for one rank; ``expert_tp_group`` is that of experts.
-        gtp_group: Megatron's ``gtp_remat``, whose ranks share the tensor-parallel shard of a parameter for which
-            :func:`is_cut_again`: each has as many rows, of which ``pad_length`` at the end are padding.
-
-    Raises:
-        ValueError: if ``partition_dim`` is not a dimension of a matrix, ``pad_length`` more than there is, or a stack
-            is cut a second time; or if the group of both axes cannot be made.
+    ``tp_group`` is None for one rank. ``gtp_group`` is Megatron's ``gtp_remat``, whose ranks share the tensor-parallel
+    shard of a parameter for which :func:`is_cut_again`: each has as many rows, of which ``pad_length`` at the end are
+    padding. A ``ValueError`` is for a ``partition_dim`` that is not a dimension of a matrix, for a ``pad_length`` of
+    more than there is, for a stack that is cut a second time, and for a group of both axes that cannot be made.
     """
     rows, cols = parameter.shape[-2:]
     prefix = ""

@@ -105,11 +105,7 @@ def _register(name: str, build: Callable[[list[Group], OptimizerConfig], Optimiz
 
 
 def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
-    """AdamW of torch, or FusedAdam of the package that ``config.fused`` names.
-
-    Raises:
-        ValueError: if that package is not installed.
-    """
+    """AdamW of torch, or FusedAdam of the package that ``config.fused`` names (``ValueError`` without it)."""
     adam: dict[str, Any] = {"betas": config.betas or ADAM_BETAS, "eps": config.eps}
     if isinstance(config.fused, bool):
         return AdamW(groups, **_settings(config, **adam, fused=_fused(groups, config)))

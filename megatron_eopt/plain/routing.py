@@ -83,12 +83,7 @@ def divided(groups: Sequence[Group], why_adamw: Rule) -> tuple[list[Group], list
 def without_factors(groups: Sequence[Group], patterns: Sequence[tuple[str, str]]) -> tuple[list[Group], list[Group]]:
     """Groups of factor pairs, each with the settings of the group of its first factors, and the groups without them.
 
-    Args:
-        groups: of parameters that know their names.
-        patterns: names of the two factors, as in :class:`~megatron_eopt.plain.config.OptimizerConfig`.
-
-    Raises:
-        ValueError: for a pattern that no name fits, a factor without the other one, or one in two pairs.
+    A ``ValueError`` is for a pattern that no name fits, a factor without the other one, or one in two pairs.
     """
     named = {getattr(p, NAME, ""): p for group in groups for p in group["params"]}
     pairs: list[tuple[str, str]] = []

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_eopt.family import FAMILY, LIKE_MUON
-from megatron_eopt.overrides import SETTINGS, Known, OverrideError, SettingError, check_setting, check_settings
+from megatron_eopt.overrides import SETTINGS, Known, OverrideError, SettingError, check_setting, make_entry
 from megatron_eopt.overrides.settings import OF_ALL
 from tests.overrides.made import KNOWN, having
 
@@ -61,19 +61,21 @@ def test_optimizers_say_themselves_what_they_take():
         assert some <= set(table[key]) == {"adam", *(row.name for row in FAMILY if row.takes(key))}
     assert table["rank"] == ["spectron"]
     own = Known({"mine": {"betas": (0.9, 0.99)}}, ("none", "thirds"))
-    assert check_settings({"optimizer": "mine", "betas": (0, 0)}, own) == {"optimizer": "mine", "betas": (0.0, 0.0)}
+    entry = make_entry("*", {"optimizer": "mine", "betas": (0, 0)}, known=own)
+    assert entry.settings == {"optimizer": "mine", "betas": (0.0, 0.0)}
     assert check_setting("split", "thirds", own) == "thirds"
     assert check_setting("split", "thirds", Known.registered(["thirds"])) == "thirds"
-    with pytest.raises(OverrideError, match=r"^momentum: mine has no momentum$"):
-        check_settings({"optimizer": "mine", "momentum": 0}, own)
+    with pytest.raises(OverrideError, match=r"^file:1: momentum: mine has no momentum$"):
+        make_entry("*", {"optimizer": "mine", "momentum": 0}, source="file:1", known=own)
 
 
 def test_all_mistakes_are_said():
     with pytest.raises(OverrideError) as error:
-        check_settings({"lr": -1, "mometum": 0.9, "eps": 1}, KNOWN)
+        make_entry("*", {"lr": -1, "mometum": 0.9, "eps": 1}, source="f:1", known=KNOWN)
     assert str(error.value).splitlines() == [
-        "lr: expected a number of at least 0, got -1",
-        f"mometum: unknown setting, did you mean 'momentum' of {having('momentum')}; or 'momentum_beta' of spectron?",
+        "f:1: lr: expected a number of at least 0, got -1",
+        f"f:1: mometum: unknown setting, did you mean 'momentum' of {having('momentum')}; or 'momentum_beta' of "
+        f"spectron?",
     ]
 
 

@@ -64,13 +64,9 @@ def settings_after_load(
 ) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
     """The settings with which a group goes on, and those that the user has changed: name -> (in the checkpoint, now).
 
-    Groups of the checkpoint that differ in what would be carried over are refused by a ``ValueError``.
-
-    Args:
-        current: of the group, as this run has built it.
-        saved: of the groups in which the checkpoint has its parameters; none for a group that is empty here.
-        carried: settings that the optimizer itself makes, which come from the checkpoint.
-        from_checkpoint: the user requested the schedule of the checkpoint.
+    ``saved`` are those of the groups in which the checkpoint has its parameters: groups that differ in what would be
+    ``carried`` over, which is what the optimizer itself makes, are refused by a ``ValueError``. By ``from_checkpoint``
+    the user requested the schedule of the checkpoint.
     """
     result = {key: value for key, value in current.items() if key not in _PARAMETERS}
     if not saved:

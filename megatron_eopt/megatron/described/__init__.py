@@ -22,12 +22,8 @@ class PlannedRun:
 def planned_run(flags: Sequence[str], world_size: int | None = None) -> PlannedRun:
     """Describe every rank that holds parameters of its own, one after another, and plan the first.
 
-    Args:
-        flags: of a Megatron pretrain command.
-        world_size: number of ranks; None for as few as the parallel sizes allow.
-
-    Raises:
-        ValueError: for flags that Megatron or an optimizer refuses, and for an optimizer that Megatron builds alone.
+    ``flags`` and ``world_size`` as for :func:`described_run`. A ``ValueError`` is for flags that Megatron or an
+    optimizer refuses, and for an optimizer that Megatron builds alone.
     """
     with described_run(flags, 0, world_size) as run:
         # only now: importing Megatron may need what stands in for a GPU

@@ -49,12 +49,9 @@ _ELSEWHERE = {
 def parsed(flags: Sequence[str], rank: int, world_size: int | None) -> tuple[Namespace, bool, tuple[str, ...]]:
     """Parse and validate the flags of a pretrain command, for one of its ranks; nothing is read, written or started.
 
-    Returns:
-        Megatron's arguments, changed where a GPU would be needed; whether the flags requested Transformer Engine's
-        layers; and what of the changes shows in the model, in lines for a user.
-
-    Raises:
-        ValueError: for flags that Megatron refuses, or that speak of a model which cannot be described.
+    Returned are Megatron's arguments, changed where a GPU would be needed; whether the flags requested Transformer
+    Engine's layers; and what of the changes shows in the model, in lines for a user. Flags that Megatron refuses, or
+    that speak of a model which cannot be described, are a ``ValueError``.
     """
     from megatron.training import arguments
 

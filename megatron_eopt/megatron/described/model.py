@@ -13,7 +13,7 @@ import copy
 import importlib
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from megatron_eopt import cpu
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.described.arguments import parsed, refused
-from megatron_eopt.redirect import Redirection, Redirections
+from megatron_eopt.redirect import Redirection, Redirections, around
 
 # Settings that torch's norms refuse; none is of consequence for their parameters.
 _NORMS = ("persist_layer_norm", "layernorm_zero_centered_gamma", "memory_efficient_layer_norm", "sequence_parallel")
@@ -143,31 +143,30 @@ def _make_process_groups(args: Namespace, stack: ExitStack) -> None:
         tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
 
 
-def _pretending(real: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda ranks=None, timeout=None, backend=None, *args, **kwargs: real(ranks, timeout, "fake", *args, **kwargs)
+@around
+def _pretending(real: Any, ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kw: Any) -> Any:
+    return real(ranks, timeout, "fake", *args, **kw)
 
 
-def _any_norm(real: Callable[..., Module]) -> Callable[..., Module]:
-    def new(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Module:
-        plain = copy.copy(config)
-        for name in _NORMS:
-            setattr(plain, name, False)
-        norm = real(cls, plain, hidden_size, eps)
-        if config.sequence_parallel:
-            for parameter in norm.parameters():
-                parameter.sequence_parallel = True  # type: ignore[attr-defined]
-        return norm
-
-    return new
+@around
+def _any_norm(real: Any, cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Module:
+    plain = copy.copy(config)
+    for name in _NORMS:
+        setattr(plain, name, False)
+    norm: Module = real(cls, plain, hidden_size, eps)
+    if config.sequence_parallel:
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True  # type: ignore[attr-defined]
+    return norm
 
 
-def _any_attention(real: Callable[..., None]) -> Callable[..., None]:
-    def init(self: Any, config: Any, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any) -> None:
-        plain = copy.copy(config)
-        plain.context_parallel_size = 1
-        real(self, plain, *args, **kwargs)
-
-    return init
+@around
+def _any_attention(
+    real: Any, self: Any, config: Any, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any
+) -> None:
+    plain = copy.copy(config)
+    plain.context_parallel_size = 1
+    real(self, plain, *args, **kwargs)
 
 
 class _OnMeta(TorchFunctionMode):

@@ -45,10 +45,7 @@ def planned_rank(run: DescribedRun, counts: Sequence[int]) -> tuple[list[Manifes
     """Make the optimizers of one rank, around parameters without numbers, as the run would, and ask them.
 
     What the run would be refused for at its start is refused. ``counts`` says how many parameters of all ranks each
-    override selects.
-
-    Returns:
-        The lines of the manifest, the plan of every optimizer that has one as a table, and the run's scale mode.
+    override selects. Returned are the lines of the manifest, the plans as tables, and the run's scale mode.
     """
     planned = OptimizerOfRun(run.optimizer_config, run.model_chunks, run.pg_collection)
     config = planned.config

@@ -130,10 +130,6 @@ def _gathers_alone(run: Run) -> bool:
     return legacy and first and on(run.config, "overlap_param_gather") and not releases.gathers_alone(run.release)
 
 
-def _low_precision_parameters(run: Run) -> bool:
-    return any(on(run.ddp, f"{kind}_param_gather") or on(run.model, f"{kind}_param") for kind in ("fp8", "fp4"))
-
-
 RULES = (
     Rule(
         "optimizer {run.optimizer!r} needs megatron-core 0.18 or later, found {run.release}",
@@ -275,7 +271,9 @@ RULES = (
         "parameters in fp8 or fp4 are updated by Megatron-Core's byte-sharded distributed optimizer alone, which "
         "{run.optimizer!r} does not run under",
         "leave --fp8-param-gather and --fp4-param-gather away; --fp8-format without them computes in fp8",
-        _low_precision_parameters,
+        lambda run: any(
+            on(run.ddp, f"{kind}_param_gather") or on(run.model, f"{kind}_param") for kind in ("fp8", "fp4")
+        ),
     ),
     Rule(
         "ckpt_format {run.args.ckpt_format!r} is not written with {run.optimizer!r}",
@@ -321,11 +319,7 @@ def unsupported(run: Run) -> list[Rule]:
 
 
 def refuse_unsupported(run: Run) -> None:
-    """Refuse what cannot work.
-
-    Raises:
-        ValueError: naming all that was found, why it cannot work, and the nearest that does.
-    """
+    """Refuse what cannot work, by a ``ValueError`` that says of all that was found why, and the nearest that does."""
     reasons = [f"{rule.what}: {rule.instead}".format(run=run) for rule in unsupported(run)]
     if len(reasons) > 1:
         first = f"this run cannot work with optimizer {run.optimizer!r}, for {len(reasons)} reasons:"

@@ -55,7 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``plan``."""
     model = parser.add_argument_group("model")
     model.add_argument("--model", choices=MODELS, help="its sizes, which the flags below override")
     for field in fields(Model):

@@ -156,8 +156,6 @@ def check_data(contents: Contents) -> Data:
 
 @dataclass
 class _Look:
-    """What one archive showed."""
-
     damage: str = ""
     checked: bool = True
     nan: int = 0

@@ -54,10 +54,6 @@ def _type(real: Any, self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs
     return real(self, dtype.replace("torch.cuda.", "torch.") if isinstance(dtype, str) else dtype, *args, **kwargs)
 
 
-def _device_context(real: Any, self: Any, device: Any) -> None:
-    real(self, _CPU if _is_cuda(device) else device)
-
-
 def _load(real: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
     return real(f, _CPU if _is_cuda(map_location) else map_location, *args, **kwargs)
 
@@ -130,6 +126,7 @@ def redirections() -> list[Redirection]:
     factories = [name for name in names if getattr(torch, name, None) in known] + [f"{name}_like" for name in _LIKE]
     makes = "device='cuda' or a device's index means the CPU, and there is nothing to pin memory for"
     moves = "a tensor that is asked to go to the GPU stays where it is"
+    on_host = around(lambda real, self, device: real(self, _CPU if _is_cuda(device) else device))
     contexts = "`with torch.device('cuda')` and torch.set_default_device('cuda') mean the CPU"
     types = "Megatron tells parameters apart by names like 'torch.cuda.FloatTensor'"
     compiles = "compiling takes longer than a run on a CPU, and compiled code skips the redirections"
@@ -144,7 +141,7 @@ def redirections() -> list[Redirection]:
         Redirection(torch.Tensor, "pin_memory", around(_stays), "there is no GPU to pin memory for"),
         Redirection(torch.Tensor, "record_stream", answer(), "no stream uses it behind the host's back"),
         Redirection(torch, "load", around(_load), "map_location='cuda' means the CPU"),
-        Redirection(torch.utils._device.DeviceContext, "__init__", around(_device_context), contexts),
+        Redirection(torch.utils._device.DeviceContext, "__init__", on_host, contexts),
         Redirection(torch.Tensor, "type", around(_type), types),
         Redirection(torch, "compile", around(_compile), compiles),
         Redirection(torch.jit, "script", around(lambda real, obj, *args, **kwargs: obj), compiles),

@@ -37,9 +37,7 @@ class LogicalMatrix:
 class ManifestRow:
     """One parameter. Lists given for tuples become tuples, and dicts are put in the order of their keys.
 
-    Raises:
-        TypeError: for a setting that is no text, number, bool, None or tuple of these, and for a rate or size that is
-            no number.
+    A ``TypeError`` is for a setting that is no text, number, bool, None or tuple of these, or a rate that is no number.
     """
 
     name: str  # global and unwrapped, as in ``decoder.layers.3.mlp.linear_fc1.weight``

@@ -166,10 +166,9 @@ def split_of(
 
 
 def check_split_shapes(shapes: Sequence[int] | None, lengths: Sequence[int] = (3, 4)) -> tuple[int, ...]:
-    """The rows of q, k and v, or of q, gate, k and v, within one query group, of which there are ``lengths``.
+    """The rows of q, k and v, or of q, gate, k and v, within one query group; a ``ValueError`` for what are none.
 
-    Raises:
-        ValueError: where they are missing, of another number, not integers, or not positive.
+    There may be as many as one of ``lengths`` says.
     """
     wanted = " or ".join(map(str, lengths))
     if shapes is None:

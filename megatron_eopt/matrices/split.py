@@ -27,20 +27,14 @@ Order = Literal["interleaved", "per_shard", "concatenated"]
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a fused parameter that belong together.
+    """Rows of a fused parameter that belong together."""
 
-    Attributes:
-        name: of the logical matrix.
-        rows: in one group where parts are ``interleaved``, else in the global parameter; None for an equal share of
-            those that the other parts leave.
-        each: so many rows are a matrix of their own (a head): ``name 0``, ``name 1`` and so on.
-        inside: names and rows of the matrices that the part itself is the concatenation of, all shards together.
-    """
-
-    name: str
+    name: str  # of the logical matrix
+    # In one group where parts are ``interleaved``, else in the global parameter; None for an equal share of those that
+    # the other parts leave.
     rows: int | None = None
-    each: int | None = None
-    inside: tuple[tuple[str, int], ...] = ()
+    each: int | None = None  # so many rows are a matrix of their own (a head): ``name 0``, ``name 1`` and so on
+    inside: tuple[tuple[str, int], ...] = ()  # names and rows of the matrices that it is the concatenation of
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inside", tuple((name, rows) for name, rows in self.inside))
@@ -50,19 +44,13 @@ class Part:
 class Split:
     """The logical matrices of a parameter, by its rows.
 
-    Attributes:
-        parts: in the order of the rows; none for a parameter that is one matrix.
-        order: see :data:`Order`.
-        stacked: a parameter of three dimensions is a stack of so many matrices (experts), each of which is split.
-
-    Raises:
-        ValueError: for an unknown order, two matrices of one name, numbers that are not positive integers, and parts
-            that do not go with the order.
+    A ``ValueError`` is for an unknown order, two matrices of one name, numbers that are not positive integers, and
+    parts that do not go with the order.
     """
 
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Part, ...] = ()  # in the order of the rows; none for a parameter that is one matrix
     order: Order = "interleaved"
-    stacked: int | None = None
+    stacked: int | None = None  # a parameter of three dimensions is a stack of so many matrices, each of which is split
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(self.parts))
@@ -105,8 +93,7 @@ class Split:
     def pattern(self, rows: int, shards: int = 1) -> "Pattern":
         """Which rows are whose, of ``rows`` of the global parameter (or of each of a stack), cut into so many shards.
 
-        Raises:
-            ValueError: for another number of rows than was declared, and for parts that cannot be cut so.
+        A ``ValueError`` is for another number of rows than was declared, and for parts that cannot be cut so.
         """
         if not self.parts:
             return Pattern((rows,), (Block("", rows),), ((0, rows),))
@@ -155,7 +142,6 @@ class Split:
 
 
 def _blocks(part: Part, rows: int) -> list["Block"]:
-    """The logical matrices of one part."""
     if part.each is not None:
         if rows % part.each:
             raise ValueError(f"{part.name} has {rows} rows, which are no multiple of the {part.each} of each matrix")
@@ -236,10 +222,8 @@ class LocalRows:
     def split(self, x: Tensor) -> list[Tensor]:
         """This rank's rows of each logical matrix, of its part (rows x cols) or (stacked x rows x cols) of a parameter.
 
-        A matrix may have no rows here. It is a view where no rows have to be brought together, else one copy.
-
-        Raises:
-            ValueError: if ``x`` has another shape.
+        A matrix may have no rows here. It is a view where no rows have to be brought together, else one copy. An ``x``
+        of another shape is a ``ValueError``.
         """
         if self._padding:
             x = x.narrow(-2, 0, x.size(-2) - self._padding)
@@ -263,8 +247,7 @@ class LocalRows:
     def merge(self, matrices: Sequence[Tensor]) -> Tensor:
         """The inverse of :meth:`split`: one copy, and another one where there is padding or a repeat is cut.
 
-        Raises:
-            ValueError: if the matrices have other rows than those of :meth:`split`.
+        Matrices of other rows than those of :meth:`split` are a ``ValueError``.
         """
         merged = self._merged(matrices)
         return torch.nn.functional.pad(merged, (0, 0, 0, self._padding)) if self._padding else merged

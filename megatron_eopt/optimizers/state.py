@@ -62,8 +62,7 @@ class StateTensor:
 def zeros(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Tensor:
     """A state tensor before the first step, where ``layouts`` tells those of the logical matrices of a parameter.
 
-    Raises:
-        ValueError: for two dimensions along rows, or along columns, of a DTensor: a mesh cannot cut both.
+    Two dimensions along rows, or along columns, of a DTensor are a ``ValueError``: a mesh cannot cut both.
     """
     dtype = tensor.dtype or parameter.dtype
     if tensor.dims is None:

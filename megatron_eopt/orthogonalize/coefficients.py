@@ -86,7 +86,6 @@ _SETS: dict[str, tuple[Coefficients, ...]] = {
 }
 # The last polynomial of these maps [0, 1] closer to 1 each time it is applied; that of the others does not.
 _REPEAT_LAST = frozenset({"polar_express", "cans", "deepseekv4"})
-_EXACT_LENGTH = frozenset({"cubic5"})
 
 
 def get_supported_coefficient_types() -> tuple[str, ...]:
@@ -118,7 +117,7 @@ def get_coefficients(coefficient_type: CoefficientType = "quintic", steps: int =
     name = coefficient_type if isinstance(coefficient_type, str) else "custom"
     coefficients = _set(coefficient_type)
     length = len(coefficients)
-    if steps != length and name in _EXACT_LENGTH:
+    if steps != length and name == "cubic5":
         raise ValueError(f"{name} is served in exactly {length} Newton-Schulz steps, got {steps}")
     if steps <= length:
         return coefficients[:steps]

@@ -82,8 +82,7 @@ def settings_of_groups(optimizer: Optimizer) -> dict[str, Any]:
 def _read(optimizer_cls: Any) -> tuple[dict[str, Any], frozenset[str]]:
     """Settings of single parameters that the optimizers of a class have, with their defaults; its further arguments.
 
-    Read from an optimizer without parameters. Where a class cannot be built so, its constructor's arguments stand in
-    until the run's own optimizer is asked.
+    Read from an optimizer without parameters, or where a class cannot be built so, from its constructor's arguments.
     """
     try:
         taken = list(inspect.signature(optimizer_cls).parameters.values())

@@ -90,20 +90,14 @@ def _of_type(kind: Any, expected: str) -> Check:
 
 _COEFFICIENTS, _SCALES = get_supported_coefficient_types(), get_args(ScaleMode)
 _BOOL = _of_type(bool, "true or false")
-_AT_LEAST_0 = _number(" of at least 0", lambda value: value >= 0)
+_RATES = ("lr", "min_lr", "lr_mult", "weight_decay", "start_wd", "end_wd", "wd_mult")
 _ABOVE_0 = _number(" above 0", lambda value: value > 0)
 _FRACTION = _number(" in [0, 1)", lambda value: 0 <= value < 1)
 _COUNT = _number(" of at least 1", lambda value: value >= 1, whole=True)
 
 SETTINGS: dict[str, Check] = {
     "optimizer": _choice("optimizer", "adam, sgd or a registered name", lambda known: sorted(known.optimizers)),
-    "lr": _AT_LEAST_0,
-    "min_lr": _AT_LEAST_0,
-    "lr_mult": _AT_LEAST_0,
-    "weight_decay": _AT_LEAST_0,
-    "start_wd": _AT_LEAST_0,
-    "end_wd": _AT_LEAST_0,
-    "wd_mult": _AT_LEAST_0,
+    **dict.fromkeys(_RATES, _number(" of at least 0", lambda value: value >= 0)),
     "betas": _numbers(2, _FRACTION, "two numbers in [0, 1), as [0.9, 0.95]"),
     "eps": _ABOVE_0,
     "momentum": _FRACTION,
@@ -117,7 +111,7 @@ SETTINGS: dict[str, Check] = {
 }
 """Settings whose range of values is known here, explained in docs/overrides.md; optimizers have further ones."""
 
-OF_ALL = frozenset(["optimizer", "lr", "min_lr", "lr_mult", "weight_decay", "start_wd", "end_wd", "wd_mult", "exclude"])
+OF_ALL = frozenset(["optimizer", *_RATES, "exclude"])
 """Those that Megatron or this package obeys, whatever the optimizer; of the rest an optimizer has what it says."""
 
 ENDS = ("start_wd", "end_wd")

@@ -123,7 +123,6 @@ def layout_of(
 
 
 def _partition_dim(parameter: Tensor) -> int:
-    """The dimension of a matrix that tensor parallelism cuts."""
     ahead = parameter.ndim - 2
     dim: int = parameter.partition_dim  # type: ignore[attr-defined]
     if dim - ahead not in (0, 1):
@@ -161,10 +160,8 @@ def split_layout(layout: Layout, split: Split) -> list[Layout]:
     """The layouts of the logical matrices of a parameter, in the order of their names.
 
     A shard of a fused parameter may begin and end anywhere: it holds consecutive rows of every logical matrix, of some
-    perhaps none. The layout is that of each matrix where the parameter is a stack.
-
-    Raises:
-        ValueError: if the global matrix, or how it is cut, does not fit the declaration.
+    perhaps none. The layout is that of each matrix where the parameter is a stack. A ``ValueError`` is for a global
+    matrix, or a way to cut it, that does not fit the declaration.
     """
     matrix = replace(layout, shards=None, padding=0)  # which are of the parameter
     if split.is_whole:

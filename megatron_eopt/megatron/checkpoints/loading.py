@@ -262,7 +262,6 @@ def _is_ours(args: Any) -> bool:
 
 
 def _damage(contents: Contents) -> str | None:
-    """Why a checkpoint is not whole."""
     return next((f"{fault.what}. {fault.advice}" for fault in check_files(contents)), None)
 
 

@@ -64,10 +64,8 @@ def described_run(flags: Sequence[str], rank: int = 0, world_size: int | None = 
     model outlives the context, the process groups do not. ``flags`` follow the script's name, in a run of
     ``world_size`` ranks, by default of as few as the parallel sizes allow.
 
-    Raises:
-        ValueError: for flags that Megatron refuses, with its reason, and for models that cannot be described.
-        RuntimeError: where torch.distributed is initialized already, or a GPU is there, which
-            ``CUDA_VISIBLE_DEVICES=`` (set, and empty) hides.
+    A ``ValueError`` is for flags that Megatron refuses, with its reason, and for models that cannot be described; a
+    ``RuntimeError`` for an initialized torch.distributed, and for a GPU, which ``CUDA_VISIBLE_DEVICES=`` hides.
     """
     if dist.is_initialized():
         raise RuntimeError(

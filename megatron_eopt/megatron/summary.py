@@ -20,7 +20,7 @@ def print_summary(optimizer: Any, tp_mode_source: str) -> None:
         print(f"megatron_eopt: {summary(list(torch_optimizers(optimizer)), tp_mode_source)}", flush=True)
 
 
-def summary(optimizers: Sequence[Optimizer], tp_mode_source: str) -> str:
+def summary(optimizers: Sequence[Optimizer], tp_mode_source: str = "argument") -> str:
     """One line on what each optimizer updates on this rank; those of one class, as for experts, are taken together."""
     alike: dict[str, list[Optimizer]] = {}
     for optimizer in optimizers:

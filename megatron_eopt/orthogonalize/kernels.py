@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.precision import fp32_products
+from megatron_eopt.orthogonalize.precision import in_precision
 from megatron_eopt.orthogonalize.products import Blocked, Dense, Products
 
 if TYPE_CHECKING:
@@ -189,11 +189,11 @@ def check(
         for name, multiply, matrices in _trials(shape, dtype, device):
             # filled with NaN, so that an entry that is not written is wrong
             out = torch.full((*shape[:-2], min(shape[-2:]), min(shape[-2:])), torch.nan, dtype=dtype, device=device)
-            with fp32_products("high" if tf32 else "highest"):
+            with in_precision(dtype, "high" if tf32 else "highest"):
                 got = multiply(products, out, *matrices)
             if got is not out:
                 return f"{name} of {shape} in {dtype} is not written to out"
-            with fp32_products("highest"):
+            with in_precision(wide, "highest"):
                 expected = multiply(Dense(), None, *(matrix.to(wide) for matrix in matrices))
             error, largest = (got.to(wide) - expected).abs(), expected.abs().max()
             if not bool((error <= relative * expected.abs() + absolute * largest).all()):
@@ -216,8 +216,14 @@ def _trials(
     b = a / 2
     b.diagonal(dim1=-2, dim2=-1).fill_(0.75)
     c = a.flip(-2, -1)
-    addmm = {"beta": -1.5, "alpha": 0.75}
-    return [
+    addmm, large = {"beta": -1.5, "alpha": 0.75}, {"beta": -4.775 / 2**14, "alpha": 2.0315 / 2**28}
+    trials: list[tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]] = [
         ("X X^T", lambda products, out, x: products.gram(x, out), (x.to(dtype),)),
         ("beta C + alpha A B", lambda products, out, *abc: products.addmm(*abc, **addmm, out=out), (c, a, b)),
     ]
+    if dtype == torch.float16:  # the Gram form's numbers, of norm near 2^14: their sums overflow anything but fp32
+        u = x[..., :1] / 2
+        u[..., 0, :] = 0.85
+        r = (2**14 * u * u.mT).to(dtype)
+        trials.append(("beta R + alpha R^2", lambda products, out, r: products.addmm(r, r, r, **large, out=out), (r,)))
+    return trials

@@ -1,7 +1,7 @@
 """Newton-Schulz iteration for matrices and stacks of them: what the user sets, and what is decided from it once."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -16,8 +16,8 @@ from megatron_eopt.orthogonalize.coefficients import Coefficients, CoefficientTy
 from megatron_eopt.orthogonalize.forms import Preset, Restarts, Watch
 from megatron_eopt.orthogonalize.precision import (
     MatmulPrecision,
-    fp32_products,
     gram_dtype,
+    in_precision,
     product_dtype,
     validate_matmul_precision,
 )
@@ -120,8 +120,8 @@ class Iteration:
         )
 
     def in_precision(self) -> AbstractContextManager[None]:
-        """In which products of fp32 tensors have this iteration's precision."""
-        return nullcontext() if self.precision is None else fp32_products(self.precision)
+        """In which products have this iteration's precision."""
+        return in_precision(self.dtype, self.precision or "highest")
 
 
 @dataclass(frozen=True, kw_only=True)

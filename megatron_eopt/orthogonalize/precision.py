@@ -1,7 +1,7 @@
 """In which precision fp32 products run, for this package's products alone."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
@@ -56,10 +56,46 @@ def fp32_products(precision: MatmulPrecision) -> Iterator[None]:
         settings: list[tuple[Any, str, Any]] = [(cuda, "fp32_precision", wanted), (cpu, "fp32_precision", wanted)]
     else:
         settings = [(cuda, "allow_tf32", wanted == "tf32")]
+    with _set([(backend, name, getattr(backend, name), value) for backend, name, value in settings]):
+        yield
+
+
+@contextmanager
+def fp16_products() -> Iterator[None]:
+    """Add the fp16 products inside the block up in fp32, those of the parts too into which a GPU splits a long sum.
+
+    torch lets these parts be fp16 by default. The Gram form has sums of 2.7e8 before it multiplies them by 7.6e-9, and
+    fp16 ends at 65504. Process-wide settings are handled as by :func:`fp32_products`.
+    """
+    cuda, reduced = torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"
+    before: Any = getattr(cuda, reduced)
+    wanted: Any = False
+    if hasattr(cuda, f"{reduced}_split_k"):  # in newer releases set by the same name: whether sums may be split at all
+        split = getattr(cuda, f"{reduced}_split_k")
+        before, wanted = (before, split), (False, split)
+    settings = [(cuda, reduced, before, wanted)]
+    if hasattr(cuda, "allow_fp16_accumulation"):  # from torch 2.7 on
+        settings.append((cuda, "allow_fp16_accumulation", cuda.allow_fp16_accumulation, False))
+    with _set(settings):
+        yield
+
+
+def in_precision(dtype: torch.dtype, precision: MatmulPrecision) -> AbstractContextManager[None]:
+    """In which products of tensors of ``dtype`` are as exact as they should be, those in fp32 at ``precision``.
+
+    No setting is touched where they are in bf16 or fp64.
+    """
+    if dtype == torch.float32:
+        return fp32_products(precision)
+    return fp16_products() if dtype == torch.float16 else nullcontext()
+
+
+@contextmanager
+def _set(settings: Sequence[tuple[Any, str, Any, Any]]) -> Iterator[None]:
+    """Have other values of attributes inside the block: each an object, a name, the value before and the other one."""
     with ExitStack() as undoing:
-        for backend, name, value in settings:
-            before = getattr(backend, name)
+        for owner, name, before, value in settings:
             if before != value:
-                undoing.callback(setattr, backend, name, before)
-                setattr(backend, name, value)
+                undoing.callback(setattr, owner, name, before)
+                setattr(owner, name, value)
         yield

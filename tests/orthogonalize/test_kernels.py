@@ -38,6 +38,9 @@ class Wrong(Dense):
                 c = torch.zeros_like(c)
             case "a squared":
                 b = a
+            case "sums in the factors' dtype":
+                product = (a.float() @ b.float()).to(a.dtype)
+                return out.copy_(beta * c.float() + alpha * product.float())
             case "rounded to TF32":
                 a = (a.view(torch.int32) + 0x1000 & ~0x1FFF).view(torch.float32)
         return super().addmm(c, a, b, beta=beta, alpha=alpha, out=out)
@@ -66,6 +69,16 @@ def test_wrong_products_do_not(how, dtype):
 def test_what_counts_as_wrong_depends_on_the_precision():
     assert "off by" in check(Wrong("rounded to TF32"), SHAPES, torch.float32, "cpu")
     assert check(Wrong("rounded to TF32"), SHAPES, torch.float32, "cpu", fp32_precision="tf32") is None
+
+
+def test_sums_that_overflow_fp16_are_found():
+    # R^2 of the Gram form reaches 2.7e8 before it is multiplied by 7.6e-9; bf16 ends later than that
+    how = "sums in the factors' dtype"
+    for shape in [(1, 1), (24, 40), (3, 20, 16)]:
+        reason = check(Wrong(how), [shape], torch.float16, "cpu")
+        assert re.match(r"beta R \+ alpha R\^2 of .* is off by (inf|nan)", reason)
+    with pytest.warns(UserWarning, match="kernel is dropped"):
+        assert choose([(24, 40)], torch.float16, "cpu", kernels=kernels(how)).kernel == "torch"
 
 
 def test_every_shape_is_checked():

@@ -1,7 +1,7 @@
-"""In which precision fp32 products run, for this package's products alone."""
+"""In which precision products run and are added up, for this package's products alone."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, get_args
 
 import torch
@@ -9,6 +9,8 @@ import torch
 from megatron_eopt.orthogonalize.choices import check_choice
 
 MatmulPrecision = Literal["low", "medium", "high", "highest"]
+
+_FP16_SUMS = ("allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation")  # the second from torch 2.7 on
 
 
 def validate_matmul_precision(precision: str) -> None:
@@ -40,62 +42,32 @@ def gram_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
 
 
 @contextmanager
-def fp32_products(precision: MatmulPrecision) -> Iterator[None]:
+def fp32_products(precision: MatmulPrecision, dtype: torch.dtype = torch.float32) -> Iterator[None]:
     """Run the fp32 products inside the block at ``precision``: TF32 for all but ``highest``, where devices have it.
 
-    torch knows fp32 against TF32 only as a process-wide setting; it is as before when the block is left, also by an
-    exception, and it is not touched where it is right already.
+    Where the ``dtype`` of the products is fp16, add these up in fp32 instead. By default torch lets a GPU add the parts
+    of a long sum in fp16, which ends at 65504; in the Gram form they reach 2.7e8 and are then multiplied by 7.6e-9.
+
+    torch knows all this only as process-wide settings; they are as before when the block is left, also by an exception,
+    and they are not touched where they are right already, nor for any other dtype.
     """
     # torch has no bf16 products of fp32 tensors on a GPU, so for those ("low" and "medium") callers cast, and whatever
     # product of fp32 tensors is left (statistics, a user's own function) runs in TF32.
     wanted = {"low": "tf32", "medium": "tf32", "high": "tf32", "highest": "ieee"}[precision]
     cuda = torch.backends.cuda.matmul
     # From torch 2.9 on each backend has its own setting; reading the older one raises where a user has set the newer.
-    if hasattr(cuda, "fp32_precision"):
+    settings: list[tuple[Any, str, Any]] = []
+    if dtype == torch.float16:
+        settings = [(cuda, name, False) for name in _FP16_SUMS if hasattr(cuda, name)]
+    elif dtype == torch.float32 and hasattr(cuda, "fp32_precision"):
         cpu = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-        settings: list[tuple[Any, str, Any]] = [(cuda, "fp32_precision", wanted), (cpu, "fp32_precision", wanted)]
-    else:
+        settings = [(cuda, "fp32_precision", wanted), (cpu, "fp32_precision", wanted)]
+    elif dtype == torch.float32:
         settings = [(cuda, "allow_tf32", wanted == "tf32")]
-    with _set([(backend, name, getattr(backend, name), value) for backend, name, value in settings]):
-        yield
-
-
-@contextmanager
-def fp16_products() -> Iterator[None]:
-    """Add the fp16 products inside the block up in fp32, those of the parts too into which a GPU splits a long sum.
-
-    torch lets these parts be fp16 by default. The Gram form has sums of 2.7e8 before it multiplies them by 7.6e-9, and
-    fp16 ends at 65504. Process-wide settings are handled as by :func:`fp32_products`.
-    """
-    cuda, reduced = torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"
-    before: Any = getattr(cuda, reduced)
-    wanted: Any = False
-    if hasattr(cuda, f"{reduced}_split_k"):  # in newer releases set by the same name: whether sums may be split at all
-        split = getattr(cuda, f"{reduced}_split_k")
-        before, wanted = (before, split), (False, split)
-    settings = [(cuda, reduced, before, wanted)]
-    if hasattr(cuda, "allow_fp16_accumulation"):  # from torch 2.7 on
-        settings.append((cuda, "allow_fp16_accumulation", cuda.allow_fp16_accumulation, False))
-    with _set(settings):
-        yield
-
-
-def in_precision(dtype: torch.dtype, precision: MatmulPrecision) -> AbstractContextManager[None]:
-    """In which products of tensors of ``dtype`` are as exact as they should be, those in fp32 at ``precision``.
-
-    No setting is touched where they are in bf16 or fp64.
-    """
-    if dtype == torch.float32:
-        return fp32_products(precision)
-    return fp16_products() if dtype == torch.float16 else nullcontext()
-
-
-@contextmanager
-def _set(settings: Sequence[tuple[Any, str, Any, Any]]) -> Iterator[None]:
-    """Have other values of attributes inside the block: each an object, a name, the value before and the other one."""
     with ExitStack() as undoing:
-        for owner, name, before, value in settings:
+        for backend, name, value in settings:
+            before = getattr(backend, name)
             if before != value:
-                undoing.callback(setattr, owner, name, before)
-                setattr(owner, name, value)
+                undoing.callback(setattr, backend, name, before)
+                setattr(backend, name, value)
         yield

@@ -193,7 +193,7 @@ def executed(plan, shards, groups, iterations, scale=scale):
     engine = Engine(parameters, torch.device("cpu"))
     named = (replace(each, iteration=own.name) for each, own in zip(plan.matrices, of_matrices, strict=True))
     engine.plan = replace(plan, matrices=tuple(named))
-    engine._compile()
+    engine._compile("torch", "ieee")
     for bucket in plan.buckets:
         for i in bucket.matrices if bucket.scheme == "blockwise" else ():
             engine.matrices[i] = (_as_worked_on(plan.matrices[i], layouts[i], "blockwise"),)

@@ -33,7 +33,9 @@ def on_all_ranks[T](decide: Callable[[], T]) -> T:
         decided = decide()
     except ValueError as found:
         error = str(found)
-    for found_there in gathered(error):
+    # the objects of a thousand ranks take their time
+    all_well = lowest(torch.tensor([error is None]).int(), dist.group.WORLD)  # type: ignore[arg-type]
+    for found_there in [] if all_well else gathered(error):
         if found_there is not None:
             raise OverrideError(found_there)
     return decided

@@ -31,7 +31,7 @@ RUN_FLAGS = (
         metavar="GIB",
     ),
     Flag("checksums", True, "Save no checksums in torch_dist checkpoints, and compare none on load."),
-    Flag("check_replicas", True, "Do not compare parameters over data-parallel ranks before the first step."),
+    Flag("check_replicas", True, "Never compare parameters over data-parallel ranks."),
 )
 """Flags of a run, whatever its optimizer."""
 

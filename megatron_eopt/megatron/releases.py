@@ -9,7 +9,7 @@ import importlib.util
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
@@ -157,6 +157,17 @@ def training_args() -> Any:
 def wants_schedule_of_checkpoint() -> bool:
     """Whether the user passed ``--use-checkpoint-opt_param-scheduler``."""
     return bool(getattr(training_args(), "use_checkpoint_opt_param_scheduler", False))
+
+
+def mark_row_parallel(model_chunks: Iterable[Module]) -> None:
+    """Let the weights of row-parallel layers of Transformer Engine say that their columns are cut, as from 0.19 on.
+
+    Megatron exchanges what experts compute itself, and tells Transformer Engine's layers of no parallelism, which
+    therefore mark every weight as cut along its rows. Earlier releases correct that for grouped experts alone.
+    """
+    for module in (module for chunk in model_chunks for module in chunk.modules()):
+        if any(each.__name__ == "TERowParallelLinear" for each in type(module).__mro__):
+            module.weight.partition_dim = 1  # type: ignore[union-attr]
 
 
 def linear_attention_rows(module: Any) -> dict[str, int]:

@@ -29,6 +29,7 @@ from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.records import TpMode
+from megatron_eopt.parallel.workspace import Workspace
 
 # Settings of a group without which a resumed run is not bit-equal: the kernel, and the rates of the plan.
 KERNEL, RATES = "symmetric_products", "plan_rates"
@@ -64,6 +65,9 @@ class BaseOptimizer(Optimizer):
     plan_rates: Rates | Literal["measure"] = DEFAULT_RATES
     symmetric_products: str | None = None
     workspace: int = 2**31
+    # What a step takes of it for each entry beside what is exchanged, and whether it keeps what is orthogonalized.
+    bytes_of_entry: int = 24
+    keeps_directions: bool = False
 
     # These are on the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
     _engine: Engine | None = None
@@ -291,7 +295,10 @@ class BaseOptimizer(Optimizer):
         rates = Rates.from_state_dict(known) if known is not None else None  # those of the checkpoint, or measured now
         own = self.plan_rates if isinstance(self.plan_rates, Rates) else rates
         device = local(parameters[0]).device if parameters else torch.device("cpu")
-        return Engine(described, device, self.tp_mode, own)
+        workspace = Workspace(
+            bytes=self.workspace, of_entry=self.bytes_of_entry, kept=4 if self.keeps_directions else 0
+        )
+        return Engine(described, device, self.tp_mode, own, workspace)
 
     def kernel_times(self) -> Tensor:
         """What the choice of a kernel of symmetric products goes by: see :func:`.timing.times`."""

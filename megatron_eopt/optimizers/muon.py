@@ -46,7 +46,7 @@ from megatron_eopt.parallel.records import TpMode
 
 
 def muon(batches: Sequence[Batch], engine: Engine, optimizer: "TensorParallelMuon") -> None:
-    """One step of Muon.
+    """One step of Muon, of as many parameters at a time as the workspace has room for.
 
     For each parameter ``p`` with gradient ``g``, momentum ``m`` and logical matrices of scale ``s``, in this order:
 
@@ -61,13 +61,21 @@ def muon(batches: Sequence[Batch], engine: Engine, optimizer: "TensorParallelMuo
         optimizer: whose hooks ``direction``, ``update`` and ``apply`` make 2, what follows on ``O`` in 3, and 4. A
             relative of Muon overrides some of them.
     """
+    kept: dict[Sequence[int], list[Tensor]] = {}
+
+    def directions(some: Sequence[int]) -> list[Tensor]:
+        own = foreach.chosen(batches, some)
+        for batch in own:
+            foreach.decay(batch)
+        found = engine.split_all(some, optimizer.direction(own))
+        kept[some] = found if optimizer.keeps_directions else []
+        return found
+
     indices = [i for batch in batches for i in batch.indices]
-    for batch in batches:
-        foreach.decay(batch)
-    directions = engine.split_all(indices, optimizer.direction(batches))
-    kept = list(directions) if optimizer.keeps_directions else []
-    factors = engine.orthogonalize(directions, indices, optimizer.scales_factors)
-    optimizer.apply(batches, engine.merge_all(indices, optimizer.update(batches, factors, kept)))
+    for some, factors in engine.factors(indices, directions, optimizer.scales_factors):
+        own = foreach.chosen(batches, some)
+        updates = optimizer.update(own, factors, kept.pop(some))
+        optimizer.apply(own, engine.merge_all(some, updates))
 
 
 class TensorParallelMuon(OrthogonalizedOptimizer):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.precision import fp32_products
+from megatron_eopt.orthogonalize.precision import in_precision
 from megatron_eopt.orthogonalize.products import Blocked, Dense, Fp32Precision, Products
 
 Shapes = Sequence[tuple[int, ...]]
@@ -206,11 +206,11 @@ def check(
         for name, multiply, matrices in _trials(shape, dtype, device):
             # filled with NaN, so that an entry that is not written is wrong
             out = torch.full((*shape[:-2], min(shape[-2:]), min(shape[-2:])), torch.nan, dtype=dtype, device=device)
-            with fp32_products("high" if tf32 else "highest", dtype):
+            with in_precision(dtype, "high" if tf32 else "highest"):
                 got = multiply(products, out, *matrices)
             if got is not out:
                 return f"{name} of {shape} in {dtype} is not written to out"
-            with fp32_products("highest"):
+            with in_precision(wide, "highest"):
                 expected = multiply(Dense(), None, *(matrix.to(wide) for matrix in matrices))
             error, largest = (got.to(wide) - expected).abs(), expected.abs().max()
             if not bool((error <= relative * expected.abs() + absolute * largest).all()):

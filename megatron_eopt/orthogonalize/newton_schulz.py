@@ -16,8 +16,8 @@ from megatron_eopt.orthogonalize.coefficients import Coefficients, CoefficientTy
 from megatron_eopt.orthogonalize.forms import Preset, Restarts, Watch
 from megatron_eopt.orthogonalize.precision import (
     MatmulPrecision,
-    fp32_products,
     gram_dtype,
+    in_precision,
     product_dtype,
     validate_matmul_precision,
 )
@@ -67,8 +67,10 @@ class Iteration:
             return torch.cat([self.run(part) for part in x.split(self.chunk)])
         return self.run(x)
 
-    def run(self, x: Tensor, watch: Watch | None = None, norms: list[Tensor] | None = None) -> Tensor:
-        """The same as calling it, for a stack of at most ``chunk`` matrices.
+    def run(
+        self, x: Tensor, watch: Watch | None = None, norms: list[Tensor] | None = None, own: bool = False
+    ) -> Tensor:
+        """The same as calling it, for a stack of at most ``chunk`` matrices, whose memory is taken with ``own``.
 
         ``norms`` gets two factors of the norm of ``x``, or one: the root of the first Gram matrix's trace is the other.
         """
@@ -77,13 +79,15 @@ class Iteration:
         X = x.mT if self.transposed else x
         with self.in_precision():
             if self.restarts is None:
-                X, *sizes = forms.normalized(X, self.dtype, propagate_nan=self.propagate_nan)
+                X, *sizes = forms.normalized(X, self.dtype, propagate_nan=self.propagate_nan, own=own)
                 factor = forms.iterate_standard(X, self.schedule, self.products, watch=watch)
             elif self.dtype == torch.float16:
-                X, *sizes = forms.normalized(X, self.dtype, propagate_nan=self.propagate_nan, unit=forms.UNIT_IN_FP16)
-                factor = forms.iterate_gram_fp16(X, self.schedule, self.restarts, self.products, watch=watch)
+                unit = forms.UNIT_IN_FP16
+                X, *sizes = forms.normalized(X, self.dtype, propagate_nan=self.propagate_nan, unit=unit, own=own)
+                settings = self.schedule, self.restarts, self.products
+                factor = forms.iterate_gram_fp16(X, *settings, watch=watch, dtype=x.dtype)
             else:
-                X, *sizes = forms.scaled(X, self.propagate_nan, self.dtype)
+                X, *sizes = forms.scaled(X, self.propagate_nan, self.dtype, own)
                 factor = forms.iterate_gram(X, self.schedule, self.restarts, self.products, watch=watch, normalize=True)
         if norms is not None:
             norms += sizes
@@ -121,7 +125,7 @@ class Iteration:
 
     def in_precision(self) -> AbstractContextManager[None]:
         """In which products have this iteration's precision."""
-        return nullcontext() if self.precision is None else fp32_products(self.precision, self.dtype)
+        return nullcontext() if self.precision is None else in_precision(self.dtype, self.precision)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,7 +330,7 @@ def _compiled(
         used = of_gram or torch.float32
     else:
         restarts = None
-    of_one = (3 * rows * cols + 4 * rows * rows) * used.itemsize
+    of_one = forms.iteration_bytes(rows, cols, restarts, used.itemsize)
     return Iteration(
         schedule=schedule,
         restarts=restarts,

@@ -1,7 +1,7 @@
 """In which precision products run and are added up, for this package's products alone."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
@@ -9,8 +9,6 @@ import torch
 from megatron_eopt.orthogonalize.choices import check_choice
 
 MatmulPrecision = Literal["low", "medium", "high", "highest"]
-
-_FP16_SUMS = ("allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation")  # the second from torch 2.7 on
 
 
 def validate_matmul_precision(precision: str) -> None:
@@ -41,33 +39,53 @@ def gram_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
     return torch.float16 if device.type == "cuda" else None
 
 
+def in_precision(dtype: torch.dtype, precision: MatmulPrecision) -> AbstractContextManager[None]:
+    """In which products in ``dtype`` are exact enough, those in fp32 at ``precision``; bf16 and fp64 need nothing."""
+    if dtype == torch.float32:
+        return fp32_products(precision)
+    return fp16_products() if dtype == torch.float16 else nullcontext()
+
+
 @contextmanager
-def fp32_products(precision: MatmulPrecision, dtype: torch.dtype = torch.float32) -> Iterator[None]:
+def fp16_products() -> Iterator[None]:
+    """Add fp16 products inside the block up in fp32; torch's settings are as before when it is left.
+
+    By default torch lets a GPU add the parts of a long sum in fp16, which ends at 65504. In the Gram form they reach
+    2.7e8 before they are multiplied by 7.6e-9.
+    """
+    cuda, names = torch.backends.cuda.matmul, ("allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation")
+    allowed = [name for name in names if getattr(cuda, name, False)]
+    for name in allowed:
+        setattr(cuda, name, False)
+    try:
+        yield
+    finally:
+        for name in allowed:
+            setattr(cuda, name, True)
+
+
+@contextmanager
+def fp32_products(precision: MatmulPrecision) -> Iterator[None]:
     """Run the fp32 products inside the block at ``precision``: TF32 for all but ``highest``, where devices have it.
 
-    Where the ``dtype`` of the products is fp16, add these up in fp32 instead. By default torch lets a GPU add the parts
-    of a long sum in fp16, which ends at 65504; in the Gram form they reach 2.7e8 and are then multiplied by 7.6e-9.
-
-    torch knows all this only as process-wide settings; they are as before when the block is left, also by an exception,
-    and they are not touched where they are right already, nor for any other dtype.
+    torch knows fp32 against TF32 only as process-wide settings. When the block is left, also by an exception, they are
+    as before. Inside, whoever asks (compiled code does) can read the newer ones, of each backend, and the older one.
     """
     # torch has no bf16 products of fp32 tensors on a GPU, so for those ("low" and "medium") callers cast, and whatever
     # product of fp32 tensors is left (statistics, a user's own function) runs in TF32.
-    wanted = {"low": "tf32", "medium": "tf32", "high": "tf32", "highest": "ieee"}[precision]
-    cuda = torch.backends.cuda.matmul
-    # From torch 2.9 on each backend has its own setting; reading the older one raises where a user has set the newer.
-    settings: list[tuple[Any, str, Any]] = []
-    if dtype == torch.float16:
-        settings = [(cuda, name, False) for name in _FP16_SUMS if hasattr(cuda, name)]
-    elif dtype == torch.float32 and hasattr(cuda, "fp32_precision"):
-        cpu = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-        settings = [(cuda, "fp32_precision", wanted), (cpu, "fp32_precision", wanted)]
-    elif dtype == torch.float32:
-        settings = [(cuda, "allow_tf32", wanted == "tf32")]
-    with ExitStack() as undoing:
-        for backend, name, value in settings:
-            before = getattr(backend, name)
-            if before != value:
-                undoing.callback(setattr, backend, name, before)
-                setattr(backend, name, value)
+    wanted = "highest" if precision == "highest" else "high"
+    newer: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+    newer = [backend for backend in newer if hasattr(backend, "fp32_precision")]  # from torch 2.9 on
+    before = [backend.fp32_precision for backend in newer]
+    for backend in newer:
+        backend.fp32_precision = "ieee"  # with any other value, torch may refuse to say what the older setting is
+    older = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(wanted)  # sets the newer ones, too
         yield
+    finally:
+        torch.set_float32_matmul_precision(older)
+        for backend, value in zip(newer, before, strict=True):
+            backend.fp32_precision = "none"  # follows torch.backends.fp32_precision, which may be all that was set
+            if backend.fp32_precision != value:
+                backend.fp32_precision = value

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.orthogonalize.kernels import KERNELS, Shapes, made, reason_against
-from megatron_eopt.orthogonalize.precision import fp32_products
+from megatron_eopt.orthogonalize.precision import in_precision
 from megatron_eopt.orthogonalize.products import Fp32Precision
 
 CANDIDATES = (
@@ -76,7 +76,7 @@ def _time(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.dev
     def run() -> None:
         products.addmm(r, r, products.gram(x, gram), beta=0.5, alpha=0.5, out=out)
 
-    with fp32_products("high" if precision == "tf32" else "highest", dtype):
+    with in_precision(dtype, "high" if precision == "tf32" else "highest"):
         return seconds(run, device)
 
 

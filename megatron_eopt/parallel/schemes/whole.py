@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.orthogonalize.newton_schulz import Iteration
-from megatron_eopt.parallel.collectives import all_gather, all_to_all
-from megatron_eopt.parallel.records import Bucket, Matrix, Rectangle, of_ranks
+from megatron_eopt.parallel.collectives import all_gather, exchange, packed
+from megatron_eopt.parallel.records import Bucket, Matrix, Rectangle
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +42,9 @@ Run = Callable[[Job, Tensor], Generator[None, None, Factors]]
 
 The generator starts an exchange, yields, and takes the result when it is resumed; equally often on every rank. It
 returns the shards of the orthogonal factors. They are exchanged in the dtype of the stack, and come back in it. The
-stack is contiguous, and its memory is the generator's own, to be written to and given back early. A zero matrix gives
-zeros; one with an entry that is not finite gives no numbers on any rank, and the others of the bucket are not affected.
+stack is contiguous, and its memory is the generator's own, to be written to and given back early. For ``owner`` and
+``share`` its matrices, and those of the result, are in the order of their compute ranks. A zero matrix gives zeros; one
+with an entry that is not finite gives no numbers on any rank, and the others of the bucket are not affected.
 """
 
 
@@ -55,59 +56,50 @@ def local(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
 
 def duplicated(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``duplicated``: shards may be any; smaller ones are padded. See :data:`Run`."""
-    pending = gather([stack], [job.matrix], job.ranks)
+    pending = gather([stack], [job.matrix], job.ranks, short_first=True)
     del stack
     yield
     (whole,) = pending()
+    del pending
     return cut_out(orthogonalized(whole, job.iteration), job.matrix.rectangles[job.ranks.rank()])
 
 
 def owner(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``owner``: shards may be any, cut along both dimensions too. See :data:`Run`."""
     group, rectangles = job.ranks, job.matrix.rectangles
-    rectangle = rectangles[group.rank()]
-    of_rank = [[i for i, rank in enumerate(job.bucket.compute_ranks) if rank == each] for each in range(group.size())]
-    count = len(of_rank[group.rank()])
+    rectangle, counts = rectangles[group.rank()], [job.bucket.compute_ranks.count(rank) for rank in range(group.size())]
+    sizes, count, own = [each * rectangle.numel for each in counts], len(stack), counts[group.rank()]
 
-    shards = stack.unbind()
-    pending = all_to_all(
-        [[shards[i] for i in indices] for indices in of_rank], [count * each.numel for each in rectangles], group
-    )
-    del stack, shards
+    arriving = [own * each.numel for each in rectangles]
+    pending = exchange(stack.view(-1), sizes, arriving, group)
+    del stack
     yield
-    factors = orthogonalized(assemble(pending.wait(), job.matrix), job.iteration)
-    back = [[cut_out(factors, each)] for each in rectangles]
+    factors = orthogonalized(assemble(pending.wait().split(arriving), job.matrix, True), job.iteration)
+    back, of_each = packed([[cut_out(factors, each)] for each in rectangles])
     del factors
-    pending = all_to_all(back, [len(indices) * rectangle.numel for indices in of_rank], group)
+    pending = exchange(back, of_each, sizes, group)
     del back
     yield
-    parts = [
-        part.view(len(indices), *rectangle.shape).unbind()
-        for indices, part in zip(of_rank, pending.wait(), strict=True)
-    ]
-    by_index = {i: x for indices, each in zip(of_rank, parts, strict=True) for i, x in zip(indices, each, strict=True)}
-    return [by_index[i] for i in range(len(by_index))]
+    return pending.wait().view(count, *rectangle.shape)
 
 
 def share(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``share``: computes before it first waits, while the results of the bucket before it are on their way."""
-    group = job.ranks
-    of_rank = of_ranks(job.bucket.compute_ranks, group.size())
-    own, matrices = of_rank[group.rank()], stack.unbind()
+    group, counts = job.ranks, [job.bucket.compute_ranks.count(rank) for rank in range(job.ranks.size())]
+    first, own = sum(counts[: group.rank()]), counts[group.rank()]
     # as many matrices from every rank: the last one of some may stay empty
-    sent = stack.new_zeros(max(map(len, of_rank)), *job.matrix.shape)
+    sent = stack.new_zeros(max(counts), *job.matrix.shape)
+    mine = sent[:own].copy_(stack[first : first + own])
+    del stack
     if own:
-        torch._foreach_copy_(list(sent.unbind())[: len(own)], [matrices[i] for i in own])
-        del stack, matrices
-        factors = orthogonalized(sent[: len(own)], job.iteration)
-        if factors.data_ptr() != sent.data_ptr():
-            sent[: len(own)].copy_(factors)
+        factors = orthogonalized(mine, job.iteration)
+        if factors is not mine:
+            mine.copy_(factors)
+        del factors
     pending = all_gather(sent, group)
-    del sent
+    del sent, mine
     yield
-    parts = zip(of_rank, pending.wait().unbind(), strict=True)
-    by_index = {i: x for indices, part in parts for i, x in zip(indices, part.unbind(), strict=False)}
-    return [by_index[i] for i in range(len(by_index))]
+    return [x for each, count in zip(pending.wait(), counts, strict=True) for x in each[:count].unbind()]
 
 
 def orthogonalized(stack: Tensor, iteration: Iteration) -> Tensor:
@@ -116,23 +108,26 @@ def orthogonalized(stack: Tensor, iteration: Iteration) -> Tensor:
     There may be no matrices, or empty ones; the iteration is for matrices of their shape. The stack is written to.
     """
     if len(stack) == 1:
-        return iteration.run(stack[0])[None]
+        return iteration.run(stack[0], own=True)[None]
     if not iteration.one_by_one and len(stack) <= iteration.chunk:
-        return iteration.run(stack)
+        return iteration.run(stack, own=True)
     if iteration.one_by_one or iteration.chunk == 1:
         for matrix in stack:
-            matrix.copy_(iteration.run(matrix))
+            matrix.copy_(iteration.run(matrix, own=True))
     else:
         for part in stack.split(iteration.chunk):
-            part.copy_(iteration.run(part))
+            part.copy_(iteration.run(part, own=True))
     return stack
 
 
-def gather(stacks: Sequence[Tensor], matrices: Sequence[Matrix], group: ProcessGroup) -> Callable[[], list[Tensor]]:
+def gather(
+    stacks: Sequence[Tensor], matrices: Sequence[Matrix], group: ProcessGroup, short_first: bool = False
+) -> Callable[[], list[Tensor]]:
     """Start to gather matrices of which each rank of a group has a shard, by one all-gather, padded where they differ.
 
     A stack has this rank's shards (n x rows x cols) of ``n`` matrices that lie as the one does that is named for it;
-    some may be empty. The result waits, and then gives for each stack the whole matrices, in memory of their own.
+    some may be empty. The result waits, and then gives for each stack the whole matrices, in memory of their own: see
+    :func:`assemble`.
     """
     counts = [
         [len(stack) * matrix.rectangles[rank].numel for stack, matrix in zip(stacks, matrices, strict=True)]
@@ -144,16 +139,22 @@ def gather(stacks: Sequence[Tensor], matrices: Sequence[Matrix], group: ProcessG
 
     def finish() -> list[Tensor]:
         rows = [row[: sum(each)].split(each) for row, each in zip(pending.wait(), counts, strict=True)]
-        return [assemble(of_ranks, matrix) for of_ranks, matrix in zip(zip(*rows, strict=True), matrices, strict=True)]
+        whole = zip(zip(*rows, strict=True), matrices, strict=True)
+        return [assemble(of_ranks, matrix, short_first) for of_ranks, matrix in whole]
 
     return finish
 
 
-def assemble(parts: Sequence[Tensor], matrix: Matrix) -> Tensor:
-    """Whole matrices (n x rows x cols) that all lie alike, of what each rank has of all ``n``, one behind the other."""
+def assemble(parts: Sequence[Tensor], matrix: Matrix, short_first: bool = False) -> Tensor:
+    """Whole matrices (n x rows x cols) that all lie alike, of what each rank has of all ``n``, one behind the other.
+
+    With ``short_first`` tall ones are transposed in memory, as an iteration works on them.
+    """
     on_ranks = list(zip(parts, matrix.rectangles, strict=True))
     count = next((part.numel() // rectangle.numel for part, rectangle in on_ranks if rectangle.numel), 0)
-    stack = parts[0].new_empty(count, *matrix.shape)
+    transposed = short_first and matrix.shape[0] > matrix.shape[1]
+    stack = parts[0].new_empty(count, *(matrix.shape[::-1] if transposed else matrix.shape))
+    stack = stack.mT if transposed else stack
     for part, rectangle in on_ranks:
         cut_out(stack, rectangle).copy_(part.view(count, *rectangle.shape))
     return stack

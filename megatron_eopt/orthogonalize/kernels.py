@@ -137,13 +137,12 @@ def choose(
     agreed = [name for name, on_all in zip(names, serves.tolist(), strict=True) if on_all]
     dropped = {name: reasons.get(name, "it fails on another rank") for name in tried if name not in agreed}
     if asked in dropped:
-        hint = (
+        of_checkpoint = (
             ". It is the kernel of the checkpoint, and on another one the run would not go on bit-equal: "
             f"resume where it can serve, or name one that serves here ({', '.join(kernels)}) as symmetric_products"
         )
-        raise RuntimeError(
-            f"the kernel {asked!r} of symmetric products cannot serve: {dropped[asked]}{hint if kernel is None else ''}"
-        )
+        hint = of_checkpoint if kernel is None else ""
+        raise RuntimeError(f"the kernel {asked!r} of symmetric products cannot serve: {dropped[asked]}{hint}")
     chosen = agreed[0]
     for name, reason in reasons.items():
         warnings.warn(f"symmetric products: {name} is dropped, {chosen} serves: {reason}", stacklevel=2)

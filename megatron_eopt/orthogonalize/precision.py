@@ -48,10 +48,8 @@ def in_precision(dtype: torch.dtype, precision: MatmulPrecision) -> AbstractCont
 
 @contextmanager
 def fp16_products() -> Iterator[None]:
-    """Add fp16 products inside the block up in fp32; torch's settings are as before when it is left.
-
-    By default torch lets a GPU add the parts of a long sum in fp16, which ends at 65504. In the Gram form they reach
-    2.7e8 before they are multiplied by 7.6e-9.
+    """Add fp16 products inside the block up in fp32. By default torch lets a GPU add the parts of a sum in fp16, which
+    ends at 65504, and in the Gram form they reach 2.7e8 before they are multiplied by 7.6e-9.
     """
     cuda, names = torch.backends.cuda.matmul, ("allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation")
     allowed = [name for name in names if getattr(cuda, name, False)]

@@ -13,11 +13,8 @@ from megatron_eopt.orthogonalize.kernels import KERNELS, Shapes, made, reason_ag
 from megatron_eopt.orthogonalize.precision import in_precision
 from megatron_eopt.orthogonalize.products import Fp32Precision
 
-CANDIDATES = (
-    "torch",
-    "triton",
-    *(f"triton/{tiles}" for tiles in ("64x64x8x4x3", "128x32x8x4x4", "128x64x8x4x3", "128x64x8x8x3")),
-)
+_TILES = ("64x64x8x4x3", "128x32x8x4x4", "128x64x8x4x3", "128x64x8x8x3")
+CANDIDATES = ("torch", "triton", *(f"triton/{tiles}" for tiles in _TILES))
 """The kernels that are timed; those with tiles for products in 16 bits alone. The first needs no check."""
 
 _SIZES = 20  # each begins at a power of two

@@ -10,6 +10,7 @@ import json
 import statistics
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,10 +103,7 @@ def matrices(shapes: Any) -> list[torch.nn.Parameter]:
 
 OPTIMIZERS: dict[str, Any] = {
     "muon": TensorParallelMuon,
-    **{
-        name: lambda *args, _name=name, **settings: TensorParallelAdaptiveMuon(*args, moment2_method=_name, **settings)
-        for name in ("adamuon", "normuon", "namo")
-    },
+    **{name: partial(TensorParallelAdaptiveMuon, moment2_method=name) for name in ("adamuon", "normuon", "namo")},
     "muon_hyperball": MuonHyperball,
     "polargrad": PolarGrad,
     "scion": Scion,
@@ -170,7 +168,7 @@ def main() -> None:
         print(f"  {name:24}{count:8,}")
     figures["host milliseconds"] = host_milliseconds()
     print(f"\nhost time of a step of Muon for 600 matrices: {figures['host milliseconds']:.2f} ms")
-    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     print("\none step of four layers of llama3-70b, TP=8, workspace 2 GiB")
     print(f"  {'':16}{'MiB counted':>16}{'MiB at most':>16}{'MB sent':>12}{'collectives':>14}")
     figures["memory"] = {}

@@ -21,6 +21,7 @@ from megatron_eopt.optimizers.scion import Scion as Scion
 from megatron_eopt.optimizers.soap import SOAP as SOAP
 from megatron_eopt.optimizers.spectron import Spectron as Spectron
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
+from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.orthogonalize.scale import PRESETS
 from megatron_eopt.row import ADAMW_RMS, Flag, Row, arxiv
 
@@ -73,6 +74,10 @@ FAMILY = (
                 "tp_mode", "auto", "How sharded matrices are orthogonalized: all exact but blockwise, which takes "
                 "each shard for a matrix and is Megatron's default. auto takes the cheapest exact way for each shape. "
                 "Where none is named, a resume keeps that of its checkpoint.", shared=True, megatrons=True,
+            ),
+            Flag(
+                "symmetric_products", None, "Kernel of symmetric products; without it that of the checkpoint, else the "
+                "fastest of the run, timed at start on a GPU.", choices=tuple(KERNELS), shared=True,
             ),
             Flag("split_qkv", True, "Orthogonalize fused projections whole.", shared=True, megatrons=True),
             Flag(

@@ -12,7 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.megatron import assignment, releases
-from megatron_eopt.megatron.agreement import on_all_ranks
+from megatron_eopt.megatron.agreement import choose_kernels, on_all_ranks
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED
 from megatron_eopt.megatron.averaging import remember
 from megatron_eopt.megatron.checkpoints.attach import attach
@@ -100,8 +100,10 @@ class OptimizerOfRun:
 
     def prepare(self) -> None:
         """Let every optimizer that has parameters here agree on its steps with the ranks that share them."""
-        for each in torch_optimizers(self.optimizer):
-            if hasattr(each, "prepare") and any(group["params"] for group in each.param_groups):
+        here = [x for x in torch_optimizers(self.optimizer) if any(group["params"] for group in x.param_groups)]
+        choose_kernels(here)
+        for each in here:
+            if hasattr(each, "prepare"):
                 each.prepare()
 
     def declare(self) -> None:

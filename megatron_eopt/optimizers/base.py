@@ -24,6 +24,7 @@ from megatron_eopt.optimizers.parameters import (
     sharing_groups,
 )
 from megatron_eopt.optimizers.state import StateTensor, check_placements, check_shape, zeros
+from megatron_eopt.orthogonalize.timing import times
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, split_layout
@@ -298,6 +299,10 @@ class BaseOptimizer(Optimizer):
             bytes=self.workspace, of_entry=self.bytes_of_entry, kept=4 if self.keeps_directions else 0
         )
         return Engine(described, device, self.tp_mode, own, workspace)
+
+    def kernel_times(self) -> Tensor:
+        """What the choice of a kernel of symmetric products goes by: see :func:`.timing.times`."""
+        return times(*self.proposed().stacks())
 
     def prepare(self) -> Engine:
         """Settle with the other ranks what a step does, in an engine that is frozen; all call together.

@@ -56,6 +56,8 @@ def test_flags_and_defaults(parse):
     assert parse("--muon-fp32-matmul-prec", "highest").muon_fp32_matmul_prec == "highest"
     assert parse("--muon-coefficient-type", "cubic5").muon_coefficient_type == "cubic5"
     assert parse("--muon-tp-mode", "blockwise").muon_tp_mode == "blockwise"
+    assert args.muon_symmetric_products is None
+    assert parse("--muon-symmetric-products", "torch").muon_symmetric_products == "torch"
 
 
 @pytest.mark.parametrize(("flags", "gib"), [([], 2), (["--optimizer-workspace", "0.25"], 0.25)])
@@ -189,12 +191,13 @@ def test_what_named_the_tp_mode(run, parse):
 
 def test_one_line_says_who_owns_what(tmp_path):
     run = ["--num-layers", 2, *MUON, "--tensor-model-parallel-size", 2, "--train-iters", 1]
+    run += ["--muon-symmetric-products", "blocked"]  # which unasked do not serve bf16
     _, output = train(tmp_path / "run", 2, *run)
     line = summary(output)
     assert line == (
         "megatron_eopt: TensorParallelMuon owns 8 parameters with 30,720 elements on this rank, "
         "tp_mode auto (default), 12 matrices orthogonalized by 5 Newton-Schulz steps (quintic, medium precision, "
-        "symmetric products by torch), 12 duplicated over 2 ranks (exact), update RMS 0.2 (AdamW's is near 0.2); "
+        "symmetric products by blocked), 12 duplicated over 2 ranks (exact), update RMS 0.2 (AdamW's is near 0.2); "
         "AdamW owns 7 parameters with 8,512 elements on this rank"
     )
 

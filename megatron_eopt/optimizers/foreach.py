@@ -51,7 +51,7 @@ class Batch:
 def masked(new: Tensors, old: Tensors | float, accepted: Mask) -> list[Tensor]:
     """``new`` where accepted, ``old`` elsewhere: further tensors where there is a mask."""
     result = list(new)
-    for some in _alike(new) if accepted is not None else ():
+    for some in alike(new) if accepted is not None else ():
         assert accepted is not None
         flags = _column(accepted, some, new[some[0]])
         otherwise = old if isinstance(old, float) else torch.stack([old[i] for i in some])
@@ -74,10 +74,19 @@ def scale(tensors: Tensors, factor: Scalar, accepted: Mask = None) -> None:
         # a number would be rounded to the dtype of the tensors, a tensor without dimensions is not
         torch._foreach_mul_(list(tensors), torch.as_tensor(factor, dtype=torch.float64, device=tensors[0].device))
         return
-    for some in _alike(tensors):
+    for some in alike(tensors):
         of_some = [tensors[i] for i in some]
         factors = torch.where(accepted, factor, 1.0)
         torch._foreach_copy_(of_some, (torch.stack(of_some) * _rates(factors, some, of_some[0])).unbind())
+
+
+def scale_each(tensors: Tensors, factors: Tensors) -> None:
+    """Multiply each tensor in place by a factor of its own on the device, a number or of as many dimensions."""
+    for some in alike(tensors, factors):
+        stack, of_some = torch.stack([tensors[i] for i in some]), torch.stack([factors[i] for i in some])
+        of_some = of_some.view(-1, *[1] * (stack.ndim - 1)) if of_some.ndim == 1 else of_some
+        product = stack * of_some.to(torch.promote_types(stack.dtype, torch.float32))
+        torch._foreach_copy_([tensors[i] for i in some], product.unbind())
 
 
 def with_decay(gradients: Tensors, weights: Tensors, weight_decay: Scalar) -> list[Tensor]:
@@ -123,7 +132,7 @@ def subtract(weights: Tensors, updates: Tensors, lr: Scalar, accepted: Mask = No
             products = torch._foreach_mul(list(updates[start : start + most]), rate)
             torch._foreach_sub_(list(weights[start : start + most]), list(products))
         return
-    for some in _alike(updates):
+    for some in alike(updates):
         stack = torch.stack([updates[i] for i in some])
         steps = (stack * _rates(lr * accepted.double(), some, stack[0])).to(stack.dtype)
         torch._foreach_sub_([weights[i] for i in some], list(steps.unbind()))
@@ -141,11 +150,11 @@ def _column(x: Tensor, some: Sequence[int], like: Tensor) -> Tensor:
     return chosen.view(-1, *[1] * like.ndim)
 
 
-def _alike(tensors: Tensors) -> Iterator[list[int]]:
-    """Indices of tensors of equal shape and dtype, as many at a time as :data:`MOST_BYTES` allow."""
-    kinds: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
-    for i, x in enumerate(tensors):
-        kinds.setdefault((x.shape, x.dtype), []).append(i)
-    for (shape, dtype), indices in kinds.items():
-        most = max(1, MOST_BYTES // max(1, shape.numel() * dtype.itemsize))
+def alike(*lists: Tensors) -> Iterator[list[int]]:
+    """Indices at which lists have tensors of equal shape and dtype, as many at a time as :data:`MOST_BYTES` allow."""
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for i, each in enumerate(zip(*lists, strict=True)):
+        kinds.setdefault(tuple((x.shape, x.dtype) for x in each), []).append(i)
+    for indices in kinds.values():
+        most = max(1, MOST_BYTES // max(1, lists[0][indices[0]].nbytes))
         yield from (indices[start : start + most] for start in range(0, len(indices), most))

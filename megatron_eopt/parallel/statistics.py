@@ -1,15 +1,20 @@
 """Statistics of global matrices from shards, in one reduction for many matrices."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import batched
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
 
 from megatron_eopt.parallel.collectives import Pending, all_reduce
-from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.records import Matrix, Rectangle, Shape
+
+MOST_BYTES = 2**28  # of a copy in fp64 at a time, where a single row does not take more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,19 +23,18 @@ class Wanted:
 
     Attributes:
         matrix: where its shards lie.
-        x: this rank's shard, (rows x cols), of any floating dtype; may be empty.
-        row_means: the mean of each row.
-        column_means: the mean of each column.
-        of_squares: take these means of the squares of the entries.
+        x: this rank's shard, (rows x cols), of any floating dtype; may be empty. For the squared norm alone also the
+            norms of its rows, or of its columns.
+        row_squares: the mean of the squares of each row.
+        column_squares: the mean of the squares of each column.
         squared_norm: the sum of the squares of all entries.
         inner: this rank's shard of another matrix that lies as this one does, whose inner product with it is wanted.
     """
 
     matrix: Matrix
     x: Tensor
-    row_means: bool = False
-    column_means: bool = False
-    of_squares: bool = False
+    row_squares: bool = False
+    column_squares: bool = False
     squared_norm: bool = False
     inner: Tensor | None = None
 
@@ -40,14 +44,14 @@ class Statistics:
     """Statistics of one global matrix; None where they were not asked for.
 
     Attributes:
-        row_means: (rows,) of this rank's rows, in fp32; 0 where a row has no entries.
-        column_means: (cols,) of this rank's columns, in fp32; 0 where a column has no entries.
+        row_squares: (rows,) of this rank's rows, in fp32; 0 where a row has no entries.
+        column_squares: (cols,) of this rank's columns, in fp32; 0 where a column has no entries.
         squared_norm: (), in fp64.
         inner_product: the sum of the products of entries in the same places; (), in fp64.
     """
 
-    row_means: Tensor | None = None
-    column_means: Tensor | None = None
+    row_squares: Tensor | None = None
+    column_squares: Tensor | None = None
     squared_norm: Tensor | None = None
     inner_product: Tensor | None = None
 
@@ -58,73 +62,116 @@ def known(statistic: Tensor | None) -> Tensor:
     return statistic
 
 
+def norms_of(statistics: Sequence[Statistics]) -> Tensor:
+    """The squared norms of several matrices, (n,)."""
+    return torch.stack([known(each.squared_norm) for each in statistics]) if statistics else torch.empty(0)
+
+
 def reduce_statistics(wanted: Sequence[Wanted], group: ProcessGroup | None) -> Pending[list[Statistics]]:
     """Start what several matrices of one group need: at most one all-reduce, in fp64, of partial sums.
 
     Only sums along a dimension that is cut cross; where there is none, nothing does. Sums are taken in fp64, so there
     is no norm whose square would vanish or overflow. The matrices may differ in shape; whole ones need no ``group``.
+    Those of one layout are worked on together, in pieces of at most :data:`MOST_BYTES`.
 
     Raises:
         ValueError: if shards of a matrix overlap, but are not all the whole of it, and for a missing group.
     """
-    rank = 0 if group is None else group.rank()
-    sums = [_partial_sums(one, rank) for one in wanted]
-    crossing = [each.spread() for of_matrix in sums for each in of_matrix.values() if each.crosses]
+    sums = _partial_sums(wanted, 0 if group is None else group.rank())
+    crossing = [
+        pad(each.x, (each.start, each.length - each.start - each.x.shape[1])).flatten() for each in sums if each.crosses
+    ]
     if crossing and group is None:
         raise ValueError("statistics of matrices that are cut need the group of the ranks that hold the shards")
     pending = all_reduce(torch.cat(crossing), group) if crossing and group is not None else None
 
     def finish() -> list[Statistics]:
         reduced = iter(() if pending is None else pending.wait().split([part.numel() for part in crossing]))
-        return [Statistics(**{name: each.result(reduced) for name, each in of_matrix.items()}) for of_matrix in sums]
+        found: list[dict[str, Tensor]] = [{} for _ in wanted]
+        for each in sums:
+            x = next(reduced).view(-1, each.length).narrow(1, each.start, each.x.shape[1]) if each.crosses else each.x
+            x = x[:, 0] if each.count is None else (x / max(each.count, 1)).float()
+            for i, statistic in zip(each.indices, x.unbind(), strict=True):
+                found[i][each.name] = statistic
+        return [Statistics(**of_matrix) for of_matrix in found]
 
     return Pending(None, finish)
 
 
 @dataclass(frozen=True)
 class _Sums:
-    """This rank's partial sums: those at ``own`` of ``length`` ones of the global matrix.
+    """This rank's partial sums of some matrices, ``x`` (matrices, sums), reduced over the ranks where they cross.
 
-    They are reduced over the ranks where they cross. A mean is a sum over ``count`` entries.
+    They are those from ``start`` on of ``length`` ones of each global matrix. A mean is a sum over ``count`` entries.
     """
 
-    x: Tensor
+    name: str
     crosses: bool
-    own: slice = slice(None)
+    indices: list[int]
+    x: Tensor
+    start: int = 0
     length: int = 1
     count: int | None = None
 
-    def spread(self) -> Tensor:
-        """The sums in their places among those of the global matrix."""
-        everything = self.x.new_zeros(self.length)
-        everything[self.own] = self.x
-        return everything
 
-    def result(self, reduced: Iterator[Tensor]) -> Tensor:
-        """The statistic; sums that cross are the next of those that were reduced."""
-        x = next(reduced)[self.own] if self.crosses else self.x
-        return x[0] if self.count is None else (x / max(self.count, 1)).float()
-
-
-def _partial_sums(wanted: Wanted, rank: int) -> dict[str, _Sums]:
-    """By the name of the statistic."""
-    x, shape, rectangles = wanted.x, wanted.matrix.shape, wanted.matrix.rectangles
-    own, shapes = rectangles[rank], [rectangle.shape for rectangle in rectangles]
+@cache
+def _crossing(shape: Shape, rectangles: tuple[Rectangle, ...]) -> dict[str, bool] | None:
+    """Which statistics cross, the same object for the same layout; None for shards that overlap."""
+    shapes = [rectangle.shape for rectangle in rectangles]
     cut = any(each != shape for each in shapes)
     if cut and sum(rectangle.numel for rectangle in rectangles) != math.prod(shape):
-        raise ValueError(f"the shards of {wanted.matrix.name} are not {shape[0]} x {shape[1]} entries: {rectangles}")
-    sums = {}
-    sides = [("row_means", 1, slice(own.top, own.bottom)), ("column_means", 0, slice(own.left, own.right))]
-    for name, dim, at in sides:
-        if getattr(wanted, name):
-            if wanted.of_squares:
-                along = torch.linalg.vector_norm(x, dim=dim, dtype=torch.float64).square()
-            else:
-                along = x.sum(dim, dtype=torch.float64)
-            crosses = any(each[1 - dim] and each[dim] != shape[dim] for each in shapes)
-            sums[name] = _Sums(along, crosses, at, shape[1 - dim], shape[dim])
-    if wanted.squared_norm:
-        sums["squared_norm"] = _Sums(torch.linalg.vector_norm(x, dtype=torch.float64).square()[None], cut)
-    if wanted.inner is not None:
-        sums["inner_product"] = _Sums((x.double() * wanted.inner).sum()[None], cut)
+        return None
+    rows, columns = (any(each[1 - dim] and each[dim] != shape[dim] for each in shapes) for dim in (1, 0))
+    return {"row_squares": rows, "column_squares": columns, "squared_norm": cut, "inner_product": cut}
+
+
+def _partial_sums(wanted: Sequence[Wanted], rank: int) -> list[_Sums]:
+    """Those of one kind together, in an order that follows from what all ranks know."""
+    kinds: dict[tuple[str, bool, torch.dtype, int], list[int]] = {}
+    for i, one in enumerate(wanted):
+        shape, rectangles = one.matrix.shape, one.matrix.rectangles
+        crossing = _crossing(shape, rectangles)
+        if crossing is None:
+            raise ValueError(f"the shards of {one.matrix.name} are not {shape[0]} x {shape[1]} entries: {rectangles}")
+        for name, crosses in crossing.items():
+            if one.inner is not None if name == "inner_product" else getattr(one, name):
+                layout = 0 if name == "squared_norm" else id(crossing)
+                kinds.setdefault((name, crosses, one.x.dtype, layout), []).append(i)
+    sums = []
+    for (name, crosses, *_), indices in kinds.items():
+        xs, matrix = [wanted[i].x for i in indices], wanted[indices[0]].matrix
+        own, (rows, cols) = matrix.rectangles[rank], matrix.shape
+        if name == "squared_norm":
+            found = _Sums(name, crosses, indices, squared_norms(xs)[:, None])
+        elif name == "inner_product":
+            x = _row_sums(lambda x, y: x.double().mul_(y).sum(2), xs, [known(wanted[i].inner) for i in indices])
+            found = _Sums(name, crosses, indices, x.sum(1, keepdim=True))
+        elif name == "row_squares":
+            found = _Sums(name, crosses, indices, _squares(xs), own.top, rows, cols)
+        else:
+            found = _Sums(name, crosses, indices, _squares([x.mT for x in xs]), own.left, cols, rows)
+        sums.append(found)
     return sums
+
+
+def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """The sums of the squares of the entries of tensors of one dtype, (n,) in fp64; a GPU makes no copies for them."""
+    pieces = [x.split(max(1, MOST_BYTES // 8 // max(1, x.shape[1:].numel()))) for x in tensors]
+    found = iter(torch._foreach_norm([x for each in pieces for x in each], 2, torch.float64))
+    norms = [torch.stack([next(found) for _ in each]).norm() if len(each) > 1 else next(found) for each in pieces]
+    return torch.stack(norms).square()
+
+
+def _squares(shards: Sequence[Tensor]) -> Tensor:
+    return _row_sums(lambda x: torch.linalg.vector_norm(x, dim=2, dtype=torch.float64).square(), shards)
+
+
+def _row_sums(sums: Callable[..., Tensor], *shards: Sequence[Tensor]) -> Tensor:
+    """Sums over each row of shards of one shape, (shards, rows), of one list of them or of more, by stacks of rows."""
+    rows, cols = shards[0][0].shape
+    height = max(1, MOST_BYTES // 8 // max(1, cols))
+    found = []
+    for some in batched(zip(*shards, strict=True), max(1, height // max(1, rows))):
+        pieces = [zip(*(x.split(height) for x in xs), strict=True) for xs in zip(*some, strict=True)]
+        found.append(torch.cat([sums(*map(torch.stack, piece)) for piece in zip(*pieces, strict=True)], 1))
+    return torch.cat(found)

@@ -83,10 +83,14 @@ def scale(tensors: Tensors, factor: Scalar, accepted: Mask = None) -> None:
 def scale_each(tensors: Tensors, factors: Tensors) -> None:
     """Multiply each tensor in place by a factor of its own on the device, a number or of as many dimensions."""
     for some in alike(tensors, factors):
-        stack, of_some = torch.stack([tensors[i] for i in some]), torch.stack([factors[i] for i in some])
-        of_some = of_some.view(-1, *[1] * (stack.ndim - 1)) if of_some.ndim == 1 else of_some
-        product = stack * of_some.to(torch.promote_types(stack.dtype, torch.float32))
-        torch._foreach_copy_([tensors[i] for i in some], product.unbind())
+        first, each = tensors[some[0]], torch.stack([factors[i] for i in some])
+        each = each.to(torch.promote_types(first.dtype, torch.float32))
+        each = each.view(-1, *[1] * first.ndim) if each.ndim == 1 else each
+        if len(some) == 1:
+            first.mul_(each[0])  # without a copy, of what may be large
+        else:
+            of_some = [tensors[i] for i in some]
+            torch._foreach_copy_(of_some, (torch.stack(of_some) * each).unbind())
 
 
 def with_decay(gradients: Tensors, weights: Tensors, weight_decay: Scalar) -> list[Tensor]:

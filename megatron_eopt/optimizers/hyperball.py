@@ -1,6 +1,7 @@
 """Muon on a hyperball: every matrix keeps the norm that it starts with."""
 
 from collections.abc import Sequence
+from itertools import repeat
 from math import inf
 from typing import Unpack
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.foreach import Batch
+from megatron_eopt.optimizers.foreach import Batch, Tensors
 from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, passed_on, spelled_out
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import StateTensor
@@ -112,38 +113,45 @@ class MuonHyperball(TensorParallelMuon):
         wanted = [Wanted(matrix=matrix, x=x, squared_norm=True, inner=factor) for matrix, x, factor in several]
         wanted += [Wanted(matrix=matrix, x=factor, squared_norm=True) for matrix, _, factor in several]
         found = self.engine.statistics(wanted)
+        squares, inner = norms_of(found), torch.stack([known(each.inner_product) for each in found[: len(several)]])
         radii = [torch.stack([radius for each in batch.further for radius in each]) for batch in batches]
-        squared_weights, squared_factors = norms_of(found).chunk(2)
-        inner = torch.stack([known(each.inner_product) for each in found[: len(several)]])
         lengths = torch.cat([of_batch * batch.lr for of_batch, batch in zip(radii, batches, strict=True)])
-        moves, *coefficients = on_spheres(squared_weights, squared_factors, inner, torch.cat(radii), lengths)
         flags = [batch.flag(n) for batch in batches for n, each in enumerate(batch.further) for _ in each]
         if masks := [flag for flag in flags if isinstance(flag, Tensor)]:  # all of them, or none
-            moves = moves & torch.stack(masks)
-        each = torch.stack([moves, *coefficients], 1).unbind()
-        for some in foreach.alike(shards, factors):
-            before, of_some = torch.stack([shards[i] for i in some]), torch.stack([factors[i] for i in some])
-            wide = torch.promote_types(before.dtype, torch.float32)
-            moves, step, shrink = torch.stack([each[i] for i in some]).to(wide)[..., None, None].unbind(1)
-            moved = (before.to(wide) - step * of_some.to(wide)) * shrink
-            after = torch.where(moves > 0, moved.to(before.dtype), before).unbind()
-            for i, x in zip(some, after, strict=True):
-                shards[i] = x
-        torch._foreach_copy_(weights, self.engine.merge_all(indices, shards))
+            lengths = lengths * torch.stack(masks)
+        move(shards, factors, on_spheres(squares, inner, torch.cat(radii), lengths))
+        for weight, x in zip(weights, self.engine.merge_all(indices, shards), strict=True):
+            if weight is not x:
+                weight.copy_(x)
 
 
-def on_spheres(
-    squared_weights: Tensor, squared_factors: Tensor, inner: Tensor, radii: Tensor, lengths: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each matrix whether it moves, and ``(a, b)`` by which ``(W - a O) b = R normalize(W - lr R normalize(O))``.
+def on_spheres(squares: Tensor, inner: Tensor, radii: Tensor, lengths: Tensor) -> Tensor:
+    """``(moves, a, b)`` of each matrix, which if it moves becomes ``(W - a O) b = R normalize(W - lr R normalize(O))``.
 
     The norm of the difference follows from those of its terms, so that one reduction is enough; in fp64, where what
     they cancel does not matter. Waits for no device.
 
-    Vectors in fp64: the squared norms of ``W`` and ``O``, their inner products, ``R``, and ``lr R``.
+    Vectors in fp64: the squared norms of all ``W`` and then of all ``O``, their inner products, ``R``, and ``lr R``,
+    which is 0 where a matrix stays.
     """
+    squared_weights, squared_factors = squares.chunk(2)
     steps = lengths / nonzero(squared_factors.sqrt())
     squared = (squared_weights - 2 * steps * inner + steps.square() * squared_factors).clamp(min=0)
     # nearer to the center, what a step leaves of a matrix is rounding, and so is its direction
     moves = (steps != 0) & (squared_factors > 0) & (squared > 1e-12 * squared_weights)
-    return moves, steps, radii / nonzero(squared.sqrt())
+    return torch.stack([moves, steps, radii / nonzero(squared.sqrt())], 1)
+
+
+def move(shards: Tensors, factors: Tensors, coefficients: Tensor) -> None:
+    """``W <- (W - a O) b`` in place, rounded once, where a matrix moves: see :func:`on_spheres`."""
+    pieces: list[tuple[Tensor, ...]] = []  # of few enough rows that a copy is bounded
+    for x, factor, each in zip(shards, factors, coefficients.unbind(), strict=True):
+        height = max(1, foreach.MOST_BYTES // 4 // max(1, x.shape[1]))
+        pieces += zip(x.split(height), factor.split(height), repeat(each), strict=False)
+    for some in foreach.alike(*zip(*pieces, strict=True)):
+        xs, of_some, of_each = map(list, zip(*(pieces[i] for i in some), strict=True))
+        before, after = torch.stack(xs), torch.stack(of_some)
+        wide = torch.promote_types(before.dtype, torch.float32)
+        moves, step, shrink = torch.stack(of_each).to(wide)[..., None, None].unbind(1)
+        moved = (before.to(wide) - step * after.to(wide)) * shrink
+        torch._foreach_copy_(xs, torch.where(moves > 0, moved.to(before.dtype), before).unbind())

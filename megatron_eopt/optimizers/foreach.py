@@ -7,7 +7,7 @@ stacks of equal tensors, so that they cost a launch for many tensors.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import batched
+from itertools import accumulate, batched, takewhile
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ Tensors = Sequence[Tensor]
 Mask = Tensor | None  # which of several parameters step; None for all
 Follow = Callable[[Tensors, Tensors, float, bool, Mask], list[Tensor]]
 
+IN_CACHE = 2**20  # bytes of tensors that a CPU keeps at hand from operation to operation
 MOST_BYTES = 2**28  # of further copies that are in memory at a time, where a single tensor does not take more
 
 
@@ -152,6 +153,28 @@ def _column(x: Tensor, some: Sequence[int], like: Tensor) -> Tensor:
     each = x.unbind()
     chosen = x if len(some) == len(x) else torch.stack([each[i] for i in some])
     return chosen.view(-1, *[1] * like.ndim)
+
+
+def active(
+    groups: Sequence[dict[str, Any]], accepted: Tensor, kind: Callable[[Tensor], object] = lambda p: p.dtype
+) -> Iterator[tuple[dict[str, Any], list[Tensor], Mask]]:
+    """``(group, parameters, mask)`` of those with a gradient, of one kind and as many as a bounded copy has at a time.
+
+    A CPU knows what is not accepted, and leaves it out. It takes as many as its cache holds between two operations.
+    """
+    on_cpu = accepted.device.type == "cpu"
+    flags, most = iter(accepted.tolist() if on_cpu else accepted.unbind()), IN_CACHE if on_cpu else MOST_BYTES
+    for group in groups:
+        kinds: dict[object, list[tuple[Tensor, Any]]] = {}
+        for p, flag in zip(group["params"], flags, strict=False):
+            if p.grad is not None and flag is not False:
+                kinds.setdefault(kind(p), []).append((p, flag))
+        for each in kinds.values():
+            while each:
+                sizes = accumulate(p.nbytes for p, _ in each)
+                some = each[: max(1, len(list(takewhile(lambda size: size <= most, sizes))))]
+                del each[: len(some)]
+                yield group, [p for p, _ in some], None if on_cpu else torch.stack([flag for _, flag in some])
 
 
 def alike(*lists: Tensors) -> Iterator[list[int]]:

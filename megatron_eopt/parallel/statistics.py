@@ -1,9 +1,7 @@
 """Statistics of global matrices from shards, in one reduction for many matrices."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import batched
 
 import torch
@@ -114,43 +112,31 @@ class _Sums:
     count: int | None = None
 
 
-@cache
-def _crossing(shape: Shape, rectangles: tuple[Rectangle, ...]) -> dict[str, bool] | None:
-    """Which statistics cross, the same object for the same layout; None for shards that overlap."""
-    shapes = [rectangle.shape for rectangle in rectangles]
-    cut = any(each != shape for each in shapes)
-    if cut and sum(rectangle.numel for rectangle in rectangles) != math.prod(shape):
-        return None
-    rows, columns = (any(each[1 - dim] and each[dim] != shape[dim] for each in shapes) for dim in (1, 0))
-    return {"row_squares": rows, "column_squares": columns, "squared_norm": cut, "inner_product": cut}
-
-
 def _partial_sums(wanted: Sequence[Wanted], rank: int) -> list[_Sums]:
-    """Those of one kind together, in an order that follows from what all ranks know."""
-    kinds: dict[tuple[str, bool, torch.dtype, int], list[int]] = {}
+    """Those of matrices of one layout together, in an order that follows from what all ranks know."""
+    layouts: dict[tuple[Shape, tuple[Rectangle, ...], torch.dtype], list[int]] = {}
     for i, one in enumerate(wanted):
-        shape, rectangles = one.matrix.shape, one.matrix.rectangles
-        crossing = _crossing(shape, rectangles)
-        if crossing is None:
-            raise ValueError(f"the shards of {one.matrix.name} are not {shape[0]} x {shape[1]} entries: {rectangles}")
-        for name, crosses in crossing.items():
-            if one.inner is not None if name == "inner_product" else getattr(one, name):
-                layout = 0 if name == "squared_norm" else id(crossing)
-                kinds.setdefault((name, crosses, one.x.dtype, layout), []).append(i)
-    sums = []
-    for (name, crosses, *_), indices in kinds.items():
-        xs, matrix = [wanted[i].x for i in indices], wanted[indices[0]].matrix
-        own, (rows, cols) = matrix.rectangles[rank], matrix.shape
-        if name == "squared_norm":
-            found = _Sums(name, crosses, indices, squared_norms(xs)[:, None])
-        elif name == "inner_product":
-            x = _row_sums(lambda x, y: x.double().mul_(y).sum(2), xs, [known(wanted[i].inner) for i in indices])
-            found = _Sums(name, crosses, indices, x.sum(1, keepdim=True))
-        elif name == "row_squares":
-            found = _Sums(name, crosses, indices, _squares(xs), own.top, rows, cols)
-        else:
-            found = _Sums(name, crosses, indices, _squares([x.mT for x in xs]), own.left, cols, rows)
-        sums.append(found)
+        layouts.setdefault((one.matrix.shape, one.matrix.rectangles, one.x.dtype), []).append(i)
+    sums, xs = [], [one.x for one in wanted]
+    for ((rows, cols), rectangles, _), indices in layouts.items():
+        own, shapes = rectangles[rank], [rectangle.shape for rectangle in rectangles]
+        cut = any(each != (rows, cols) for each in shapes)
+        if cut and sum(rectangle.numel for rectangle in rectangles) != rows * cols:
+            name = wanted[indices[0]].matrix.name
+            raise ValueError(f"the shards of {name} are not {rows} x {cols} entries: {rectangles}")
+        if some := [i for i in indices if wanted[i].row_squares]:
+            crosses = any(each[0] and each[1] != cols for each in shapes)
+            sums.append(_Sums("row_squares", crosses, some, _squares([xs[i] for i in some]), own.top, rows, cols))
+        if some := [i for i in indices if wanted[i].column_squares]:
+            crosses = any(each[1] and each[0] != rows for each in shapes)
+            x = _squares([xs[i].mT for i in some])
+            sums.append(_Sums("column_squares", crosses, some, x, own.left, cols, rows))
+        if some := [i for i in indices if wanted[i].squared_norm]:
+            sums.append(_Sums("squared_norm", cut, some, squared_norms([xs[i] for i in some])[:, None]))
+        if some := [i for i in indices if wanted[i].inner is not None]:
+            ys = [known(wanted[i].inner) for i in some]
+            x = _row_sums(lambda x, y: x.double().mul_(y).sum(2), [xs[i] for i in some], ys)
+            sums.append(_Sums("inner_product", cut, some, x.sum(1, keepdim=True)))
     return sums
 
 

@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_eopt.family import ROWS
+from tests.optimizers.family import ELEMENTWISE, build
 
 SHAPES = [(64, 64), (96, 64), (64, 96), (128, 64), (64, 128)]
 OF_EACH = 64
@@ -20,6 +21,9 @@ LIMITS = {
     "muon_hyperball": (400, "muon_hyperball", {}),
     "polargrad": (400, "polargrad", {}),
     "mars_muon": (400, "mars_muon", {}),
+    "lion": (400, "lion", {}),
+    "signum": (400, "signum", {}),
+    "schedule_free_adamw": (400, "schedule_free_adamw", {}),
 }
 COPIES = 128  # of factors of tall matrices, one by one: to be made of whole stacks (parallel/schemes/whole.py)
 TORCH_PRODUCTS = {"symmetric_products": "torch"}  # as many products as there are steps, on every machine
@@ -28,7 +32,7 @@ TORCH_PRODUCTS = {"symmetric_products": "torch"}  # as many products as there ar
 FREE = frozenset(
     "view _unsafe_view _reshape_alias alias as_strided detach diagonal expand lift_fresh narrow permute select slice "
     "split split_with_sizes squeeze t transpose unbind unsqueeze empty empty_like empty_strided new_empty "
-    "new_empty_strided promote_types".split()
+    "new_empty_strided promote_types _record_function_enter_new _record_function_exit".split()
 )
 
 
@@ -46,6 +50,20 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class OnDevice:
+    """Flags as a GPU has them, which nobody may look at."""
+
+    def __init__(self, flags):
+        self.device, self.unbind = torch.device("cuda"), flags.unbind
+
+
+def masking(optimizer):
+    """An optimizer that makes its steps as on a GPU, which is not asked which gradients are finite."""
+    take = optimizer._take
+    optimizer._take = lambda accepted: take(OnDevice(accepted))
+    return optimizer
+
+
 def built(name, masked=False, of_each=OF_EACH):
     _, row, settings = LIMITS[name]
     generator = torch.Generator().manual_seed(0)
@@ -54,10 +72,30 @@ def built(name, masked=False, of_each=OF_EACH):
         p.grad = torch.randn(p.shape, generator=generator)
     products = TORCH_PRODUCTS if ROWS[row].takes("symmetric_products") else {}
     optimizer = ROWS[row].cls(params, **products, **settings)
-    if masked:  # as on a GPU, which is not asked which gradients are finite
-        of_step = optimizer._batches
-        optimizer._batches = lambda accepted: of_step(accepted, masked=True)
-    return optimizer
+    return masking(optimizer) if masked else optimizer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_a_masked_step_is_the_step_of_what_is_accepted(name, dtype):
+    shapes = [(8, 4), (8, 4), (4,), ()]
+    values = [torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype) for shape in shapes]
+    both = [[torch.nn.Parameter(x.clone()) for x in values] for _ in range(2)]
+    masked, plain = masking(build(name, both[0], weight_decay=0.1)), build(name, both[1], weight_decay=0.1)
+    for step, bad in enumerate([None, torch.nan, torch.inf, None]):
+        for params, optimizer in zip(both, (masked, plain), strict=True):
+            for i, p in enumerate(params):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i)).to(dtype)
+            if bad is not None:
+                params[0].grad[2, 1] = bad
+            before = [x.clone() for x in [params[0], *optimizer.state[params[0]].values()]]
+            optimizer.step()
+            if bad is not None:
+                assert all(map(torch.equal, before, [params[0], *optimizer.state[params[0]].values()]))
+    for p, q in zip(*both, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+        for key, x in masked.state[p].items():
+            torch.testing.assert_close(x, plain.state[q][key], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["on a CPU", "masked"])
@@ -69,6 +107,7 @@ def test_a_step_takes_few_operations(name, masked):
     with Counted() as counted:
         optimizer.step()
     assert counted.operations.total() <= LIMITS[name][0] + COPIES, counted.operations.most_common()
+    assert counted.operations["_local_scalar_dense"] <= 2  # of gradients that are not finite, which a GPU does not ask
 
 
 def test_the_first_step_reads_back_the_norms_of_all_matrices_at_once():

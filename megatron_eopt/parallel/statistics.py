@@ -1,5 +1,6 @@
 """Statistics of global matrices from shards, in one reduction for many matrices."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import batched
@@ -118,19 +119,18 @@ def _partial_sums(wanted: Sequence[Wanted], rank: int) -> list[_Sums]:
     for i, one in enumerate(wanted):
         layouts.setdefault((one.matrix.shape, one.matrix.rectangles, one.x.dtype), []).append(i)
     sums, xs = [], [one.x for one in wanted]
-    for ((rows, cols), rectangles, _), indices in layouts.items():
+    for (shape, rectangles, _), indices in layouts.items():
         own, shapes = rectangles[rank], [rectangle.shape for rectangle in rectangles]
-        cut = any(each != (rows, cols) for each in shapes)
-        if cut and sum(rectangle.numel for rectangle in rectangles) != rows * cols:
+        cut = any(each != shape for each in shapes)
+        if cut and sum(rectangle.numel for rectangle in rectangles) != math.prod(shape):
             name = wanted[indices[0]].matrix.name
-            raise ValueError(f"the shards of {name} are not {rows} x {cols} entries: {rectangles}")
-        if some := [i for i in indices if wanted[i].row_squares]:
-            crosses = any(each[0] and each[1] != cols for each in shapes)
-            sums.append(_Sums("row_squares", crosses, some, _squares([xs[i] for i in some]), own.top, rows, cols))
-        if some := [i for i in indices if wanted[i].column_squares]:
-            crosses = any(each[1] and each[0] != rows for each in shapes)
-            x = _squares([xs[i].mT for i in some])
-            sums.append(_Sums("column_squares", crosses, some, x, own.left, cols, rows))
+            raise ValueError(f"the shards of {name} are not {shape[0]} x {shape[1]} entries: {rectangles}")
+        for name, dim, start in (("row_squares", 0, own.top), ("column_squares", 1, own.left)):
+            if some := [i for i in indices if getattr(wanted[i], name)]:
+                along = [xs[i].mT if dim else xs[i] for i in some]
+                x = _row_sums(lambda x: torch.linalg.vector_norm(x, dim=2, dtype=torch.float64).square(), along)
+                crosses = any(each[dim] and each[1 - dim] != shape[1 - dim] for each in shapes)
+                sums.append(_Sums(name, crosses, some, x, start, shape[dim], shape[1 - dim]))
         if some := [i for i in indices if wanted[i].squared_norm]:
             sums.append(_Sums("squared_norm", cut, some, squared_norms([xs[i] for i in some])[:, None]))
         if some := [i for i in indices if wanted[i].inner is not None]:
@@ -146,10 +146,6 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     found = iter(torch._foreach_norm([x for each in pieces for x in each], 2, torch.float64))
     norms = [torch.stack([next(found) for _ in each]).norm() if len(each) > 1 else next(found) for each in pieces]
     return torch.stack(norms).square()
-
-
-def _squares(shards: Sequence[Tensor]) -> Tensor:
-    return _row_sums(lambda x: torch.linalg.vector_norm(x, dim=2, dtype=torch.float64).square(), shards)
 
 
 def _row_sums(sums: Callable[..., Tensor], *shards: Sequence[Tensor]) -> Tensor:

@@ -23,8 +23,15 @@ RUN_FLAGS = (
         choices=("short", "full", "none"),
     ),
     Flag("optimizer_manifest_file", None, "Write that as JSON, too.", metavar="FILE"),
+    Flag(
+        "optimizer_workspace",
+        2.0,
+        "GiB that temporaries of a step of Muon or a relative may take on a rank, beside what one iteration of its "
+        "largest matrix needs.",
+        metavar="GIB",
+    ),
     Flag("checksums", True, "Save no checksums in torch_dist checkpoints, and compare none on load."),
-    Flag("check_replicas", True, "Do not compare parameters over data-parallel ranks before the first step."),
+    Flag("check_replicas", True, "Never compare parameters over data-parallel ranks."),
 )
 """Flags of a run, whatever its optimizer."""
 

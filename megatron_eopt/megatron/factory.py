@@ -40,8 +40,8 @@ class OptimizerOfRun:
 
     :meth:`built_by` goes through the phases, which are the methods below it in their order; all ranks do so together.
     What can be known to be wrong before anything is built is an error by the end of :meth:`check`. Until then nothing
-    is changed, but that parameters are marked with their names. Megatron's optimizer has this object as its attribute
-    ``megatron_eopt``.
+    is changed, but that parameters are marked with their names and with how they are cut. Megatron's optimizer has this
+    object as its attribute ``megatron_eopt``.
     """
 
     def __init__(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any, layer_wise: bool = False) -> None:
@@ -65,6 +65,7 @@ class OptimizerOfRun:
 
     def describe(self) -> None:
         """Name the parameters of the model, and mark those whose matrices the user has declared."""
+        releases.mark_row_parallel(self.model_chunks)
         self.parameters = trainable(self.model_chunks, self.groups)
         mark(self.parameters)
 
@@ -110,11 +111,11 @@ class OptimizerOfRun:
         remember(self.optimizer, self.model_chunks)
 
     def guard_first_step(self) -> None:
-        """Check what can only be known in the first step."""
+        """Check what can only be known in the first step, or in any."""
         checks: list[Check] = [matrices_are_updated(self.optimizer, self.matrices_here)]
         if getattr(self.config, "check_replicas", True):
             ranks = (getattr(self.groups, name, None) for name in ("dp_cp", "expt_dp"))
-            checks.append(functools.partial(check_replicas, self.model_chunks, *ranks))
+            checks.append(check_replicas(self.model_chunks, *ranks))
         check_first_step(self.optimizer, checks)
 
 

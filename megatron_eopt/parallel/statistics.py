@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from megatron_eopt.parallel.collectives import Pending, all_reduce
 from megatron_eopt.parallel.records import Matrix, Rectangle, Shape
 
-MOST_BYTES = 2**28  # of a copy in fp64 at a time, where a single row does not take more
+MOST_BYTES = 2**26  # of a copy in fp64 at a time, where a single row does not take more
 
 
 @dataclass(frozen=True, kw_only=True)

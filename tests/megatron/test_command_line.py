@@ -3,10 +3,12 @@
 import argparse
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from megatron_eopt.megatron import activation
+from megatron_eopt.megatron import activation, releases
 from tests.megatron.runs import MUON, ROOT, SMALL_GPT, start, summary, train
 
 
@@ -53,6 +55,25 @@ def test_flags_and_defaults(parse):
     assert parse("--muon-fp32-matmul-prec", "highest").muon_fp32_matmul_prec == "highest"
     assert parse("--muon-coefficient-type", "cubic5").muon_coefficient_type == "cubic5"
     assert parse("--muon-tp-mode", "blockwise").muon_tp_mode == "blockwise"
+
+
+@pytest.mark.parametrize(("flags", "gib"), [([], 2), (["--optimizer-workspace", "0.25"], 0.25)])
+def test_the_workspace_reaches_the_optimizer(parse, monkeypatch, flags, gib):
+    from megatron.training import training
+
+    from megatron_eopt.registry import create_emerging_optimizer
+
+    args = parse("--optimizer", "muon", "--lr", "0.1", *flags)
+    for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        setattr(args, name, torch.float32)  # as Megatron's validation does
+    config, _ = training.get_megatron_optimizer_config(args)
+    groups = [{"params": [torch.nn.Parameter(torch.ones(4, 4))]}]
+    model = SimpleNamespace(config=SimpleNamespace(num_attention_heads=4, num_query_groups=2, kv_channels=8))
+    muon, _ = create_emerging_optimizer(config, groups, "muon", [model], None)
+    assert muon.workspace == gib * 2**30
+    monkeypatch.setattr(releases, "training_args", lambda: args)
+    settings = {"momentum_beta": 0.9, "use_nesterov": True, "mode": "auto"}  # as Megatron-Core 0.17 calls it
+    assert releases.muon_of_0_17(groups, **settings).workspace == gib * 2**30
 
 
 def test_activation_can_be_repeated_and_undone():

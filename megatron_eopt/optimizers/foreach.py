@@ -7,7 +7,7 @@ stacks of equal small tensors, so that they cost a launch for many, and on large
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, batched, takewhile
+from itertools import batched
 from typing import Any
 
 import torch
@@ -162,18 +162,14 @@ def subtract(weights: Tensors, updates: Tensors, lr: Scalar, accepted: Mask = No
         return
     for some in alike(updates):
         stack = _stacked(updates, some)
-        steps = (stack * _rates(lr * accepted.double(), some, stack[0])).to(stack.dtype)
+        rates = _column(lr * accepted.double(), some, stack[0]).to(torch.promote_types(stack.dtype, torch.float32))
+        steps = (stack * rates).to(stack.dtype)
         torch._foreach_sub_([weights[i] for i in some], list(steps.unbind()))
 
 
 def _stacked(tensors: Tensors, some: Sequence[int]) -> Tensor:
     """Some tensors as a stack; of a single one a view."""
     return tensors[some[0]][None] if len(some) == 1 else torch.stack([tensors[i] for i in some])
-
-
-def _rates(factors: Tensor, some: Sequence[int], like: Tensor) -> Tensor:
-    """Factors of some tensors, which multiply a stack of them."""
-    return _column(factors, some, like).to(torch.promote_types(like.dtype, torch.float32))
 
 
 def _column(x: Tensor, some: Sequence[int], like: Tensor) -> Tensor:
@@ -184,8 +180,8 @@ def _column(x: Tensor, some: Sequence[int], like: Tensor) -> Tensor:
 
 
 def active(
-    groups: Sequence[dict[str, Any]], accepted: Tensor, kind: Callable[[Tensor], object] = lambda p: p.dtype
-) -> Iterator[tuple[dict[str, Any], list[Tensor], Mask]]:
+    groups: Sequence[dict[str, Any]], accepted: Tensor, kind: Callable[[Tensor], object] = lambda p: None
+) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...], Mask]]:
     """``(group, parameters, mask)`` of those with a gradient, of one kind and as many as a bounded copy has at a time.
 
     A CPU knows what is not accepted, and leaves it out. It takes as many as its cache holds between two operations.
@@ -193,16 +189,14 @@ def active(
     on_cpu = accepted.device.type == "cpu"
     flags, most = iter(accepted.tolist() if on_cpu else accepted.unbind()), IN_CACHE if on_cpu else MOST_BYTES
     for group in groups:
-        kinds: dict[object, list[tuple[Tensor, Any]]] = {}
+        kinds: dict[tuple[object, ...], list[tuple[Tensor, Any]]] = {}
         for p, flag in zip(group["params"], flags, strict=False):
             if p.grad is not None and flag is not False:
-                kinds.setdefault(kind(p), []).append((p, flag))
-        for each in kinds.values():
-            while each:
-                sizes = accumulate(p.nbytes for p, _ in each)
-                some = each[: max(1, len(list(takewhile(lambda size: size <= most, sizes))))]
-                del each[: len(some)]
-                yield group, [p for p, _ in some], None if on_cpu else torch.stack([flag for _, flag in some])
+                kinds.setdefault((p.nbytes, p.dtype, kind(p)), []).append((p, flag))
+        for of_kind in kinds.values():
+            for some in batched(of_kind, max(1, most // max(1, of_kind[0][0].nbytes))):
+                parameters, of_some = zip(*some, strict=True)
+                yield group, parameters, None if on_cpu else torch.stack(of_some)
 
 
 def alike(*lists: Tensors) -> Iterator[list[int]]:

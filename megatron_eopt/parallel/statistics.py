@@ -66,6 +66,11 @@ def norms_of(statistics: Sequence[Statistics]) -> Tensor:
     return torch.stack([known(each.squared_norm) for each in statistics]) if statistics else torch.empty(0)
 
 
+# a statistic, whether it is summed over ranks, of which matrices; this rank's sums, (matrices, sums), which are those
+# from one on of so many of each global matrix; the entries of a mean
+_Sums = tuple[str, bool, list[int], Tensor, int, int, int | None]
+
+
 def reduce_statistics(wanted: Sequence[Wanted], group: ProcessGroup | None) -> Pending[list[Statistics]]:
     """Start what several matrices of one group need: at most one all-reduce, in fp64, of partial sums.
 
@@ -78,7 +83,7 @@ def reduce_statistics(wanted: Sequence[Wanted], group: ProcessGroup | None) -> P
     """
     sums = _partial_sums(wanted, 0 if group is None else group.rank())
     crossing = [
-        pad(each.x, (each.start, each.length - each.start - each.x.shape[1])).flatten() for each in sums if each.crosses
+        pad(x, (start, length - start - x.shape[1])).flatten() for _, crosses, _, x, start, length, _ in sums if crosses
     ]
     if crossing and group is None:
         raise ValueError("statistics of matrices that are cut need the group of the ranks that hold the shards")
@@ -87,30 +92,14 @@ def reduce_statistics(wanted: Sequence[Wanted], group: ProcessGroup | None) -> P
     def finish() -> list[Statistics]:
         reduced = iter(() if pending is None else pending.wait().split([part.numel() for part in crossing]))
         found: list[dict[str, Tensor]] = [{} for _ in wanted]
-        for each in sums:
-            x = next(reduced).view(-1, each.length).narrow(1, each.start, each.x.shape[1]) if each.crosses else each.x
-            x = x[:, 0] if each.count is None else (x / max(each.count, 1)).float()
-            for i, statistic in zip(each.indices, x.unbind(), strict=True):
-                found[i][each.name] = statistic
+        for name, crosses, indices, x, start, length, count in sums:
+            x = next(reduced).view(-1, length).narrow(1, start, x.shape[1]) if crosses else x
+            x = x[:, 0] if count is None else (x / max(count, 1)).float()
+            for i, statistic in zip(indices, x.unbind(), strict=True):
+                found[i][name] = statistic
         return [Statistics(**of_matrix) for of_matrix in found]
 
     return Pending(None, finish)
-
-
-@dataclass(frozen=True)
-class _Sums:
-    """This rank's partial sums of some matrices, ``x`` (matrices, sums), reduced over the ranks where they cross.
-
-    They are those from ``start`` on of ``length`` ones of each global matrix. A mean is a sum over ``count`` entries.
-    """
-
-    name: str
-    crosses: bool
-    indices: list[int]
-    x: Tensor
-    start: int = 0
-    length: int = 1
-    count: int | None = None
 
 
 def _partial_sums(wanted: Sequence[Wanted], rank: int) -> list[_Sums]:
@@ -118,7 +107,8 @@ def _partial_sums(wanted: Sequence[Wanted], rank: int) -> list[_Sums]:
     layouts: dict[tuple[Shape, tuple[Rectangle, ...], torch.dtype], list[int]] = {}
     for i, one in enumerate(wanted):
         layouts.setdefault((one.matrix.shape, one.matrix.rectangles, one.x.dtype), []).append(i)
-    sums, xs = [], [one.x for one in wanted]
+    sums: list[_Sums] = []
+    xs = [one.x for one in wanted]
     for (shape, rectangles, _), indices in layouts.items():
         own, shapes = rectangles[rank], [rectangle.shape for rectangle in rectangles]
         cut = any(each != shape for each in shapes)
@@ -130,13 +120,13 @@ def _partial_sums(wanted: Sequence[Wanted], rank: int) -> list[_Sums]:
                 along = [xs[i].mT if dim else xs[i] for i in some]
                 x = _row_sums(lambda x: torch.linalg.vector_norm(x, dim=2, dtype=torch.float64).square(), along)
                 crosses = any(each[dim] and each[1 - dim] != shape[1 - dim] for each in shapes)
-                sums.append(_Sums(name, crosses, some, x, start, shape[dim], shape[1 - dim]))
+                sums.append((name, crosses, some, x, start, shape[dim], shape[1 - dim]))
         if some := [i for i in indices if wanted[i].squared_norm]:
-            sums.append(_Sums("squared_norm", cut, some, squared_norms([xs[i] for i in some])[:, None]))
+            sums.append(("squared_norm", cut, some, squared_norms([xs[i] for i in some])[:, None], 0, 1, None))
         if some := [i for i in indices if wanted[i].inner is not None]:
             ys = [known(wanted[i].inner) for i in some]
             x = _row_sums(lambda x, y: x.double().mul_(y).sum(2), [xs[i] for i in some], ys)
-            sums.append(_Sums("inner_product", cut, some, x.sum(1, keepdim=True)))
+            sums.append(("inner_product", cut, some, x.sum(1, keepdim=True), 0, 1, None))
     return sums
 
 

@@ -61,7 +61,7 @@ MODELS = {
 
 
 def matrices_of(
-    model: Model, parallel: Parallel, work: Work, *, split_gate_up: bool = False, itemsize: int = 4
+    model: Model, parallel: Parallel, work: Work, *, split_gate_up: bool = False, itemsize: int = 2
 ) -> list[Matrix]:
     """The logical matrices that the busiest data-parallel rank has of the longest pipeline stage.
 
@@ -69,7 +69,7 @@ def matrices_of(
         model: the transformer; embeddings and the output layer are not Muon's.
         work: the iteration, which says what is busy.
         split_gate_up: treat gate and up as two matrices; Megatron has them as one.
-        itemsize: bytes of an entry of an update where it is exchanged.
+        itemsize: bytes of an entry where it is exchanged: 2 where products have 16 bits, else 4.
 
     Raises:
         ValueError: for sizes that cannot be divided over the ranks.

@@ -20,7 +20,7 @@ Mask = Tensor | None  # which of several parameters step; None for all
 Follow = Callable[[Tensors, Tensors, float, bool, Mask], list[Tensor]]
 
 IN_CACHE = 2**20  # bytes of tensors that a CPU keeps at hand from operation to operation
-MOST_BYTES = 2**26  # of further copies that are in memory at a time, where a single tensor does not take more
+MOST_BYTES = 2**24  # of further copies that are in memory at a time, where a single tensor does not take more
 
 
 @dataclass(frozen=True)
@@ -51,29 +51,26 @@ class Batch:
 
 def chosen(batches: Sequence[Batch], parameters: Sequence[int] | None = None) -> list[Batch]:
     """The batches of some of their parameters, by default of all, with gradients in the dtype of the momenta."""
-    wanted, found = set(parameters or ()), []
-    for batch in batches:
-        at = [n for n, i in enumerate(batch.indices) if parameters is None or i in wanted]
-        if not at:
-            continue
-        flags = batch.accepted
-        if flags is not None and len(at) < len(batch.indices):
-            each = flags.unbind()
-            flags = torch.stack([each[n] for n in at])
-        pairs = [(batch.gradients[n], batch.momenta[n].dtype) for n in at]
-        found.append(
-            replace(
-                batch,
-                indices=[batch.indices[n] for n in at],
-                parameters=[batch.parameters[n] for n in at],
-                weights=[batch.weights[n] for n in at],
-                momenta=[batch.momenta[n] for n in at],
-                gradients=[g if g.dtype == dtype else g.to(dtype) for g, dtype in pairs],
-                further=[batch.further[n] for n in at],
-                accepted=flags,
-            )
-        )
+    found, wanted = list(batches), None if parameters is None else set(parameters)
+    if wanted is not None and len(wanted) < sum(len(batch.indices) for batch in batches):
+        found = [
+            _subset(batch, at) for batch in batches if (at := [n for n, i in enumerate(batch.indices) if i in wanted])
+        ]
+    for number, batch in enumerate(found):
+        pairs = list(zip(batch.gradients, batch.momenta, strict=True))
+        if any(g.dtype != m.dtype for g, m in pairs):
+            found[number] = replace(batch, gradients=[g.to(m.dtype) for g, m in pairs])
     return found
+
+
+def _subset(batch: Batch, at: Sequence[int]) -> Batch:
+    """A batch of some of its parameters."""
+    lists = ("indices", "parameters", "weights", "momenta", "gradients", "further")
+    changed: dict[str, Any] = {name: [getattr(batch, name)[n] for n in at] for name in lists}
+    if batch.accepted is not None:
+        each = batch.accepted.unbind()
+        changed["accepted"] = torch.stack([each[n] for n in at])
+    return replace(batch, **changed)
 
 
 def masked(new: Tensors, old: Tensors | float, accepted: Mask) -> list[Tensor]:

@@ -190,7 +190,7 @@ def executed(plan, shards, groups, iterations, scale=scale):
         Parameter(str(i), shard.dtype, layout, iteration=iteration, scale=scale)
         for i, (shard, layout, iteration) in enumerate(zip(shards, layouts, of_matrices, strict=True))
     ]
-    engine = Engine(parameters, torch.device("cpu"))
+    engine = Engine(parameters, shards[0].device)
     named = (replace(each, iteration=own.name) for each, own in zip(plan.matrices, of_matrices, strict=True))
     engine.plan = replace(plan, matrices=tuple(named))
     for bucket in plan.buckets:

@@ -114,8 +114,8 @@ def test_a_plan_depends_on_nothing_else(given_matrices, mode, work, speeds, rand
 
 @given(matrices(), modes, works, rates)
 def test_what_exchanges_comes_first(given_matrices, mode, work, speeds):
-    idle = [bucket.scheme in IDLE for bucket in make_plan(given_matrices, mode, work, speeds).buckets]
-    assert idle == sorted(idle)
+    order = [(bucket.chunk, bucket.scheme in IDLE) for bucket in make_plan(given_matrices, mode, work, speeds).buckets]
+    assert order == sorted(order)
 
 
 @given(matrices(), works, rates)

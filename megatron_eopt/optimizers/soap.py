@@ -1,8 +1,10 @@
 """SOAP: Adam in the eigenbasis of Shampoo's factors."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, repeat
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,7 +22,7 @@ from megatron_eopt.optimizers.parameters import (
     local,
     names_of_last,
 )
-from megatron_eopt.optimizers.soap_math import CLOCK, BasisMethod, Preconditioned, Side, update_of
+from megatron_eopt.optimizers.soap_math import CLOCK, BasisMethod, Preconditioned, Side, makes_bases_alone, update_of
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
@@ -39,7 +41,7 @@ MAX_DIM = "max_dim"
 """Setting of a group: the longest side that has a factor."""
 
 MOST_BYTES = 2**28
-"""Of the whole tensors that are gathered at once, where a single parameter does not take more."""
+"""Of the equal matrices that are worked on as one stack, and of what is gathered at once, where one is not larger."""
 
 
 class SOAP(BaseOptimizer):
@@ -115,6 +117,7 @@ class SOAP(BaseOptimizer):
 
     # Parameters known to have a basis.
     _based: set[Tensor] | None = None
+    _plans: dict[Tensor, list["Planned"]] | None = None
     _updated: int = 0
 
     @also_called(use_eigh=("basis_method", {False: "qr", True: "eigh"}), max_precond_dim=MAX_DIM)
@@ -189,18 +192,16 @@ class SOAP(BaseOptimizer):
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Adam's moments, the second in the eigenbases, the steps, and each matrix' factors and bases, whole."""
-        group = self.group_of(parameter)
         wide = torch.promote_types(parameter.dtype, torch.float32)
-        layouts = self.matrix_layouts(parameter) if parameter.ndim > 1 else []
         return [
             StateTensor(EXP_AVG, dtype=wide),
             StateTensor(EXP_AVG_SQ, dtype=wide),
             StateTensor(STEPS, dims=(), dtype=torch.float64),
             *(
-                StateTensor(key + end, (length, length), part, wide)
-                for part, (layout, end) in enumerate(zip(layouts, self.key_ends(parameter), strict=False))
-                for keys, length in zip(SIDES, layout.shape, strict=True)
-                if length <= group[MAX_DIM] and 0 not in layout.shape
+                StateTensor(key + plan.end, (length, length), part, wide)
+                for part, plan in enumerate(self._planned(parameter))
+                for keys, length, has_factor in zip(SIDES, plan.layout.shape, plan.sides, strict=True)
+                if has_factor
                 for key in keys
             ),
         ]
@@ -237,41 +238,65 @@ class SOAP(BaseOptimizer):
     def _described(self, name: str, parameter: Tensor) -> Parameter:
         return Parameter(name, parameter.dtype, self.layout(parameter), self.split_of(parameter))
 
+    def _planned(self, parameter: Tensor) -> list["Planned"]:
+        """How each logical matrix of a parameter is worked on."""
+        self._plans = {} if self._plans is None else self._plans
+        if parameter not in self._plans:
+            longest = self.group_of(parameter)[MAX_DIM] if parameter.ndim > 1 else -1
+            self._plans[parameter] = [
+                Planned(end, layout, tuple(0 not in layout.shape and length <= longest for length in layout.shape))
+                for end, layout in zip(self.key_ends(parameter), self.matrix_layouts(parameter), strict=True)
+            ]
+        return self._plans[parameter]
+
     def _take(self, accepted: Tensor) -> None:
         for group in self.param_groups:
             group[CLOCK] += 1
-        tasks = list(self._tasks(accepted))
+        tasks = self._tasks(accepted)
         soap(tasks, self.engine)
-        self._updated += sum(len(task.sides) for task in tasks if task.parameter.ndim > 1)
+        self._updated += sum(len(task.plans) for task in tasks if task.parameter.ndim > 1)
 
-    def _tasks(self, accepted: Tensor) -> Iterator["Task"]:
+    def _tasks(self, accepted: Tensor) -> list["Task"]:
         """What is worked on in this step: the same on all ranks that share a parameter."""
         self._based = set() if self._based is None else self._based
         grouped = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        tasks = []
         for index, ((parameter, group), flag) in enumerate(zip(grouped, accepted.unbind(), strict=True)):
-            state = self.state.get(parameter, {}) if parameter.grad is None else self._state_of(parameter)
-            sides = [_sides(state, end) for end in self.key_ends(parameter)]
-            factored = [i for i, of_matrix in enumerate(sides) if of_matrix != (None, None)]
-            gathered = [i for i in factored if self.engine.matrices[index][i].sharded]
+            plans = self._planned(parameter)
             # also without a gradient where others wait for this rank's part
-            if parameter.grad is None and not gathered:
-                continue
-            # a device is waited for until a basis is known to be there, and no longer
-            if factored and parameter not in self._based and state[STEPS] > 0:
-                self._based.add(parameter)
-            first = bool(factored) and parameter not in self._based
-            if not first or flag:
-                yield Task(index, parameter, state, group, flag, first, sides, gathered)
-
-
-def _sides(state: Mapping[str, Tensor], end: str) -> tuple[Side | None, Side | None]:
-    left, right = (
-        Side(state[factor + end], state[basis + end]) if factor + end in state else None for factor, basis in SIDES
-    )
-    return left, right
+            if parameter.grad is not None or any(plan.gathered for plan in plans):
+                state = self.state.get(parameter, {}) if parameter.grad is None else self._state_of(parameter)
+                first = parameter not in self._based and any(plan.factored for plan in plans)
+                tasks.append(Task(index, parameter, state, group, flag, first, plans, self.engine))
+        # a device is waited for until all bases are known to be there, and no longer
+        if starting := [task for task in tasks if task.first]:
+            for task, has_bases, makes_them in zip(starting, *_known(starting, self.engine), strict=True):
+                task.first = not has_bases
+                if has_bases or makes_them:
+                    self._based.add(task.parameter)
+        return [task for task in tasks if not task.first or task.parameter in self._based]
 
 
 @dataclass(frozen=True)
+class Planned:
+    """How the steps of a logical matrix are made."""
+
+    end: str  # of its keys in the state
+    layout: Layout
+    sides: tuple[bool, ...]  # whether rows and columns have a factor
+
+    @cached_property
+    def factored(self) -> bool:
+        """Whether it has a factor."""
+        return any(self.sides)
+
+    @cached_property
+    def gathered(self) -> bool:
+        """Whether a rank needs what others have of it."""
+        return self.factored and self.layout.sharded
+
+
+@dataclass(eq=False)
 class Task:
     """A parameter that a step works on, with or without a gradient: the same on all ranks that share it."""
 
@@ -281,88 +306,193 @@ class Task:
     settings: Mapping[str, Any]
     accepted: Tensor  # if not, everything stays as it is
     first: bool  # whether it has no bases so far, but is to have some; only if accepted
-    sides: list[tuple[Side | None, Side | None]]  # of each logical matrix
-    gathered: list[int]  # the logical matrices that need what other ranks have: those cut that have a factor
+    plans: list[Planned]  # of each logical matrix
+    engine: Engine
 
-    def shards(self, engine: Engine) -> list[Preconditioned]:
-        """This rank's shards of the matrices, with the sides of the whole ones."""
-        momentum, squares, gradient = _own(self.state[EXP_AVG]), _own(self.state[EXP_AVG_SQ]), self.parameter.grad
-        gradient = torch.zeros_like(momentum) if gradient is None else _own(gradient).to(momentum.dtype)
-        gradient = torch.where(self.accepted, -gradient if self.settings["maximize"] else gradient, 0.0)
-        split = [engine.split(self.index, x) for x in (gradient, momentum, squares)]
-        return [Preconditioned(*each) for each in zip(*split, self.sides, strict=True)]
+    @cached_property
+    def kinds(self) -> list[Hashable]:
+        """Of each logical matrix what equal ones have in common."""
+        ours = id(self.settings), self.first, self.parameter.dtype, min(self.parameter.ndim, 2)
+        return [(*ours, plan.sides, plan.layout.shape, plan.layout.rectangles) for plan in self.plans]
 
-    def bytes(self, engine: Engine) -> int:
-        """Of the whole tensors that are gathered."""
-        shapes = [engine.matrices[self.index][i].shape for i in self.gathered]
-        return sum(3 * rows * cols for rows, cols in shapes) * int(self.state[EXP_AVG].element_size())
+    @cached_property
+    def shards(self) -> list[list[Tensor]]:
+        """This rank's shards of the logical matrices: of weights, first and second moments, and gradients."""
+        return [self.engine.split(self.index, x) for x in (*self._written(), self.gradient())]
+
+    def gradient(self) -> Tensor:
+        """This rank's part of the gradient; zeros where there is none."""
+        gradient = self.parameter.grad
+        return torch.zeros_like(_own(self.parameter)) if gradient is None else _own(gradient)
+
+    def put_back(self) -> None:
+        """End with :attr:`shards`, of which all were written to: they may be copies."""
+        for x, shards in zip(self._written(), self.shards, strict=False):
+            places = {each.untyped_storage().data_ptr() for each in shards if each.numel()}
+            if places - {x.untyped_storage().data_ptr()}:
+                x.copy_(self.engine.merge(self.index, shards))
+        del self.shards
+
+    def bytes(self, i: int) -> int:
+        """Of the most that a logical matrix adds to a stack, gradient and moments or a factor: alike on all ranks."""
+        plan = self.plans[i]
+        sizes = [length**2 for length, has_factor in zip(plan.layout.shape, plan.sides, strict=True) if has_factor]
+        rows, cols = plan.layout.shape if plan.gathered else max(each.shape for each in plan.layout.rectangles)
+        return max([3 * rows * cols, *sizes]) * self.state[EXP_AVG].element_size()
+
+    def _written(self) -> list[Tensor]:
+        return [_own(x) for x in (self.parameter, self.state[EXP_AVG], self.state[EXP_AVG_SQ])]
+
+
+def _known(tasks: Sequence[Task], engine: Engine) -> list[list[bool]]:
+    """Which parameters have bases, and which others can make them: of a gradient that is accepted and not zero.
+
+    A basis of nothing would turn to that of the gradients to come only step by step.
+    """
+    found, labels = [], []
+    for task in tasks:
+        shards = zip(task.plans, engine.split(task.index, task.gradient()), strict=True)
+        found.append(torch.stack([shard.any() for plan, shard in shards if plan.factored]).any().float())
+        label, shared = engine.matrices[task.index][0].group, any(plan.gathered for plan in task.plans)
+        labels.append(label if shared else "")
+    some = torch.stack(engine.sums(found, labels)) > 0
+    based = (
+        torch.stack([task.state.get(STEPS, torch.zeros_like(flag)) for task, flag in zip(tasks, found, strict=True)])
+        > 0
+    )
+    accepted = torch.stack([task.accepted for task in tasks])
+    return torch.stack([based, accepted & some]).tolist()
 
 
 def soap(tasks: Sequence[Task], engine: Engine, most_bytes: int = MOST_BYTES) -> None:
     """One step of SOAP.
 
-    Of parameters that are cut, gradient and moments of several at a time are gathered by every rank that shares them,
-    which then computes the whole step: all make the same of the same numbers. All ranks name the same of those that
-    are shared, in the same order.
+    Equal matrices of a bucket are worked on as stacks. Of those that are cut, gradient and moments are gathered by
+    every rank that shares them, which then computes the whole step: all make the same of the same numbers. All ranks
+    name the same of those that are shared, in the same order.
     """
-    for task in tasks:
-        if not task.gathered:
-            step(task, task.shards(engine), engine)
-    gathers = ((bucket, _gather(bucket, engine)) for bucket in _buckets(tasks, engine, most_bytes))
-    for (bucket, wait), _ in pairwise(chain(gathers, [([], list)])):  # the next one is on its way already
-        for task, matrices in zip(bucket, wait(), strict=True):
-            step(task, matrices, engine)
-
-
-def step(task: Task, matrices: Sequence[Preconditioned], engine: Engine) -> None:
-    """Make the step of a parameter, from its shards or, where they are gathered, its matrices: each rank its part."""
-    # a basis of nothing would turn to that of the gradients to come only step by step
-    if task.first and not any(bool(matrix.gradient.any()) for matrix in matrices if matrix.factored):
+    if not tasks:
         return
-    index, state, settings = task.index, task.state, task.settings
-    state[STEPS] += task.accepted
-
-    def own(x: Tensor, i: int) -> Tensor:
-        return engine.scatter_back(x, engine.matrices[index][i]) if i in task.gathered else x
-
-    p, momentum, squares = (_own(x) for x in (task.parameter, state[EXP_AVG], state[EXP_AVG_SQ]))
-    flag, lr, shards = task.accepted.double(), settings["lr"], engine.split(index, p)
-    decay = decay_power(lr, settings["weight_decay_method"]) * settings["weight_decay"] * flag
-    with fp32_products(settings["fp32_matmul_prec"]):
-        for i, matrix in enumerate(matrices):
-            update = update_of(matrix, state[STEPS], task.accepted, settings, task.first)
-            if update is not None:
-                kept = shards[i].to(update.dtype) * (1 - decay)
-                shards[i] = (kept - own(update, i) * (lr * flag)).to(p.dtype)
-    p.copy_(engine.merge(index, shards))
-    momentum.copy_(engine.merge(index, [own(matrix.momentum, i) for i, matrix in enumerate(matrices)]))
-    squares.copy_(engine.merge(index, [own(matrix.squares, i) for i, matrix in enumerate(matrices)]))
+    steps = [task.state[STEPS] for task in tasks]
+    counted = torch.stack(steps) + torch.stack([task.accepted for task in tasks])
+    torch._foreach_copy_(steps, list(counted.unbind()))
+    for buckets in _buckets(tasks, most_bytes):
+        # of three at work, shards of one arrive, one is computed, and results of one leave
+        at_work: deque[Iterator[None]] = deque(maxlen=3)
+        for run in chain((_run(bucket, engine) for bucket in buckets), repeat(iter(()), 2)):
+            at_work.appendleft(run)
+            for each in at_work:
+                next(each, None)
 
 
-def _buckets(tasks: Sequence[Task], engine: Engine, most_bytes: int) -> list[list[Task]]:
-    """The parameters that are gathered at once: of one group of ranks, one dtype, and so many bytes at most."""
-    found: dict[tuple[str, torch.dtype], list[list[Task]]] = {}
-    for task in (task for task in tasks if task.gathered):
-        alike = found.setdefault((engine.matrices[task.index][0].group, task.state[EXP_AVG].dtype), [[]])
-        if alike[-1] and sum(each.bytes(engine) for each in alike[-1]) + task.bytes(engine) > most_bytes:
-            alike.append([])
-        alike[-1].append(task)
-    return [bucket for alike in found.values() for bucket in alike]
+Piece = tuple[Task, int]
+"""A logical matrix of a parameter."""
 
 
-def _gather(bucket: Sequence[Task], engine: Engine) -> Callable[[], list[list[Preconditioned]]]:
-    """Start to gather the whole matrices of a bucket: one collective."""
-    shards = [task.shards(engine) for task in bucket]
-    wanted = [(number, task.index, i) for number, task in enumerate(bucket) for i in task.gathered]
-    stacks = [torch.stack([x.gradient, x.momentum, x.squares]) for x in (shards[n][i] for n, _, i in wanted)]
-    wait = engine.gather_whole(stacks, [engine.matrices[index][i] for _, index, i in wanted])
+def _buckets(tasks: Sequence[Task], most_bytes: int) -> Iterator[list[list[Piece]]]:
+    """The matrices that are worked on at once, equal ones together where they can be, of so many bytes at most.
 
-    def finish() -> list[list[Preconditioned]]:
-        for (number, _, i), (gradient, momentum, squares) in zip(wanted, wait(), strict=True):
-            shards[number][i] = replace(shards[number][i], gradient=gradient, momentum=momentum, squares=squares)
-        return shards
+    Those of one exchange follow one another: of one group of ranks and one dtype.
+    """
+    found: dict[tuple[str, str], dict[tuple[Hashable, ...], list[Task]]] = {}
+    for task in tasks:
+        label = next((plan.layout.label for plan in task.plans if plan.gathered), "")
+        alike = found.setdefault((label, str(task.parameter.dtype)), {})
+        alike.setdefault(tuple(task.kinds), []).append(task)
+    for _, alike in sorted(found.items()):
+        buckets: list[list[Piece]] = [[]]
+        load = 0
+        for piece in ((each, i) for each in chain(*alike.values()) for i in range(len(each.plans))):
+            size = piece[0].bytes(piece[1])
+            if buckets[-1] and load + size > most_bytes:
+                buckets.append([])
+                load = 0
+            load += size
+            buckets[-1].append(piece)
+        yield buckets
 
-    return finish
+
+def _run(bucket: Sequence[Piece], engine: Engine) -> Iterator[None]:
+    """Work on a bucket: start to gather matrices, yield, compute, yield, and write the results back."""
+    kinds: dict[Hashable, list[Piece]] = {}
+    for task, i in bucket:
+        kinds.setdefault(task.kinds[i], []).append((task, i))
+    stacks = [Stack(pieces, engine) for pieces in kinds.values()]
+    gathered = [stack for stack in stacks if stack.plan.gathered]
+    wait = (
+        engine.gather_whole([torch.cat(x.tensors) for x in gathered], [x.matrix for x in gathered])
+        if gathered
+        else list
+    )
+    yield
+    for stack, tensors in zip(gathered, wait(), strict=True):
+        stack.tensors = list(tensors.chunk(3))
+    for stack in stacks:
+        stack.compute()
+    yield
+    for stack in stacks:
+        stack.apply()
+    for task, i in bucket:
+        if i == len(task.plans) - 1:
+            task.put_back()
+
+
+class Stack:
+    """Equal matrices of parameters of one group, at work in a step."""
+
+    def __init__(self, pieces: Sequence[Piece], engine: Engine) -> None:
+        task, i = pieces[0]
+        self.plan, self.matrix, self.engine = task.plans[i], engine.matrices[task.index][i], engine
+        self.settings, self.first = task.settings, task.first
+        self.states = [(each.state, each.plans[j].end) for each, j in pieces]
+        shards = zip(*([of_all[j] for of_all in each.shards] for each, j in pieces), strict=True)
+        self.weights, momenta, self.squares, gradients = (list(of_pieces) for of_pieces in shards)
+        flat = (-1, *[1] * momenta[0].ndim)
+        self.accepted = torch.stack([each.accepted for each, _ in pieces]).view(flat)
+        self.steps = torch.stack([each.state[STEPS] for each, _ in pieces]).view(flat)
+        self.moves = not makes_bases_alone(self.plan.factored, self.settings, self.first)
+        gradient, momentum = _stacked(gradients).to(momenta[0].dtype), _stacked(momenta)
+        gradient = torch.where(self.accepted, -gradient if self.settings["maximize"] else gradient, 0.0)
+        if self.moves:
+            # elementwise, so each rank does it with its shards
+            taken = torch.where(self.accepted, gradient, momentum)
+            momentum = torch.lerp(momentum, taken, 1 - self.settings["betas"][0])
+            torch._foreach_copy_(momenta, list(momentum.unbind()))
+        self.tensors = [gradient, momentum, _stacked(self.squares)]
+
+    def compute(self) -> None:
+        """Make the updates, of whole matrices where they have a factor, and let gradients into factors and bases."""
+        gradient, momentum, squares = self.tensors
+        kept = [
+            [[state[key + end] for state, end in self.states] for key in keys] if has_factor else None
+            for keys, has_factor in zip(SIDES, self.plan.sides, strict=True)
+        ]
+        left, right = (None if side is None else Side(*map(_stacked, side)) for side in kept)
+        matrices = Preconditioned(gradient, momentum, squares, self.steps, self.accepted, (left, right))
+        with fp32_products(self.settings["fp32_matmul_prec"]):
+            update = update_of(matrices, self.settings, self.first)
+        for of_states, side in zip(kept, (left, right), strict=True):
+            for old, new in zip(of_states or (), side or (), strict=True):
+                torch._foreach_copy_(old, list(new.unbind()))
+        self.tensors = [] if update is None else [update, squares]
+
+    def apply(self) -> None:
+        """Subtract the updates, and write the second moments."""
+        if not self.moves:
+            return
+        update, squares = self.tensors
+        if self.plan.gathered:
+            update, squares = (self.engine.scatter_back(x, self.matrix) for x in (update, squares))
+        lr, weights = self.settings["lr"], _stacked(self.weights)
+        decay = decay_power(lr, self.settings["weight_decay_method"]) * self.settings["weight_decay"]
+        moved = (weights.to(update.dtype) * (1 - decay) - update * lr).to(weights.dtype)
+        torch._foreach_copy_(self.weights, list(torch.where(self.accepted, moved, weights).unbind()))
+        torch._foreach_copy_(self.squares, list(squares.unbind()))
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Equal tensors as one; of a single one it is a view."""
+    return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
 
 
 def _own(x: Tensor) -> Tensor:

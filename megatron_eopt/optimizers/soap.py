@@ -1,10 +1,11 @@
 """SOAP: Adam in the eigenbasis of Shampoo's factors."""
 
-from collections import deque
+import math
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, repeat
+from itertools import chain, compress, repeat
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,7 +23,7 @@ from megatron_eopt.optimizers.parameters import (
     local,
     names_of_last,
 )
-from megatron_eopt.optimizers.soap_math import CLOCK, BasisMethod, Preconditioned, Side, makes_bases_alone, update_of
+from megatron_eopt.optimizers.soap_math import CLOCK, BasisMethod, Preconditioned, Side, update_of
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
@@ -74,10 +75,16 @@ class SOAP(BaseOptimizer):
     ``logical_matrices`` is a :class:`~megatron_eopt.matrices.Split`, a stack of matrices among them, or that
     ``split_qkv`` tells to be fused.
 
-    A parameter that is cut, by tensor parallelism or as a DTensor (FSDP2, HSDP), takes the step of one rank. Of its
-    matrices that have a factor each rank gathers gradient, ``M`` and ``V``, in one all-gather for many of them, and
-    computes the whole step; so factors and bases are whole on every rank, and at any number of ranks the same. What has
-    no factor takes its step as it lies. A gradient that is not finite on one rank is left out on all that share it.
+    A parameter that is cut, by tensor parallelism or as a DTensor (FSDP2, HSDP), takes the step of one rank. A matrix
+    of Megatron's that has a factor gets a compute rank of its group, by the costs of steps and from shapes alone.
+    Shards of gradient, ``M`` and ``V`` go there, in one all-to-all for many matrices, and those of the update and ``V``
+    come back; factors and bases are there alone, and empty on the other ranks. Of DTensors each rank gathers matrices,
+    and has factors and bases: torch's checkpoints know no tensor that one rank of several has. What has no factor takes
+    its step as it lies. A gradient that is not finite on one rank is left out on all that share it.
+
+    The first step makes the eigenvectors of every factor, as refreshing by ``eigh`` does: some 10 n^3 operations a side
+    of n, many of them bound by memory. At 8192 that may take very long, and other ranks wait for a compute rank within
+    the timeout of their group. The device is waited for there, and in no later step with ``qr``.
 
     Args:
         params: vectors, matrices and declared stacks of matrices, or groups of them; see
@@ -164,14 +171,15 @@ class SOAP(BaseOptimizer):
         return self._updated
 
     def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
-        """The logical matrices of each parameter, of which every rank computes all that it has a part of."""
-        described = {}
+        """The logical matrices of each parameter."""
+        described: dict[Tensor, list[DescribedMatrix]] = {}
         for parameter in (p for p in self._parameters() if p.ndim > 1):
             names = self.split_of(parameter).names(self.layout(parameter).shape[0])
-            described[parameter] = [
-                DescribedMatrix(name, each.shape, "duplicated" if each.sharded else "local", 1.0, None)
-                for name, each in zip(names, self.matrix_layouts(parameter), strict=True)
-            ]
+            described[parameter] = []
+            for name, plan in zip(names, self._planned(parameter), strict=True):
+                scheme = "duplicated" if plan.layout.sharded else "local"
+                scheme = scheme if plan.compute_rank is None else "owner"
+                described[parameter].append(DescribedMatrix(name, plan.layout.shape, scheme, 1.0, None))
         return described
 
     def layout(self, parameter: Tensor) -> Layout:
@@ -198,10 +206,9 @@ class SOAP(BaseOptimizer):
             StateTensor(EXP_AVG_SQ, dtype=wide),
             StateTensor(STEPS, dims=(), dtype=torch.float64),
             *(
-                StateTensor(key + plan.end, (length, length), part, wide)
+                StateTensor(key, (length, length), part, wide, plan.compute_rank)
                 for part, plan in enumerate(self._planned(parameter))
-                for keys, length, has_factor in zip(SIDES, plan.layout.shape, plan.sides, strict=True)
-                if has_factor
+                for keys, length in zip(plan.sides, plan.layout.shape, strict=True)
                 for key in keys
             ),
         ]
@@ -239,14 +246,25 @@ class SOAP(BaseOptimizer):
         return Parameter(name, parameter.dtype, self.layout(parameter), self.split_of(parameter))
 
     def _planned(self, parameter: Tensor) -> list["Planned"]:
-        """How each logical matrix of a parameter is worked on."""
-        self._plans = {} if self._plans is None else self._plans
-        if parameter not in self._plans:
-            longest = self.group_of(parameter)[MAX_DIM] if parameter.ndim > 1 else -1
-            self._plans[parameter] = [
-                Planned(end, layout, tuple(0 not in layout.shape and length <= longest for length in layout.shape))
-                for end, layout in zip(self.key_ends(parameter), self.matrix_layouts(parameter), strict=True)
-            ]
+        """How each logical matrix of a parameter is worked on: the same on all ranks that share it.
+
+        What is cut is dealt to compute ranks, the costliest first, each to the rank that has the least so far. Group by
+        group, so that a further one leaves the state of those before it where it is.
+        """
+        if self._plans is None or parameter not in self._plans:
+            planned: dict[Tensor, list[Planned]] = {}
+            loads: dict[str, list[int]] = {}
+            for group in self.param_groups:
+                for each in group["params"]:
+                    pairs = zip(self.key_ends(each), self.matrix_layouts(each), strict=True)
+                    planned[each] = [Planned(*pair, group[MAX_DIM] if each.ndim > 1 else -1) for pair in pairs]
+                plans = (planned[each] for each in group["params"] if not isinstance(each, DTensor))
+                dealt = (plan for of_one in plans for plan in of_one if plan.gathered)
+                for plan in sorted(dealt, key=lambda plan: -plan.cost):
+                    load = loads.setdefault(plan.layout.label, [0] * plan.layout.ranks)
+                    plan.compute_rank = load.index(min(load))
+                    load[plan.compute_rank] += plan.cost
+            self._plans = planned
         return self._plans[parameter]
 
     def _take(self, accepted: Tensor) -> None:
@@ -266,34 +284,30 @@ class SOAP(BaseOptimizer):
             # also without a gradient where others wait for this rank's part
             if parameter.grad is not None or any(plan.gathered for plan in plans):
                 state = self.state.get(parameter, {}) if parameter.grad is None else self._state_of(parameter)
-                first = parameter not in self._based and any(plan.factored for plan in plans)
+                first = parameter not in self._based and any(plan.cost for plan in plans)
                 tasks.append(Task(index, parameter, state, group, flag, first, plans, self.engine))
         # a device is waited for until all bases are known to be there, and no longer
         if starting := [task for task in tasks if task.first]:
             for task, has_bases, makes_them in zip(starting, *_known(starting, self.engine), strict=True):
                 task.first = not has_bases
-                if has_bases or makes_them:
-                    self._based.add(task.parameter)
+                self._based |= {task.parameter} if has_bases or makes_them else set()
         return [task for task in tasks if not task.first or task.parameter in self._based]
 
 
-@dataclass(frozen=True)
 class Planned:
     """How the steps of a logical matrix are made."""
 
-    end: str  # of its keys in the state
-    layout: Layout
-    sides: tuple[bool, ...]  # whether rows and columns have a factor
-
-    @cached_property
-    def factored(self) -> bool:
-        """Whether it has a factor."""
-        return any(self.sides)
-
-    @cached_property
-    def gathered(self) -> bool:
-        """Whether a rank needs what others have of it."""
-        return self.factored and self.layout.sharded
+    def __init__(self, end: str, layout: Layout, longest: int) -> None:
+        (rows, cols), self.layout = layout.shape, layout
+        has_factor = [min(rows, cols) > 0 and length <= longest for length in (rows, cols)]
+        # keys of factor and basis of the rows, and of the columns; none of a side without
+        self.sides = [
+            tuple(key + end for key in keys) if has else () for keys, has in zip(SIDES, has_factor, strict=True)
+        ]
+        # of a step, up to a factor that is the same for all: cubes of sides, and products with them
+        self.cost = sum(n * (n**2 + rows * cols) for n in compress((rows, cols), has_factor))
+        self.gathered = any(has_factor) and layout.sharded  # whether a rank needs what others have of it
+        self.compute_rank: int | None = None  # the one of its group that alone needs it
 
 
 @dataclass(eq=False)
@@ -309,11 +323,16 @@ class Task:
     plans: list[Planned]  # of each logical matrix
     engine: Engine
 
+    @property
+    def label(self) -> str:
+        """Of the ranks that exchange matrices of it; empty where none is exchanged."""
+        return next((plan.layout.label for plan in self.plans if plan.gathered), "")
+
     @cached_property
     def kinds(self) -> list[Hashable]:
         """Of each logical matrix what equal ones have in common."""
         ours = id(self.settings), self.first, self.parameter.dtype, min(self.parameter.ndim, 2)
-        return [(*ours, plan.sides, plan.layout.shape, plan.layout.rectangles) for plan in self.plans]
+        return [(*ours, *map(bool, plan.sides), plan.layout.shape, plan.layout.rectangles) for plan in self.plans]
 
     @cached_property
     def shards(self) -> list[list[Tensor]]:
@@ -326,19 +345,12 @@ class Task:
         return torch.zeros_like(_own(self.parameter)) if gradient is None else _own(gradient)
 
     def put_back(self) -> None:
-        """End with :attr:`shards`, of which all were written to: they may be copies."""
+        """End with :attr:`shards`, which were written to and may be copies."""
         for x, shards in zip(self._written(), self.shards, strict=False):
-            places = {each.untyped_storage().data_ptr() for each in shards if each.numel()}
-            if places - {x.untyped_storage().data_ptr()}:
+            memory = {each.untyped_storage().data_ptr() for each in shards if each.numel()}
+            if memory - {x.untyped_storage().data_ptr()}:
                 x.copy_(self.engine.merge(self.index, shards))
         del self.shards
-
-    def bytes(self, i: int) -> int:
-        """Of the most that a logical matrix adds to a stack, gradient and moments or a factor: alike on all ranks."""
-        plan = self.plans[i]
-        sizes = [length**2 for length, has_factor in zip(plan.layout.shape, plan.sides, strict=True) if has_factor]
-        rows, cols = plan.layout.shape if plan.gathered else max(each.shape for each in plan.layout.rectangles)
-        return max([3 * rows * cols, *sizes]) * self.state[EXP_AVG].element_size()
 
     def _written(self) -> list[Tensor]:
         return [_own(x) for x in (self.parameter, self.state[EXP_AVG], self.state[EXP_AVG_SQ])]
@@ -349,27 +361,22 @@ def _known(tasks: Sequence[Task], engine: Engine) -> list[list[bool]]:
 
     A basis of nothing would turn to that of the gradients to come only step by step.
     """
-    found, labels = [], []
+    found = []
     for task in tasks:
         shards = zip(task.plans, engine.split(task.index, task.gradient()), strict=True)
-        found.append(torch.stack([shard.any() for plan, shard in shards if plan.factored]).any().float())
-        label, shared = engine.matrices[task.index][0].group, any(plan.gathered for plan in task.plans)
-        labels.append(label if shared else "")
-    some = torch.stack(engine.sums(found, labels)) > 0
-    based = (
-        torch.stack([task.state.get(STEPS, torch.zeros_like(flag)) for task, flag in zip(tasks, found, strict=True)])
-        > 0
-    )
+        found.append(torch.stack([shard.any() for plan, shard in shards if plan.cost]).any().float())
+    some = torch.stack(engine.sums(found, [task.label for task in tasks])) > 0
+    steps = torch.stack([task.state.get(STEPS, torch.zeros_like(found[0])) for task in tasks])
     accepted = torch.stack([task.accepted for task in tasks])
-    return torch.stack([based, accepted & some]).tolist()
+    return torch.stack([steps > 0, accepted & some]).tolist()
 
 
 def soap(tasks: Sequence[Task], engine: Engine, most_bytes: int = MOST_BYTES) -> None:
     """One step of SOAP.
 
-    Equal matrices of a bucket are worked on as stacks. Of those that are cut, gradient and moments are gathered by
-    every rank that shares them, which then computes the whole step: all make the same of the same numbers. All ranks
-    name the same of those that are shared, in the same order.
+    Equal matrices of a bucket are worked on as stacks. Of those that are cut, shards of gradient and moments go to a
+    compute rank, and those of update and second moment come back; DTensors are gathered by every rank that shares them,
+    and all make the same of the same numbers. All ranks name the same of those that are shared, in the same order.
     """
     if not tasks:
         return
@@ -385,51 +392,42 @@ def soap(tasks: Sequence[Task], engine: Engine, most_bytes: int = MOST_BYTES) ->
                 next(each, None)
 
 
-Piece = tuple[Task, int]
-"""A logical matrix of a parameter."""
+Piece = tuple[Task, int]  # a logical matrix of a parameter
 
 
 def _buckets(tasks: Sequence[Task], most_bytes: int) -> Iterator[list[list[Piece]]]:
-    """The matrices that are worked on at once, equal ones together where they can be, of so many bytes at most.
+    """The matrices that are worked on at once, equal ones together where they can be, of so many bytes on any rank.
 
-    Those of one exchange follow one another: of one group of ranks and one dtype.
+    Those of one group of ranks and one dtype, which are exchanged, follow one another.
     """
     found: dict[tuple[str, str], dict[tuple[Hashable, ...], list[Task]]] = {}
     for task in tasks:
-        label = next((plan.layout.label for plan in task.plans if plan.gathered), "")
-        alike = found.setdefault((label, str(task.parameter.dtype)), {})
-        alike.setdefault(tuple(task.kinds), []).append(task)
+        found.setdefault((task.label, str(task.parameter.dtype)), {}).setdefault(tuple(task.kinds), []).append(task)
     for _, alike in sorted(found.items()):
         buckets: list[list[Piece]] = [[]]
-        load = 0
-        for piece in ((each, i) for each in chain(*alike.values()) for i in range(len(each.plans))):
-            size = piece[0].bytes(piece[1])
-            if buckets[-1] and load + size > most_bytes:
+        loads: Counter[int | None] = Counter()
+        for task, i, plan in ((each, *of_one) for each in chain(*alike.values()) for of_one in enumerate(each.plans)):
+            # gradient and moments come together; a factor may be larger
+            most = max([3 * math.prod(plan.layout.shape), *(n**2 for n in compress(plan.layout.shape, plan.sides))])
+            size = most * task.state[EXP_AVG].element_size()
+            if buckets[-1] and loads[plan.compute_rank] + size > most_bytes:
                 buckets.append([])
-                load = 0
-            load += size
-            buckets[-1].append(piece)
+                loads.clear()
+            loads[plan.compute_rank] += size
+            buckets[-1].append((task, i))
         yield buckets
 
 
 def _run(bucket: Sequence[Piece], engine: Engine) -> Iterator[None]:
-    """Work on a bucket: start to gather matrices, yield, compute, yield, and write the results back."""
+    """Work on a bucket: start to bring matrices together, yield, compute and start the way back, yield, and write."""
     kinds: dict[Hashable, list[Piece]] = {}
-    for task, i in bucket:
+    for task, i in sorted(bucket, key=lambda piece: piece[0].plans[piece[1]].compute_rank or 0):
         kinds.setdefault(task.kinds[i], []).append((task, i))
     stacks = [Stack(pieces, engine) for pieces in kinds.values()]
-    gathered = [stack for stack in stacks if stack.plan.gathered]
-    wait = (
-        engine.gather_whole([torch.cat(x.tensors) for x in gathered], [x.matrix for x in gathered])
-        if gathered
-        else list
-    )
-    yield
-    for stack, tensors in zip(gathered, wait(), strict=True):
-        stack.tensors = list(tensors.chunk(3))
+    yield from _exchange(stacks, engine.gather_whole)
     for stack in stacks:
         stack.compute()
-    yield
+    yield from _exchange(stacks, engine.scatter_back)
     for stack in stacks:
         stack.apply()
     for task, i in bucket:
@@ -437,20 +435,37 @@ def _run(bucket: Sequence[Piece], engine: Engine) -> Iterator[None]:
             task.put_back()
 
 
+def _exchange(stacks: Sequence["Stack"], verb: Callable[..., Callable[[], list[Tensor]]]) -> Iterator[None]:
+    """Send the tensors of what is cut, yield, and put what arrives in their place; only if there are some."""
+    cut = [stack for stack in stacks if stack.plan.gathered and stack.tensors]
+    if not cut:
+        return
+    sent = [(x, stack.matrix, stack.numbers) for stack in cut for x in stack.tensors]
+    tensors, matrices, numbers = zip(*sent, strict=True)
+    wait = verb(tensors, matrices, [each for each in numbers if each])
+    yield
+    arrived = iter(wait())
+    for stack in cut:
+        stack.tensors = [next(arrived) for _ in stack.tensors]
+
+
 class Stack:
-    """Equal matrices of parameters of one group, at work in a step."""
+    """Equal matrices of parameters of one group, at work in a step, in the order of their compute ranks."""
 
     def __init__(self, pieces: Sequence[Piece], engine: Engine) -> None:
         task, i = pieces[0]
-        self.plan, self.matrix, self.engine = task.plans[i], engine.matrices[task.index][i], engine
+        self.plan, self.matrix = task.plans[i], engine.matrices[task.index][i]
         self.settings, self.first = task.settings, task.first
-        self.states = [(each.state, each.plans[j].end) for each, j in pieces]
+        self.states = [(each.state, each.plans[j].sides) for each, j in pieces]
+        ranks, rank = [each.plans[j].compute_rank for each, j in pieces], self.plan.layout.rank
+        self.numbers = [] if ranks[0] is None else [ranks.count(each) for each in range(self.plan.layout.ranks)]
+        self.own = slice(sum(self.numbers[:rank]), sum(self.numbers[: rank + 1]) if self.numbers else None)
         shards = zip(*([of_all[j] for of_all in each.shards] for each, j in pieces), strict=True)
         self.weights, momenta, self.squares, gradients = (list(of_pieces) for of_pieces in shards)
-        flat = (-1, *[1] * momenta[0].ndim)
-        self.accepted = torch.stack([each.accepted for each, _ in pieces]).view(flat)
-        self.steps = torch.stack([each.state[STEPS] for each, _ in pieces]).view(flat)
-        self.moves = not makes_bases_alone(self.plan.factored, self.settings, self.first)
+        column = (-1, *[1] * momenta[0].ndim)
+        self.accepted = torch.stack([each.accepted for each, _ in pieces]).view(column)
+        self.steps = torch.stack([state[STEPS] for state, _ in self.states]).view(column)
+        self.moves = not (self.first and self.plan.cost and self.settings["basis_of"] == "previous")
         gradient, momentum = _stacked(gradients).to(momenta[0].dtype), _stacked(momenta)
         gradient = torch.where(self.accepted, -gradient if self.settings["maximize"] else gradient, 0.0)
         if self.moves:
@@ -458,31 +473,30 @@ class Stack:
             taken = torch.where(self.accepted, gradient, momentum)
             momentum = torch.lerp(momentum, taken, 1 - self.settings["betas"][0])
             torch._foreach_copy_(momenta, list(momentum.unbind()))
-        self.tensors = [gradient, momentum, _stacked(self.squares)]
+        self.tensors = [gradient, momentum, _stacked(self.squares)]  # which are handed on
 
     def compute(self) -> None:
-        """Make the updates, of whole matrices where they have a factor, and let gradients into factors and bases."""
+        """Make the updates of the matrices that this rank has whole, and let gradients into their factors and bases."""
         gradient, momentum, squares = self.tensors
-        kept = [
-            [[state[key + end] for state, end in self.states] for key in keys] if has_factor else None
-            for keys, has_factor in zip(SIDES, self.plan.sides, strict=True)
-        ]
-        left, right = (None if side is None else Side(*map(_stacked, side)) for side in kept)
-        matrices = Preconditioned(gradient, momentum, squares, self.steps, self.accepted, (left, right))
-        with fp32_products(self.settings["fp32_matmul_prec"]):
-            update = update_of(matrices, self.settings, self.first)
-        for of_states, side in zip(kept, (left, right), strict=True):
-            for old, new in zip(of_states or (), side or (), strict=True):
-                torch._foreach_copy_(old, list(new.unbind()))
-        self.tensors = [] if update is None else [update, squares]
+        update: Tensor | None = squares
+        if states := self.states[self.own]:
+            kept = [[[state[key] for key in sides[dim]] for state, sides in states] for dim in (0, 1)]
+            stacks = [[_stacked(of_all) for of_all in zip(*of_side, strict=True)] for of_side in kept]
+            left, right = (Side(*each) if each else None for each in stacks)
+            steps, accepted = self.steps[self.own], self.accepted[self.own]
+            matrices = Preconditioned(gradient, momentum, squares, steps, accepted, (left, right))
+            with fp32_products(self.settings["fp32_matmul_prec"]):
+                update = update_of(matrices, self.settings, self.first)
+            for of_side, new in zip(kept, stacks, strict=True):
+                for old, of_all in zip(zip(*of_side, strict=True), new, strict=True):
+                    torch._foreach_copy_(list(old), list(of_all.unbind()))
+        self.tensors = [update, squares] if self.moves and update is not None else []
 
     def apply(self) -> None:
         """Subtract the updates, and write the second moments."""
         if not self.moves:
             return
         update, squares = self.tensors
-        if self.plan.gathered:
-            update, squares = (self.engine.scatter_back(x, self.matrix) for x in (update, squares))
         lr, weights = self.settings["lr"], _stacked(self.weights)
         decay = decay_power(lr, self.settings["weight_decay_method"]) * self.settings["weight_decay"]
         moved = (weights.to(update.dtype) * (1 - decay) - update * lr).to(weights.dtype)

@@ -40,11 +40,6 @@ class Preconditioned:
     sides: tuple[Side | None, Side | None] = (None, None)  # of the rows and of the columns
 
 
-def makes_bases_alone(factored: bool, settings: Mapping[str, Any], first: bool) -> bool:
-    """Whether a step of matrices makes their bases, and updates nothing."""
-    return first and factored and settings["basis_of"] == "previous"
-
-
 def update_of(matrices: Preconditioned, settings: Mapping[str, Any], first: bool) -> Tensor | None:
     """The updates of matrices, before the learning rate; None where the gradients make the bases alone.
 
@@ -54,7 +49,7 @@ def update_of(matrices: Preconditioned, settings: Mapping[str, Any], first: bool
     of_previous = factored and settings["basis_of"] == "previous"
     if factored and (first or not of_previous):
         _absorb(matrices, settings, first)
-    if makes_bases_alone(factored, settings, first):
+    if of_previous and first:
         return None
     update = _adam(matrices, (matrices.steps - int(of_previous)).clamp(min=1), settings)
     if of_previous:

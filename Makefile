@@ -5,7 +5,7 @@ PYTHON := .venv/bin/python
 # What the caller's shell has set for other Python projects must not reach ours.
 unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONSAFEPATH VIRTUAL_ENV PIP_USER PIP_TARGET PIP_PREFIX PIP_CONSTRAINT
 
-.PHONY: help demo test test-wide test-full lint bench compare walk tables venv
+.PHONY: help demo test test-wide test-full lint bench gpu compare walk tables venv
 
 help:
 	@echo "make demo       train a small GPT with Muon and with Adam on the CPU, resume it, draw the losses"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-full  run all tests, with the long matrices"
 	@echo "make lint       check style and types"
 	@echo "make bench      time Newton-Schulz and tensor-parallel steps against emerging-optimizers"
+	@echo "make gpu        check everything on a GPU and leave verdicts and pictures; without one, say what it would do"
 	@echo "make compare    train the demo's GPT with every optimizer on the CPU, leave a table and a picture"
 	@echo "make walk       count the files that a gradient passes in one step of each optimizer"
 	@echo "make tables     write the tables of the docs that follow from megatron_eopt/family.py"
@@ -41,6 +42,9 @@ lint: venv
 bench: venv
 	@$(PYTHON) benchmarks/newton_schulz.py
 	@$(PYTHON) benchmarks/tensor_parallel.py
+
+gpu: venv
+	@$(PYTHON) benchmarks/gpu.py
 
 compare: venv
 	@$(PYTHON) benchmarks/compare.py

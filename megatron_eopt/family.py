@@ -29,7 +29,7 @@ SplitName = Literal["default", "none", "all", "per_head"]
 
 ITERATION = tuple(
     "split_qkv fp32_matmul_prec coefficient_type num_ns_steps tp_mode cuda_graphs data_parallel_group plan_rates "
-    "symmetric_products".split()
+    "symmetric_products workspace".split()
 )
 """Settings of Muon that say how matrices are orthogonalized and exchanged."""
 
@@ -70,9 +70,9 @@ FAMILY = (
                 shared=True, megatrons=True,
             ),
             Flag(
-                "tp_mode", "duplicated", "How sharded matrices are orthogonalized: all exact but blockwise, which "
-                "treats each shard as a matrix of its own and is Megatron's default. auto takes the cheapest exact "
-                "way for each shape.", shared=True, megatrons=True,
+                "tp_mode", "auto", "How sharded matrices are orthogonalized: all exact but blockwise, which takes "
+                "each shard for a matrix and is Megatron's default. auto takes the cheapest exact way for each shape. "
+                "Where none is named, a resume keeps that of its checkpoint.", shared=True, megatrons=True,
             ),
             Flag("split_qkv", True, "Orthogonalize fused projections whole.", shared=True, megatrons=True),
             Flag(

@@ -121,6 +121,24 @@ def test_muon_from_a_config():
     assert torch.equal(optimizer.state[p]["momentum_buffer"], torch.zeros(4, 4))
 
 
+def test_the_workspace_of_a_config_is_in_gib():
+    def built(name, **said):
+        settings = config(decoupled_weight_decay=True, muon_split_qkv=False, adam_eps=1e-8, **said)
+        groups = [{"params": [torch.nn.Parameter(torch.ones(4, 4))]}]
+        return registry.create_emerging_optimizer(settings, groups, name, model(), None)[0]
+
+    for name in ("muon", "adaptive_muon", "scion"):
+        assert built(name).workspace == 2**31
+        assert built(name, optimizer_workspace=0.5).workspace == 2**29
+    assert built("muon", optimizer_workspace=1e-12).workspace == 1
+    built("lion", optimizer_workspace=0.5)  # which has nothing to bound
+    for wrong in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(
+            ValueError, match=f"--optimizer-workspace must be a finite number of GiB above 0, got {wrong}"
+        ):
+            built("muon", optimizer_workspace=wrong)
+
+
 @pytest.mark.parametrize("name", ["muon", "adaptive_muon", "soap", "spectron", "scion"])
 @pytest.mark.parametrize("missing", ["num_attention_heads", "num_query_groups", "kv_channels"])
 def test_a_model_without_attention_has_nothing_to_split(name, missing):

@@ -11,9 +11,9 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_eopt.family import LIKE_MUON
-from megatron_eopt.manifest import to_json
 from megatron_eopt.megatron import assignment, releases
 from megatron_eopt.megatron.agreement import on_all_ranks
+from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED
 from megatron_eopt.megatron.averaging import remember
 from megatron_eopt.megatron.checkpoints.attach import attach
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
@@ -26,6 +26,7 @@ from megatron_eopt.megatron.support.rules import Run, refuse_unsupported
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.scale import PRESETS
+from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 
 type Verdict = Callable[[], bool]
@@ -40,14 +41,17 @@ class OptimizerOfRun:
 
     :meth:`built_by` goes through the phases, which are the methods below it in their order; all ranks do so together.
     What can be known to be wrong before anything is built is an error by the end of :meth:`check`. Until then nothing
-    is changed, but that parameters are marked with their names. Megatron's optimizer has this object as its attribute
-    ``megatron_eopt``.
+    is changed, but that parameters are marked with their names and with how they are cut. Megatron's optimizer has this
+    object as its attribute ``megatron_eopt``.
     """
 
     def __init__(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any, layer_wise: bool = False) -> None:
         self.facts = Run.of(config, model_chunks, pg_collection, layer_wise=layer_wise)
         refuse_unsupported(self.facts)
         self.config, self.model_chunks, self.groups = with_preset(config), model_chunks, pg_collection
+        self.tp_mode, self.tp_mode_source = config.muon_tp_mode, getattr(config, TP_MODE_SOURCE, "config")
+        if self.tp_mode_source == UNNAMED and self.tp_mode != DEFAULT_TP_MODE:
+            self.tp_mode_source = "config"  # which was changed after it was made
 
     def built_by(self, build: Callable[[Any, Any], Any], config_overrides: Any) -> Any:
         """Megatron's optimizer, by its builder of a config and of overrides."""
@@ -60,11 +64,12 @@ class OptimizerOfRun:
         self.declare()
         self.attach_checkpoints()
         self.guard_first_step()
-        print_summary(self.optimizer)
+        print_summary(self.optimizer, self.tp_mode_source)
         return self.optimizer
 
     def describe(self) -> None:
         """Name the parameters of the model, and mark those whose matrices the user has declared."""
+        releases.mark_row_parallel(self.model_chunks)
         self.parameters = trainable(self.model_chunks, self.groups)
         mark(self.parameters)
 
@@ -106,15 +111,36 @@ class OptimizerOfRun:
     def attach_checkpoints(self) -> None:
         """Let checkpoints hold the optimizers' state, and evaluation see what they will hold of the model."""
         differ = layers_differ(self.families, frozen_names(self.model_chunks))
-        attach(self.optimizer, self.model_chunks, to_json(self.families), differ)
+        attach(self.optimizer, self.model_chunks, self, differ)
         remember(self.optimizer, self.model_chunks)
 
+    def go_on_with(self, tp_mode: TpMode) -> None:
+        """Keep the ``tp_mode`` of a checkpoint if the run names none; all ranks call it before the state is loaded."""
+        keep = self.tp_mode_source in (UNNAMED, "checkpoint")
+
+        def take() -> None:
+            for each in torch_optimizers(self.optimizer):
+                if isinstance(each, BaseOptimizer) and "tp_mode" in each.settings():
+                    groups, each.param_groups, each.tp_mode = each.param_groups, [], tp_mode
+                    for group in groups:
+                        each.add_param_group(group)  # which checks it again
+
+        if tp_mode != self.tp_mode and dist.get_rank() == 0:
+            why = "kept, since this run names none" if keep else f"not {self.tp_mode}, by {self.tp_mode_source}"
+            print(f"megatron_eopt: the tp_mode of the checkpoint is {tp_mode}: {why}", flush=True)
+        if tp_mode != self.tp_mode and keep:
+            on_all_ranks(take)
+            self.tp_mode, self.tp_mode_source = tp_mode, "checkpoint"
+            self.prepare()
+            self.declare()
+            print_summary(self.optimizer, self.tp_mode_source)
+
     def guard_first_step(self) -> None:
-        """Check what can only be known in the first step."""
+        """Check what can only be known in the first step, or in any."""
         checks: list[Check] = [matrices_are_updated(self.optimizer, self.matrices_here)]
         if getattr(self.config, "check_replicas", True):
             ranks = (getattr(self.groups, name, None) for name in ("dp_cp", "expt_dp"))
-            checks.append(functools.partial(check_replicas, self.model_chunks, *ranks))
+            checks.append(check_replicas(self.model_chunks, *ranks))
         check_first_step(self.optimizer, checks)
 
 

@@ -9,7 +9,7 @@ import importlib.util
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
@@ -20,6 +20,7 @@ from torch.nn import Module
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.redirect import Redirection, Redirections, becomes
 from megatron_eopt.registry import list_optimizers
+from megatron_eopt.row import workspace_from
 
 SUPPORTED = ("0.19", "0.18", "0.17")
 """The latest first."""
@@ -144,6 +145,7 @@ def muon_of_0_17(
     params: Any, *, momentum_beta: float, use_nesterov: bool, mode: Any, **settings: Any
 ) -> TensorParallelMuon:
     """:class:`TensorParallelMuon` under the argument names by which 0.17 calls its own."""
+    settings |= workspace_from(training_args())  # of our flags, which its builder does not hand on
     return TensorParallelMuon(params, momentum=momentum_beta, nesterov=use_nesterov, tp_mode=mode, **settings)
 
 
@@ -155,6 +157,17 @@ def training_args() -> Any:
 def wants_schedule_of_checkpoint() -> bool:
     """Whether the user passed ``--use-checkpoint-opt_param-scheduler``."""
     return bool(getattr(training_args(), "use_checkpoint_opt_param_scheduler", False))
+
+
+def mark_row_parallel(model_chunks: Iterable[Module]) -> None:
+    """Let the weights of row-parallel layers of Transformer Engine say that their columns are cut, as from 0.19 on.
+
+    Megatron exchanges what experts compute itself, and tells Transformer Engine's layers of no parallelism, which
+    therefore mark every weight as cut along its rows. Earlier releases correct that for grouped experts alone.
+    """
+    for module in (module for chunk in model_chunks for module in chunk.modules()):
+        if any(each.__name__ == "TERowParallelLinear" for each in type(module).__mro__):
+            module.weight.partition_dim = 1  # type: ignore[union-attr]
 
 
 def linear_attention_rows(module: Any) -> dict[str, int]:

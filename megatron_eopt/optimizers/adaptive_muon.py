@@ -198,6 +198,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         plan_rates: Rates | Literal["measure"] = DEFAULT_RATES,
         symmetric_products: str | None = None,
         weight_decay_method: DecayMethod | None = None,
+        workspace: int = 2**31,
     ) -> None:
         check_flag(type(self).__name__, "align_rms", align_rms)
         check_choice("moment2_method", moment2_method, get_args(Moment2Method))

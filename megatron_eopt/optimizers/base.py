@@ -28,6 +28,7 @@ from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.records import TpMode
+from megatron_eopt.parallel.workspace import Workspace
 
 # Settings of a group without which a resumed run is not bit-equal: the kernel, and the rates of the plan.
 KERNEL, RATES = "symmetric_products", "plan_rates"
@@ -62,6 +63,10 @@ class BaseOptimizer(Optimizer):
     tp_mode: TpMode = "duplicated"
     plan_rates: Rates | Literal["measure"] = DEFAULT_RATES
     symmetric_products: str | None = None
+    workspace: int = 2**31
+    # What a step takes of it for each entry beside what is exchanged, and whether it keeps what is orthogonalized.
+    bytes_of_entry: int = 24
+    keeps_directions: bool = False
 
     # These are on the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
     _engine: Engine | None = None
@@ -291,7 +296,10 @@ class BaseOptimizer(Optimizer):
         rates = Rates.from_state_dict(known) if known is not None else None  # those of the checkpoint, or measured now
         own = self.plan_rates if isinstance(self.plan_rates, Rates) else rates
         device = local(parameters[0]).device if parameters else torch.device("cpu")
-        return Engine(described, device, self.tp_mode, own)
+        workspace = Workspace(
+            bytes=self.workspace, of_entry=self.bytes_of_entry, kept=4 if self.keeps_directions else 0
+        )
+        return Engine(described, device, self.tp_mode, own, workspace)
 
     def prepare(self) -> Engine:
         """Settle with the other ranks what a step does, in an engine that is frozen; all call together.
@@ -357,7 +365,7 @@ class BaseOptimizer(Optimizer):
         assert self._nonfinite is not None  # prepared, too
         gradients = [local(p.grad) if isinstance(p.grad, DTensor) else p.grad for p in parameters]
         # shards that are taken for matrices step each by itself
-        agree = None if self.tp_mode == "blockwise" else engine.agree
+        agree = engine.agree if engine.groups and self.tp_mode != "blockwise" else None
         self._take(self._nonfinite.accept(gradients, agree))
         return loss
 

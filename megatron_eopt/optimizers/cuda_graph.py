@@ -7,6 +7,7 @@ else of a group (momentum, number of steps) is a part of what was captured.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -20,10 +21,11 @@ Replay = Callable[[], None]
 _WARM_UPS = 2  # torch's advice is a few runs before the capture: kernels are compiled and chosen in them
 
 
-def capture_cuda(run: Replay) -> Replay:
-    """Record what ``run`` launches as a CUDA graph; the result launches it again."""
+def capture_cuda(run: Replay, device: torch.device | None = None) -> Replay:
+    """Record what ``run`` launches on a device as a CUDA graph; the result launches it again."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # a thread that pins memory for a data loader would break a capture in the default mode
+    with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         run()
     return graph.replay
 
@@ -31,11 +33,12 @@ def capture_cuda(run: Replay) -> Replay:
 class GraphedUpdate:
     """Runs an update, which reads masked batches and waits for nothing, through a graph captured at the first call.
 
-    What captures it records a function of no arguments, and returns what runs it again.
+    What captures it records a function of no arguments, and returns what runs it again: :func:`capture_cuda`, on the
+    device of the batches, unless there is another.
     """
 
     def __init__(
-        self, update: Callable[[Sequence[Batch]], None], capture: Callable[[Replay], Replay] = capture_cuda
+        self, update: Callable[[Sequence[Batch]], None], capture: Callable[[Replay], Replay] | None = None
     ) -> None:
         self._update, self._capture = update, capture
         self._replay: Replay | None = None
@@ -62,9 +65,11 @@ class GraphedUpdate:
     def _record(self, batches: Sequence[Batch]) -> Replay:
         self._captured = self._key(batches)
         self._batches = []  # the same ones, but for gradients, rates and flags, which get memory of their own
+        device: torch.device | None = None
         for batch in batches:
             assert batch.accepted is not None
-            rate = torch.zeros((), dtype=torch.float64, device=batch.accepted.device)
+            device = batch.accepted.device
+            rate = torch.zeros((), dtype=torch.float64, device=device)
             gradients, accepted = [gradient.clone() for gradient in batch.gradients], batch.accepted.clone()
             self._batches += [
                 replace(batch, gradients=gradients, lr=rate, weight_decay=rate.clone(), accepted=accepted)
@@ -74,7 +79,8 @@ class GraphedUpdate:
         before = [t.clone() for t in changed]
         for _ in range(_WARM_UPS):
             self._update(self._batches)
-        replay = self._capture(lambda: self._update(self._batches))
+        capture = self._capture or partial(capture_cuda, device=device)
+        replay = capture(lambda: self._update(self._batches))
         for tensor, old in zip(changed, before, strict=True):
             tensor.copy_(old)
         return replay

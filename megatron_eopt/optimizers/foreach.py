@@ -2,11 +2,11 @@
 
 ``accepted`` has one entry per parameter, on their device: False leaves the parameter and its state as they are, without
 asking the device which ones these are. None says that all are accepted, as the host knows on a CPU. Masks are put on
-stacks of equal tensors, so that they cost a launch for many tensors.
+stacks of equal small tensors, so that they cost a launch for many, and on large ones by themselves.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import batched
 from typing import Any
 
@@ -19,7 +19,7 @@ Tensors = Sequence[Tensor]
 Mask = Tensor | None  # which of several parameters step; None for all
 Follow = Callable[[Tensors, Tensors, float, bool, Mask], list[Tensor]]
 
-MOST_BYTES = 2**28  # of further copies that are in memory at a time, where a single tensor does not take more
+MOST_BYTES = 2**24  # of further copies that are in memory at a time, where a single tensor does not take more
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Batch:
     parameters: list[Tensor]  # in the order of the group
     weights: list[Tensor]  # this rank's part of each of them
     momenta: list[Tensor]  # of each momentum
-    gradients: list[Tensor]  # of each gradient, in the dtype of the momentum
+    gradients: list[Tensor]  # of each gradient; chosen() has them in the dtype of the momentum
     further: list[list[Tensor]]  # of what else is kept of each parameter and changed in a step
     settings: dict[str, Any]  # of the group
     lr: Scalar
@@ -48,14 +48,41 @@ class Batch:
         return True if self.accepted is None else self.accepted[index]
 
 
+def chosen(batches: Sequence[Batch], parameters: Sequence[int] | None = None) -> list[Batch]:
+    """The batches of some of their parameters, by default of all, with gradients in the dtype of the momenta."""
+    wanted, found = set(parameters or ()), []
+    for batch in batches:
+        at = [n for n, i in enumerate(batch.indices) if parameters is None or i in wanted]
+        if not at:
+            continue
+        flags = batch.accepted
+        if flags is not None and len(at) < len(batch.indices):
+            each = flags.unbind()
+            flags = torch.stack([each[n] for n in at])
+        pairs = [(batch.gradients[n], batch.momenta[n].dtype) for n in at]
+        found.append(
+            replace(
+                batch,
+                indices=[batch.indices[n] for n in at],
+                parameters=[batch.parameters[n] for n in at],
+                weights=[batch.weights[n] for n in at],
+                momenta=[batch.momenta[n] for n in at],
+                gradients=[g if g.dtype == dtype else g.to(dtype) for g, dtype in pairs],
+                further=[batch.further[n] for n in at],
+                accepted=flags,
+            )
+        )
+    return found
+
+
 def masked(new: Tensors, old: Tensors | float, accepted: Mask) -> list[Tensor]:
     """``new`` where accepted, ``old`` elsewhere: further tensors where there is a mask."""
     result = list(new)
     for some in _alike(new) if accepted is not None else ():
         assert accepted is not None
         flags = _column(accepted, some, new[some[0]])
-        otherwise = old if isinstance(old, float) else torch.stack([old[i] for i in some])
-        stack = torch.where(flags, torch.stack([new[i] for i in some]), otherwise)
+        otherwise = old if isinstance(old, float) else _stacked(old, some)
+        stack = torch.where(flags, _stacked(new, some), otherwise)
         for i, each in zip(some, stack.unbind(), strict=True):
             result[i] = each
     return result
@@ -74,10 +101,13 @@ def scale(tensors: Tensors, factor: Scalar, accepted: Mask = None) -> None:
         # a number would be rounded to the dtype of the tensors, a tensor without dimensions is not
         torch._foreach_mul_(list(tensors), torch.as_tensor(factor, dtype=torch.float64, device=tensors[0].device))
         return
+    factors = torch.where(accepted, factor, 1.0)
     for some in _alike(tensors):
-        of_some = [tensors[i] for i in some]
-        factors = torch.where(accepted, factor, 1.0)
-        torch._foreach_copy_(of_some, (torch.stack(of_some) * _rates(factors, some, of_some[0])).unbind())
+        rates = _rates(factors, some, tensors[some[0]])
+        if len(some) == 1:
+            tensors[some[0]].mul_(rates[0])
+        else:
+            torch._foreach_copy_([tensors[i] for i in some], (_stacked(tensors, some) * rates).unbind())
 
 
 def with_decay(gradients: Tensors, weights: Tensors, weight_decay: Scalar) -> list[Tensor]:
@@ -124,9 +154,14 @@ def subtract(weights: Tensors, updates: Tensors, lr: Scalar, accepted: Mask = No
             torch._foreach_sub_(list(weights[start : start + most]), list(products))
         return
     for some in _alike(updates):
-        stack = torch.stack([updates[i] for i in some])
+        stack = _stacked(updates, some)
         steps = (stack * _rates(lr * accepted.double(), some, stack[0])).to(stack.dtype)
         torch._foreach_sub_([weights[i] for i in some], list(steps.unbind()))
+
+
+def _stacked(tensors: Tensors, some: Sequence[int]) -> Tensor:
+    """Some tensors as a stack; of a single one a view."""
+    return tensors[some[0]][None] if len(some) == 1 else torch.stack([tensors[i] for i in some])
 
 
 def _rates(factors: Tensor, some: Sequence[int], like: Tensor) -> Tensor:

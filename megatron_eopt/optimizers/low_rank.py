@@ -1,15 +1,17 @@
 """Weights of low rank, ``W = A B^T``: the layouts of their factors, and one step of them, Spectron's."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import batched
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_eopt.optimizers import foreach
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
-from megatron_eopt.orthogonalize.spectral import low_rank_factors, power_iterations, rayleigh_quotients
+from megatron_eopt.orthogonalize.spectral import low_rank_factors, power_iterations
 from megatron_eopt.parallel.collectives import all_reduce, broadcast
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, on_one_rank
@@ -17,70 +19,67 @@ from megatron_eopt.parallel.records import Rectangle, whole
 
 
 @dataclass(frozen=True, eq=False)
-class Factor:
-    """One factor, as this rank holds it: the rank is the second dimension.
+class Factors:
+    """Factors of equal layout, one of each of several pairs, as this rank holds them.
 
-    ``value``, ``momentum`` and ``u``, the singular vector that the last step found, are written to.
+    ``values``, ``momenta`` and ``us``, the singular vectors that the last step found, are written to. Each is
+    (rows x r), a singular vector (rows,).
     """
 
-    index: int  # among the factors that are orthogonalized together
-    value: Tensor  # (rows x r), as are momentum and gradient; u is (rows,)
-    momentum: Tensor
-    u: Tensor
-    gradient: Tensor
+    positions: Sequence[int]  # of the pairs, among those that are worked on at a time
+    indices: Sequence[int]  # among the factors that are orthogonalized together
     label: str  # of the ranks that hold other rows; empty where this rank holds all
+    transposed: bool  # values, momenta and gradients are (r x rows)
+    accepted: Tensor  # whether the pairs step, on their device
+    settings: Mapping[str, Any]  # of their group
+    values: list[Tensor]
+    momenta: list[Tensor]
+    us: list[Tensor]
+    gradients: list[Tensor] = field(default_factory=list)  # taken out when the momenta have them
+
+    def upright(self, x: Tensor) -> Tensor:
+        """(rows x r), of one of them or of a stack, which may be transposed."""
+        return x.mT if self.transposed else x
+
+    def stack(self) -> Tensor:
+        """(pairs x rows x r), a copy of the values."""
+        return self.upright(torch.stack(self.values))
 
 
-@dataclass(frozen=True, eq=False)
-class Pair:
-    """Two factors, whose step is of one size; whether they step, on their device; and the settings of their group."""
+def spectron(factors: Sequence[Factors], engine: Engine, power_steps: int, precision: MatmulPrecision) -> None:
+    """One step of Spectron on pairs of factors, all first ones of equal pairs and then their second ones.
 
-    factors: Sequence[Factor]
-    accepted: Tensor
-    group: Mapping[str, Any]
-
-
-def spectron(pairs: Sequence[Pair], engine: Engine, power_steps: int, precision: MatmulPrecision) -> None:
-    """One step of Spectron on pairs of factors; does not wait for a GPU.
-
-    For factors ``A`` and ``B`` with gradients ``gA`` and ``gB``, in this order:
+    Does not wait for a GPU. For factors ``A`` and ``B`` with gradients ``gA`` and ``gB``, in this order:
 
     1. weight decay of each factor: ``A -= lr * weight_decay * A``;
     2. momentum: ``mA += (1 - beta) (gA - mA)``;
     3. ``sA`` and ``sB``, the largest singular values, by power iteration;
     4. ``A -= lr / (sA + sB + 1) * orth(mA)``, and so ``B``; ``precision`` is that of the products of ``orth``.
     """
-    for pair in pairs:
+    for some in factors:
+        lr, weight_decay, beta = (some.settings[key] for key in ("lr", "weight_decay", "momentum_beta"))
         # 1 - lr * weight_decay as one factor would be rounded alike in every step, and the errors would add up
-        decay = pair.group["lr"] * pair.group["weight_decay"] * pair.accepted.double()
-        for factor in pair.factors:
-            gradient = torch.where(pair.accepted, factor.gradient.to(factor.momentum.dtype), factor.momentum)
-            factor.value.sub_(factor.value * decay)
-            factor.momentum.lerp_(gradient, 1 - pair.group["momentum_beta"])
-    flags = [(factor, pair.accepted) for pair in pairs for factor in pair.factors]
-    factors = [factor for factor, _ in flags]
+        foreach.subtract(some.values, some.values, lr * weight_decay, some.accepted)
+        foreach.average(some.momenta, some.gradients, beta, False, some.accepted)
+        some.gradients.clear()
+    momenta = {i: some.upright(m) for some in factors for i, m in zip(some.indices, some.momenta, strict=True)}
+    indices = sorted(momenta)
     with fp32_products(precision):
-        momenta, indices = [factor.momentum for factor in factors], [factor.index for factor in factors]
-        directions = iter(engine.orthogonalize(momenta, indices))
-
-    def summed(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return engine.sums(tensors, [factor.label for factor in factors])
-
-    values = [factor.value for factor in factors]
-    us, vs = zip(*power_iterations(values, [factor.u for factor in factors], power_steps, summed), strict=True)
-    for (factor, accepted), u in zip(flags, us, strict=True):
-        factor.u.copy_(torch.where(accepted, u, factor.u))
-    norms = iter(rayleigh_quotients(values, us, vs, summed))
-    for pair in pairs:
-        rate = pair.group["lr"] * pair.accepted.double() / (next(norms) + next(norms) + 1)
-        for factor in pair.factors:
-            factor.value.sub_(next(directions) * rate)
+        directions = dict(zip(indices, engine.orthogonalize([momenta[i] for i in indices], indices), strict=True))
+    summed = partial(engine.sums, labels=[some.label for some in factors])
+    found = power_iterations([x.stack for x in factors], [torch.stack(x.us) for x in factors], power_steps, summed)
+    norms = summed([(u * image).sum(-1) for u, _, image in found])
+    bounds = [sA + sB + 1 for sA, sB in batched(norms, 2) for _ in "AB"]
+    for some, (u, _, _), bound in zip(factors, found, bounds, strict=True):
+        torch._foreach_copy_(some.us, foreach.masked(u.unbind(), some.us, some.accepted))
+        updates = [some.upright(directions.pop(i)) for i in some.indices]
+        foreach.subtract(some.values, updates, some.settings["lr"] / bound, some.accepted)
 
 
 def project(
     rectangles: Iterable[Tensor], layouts: Sequence[Layout], ranks: Sequence[int], turns: Sequence[int]
 ) -> list[tuple[Tensor, Tensor, float]]:
-    """Factors of low rank of matrices of which this rank holds shards; waits for the device.
+    """Factors of low rank of matrices of which this rank holds shards; reads on the host once, at the end.
 
     Matrices that are cut are put together on all ranks of their group, one at a time; the decomposition of each is made
     on one of them, which its turn says, and is sent to the others, so that all have the same to the bit.
@@ -103,21 +102,20 @@ def project(
             W = all_reduce(W, layout.group).wait()
         mine = layout.rank == turn % layout.ranks
         packed.append(_packed(W, r) if mine else W.new_empty(sum(layout.shape) * r + 1))
-    found = []
+    found, errors = [], []
     for both, layout, r, turn in zip(packed, layouts, ranks, turns, strict=True):
         if layout.group is not None:
             both = broadcast(both, turn % layout.ranks, layout.group).wait()
         A, B, error = both.split([layout.shape[0] * r, layout.shape[1] * r, 1])
         own = layout.rectangle
-        found.append((A.view(-1, r)[own.top : own.bottom], B.view(-1, r)[own.left : own.right], float(error)))
-    return found
+        found.append((A.view(-1, r)[own.top : own.bottom], B.view(-1, r)[own.left : own.right]))
+        errors.append(error)
+    return [(A, B, error) for (A, B), error in zip(found, torch.cat(errors).tolist(), strict=True)]
 
 
 def _packed(W: Tensor, r: int) -> Tensor:
     """``A``, ``B`` and the relative error, one behind the other."""
-    if not W.isfinite().all():
-        return W.new_full((sum(W.shape) * r + 1,), torch.nan)
-    A, B, S = low_rank_factors(W, r)
+    A, B, S = low_rank_factors(torch.where(W.isfinite().all(), W, 0), r)  # of zero the error is NaN
     squares = S.double().square()
     error = (squares[r:].sum() / squares.sum()).sqrt().to(A.dtype)
     return torch.cat([A.reshape(-1), B.reshape(-1), error[None]])

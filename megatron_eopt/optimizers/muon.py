@@ -46,7 +46,7 @@ from megatron_eopt.parallel.records import TpMode
 
 
 def muon(batches: Sequence[Batch], engine: Engine, optimizer: "TensorParallelMuon") -> None:
-    """One step of Muon.
+    """One step of Muon, of as many parameters at a time as the workspace has room for.
 
     For each parameter ``p`` with gradient ``g``, momentum ``m`` and logical matrices of scale ``s``, in this order:
 
@@ -61,13 +61,21 @@ def muon(batches: Sequence[Batch], engine: Engine, optimizer: "TensorParallelMuo
         optimizer: whose hooks ``direction``, ``update`` and ``apply`` make 2, what follows on ``O`` in 3, and 4. A
             relative of Muon overrides some of them.
     """
+    kept: dict[Sequence[int], list[Tensor]] = {}
+
+    def directions(some: Sequence[int]) -> list[Tensor]:
+        own = foreach.chosen(batches, some)
+        for batch in own:
+            foreach.decay(batch)
+        found = engine.split_all(some, optimizer.direction(own))
+        kept[some] = found if optimizer.keeps_directions else []
+        return found
+
     indices = [i for batch in batches for i in batch.indices]
-    for batch in batches:
-        foreach.decay(batch)
-    directions = engine.split_all(indices, optimizer.direction(batches))
-    kept = list(directions) if optimizer.keeps_directions else []
-    factors = engine.orthogonalize(directions, indices, optimizer.scales_factors)
-    optimizer.apply(batches, engine.merge_all(indices, optimizer.update(batches, factors, kept)))
+    for some, factors in engine.factors(indices, directions, optimizer.scales_factors):
+        own = foreach.chosen(batches, some)
+        updates = optimizer.update(own, factors, kept.pop(some))
+        optimizer.apply(own, engine.merge_all(some, updates))
 
 
 class TensorParallelMuon(OrthogonalizedOptimizer):
@@ -116,6 +124,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         weight_decay_method: ``decoupled``, ``l2``, ``independent`` or ``palm``: see
             :data:`~megatron_eopt.optimizers.group_settings.DecayMethod`; None for what ``use_decoupled_weight_decay``
             says.
+        workspace: bytes of a step's temporaries on this rank, beside what one iteration of its largest matrix needs.
 
     Attributes:
         newton_schulz: the iteration of groups that say nothing else of it.
@@ -167,6 +176,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         plan_rates: Rates | Literal["measure"] = DEFAULT_RATES,
         symmetric_products: str | None = None,
         weight_decay_method: DecayMethod | None = None,
+        workspace: int = 2**31,
     ) -> None:
         for key, flag in (("nesterov", nesterov), ("split_qkv", split_qkv), ("cuda_graphs", cuda_graphs)):
             check_flag(type(self).__name__, key, flag)
@@ -175,6 +185,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             check_choice("symmetric_products", symmetric_products, tuple(KERNELS))
         if not isinstance(plan_rates, Rates) and plan_rates != "measure":
             raise ValueError(f"plan_rates are Rates or 'measure', got {plan_rates!r}")
+        if type(workspace) is not int or workspace <= 0:
+            raise ValueError(f"workspace is a whole number of bytes above 0, got {workspace!r}")
         self.newton_schulz = NewtonSchulz(
             steps=num_ns_steps, coefficient_type=coefficient_type, fp32_matmul_prec=fp32_matmul_prec
         )
@@ -185,6 +197,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self.data_parallel_group = data_parallel_group
         self.plan_rates = plan_rates
         self.symmetric_products = symmetric_products
+        self.workspace = workspace
         note_short_schedule(self.newton_schulz)
         super().__init__(
             params,
@@ -466,6 +479,7 @@ class Transport(TypedDict, total=False):
     data_parallel_group: ProcessGroup | None
     plan_rates: Rates | Literal["measure"]
     symmetric_products: str | None
+    workspace: int
 
 
 def spelled_out[**P](init: Callable[P, None]) -> Callable[P, None]:

@@ -31,7 +31,7 @@ class NonFinite:
         # per parameter: skipped in a row, skipped in all, gradients that only some ranks had
         self._counts = torch.zeros(3, len(names), dtype=torch.int32, device=device)
         self._zero = torch.zeros((), device=device)
-        self._pending: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._pending: deque[Callable[[], Tensor]] = deque()
         self._reported = 0
         self._last: tuple[tuple[bool, ...], Tensor] = ((), self._counts)
 
@@ -54,15 +54,18 @@ class NonFinite:
         if known != self._last[0]:
             self._last = known, torch.tensor(known, device=self._device)
         present = self._last[1]
-        flags = torch.stack([present & self._finite(gradients), present, ~present]).int()
-        flags[2] -= 1  # -1 where a gradient is present: its minimum tells of any rank, that of the row above of all
-        if agree is not None:
+        accepted = self._finite(gradients) & present
+        if agree is None:
+            skipped = accepted ^ present
+        else:
+            flags = torch.stack([accepted, present, ~present]).int()
+            flags[2] -= 1  # -1 where a gradient is present: its minimum tells of any rank, that of the row above of all
             flags = agree(flags)
-        accepted, on_all, on_some = flags[0] == 1, flags[1] == 1, flags[2] == -1
-        skipped = on_all & ~accepted
-        self._counts[0] = torch.where(skipped, self._counts[0] + 1, torch.where(accepted, 0, self._counts[0]))
-        self._counts[1] += skipped
-        self._counts[2] += on_some & ~on_all
+            accepted, on_all, on_some = flags[0] == 1, flags[1] == 1, flags[2] == -1
+            skipped = on_all & ~accepted
+            self._counts[2] += on_some & ~on_all
+        self._counts[:2] += skipped
+        self._counts[0] *= ~accepted
         self._report()
         return accepted
 
@@ -77,21 +80,15 @@ class NonFinite:
                 found = torch._foreach_norm([gradient for _, gradient in some], 1, dtype=wide)
                 for (i, _), norm in zip(some, found, strict=True):
                     norms[i] = norm
-        return torch.stack(norms).isfinite()
+        return torch.stack(norms).mul_(0) == 0  # what is not finite gives NaN
 
     def _report(self) -> None:
         if self._device.type == "cpu":
             self._read(self._counts)
             return
-        counts = torch.empty(self._counts.shape, dtype=torch.int32, pin_memory=True)
-        counts.copy_(self._counts, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._pending.append((counts, event))
+        self._pending.append(to_host(self._counts, self._device))
         if len(self._pending) > _DELAY:
-            counts, event = self._pending.popleft()
-            event.synchronize()
-            self._read(counts)
+            self._read(self._pending.popleft()())
 
     def _read(self, counts: Tensor) -> None:
         total = int(counts[1].sum())
@@ -114,6 +111,22 @@ class NonFinite:
             f"gradients are not finite, of {_listed(skipped)}: their steps are skipped, {total} in all so far"
         )
         self._reported = total
+
+
+def to_host(x: Tensor, device: torch.device) -> Callable[[], Tensor]:
+    """Start a copy of ``x``, which is on ``device``, to the host; the result waits for it, and is it."""
+    if device.type == "cpu":
+        return lambda: x
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    copy.copy_(x, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))  # the device may be another than the current one
+
+    def wait() -> Tensor:
+        event.synchronize()
+        return copy
+
+    return wait
 
 
 def check_gradients(

@@ -276,7 +276,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         """A step by an :meth:`orthogonalize` that may be the user's: all updates come before the first change."""
         new = [p for p in self._parameters() if p not in self.state]
         try:
-            batches = self._batches(accepted)
+            batches = foreach.chosen(self._batches(accepted))
             directions = self.direction(batches, foreach.averaged)
             with fp32_products(self.fp32_matmul_prec):
                 found = list(self._orthogonalized(batches, directions))
@@ -376,7 +376,6 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             weights = chosen
             if any(isinstance(p, DTensor) for p in chosen):
                 weights, momenta, gradients = (list(map(local, each)) for each in (chosen, momenta, gradients))
-            gradients = [g if g.dtype == m.dtype else g.to(m.dtype) for g, m in zip(gradients, momenta, strict=True)]
             batches.append(
                 Batch(
                     indices=indices,

@@ -1,6 +1,7 @@
 """Spectron: weights of low rank, each the product of two factors that take steps bounded by their spectral norms."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import batched
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import WHOLE
+from megatron_eopt.optimizers import foreach, low_rank
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
 from megatron_eopt.optimizers.group_settings import (
     COEFFICIENTS,
@@ -25,16 +27,6 @@ from megatron_eopt.optimizers.group_settings import (
     check_rates,
     note_short_schedule,
     own_settings,
-)
-from megatron_eopt.optimizers.low_rank import (
-    Factor,
-    Pair,
-    check_pairs,
-    factor_layouts,
-    is_tall,
-    project,
-    spectron,
-    wide_dtype,
 )
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
@@ -96,7 +88,8 @@ class Weight:
     index: int  # of the parameter
     first: int  # index of its first factor among those of all parameters
     factors: tuple[Layout, ...]
-    matrices: tuple[Layout, ...]
+    matrices: tuple[Layout, ...]  # one object where they are equal
+    nbytes: int  # of the largest shard of any rank and matrix, in the dtype of the factors
 
 
 class Spectron(BaseOptimizer):
@@ -294,21 +287,25 @@ class Spectron(BaseOptimizer):
         return own_settings(self.param_groups), [group["rank"] for group in self.param_groups]
 
     def _described(self, name: str, parameter: Tensor) -> Parameter:
-        return Parameter(name, wide_dtype(parameter), self.layout(parameter), self.split_of(parameter))
+        return Parameter(name, low_rank.wide_dtype(parameter), self.layout(parameter), self.split_of(parameter))
 
     def _proposed_factors(self) -> tuple[Engine, dict[Tensor, Weight]]:
         """The engine of the factors before ranks agree on it, and the factors of each parameter."""
         weights: dict[Tensor, Weight] = {}
         factors: list[Parameter] = []
+        known: dict[Layout, Layout] = {}
         for index, (name, parameter) in enumerate(zip(self._names(), self._parameters(), strict=True)):
             group, split = self.group_of(parameter), self.split_of(parameter)
-            layout, matrices = self.layout(parameter), self.matrix_layouts(parameter)
-            layouts = factor_layouts(matrices, None if group["pairs"] else group["rank"])
+            layout = self.layout(parameter)
+            matrices = tuple(known.setdefault(x, x) for x in self.matrix_layouts(parameter))
+            layouts = low_rank.factor_layouts(matrices, None if group["pairs"] else group["rank"])
             ends = [f"{each} {side}".strip() for each in split.names(layout.shape[0]) for side in "AB"]
             called = [name] if group["pairs"] else [f"{name}[{end}]" for end in ends]
-            weights[parameter] = Weight(index, len(factors), layouts, tuple(matrices))
+            dtype = low_rank.wide_dtype(parameter)
+            nbytes = dtype.itemsize * max(each.numel for x in matrices for each in x.rectangles)
+            weights[parameter] = Weight(index, len(factors), layouts, matrices, nbytes)
             factors += [
-                Parameter(each, wide_dtype(parameter), of_factor, WHOLE, self._iteration(group))
+                Parameter(each, dtype, of_factor, WHOLE, self._iteration(group))
                 for each, of_factor in zip(called, layouts, strict=True)
             ]
         return Engine(factors, self._parameters()[0].device, self.tp_mode), weights
@@ -317,9 +314,9 @@ class Spectron(BaseOptimizer):
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Factors, their momenta and singular vectors, for each logical matrix; of a factor what it has of these."""
-        dtype, group = wide_dtype(parameter), self.group_of(parameter)
+        dtype, group = low_rank.wide_dtype(parameter), self.group_of(parameter)
         if group["pairs"]:
-            side: Dim = "rows" if is_tall(self.layout(parameter)) else "columns"
+            side: Dim = "rows" if low_rank.is_tall(self.layout(parameter)) else "columns"
             return [StateTensor(MOMENTUM, dtype=dtype), StateTensor(U, (side,), 0, dtype)]
         rank = group["rank"]
         described = [StateTensor(PROJECTED, (), 0, dtype)]
@@ -387,7 +384,7 @@ class Spectron(BaseOptimizer):
             elif not self.split_of(parameter).is_whole:
                 raise ValueError(f"{name}: {called} is a factor of a pair, and cannot be split into logical matrices")
         if group["pairs"]:
-            check_pairs(name, [self.layout(p) for p in group["params"]], names)
+            low_rank.check_pairs(name, [self.layout(p) for p in group["params"]], names)
         try:
             self._iteration(group)
         except ValueError as error:
@@ -410,52 +407,112 @@ class Spectron(BaseOptimizer):
         # also without a gradient where others wait for this rank's part
         active = {p for i, p in enumerate(self._parameters()) if p.grad is not None or self.engine.shares(i)}
         with fp32_products("highest"):
-            waiting = [p for p in self._parameters() if p in active and p not in self._done]
-            self._project([p for p in waiting if not self.group_of(p)["pairs"]], flags)
-            weights = [p for p in self._parameters() if p in active and p in self._done]
-            gradients = self._factor_gradients(weights)
-            pairs: list[Pair] = []
-            for group in self.param_groups:
-                if group["pairs"]:
-                    pairs += self._given(group, active, flags)
-                else:
-                    own = [p for p in group["params"] if p in gradients]
-                    pairs += [pair for p in own for pair in self._kept(p, gradients[p], flags[p])]
-            if not pairs:
-                return
-            spectron(pairs, self._factors, self.num_power_iterations, self.newton_schulz.fp32_matmul_prec)
-            for parameter in weights:  # W = A B^T where it changed
-                index, before = self._weights[parameter].index, local(parameter)
-                products = [A @ B.mT for A, B in self._factors_of(parameter)]
-                changed = flags[parameter] & (self.group_of(parameter)["lr"] != 0)
-                before.copy_(torch.where(changed, self.engine.merge(index, products).to(before.dtype), before))
+            weights = [p for p in self._parameters() if p in active and not self.group_of(p)["pairs"]]
+            if waiting := [p for p in weights if p not in self._done]:
+                self._project(waiting, flags)
+            chunks = [(chunk, list(self._factors_of(chunk, flags))) for chunk in self._chunks(active)]
+            of_weights = [each for each in chunks if not self.group_of(each[0][0])["pairs"]]
+            self._set_gradients(of_weights)
+            factors = [equal for _, factors in chunks for equal in factors]
+            low_rank.spectron(factors, self._factors, self.num_power_iterations, self.newton_schulz.fp32_matmul_prec)
+            for chunk, factors in of_weights:
+                self._write(chunk, factors)
         # a factor that is a parameter is a matrix of its own
-        self.newton_schulz_calls += 2 * len(pairs) - sum(len(of_weight) for of_weight in gradients.values())
+        self.newton_schulz_calls += sum(len(self._weights[p].matrices) for chunk, _ in chunks for p in chunk)
+
+    def _chunks(self, active: set[Tensor]) -> Iterator[list[Tensor]]:
+        """Parameters to work on together, up to a size; all ranks that share one have the same, and so round alike."""
+        for group in self.param_groups:
+            chunks: dict[object, list[Tensor]] = {}
+            nbytes: Counter[object] = Counter()
+            for unit in batched(group["params"], 2 if group["pairs"] else 1):
+                if not active.isdisjoint(unit) and (group["pairs"] or unit[0] in self._done):
+                    alike = tuple((p.dtype, self._weights[p].matrices[0].label) for p in unit)
+                    nbytes[alike] += sum(self._weights[p].nbytes * len(self._weights[p].matrices) for p in unit)
+                    chunks.setdefault((alike, nbytes[alike] // foreach.MOST_BYTES), []).extend(unit)
+            yield from chunks.values()
+
+    def _factors_of(self, chunk: Sequence[Tensor], flags: Mapping[Tensor, Tensor]) -> Iterator[low_rank.Factors]:
+        """The first and the second factors of equal pairs of a chunk, of so many pairs that their size is bounded."""
+        group = self.group_of(chunk[0])
+        factors = [(p, i) for p in chunk for i, _ in enumerate(self._weights[p].factors)]
+        kinds: dict[tuple[int, ...], list[int]] = {}
+        for position, pair in enumerate(batched(factors, 2)):
+            kinds.setdefault(tuple(id(self._weights[p].matrices[i // 2]) for p, i in pair), []).append(position)
+        for equal in kinds.values():
+            nbytes = max(1, *(self._weights[p].nbytes for p, _ in factors[2 * equal[0] :][:2]))
+            for positions in batched(equal, max(1, foreach.MOST_BYTES // nbytes)):
+                both = [[factors[2 * position + side] for position in positions] for side in (0, 1)]
+                accepted = torch.stack([flags[p] for some in both for p, _ in some]).view(2, -1).all(0)
+                for some in both:
+                    (first, i), indices = some[0], [self._weights[p].first + i for p, i in some]
+                    label = self._weights[first].factors[i].label
+                    transposed = group["pairs"] and not low_rank.is_tall(self._weights[first].matrices[0])
+                    tensors = map(list, zip(*(self._tensors(*each) for each in some), strict=True))
+                    yield low_rank.Factors(positions, indices, label, transposed, accepted, group, *tensors)
+
+    def _tensors(self, parameter: Tensor, factor: int) -> list[Tensor]:
+        """A factor of a parameter, its momentum and its singular vector; of one that is the parameter its gradient."""
+        state = self._state_of(parameter)
+        if self.group_of(parameter)["pairs"]:
+            gradient = state[MOMENTUM] if parameter.grad is None else parameter.grad
+            return [local(x) for x in (parameter, state[MOMENTUM], state[U], gradient)]
+        keys = (FACTOR_B, MOMENTUM_B, U_B) if factor % 2 else (FACTOR_A, MOMENTUM_A, U_A)
+        return [local(state[key + self.key_ends(parameter)[factor // 2]]) for key in keys]
+
+    def _set_gradients(self, chunks: Sequence[tuple[list[Tensor], list[low_rank.Factors]]]) -> None:
+        """``G B`` and ``G^T A`` of each logical matrix of weights, in the dtype of the factors."""
+        products, labels = [], []
+        for chunk, factors in chunks:
+            gradients = [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in chunk]
+            shards = self.engine.split_all([self._weights[p].index for p in chunk], gradients)
+            for first, second in batched(factors, 2):
+                A, B = first.stack(), second.stack()
+                G = torch.stack([shards[position] for position in first.positions]).to(A.dtype)
+                products += [G @ B, G.mT @ A]
+                # a product along a dimension that is cut is of this rank's part of it alone
+                labels += [second.label, first.label]
+        summed = self._factors.sums(products, labels)
+        for some, product in zip((some for _, factors in chunks for some in factors), summed, strict=True):
+            some.gradients.extend(product.unbind())
+
+    def _write(self, chunk: Sequence[Tensor], factors: Sequence[low_rank.Factors]) -> None:
+        """``W = A B^T`` of weights, where it changed."""
+        weights, indices = [local(p) for p in chunk], [self._weights[p].index for p in chunk]
+        shards = self.engine.split_all(indices, list(weights))
+        for A, B in batched(factors, 2):
+            before = torch.stack([shards[position] for position in A.positions])
+            changed = (A.accepted & (A.settings["lr"] != 0)).view(-1, 1, 1)
+            new = torch.where(changed, (A.stack() @ B.stack().mT).to(before.dtype), before)
+            for position, shard in zip(A.positions, new.unbind(), strict=True):
+                shards[position] = shard
+        torch._foreach_copy_(weights, self.engine.merge_all(indices, shards))
 
     def _project(self, waiting: Sequence[Tensor], flags: Mapping[Tensor, Tensor]) -> None:
         """Take the factors from the weights that step for the first time; waits for the device while there are any."""
-        self._done |= {p for p in waiting if (state := self.state.get(p)) and bool(state[PROJECTED])}
-        new = [p for p in waiting if p not in self._done and self.group_of(p)["lr"] > 0 and bool(flags[p])]
-        if new:
-            self._take_factors({p: self._weights[p] for p in new})
-        for parameter in waiting:
-            self._state_of(parameter)  # also with lr=0: torch loads a checkpoint into what such a step makes
+        # also with lr=0: torch loads a checkpoint into what such a step makes
+        kept = [self._state_of(p)[PROJECTED] for p in waiting]
+        begin = [flags[p] & (self.group_of(p)["lr"] > 0) for p in waiting]
+        read = list(zip(waiting, *torch.stack([*kept, *begin]).view(2, -1).tolist(), strict=True))
+        self._done |= {p for p, done, _ in read if done}
+        if new := {p: self._weights[p] for p, done, begins in read if begins and not done}:
+            self._take_factors(new)
 
     def _take_factors(self, new: Mapping[Tensor, Weight]) -> None:
-        parts = [(w.first // 2 + i, p, layout) for p, w in new.items() for i, layout in enumerate(w.matrices)]
-        shards = (x.to(wide_dtype(p)) for p, w in new.items() for x in self.engine.split(w.index, local(p)))
-        ranks = [self.group_of(p)["rank"] for _, p, _ in parts]
-        found = iter(project(shards, [layout for _, _, layout in parts], ranks, [turn for turn, _, _ in parts]))
-        factors = {p: [next(found) for _ in w.matrices] for p, w in new.items()}
+        parts = [(p, i) for p, w in new.items() for i, _ in enumerate(w.matrices)]
+        shards = (x.to(low_rank.wide_dtype(p)) for p, w in new.items() for x in self.engine.split(w.index, local(p)))
+        layouts = [new[p].matrices[i] for p, i in parts]
+        ranks = [self.group_of(p)["rank"] for p, _ in parts]
+        found = low_rank.project(shards, layouts, ranks, [new[p].first // 2 + i for p, i in parts])
         names = dict(zip(self._parameters(), self._names(), strict=True))
-        errors = {names[p]: [error for _, _, error in of_parameter] for p, of_parameter in factors.items()}
-        for name, of_one in errors.items():
-            if any(map(isnan, of_one)):
+        largest: dict[str, float] = {}
+        for (p, _), (_, _, error) in zip(parts, found, strict=True):
+            if isnan(error):
                 raise ValueError(
-                    f"{type(self).__name__} cannot take factors from {name}: a matrix of it is zero, and factors of "
-                    f"zero never move, or is not finite. Initialize it otherwise, or give it to another optimizer"
+                    f"{type(self).__name__} cannot take factors from {names[p]}: a matrix of it is zero, and factors "
+                    f"of zero never move, or is not finite. Initialize it otherwise, or give it to another optimizer"
                 )
-        largest = {name: max(of_one) for name, of_one in errors.items()}
+            largest[names[p]] = max(error, largest.get(names[p], 0.0))
         self._errors = {**self._errors, **largest}
         if not dist.is_initialized() or dist.get_rank() == 0:
             worst = max(largest, key=largest.__getitem__)
@@ -463,60 +520,11 @@ class Spectron(BaseOptimizer):
                 f"{type(self).__name__} projects {len(largest)} weights to their rank, which changes them by "
                 f"{min(largest.values()):.3g} to {largest[worst]:.3g} of their norm, most {worst}"
             )
-        for parameter, of_parameter in factors.items():
-            state = self._state_of(parameter)
-            for (own_A, own_B), (A, B, _) in zip(self._factors_of(parameter), of_parameter, strict=True):
-                own_A.copy_(A)
-                own_B.copy_(B)
-            state[PROJECTED].fill_(1)
-        self._done |= factors.keys()
-
-    def _factor_gradients(self, weights: Sequence[Tensor]) -> dict[Tensor, list[tuple[Tensor, Tensor]]]:
-        """``G B`` and ``G^T A`` of each logical matrix of each weight, in the dtype of the factors."""
-        products, labels = [], []
-        for parameter in weights:
-            weight = self._weights[parameter]
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            shards = self.engine.split(weight.index, local(gradient))
-            for G, (A, B) in zip(shards, self._factors_of(parameter), strict=True):
-                G = G.to(A.dtype)
-                products += [G @ B, G.mT @ A]
-            # a product along a dimension that is cut is of this rank's part of it alone
-            labels += [across.label for A, B in batched(weight.factors, 2) for across in (B, A)]
-        summed = iter(self._factors.sums(products, labels))
-        return {p: [(next(summed), next(summed)) for _ in self._weights[p].matrices] for p in weights}
-
-    def _kept(self, parameter: Tensor, gradients: Sequence[tuple[Tensor, Tensor]], accepted: Tensor) -> Iterator[Pair]:
-        """The factors that are kept of a weight."""
-        weight, state = self._weights[parameter], self.state[parameter]
-        numbered = enumerate(weight.factors, weight.first)
-        for end, of_part in zip(self.key_ends(parameter), gradients, strict=True):
-            factors = []
-            for keys, gradient in zip(((FACTOR_A, MOMENTUM_A, U_A), (FACTOR_B, MOMENTUM_B, U_B)), of_part, strict=True):
-                index, layout = next(numbered)
-                value, momentum, u = (local(state[key + end]) for key in keys)
-                factors.append(Factor(index, value, momentum, u, gradient, layout.label))
-            yield Pair(factors, accepted, self.group_of(parameter))
-
-    def _given(self, group: dict[str, Any], active: set[Tensor], flags: Mapping[Tensor, Tensor]) -> Iterator[Pair]:
-        """The factors that are parameters."""
-        for both in batched(group["params"], 2):
-            if active.isdisjoint(both):
-                continue
-            factors = []
-            for parameter in both:
-                weight, state = self._weights[parameter], self._state_of(parameter)
-                gradient = state[MOMENTUM] if parameter.grad is None else parameter.grad
-                of_factor = [local(x) for x in (parameter, state[MOMENTUM], gradient)]
-                value, momentum, gradient = of_factor if is_tall(weight.matrices[0]) else (x.mT for x in of_factor)
-                label = weight.factors[0].label
-                factors.append(Factor(weight.first, value, momentum, local(state[U]), gradient, label))
-            yield Pair(factors, flags[both[0]] & flags[both[1]], group)
-
-    def _factors_of(self, parameter: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """This rank's rows of both factors of each logical matrix."""
-        state = self.state[parameter]
-        return [(local(state[FACTOR_A + end]), local(state[FACTOR_B + end])) for end in self.key_ends(parameter)]
+        for (p, i), (A, B, _) in zip(parts, found, strict=True):
+            self._tensors(p, 2 * i)[0].copy_(A)
+            self._tensors(p, 2 * i + 1)[0].copy_(B)
+            self.state[p][PROJECTED].fill_(1)
+        self._done |= new.keys()
 
 
 def _check_count(what: str, value: object) -> None:

@@ -46,48 +46,74 @@ def nonzero(norm: Tensor) -> Tensor:
     return torch.where(norm == 0, torch.ones_like(norm), norm)
 
 
-def scaled(x: Tensor, propagate_nan: bool = True) -> tuple[Tensor, Tensor]:
-    """Matrices divided by their largest entries; a zero matrix stays zero.
+def scaled(
+    x: Tensor, propagate_nan: bool = True, dtype: torch.dtype | None = None, own: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Matrices divided by the powers of two next to the sums of their magnitudes; a zero matrix stays zero.
 
-    Squares of entries below 1e-19 vanish in fp32, and those of entries above 1e19 overflow: after this no square that
-    matters does.
+    The division rounds nothing. Squares of entries below 1e-19 vanish in fp32, and those of entries above 1e19
+    overflow: after this no square that matters does.
 
-    ``x`` has at least one entry. Without ``propagate_nan`` a matrix with entries that are not finite gives zero.
+    ``x`` has at least one entry. Without ``propagate_nan`` a matrix with entries that are not finite gives zero. The
+    memory of ``x`` may be taken for the result with ``own``.
 
     Returns:
-        A new tensor in fp32 (fp64 for an fp64 ``x``), and the divisors, (1 x 1) or (n x 1 x 1): 1 for a zero matrix,
-        and not finite where an entry is not.
+        A contiguous tensor in ``dtype``, fp32 (fp64 for an fp64 ``x``) by default, and the divisors, (1 x 1) or
+        (n x 1 x 1) in that default: not finite where an entry is not.
     """
-    dims, wide = (-2, -1), torch.float64 if x.dtype == torch.float64 else torch.float32
-    # the norm of order infinity, which torch reduces ten times more slowly
-    largest = torch.maximum(x.amax(dims, keepdim=True), -x.amin(dims, keepdim=True)).to(wide)
-    largest.masked_fill_(largest == 0, 1)
-    x = x / largest
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    sums = torch.linalg.vector_norm(x, 1, dim=(-2, -1), keepdim=True, dtype=wide)
+    # of its bits those of the exponent, but for zero those of the smallest power
+    integer, exponent, least = _POWERS[wide]
+    power = sums.view(integer).bitwise_and_(exponent).clamp_(min=least).view(wide)
+    dtype = dtype or wide
+    taken = x if own and x.dtype == dtype and x.is_contiguous() else torch.empty(x.shape, dtype=dtype, device=x.device)
+    result = torch.div(x, power, out=taken)
     if not propagate_nan:
-        bad = ~largest.isfinite()
+        bad = ~power.isfinite()
         # a CPU has the answer at once, and a pass over the matrix takes longer than the question
         if x.device.type != "cpu" or bad.any():
-            x.masked_fill_(bad, 0)
-    return x, largest
+            result.masked_fill_(bad, 0)
+    return result, power
+
+
+# By dtype an integer of its size, the bits of its exponent, and those of its smallest normal number.
+_POWERS = {
+    torch.float64: (torch.int64, 0x7FF0000000000000, 0x0010000000000000),
+    torch.float32: (torch.int32, 0x7F800000, 0x00800000),
+}
 
 
 def normalized(
-    x: Tensor, all_reduce: Callable[[Tensor], Tensor] | None = None, propagate_nan: bool = True
+    x: Tensor,
+    dtype: torch.dtype,
+    all_reduce: Callable[[Tensor], Tensor] | None = None,
+    propagate_nan: bool = True,
+    unit: float = 1.0,
+    own: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Matrices divided by their Frobenius norms; a zero matrix stays zero.
+    """Matrices divided by their Frobenius norms, times ``unit``, in ``dtype``; a zero matrix stays zero.
 
-    ``all_reduce`` sums squared norms over the ranks that hold the other shards of ``x``.
+    ``all_reduce`` sums squared norms over the ranks that hold the other shards of ``x``. ``own`` is as in
+    :func:`scaled`.
 
     Returns:
-        As :func:`scaled`, but two factors of the norm, whose product may exceed fp32.
+        A contiguous tensor, and two factors of the norm, whose product may exceed fp32.
     """
-    x, largest = scaled(x, propagate_nan)
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    # what is in bf16, and shall have 16 bits again, needs no more in between
+    narrow = x.dtype == torch.bfloat16 and dtype.itemsize == 2
+    x, power = scaled(x, propagate_nan, torch.bfloat16 if narrow else None, own)
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=power.dtype)
     if all_reduce is not None:
-        squared = all_reduce((norm.double() * largest.double()).square())
-        norm = (squared.sqrt() / largest.double()).to(x.dtype)
-    # the norm is 0 or, as the largest entry is 1, at least 1
-    return x.div_(norm.clamp(min=1)), norm, largest
+        squared = all_reduce((norm.double() * power.double()).square())
+        norm = (squared.sqrt() / power.double()).to(power.dtype)
+    # the norm is 0 or, as magnitudes add up to 1 or more, at least one over the root of their number
+    divisor = norm.clamp(min=2.0**-30)
+    if unit != 1:
+        divisor = divisor / unit
+    # each entry takes the place of its own, perhaps as another 16 bits
+    result = x.view(dtype) if x.dtype.itemsize == dtype.itemsize else torch.empty(x.shape, dtype=dtype, device=x.device)
+    return torch.div(x, divisor, out=result), norm, power
 
 
 def iterate_standard(
@@ -105,8 +131,6 @@ def iterate_standard(
     """
     fused = torch.baddbmm if X.ndim == 3 else torch.addmm
     gram, factor = square_work(X, 2)
-    # torch multiplies a stack in bf16 into a transposed result some thousand times more slowly than into a plain one
-    X = X.contiguous() if X.ndim == 3 else X
     Y = torch.empty_like(X)
     for step, (a, b, c) in enumerate(schedule):
         A = products.gram(X, out=gram)
@@ -139,7 +163,7 @@ def iterate_gram(
 
     Args:
         X: (rows x cols) or (n x rows x cols) with ``rows <= cols``, in fp32 or fp16; never bf16, whose rounding the
-            form amplifies to errors of 0.3 and more.
+            form amplifies to errors of 0.3 and more. Written to where there are restarts.
         restarts: steps after which the Gram matrix is computed anew; ascending, below the number of steps.
         apply: ``(Q, X, out=)``, computes ``Q X``; plainly where None is given.
         normalize: ``X`` has another norm, as :func:`scaled` leaves it. The norm is divided out on the short side: its
@@ -148,7 +172,6 @@ def iterate_gram(
     apply = apply or (torch.bmm if X.ndim == 3 else torch.mm)
     R, *work = square_work(X, 4)
     Y = torch.empty_like(X)
-    spare = torch.empty_like(X) if restarts else Y
     for start, end in zip([0, *restarts], [*restarts, len(schedule)], strict=True):
         R = products.gram(X, out=R)
         if watch is not None:
@@ -158,8 +181,7 @@ def iterate_gram(
             Q = gram_factor(R.div_(squared), schedule[:end], products, work, watch).mul_(squared.rsqrt())
         else:
             Q = gram_factor(R, schedule[start:end], products, work, watch, start)
-        X = apply(Q, X, out=Y)
-        Y, spare = spare, Y
+        X, Y = apply(Q, X, out=Y), X
     return X
 
 
@@ -170,17 +192,19 @@ def iterate_gram_fp16(
     products: Products,
     apply: Callable[..., Tensor] | None = None,
     watch: Watch | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """:func:`iterate_gram` in fp16, for ``X`` of norm 1 in fp32; the result is in fp32.
+    """:func:`iterate_gram` for ``X`` in fp16 of norm :data:`UNIT_IN_FP16`; the result, in ``dtype``, as for norm 1."""
+    unit = UNIT_IN_FP16
+    wanted = None if watch is None else (lambda step, R: watch(step, R.float() / unit**2))
+    schedule = [(a, b / unit**2, c / unit**4) for a, b, c in schedule]
+    return iterate_gram(X, schedule, restarts, products, apply, wanted).to(dtype).div_(unit)
 
-    The Gram matrix of a large ``X`` of norm 1 has entries of 1e-6, which fp16 keeps two digits of. So ``X`` is taken
-    128 times as large, and the coefficients accordingly. The trace of the first Gram matrix is 2^14 then, and no later
-    one has an entry of 65504, the largest number of fp16, while singular values stay below 1.99.
-    """
-    scale = 128.0
-    wanted = None if watch is None else (lambda step, R: watch(step, R.float() / scale**2))
-    schedule = [(a, b / scale**2, c / scale**4) for a, b, c in schedule]
-    return iterate_gram((X * scale).half(), schedule, restarts, products, apply, wanted).float() / scale
+
+UNIT_IN_FP16 = 128.0
+"""The norm that matrices have in fp16. The Gram matrix of a large one of norm 1 has entries of 1e-6, which fp16 keeps
+two digits of. With this the trace of the first Gram matrix is 2^14, and no later one has an entry of 65504, the largest
+number of fp16, while singular values stay below 1.99."""
 
 
 def gram_factor(
@@ -235,6 +259,15 @@ def gram_flops(
     segments = len(restarts) + 1
     cubes = sum(c != 0 for _, _, c in schedule) + 3 * (len(schedule) - segments)
     return segments * (2 * share + 2) * rows**2 * cols + cubes * 2 * share * rows**3
+
+
+def iteration_bytes(rows: int, cols: int, restarts: Restarts | None, itemsize: int) -> int:
+    """Memory that an iteration of one matrix takes, ``rows <= cols``; in the standard form where there are no restarts.
+
+    That is ``X``, its successor, the Gram matrix and its square, in the Gram form four of that size, and one to make
+    products symmetric.
+    """
+    return (2 * rows * cols + (3 if restarts is None else 5) * rows * rows) * itemsize
 
 
 def restarts_for(coefficient_type: CoefficientType, steps: int, extra: int = 0) -> Restarts | None:

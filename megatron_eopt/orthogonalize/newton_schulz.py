@@ -67,8 +67,10 @@ class Iteration:
             return torch.cat([self.run(part) for part in x.split(self.chunk)])
         return self.run(x)
 
-    def run(self, x: Tensor, watch: Watch | None = None, norms: list[Tensor] | None = None) -> Tensor:
-        """The same as calling it, for a stack of at most ``chunk`` matrices.
+    def run(
+        self, x: Tensor, watch: Watch | None = None, norms: list[Tensor] | None = None, own: bool = False
+    ) -> Tensor:
+        """The same as calling it, for a stack of at most ``chunk`` matrices, whose memory is taken with ``own``.
 
         ``norms`` gets two factors of the norm of ``x``, or one: the root of the first Gram matrix's trace is the other.
         """
@@ -77,14 +79,16 @@ class Iteration:
         X = x.mT if self.transposed else x
         with self.in_precision():
             if self.restarts is None:
-                N, *sizes = forms.normalized(X, propagate_nan=self.propagate_nan)
-                factor = forms.iterate_standard(N.to(self.dtype), self.schedule, self.products, watch=watch)
+                X, *sizes = forms.normalized(X, self.dtype, propagate_nan=self.propagate_nan, own=own)
+                factor = forms.iterate_standard(X, self.schedule, self.products, watch=watch)
             elif self.dtype == torch.float16:
-                N, *sizes = forms.normalized(X, propagate_nan=self.propagate_nan)
-                factor = forms.iterate_gram_fp16(N, self.schedule, self.restarts, self.products, watch=watch)
+                unit = forms.UNIT_IN_FP16
+                X, *sizes = forms.normalized(X, self.dtype, propagate_nan=self.propagate_nan, unit=unit, own=own)
+                settings = self.schedule, self.restarts, self.products
+                factor = forms.iterate_gram_fp16(X, *settings, watch=watch, dtype=x.dtype)
             else:
-                N, *sizes = forms.scaled(X, self.propagate_nan)
-                factor = forms.iterate_gram(N, self.schedule, self.restarts, self.products, watch=watch, normalize=True)
+                X, *sizes = forms.scaled(X, self.propagate_nan, self.dtype, own)
+                factor = forms.iterate_gram(X, self.schedule, self.restarts, self.products, watch=watch, normalize=True)
         if norms is not None:
             norms += sizes
         return (factor.mT if self.transposed else factor).to(x.dtype)
@@ -157,6 +161,14 @@ class NewtonSchulz:
     def restarts(self) -> Restarts | None:
         """Restarts of the Gram form; None for a schedule that no table has, which the Gram form does not serve."""
         return forms.restarts_for(self.coefficient_type, self.steps)
+
+    def sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which matrices of ``dtype``, and their factors, are exchanged: 16 bits where products have them.
+
+        They are rounded to it wherever they are orthogonalized, exchanged or not, so that this changes no bit.
+        """
+        product = product_dtype(dtype, self.fp32_matmul_prec)
+        return product if product.itemsize <= dtype.itemsize else dtype
 
     def compile(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, form: Form = "auto"
@@ -318,7 +330,7 @@ def _compiled(
         used = of_gram or torch.float32
     else:
         restarts = None
-    of_one = (3 * rows * cols + 4 * rows * rows) * used.itemsize
+    of_one = forms.iteration_bytes(rows, cols, restarts, used.itemsize)
     return Iteration(
         schedule=schedule,
         restarts=restarts,

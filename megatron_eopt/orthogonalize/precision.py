@@ -1,7 +1,7 @@
 """In which precision fp32 products run, for this package's products alone."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
@@ -43,23 +43,24 @@ def gram_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
 def fp32_products(precision: MatmulPrecision) -> Iterator[None]:
     """Run the fp32 products inside the block at ``precision``: TF32 for all but ``highest``, where devices have it.
 
-    torch knows fp32 against TF32 only as a process-wide setting; it is as before when the block is left, also by an
-    exception, and it is not touched where it is right already.
+    torch knows fp32 against TF32 only as process-wide settings. When the block is left, also by an exception, they are
+    as before. Inside, whoever asks (compiled code does) can read the newer ones, of each backend, and the older one.
     """
     # torch has no bf16 products of fp32 tensors on a GPU, so for those ("low" and "medium") callers cast, and whatever
     # product of fp32 tensors is left (statistics, a user's own function) runs in TF32.
-    wanted = {"low": "tf32", "medium": "tf32", "high": "tf32", "highest": "ieee"}[precision]
-    cuda = torch.backends.cuda.matmul
-    # From torch 2.9 on each backend has its own setting; reading the older one raises where a user has set the newer.
-    if hasattr(cuda, "fp32_precision"):
-        cpu = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-        settings: list[tuple[Any, str, Any]] = [(cuda, "fp32_precision", wanted), (cpu, "fp32_precision", wanted)]
-    else:
-        settings = [(cuda, "allow_tf32", wanted == "tf32")]
-    with ExitStack() as undoing:
-        for backend, name, value in settings:
-            before = getattr(backend, name)
-            if before != value:
-                undoing.callback(setattr, backend, name, before)
-                setattr(backend, name, value)
+    wanted = "highest" if precision == "highest" else "high"
+    newer: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+    newer = [backend for backend in newer if hasattr(backend, "fp32_precision")]  # from torch 2.9 on
+    before = [backend.fp32_precision for backend in newer]
+    for backend in newer:
+        backend.fp32_precision = "ieee"  # with any other value, torch may refuse to say what the older setting is
+    older = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(wanted)  # sets the newer ones, too
         yield
+    finally:
+        torch.set_float32_matmul_precision(older)
+        for backend, value in zip(newer, before, strict=True):
+            backend.fp32_precision = "none"  # follows torch.backends.fp32_precision, which may be all that was set
+            if backend.fp32_precision != value:
+                backend.fp32_precision = value

@@ -59,7 +59,8 @@ class Dense:
 
 def _mirrored(x: Tensor) -> Tensor:
     """The symmetric matrix that agrees with ``x`` on and below the diagonal, in its memory."""
-    return x.copy_(x.tril() + x.tril(-1).mT)
+    below = x.tril(-1)
+    return x.tril_().add_(below.mT)
 
 
 @dataclass(frozen=True)

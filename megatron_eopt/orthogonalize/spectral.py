@@ -10,6 +10,9 @@ from megatron_eopt.orthogonalize.forms import nonzero
 SumOverRanks = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Sums tensors, one for each matrix, over the ranks that hold its other rows; those of whole matrices stay."""
 
+Stack = Tensor | Callable[[], Tensor]
+"""Equal matrices (... x rows x cols), or what makes the stack of them whenever it is needed, so that none is kept."""
+
 
 def start_vector(size: int, seed: int = 0) -> Tensor:
     """A unit vector to start a power iteration with: the same for the same arguments, on every rank.
@@ -38,8 +41,7 @@ def power_iteration(matrix: Tensor, u: Tensor, steps: int = 1) -> tuple[Tensor, 
     Raises:
         ValueError: for fewer than one step, or shapes that do not fit.
     """
-    ((u, v),) = power_iterations([matrix], [u], steps)
-    return u, v
+    return power_iterations([matrix], [u], steps)[0][:2]
 
 
 def rayleigh_quotient(matrix: Tensor, u: Tensor, v: Tensor) -> Tensor:
@@ -56,41 +58,28 @@ def rayleigh_quotient(matrix: Tensor, u: Tensor, v: Tensor) -> Tensor:
     Raises:
         ValueError: for shapes that do not fit.
     """
-    return rayleigh_quotients([matrix], [u], [v])[0]
+    W = _wide(matrix)
+    return (_fitting("u", u, W) * _times(W, v)).sum(-1)
 
 
 def power_iterations(
-    matrices: Sequence[Tensor], us: Sequence[Tensor], steps: int, summed: SumOverRanks = list
-) -> list[tuple[Tensor, Tensor]]:
-    """:func:`power_iteration` of many matrices in step with each other, of which a rank may hold only some rows.
+    matrices: Sequence[Stack], us: Sequence[Tensor], steps: int, summed: SumOverRanks = list
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """:func:`power_iteration` of many stacks in step with each other, of which a rank may hold only some rows.
 
-    ``summed`` is called twice in each step, so that ranks exchange once for all matrices.
+    Returns also ``W v`` (... x rows), for quotients. ``summed`` is called twice in each step, so that ranks exchange
+    once for all matrices.
     """
     if steps < 1:
         raise ValueError(f"a power iteration has at least 1 step, got {steps}")
-    wide = [_wide(matrix) for matrix in matrices]
-    us = [_fitting("u", u, W, W.shape[:-1]) for u, W in zip(us, wide, strict=True)]
-    vs: list[Tensor] = []
     for _ in range(steps):
-        products = summed([_times(W.mT, u) for W, u in zip(wide, us, strict=True)])
+        products = summed([_times(W, u, "u") for W, u in zip(matrices, us, strict=True)])
         vs = [v / nonzero(_norm(v)).to(v.dtype) for v in products]
-        images = [_times(W, v) for W, v in zip(wide, vs, strict=True)]
+        images = [_times(W, v) for W, v in zip(matrices, vs, strict=True)]
         norms = [squared.sqrt() for squared in summed([_norm(x).square() for x in images])]
         found = zip(us, images, norms, strict=True)
-        us = [torch.where(norm == 0, u, x / nonzero(norm).to(x.dtype)) for u, x, norm in found]
-    return list(zip(us, vs, strict=True))
-
-
-def rayleigh_quotients(
-    matrices: Sequence[Tensor], us: Sequence[Tensor], vs: Sequence[Tensor], summed: SumOverRanks = list
-) -> list[Tensor]:
-    """:func:`rayleigh_quotient` of many matrices, of which a rank may hold only some rows; one call of ``summed``."""
-    products = []
-    for matrix, u, v in zip(matrices, us, vs, strict=True):
-        W = _wide(matrix)
-        image = _times(W, _fitting("v", v, W, (*W.shape[:-2], W.size(-1))))
-        products.append((_fitting("u", u, W, W.shape[:-1]) * image).sum(-1))
-    return list(summed(products))
+        us = [torch.where(norm == 0, u.to(x.dtype), x / nonzero(norm).to(x.dtype)) for u, x, norm in found]
+    return list(zip(us, vs, images, strict=True))
 
 
 def low_rank_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,7 +106,8 @@ def low_rank_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]
     return (B, A, S) if transposed else (A, B, S)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _wide(matrix: Stack) -> Tensor:
+    x = matrix if isinstance(matrix, Tensor) else matrix()
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -126,14 +116,18 @@ def _norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
 
 
-def _times(W: Tensor, x: Tensor) -> Tensor:
-    return (W @ x.unsqueeze(-1)).squeeze(-1)
+def _times(matrix: Stack, x: Tensor, name: str = "v") -> Tensor:
+    """``W v``, or ``W^T u``."""
+    W = _wide(matrix)
+    return ((W.mT if name == "u" else W) @ _fitting(name, x, W).unsqueeze(-1)).squeeze(-1)
 
 
-def _fitting(name: str, x: Tensor, W: Tensor, shape: Sequence[int]) -> Tensor:
+def _fitting(name: str, x: Tensor, W: Tensor) -> Tensor:
+    """``u`` or ``v`` in the dtype of ``W``, if it is as long as the columns or the rows of ``W``."""
+    shape = (*W.shape[:-2], W.size(-2 if name == "u" else -1))
     if x.shape != shape:
         raise ValueError(
-            f"{name} of a matrix {tuple(W.shape)} has the shape {tuple(shape)}, got {tuple(x.shape)}: leading "
-            f"dimensions are of a stack"
+            f"{name} of a matrix {tuple(W.shape)} has the shape {shape}, got {tuple(x.shape)}: leading dimensions are "
+            f"of a stack"
         )
     return x.to(W.dtype)

@@ -57,16 +57,19 @@ class Pending[Result]:
     """A collective that was started; it holds what is sent until the result is taken."""
 
     def __init__(self, work: dist.Work | None, finish: Callable[[], Result], *sent: Tensor) -> None:
-        self._work = work
-        self._finish = finish
-        self._sent = sent
+        self._started: tuple[dist.Work | None, Callable[[], Result], tuple[Tensor, ...]] | None = (work, finish, sent)
 
     def wait(self) -> Result:
-        """The result; on a GPU the current stream waits, not the host. To be called once."""
-        if self._work is not None:
-            self._work.wait()
-        self._work, self._sent = None, ()
-        return self._finish()
+        """The result, of which nothing is held any longer; on a GPU the current stream waits, not the host.
+
+        To be called once.
+        """
+        assert self._started is not None, "it was waited for before"
+        work, finish, _ = self._started
+        if work is not None:
+            work.wait()
+        self._started = None
+        return finish()
 
 
 def all_to_all(
@@ -74,15 +77,34 @@ def all_to_all(
 ) -> Pending[list[Tensor]]:
     """What comes from each rank, as many entries as ``receive_sizes`` say, 1-D: views of one buffer.
 
-    ``parts`` are for each rank the tensors that go to it, one behind the other; of one dtype, at least one of them
-    somewhere, which may be empty.
+    ``parts`` are for each rank the tensors that go to it, one behind the other; of one dtype and any strides, at least
+    one of them somewhere, which may be empty.
     """
-    send_sizes = [sum(tensor.numel() for tensor in to) for to in parts]
-    sent = torch.cat([tensor.reshape(-1) for to in parts for tensor in to])
+    pending, sizes = exchange(*packed(parts), receive_sizes, group), list(receive_sizes)
+    return Pending(None, lambda: list(pending.wait().split(sizes)))
+
+
+def packed(parts: Sequence[Sequence[Tensor]]) -> tuple[Tensor, list[int]]:
+    """What :func:`all_to_all` sends, as one 1-D tensor, and how many entries of it go to each rank."""
+    tensors = [tensor for to in parts for tensor in to]
+    sizes = [sum(tensor.numel() for tensor in to) for to in parts]
+    sent = tensors[0].new_empty(sum(sizes))
+    places = sent.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_([place.view(x.shape) for place, x in zip(places, tensors, strict=True)], tensors)
+    return sent, sizes
+
+
+def exchange(
+    sent: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], group: ProcessGroup
+) -> Pending[Tensor]:
+    """What comes from each rank, one rank's behind the other's, as many entries as ``receive_sizes`` say, 1-D.
+
+    ``sent`` is 1-D, and has as many entries for each rank as ``send_sizes`` say.
+    """
     received = sent.new_empty(sum(receive_sizes))
     counters.count("all_to_all", (sent.numel() - send_sizes[group.rank()]) * sent.element_size())
-    work = dist.all_to_all_single(received, sent, list(receive_sizes), send_sizes, group=group, async_op=True)
-    return Pending(work, lambda: list(received.split(list(receive_sizes))), sent)
+    work = dist.all_to_all_single(received, sent, list(receive_sizes), list(send_sizes), group=group, async_op=True)
+    return Pending(work, lambda: received, sent)
 
 
 def all_gather(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
@@ -134,12 +156,12 @@ def lowest(x: Tensor, group: ProcessGroup) -> Tensor:
 
     Not among the exchanges that a plan predicts; counted as ``agree``, with the bytes of ``x``.
     """
-    # NCCL knows no other tensors than those on the GPU
-    on_gpu = x.device.type == "cpu" and dist.get_backend(group) == "nccl"
-    on_device = x.to("cuda" if on_gpu else x.device, copy=True)
-    counters.count("agree", on_device.nbytes)
-    dist.all_reduce(on_device, dist.ReduceOp.MIN, group=group)
-    return on_device.to(x.device)
+    # a group over NCCL knows no tensors on the CPU, by whatever name it was made: torch calls one without "undefined"
+    known = [device.type for device in group._device_types]
+    sent = x.to(known[0] if known and x.device.type not in known else x.device, copy=True)
+    counters.count("agree", sent.nbytes)
+    dist.all_reduce(sent, dist.ReduceOp.MIN, group=group)
+    return sent.to(x.device)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -13,9 +13,10 @@ from operator import add
 from typing import Any, NamedTuple
 
 from megatron_eopt.orthogonalize.coefficients import Coefficients
-from megatron_eopt.orthogonalize.forms import gram_flops, standard_flops
+from megatron_eopt.orthogonalize.forms import gram_flops, iteration_bytes, standard_flops
 from megatron_eopt.parallel.collectives import sent_bytes
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Shape, cut_dimension, in_rounds
+from megatron_eopt.parallel.workspace import IN_FLIGHT, Workspace, chunk_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +58,14 @@ class Work:
         restarts: those of the Gram form; None where it must not run.
         share: the part of a symmetric product that is computed: 1/2 with kernels for it, 1 without.
         gram_itemsize: bytes of an entry of a Gram matrix on the wire: 4 for fp32, 2 for fp16.
+        itemsize: bytes of an entry of the products.
     """
 
     schedule: tuple[Coefficients, ...]
     restarts: tuple[int, ...] | None
     share: float = 0.5
     gram_itemsize: int = 4
+    itemsize: int = 4
 
     def __post_init__(self) -> None:
         if not self.schedule:
@@ -100,6 +103,14 @@ def whole_flops(shape: Shape, work: Work) -> float:
     if work.restarts is None:
         return standard
     return min(standard, gram_flops(rows, cols, work.schedule, work.restarts, work.share))
+
+
+def largest_iteration(matrices: Iterable[Matrix], work: Works) -> int:
+    """The bytes that an iteration takes of the matrix that takes most."""
+    shapes = {(matrix.shape, matrix.iteration): work_of(matrix, work) for matrix in matrices if work}
+    return max(
+        (iteration_bytes(min(s), max(s), each.restarts, each.itemsize) for (s, _), each in shapes.items()), default=0
+    )
 
 
 def cube_flops(shape: Shape, work: Work) -> float:
@@ -147,7 +158,7 @@ def bucket_traffic(plan: Plan, bucket: Bucket, rank: int, work: Works) -> dict[s
         largest = max(rectangle.numel for rectangle in rectangles)
         return {"all_gather": (1, sent_bytes("all_gather", largest * count * matrix.itemsize, ranks))}
     if bucket.scheme == "share":
-        on_one = -(-count // ranks)
+        on_one = max(map(bucket.compute_ranks.count, range(ranks)))
         return {"all_gather": (1, sent_bytes("all_gather", on_one * rows * cols * matrix.itemsize, ranks))}
     work = work_of(matrix, work)
     gram, segments = matrix.shape[_kept_dim(matrix)] ** 2 * work.gram_itemsize, len(work.restarts or ()) + 1
@@ -191,6 +202,26 @@ def plan_cost(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> Cost:
         matrix = plan.matrices[bucket.matrices[0]]
         groups.setdefault((matrix.group, matrix.ranks), []).append(_rank_costs(plan, bucket, work, rates))
     return _sum(_busiest(map(_sum, zip(*costs, strict=True))) for costs in groups.values())
+
+
+def step_bytes(plan: Plan, work: Works, workspace: Workspace) -> int:
+    """The temporaries of a step on its busiest rank, at most: chunks at work, hooks, and an iteration."""
+    largest = largest_iteration(plan.matrices, work)
+    chunks, most, room = chunk_bytes(plan, workspace), 0, workspace.for_chunks(largest)
+    for first in range(len(chunks)):
+        held = 0
+        for needed in chunks[first : first + IN_FLIGHT]:
+            if held and held + needed > room:
+                break
+            held += needed
+        most = max(most, held)
+    entries = [max(rectangle.numel for rectangle in matrix.rectangles) for matrix in plan.matrices]
+    of_parts = max(workspace.part, max(entries, default=0) * workspace.of_entry)
+    of_stacks = max(
+        (len(b.matrices) * largest_iteration([plan.matrices[b.matrices[0]]], work) for b in plan.buckets), default=0
+    )
+    of_iterations = max(largest, min(of_stacks, workspace.iteration))
+    return most + max(of_iterations, min(of_parts, sum(entries) * workspace.of_entry))  # one of these at a time
 
 
 def _sum(costs: Iterable[Cost]) -> Cost:

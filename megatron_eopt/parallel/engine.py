@@ -6,9 +6,9 @@ gather whole matrices.
 """
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -18,21 +18,19 @@ from torch.distributed import ProcessGroup
 
 from megatron_eopt.matrices import WHOLE, LocalRows, Split
 from megatron_eopt.orthogonalize.kernels import choose
-from megatron_eopt.orthogonalize.newton_schulz import Form, Iteration, NewtonSchulz
+from megatron_eopt.orthogonalize.newton_schulz import Form, NewtonSchulz
 from megatron_eopt.orthogonalize.precision import gram_dtype, product_dtype
 from megatron_eopt.orthogonalize.products import default_products
+from megatron_eopt.parallel.chunks import Chunk, Directions, Part, Piece, execute, in_order, widest
 from megatron_eopt.parallel.collectives import all_gather, all_reduce, lowest
-from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
+from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work, largest_iteration
 from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.layout import Layout, local_rows, split_layout
 from megatron_eopt.parallel.plan import fingerprint, first_difference, make_plan
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Scheme, TpMode, whole
-from megatron_eopt.parallel.schemes import SCHEMES
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, TpMode, whole
 from megatron_eopt.parallel.schemes.whole import Job, bring, cut_out, gather, hand_out
 from megatron_eopt.parallel.statistics import Statistics, Wanted, reduce_statistics
-
-IN_FLIGHT = 3
-"""Buckets at work at once: one whose shards arrive, one that is computed, one whose results leave."""
+from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace, chunk_bytes
 
 _MOST_PLANS = 1024  # that are kept: one for each set of parameters that had gradients in a step
 _ROUNDS = 5
@@ -81,6 +79,7 @@ class Engine:
         device: of the updates.
         tp_mode: what the user asked for.
         rates: for the predictions of ``auto``; None measures them, for which all ranks come here together.
+        workspace: what a step may take beside parameters, gradients and state.
 
     Raises:
         ValueError: for two groups of ranks of the same name, for shards that are not those of a matrix, and where only
@@ -99,15 +98,21 @@ class Engine:
         device: torch.device,
         tp_mode: TpMode = "duplicated",
         rates: Rates | None = DEFAULT_RATES,
+        workspace: Workspace = DEFAULT_WORKSPACE,
     ) -> None:
         self.device = device
+        self.workspace = workspace
         self.groups = _groups(parameters)
         self._sharers = [
             (group, torch.tensor([p.shared_by.get(label) is group for p in parameters], device=device))
             for label, group in self.groups.items()
         ]
         self._parameters = list(parameters)
-        self._iterations = {p.iteration.name: p.iteration for p in parameters if p.iteration is not None}
+        self._iterations = {
+            p.iteration.name: replace(p.iteration, max_bytes=workspace.iteration)
+            for p in parameters
+            if p.iteration is not None
+        }
         self._rows: dict[int, LocalRows] = {}
         self._plain: set[int] = set()
         self._of_matrix: list[tuple[int, Layout]] = []  # of each matrix of the plan its parameter and its layout
@@ -126,15 +131,18 @@ class Engine:
             iteration = "" if p.iteration is None else p.iteration.name
             for part, each in zip(p.split.names(p.layout.shape[0]), split_layout(p.layout, p.split), strict=True):
                 name = f"{p.name}[{part}]" if part else p.name
-                planned.append(Matrix(name, each.shape, each.rectangles, each.label, p.dtype.itemsize, iteration))
+                itemsize = p.dtype.itemsize if p.iteration is None else p.iteration.sent_dtype(p.dtype).itemsize
+                planned.append(Matrix(name, each.shape, each.rectangles, each.label, itemsize, iteration))
                 self._of_matrix.append((i, each))
         self.works = {name: self._work(name) for name in self._iterations}
         self.rates = rates or measured_rates(self.groups, device, self._product_dtypes()[0])
         self.plan = Plan(tuple(planned), ())
         if self._iterations:
-            self.plan = make_plan(planned, tp_mode, self.works, self.rates)
-        self._active: dict[tuple[int, ...], tuple[Plan, list[Matrix], list[float]]] = {}
-        self._compiled: dict[tuple[str, tuple[int, ...], Scheme, torch.dtype], Iteration] = {}
+            numbers = [i for i, _ in self._of_matrix]
+            self.plan = make_plan(planned, tp_mode, self.works, self.rates, workspace=workspace, parameters=numbers)
+        self._active: dict[tuple[int, ...], tuple[list[Matrix], list[float]]] = {}
+        self._chunks: dict[tuple[int, ...], list[Chunk]] = {}
+        self._room = workspace.for_chunks(largest_iteration(planned, self.works))
         self.matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
         """Of each parameter its logical matrices, as they are orthogonalized: ``blockwise`` makes each shard one."""
         for matrix, (i, layout) in zip(planned, self._of_matrix, strict=True):
@@ -172,12 +180,12 @@ class Engine:
         self._iterations = {
             name: replace(iteration, products=choice.products) for name, iteration in self._iterations.items()
         }
-        self._compile()
+        self._chunks.clear()
         return choice.kernel
 
     def explain(self) -> str:
         """The plan as a table: scheme, operations, bytes, collectives and predicted time of each bucket."""
-        return explain(self.plan, self.works, self.rates)
+        return explain(self.plan, self.works, self.rates, self.workspace)
 
     def agree(self, flags: Tensor) -> Tensor:
         """Element-wise minimum of ``flags`` (k x parameters) over the ranks that share each parameter."""
@@ -199,11 +207,11 @@ class Engine:
 
     def flat(self, indices: Sequence[int]) -> list[Matrix]:
         """The logical matrices of parameters, one parameter's after the other's."""
-        return self._of(indices)[1]
+        return self._of(indices)[0]
 
     def scales(self, indices: Sequence[int]) -> list[float]:
         """What multiplies the orthogonal factors of these matrices."""
-        return self._of(indices)[2]
+        return self._of(indices)[1]
 
     def split_all(self, indices: Sequence[int], updates: list[Tensor]) -> list[Tensor]:
         """This rank's shards of the logical matrices of parameters, in the order of :meth:`flat`.
@@ -224,13 +232,8 @@ class Engine:
         each = iter(shards)
         return [self.merge(i, list(islice(each, len(self.matrices[i])))) for i in indices]
 
-    @torch.no_grad()
     def orthogonalize(self, shards: list[Tensor], indices: Sequence[int], scaled: bool = True) -> list[Tensor]:
         """This rank's shards of the orthogonal factors of the logical matrices of parameters.
-
-        The order in which buckets are resumed, and with it that of the collectives, follows from the plan alone, so it
-        is the same on every rank: in each round the next bucket starts, and then those at work go on, the youngest
-        first.
 
         Args:
             shards: of the matrices, in the order of :meth:`flat`. They are not written to, but the list is: each makes
@@ -240,30 +243,37 @@ class Engine:
 
         The result is ``shards``, now with new tensors of the same shapes and dtypes.
         """
-        plan, matrices, scales = self._of(indices)
-        if len(shards) != len(matrices):
-            raise ValueError(f"the plan has {len(matrices)} matrices, got {len(shards)} shards")
-        at_work: list[tuple[Bucket, Generator[None, None, list[Tensor]]]] = []
-        waiting = list(reversed(plan.buckets))
-        while waiting or at_work:
-            if waiting and len(at_work) < IN_FLIGHT:
-                bucket = waiting.pop()
-                matrix, own = plan.matrices[bucket.matrices[0]], [shards[i] for i in bucket.matrices]
-                shape = tuple(own[0].shape) if bucket.scheme == "blockwise" else matrix.shape
-                iteration = self._compiled[matrix.iteration, shape, bucket.scheme, own[0].dtype]
-                of_bucket = [scales[i] if scaled else 1.0 for i in bucket.matrices]
-                job = Job(bucket, matrix, self.groups.get(matrix.group), iteration, of_bucket)
-                at_work.insert(0, (bucket, SCHEMES[bucket.scheme](job, own)))
-            still = []
-            for bucket, running in at_work:
-                try:
-                    next(running)
-                    still.append((bucket, running))
-                except StopIteration as done:
-                    for i, result in zip(bucket.matrices, done.value, strict=True):
-                        shards[i] = result
-            at_work = still
+        if len(shards) != len(self.flat(indices)):
+            raise ValueError(f"the plan has {len(self.flat(indices))} matrices, got {len(shards)} shards")
+        first, at = 0, {}
+        for i in indices:
+            at[i] = range(first, first + len(self.matrices[i]))
+            first = at[i].stop
+
+        def of(some: Sequence[int]) -> list[int]:
+            return [each for i in some for each in at[i]]
+
+        for some, factors in self.factors(indices, lambda some: [shards[each] for each in of(some)], scaled):
+            for each, factor in zip(of(some), factors, strict=True):
+                shards[each] = factor
         return shards
+
+    @torch.no_grad()
+    def factors(
+        self, indices: Sequence[int], directions: Directions, scaled: bool = True
+    ) -> Iterator[tuple[tuple[int, ...], list[Tensor]]]:
+        """The same for as many parameters at a time as the workspace has room for.
+
+        Args:
+            indices: as in :meth:`orthogonalize`.
+            directions: what is orthogonalized of some of the parameters, in the order of :meth:`flat`; asked for each
+                parameter once, when it is its turn. It may keep nothing of them.
+            scaled: as in :meth:`orthogonalize`.
+
+        Yields:
+            Some of the parameters, as they were asked for, and this rank's shards of the factors of their matrices.
+        """
+        return execute(self._chunks_of(indices), directions, self._room, scaled)
 
     def statistics(self, wanted: Sequence[Wanted]) -> list[Statistics]:
         """Statistics of logical matrices, with at most one all-reduce for each group; the same on all its ranks."""
@@ -313,32 +323,78 @@ class Engine:
             return hand_out(stacks, matrices, numbers, group)
         return lambda: [cut_out(x, each.rectangles[group.rank()]) for x, each in zip(stacks, matrices, strict=True)]
 
-    def _of(self, indices: Sequence[int]) -> tuple[Plan, list[Matrix], list[float]]:
-        """The plan as far as it is of some parameters, their logical matrices as orthogonalized, and the scales."""
+    def _of(self, indices: Sequence[int]) -> tuple[list[Matrix], list[float]]:
+        """The logical matrices of some parameters as orthogonalized, and their scales."""
         wanted = tuple(indices)
         if wanted not in self._active:
             if len(self._active) > _MOST_PLANS:
                 self._active.clear()
-            kept = set(wanted)
-            plan = subset(self.plan, [m for m, (i, _) in enumerate(self._of_matrix) if i in kept])
             of_each = [(self._parameters[i].scale, matrix) for i in wanted for matrix in self.matrices[i]]
             # the scale of a matrix without entries may divide by zero
             scales = [1.0 if scale is None or 0 in m.shape else scale(*m.shape) for scale, m in of_each]
-            self._active[wanted] = plan, [matrix for _, matrix in of_each], scales
+            self._active[wanted] = [matrix for _, matrix in of_each], scales
         return self._active[wanted]
 
-    def _compile(self) -> None:
-        """Fix the iteration of every bucket: its form is that of the scheme."""
-        for bucket in self.plan.buckets:
+    def _chunks_of(self, indices: Sequence[int]) -> list[Chunk]:
+        """The chunks of a step of some parameters."""
+        wanted = tuple(indices)
+        if wanted not in self._chunks:
+            if len(self._chunks) > _MOST_PLANS:
+                self._chunks.clear()
+            kept = set(wanted)
+            numbers = [m for m, (i, _) in enumerate(self._of_matrix) if i in kept]
+            plan = subset(self.plan, numbers)
+            of_chunks: dict[int, list[Bucket]] = {}
+            for bucket in plan.buckets:
+                of_chunks.setdefault(bucket.chunk, []).append(bucket)
+            needed = chunk_bytes(plan, self.workspace)
+            self._chunks[wanted] = [
+                self._chunk(plan, buckets, numbers, bytes_)
+                for buckets, bytes_ in zip(of_chunks.values(), needed, strict=True)
+            ]
+        return self._chunks[wanted]
+
+    def _chunk(self, plan: Plan, buckets: Sequence[Bucket], numbers: Sequence[int], needed: int) -> Chunk:
+        """Buckets of a plan, whose matrices have these ``numbers`` among all, as they are worked on together."""
+        jobs: list[Job] = []
+        shapes: list[tuple[int, ...]] = []
+        dtypes, stacked = [], []
+        for bucket in buckets:
+            of_bucket = [numbers[bucket.matrices[i]] for i in in_order(bucket)]
+            matrix, (_, layout) = plan.matrices[bucket.matrices[0]], self._of_matrix[of_bucket[0]]
+            settings, shape = self._iterations[matrix.iteration], layout.rectangle.shape
+            dtypes.append(widest([settings.sent_dtype(self._dtype(m)) for m in of_bucket]))
             form: Form = "gram" if bucket.scheme.startswith("gram") else "auto"
             form = "standard" if bucket.scheme == "distributed" else form
-            i, layout = self._of_matrix[bucket.matrices[0]]
-            shape, dtype = layout.shape, self._parameters[i].dtype
-            if bucket.scheme == "blockwise":
-                shape = layout.rectangle.shape
-            name = self.plan.matrices[bucket.matrices[0]].iteration
-            compiled = self._iterations[name].compile(shape, dtype, self.device, form)
-            self._compiled[name, shape, bucket.scheme, dtype] = compiled
+            worked_on = shape if bucket.scheme == "blockwise" else layout.shape
+            iteration = settings.compile(worked_on, dtypes[-1], self.device, form)
+            jobs.append(Job(bucket, matrix, self.groups.get(matrix.group), iteration))
+            shapes.append((len(of_bucket), *shape))
+            stacked.append(of_bucket)
+        parts, some, entries = [], dict[int, list[int]](), 0
+        for m in sorted(chain(*stacked)):
+            i, layout = self._of_matrix[m]
+            largest = max(rectangle.numel for rectangle in layout.rectangles)
+            if some and i not in some and (entries + largest) * self.workspace.of_entry > self.workspace.part:
+                parts.append(self._part(some, stacked))
+                some, entries = {}, 0
+            some.setdefault(i, []).append(m)
+            entries += largest
+        return Chunk(jobs, shapes, dtypes, [*parts, self._part(some, stacked)], needed)
+
+    def _part(self, matrices: Mapping[int, Sequence[int]], stacked: Sequence[Sequence[int]]) -> Part:
+        """Parameters with their ``matrices``, which are among those of buckets as they are ``stacked``."""
+        at, scales, pieces = {m: at for at, m in enumerate(chain(*matrices.values()))}, self.scales(list(matrices)), []
+        for bucket, of_bucket in enumerate(stacked):
+            if rows := [row for row, m in enumerate(of_bucket) if m in at]:
+                own = [of_bucket[row] for row in rows]
+                of_own = [scales[at[m]] for m in own]
+                pieces.append(Piece(bucket, rows, [at[m] for m in own], of_own, [self._dtype(m) for m in own]))
+        return Part(tuple(matrices), pieces)
+
+    def _dtype(self, matrix: int) -> torch.dtype:
+        """The dtype of the updates of a matrix of the plan."""
+        return self._parameters[self._of_matrix[matrix][0]].dtype
 
     def _with_settings(self) -> Plan:
         """The plan with what else ranks have to agree on: in place of the iterations, and if these differ in names."""
@@ -354,9 +410,19 @@ class Engine:
         """What costs are predicted with: the same on every rank, so not with the kernel that will be chosen."""
         iteration, share = self._iterations[name], 0.5
         if self.device.type == "cpu":
-            own = [layout for i, layout in self._of_matrix if self._parameters[i].iteration == iteration]
+            own = [layout for i, layout in self._of_matrix if self._named(i) == name]
             share = default_products(self.device, torch.float32).share(max((min(x.shape) for x in own), default=0))
-        return Work(schedule=iteration.schedule, restarts=iteration.restarts, share=share)
+        of_products = max(
+            product_dtype(self._dtype(m), iteration.fp32_matmul_prec).itemsize
+            for m, (i, _) in enumerate(self._of_matrix)
+            if self._named(i) == name
+        )
+        return Work(schedule=iteration.schedule, restarts=iteration.restarts, share=share, itemsize=of_products)
+
+    def _named(self, parameter: int) -> str:
+        """The name of the iteration of a parameter."""
+        iteration = self._parameters[parameter].iteration
+        return "" if iteration is None else iteration.name
 
     def _product_dtypes(self) -> list[torch.dtype]:
         """The dtypes in which the products of the standard form are computed."""
@@ -372,7 +438,8 @@ def subset(plan: Plan, kept: Sequence[int]) -> Plan:
         left = [i for i, matrix in enumerate(bucket.matrices) if matrix in new]
         if left:
             compute_ranks = tuple(bucket.compute_ranks[i] for i in left) if bucket.compute_ranks else ()
-            buckets.append(Bucket(tuple(new[bucket.matrices[i]] for i in left), bucket.scheme, compute_ranks))
+            indices = tuple(new[bucket.matrices[i]] for i in left)
+            buckets.append(replace(bucket, matrices=indices, compute_ranks=compute_ranks))
     return Plan(tuple(plan.matrices[i] for i in kept), tuple(buckets))
 
 

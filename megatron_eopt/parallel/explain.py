@@ -1,15 +1,26 @@
 """A plan as a table, for people."""
 
-from megatron_eopt.parallel.cost import DEFAULT_RATES, Cost, Rates, Work, Works, bucket_cost, plan_cost
+from megatron_eopt.parallel.cost import (
+    DEFAULT_RATES,
+    Cost,
+    Rates,
+    Work,
+    Works,
+    bucket_cost,
+    largest_iteration,
+    plan_cost,
+    step_bytes,
+)
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Plan, TpMode
+from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace
 
 _COMPARED: tuple[TpMode, ...] = ("duplicated", "distributed", "blockwise")
 _COLUMNS = ("group", "scheme", "GFLOP", "MB sent", "collectives", "ms")
 _LINE = "{:<34}{:>10}{:>18}{:>15}{:>13}{:>13}{:>13}"
 
 
-def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> str:
+def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES, workspace: Workspace = DEFAULT_WORKSPACE) -> str:
     """A table of fixed width: what each bucket costs its busiest rank, and what all cost, beside other schemes.
 
     The total is that of the busiest rank over all buckets, which is less than the sum of the lines where different
@@ -32,7 +43,11 @@ def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> str:
     modelled = (
         f"{rates.flops / 1e12:.3g} TFLOP/s, {rates.bytes / 1e9:.3g} GB/s and {rates.latency * 1e6:.3g} us a collective"
     )
-    lines += ["", f"Of the busiest rank in one step, modelled at {modelled}, nothing overlapped."]
+    lines += [
+        "",
+        f"Of the busiest rank in one step, modelled at {modelled}, nothing overlapped.",
+        _memory(plan, work, workspace),
+    ]
     for name, each in works.items():
         steps = f"{numbers[name]}: {name}" if numbers else f"{len(each.schedule)} steps"
         form = "standard form only"
@@ -40,6 +55,18 @@ def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> str:
             form = f"Gram form with {len(each.restarts)} restart{'' if len(each.restarts) == 1 else 's'}"
         lines.append(f"{steps}, {form}, {each.share:.0%} of a symmetric product computed.")
     return "\n".join([*lines, "blockwise is an approximation."])
+
+
+def _memory(plan: Plan, work: Works, workspace: Workspace) -> str:
+    """A line on the temporaries of a step."""
+    needed, largest = step_bytes(plan, work, workspace), largest_iteration(plan.matrices, work)
+    chunks, mib = 1 + max((bucket.chunk for bucket in plan.buckets), default=0), 2**20
+    called = "1 chunk" if chunks == 1 else f"{chunks} chunks"
+    return (
+        f"Temporaries: at most {_figure(needed / mib)} MiB, in {called}. The workspace is "
+        f"{_figure(workspace.bytes / mib)} MiB;\nbeside it an iteration of the largest matrix may take "
+        f"{_figure(largest / mib)} MiB."
+    )
 
 
 def _row(name: str, group: str, scheme: str, cost: Cost) -> str:

@@ -4,11 +4,11 @@ Pure Python, from shapes, shards and settings alone: the same on every rank, and
 without a process group.
 """
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
-from itertools import combinations, zip_longest
+from itertools import chain, combinations, zip_longest
 from typing import Any, get_args
 
 from megatron_eopt.orthogonalize.choices import check_choice
@@ -18,11 +18,13 @@ from megatron_eopt.parallel.cost import (
     Works,
     bucket_cost,
     cube_flops,
+    largest_iteration,
     plan_cost,
     whole_flops,
     work_of,
 )
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, Scheme, Shape, TpMode, cut_dimension, whole
+from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace, chunk_bytes, in_chunks
 
 REPLICATED_ROWS = 1024
 """Gram matrices of at most so many rows are worth computing on every rank: to split them costs more collectives."""
@@ -30,9 +32,6 @@ REPLICATED_ROWS = 1024
 SMALL_ENTRIES = 128 * 128
 """Matrices of at most so many entries may be computed on every rank where that is predicted to be faster: a collective
 less counts for more than their operations, which no processor makes at its full rate."""
-
-MAX_BYTES = 2**30
-"""What one rank holds of a part, at most, unless a round of it (one matrix for each rank) is larger."""
 
 SHARED_PARTS = 4
 """Into so many parts shared matrices are cut: all are computed before the first results could leave otherwise."""
@@ -49,11 +48,13 @@ def make_plan(
     work: Works,
     rates: Rates = DEFAULT_RATES,
     share_groups: Set[str] = frozenset({"dp"}),
+    workspace: Workspace = DEFAULT_WORKSPACE,
+    parameters: Sequence[int] | None = None,
 ) -> Plan:
     """The plan of a list of matrices: a function of its arguments alone, so the same on every rank.
 
     Matrices of equal shape, shards, group, item size and iteration are one bucket, or two where the scheme is mixed, or
-    more where they are many (:func:`in_parts`):
+    more where they do not fit into the workspace together (:func:`~megatron_eopt.parallel.workspace.in_chunks`):
 
     - Matrices of one rank, and those without entries, are ``local``.
     - Matrices that every rank of a group holds whole are ``share``, or ``local`` if the group is not to share.
@@ -71,10 +72,11 @@ def make_plan(
     Compute ranks are dealt in rounds over the ranks; the last round of a bucket goes to the ranks with the least to do
     so far, the largest matrices first. So two ranks differ by at most one matrix.
 
-    Executed are first the buckets that exchange, the most expensive first, then the others, which fill the waiting.
+    Executed are chunk by chunk first the buckets that exchange, the most expensive first, then the others, which fill
+    the waiting.
 
-    The matrices are in the order of the parameters; ``share_groups`` are labels of groups whose whole matrices are
-    shared out.
+    The matrices are in the order of the parameters, of which ``parameters`` has a number for each matrix, by default
+    another one for each; ``share_groups`` are labels of groups whose whole matrices are shared out.
 
     Raises:
         ValueError: for an unknown mode, two matrices of one name, shards that neither tile their matrix nor are all
@@ -91,18 +93,35 @@ def make_plan(
         return -whole_flops(m.shape, work_of(m, work)), m.group, m.shape, m.rectangles, m.itemsize, m.iteration
 
     kinds = sorted(alike, key=largest_first)  # from here on the order does not depend on that of the parameters
-    buckets: list[Bucket] = []
+    of_groups = []
     for group, ranks in sorted({(m.group, m.ranks) for m in kinds}):
         own = [(m, tuple(alike[m])) for m in kinds if (m.group, m.ranks) == (group, ranks)]
         options = [_options(m, indices, mode, work, group in share_groups) for m, indices in own]
-        for bucket in _best(draft, options, work, rates):
-            buckets += in_parts(bucket, draft.matrices[bucket.matrices[0]])
+        of_groups.append(_best(draft, options, work, rates))
 
-    def order(bucket: Bucket) -> tuple[bool, float]:
+    def order(bucket: Bucket) -> tuple[int, bool, float]:
         idle = bucket.scheme in ("local", "blockwise")
-        return idle, -bucket_cost(draft, bucket, work, rates).seconds
+        return bucket.chunk, idle, -bucket_cost(draft, bucket, work, rates).seconds
 
-    return replace(draft, buckets=tuple(sorted(buckets, key=order)))
+    numbers, largest = parameters or range(len(draft.matrices)), largest_iteration(draft.matrices, work)
+    everything = replace(draft, buckets=tuple(chain(*of_groups)))
+    if sum(chunk_bytes(everything, workspace)) > workspace.for_chunks(largest):
+        chunk_of: dict[int, int] = {}
+        # each group by itself, so that its chunks do not depend on what else a rank has
+        for of_group in sorted(of_groups, key=lambda each: min(map(order, each))):
+            alone = replace(draft, buckets=tuple(sorted(of_group, key=order)))
+            first = 1 + max(chunk_of.values(), default=-1)
+            chunk_of |= {i: first + chunk for i, chunk in in_chunks(alone, numbers, workspace, largest).items()}
+        of_groups = [_with_compute_ranks(draft, list(_cut(each, chunk_of)), work) for each in of_groups]
+    parts = chain(*(_in_parts(bucket, draft.matrices[bucket.matrices[0]].ranks) for bucket in chain(*of_groups)))
+    return replace(draft, buckets=tuple(sorted(parts, key=order)))
+
+
+def _cut(buckets: Sequence[Bucket], chunk_of: Mapping[int, int]) -> Iterator[Bucket]:
+    """Buckets by chunks, without compute ranks."""
+    for bucket in buckets:
+        for chunk in sorted({chunk_of[i] for i in bucket.matrices}):
+            yield Bucket(tuple(i for i in bucket.matrices if chunk_of[i] == chunk), bucket.scheme, (), chunk)
 
 
 def _options(
@@ -226,21 +245,15 @@ def _tile(shape: Shape, rectangles: tuple[Rectangle, ...]) -> bool:
     return bool(rectangles) and inside and covered and not overlap
 
 
-def in_parts(bucket: Bucket, matrix: Matrix, max_bytes: int = MAX_BYTES) -> list[Bucket]:
-    """A bucket of matrices like ``matrix`` as buckets of whole rounds, in each of which every rank computes as many."""
-    if bucket.scheme in ("local", "blockwise"):
+def _in_parts(bucket: Bucket, ranks: int) -> list[Bucket]:
+    """A bucket that is shared out as :data:`SHARED_PARTS` ones of whole rounds; any other one as it is."""
+    if bucket.scheme != "share":
         return [bucket]
-    held = max(rectangle.numel for rectangle in matrix.rectangles) * matrix.itemsize
-    if bucket.scheme.startswith("gram"):
-        held = max(held, min(matrix.shape) ** 2 * 4)
-    rounds = -(-len(bucket.matrices) // matrix.ranks)
-    at_once = max(1, max_bytes // (max(1, held) * matrix.ranks))
-    if bucket.scheme == "share":
-        at_once = min(at_once, -(-rounds // SHARED_PARTS))
-    size = at_once * matrix.ranks
+    rounds = -(-len(bucket.matrices) // ranks)
+    size = -(-rounds // SHARED_PARTS) * ranks
     return [
-        Bucket(bucket.matrices[start : start + size], bucket.scheme, bucket.compute_ranks[start : start + size])
-        for start in range(0, len(bucket.matrices), size)
+        replace(bucket, matrices=bucket.matrices[i : i + size], compute_ranks=bucket.compute_ranks[i : i + size])
+        for i in range(0, len(bucket.matrices), size)
     ]
 
 

@@ -152,11 +152,13 @@ class Bucket:
     Attributes:
         matrices: indices into the matrices of the plan, ascending.
         compute_ranks: of each matrix, for ``owner``, ``gram_split`` and ``share``; empty otherwise.
+        chunk: number of the chunk that it is a part of; those of one are worked on together.
     """
 
     matrices: tuple[int, ...]
     scheme: Scheme
     compute_ranks: tuple[int, ...] = ()
+    chunk: int = 0
 
 
 @dataclass(frozen=True)
@@ -167,22 +169,11 @@ class Plan:
     buckets: tuple[Bucket, ...]
 
 
-def of_ranks(compute_ranks: Sequence[int], ranks: int) -> list[list[int]]:
-    """The matrices of a bucket that each rank computes, ascending; of no rank more than one more than of another."""
+def in_rounds(compute_ranks: Sequence[int], ranks: int) -> tuple[list[int], list[int]]:
+    """The matrices of which every rank has as many, one rank's after the other's, and the rest."""
     of_each: list[list[int]] = [[] for _ in range(ranks)]
     for index, rank in enumerate(compute_ranks):
         of_each[rank].append(index)
-    counts = [len(indices) for indices in of_each]
-    if max(counts) - min(counts) > 1:
-        raise ValueError(
-            f"one rank computes {max(counts)} of {len(compute_ranks)} matrices and another {min(counts)}: "
-            f"they are to be dealt evenly over {ranks} ranks"
-        )
-    return of_each
-
-
-def in_rounds(compute_ranks: Sequence[int], ranks: int) -> tuple[list[int], list[int]]:
-    """The matrices of which every rank has as many, one rank's after the other's, and the rest: fewer than ranks."""
-    rounds, owned = len(compute_ranks) // ranks, of_ranks(compute_ranks, ranks)
-    full = [index for indices in owned for index in indices[:rounds]]
-    return full, sorted(index for indices in owned for index in indices[rounds:])
+    rounds = min(map(len, of_each))
+    full = [index for indices in of_each for index in indices[:rounds]]
+    return full, sorted(index for indices in of_each for index in indices[rounds:])

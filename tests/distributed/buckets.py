@@ -134,7 +134,8 @@ def plan_of(cases, ranks):
     for case in cases:
         of_bucket = tuple(range(len(matrices), len(matrices) + case.count))
         rectangles = rectangles_of(case, ranks)
-        matrices += [Matrix(f"{index}", case.shape, rectangles, "tp", case.dtype.itemsize) for index in of_bucket]
+        itemsize = case.settings.sent_dtype(case.dtype).itemsize
+        matrices += [Matrix(f"{index}", case.shape, rectangles, "tp", itemsize) for index in of_bucket]
         # the last ranks first, so that compute ranks and their matrices are not in order
         compute_ranks = (
             tuple((ranks - 1 - index) % ranks for index in range(case.count)) if case.scheme in OWNED else ()
@@ -189,10 +190,9 @@ def executed(plan, shards, groups, iterations, scale=scale):
         Parameter(str(i), shard.dtype, layout, iteration=iteration, scale=scale)
         for i, (shard, layout, iteration) in enumerate(zip(shards, layouts, of_matrices, strict=True))
     ]
-    engine = Engine(parameters, torch.device("cpu"))
+    engine = Engine(parameters, shards[0].device)
     named = (replace(each, iteration=own.name) for each, own in zip(plan.matrices, of_matrices, strict=True))
     engine.plan = replace(plan, matrices=tuple(named))
-    engine._compile()
     for bucket in plan.buckets:
         for i in bucket.matrices if bucket.scheme == "blockwise" else ():
             engine.matrices[i] = (_as_worked_on(plan.matrices[i], layouts[i], "blockwise"),)

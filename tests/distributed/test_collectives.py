@@ -1,8 +1,11 @@
 """The collectives: what they give, and what they count."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it makes the backend known
 
 from megatron_eopt.parallel import collectives
 from megatron_eopt.parallel.collectives import counters
@@ -73,6 +76,11 @@ def every_collective(rank, ranks):
     for step in reversed(range(8)):
         assert torch.equal(pending[step].wait(), total + ranks * step)
 
+    # flags on the CPU, in groups that are made with a name for each device, or for one of them
+    for name in ("cpu:gloo", "gloo", None):
+        made = dist.new_group(backend=name)
+        assert torch.equal(collectives.lowest(numbers, made), numbers - rank)
+
     # nothing to send is a collective too
     assert collectives.all_gather(numbers[:0], group).wait().shape == (ranks, 0)
     assert [part.numel() for part in collectives.all_to_all([[numbers[:0]]] * ranks, [0] * ranks, group).wait()] == [
@@ -84,3 +92,47 @@ def every_collective(rank, ranks):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_collectives(ranks):
     assert all(run_ranks(every_collective, ranks))
+
+
+class Group:
+    """What a group says of itself; torch's meta device stands for a GPU."""
+
+    def __init__(self, *devices):
+        self._device_types = [torch.device(each) for each in devices]
+
+
+@pytest.mark.parametrize(
+    ("group", "of_cpu"),
+    [
+        (Group("meta"), "meta"),  # init_process_group() on a GPU, "nccl", "cuda:nccl"
+        (Group("meta", "cpu"), "cpu"),  # "gloo", "cpu:gloo,cuda:nccl", in whatever order torch lists them
+        (Group("cpu", "meta"), "cpu"),
+        (Group("cpu"), "cpu"),
+        (Group(), "cpu"),  # nothing was sent yet, and the backend is made when something is
+    ],
+)
+def test_tensors_are_sent_from_a_device_that_the_group_has_a_backend_for(group, of_cpu, monkeypatch):
+    sent = []
+    monkeypatch.setattr(dist, "all_reduce", lambda x, op, group: sent.append(x.device.type))
+    with pytest.raises(NotImplementedError, match="out of meta tensor") if of_cpu == "meta" else nullcontext():
+        assert torch.equal(collectives.lowest(torch.ones(3), group), torch.ones(3))
+    assert sent == [of_cpu]
+    if group._device_types != [torch.device("cpu")]:  # what is on the GPU stays there
+        assert collectives.lowest(torch.ones(3, device="meta"), group).is_meta
+        assert sent == [of_cpu, "meta"]
+
+
+def test_a_group_of_another_device_gets_its_tensors_there(monkeypatch):
+    """torch itself refuses a tensor on the CPU here, whose group has no name that would say why."""
+    dist.init_process_group("meta:fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+            dist.all_reduce(torch.ones(3))
+        sent = []
+        real = dist.all_reduce
+        monkeypatch.setattr(dist, "all_reduce", lambda x, *args, **kwargs: (sent.append(x), real(x, *args, **kwargs)))
+        with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):  # its way back
+            collectives.lowest(torch.ones(3), dist.group.WORLD)
+        assert [x.device.type for x in sent] == ["meta"]
+    finally:
+        dist.destroy_process_group()

@@ -1,12 +1,19 @@
-"""Data-parallel ranks that hold different parameters do not make a first step."""
+"""What all ranks of a run find out together.
 
-from functools import partial
+Data-parallel ranks that hold different parameters do not make a first step, and not many later ones.
+"""
 
+from unittest import mock
+
+import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_eopt.megatron.agreement import on_all_ranks
+from megatron_eopt.megatron.checkpoints import checksums
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
 from megatron_eopt.megatron.factory import check_first_step
+from megatron_eopt.overrides import OverrideError
 from tests.distributed.ranks import run_ranks
 
 
@@ -15,7 +22,7 @@ class Optimizer:
 
     def step(self):
         self.steps += 1
-        return self.steps
+        return True, self.steps  # whether it was made comes first, as Megatron has it
 
 
 def model(rank, different):
@@ -31,23 +38,75 @@ def model(rank, different):
 CASES = [(None, True), ((0, "weight"), True), ((0, "bias"), True), ((1, "weight"), True), ((1, "weight"), False)]
 
 
-def first_steps(rank, world_size):
-    return [first_step(rank, *case) for case in CASES]
+def on_rank(rank, world_size):
+    return [first_step(rank, *case) for case in CASES], drift(rank), [decided(rank, by) for by in ((), (1,), (0, 1))]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(on_rank, 2)
 
 
 def first_step(rank, different, experts):
     optimizer = Optimizer()
     groups = dist.group.WORLD, dist.group.WORLD if experts else None
-    check_first_step(optimizer, [partial(check_replicas, [model(rank, different)], *groups)])
+    check_first_step(optimizer, [check_replicas([model(rank, different)], *groups)])
     try:
-        return optimizer.step(), optimizer.step()
+        return optimizer.step()[1], optimizer.step()[1]
     except RuntimeError as error:
         return str(error), optimizer.steps
 
 
-def test_all_ranks_refuse_and_name_the_parameter():
-    for rank in run_ranks(first_steps, 2):
-        same, weight, bias, expert, expert_of_others = rank
+def drift(rank):
+    """One entry moves by one bit on one rank in the seventh step; the steps that were made until that is an error."""
+    before, checksums.EVERY = checksums.EVERY, 4
+    optimizer, layers = Optimizer(), model(rank, None)
+    check_first_step(optimizer, [check_replicas([layers], dist.group.WORLD, dist.group.WORLD)])
+    real = dist.all_reduce
+    dist.all_reduce = counted = mock.Mock(side_effect=real)
+    try:
+        for step in range(20):
+            if step == 6 and rank == 1:
+                layers[0].bias.data.view(torch.int32)[2] += 1
+            optimizer.step()
+    except RuntimeError as error:
+        return str(error), optimizer.steps, counted.call_count
+    finally:
+        dist.all_reduce, checksums.EVERY = real, before
+
+
+def decided(rank, wrong):
+    """A decision that some ranks cannot make, and how many collectives of objects it took."""
+
+    def decide():
+        if rank in wrong:
+            raise ValueError(f"not on rank {rank}")
+        return rank
+
+    with mock.patch.object(dist, "all_gather_object", side_effect=dist.all_gather_object) as objects:
+        try:
+            return on_all_ranks(decide), objects.call_count
+        except OverrideError as error:
+            return str(error), objects.call_count
+
+
+def test_a_mistake_of_one_rank_ends_all_and_objects_cross_for_its_sake_only(ranks):
+    for rank, (*_, found) in enumerate(ranks):
+        assert found == [(rank, 0), ("not on rank 1", 1), ("not on rank 0", 1)]
+
+
+def test_ranks_that_drift_apart_are_told_a_few_steps_after_the_next_comparison(ranks):
+    for _, (message, steps, asked), _ in ranks:
+        assert message.startswith(
+            "1 of 3 parameters differ between data-parallel ranks, such as 0.bias: the ranks would"
+        )
+        assert "Found after 10 steps" in message  # compared before the ninth step
+        assert steps == 10
+        assert asked == 2 * 3  # of dense parameters and of experts, before the first, the fifth and the ninth step
+
+
+def test_all_ranks_refuse_and_name_the_parameter(ranks):
+    for (same, weight, bias, expert, expert_of_others), *_ in ranks:
         assert same == (1, 2)
         assert expert_of_others == (1, 2)  # experts are compared with their own replicas only
         for (message, steps), count, name in (

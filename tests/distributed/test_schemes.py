@@ -95,7 +95,7 @@ def summed(size, ranks):
 
 def predicted(case, ranks, rank):
     """Calls and bytes of each collective."""
-    rectangles, item = rectangles_of(case, ranks), case.dtype.itemsize
+    rectangles, item = rectangles_of(case, ranks), case.settings.sent_dtype(case.dtype).itemsize
     compute_ranks = [(ranks - 1 - index) % ranks for index in range(case.count)]
     each = -(-case.count // ranks)
     rows, cols = case.shape

@@ -24,6 +24,7 @@ CALLS = 2 * (1 + 2 * 2 + 1)
 
 CASES = {
     "tall along rows": ((48, 20), sharded(0)),
+    "as tall along rows": ((48, 20), sharded(0)),
     "tall along columns": ((48, 20), sharded(1)),
     "wide along rows": ((20, 48), sharded(0)),
     "wide along columns": ((20, 48), sharded(1)),
@@ -33,6 +34,7 @@ CASES = {
     "fused qkv along columns": ((4 * 16, 24), sharded(1, qkv_split_shapes=[8, 4, 4])),
     # shards end inside the group, and some hold nothing of k or v
     "one query group": ((48, 20), sharded(0, qkv_split_shapes=[32, 8, 8])),
+    "one more query group": ((48, 20), sharded(0, qkv_split_shapes=[32, 8, 8])),
     "expert": ((20, 48), {"partition_dim": 1, "expert_tp": True}),
     "stacked experts": ((2, 16, 20), sharded(1, logical_matrices=experts(2))),
     "replicated": ((20, 12), {}),
@@ -71,9 +73,9 @@ def built(parameters, pairs, world_size, **settings):
     several = list(parameters.items())
     return Spectron(
         [
-            {"params": several[:4], "weight_decay": 0.2},
+            {"params": several[:5], "weight_decay": 0.2},
             factor_pairs(list(zip(list(pairs.items())[::2], list(pairs.items())[1::2], strict=True))),
-            {"params": several[4:], "rank": 3, "lr": 0.1},
+            {"params": several[5:], "rank": 3, "lr": 0.1},
         ],
         lr=0.05,
         rank=RANK,

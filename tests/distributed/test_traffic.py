@@ -16,14 +16,15 @@ LAYERS = 4
 SHAPES = {"q": (512, 512, 0), "k": (128, 512, 0), "v": (128, 512, 0), "o": (512, 512, 1)}
 SHAPES |= {"gate": (1792, 512, 0), "up": (1792, 512, 0), "down": (512, 1792, 1)}
 MODES = ("owner", "gram", "auto", "duplicated", "distributed", "blockwise")
+RUNS = [*((mode, "highest") for mode in MODES), ("owner", "medium"), ("duplicated", "medium")]
 
 
 def steps(rank, world_size):
-    """What each mode exchanges in one step, as counted and as predicted, and its number of buckets."""
+    """What each mode and precision exchanges in one step, as counted and as predicted, and its number of buckets."""
     torch.manual_seed(0)
     groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)
     found = {}
-    for tp_mode in MODES:
+    for tp_mode, precision in RUNS:
         parameters = []
         for layer in range(LAYERS):
             for name, (rows, cols, dim) in SHAPES.items():
@@ -32,25 +33,26 @@ def steps(rank, world_size):
                 parameter.grad = torch.randn_like(parameter)
                 parameters.append((f"{layer}.{name}", parameter))
         optimizer = TensorParallelMuon(
-            parameters, coefficient_type="cubic5", fp32_matmul_prec="highest", pg_collection=groups, tp_mode=tp_mode
+            parameters, coefficient_type="cubic5", fp32_matmul_prec=precision, pg_collection=groups, tp_mode=tp_mode
         )
         plan, works = optimizer.prepare().plan, optimizer.prepare().works
         counters.reset()
         optimizer.step()
         counted = {name: (counters.calls[name], counters.bytes[name]) for name in counters.calls}
-        found[tp_mode] = (counted, predicted(plan, rank, works), len(plan.buckets))
+        found[tp_mode, precision] = (counted, predicted(plan, rank, works), len(plan.buckets))
     return found
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_step_exchanges_what_the_plan_says(world_size):
-    weight = 4 * sum(rows * cols for rows, cols, _ in SHAPES.values()) * LAYERS
+    entries = sum(rows * cols for rows, cols, _ in SHAPES.values()) * LAYERS
     for found in run_ranks(steps, world_size):
-        for tp_mode, (counted, expected, buckets) in found.items():
+        for (tp_mode, precision), (counted, expected, buckets) in found.items():
+            weight = entries * (2 if precision == "medium" else 4)  # bytes, where they are exchanged
             # one agreement per step on who has a finite gradient: 3 numbers for each of 28 parameters
             agreed = counted.pop("agree", (0, 0))
             assert agreed == ((0, 0) if tp_mode == "blockwise" else (1, 3 * 28 * 4))
-            assert counted == expected, tp_mode
+            assert counted == expected, (tp_mode, precision)
             calls, sent = (sum(figures) for figures in zip(*counted.values(), strict=True)) if counted else (0, 0)
             if tp_mode == "owner":
                 assert set(counted) == {"all_to_all"}

@@ -8,9 +8,11 @@ from torch import nn
 
 from megatron_eopt.matrices import ATTRIBUTE, WHOLE, concatenated, declare, experts, tag_declared, undeclare
 from megatron_eopt.megatron.assignment import Assignment
+from megatron_eopt.megatron.factory import OptimizerOfRun
 from megatron_eopt.megatron.fused import Matrices, fused, is_declared, logical_matrices, split_of, tag
 from megatron_eopt.megatron.parameters import trainable
 from megatron_eopt.overrides import Resolved
+from megatron_eopt.parallel.layout import layout_of
 from megatron_eopt.registry import is_nonlinear_or_embedding
 from tests.parallel.test_layout import Group
 
@@ -217,3 +219,71 @@ def test_a_frozen_projection_is_left_alone():
     attention.linear_qkv.weight.requires_grad = False
     split_qkv([attention], groups())
     assert not hasattr(attention.linear_qkv.weight, "is_qkv")
+
+
+class TransformerEngineLinear(nn.Module):
+    """As Transformer Engine marks the weight of its linear layer: as cut, also where it knows of no parallelism."""
+
+    __module__ = "transformer_engine.pytorch.module.linear"
+
+    def __init__(self, rows, cols, parallel_mode=None):
+        super().__init__()
+        self.parallel_mode, self.in_features, self.out_features = parallel_mode, cols, rows
+        self.weight = nn.Parameter(torch.empty(rows, cols))
+        self.weight.tensor_model_parallel, self.weight.partition_stride = True, 1
+        self.weight.partition_dim = 1 if parallel_mode == "row" else 0
+
+
+class TELinear(TransformerEngineLinear):
+    """As Megatron-Core 0.17 and 0.18 make it: of experts nothing is left of the mode."""
+
+    __module__ = "megatron.core.extensions.transformer_engine"
+
+    def __init__(self, rows, cols, parallel_mode, is_expert=False):
+        super().__init__(rows, cols, None if is_expert or parallel_mode == "duplicated" else parallel_mode)
+        self.weight.allreduce = not is_expert
+        if parallel_mode == "duplicated":
+            self.weight.tensor_model_parallel = False
+
+
+class TEColumnParallelLinear(TELinear):
+    __module__ = "megatron.core.extensions.transformer_engine"
+
+    def __init__(self, rows, cols, ranks, is_expert=False):
+        super().__init__(rows // ranks, cols, "column", is_expert)
+
+
+class TERowParallelLinear(TELinear):
+    __module__ = "megatron.core.extensions.transformer_engine"
+
+    def __init__(self, rows, cols, ranks, is_expert=False):
+        super().__init__(rows, cols // ranks, "row", is_expert)
+
+
+class UsersRowParallelLinear(TERowParallelLinear):
+    pass
+
+
+def run_of(model, **sizes):
+    run = OptimizerOfRun.__new__(OptimizerOfRun)
+    run.model_chunks, run.groups = [model], groups(**sizes)
+    run.describe()
+    return run
+
+
+@pytest.mark.parametrize("row_parallel", [TERowParallelLinear, UsersRowParallelLinear])
+def test_transformer_engines_experts_are_cut_as_their_layers_cut_them(row_parallel):
+    tp, expt_tp, ffn = 4, 2, 24
+    expert = nn.ModuleDict(
+        {"linear_fc1": TEColumnParallelLinear(ffn, HIDDEN, 2, True), "linear_fc2": row_parallel(HIDDEN, ffn, 2, True)}
+    )
+    model = nn.ModuleDict({"local_experts": nn.ModuleList([expert]), "linear_proj": row_parallel(HIDDEN, HIDDEN, tp)})
+    run = run_of(model, tp=tp, expt_tp=expt_tp)
+    layouts = [layout_of(each.tensor, run.groups.tp, run.groups.expt_tp) for each in run.parameters]
+    assert [
+        (each.info.shape, layout.shape, layout.dim) for each, layout in zip(run.parameters, layouts, strict=True)
+    ] == [
+        ((ffn, HIDDEN), (ffn, HIDDEN), 0),
+        ((HIDDEN, ffn), (HIDDEN, ffn), 1),
+        ((HIDDEN, HIDDEN), (HIDDEN, HIDDEN), 1),
+    ]

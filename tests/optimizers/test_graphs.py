@@ -1,5 +1,7 @@
 """A captured step. Without a GPU the capture is a function that is called again: it shows what would be replayed."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -73,6 +75,44 @@ def test_a_step_on_a_gpu_leaves_out_what_a_step_on_a_cpu_leaves_out(name):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
             for key, x in masked.state[p].items():
                 torch.testing.assert_close(x, plain.state[q][key], rtol=1e-5, atol=1e-6)
+
+
+class Cuda:
+    """What torch.cuda is asked for by a capture, in order; the replay is asked for, too."""
+
+    def __init__(self, monkeypatch):
+        self.calls = []
+        monkeypatch.setattr(torch.cuda, "device", lambda device: self.during("device", str(device)))
+        monkeypatch.setattr(torch.cuda, "graph", lambda graph, **how: self.during("graph", how))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
+
+    def replay(self):
+        self.calls.append("replay")
+
+    @contextmanager
+    def during(self, what, how):
+        self.calls.append((what, how))
+        yield
+        self.calls.append(f"end of {what}")
+
+
+def test_a_capture_is_on_the_device_and_does_not_mind_other_threads(monkeypatch):
+    """A thread that pins memory for a data loader breaks a capture that looks at all threads, torch's default."""
+    cuda = Cuda(monkeypatch)
+    capture_cuda(lambda: cuda.calls.append("run"), torch.device("cuda:1"))()
+    opening = [("device", "cuda:1"), ("graph", {"capture_error_mode": "thread_local"})]
+    assert cuda.calls == [*opening, "run", "end of graph", "end of device", "replay"]
+
+
+@pytest.mark.skipif(CUDA, reason="there is a CUDA device")
+def test_a_step_is_captured_on_the_device_of_its_parameters(monkeypatch):
+    cuda = Cuda(monkeypatch)
+    (_, parameters), _, captured = pair("cpu")
+    captured._graphed = GraphedUpdate(lambda batches: muon(batches, captured.engine, captured))
+    set_gradients(parameters, 0)
+    captured.step()
+    assert cuda.calls[0] == ("device", "cpu")
+    assert cuda.calls[-1] == "replay"
 
 
 def test_what_was_captured_may_not_change():

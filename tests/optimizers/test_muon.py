@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.matrices import query_key_value
 from megatron_eopt.orthogonalize import muon_scale_factor, newton_schulz
+from tests.optimizers.family import build, having
 from tests.parallel.test_layout import Group
 
 
@@ -191,3 +192,16 @@ def test_a_resumed_run_computes_symmetric_products_as_before():
     assert other.param_groups[0]["symmetric_products"] == "torch"
     with pytest.raises(ValueError, match="unknown symmetric_products 'cublas': expected one of triton, blocked, torch"):
         TensorParallelMuon([p], symmetric_products="cublas")
+
+
+@pytest.mark.parametrize("name", having("workspace"))
+def test_the_workspace_is_a_number_of_bytes(name):
+    assert build(name, [matrix()]).workspace == 2**31
+    assert build(name, [matrix()], workspace=4096).workspace == 4096
+    for wrong in (0, -1, 2.5, True, "2GiB", None):
+        with pytest.raises(ValueError, match=f"workspace is a whole number of bytes above 0, got {wrong!r}"):
+            build(name, [matrix()], workspace=wrong)
+
+
+def test_muon_and_its_relatives_have_a_workspace():
+    assert having("workspace") == "muon adaptive_muon scion polargrad muon_hyperball mars_muon".split()

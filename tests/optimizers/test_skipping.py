@@ -108,3 +108,25 @@ def test_gradients_of_several_dtypes_are_judged_each_in_its_own():
     skipping = NonFinite(list("abcdef"), torch.device("cpu"))
     assert skipping.accept([*gradients, None]).tolist() == [True, True, True, False, False, False]
     assert skipping.total == {"d": 1, "e": 1}
+
+
+def test_a_copy_to_the_host_is_awaited_on_the_device_of_the_parameters(monkeypatch):
+    """Which need not be the current one: an event of that one's stream would tell nothing of the copy."""
+    log = []
+
+    class Event:
+        def record(self, stream=None):
+            log.append(("recorded on", stream))
+
+        def synchronize(self):
+            log.append("awaited")
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **kwargs: empty(*size, **kwargs))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"the stream of {device}")
+    nonfinite = NonFinite(["a"], torch.device("cpu"))
+    nonfinite._device = torch.device("cuda:1")
+    for _ in range(3):
+        nonfinite._report()
+    assert log == [("recorded on", "the stream of cuda:1")] * 3 + ["awaited"]

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_eopt.optimizers.spectron import Spectron, factor_pairs
@@ -188,14 +189,32 @@ def test_settings_of_torch_are_left_as_they_are():
 
 
 class HostReads(TorchDispatchMode):
-    """Counts what would wait for a GPU: values that are read on the host."""
+    """Counts what would wait for a GPU: values that are read on the host, each by itself or as a list."""
 
     def __init__(self):
         super().__init__()
-        self.count = 0
+        self.count, self._lists = 0, Lists(self)
+
+    def __enter__(self):
+        self._lists.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised):
+        super().__exit__(*raised)
+        self._lists.__exit__(*raised)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+class Lists(TorchFunctionMode):
+    def __init__(self, reads):
+        super().__init__()
+        self._reads = reads
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self._reads.count += function is torch.Tensor.tolist
         return function(*args, **(kwargs or {}))
 
 
@@ -213,3 +232,17 @@ def test_only_the_steps_that_project_read_values_on_the_host():
         counts.append(reads.count)
     assert counts[0] > 0
     assert counts[1:] == [0, 0]
+
+
+def test_the_step_that_projects_reads_as_often_for_many_matrices_as_for_one():
+    counts = []
+    for count in (1, 5):
+        params = parameters([(24, 16), (10, 40)] * count)
+        optimizer = spectron(params, lr=0.05)
+        set_gradients(params, 0)
+        optimizer.prepare()
+        with HostReads() as reads, torch.no_grad():
+            optimizer._take(torch.ones(2 * count, dtype=torch.bool))
+        counts.append(reads.count)
+        assert len(optimizer.projection_errors) == 2 * count
+    assert counts == [2, 2]

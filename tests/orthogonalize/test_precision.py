@@ -1,21 +1,93 @@
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from megatron_eopt import OrthogonalizedOptimizer
+from megatron_eopt.orthogonalize import newton_schulz
 from megatron_eopt.orthogonalize.precision import fp32_products
+
+NEWER = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 
 
 def settings():
-    return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+    return tuple(backend.fp32_precision for backend in NEWER)
+
+
+def everything():
+    """The newer settings, the older one by both of its names, and where torch refuses to read it, that it does."""
+
+    def older(read):
+        try:
+            return read()
+        except RuntimeError as error:
+            return str(error).partition(". ")[0]
+
+    return settings(), older(torch.get_float32_matmul_precision), older(lambda: torch.backends.cuda.matmul.allow_tf32)
 
 
 @pytest.fixture(autouse=True)
 def _restore():
-    before = torch.get_float32_matmul_precision()
     yield
-    torch.set_float32_matmul_precision(before)
+    torch.backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    for backend in NEWER:
+        backend.fp32_precision = "none"
+
+
+def by(name, value):
+    def assign():
+        *path, last = name.split(".")
+        target = torch.backends
+        for each in path:
+            target = getattr(target, each)
+        setattr(target, last, value)
+
+    return assign
+
+
+USERS = {
+    "nothing": lambda: None,
+    "older medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "older high": lambda: torch.set_float32_matmul_precision("high"),
+    "older flag": by("cuda.matmul.allow_tf32", True),
+    "newer tf32": by("cuda.matmul.fp32_precision", "tf32"),
+    "newer ieee": by("cuda.matmul.fp32_precision", "ieee"),
+    "newer of the CPU": by("mkldnn.matmul.fp32_precision", "bf16"),
+    "newer of all": by("fp32_precision", "tf32"),
+    "both": lambda: (torch.set_float32_matmul_precision("high"), by("cuda.matmul.fp32_precision", "ieee")()),
+}
+
+
+@pytest.mark.parametrize("user", USERS)
+@pytest.mark.parametrize("inside", ["medium", "high", "highest"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_both_of_torchs_settings_can_be_read_in_a_step_and_are_as_before_after_it(user, inside, fails):
+    seen = []
+
+    def orthogonalize(x):
+        seen.append(everything())
+        if fails:
+            raise KeyError
+        return x
+
+    USERS[user]()
+    before = everything()
+    p = torch.nn.Parameter(torch.ones(2, 3))
+    p.grad = torch.ones(2, 3)
+    optimizer = OrthogonalizedOptimizer(
+        [p], 0.1, 0.9, False, 0.0, True, False, None, None, inside, orthogonalize, lambda rows, cols: 1.0
+    )
+    with pytest.raises(KeyError) if fails else nullcontext():
+        optimizer.step()
+    tf32 = inside != "highest"
+    assert seen == [((("tf32" if tf32 else "ieee",) * 2), "high" if tf32 else "highest", tf32)]
+    assert everything() == before
+    if user == "newer of all":  # what followed the setting of all backends still does
+        torch.backends.fp32_precision = "ieee"
+        assert settings() == ("ieee", "ieee")
 
 
 @pytest.mark.parametrize("before", ["highest", "high", "medium"])
@@ -55,3 +127,17 @@ def test_a_process_that_uses_the_newer_setting_is_served():
         "print(torch.backends.cuda.matmul.fp32_precision)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "tf32\n"
+
+
+def test_it_is_left_alone_where_no_product_of_fp32_matrices_is_computed(monkeypatch):
+    def refuse(precision):
+        raise AssertionError(f"set to {precision}")
+
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", refuse)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    for form in ("standard", "auto"):
+        newton_schulz(x, fp32_matmul_prec="medium", form=form)  # in bf16
+        newton_schulz(x.double(), fp32_matmul_prec="high", form=form)
+    with pytest.raises(AssertionError, match="set to high"):
+        newton_schulz(x, fp32_matmul_prec="high")
+    monkeypatch.undo()

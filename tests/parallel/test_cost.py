@@ -151,11 +151,15 @@ def test_full_rounds_are_scattered_and_the_rest_goes_one_by_one():
     assert bucket_bytes(full, full.buckets[0], 0, ONCE) == {"reduce_scatter": 6 * gram, "all_gather": 6 * gram}
 
 
-@pytest.mark.parametrize("compute_ranks", [(0, 0), (1, 1, 2, 3, 0, 1, 1), (0, 1, 2, 0, 1, 2)])
-def test_owners_that_are_not_dealt_evenly_are_refused(compute_ranks):
+@pytest.mark.parametrize(
+    ("compute_ranks", "full", "rest"),
+    [((0, 0), [], [0, 1]), ((1, 1, 2, 3, 0, 1, 1), [4, 0, 2, 3], [1, 5, 6]), ((0, 1, 2, 0, 1, 2), [], [*range(6)])],
+)
+def test_parameters_without_gradients_may_leave_any_dealing(compute_ranks, full, rest):
+    assert in_rounds(compute_ranks, 4) == (full, rest)
     plan = planned(len(compute_ranks), "gram_split", compute_ranks, (64, 256), 1)
-    with pytest.raises(ValueError, match="they are to be dealt evenly over 4 ranks"):
-        bucket_bytes(plan, plan.buckets[0], 0, WORK)
+    calls = bucket_calls(plan, plan.buckets[0], ONCE)
+    assert (calls.get("reduce", 0), calls.get("reduce_scatter", 0)) == (len(rest), int(bool(full)))
 
 
 @given(st.integers(0, 30), st.integers(1, 6), st.randoms())

@@ -10,16 +10,14 @@ from hypothesis import strategies as st
 from megatron_eopt.parallel.cost import Rates, cube_flops, plan_cost, whole_flops, work_of
 from megatron_eopt.parallel.engine import subset
 from megatron_eopt.parallel.plan import (
-    MAX_BYTES,
     REPLICATED_ROWS,
     SHARED_PARTS,
     SMALL_ENTRIES,
     fingerprint,
     first_difference,
-    in_parts,
     make_plan,
 )
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, cut, cut_dimension, of_ranks, whole
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, cut_dimension, whole
 from tests.parallel.plans import MODES, STANDARD, WORK, matrices, matrix, modes, quarters, rates, some, works
 
 OWNED = ("owner", "gram_split", "share")
@@ -116,8 +114,8 @@ def test_a_plan_depends_on_nothing_else(given_matrices, mode, work, speeds, rand
 
 @given(matrices(), modes, works, rates)
 def test_what_exchanges_comes_first(given_matrices, mode, work, speeds):
-    idle = [bucket.scheme in IDLE for bucket in make_plan(given_matrices, mode, work, speeds).buckets]
-    assert idle == sorted(idle)
+    order = [(bucket.chunk, bucket.scheme in IDLE) for bucket in make_plan(given_matrices, mode, work, speeds).buckets]
+    assert order == sorted(order)
 
 
 @given(matrices(), works, rates)
@@ -324,55 +322,12 @@ def test_a_bucket_that_is_cut_in_two_is_a_difference():
     assert fingerprint(halves) != fingerprint(plan)
 
 
-def bucket_of(count, ranks, scheme, shape=(64, 16)):
-    rectangles = (whole(shape),) * ranks if scheme == "share" else cut(shape, 0, ranks)
-    compute_ranks = tuple(i % ranks for i in range(count)) if scheme in ("owner", "gram_split", "share") else ()
-    return Bucket(tuple(range(3, 3 + count)), scheme, compute_ranks), Matrix("m", shape, rectangles)
-
-
-@given(
-    count=st.integers(1, 40),
-    ranks=st.sampled_from([2, 4]),
-    scheme=st.sampled_from(["owner", "gram_split", "gram_replicated", "distributed", "duplicated", "share"]),
-    max_bytes=st.integers(1, 20_000),
-)
-def test_parts_are_the_bucket_in_whole_rounds_within_the_bound(count, ranks, scheme, max_bytes):
-    bucket, matrix = bucket_of(count, ranks, scheme)
-    parts = in_parts(bucket, matrix, max_bytes)
-    assert sum((part.matrices for part in parts), ()) == bucket.matrices
-    assert sum((part.compute_ranks for part in parts), ()) == bucket.compute_ranks
-    of_one = max(rectangle.numel for rectangle in matrix.rectangles) * 4
-    for part in parts:
-        assert part.scheme == scheme
-        assert len(part.matrices) <= ranks or len(part.matrices) * of_one <= max_bytes
-        if part.compute_ranks:
-            of_ranks(part.compute_ranks, ranks)  # raises where they are not dealt evenly
-    assert all(len(part.matrices) % ranks == 0 for part in parts[:-1])
-    if scheme == "share":
-        assert len(parts) >= min(-(-count // ranks), 2)
-
-
-@pytest.mark.parametrize("scheme", ["gram_replicated", "gram_split"])
-def test_gram_matrices_are_within_the_bound(scheme):
-    # shards of 16 x 64 entries, and Gram matrices of 64 x 64
-    bucket, matrix = bucket_of(32, 4, scheme, (64, 64))
-    parts = in_parts(bucket, matrix, 8 * 64 * 64 * 4)
-    assert [len(part.matrices) for part in parts] == [8] * 4
-
-
 def test_shared_matrices_leave_in_parts():
-    bucket, matrix = bucket_of(32, 4, "share")
-    assert len(in_parts(bucket, matrix)) == SHARED_PARTS
+    plan = make_plan(some(32, (64, 64), None, group="dp"), "auto", WORK)
+    assert [(bucket.scheme, len(bucket.matrices)) for bucket in plan.buckets] == [("share", 32 // SHARED_PARTS)] * 4
 
 
-@pytest.mark.parametrize("scheme", ["owner", "gram_replicated"])
-def test_what_is_small_is_one_part(scheme):
-    bucket, matrix = bucket_of(1000, 4, scheme)
-    assert in_parts(bucket, matrix) == [bucket]
-    large = Matrix("m", (MAX_BYTES // 32, 4), cut((MAX_BYTES // 32, 4), 0, 4))
-    assert len(in_parts(bucket, large)) == 125  # eight shards of 128 MiB each
-
-
-def test_what_is_not_exchanged_is_not_cut():
-    bucket, matrix = Bucket(tuple(range(9)), "local"), Matrix("m", (8, 8), (whole((8, 8)),))
-    assert in_parts(bucket, matrix, 1) == [bucket]
+@pytest.mark.parametrize("mode", ["owner", "gram", "distributed", "duplicated"])
+def test_what_fits_into_the_workspace_is_not_cut(mode):
+    plan = make_plan(some(1000, (64, 16), 0), mode, WORK)
+    assert [len(bucket.matrices) for bucket in plan.buckets] == [1000]

@@ -5,9 +5,10 @@ checkpoint therefore keeps a checksum of every global tensor. It is a sum over t
 compared at another number of ranks, too.
 """
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +20,12 @@ from torch.distributed import ProcessGroup
 
 from megatron_eopt.megatron.agreement import gathered
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
+from megatron_eopt.optimizers.nonfinite import to_host
 
 CHECKSUMS = "megatron_eopt_checksums"  # where the common state of a checkpoint has them
 Sums = dict[str, tuple[int, int]]  # key -> checksum and number of entries
+EVERY = 100  # steps: so often data-parallel ranks are compared
+_DELAY = 2  # steps: by then it is on the host what was found
 _AT_ONCE = 2**22  # entries
 _SPREAD = 0x1E3779B97F4A7C14  # even, and no simple number
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -89,29 +93,51 @@ def loaded_tensors(requested: Any, loaded: Any) -> Iterator[ShardedTensor]:
             yield from loaded_tensors(value, found)
 
 
-def check_replicas(model_chunks: Sequence[Any], dense: ProcessGroup | None, expert: ProcessGroup | None) -> None:
-    """Check that data-parallel ranks hold the same parameters, bit for bit; all of them call it together.
+def check_replicas(model_chunks: Sequence[Any], *groups: ProcessGroup | None) -> Callable[[], Callable[[], bool]]:
+    """A check that data-parallel ranks hold the same parameters, before each step; all of them call it together.
 
-    It is for the time before the first step, after whatever has loaded or made the parameters. ``dense`` is the
-    data-parallel group of parameters, ``expert`` that of experts'; None leaves them out. A ``RuntimeError`` on all
-    ranks of the group names parameters that differ.
+    The first step, which comes after whatever has loaded or made the parameters, waits for a comparison of their
+    checksums. Later, before every :data:`EVERY`-th step, plain sums of their bits are compared: a pass over the memory,
+    for which nothing waits, since what was found is read :data:`_DELAY` steps later. ``groups`` are the data-parallel
+    group of parameters and that of experts'; None leaves them out. A ``RuntimeError`` on all ranks of a group names
+    parameters that differ.
     """
+    steps, begun = itertools.count(), list[tuple[list[str], Callable[[], Tensor]]]()
+
+    def check() -> Callable[[], bool]:
+        step = next(steps)
+        if step % EVERY == 0:
+            begun[:] = _compared(model_chunks, groups, quickly=step > 0)
+        for names, extremes in begun if step == 0 or step % EVERY == _DELAY else []:
+            least, complement = extremes()
+            different = [name for name, differs in zip(names, (least != ~complement).tolist(), strict=True) if differs]
+            if different:
+                raise RuntimeError(
+                    f"{len(different)} of {len(names)} parameters differ between data-parallel ranks, such as "
+                    f"{different[0]}: the ranks would train different models. Found after {step} steps. Load a good "
+                    f"checkpoint (verify-checkpoint), and look for what makes ranks start differently (seeds, "
+                    f"--data-parallel-random-init), or else compute differently (with --use-distributed-optimizer one "
+                    f"computes for all); --no-check-replicas leaves this check out"
+                )
+        return lambda: False  # there is another step to come
+
+    return check
+
+
+def _compared(
+    model_chunks: Sequence[Any], groups: Sequence[ProcessGroup | None], quickly: bool
+) -> Iterator[tuple[list[str], Callable[[], Tensor]]]:
+    """For dense parameters and for those of experts: their names, and the least sums and complements of sums."""
     parameters: dict[bool, dict[str, Tensor]] = {False: {}, True: {}}
     for number, chunk in enumerate(model_chunks):
         for name, parameter in chunk.named_parameters():
             of_expert = not getattr(parameter, "allreduce", True)
-            parameters[of_expert][f"{number}.{name}" if len(model_chunks) > 1 else name] = parameter
-    for group, own in ((dense, parameters[False]), (expert, parameters[True])):
-        if group is None or group.size() == 1 or not own:
-            continue
-        sums = torch.stack([checksum(p, [0] * p.ndim, p.shape) for p in own.values()])
-        extremes = torch.stack([sums, ~sums])  # the largest is the complement of the least complement
-        dist.all_reduce(extremes, dist.ReduceOp.MIN, group=group)
-        different = (extremes[0] != ~extremes[1]).tolist()
-        if names := [name for name, differs in zip(own, different, strict=True) if differs]:
-            raise RuntimeError(
-                f"{len(names)} of {len(own)} parameters differ between data-parallel ranks, such as {names[0]}: the "
-                f"ranks would train different models. Nothing was stepped. Load a checkpoint that verify-checkpoint "
-                f"calls good, or look for what makes ranks start differently (seeds, --data-parallel-random-init); "
-                f"--no-check-replicas leaves this check out"
-            )
+            parameters[of_expert][f"{number}.{name}" if len(model_chunks) > 1 else name] = parameter.detach()
+    for group, own in zip(groups, parameters.values(), strict=True):
+        if group is not None and group.size() > 1 and own:
+            bits = [p.view(_INTEGERS[p.element_size()]) for p in own.values()]
+            of_bits = [p.sum(dtype=torch.int64) if quickly else checksum(p, [0] * p.ndim, p.shape) for p in bits]
+            sums = torch.stack(of_bits)
+            extremes = torch.stack([sums, ~sums])  # the largest is the complement of the least complement
+            dist.all_reduce(extremes, dist.ReduceOp.MIN, group=group)
+            yield list(own), to_host(extremes, extremes.device)

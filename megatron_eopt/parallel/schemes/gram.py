@@ -5,25 +5,25 @@ not cut.
 """
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.forms import gram_factor, iterate_standard, nonzero, normalized
+from megatron_eopt.orthogonalize.forms import UNIT_IN_FP16, gram_factor, iterate_standard, nonzero, normalized
 from megatron_eopt.orthogonalize.newton_schulz import Iteration
 from megatron_eopt.orthogonalize.products import square_work
 from megatron_eopt.parallel.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
 from megatron_eopt.parallel.records import cut_dimension, in_rounds
-from megatron_eopt.parallel.schemes.whole import Job
+from megatron_eopt.parallel.schemes.whole import Factors, Job
 
-_Factors = Callable[[Tensor], None]
-_Exchange = Callable[[Tensor, _Factors], Generator[None, None, Tensor]]
+_InPlace = Callable[[Tensor], None]
+_Exchange = Callable[[Tensor, _InPlace], Generator[None, None, Tensor]]
 
 
-def distributed(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]:
+def distributed(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``distributed``: the standard form. See :data:`~megatron_eopt.parallel.schemes.whole.Run`.
 
     It waits in every step, so other buckets' exchanges run beside it, but none of its own.
@@ -33,34 +33,31 @@ def distributed(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Te
     if dim is None:
         raise ValueError(f"distributed takes shards that are cut along one dimension, got {job.matrix.rectangles}")
     yield  # the next bucket starts its exchange before this one is computed
-    stack = torch.stack(shards)
     X = stack.mT if dim == 0 else stack  # the columns are cut, so Gram matrices of the rows add up
     if X.numel() == 0:  # this rank takes part in the sums with a column of zeros
         X = X.new_zeros(*X.shape[:-1], 1)
-    X, _, _ = normalized(X, lambda squared: all_reduce(squared, group).wait())
-    X = X.to(iteration.dtype)
+    X, _, _ = normalized(X, iteration.dtype, lambda squared: all_reduce(squared, group).wait())
     with iteration.in_precision():
         X = iterate_standard(X, iteration.schedule, iteration.products, lambda gram: all_reduce(gram, group).wait())
     if stack.numel() == 0:
-        return list(torch.empty_like(stack).unbind())
-    X = X.mT if dim == 0 else X
-    return _scaled(X.to(stack.dtype).contiguous(), job.scales)
+        return stack
+    return (X.mT if dim == 0 else X).to(stack.dtype)
 
 
-def replicated(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]:
+def replicated(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``gram_replicated``: sums go to all ranks, each of which computes all factors ``Q``."""
 
-    def exchange(grams: Tensor, factors: _Factors) -> Generator[None, None, Tensor]:
+    def exchange(grams: Tensor, factors: _InPlace) -> Generator[None, None, Tensor]:
         pending = all_reduce(grams, job.ranks)
         yield
         Q = pending.wait()
         factors(Q)
         return Q
 
-    return (yield from _run(job, shards, exchange))
+    return (yield from _run(job, stack, exchange))
 
 
-def split(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]:
+def split(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``gram_split``: each sum goes to the compute rank of its matrix, which computes ``Q`` and hands it out.
 
     In full rounds every rank has an equal part of one buffer; the rest would be padded to that, and goes one by one.
@@ -68,7 +65,7 @@ def split(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]
     group, compute_ranks = job.ranks, job.bucket.compute_ranks
     full, rest = in_rounds(compute_ranks, group.size())
 
-    def exchange(grams: Tensor, factors: _Factors) -> Generator[None, None, Tensor]:
+    def exchange(grams: Tensor, factors: _InPlace) -> Generator[None, None, Tensor]:
         rounds = [reduce_scatter(torch.stack([grams[i] for i in full]), group)] if full else []
         sums = [reduce(grams[i], compute_ranks[i], group) for i in rest]
         yield
@@ -92,10 +89,10 @@ def split(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]
             grams[i].copy_(pending.wait())
         return grams
 
-    return (yield from _run(job, shards, exchange))
+    return (yield from _run(job, stack, exchange))
 
 
-def _run(job: Job, shards: list[Tensor], exchange: _Exchange) -> Generator[None, None, list[Tensor]]:
+def _run(job: Job, stack: Tensor, exchange: _Exchange) -> Generator[None, None, Factors]:
     """The iteration, as :func:`~megatron_eopt.orthogonalize.forms.iterate_gram` has it in one process.
 
     The shards are of matrices of any norm at first, and of norm ``unit`` (all ranks' together) after the first segment.
@@ -111,10 +108,8 @@ def _run(job: Job, shards: list[Tensor], exchange: _Exchange) -> Generator[None,
         )
     assert iteration.restarts is not None, "an iteration in the Gram form has restarts"
     wide = torch.float64 if iteration.dtype == torch.float64 else torch.float32
-    # as iterate_gram_fp16 has it, and for its reasons
-    unit = 128.0 if iteration.dtype == torch.float16 else 1.0
-    stack = torch.stack(shards)
-    shift = _shift(stack, dim)
+    unit = UNIT_IN_FP16 if iteration.dtype == torch.float16 else 1.0
+    dtype, shift = stack.dtype, _shift(stack, dim)
     X, undo = (stack.to(wide) * _power_of_two(shift, wide)).to(iteration.dtype), _power_of_two(-shift, wide)
     del stack
     for start, end in pairwise((0, *iteration.restarts, len(iteration.schedule))):
@@ -130,7 +125,7 @@ def _run(job: Job, shards: list[Tensor], exchange: _Exchange) -> Generator[None,
         with iteration.in_precision():
             X = torch.bmm(X, Q) if dim == 0 else torch.bmm(Q, X)
     X = X if unit == 1 else X.float().div_(unit)
-    return _scaled(X.to(shards[0].dtype), job.scales)
+    return X.to(dtype)
 
 
 def _factors(grams: Tensor, *, iteration: Iteration, start: int, end: int, unit: float) -> None:
@@ -150,13 +145,6 @@ def _factors(grams: Tensor, *, iteration: Iteration, start: int, end: int, unit:
             chunk.copy_(gram_factor(R, schedule, iteration.products, square_work(R, 3)))
     if start == 0:
         grams.mul_(squared.rsqrt())
-
-
-def _scaled(stack: Tensor, scales: Sequence[float]) -> list[Tensor]:
-    """The matrices of a stack times their scales, in place."""
-    each = list(stack.unbind())
-    torch._foreach_mul_(each, list(scales))
-    return each
 
 
 _LARGEST_SQUARE = 14

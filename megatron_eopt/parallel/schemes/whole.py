@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.orthogonalize.newton_schulz import Iteration
-from megatron_eopt.parallel.collectives import all_gather, all_to_all
-from megatron_eopt.parallel.records import Bucket, Matrix, Rectangle, of_ranks
+from megatron_eopt.parallel.collectives import all_gather, all_to_all, exchange, packed
+from megatron_eopt.parallel.records import Bucket, Matrix, Rectangle
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,14 +20,12 @@ class Job:
         matrix: one of those of the bucket, all of which have its shape and shards.
         group: the ranks; None where nothing is exchanged.
         iteration: for matrices of the shape that is orthogonalized, in the form that the scheme has.
-        scales: of each matrix, what its orthogonal factor is multiplied by.
     """
 
     bucket: Bucket
     matrix: Matrix
     group: ProcessGroup | None
     iteration: Iteration
-    scales: Sequence[float]
 
     @property
     def ranks(self) -> ProcessGroup:
@@ -36,105 +34,100 @@ class Job:
         return self.group
 
 
-Run = Callable[[Job, list[Tensor]], Generator[None, None, list[Tensor]]]
-"""``(job, shards)``, with this rank's shard of each matrix of the bucket.
+Factors = Tensor | list[Tensor]
+"""A stack (n x rows x cols), or its matrices; of any strides."""
 
-A shard is 2-D, of the shape that its matrix says, and may be empty; the shards of a bucket are of one dtype. The
-generator starts an exchange, yields, and takes the result when it is resumed; equally often on every rank. It returns
-the shards of the orthogonal factors, of the dtype of the shards, times their scales. Shards are not written to. A zero
-matrix gives zeros; one with an entry that is not finite gives no numbers on any rank, and the others of the bucket are
-not affected.
+Run = Callable[[Job, Tensor], Generator[None, None, Factors]]
+"""``(job, stack)``, with this rank's shards of the matrices of the bucket, (n x rows x cols), which may be empty.
+
+The generator starts an exchange, yields, and takes the result when it is resumed; equally often on every rank. It
+returns the shards of the orthogonal factors. They are exchanged in the dtype of the stack, and come back in it. The
+stack is contiguous, and its memory is the generator's own, to be written to and given back early. For ``owner`` and
+``share`` its matrices, and those of the result, are in the order of their compute ranks. A zero matrix gives zeros; one
+with an entry that is not finite gives no numbers on any rank, and the others of the bucket are not affected.
 """
 
 
-def local(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]:
+def local(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``local``, where shards are whole matrices, and ``blockwise``, where each is taken for one: see :data:`Run`."""
     yield  # the next bucket starts its exchange before this one is computed
-    # those of tall matrices come transposed, and multi-tensor operations are slow where strides differ
-    return [factor.contiguous() for factor in orthogonalized(shards, job.iteration, job.scales)]
+    return orthogonalized(stack, job.iteration)
 
 
-def duplicated(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]:
+def duplicated(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``duplicated``: shards may be any; smaller ones are padded. See :data:`Run`."""
-    own = job.matrix.rectangles[job.ranks.rank()]
-    pending = gather([torch.stack(shards)], [job.matrix], job.ranks)
+    pending = gather([stack], [job.matrix], job.ranks, short_first=True)
+    del stack
     yield
-    (stack,) = pending()
-    factors = orthogonalized(stack, job.iteration, job.scales)
-    # copies: a view would keep the whole matrix
-    return [cut_out(factor, own).clone(memory_format=torch.contiguous_format) for factor in factors]
+    (whole,) = pending()
+    del pending
+    return cut_out(orthogonalized(whole, job.iteration), job.matrix.rectangles[job.ranks.rank()])
 
 
-def owner(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]:
+def owner(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``owner``: shards may be any, cut along both dimensions too. See :data:`Run`."""
     group, rectangles = job.ranks, job.matrix.rectangles
-    rectangle = rectangles[group.rank()]
-    of_rank = [[i for i, rank in enumerate(job.bucket.compute_ranks) if rank == each] for each in range(group.size())]
-    own = of_rank[group.rank()]
+    rectangle, counts = rectangles[group.rank()], [job.bucket.compute_ranks.count(rank) for rank in range(group.size())]
+    sizes, count, own = [each * rectangle.numel for each in counts], len(stack), counts[group.rank()]
 
-    sent = [[shards[i] for i in indices] for indices in of_rank]
-    pending = all_to_all(sent, [len(own) * each.numel for each in rectangles], group)
+    arriving = [own * each.numel for each in rectangles]
+    pending = exchange(stack.view(-1), sizes, arriving, group)
+    del stack
     yield
-    factors = orthogonalized(assemble(pending.wait(), job.matrix), job.iteration, [job.scales[i] for i in own])
-    # an empty tensor tells the dtype where there is nothing to send
-    back = [[shards[0].new_empty(0), *(cut_out(factor, each) for factor in factors)] for each in rectangles]
-    pending = all_to_all(back, [len(indices) * rectangle.numel for indices in of_rank], group)
-    del factors, back
+    factors = orthogonalized(assemble(pending.wait().split(arriving), job.matrix, True), job.iteration)
+    back, of_each = packed([[cut_out(factors, each)] for each in rectangles])
+    del factors
+    pending = exchange(back, of_each, sizes, group)
+    del back
     yield
-    results = list(shards)
-    for indices, part in zip(of_rank, pending.wait(), strict=True):
-        for i, entries in zip(indices, part.view(len(indices), *rectangle.shape), strict=True):
-            results[i] = entries
-    return results
+    return pending.wait().view(count, *rectangle.shape)
 
 
-def share(job: Job, shards: list[Tensor]) -> Generator[None, None, list[Tensor]]:
+def share(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``share``: computes before it first waits, while the results of the bucket before it are on their way."""
-    group = job.ranks
-    of_rank = of_ranks(job.bucket.compute_ranks, group.size())
-    own = of_rank[group.rank()]
+    group, counts = job.ranks, [job.bucket.compute_ranks.count(rank) for rank in range(job.ranks.size())]
+    first, own = sum(counts[: group.rank()]), counts[group.rank()]
     # as many matrices from every rank: the last one of some may stay empty
-    sent = shards[0].new_zeros(max(map(len, of_rank)), *job.matrix.shape)
-    factors = orthogonalized([shards[i] for i in own], job.iteration, [job.scales[i] for i in own])
-    for entries, factor in zip(sent, factors, strict=False):
-        entries.copy_(factor)
+    sent = stack.new_zeros(max(counts), *job.matrix.shape)
+    mine = sent[:own].copy_(stack[first : first + own])
+    del stack
+    if own:
+        factors = orthogonalized(mine, job.iteration)
+        if factors is not mine:
+            mine.copy_(factors)
+        del factors
     pending = all_gather(sent, group)
-    del sent, factors
+    del sent, mine
     yield
-    results = list(shards)
-    for indices, part in zip(of_rank, pending.wait(), strict=True):
-        for i, result in zip(indices, part, strict=False):
-            results[i] = result
-    return results
+    return [x for each, count in zip(pending.wait(), counts, strict=True) for x in each[:count].unbind()]
 
 
-def orthogonalized(matrices: Sequence[Tensor] | Tensor, iteration: Iteration, scales: Sequence[float]) -> list[Tensor]:
-    """The orthogonal factors of equal matrices times their scales, computed as stacks as far as that is faster.
+def orthogonalized(stack: Tensor, iteration: Iteration) -> Tensor:
+    """The orthogonal factors of a stack of matrices, as many at once as that is faster and there is memory for.
 
-    There may be no matrices, or empty ones; the iteration is for matrices of their shape.
+    There may be no matrices, or empty ones; the iteration is for matrices of their shape. The stack is written to.
     """
-    size = 1 if iteration.one_by_one else iteration.chunk
-    results: list[Tensor] = []
-    for start in range(0, len(matrices), size):
-        part, of_part = matrices[start : start + size], scales[start : start + size]
-        if len(part) == 1:
-            results.append(iteration.run(part[0]).mul_(of_part[0]))
-            continue
-        factors = iteration.run(part if isinstance(part, Tensor) else torch.stack(list(part)))
-        if len(set(of_part)) == 1:
-            results += factors.mul_(of_part[0]).unbind()
-        else:
-            each = list(factors.unbind())
-            torch._foreach_mul_(each, list(of_part))
-            results += each
-    return results
+    if len(stack) == 1:
+        return iteration.run(stack[0], own=True)[None]
+    if not iteration.one_by_one and len(stack) <= iteration.chunk:
+        return iteration.run(stack, own=True)
+    if iteration.one_by_one or iteration.chunk == 1:
+        for matrix in stack:
+            matrix.copy_(iteration.run(matrix, own=True))
+    else:
+        for part in stack.split(iteration.chunk):
+            part.copy_(iteration.run(part, own=True))
+    return stack
 
 
-def gather(stacks: Sequence[Tensor], matrices: Sequence[Matrix], group: ProcessGroup) -> Callable[[], list[Tensor]]:
+def gather(
+    stacks: Sequence[Tensor], matrices: Sequence[Matrix], group: ProcessGroup, short_first: bool = False
+) -> Callable[[], list[Tensor]]:
     """Start to gather matrices of which each rank of a group has a shard, by one all-gather, padded where they differ.
 
     A stack has this rank's shards (n x rows x cols) of ``n`` matrices that lie as the one does that is named for it;
-    some may be empty. The result waits, and then gives for each stack the whole matrices, in memory of their own.
+    some may be empty. The result waits, and then gives for each stack the whole matrices, in memory of their own: see
+    :func:`assemble`.
     """
     counts = [
         [len(stack) * matrix.rectangles[rank].numel for stack, matrix in zip(stacks, matrices, strict=True)]
@@ -146,7 +139,8 @@ def gather(stacks: Sequence[Tensor], matrices: Sequence[Matrix], group: ProcessG
 
     def finish() -> list[Tensor]:
         rows = [row[: sum(each)].split(each) for row, each in zip(pending.wait(), counts, strict=True)]
-        return [assemble(of_ranks, matrix) for of_ranks, matrix in zip(zip(*rows, strict=True), matrices, strict=True)]
+        whole = zip(zip(*rows, strict=True), matrices, strict=True)
+        return [assemble(of_ranks, matrix, short_first) for of_ranks, matrix in whole]
 
     return finish
 
@@ -185,11 +179,16 @@ def _exchange(
     return lambda: zip(*(part.split(list(each)) for part, each in zip(pending.wait(), sizes, strict=True)), strict=True)
 
 
-def assemble(parts: Sequence[Tensor], matrix: Matrix) -> Tensor:
-    """Whole matrices (n x rows x cols) that all lie alike, of what each rank has of all ``n``, one behind the other."""
+def assemble(parts: Sequence[Tensor], matrix: Matrix, short_first: bool = False) -> Tensor:
+    """Whole matrices (n x rows x cols) that all lie alike, of what each rank has of all ``n``, one behind the other.
+
+    With ``short_first`` tall ones are transposed in memory, as an iteration works on them.
+    """
     on_ranks = list(zip(parts, matrix.rectangles, strict=True))
     count = next((part.numel() // rectangle.numel for part, rectangle in on_ranks if rectangle.numel), 0)
-    stack = parts[0].new_empty(count, *matrix.shape)
+    transposed = short_first and matrix.shape[0] > matrix.shape[1]
+    stack = parts[0].new_empty(count, *(matrix.shape[::-1] if transposed else matrix.shape))
+    stack = stack.mT if transposed else stack
     for part, rectangle in on_ranks:
         cut_out(stack, rectangle).copy_(part.view(count, *rectangle.shape))
     return stack

@@ -1,0 +1,147 @@
+"""Check the package on a GPU: ``make gpu``, or ``python benchmarks/gpu.py PART...``; docs/gpu.md says what for.
+
+Each part runs in its own process, for less than nine minutes. It prints a table of verdicts; ``gpu.json`` in the folder
+of ``--out`` has them with hardware, versions and figures, beside pictures. Parts that ran before stay in it. Without a
+GPU it says what it would do. ``--device cpu --tiny`` runs the same code with small shapes anywhere.
+"""
+
+import argparse
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+import gpu_optimizers  # noqa: E402
+import gpu_products  # noqa: E402
+import gpu_ranks  # noqa: E402
+import gpu_training  # noqa: E402
+from gpu_verdicts import Run, Verdict, line, machine  # noqa: E402
+
+OUT = ROOT / "bench-out" / "gpu"
+SECONDS, SPARE = 510, 20  # after which a part is stopped; of these to end by itself
+LOG_LINES = 40  # of a part that failed
+
+PARTS: dict[str, Callable[[Run], None]] = {
+    "kernels": gpu_optimizers.kernels,
+    "optimizers": gpu_optimizers.optimizers,
+    "fp16": gpu_products.fp16,
+    "newton-schulz": gpu_products.newton_schulz,
+    "sweep": gpu_products.sweep,
+    "steps": gpu_optimizers.steps,
+    "nccl": gpu_ranks.nccl,
+    "ranks": gpu_ranks.schemes,
+    "resume": gpu_training.resume,
+    "gpt": gpu_training.gpt,
+    "memory": gpu_optimizers.memory,
+}
+
+
+def about(name: str) -> str:
+    """What a part does, in a sentence."""
+    return (PARTS[name].__doc__ or "").partition("\n")[0]
+
+
+def run_here(name: str, run: Run) -> None:
+    """Run a part in this process."""
+    with run.check(name):
+        PARTS[name](run)
+    if not run.verdicts:
+        run.judge(name, False, "a verdict", reason="the part came to none")
+
+
+def run_apart(name: str, device: str, tiny: bool, out: Path, seconds: float = SECONDS) -> dict[str, Any]:
+    """Run a part in a process of its own; that it dies or is stopped is a verdict beside those it had reached."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        command = [sys.executable, __file__, name, "--device", device, "--out", str(out), "--here", folder]
+        # all ranks are on this machine; without a GPU the Triton kernel runs in Triton's interpreter
+        environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **os.environ}
+        environment |= {} if device == "cuda" else {"TRITON_INTERPRET": "1"}
+        start, ended = time.monotonic(), f"it was stopped after {seconds:.0f} s"
+        with Path(folder, "part.log").open("w") as log:
+            whole = [*command, *(["--tiny"] if tiny else [])]
+            own = {"stdout": log, "stderr": subprocess.STDOUT, "env": environment, "start_new_session": True}
+            process = subprocess.Popen(whole, **own)  # type: ignore[call-overload]
+            try:
+                code = process.wait(seconds)
+                ended = f"it ended with exit code {code}" if code else ""
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what is left of the processes that it started
+        found = Path(folder, "part.json")
+        part: dict[str, Any] = json.loads(found.read_text()) if found.exists() else {"verdicts": [], "figures": {}}
+        if ended:
+            part["verdicts"].append(asdict(Verdict(name=name, status="failed", bound="to end", reason=ended)))
+        if any(each["status"] == "failed" for each in part["verdicts"]):
+            logs = Path(folder).glob("*.log")
+            part["logs"] = {log.stem: log.read_text().splitlines()[-LOG_LINES:] for log in logs}
+    return part | {"seconds": time.monotonic() - start, "machine": machine(torch.device(device)), "tiny": tiny}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run parts, or say what they are; the exit status is 1 where a check failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"by default all of {', '.join(PARTS)}")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of gpu.json and of pictures")
+    parser.add_argument("--list", action="store_true", help="say what the parts do, and run nothing")
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="by default a GPU, where there is one")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, which show that the code runs")
+    parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # this process is that of the part, with a folder
+    options = parser.parse_args(argv)
+    names = options.parts or list(PARTS)
+    if unknown := [name for name in names if name not in PARTS]:
+        parser.error(f"there is no part {', '.join(unknown)}: expected some of {', '.join(PARTS)}")
+    if options.device == "cpu" and not options.tiny:
+        parser.error("full sizes would take days on a CPU: add --tiny")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch finds no GPU that it can use")
+    device = options.device or ("cuda" if torch.cuda.is_available() else None)
+    if options.list or device is None:
+        print("\n".join(f"{name:15}{about(name)}" for name in names))
+        print("" if device else "\nThere is no GPU here, and nothing was run: on one, these would be.")
+        return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.here:
+        until = time.monotonic() + SECONDS - SPARE
+        where = torch.device(device)
+        run_here(names[0], Run(device=where, tiny=options.tiny, out=options.out, work=options.here, until=until))
+        return 0
+    path = options.out / "gpu.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    for name in names:
+        print(f"\n{name}: {about(name)}", flush=True)
+        found[name] = run_apart(name, device, options.tiny, options.out)
+        path.write_text(json.dumps(finite(found), indent=1))
+        print("\n".join(line(Verdict(**each)) for each in found[name]["verdicts"]), flush=True)
+    states = [each["status"] for name in names for each in found[name]["verdicts"]]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in ("passed", "failed", "skipped"))
+    print(f"\n{counts}. Written: {path}")
+    return int("failed" in states)
+
+
+def finite(value: Any) -> Any:
+    """The value with words in place of numbers that JSON does not know."""
+    if isinstance(value, dict):
+        return {str(key): finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

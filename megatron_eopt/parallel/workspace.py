@@ -1,0 +1,118 @@
+"""How much memory a step takes beside parameters, gradients and state, and the chunks that keep it bounded.
+
+Pure Python, from shapes and schemes alone: the same on every rank.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Scheme, cut_dimension
+
+IN_FLIGHT = 3
+"""Buckets at work at once: one whose shards arrive, one that is computed, one whose results leave."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workspace:
+    """Bytes of the temporaries of a step, and what they are for; an optimizer says what an entry takes.
+
+    Attributes:
+        bytes: of all, beside what an iteration of one matrix takes where that is more than :attr:`iteration`.
+        of_entry: what the optimizer's own operations on a shard take for each entry.
+        kept: what it keeps for each entry from the direction to the update.
+    """
+
+    bytes: int = 2**31
+    of_entry: int = 24
+    kept: int = 0
+
+    @property
+    def iteration(self) -> int:
+        """For the iteration of the matrices of a stack that are worked on at once."""
+        return self.bytes // 4
+
+    @property
+    def part(self) -> int:
+        """For what is done to each entry of a shard, so many shards at once."""
+        return self.bytes // 16
+
+    def for_chunks(self, largest: int) -> int:
+        """What is left for the chunks at work, where the iteration of the largest matrix takes so much."""
+        return self.bytes - self.part - (self.iteration if largest <= self.iteration else 0)
+
+
+DEFAULT_WORKSPACE = Workspace()
+
+
+def bucket_bytes(matrix: Matrix, scheme: Scheme, count: int) -> int:
+    """What a bucket of so many matrices takes on its busiest rank, at most: shards, buffers, whole matrices, factors.
+
+    Without the work on those of a stack that are iterated on at once. See the schemes for when each is given back.
+    """
+    item, (rows, cols) = matrix.itemsize, matrix.shape
+    largest = max(rectangle.numel for rectangle in matrix.rectangles)
+    own, on_rank = count * largest * item, -(-count // matrix.ranks) * rows * cols * item
+    if scheme in ("local", "blockwise"):
+        return 2 * own
+    if scheme == "owner":
+        return own + on_rank
+    if scheme == "duplicated":
+        return matrix.ranks * own + max(own, count * rows * cols * item)
+    if scheme == "share":
+        return max(own + on_rank, (matrix.ranks + 1) * on_rank)
+    cut = cut_dimension(matrix.shape, matrix.rectangles) or 0
+    # in fp32: shards that are scaled or normalized, their successors, and Gram matrices, sent and received
+    return own + count * (3 * max(largest, 1) * 4 + 4 * matrix.shape[1 - cut] ** 2 * 4)
+
+
+def in_chunks(plan: Plan, parameters: Sequence[int], workspace: Workspace, largest: int) -> dict[int, int]:
+    """The chunk of each matrix that is in a bucket of a plan; the buckets are in the order of execution.
+
+    All matrices of a parameter, of which ``parameters`` has the number, are in one chunk. Where the whole plan does not
+    fit into the workspace, a chunk takes a third of it, so that three are at work; more where it needs that for as many
+    matrices of a bucket as there are compute ranks, so that each rank has one; and where these do not fit at all, one
+    parameter at a time. ``largest`` is what an iteration of the largest matrix takes.
+    """
+    bucket_of = {i: number for number, bucket in enumerate(plan.buckets) for i in bucket.matrices}
+    matrices_of: dict[int, list[int]] = {}
+    for i in bucket_of:
+        matrices_of.setdefault(parameters[i], []).append(i)
+
+    def needed(some: Sequence[int], held: Mapping[int, int]) -> int:
+        counts = Counter(held)
+        counts.update(bucket_of[i] for each in some for i in matrices_of[each])
+        return sum(_needed(plan, plan.buckets[number], count, workspace) for number, count in counts.items())
+
+    room = workspace.for_chunks(largest)
+    if needed(list(matrices_of), {}) <= room:
+        return dict.fromkeys(bucket_of, 0)
+    chunk, held, chunk_of = 0, Counter[int](), dict[int, int]()
+    for number, bucket in enumerate(plan.buckets):
+        ranks = plan.matrices[bucket.matrices[0]].ranks if bucket.compute_ranks else 1
+        waiting = list(dict.fromkeys(parameters[i] for i in bucket.matrices if parameters[i] not in chunk_of))
+        while waiting:
+            each = sum(bucket_of[i] == number for i in matrices_of[waiting[0]])
+            some = waiting[: -(-ranks // each)]
+            if needed(some, {}) > room:
+                some = some[:1]
+            if held and needed(some, held) > room // IN_FLIGHT:
+                chunk, held = chunk + 1, Counter()
+            held.update(bucket_of[i] for one in some for i in matrices_of[one])
+            chunk_of |= dict.fromkeys(some, chunk)
+            del waiting[: len(some)]
+    return {i: chunk_of[parameters[i]] for i in bucket_of}
+
+
+def chunk_bytes(plan: Plan, workspace: Workspace) -> list[int]:
+    """What each chunk of a plan takes on its busiest rank, at most."""
+    of_each: Counter[int] = Counter()
+    for bucket in plan.buckets:
+        of_each[bucket.chunk] += _needed(plan, bucket, len(bucket.matrices), workspace)
+    return [of_each[chunk] for chunk in sorted(of_each)]
+
+
+def _needed(plan: Plan, bucket: Bucket, count: int, workspace: Workspace) -> int:
+    matrix = plan.matrices[bucket.matrices[0]]
+    entries = count * max(rectangle.numel for rectangle in matrix.rectangles)
+    return bucket_bytes(matrix, bucket.scheme, count) + workspace.kept * entries

@@ -1,0 +1,225 @@
+"""`make gpu` without a GPU: its parts are listed, their code runs with small shapes, and bounds follow from rates."""
+
+import argparse
+import json
+import math
+import re
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
+import demo  # noqa: E402
+import gpu  # noqa: E402
+import gpu_optimizers  # noqa: E402
+import gpu_predictions  # noqa: E402
+import gpu_products  # noqa: E402
+import gpu_training  # noqa: E402
+from compare_figures import between  # noqa: E402
+from gpu_verdicts import Rates, Run, Verdict, line  # noqa: E402
+
+from megatron_eopt.family import ROWS  # noqa: E402
+
+CPU = torch.device("cpu")
+PAGE = (ROOT / "docs" / "gpu.md").read_text()
+# Verdicts that every part comes to, beside those that only a GPU can give; the others start processes.
+QUICK = {"fp16": 2, "newton-schulz": 0, "sweep": 0, "steps": 0, "nccl": 30, "memory": 0}
+SLOW = ("kernels", "optimizers", "ranks")
+TRAINING = ("resume", "gpt")
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(device=CPU, tiny=True, out=tmp_path, work=tmp_path)
+
+
+def verdict(run):
+    return run.verdicts[-1].status, run.verdicts[-1].value, run.verdicts[-1].bound
+
+
+class TestCommand:
+    def test_without_a_gpu_it_says_what_it_would_do(self, capsys, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert gpu.main([]) == 0
+        said = capsys.readouterr().out
+        for name, part in gpu.PARTS.items():
+            first = part.__doc__.splitlines()[0]
+            assert first.endswith(".")
+            assert re.search(rf"^{name} +{re.escape(first)}$", said, re.MULTILINE)
+        assert "nothing was run" in said
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["gtp"], "there is no part gtp: expected some of kernels, opt"),
+            (["--device", "cpu"], "add --tiny"),
+            (["--device", "cuda"], "torch finds no GPU"),
+        ],
+    )
+    def test_what_it_cannot_run_is_refused(self, arguments, message, capsys, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(SystemExit):
+            gpu.main(arguments)
+        assert message in capsys.readouterr().err
+
+    def test_a_part_leaves_json_and_others_stay_in_it(self, tmp_path, capsys):
+        (tmp_path / "gpu.json").write_text('{"other": 1}')
+        assert gpu.main(["nccl", "--device", "cpu", "--tiny", "--out", str(tmp_path)]) == 0
+        found = json.loads((tmp_path / "gpu.json").read_text())
+        assert found["other"] == 1
+        part = found["nccl"]
+        assert part["machine"]["torch"] == version("torch")
+        assert part["tiny"]
+        assert [Verdict(**each).status for each in part["verdicts"]] == ["passed"] * QUICK["nccl"]
+        said = capsys.readouterr().out
+        assert re.search(r"^passed +groups made with no name: all_to_all .* what was sent$", said, re.MULTILINE)
+        assert f"{QUICK['nccl']} passed, 0 failed, 0 skipped" in said
+
+    def test_a_part_that_takes_too_long_is_stopped_and_that_is_a_verdict(self, tmp_path):
+        (found,) = gpu.run_apart("fp16", "cpu", True, tmp_path, 0.1)["verdicts"]
+        assert (found["status"], found["reason"]) == ("failed", "it was stopped after 0 s")
+
+    def test_json_has_words_for_what_is_no_number(self):
+        assert gpu.finite({1: [math.nan, 2.0], "a": (math.inf,)}) == {"1": ["nan", 2.0], "a": ["inf"]}
+
+
+class TestVerdicts:
+    def test_a_figure_is_within_its_bound_or_fails(self, run):
+        run.at_most("a", 1.0, 1.0, "ms")
+        assert verdict(run) == ("passed", 1.0, "<= 1 ms")
+        run.at_most("a", 1.1, 1.0)
+        assert verdict(run)[0] == "failed"
+        run.at_least("a", 1.8, 1.8)
+        assert verdict(run) == ("passed", 1.8, ">= 1.8")
+        for compare in (run.at_most, run.at_least):
+            compare("a", math.nan, 1.0)
+            assert verdict(run)[0] == "failed"
+
+    def test_figures_of_a_gpu_are_skipped_without_one(self, run):
+        run.at_most("a", 5.0, 1.0, of_gpu=True)
+        assert verdict(run) == ("skipped", 5.0, "<= 1")
+
+    def test_an_error_is_a_verdict_and_not_the_end(self, run):
+        with run.check("a"):
+            raise ValueError("because")
+        run.judge("b", True, "yes")
+        assert [(each.name, each.status, each.reason) for each in run.verdicts] == [
+            ("a", "failed", "ValueError: because"),
+            ("b", "passed", ""),
+        ]
+        assert [each["name"] for each in json.loads((run.work / "part.json").read_text())["verdicts"]] == ["a", "b"]
+
+    def test_a_part_without_a_verdict_fails(self, run, monkeypatch):
+        monkeypatch.setitem(gpu.PARTS, "nccl", lambda run: None)
+        gpu.run_here("nccl", run)
+        assert verdict(run)[0] == "failed"
+
+    def test_a_row_of_the_table(self):
+        row = line(Verdict(name="a", status="failed", bound="<= 1 ms", value=1.23456, reason="of\n two"))
+        assert row.split() == ["failed", "a", "1.235", "<=", "1", "ms", "of", "two"]
+
+
+class TestBounds:
+    def test_the_limit_of_a_step_is_its_operations_and_its_bytes_at_the_rates(self):
+        """Quintic in five steps by the Gram form with one restart: 6 n^2 m + 14 n^3; 20 bytes an entry."""
+        n, m = 512, 2048
+        expected = (6 * n**2 * m + 14 * n**3) / 4e14 + 20 * n * m / 4e12
+        assert gpu_optimizers.limit([(n, m)], Rates(4e14, 4e12)) == pytest.approx(expected, rel=0.02)
+        assert gpu_optimizers.limit([(n, m), (m, n)], Rates(4e14, 4e12)) == pytest.approx(2 * expected, rel=0.02)
+
+    def test_the_share_of_the_matmul_rate_counts_symmetric_products_half(self):
+        n, m = 4096, 14336
+        seconds = (6 * n**2 * m + 14 * n**3) / 6e14
+        assert gpu_products.share_of_rate((m, n), seconds, 8e14) == pytest.approx(0.75, rel=0.02)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_part_runs_with_small_shapes(name, run, monkeypatch):
+    monkeypatch.setattr(gpu_products.bench, "matmul_rate", lambda setup: 1e12)  # it takes a second
+    gpu.run_here(name, run)
+    states = [each.status for each in run.verdicts]
+    assert "failed" not in states
+    assert states.count("passed") == QUICK[name]
+    assert len(states) > QUICK[name] or name == "nccl"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.wide) for name in SLOW),
+        *(pytest.param(name, marks=pytest.mark.full) for name in TRAINING),
+    ],
+)
+def test_a_part_that_starts_processes_runs_with_small_shapes(name, tmp_path):
+    part = gpu.run_apart(name, "cpu", True, tmp_path)
+    assert "failed" not in [each["status"] for each in part["verdicts"]], part
+
+
+def test_every_part_is_run_here():
+    assert {*QUICK, *SLOW, *TRAINING} == gpu.PARTS.keys()
+
+
+def test_what_the_parts_take_from_the_tests_is_there():
+    """The parts that start processes are not run by `make test`: at least what they name exists."""
+    assert len(gpu_optimizers.KERNEL_TESTS) >= 3
+    assert all((ROOT / path).exists() for path in (gpu_optimizers.TRITON_TESTS, *gpu_optimizers.NATIVE_TESTS))
+    for name, used in {
+        "distributed.buckets": "CASES own_parts executed plan_of rectangles_of matrices_of part_of scale",
+        "distributed.test_schemes": "assert_close",
+        "distributed.ranks": "run_ranks",
+        "optimizers.family": "build",
+    }.items():
+        module = import_module(f"tests.{name}")
+        assert all(hasattr(module, each) for each in used.split())
+
+
+def test_a_step_that_is_another_one_is_seen(run, monkeypatch):
+    off = iter((0.0, 3e-4))  # on the CPU, and on the GPU
+    trajectory = gpu_optimizers.trajectory
+
+    def moved(*arguments):
+        start, end, skipped, optimizer = trajectory(*arguments)
+        return start, end + next(off) * (end - start), skipped, optimizer
+
+    monkeypatch.setattr(gpu_optimizers, "trajectory", moved)
+    monkeypatch.setattr(gpu_optimizers, "ROWS", {"muon": ROWS["muon"]})
+    gpu.run_here("optimizers", run)
+    assert [each.status for each in run.verdicts] == ["failed", "passed", "skipped"]
+    assert run.verdicts[0].value == pytest.approx(3e-4, rel=0.1)
+
+
+def test_on_a_gpu_megatron_runs_the_large_model_without_what_is_for_a_cpu(tmp_path):
+    run = Run(device=torch.device("cuda"), tiny=False, out=tmp_path, work=tmp_path)
+    given = gpu_training.command(run, gpu_training.MUON, 5).split()
+    assert {"--use-cpu-initialization", "gloo", "--cpu"} & {*given} == set()
+    assert {"--hidden-size", "768", "--overlap-param-gather", "--no-persist-layer-norm"} <= {*given}
+    assert gpu_training.OF_CPU in demo.CPU
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("flags", [gpu_training.MUON, "--optimizer adam --deterministic-mode"])
+def test_megatron_takes_the_flags_of_a_gpu(flags, tmp_path):
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_eopt.megatron.arguments import amend
+
+    run = Run(device=torch.device("cuda"), tiny=False, out=tmp_path, work=tmp_path)
+    _, _, given = gpu_training.command(run, flags, 5).partition("pretrain_gpt.py ")
+    parsed = amend(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))).parse_args(given.split())
+    assert (parsed.hidden_size, parsed.bf16, parsed.distributed_backend) == (768, True, "nccl")
+
+
+class TestPage:
+    def test_predictions_are_what_the_cost_model_says(self):
+        """`python benchmarks/gpu_predictions.py --docs` writes them anew."""
+        assert between(PAGE, "predictions").strip() == gpu_predictions.table()
+
+    def test_every_part_is_described(self):
+        described = re.findall(r"^\| `([\w-]+)` \|", PAGE, re.MULTILINE)
+        assert described == list(gpu.PARTS)

@@ -277,7 +277,9 @@ class BaseOptimizer(Optimizer):
         self._engine = None
         for parameter, state in states:
             for tensor in self.state_tensors(parameter):
-                if tensor.dtype not in (None, parameter.dtype):  # to which torch casts what it loads
+                if tensor.rank is not None and tensor.is_elsewhere(self.matrix_layouts(parameter)):  # once all had it
+                    self.state[parameter][tensor.key] = zeros(parameter, tensor, self.matrix_layouts)
+                elif tensor.dtype not in (None, parameter.dtype):  # to which torch casts what it loads
                     own = state[tensor.key].detach().clone().to(local(parameter).device, tensor.dtype)
                     self.state[parameter][tensor.key] = own
 

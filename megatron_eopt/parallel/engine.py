@@ -30,7 +30,7 @@ from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.layout import Layout, local_rows, split_layout
 from megatron_eopt.parallel.plan import fingerprint, first_difference, make_plan
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, TpMode, whole
-from megatron_eopt.parallel.schemes.whole import Job, cut_out, gather
+from megatron_eopt.parallel.schemes.whole import Job, bring, cut_out, gather, hand_out
 from megatron_eopt.parallel.statistics import Statistics, Wanted, reduce_statistics
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace, chunk_bytes
 
@@ -297,18 +297,27 @@ class Engine:
                 found[i] = part.view(tensors[i].shape)
         return found
 
-    def gather_whole(self, stacks: Sequence[Tensor], matrices: Sequence[Matrix]) -> Callable[[], list[Tensor]]:
-        """Start to gather whole matrices on every rank of their group, by one collective; the result waits for them.
+    def gather_whole(
+        self, stacks: Sequence[Tensor], matrices: Sequence[Matrix], numbers: Sequence[Sequence[int]] = ()
+    ) -> Callable[[], list[Tensor]]:
+        """Start to bring whole matrices together, by one collective; the result waits, and has such stacks of them.
 
         Args:
             stacks: this rank's shards, (n x rows x cols) for ``n`` tensors that lie as the matrix does.
             matrices: of each stack; all of one group, each cut and with entries.
+            numbers: of each stack how many matrices each rank gets, the first ones the first; by default all get all.
         """
-        return gather(stacks, matrices, self.groups[matrices[0].group])
+        group = self.groups[matrices[0].group]
+        return bring(stacks, matrices, numbers, group) if numbers else gather(stacks, matrices, group)
 
-    def scatter_back(self, x: Tensor, matrix: Matrix) -> Tensor:
-        """This rank's shard of a whole matrix that all ranks of its group have: a view."""
-        return cut_out(x, matrix.rectangles[self.groups[matrix.group].rank()])
+    def scatter_back(
+        self, stacks: Sequence[Tensor], matrices: Sequence[Matrix], numbers: Sequence[Sequence[int]] = ()
+    ) -> Callable[[], list[Tensor]]:
+        """Start the way back from :meth:`gather_whole`, to stacks of shards; where all have all, these are views."""
+        group = self.groups[matrices[0].group]
+        if numbers:
+            return hand_out(stacks, matrices, numbers, group)
+        return lambda: [cut_out(x, each.rectangles[group.rank()]) for x, each in zip(stacks, matrices, strict=True)]
 
     def _of(self, indices: Sequence[int]) -> tuple[list[Matrix], list[float]]:
         """The logical matrices of some parameters as orthogonalized, and their scales."""

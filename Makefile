@@ -13,7 +13,7 @@ help:
 	@echo "make test-wide  run a wider subset, as CI does after make test"
 	@echo "make test-full  run all tests, with the long matrices"
 	@echo "make lint       check style and types"
-	@echo "make bench      time Newton-Schulz and tensor-parallel steps against emerging-optimizers"
+	@echo "make bench      time Newton-Schulz and tensor-parallel steps against emerging-optimizers, count a step"
 	@echo "make gpu        check everything on a GPU and leave verdicts and pictures; without one, say what it would do"
 	@echo "make compare    train the demo's GPT with every optimizer on the CPU, leave a table and a picture"
 	@echo "make walk       count the files that a gradient passes in one step of each optimizer"
@@ -42,6 +42,7 @@ lint: venv
 bench: venv
 	@$(PYTHON) benchmarks/newton_schulz.py
 	@$(PYTHON) benchmarks/tensor_parallel.py
+	@$(PYTHON) benchmarks/step.py
 
 gpu: venv
 	@$(PYTHON) benchmarks/gpu.py

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.family import ROWS
 from megatron_eopt.models import MODELS, Model, Parallel, matrices_of
-from megatron_eopt.parallel.cost import whole_flops
+from megatron_eopt.parallel.cost import step_bytes, whole_flops
 from megatron_eopt.parallel.records import Shape, TpMode
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
 
@@ -197,14 +197,15 @@ def memory(run: Run) -> None:
 
     for mode in MODES:
         with run.check(f"70B TP8, {mode}"), world("fake", 8, FakeStore()):  # its collectives give back anything
-            five, ten = (temporaries(mode, layers, run) for layers in ((1, 2) if run.tiny else (5, 10)))
+            (five, _), (ten, bound) = (temporaries(mode, layers, run) for layers in ((1, 2) if run.tiny else (5, 10)))
             run.figures[mode] = {"GiB of five layers": five / 2**30, "GiB of ten layers": ten / 2**30}
-            name = f"70B TP8, {mode}: temporaries of ten layers over those of five"
-            run.at_most(name, ten / max(five, 1), GROWTH, of_gpu=True)
+            name = f"70B TP8, {mode}: temporaries of ten layers over"
+            run.at_most(f"{name} those of five", ten / max(five, 1), GROWTH, of_gpu=True)
+            run.at_most(f"{name} what the plan prints", ten / bound, 1.0, of_gpu=True)
 
 
-def temporaries(mode: TpMode, layers: int, run: Run) -> int:
-    """Bytes that the second step of rank 0 takes at its peak beside what is there before it."""
+def temporaries(mode: TpMode, layers: int, run: Run) -> tuple[int, int]:
+    """Bytes that the second step of rank 0 takes at its peak beside what is there before it, and what the plan says."""
     sizes: dict[str, Any] = vars(MODELS["llama3-70b"]) | {"num_layers": layers}
     if run.tiny:
         sizes |= {"hidden_size": 256, "ffn_hidden_size": 896}
@@ -218,7 +219,8 @@ def temporaries(mode: TpMode, layers: int, run: Run) -> int:
         parameters.append(parameter)
     optimizer = TensorParallelMuon(parameters, lr=1e-4, tp_mode=mode, pg_collection=groups)
     peak_of(optimizer.step, run)
-    return peak_of(optimizer.step, run)
+    engine = optimizer.prepare()
+    return peak_of(optimizer.step, run), step_bytes(engine.plan, engine.works, engine.workspace)
 
 
 def peak_of(function: Callable[[], object], run: Run) -> int:

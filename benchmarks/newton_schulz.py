@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_eopt.orthogonalize import get_coefficients, newton_schulz
 from megatron_eopt.orthogonalize.forms import PRESETS, gram_flops, restarts_for, standard_flops
-from megatron_eopt.orthogonalize.kernels import choose
+from megatron_eopt.orthogonalize.kernels import choose, made
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.products import Products
 
@@ -86,7 +86,7 @@ class Setup:
     def products(self, shape: tuple[int, ...]) -> Products:
         """What an optimizer would choose at start."""
         dtypes = (torch.float16, torch.bfloat16) if self.on_gpu else (torch.float32,)
-        return choose([shape], dtypes, self.device).products
+        return made(choose([shape], dtypes, self.device).kernel, min(shape[-2:]))
 
 
 @dataclass(frozen=True)

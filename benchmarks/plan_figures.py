@@ -24,7 +24,7 @@ PIPELINE = {"llama3-8b": 1, "llama3-70b": 4}
 TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 MODES: tuple[TpMode, ...] = ("auto", *(mode for mode in get_args(TpMode) if mode != "auto"))
 NEWTON_SCHULZ = NewtonSchulz()
-WORK = Work(schedule=NEWTON_SCHULZ.schedule, restarts=NEWTON_SCHULZ.restarts)
+WORK = Work(schedule=NEWTON_SCHULZ.schedule, restarts=NEWTON_SCHULZ.restarts, itemsize=2)
 
 
 def plans(name: str, data: int) -> dict[TpMode, Plan]:

@@ -25,6 +25,8 @@ from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
 from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.plan import TpMode, make_plan
+from megatron_eopt.parallel.workspace import Workspace
+from megatron_eopt.row import workspace_from
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,7 +80,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     muon.add_argument("--muon-coefficient-type", choices=get_supported_coefficient_types(), default="quintic")
     muon.add_argument("--muon-num-ns-steps", type=_positive, default=5)
     muon.add_argument("--dense", action="store_true", help="without kernels for symmetric products")
-    muon.add_argument("--exchange-itemsize", type=int, choices=(2, 4), default=4, help="bytes of an update's entry")
+    muon.add_argument("--exchange-itemsize", type=int, choices=(2, 4), default=2, help="bytes of an entry on the wire")
+    muon.add_argument("--optimizer-workspace", type=float, default=2.0, metavar="GIB", help="for temporaries of a step")
     rates = parser.add_argument_group("rates of one rank")
     rates.add_argument("--tflops", type=float, default=DEFAULT_RATES.flops / 1e12, help="TFLOP/s")
     rates.add_argument("--bandwidth", type=float, default=DEFAULT_RATES.bytes / 1e9, help="GB/s sent")
@@ -93,12 +96,15 @@ def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int
     if flags is not None:
         return _print_planned_run(options, flags)
     iteration = NewtonSchulz(steps=options.muon_num_ns_steps, coefficient_type=options.muon_coefficient_type)
-    work = Work(schedule=iteration.schedule, restarts=iteration.restarts, share=1.0 if options.dense else 0.5)
+    share, itemsize = 1.0 if options.dense else 0.5, options.exchange_itemsize
+    work = Work(schedule=iteration.schedule, restarts=iteration.restarts, share=share, itemsize=itemsize)
     rates = Rates(flops=options.tflops * 1e12, bytes=options.bandwidth * 1e9, latency=options.latency * 1e-6)
     parallel = Parallel(**{field.name: getattr(options, field.name) for field in fields(Parallel)})
-    settings = {"split_gate_up": options.split_gate_up, "itemsize": options.exchange_itemsize}
+    settings = {"split_gate_up": options.split_gate_up, "itemsize": itemsize}
     matrices = matrices_of(_model(options), parallel, work, **settings)
-    print(explain(make_plan(matrices, options.muon_tp_mode, work, rates), work, rates))
+    workspace = Workspace(bytes=workspace_from(options)["workspace"])
+    plan = make_plan(matrices, options.muon_tp_mode, work, rates, workspace=workspace)
+    print(explain(plan, work, rates, workspace))
     return 0
 
 

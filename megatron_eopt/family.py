@@ -21,6 +21,7 @@ from megatron_eopt.optimizers.scion import Scion as Scion
 from megatron_eopt.optimizers.soap import SOAP as SOAP
 from megatron_eopt.optimizers.spectron import Spectron as Spectron
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
+from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.orthogonalize.scale import PRESETS
 from megatron_eopt.row import ADAMW_RMS, Flag, Row, arxiv
 
@@ -70,9 +71,13 @@ FAMILY = (
                 shared=True, megatrons=True,
             ),
             Flag(
-                "tp_mode", "duplicated", "How sharded matrices are orthogonalized: all exact but blockwise, which "
-                "treats each shard as a matrix of its own and is Megatron's default. auto takes the cheapest exact "
-                "way for each shape.", shared=True, megatrons=True,
+                "tp_mode", "auto", "How sharded matrices are orthogonalized: all exact but blockwise, which takes "
+                "each shard for a matrix and is Megatron's default. auto takes the cheapest exact way for each shape. "
+                "Where none is named, a resume keeps that of its checkpoint.", shared=True, megatrons=True,
+            ),
+            Flag(
+                "symmetric_products", None, "Kernel of symmetric products; without it that of the checkpoint, else the "
+                "fastest of the run, timed at start on a GPU.", choices=tuple(KERNELS), shared=True,
             ),
             Flag("split_qkv", True, "Orthogonalize fused projections whole.", shared=True, megatrons=True),
             Flag(
@@ -176,8 +181,8 @@ FAMILY = (
         state=("exp_avg", "exp_avg_sq"),
         further_state=("L", "R", "Q_L", "Q_R", "steps"),
         state_depends_on=("soap_max_dim", "muon_split"),
-        keeps="two moments, and for each side up to `--soap-max-dim` a factor and its basis, which are whole on every "
-        "tensor-parallel rank",
+        keeps="two moments, and for each side up to `--soap-max-dim` a factor and its basis, which one "
+        "tensor-parallel rank of several has, each its share",
         state_bytes="8 mn + 8 m² + 8 n² + 8",
         begin_with="--soap-precondition-frequency 10 --adam-beta1 0.95 --adam-beta2 0.95 --muon-lr 0.003 "
         "--muon-min-lr 0.0003",

@@ -139,8 +139,7 @@ class Row:
         ``model_chunks`` is the model, one module per virtual pipeline stage.
 
         Raises:
-            ValueError: if the config asks for weight decay that is not decoupled, which the optimizer does not have, or
-                for a workspace that is no number above 0.
+            ValueError: for weight decay that is not decoupled, where it has no other, and for a workspace of 0 bytes.
         """
         decoupled = getattr(config, "decoupled_weight_decay", True)
         if not decoupled and not self.takes_l2_decay:
@@ -150,8 +149,7 @@ class Row:
             of_muon["nesterov"] = config.muon_use_nesterov
         kwargs = {setting: value for setting, value in of_muon.items() if setting in self.of_muon}
         kwargs |= kwargs_from_config(self.cls, self.name, config)
-        if self.takes("workspace"):
-            kwargs |= workspace_from(config)
+        kwargs |= workspace_from(config) if self.takes("workspace") else {}
         if self.takes_l2_decay:
             kwargs["use_decoupled_weight_decay"] = decoupled
         if not self.cls.decays_weights:
@@ -186,7 +184,7 @@ def kwargs_from_config(optimizer_cls: type, prefix: str, config: Any) -> dict[st
 
 
 def workspace_from(config: Any) -> dict[str, int]:
-    """The argument ``workspace`` in bytes, from ``--optimizer-workspace`` in GiB; none where a config does not say."""
+    """The argument ``workspace``, in bytes, from ``--optimizer-workspace`` in GiB; none where a config does not say."""
     gib = getattr(config, "optimizer_workspace", None)
     if gib is not None and not 0 < gib < inf:
         raise ValueError(f"--optimizer-workspace must be a finite number of GiB above 0, got {gib}")

@@ -83,4 +83,13 @@ def test_as_a_module_without_a_gpu_and_without_megatron():
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "16 of 28672 x 4096" in done.stdout  # twice: all 32 are more than is exchanged at once
+    assert done.stdout.count("8 of 28672 x 4096") == 4  # all 32 at once are more than the workspace holds
+    assert "The workspace is 2,048 MiB" in done.stdout
+
+
+def test_a_larger_workspace_makes_fewer_chunks(capsys):
+    flags = ["plan", "--model", "llama3-8b", "--tensor-model-parallel-size", "8"]
+    assert main([*flags, "--optimizer-workspace", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert "32 of 28672 x 4096" in printed
+    assert "in 1 chunk. The workspace is 8,192 MiB" in printed

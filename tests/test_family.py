@@ -18,11 +18,12 @@ from tests.optimizers.family import build
 rows = pytest.mark.parametrize("row", FAMILY, ids=lambda row: row.name)
 # What flags set that is not for a constructor: rates of groups, splits, presets, and the optimizer of the rest.
 OF_MUON = {"lr", "min_lr", "weight_decay", "split", "preset", "scalar_optimizer", "momentum_from_adam"}
-# Where the command line has another default than the constructor: Megatron's own flags, and those of its SOAP.
+# Where the command line has another default than the constructor: Megatron's own flags, those of its SOAP, and auto.
 OTHER_DEFAULTS = {
     ("muon", "momentum"),
     ("muon", "nesterov"),
     ("muon", "split_qkv"),
+    ("muon", "tp_mode"),
     ("soap", "precondition_frequency"),
     ("soap", "use_kl_shampoo"),
 }

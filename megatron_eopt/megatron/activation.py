@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import layers
 from megatron_eopt import registry
 from megatron_eopt.matrices import ATTRIBUTE
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, amend, with_flags
+from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED, amend, with_flags
 from megatron_eopt.megatron.averaging import averaged
 from megatron_eopt.megatron.checkpoints.loading import checked_base, checked_load, checked_save, checked_tracker
 from megatron_eopt.megatron.checkpoints.sharding import named_apart, undecided
@@ -124,7 +124,7 @@ def _of_core() -> list[_Replaced]:
     lost = "the fp32 copy of a bf16 parameter would lose its name, its padding, and which matrices it is made of"
     refused = "another optimizer's state is refused with its reason, or imported, before anything is read"
     compared = "checksums of what is saved, which are compared when it is loaded"
-    exact = "a config that does not name muon_tp_mode gets an exact one, as the command line does"
+    auto = "a config that does not name muon_tp_mode gets auto, which is exact, as the command line does"
     configs = dict.fromkeys(  # several classes in 0.17, and several names of one in later releases
         value
         for value in vars(optimizer_config).values()
@@ -135,7 +135,7 @@ def _of_core() -> list[_Replaced]:
         *((attributes, name, lambda default: default, lost) for name in kept),
         (dist_checkpointing, "load", checked_load, refused),
         (dist_checkpointing, "save", checked_save, compared),
-        *((config, "__init__", _with_exact_tp_mode, exact) for config in configs),
+        *((config, "__init__", _with_default_tp_mode, auto) for config in configs),
     ]
 
 
@@ -160,13 +160,14 @@ def _of_training() -> list[_Replaced]:
     ]
 
 
-def _with_exact_tp_mode(init: Callable[..., None]) -> Callable[..., None]:
+def _with_default_tp_mode(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
-    def init_with_exact_tp_mode(self: Any, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("muon_tp_mode", DEFAULT_TP_MODE)
-        init(self, *args, **kwargs)
+    def init_with_default_tp_mode(self: Any, *args: Any, **kwargs: Any) -> None:
+        if "muon_tp_mode" not in kwargs:
+            setattr(self, TP_MODE_SOURCE, UNNAMED)
+        init(self, *args, **{"muon_tp_mode": DEFAULT_TP_MODE, **kwargs})
 
-    return init_with_exact_tp_mode
+    return init_with_default_tp_mode
 
 
 def _amended(add_arguments: Callable[..., Any]) -> Callable[..., Any]:

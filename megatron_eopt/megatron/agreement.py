@@ -1,11 +1,13 @@
 """What all ranks of a run find out together: each function is called by every rank, and returns the same on each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+from megatron_eopt.optimizers.base import KERNEL
+from megatron_eopt.orthogonalize import timing
 from megatron_eopt.overrides import OverrideError
 from megatron_eopt.parallel.collectives import lowest
 
@@ -37,3 +39,20 @@ def on_all_ranks[T](decide: Callable[[], T]) -> T:
         if found_there is not None:
             raise OverrideError(found_there)
     return decided
+
+
+def choose_kernels(optimizers: Sequence[Any]) -> None:
+    """Give optimizers that orthogonalize the kernels of symmetric products that are the fastest for the whole run.
+
+    The slowest rank counts, and what fails on one serves on none. Ranks without optimizers come here, too: all have one
+    choice, since a checkpoint holds one, and replicas need not have a group in common. On a CPU there is none.
+    """
+    found = timing.times([], [], torch.device("cpu"))
+    choosing = [each for each in optimizers if KERNEL in getattr(each, "carried_settings", ())]
+    for each in choosing:
+        device = next(p for group in each.param_groups for p in group["params"]).device
+        if timing.is_timed(device) and each.symmetric_products is None:
+            found = found.maximum(each.kernel_times())
+    choice = timing.fastest(-lowest(-found, dist.group.WORLD) if dist.group.WORLD else found)
+    for group in (group for each in choosing for group in each.param_groups if choice):
+        group.setdefault(KERNEL, choice)

@@ -5,14 +5,16 @@ import functools
 from collections.abc import Callable
 from typing import Any, get_args
 
-from megatron_eopt.family import FAMILY
+from megatron_eopt.family import FAMILY, ROWS
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.parallel.plan import TpMode
 from megatron_eopt.registry import list_optimizers, takes_matrices
 from megatron_eopt.row import Flag
 
-DEFAULT_TP_MODE: TpMode = "duplicated"
+DEFAULT_TP_MODE: TpMode = "auto"
+TP_MODE_SOURCE = "muon_tp_mode_source"  # on arguments and configs: the flag that named muon_tp_mode, or UNNAMED
+UNNAMED = "default"
 
 RUN_FLAGS = (
     Flag("optimizer_overrides", None, "Settings of single parameters, in YAML or JSON.", metavar="FILE"),
@@ -23,13 +25,7 @@ RUN_FLAGS = (
         choices=("short", "full", "none"),
     ),
     Flag("optimizer_manifest_file", None, "Write that as JSON, too.", metavar="FILE"),
-    Flag(
-        "optimizer_workspace",
-        2.0,
-        "GiB that temporaries of a step of Muon or a relative may take on a rank, beside what one iteration of its "
-        "largest matrix needs.",
-        metavar="GIB",
-    ),
+    Flag("optimizer_workspace", 2.0, "GiB that a step of Muon may take, beside its largest matrix.", metavar="GIB"),
     Flag("checksums", True, "Save no checksums in torch_dist checkpoints, and compare none on load."),
     Flag("check_replicas", True, "Never compare parameters over data-parallel ranks."),
 )
@@ -39,11 +35,17 @@ FLAGS = (*(flag for row in FAMILY for flag in row.flags if not flag.megatrons), 
 """The flags that are added; one that a later Megatron has itself is left to it."""
 
 
+class _StoreNamed(argparse._StoreAction):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        super().__call__(parser, namespace, values, option_string)
+        setattr(namespace, TP_MODE_SOURCE, option_string)
+
+
 def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozenset()) -> argparse.ArgumentParser:
     """Let Megatron's parser, with its arguments added, know our optimizers; what would fail in a step fails there.
 
     ``--optimizer`` takes every registered name but those ``unavailable``, ``--muon-coefficient-type`` the known names
-    only, ``--muon-fp32-matmul-prec`` also highest. ``--muon-tp-mode`` is exact by default. :data:`FLAGS` are added.
+    only, ``--muon-fp32-matmul-prec`` also highest. ``--muon-tp-mode`` is auto by default. :data:`FLAGS` are added.
     """
     actions = parser._option_string_actions  # argparse has no public way to look an argument up
     optimizer, tp_mode = actions["--optimizer"], actions["--muon-tp-mode"]
@@ -56,11 +58,9 @@ def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozens
         actions[name].choices = list(choices)
         actions[name].help = f"{(actions[name].help or '').split(' Valid types')[0]} One of {', '.join(choices)}."
     tp_mode.choices, tp_mode.default = list(get_args(TpMode)), DEFAULT_TP_MODE
-    tp_mode.help = (
-        "How matrices that are sharded over tensor-parallel ranks are orthogonalized: all exact but blockwise, which "
-        "treats each shard as a matrix of its own. auto takes the cheapest exact way for each bucket of equal "
-        "matrices. Default: %(default)s."
-    )
+    tp_mode.help = next(flag.help for flag in ROWS["muon"].flags if flag.setting == "tp_mode")
+    tp_mode.__class__ = _StoreNamed
+    parser.set_defaults(**{TP_MODE_SOURCE: UNNAMED})
     group = parser.add_argument_group("megatron_eopt")
     for flag in FLAGS:
         if flag.optimizer not in unavailable and flag.name not in actions:
@@ -75,9 +75,9 @@ def with_flags(make_config: Callable[..., Any]) -> Callable[..., Any]:
     def make_config_with_flags(args: argparse.Namespace) -> Any:
         config, overrides = make_config(args)
         _check_effect(args)
-        for flag in FLAGS:
-            if hasattr(args, flag.dest) and not hasattr(config, flag.dest):
-                setattr(config, flag.dest, getattr(args, flag.dest))
+        for dest in (*(flag.dest for flag in FLAGS), TP_MODE_SOURCE):
+            if hasattr(args, dest) and not hasattr(config, dest):
+                setattr(config, dest, getattr(args, dest))
         # of the scheduler, not of the optimizer: whether overrides may let a weight decay change
         config.weight_decay_incr_style = getattr(args, "weight_decay_incr_style", None)
         return config, overrides

@@ -11,9 +11,9 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_eopt.family import LIKE_MUON
-from megatron_eopt.manifest import to_json
 from megatron_eopt.megatron import assignment, releases
-from megatron_eopt.megatron.agreement import on_all_ranks
+from megatron_eopt.megatron.agreement import choose_kernels, on_all_ranks
+from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED
 from megatron_eopt.megatron.averaging import remember
 from megatron_eopt.megatron.checkpoints.attach import attach
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
@@ -26,6 +26,7 @@ from megatron_eopt.megatron.support.rules import Run, refuse_unsupported
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.scale import PRESETS
+from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 
 type Verdict = Callable[[], bool]
@@ -48,6 +49,9 @@ class OptimizerOfRun:
         self.facts = Run.of(config, model_chunks, pg_collection, layer_wise=layer_wise)
         refuse_unsupported(self.facts)
         self.config, self.model_chunks, self.groups = with_preset(config), model_chunks, pg_collection
+        self.tp_mode, self.tp_mode_source = config.muon_tp_mode, getattr(config, TP_MODE_SOURCE, "config")
+        if self.tp_mode_source == UNNAMED and self.tp_mode != DEFAULT_TP_MODE:
+            self.tp_mode_source = "config"  # which was changed after it was made
 
     def built_by(self, build: Callable[[Any, Any], Any], config_overrides: Any) -> Any:
         """Megatron's optimizer, by its builder of a config and of overrides."""
@@ -60,7 +64,7 @@ class OptimizerOfRun:
         self.declare()
         self.attach_checkpoints()
         self.guard_first_step()
-        print_summary(self.optimizer)
+        print_summary(self.optimizer, self.tp_mode_source)
         return self.optimizer
 
     def describe(self) -> None:
@@ -96,8 +100,10 @@ class OptimizerOfRun:
 
     def prepare(self) -> None:
         """Let every optimizer that has parameters here agree on its steps with the ranks that share them."""
-        for each in torch_optimizers(self.optimizer):
-            if hasattr(each, "prepare") and any(group["params"] for group in each.param_groups):
+        here = [x for x in torch_optimizers(self.optimizer) if any(group["params"] for group in x.param_groups)]
+        choose_kernels(here)
+        for each in here:
+            if hasattr(each, "prepare"):
                 each.prepare()
 
     def declare(self) -> None:
@@ -107,8 +113,29 @@ class OptimizerOfRun:
     def attach_checkpoints(self) -> None:
         """Let checkpoints hold the optimizers' state, and evaluation see what they will hold of the model."""
         differ = layers_differ(self.families, frozen_names(self.model_chunks))
-        attach(self.optimizer, self.model_chunks, to_json(self.families), differ)
+        attach(self.optimizer, self.model_chunks, self, differ)
         remember(self.optimizer, self.model_chunks)
+
+    def go_on_with(self, tp_mode: TpMode) -> None:
+        """Keep the ``tp_mode`` of a checkpoint if the run names none; all ranks call it before the state is loaded."""
+        keep = self.tp_mode_source in (UNNAMED, "checkpoint")
+
+        def take() -> None:
+            for each in torch_optimizers(self.optimizer):
+                if isinstance(each, BaseOptimizer) and "tp_mode" in each.settings():
+                    groups, each.param_groups, each.tp_mode = each.param_groups, [], tp_mode
+                    for group in groups:
+                        each.add_param_group(group)  # which checks it again
+
+        if tp_mode != self.tp_mode and dist.get_rank() == 0:
+            why = "kept, since this run names none" if keep else f"not {self.tp_mode}, by {self.tp_mode_source}"
+            print(f"megatron_eopt: the tp_mode of the checkpoint is {tp_mode}: {why}", flush=True)
+        if tp_mode != self.tp_mode and keep:
+            on_all_ranks(take)
+            self.tp_mode, self.tp_mode_source = tp_mode, "checkpoint"
+            self.prepare()
+            self.declare()
+            print_summary(self.optimizer, self.tp_mode_source)
 
     def guard_first_step(self) -> None:
         """Check what can only be known in the first step, or in any."""

@@ -14,25 +14,27 @@ from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.spectron import Spectron
 
 
-def print_summary(optimizer: Any) -> None:
+def print_summary(optimizer: Any, tp_mode_source: str) -> None:
     """Print :func:`summary` of an optimizer of Megatron's, on rank 0."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"megatron_eopt: {summary(list(torch_optimizers(optimizer)))}", flush=True)
+        print(f"megatron_eopt: {summary(list(torch_optimizers(optimizer)), tp_mode_source)}", flush=True)
 
 
-def summary(optimizers: Sequence[Optimizer]) -> str:
+def summary(optimizers: Sequence[Optimizer], tp_mode_source: str = "argument") -> str:
     """One line on what each optimizer updates on this rank; those of one class, as for experts, are taken together."""
     alike: dict[str, list[Optimizer]] = {}
     for optimizer in optimizers:
         alike.setdefault(type(optimizer).__name__, []).append(optimizer)
-    return "; ".join(_updated(name, group) for name, group in alike.items())
+    return "; ".join(_updated(name, group, tp_mode_source) for name, group in alike.items())
 
 
-def _updated(name: str, alike: Sequence[Optimizer]) -> str:
+def _updated(name: str, alike: Sequence[Optimizer], source: str) -> str:
     with_parameters = [each for each in alike if any(group["params"] for group in each.param_groups)]
     parameters = [p for each in with_parameters for group in each.param_groups for p in group["params"]]
     elements = sum(p.numel() for p in parameters)
+    modes = {each.tp_mode for each in with_parameters if isinstance(each, TensorParallelMuon | Spectron)}
     text = f"{name} owns {len(parameters)} parameters with {elements:,} elements on this rank"
+    text += "".join(f", tp_mode {mode} ({source})" for mode in modes)
     if muons := [each for each in with_parameters if isinstance(each, TensorParallelMuon)]:
         return f"{text}, {_orthogonalized(muons)}"
     if factored := [each for each in with_parameters if isinstance(each, Spectron)]:

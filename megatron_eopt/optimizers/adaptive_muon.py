@@ -1,8 +1,8 @@
 """Muon whose orthogonal factors are normalized by a second moment, for parameters that may be sharded.
 
-Orthogonal factors have any floating dtype; statistics and what is computed with them are fp32. For each logical matrix
-a direction and a ratio come out, whose product replaces the orthogonal factor. Each method makes at most one all-reduce
-for each group of ranks. Nothing here waits for the device.
+Orthogonal factors have any floating dtype; statistics and what is computed with them are fp32. What is computed for one
+logical matrix is computed for all at once. Each method makes at most one all-reduce for each group of ranks. Nothing
+here waits for the device.
 
 - AdaMuon: Si, Zhang and Shen, arXiv 2507.11005.
 - NorMuon: Li et al., arXiv 2510.05491.
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
+from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Batch, Tensors
 from megatron_eopt.optimizers.group_settings import DecayMethod, check_flag, decay_method
 from megatron_eopt.optimizers.muon import TensorParallelMuon, passed_on
@@ -31,12 +32,11 @@ from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix, Shape, TpMode
-from megatron_eopt.parallel.statistics import Statistics, Wanted, known
+from megatron_eopt.parallel.statistics import Statistics, Wanted, known, norms_of, squared_norms
 
 MOMENT2_BUFFER = "moment2_buffer"
 
 Moment2Method = Literal["adamuon", "normuon", "namo"]
-Directed = tuple[Tensor, Tensor | float]  # a direction and a ratio
 
 
 @dataclass(frozen=True)
@@ -44,74 +44,80 @@ class Moment:
     """A second moment ``v``, which stays as it is, bit for bit, where the flag ``accepted`` on the device is False."""
 
     v: Tensor
-    accepted: Tensor
+    accepted: Tensor | bool
     beta2: float
     eps: float
 
-    def average(self, value: Tensor) -> Tensor:
-        """``v += (1 - beta2) (value - v)``; values beyond fp32 count as its largest number."""
-        largest = torch.finfo(torch.float32).max  # an infinity would stay in v for ever
-        value = value.clamp(max=largest).to(self.v.dtype)
-        return self.v.lerp_(torch.where(self.accepted, value, self.v), 1 - self.beta2)
+
+def average(moments: Sequence[Moment], values: list[Tensor] | tuple[Tensor, ...]) -> list[Tensor]:
+    """``v += (1 - beta2) (value - v)``: all ``v``. Values are written to: beyond fp32 they count as its largest one."""
+    vs, flags = [m.v for m in moments], [m.accepted for m in moments if isinstance(m.accepted, Tensor)]
+    torch._foreach_clamp_max_(values, torch.finfo(torch.float32).max)  # an infinity would stay in v for ever
+    new = foreach.masked(values, vs, torch.stack(flags) if flags else None)
+    torch._foreach_lerp_(vs, new, [1 - m.beta2 for m in moments])
+    return vs
 
 
-def adamuon(
-    engine: Engine, indices: Sequence[int], factors: Tensors, moments: Sequence[Moment], align: bool
-) -> list[Directed]:
-    """``v <- EMA(O^2)``, ``U = O / (sqrt(v) + eps)`` of parameters; aligned, each matrix gets the norm of its ``O``."""
-    directions = []
-    for factor, moment in zip(engine.merge_all(indices, list(factors)), moments, strict=True):
-        wide = factor.float()
-        directions.append(wide / moment.average(wide.square()).sqrt().add_(moment.eps))
-    directions = engine.split_all(indices, directions)
-    if not align:
-        return [(direction, 1.0) for direction in directions]
-    norms = _squared_norms(engine, engine.flat(indices), factors, directions)
-    return [(x, _alignment(*pair)) for x, pair in zip(directions, norms, strict=True)]
+def adamuon(factors: Tensors, moments: Sequence[Moment]) -> list[Tensor]:
+    """``v <- EMA(O^2)``, ``U = O / (sqrt(v) + eps)`` of parameters: ``U``."""
+    directions = [torch.empty_like(factor, dtype=torch.float32) for factor in factors]
+    torch._foreach_copy_(directions, list(factors))
+    for some in foreach.alike(directions):
+        wide, of_some = [directions[i] for i in some], [moments[i] for i in some]
+        roots = torch._foreach_sqrt(average(of_some, torch._foreach_mul(wide, wide)))
+        torch._foreach_add_(roots, [moment.eps for moment in of_some])
+        torch._foreach_div_(wide, roots)
+    return directions
 
 
-def normuon(engine: Engine, matrices: Sequence[Matrix], factors: Tensors, moments: Sequence[Moment]) -> list[Directed]:
+def normuon(engine: Engine, matrices: Sequence[Matrix], factors: Tensors, moments: Sequence[Moment]) -> list[Tensor]:
     """``v <- EMA(mean(O^2))`` over the short dimension, ``U = O rsqrt(max(v, eps))``, with the norm of ``O``.
 
+    What comes out is by what to multiply the rows or columns of each matrix.
+
     Two kinds of matrices need one reduction. Where the short dimension is whole on every rank, this one has its means,
-    and ``||O||`` and ``||U||`` are left to sum over the ranks. Where it is cut, the means are; these are then of the
-    whole long dimension, so the norms follow from them.
+    and ``||O||`` and ``||U||``, norms of the norms of rows or columns, are left to sum over the ranks. Where it is cut,
+    the means are; these are then of the whole long dimension.
     """
-    directions: dict[int, Tensor] = {}
-    ratios: dict[int, Tensor] = {}
+    steps: dict[int, Tensor] = {}
     means = [
-        Wanted(matrix=m, x=x, row_means=_tall(m.shape), column_means=not _tall(m.shape), of_squares=True)
+        Wanted(matrix=m, x=x, row_squares=_tall(m.shape), column_squares=not _tall(m.shape))
         for m, x in zip(matrices, factors, strict=True)
     ]
     crossing = [i for i, matrix in enumerate(matrices) if _means_cross(matrix)]
     here = [i for i, matrix in enumerate(matrices) if not _means_cross(matrix)]
 
-    def follow(i: int, found: Statistics) -> tuple[Tensor, Tensor]:
-        """The means of a matrix, and by what its rows or columns are multiplied, as they are here."""
-        along = known(found.row_means if _tall(matrices[i].shape) else found.column_means)
-        steps = moments[i].average(along).clamp(min=moments[i].eps).rsqrt()
-        directions[i] = factors[i].float() * (steps[:, None] if _tall(matrices[i].shape) else steps)
-        return along, steps
+    def follow(some: list[int], found: Sequence[Statistics]) -> list[Tensor]:
+        """Norms of the rows or columns of ``O``, and then of ``U``, but for the root of the short dimension."""
+        of_some = [moments[i] for i in some]
+        along = [known(each.column_squares if each.row_squares is None else each.row_squares) for each in found]
+        new = torch._foreach_clamp_min(average(of_some, along), [moment.eps for moment in of_some])
+        torch._foreach_rsqrt_(new)
+        steps.update(zip(some, new, strict=True))
+        roots = torch._foreach_sqrt(along)
+        return [*roots, *torch._foreach_mul(roots, new)]
 
-    for i, found in zip(here, engine.statistics([means[i] for i in here]), strict=True):  # exchanges nothing
-        follow(i, found)
-    norms = [Wanted(matrix=matrices[i], x=x, squared_norm=True) for i in here for x in (factors[i], directions[i])]
-    reduced = iter(engine.statistics([*norms, *(means[i] for i in crossing)]))
-    for i in here:
-        ratios[i] = _alignment(known(next(reduced).squared_norm), known(next(reduced).squared_norm))
-    for i in crossing:
-        along, steps = follow(i, next(reduced))
-        squares = along.double()  # times the short dimension, which the ratio does not see
-        ratios[i] = _alignment(squares.sum(), (squares * steps.double().square()).sum())
-    return [(directions[i], ratios[i]) for i in range(len(matrices))]
+    def align(some: list[int], squares: Tensor) -> None:
+        foreach.scale_each([steps[i] for i in some], _alignment(*squares.chunk(2)).unbind())
+
+    lengths = follow(here, engine.statistics([means[i] for i in here])) if here else []  # exchanges nothing
+    norms = [Wanted(matrix=matrices[i], x=x, squared_norm=True) for i, x in zip(here * 2, lengths, strict=True)]
+    reduced = engine.statistics([*norms, *(means[i] for i in crossing)])
+    if here:
+        align(here, norms_of(reduced[: len(norms)]))
+    if crossing:
+        align(crossing, squared_norms(follow(crossing, reduced[len(norms) :])))
+    return [steps[i][:, None] if _tall(matrix.shape) else steps[i][None] for i, matrix in enumerate(matrices)]
 
 
-def namo(factors: Tensors, moments: Sequence[Moment], norms: Sequence[tuple[Tensor, ...]]) -> list[Directed]:
-    """``v <- EMA(||G||^2)``, ``U = O ||g'|| / (sqrt(v) + eps)``, from the squared norms of ``G`` and of ``g'``."""
-    return [
-        (factor, update.sqrt() / (moment.average(gradient).sqrt() + moment.eps))
-        for factor, moment, (gradient, update) in zip(factors, moments, norms, strict=True)
-    ]
+def namo(moments: Sequence[Moment], squared_gradients: Tensor, squared_updates: Tensor) -> list[Tensor]:
+    """``v <- EMA(||G||^2)``, ``U = O ||g'|| / (sqrt(v) + eps)``: by what to multiply each matrix.
+
+    From vectors in fp64: the squared norms of ``G`` and of ``g'``.
+    """
+    roots = torch._foreach_sqrt(average(moments, squared_gradients.float().unbind()))
+    torch._foreach_add_(roots, [moment.eps for moment in moments])
+    return list((squared_updates.sqrt() / torch.stack(roots)).unbind())
 
 
 def _tall(shape: Shape) -> bool:
@@ -125,13 +131,11 @@ def _means_cross(matrix: Matrix) -> bool:
     return any(each.shape[1 - short] and each.shape[short] != matrix.shape[short] for each in matrix.rectangles)
 
 
-def _squared_norms(engine: Engine, matrices: Sequence[Matrix], *shards: Tensors) -> list[tuple[Tensor, ...]]:
-    """For each matrix the squared norms of several tensors that lie as it does, in fp64."""
-    wanted = [
-        Wanted(matrix=matrix, x=x, squared_norm=True) for xs in shards for matrix, x in zip(matrices, xs, strict=True)
-    ]
-    found = [known(statistics.squared_norm) for statistics in engine.statistics(wanted)]
-    return [tuple(found[i :: len(matrices)]) for i in range(len(matrices))]
+def _squared_norms(engine: Engine, matrices: Sequence[Matrix], *shards: Tensors) -> tuple[Tensor, ...]:
+    """The squared norms of several lists of tensors that lie as the matrices do, a vector in fp64 for each list."""
+    several = [zip(matrices, xs, strict=True) for xs in shards]
+    wanted = [Wanted(matrix=matrix, x=x, squared_norm=True) for each in several for matrix, x in each]
+    return norms_of(engine.statistics(wanted)).chunk(len(shards))
 
 
 def _alignment(factor: Tensor, update: Tensor) -> Tensor:
@@ -277,20 +281,28 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
     def update(self, batches: Sequence[Batch], factors: list[Tensor], directions: Sequence[Tensor]) -> Sequence[Tensor]:
         """``U`` of each logical matrix, times its scale."""
         engine, indices, moments = self.engine, [i for batch in batches for i in batch.indices], []
+        matrices, scales = engine.flat(indices), engine.scales(indices)
         for batch in batches:
             beta2, eps = batch.settings["beta2"], batch.settings["eps"]
             for n, tensors in enumerate(batch.further):
-                accepted = torch.as_tensor(batch.flag(n), device=tensors[0].device)
-                moments += [Moment(v, accepted, beta2, eps) for v in tensors]
+                moments += [Moment(v, batch.flag(n), beta2, eps) for v in tensors]
+        if not moments:
+            return factors
         if self.moment2_method == "adamuon":
-            directed = adamuon(engine, indices, factors, moments, self.align_rms)
-        elif self.moment2_method == "normuon":
-            directed = normuon(engine, engine.flat(indices), factors, moments)
+            new = engine.split_all(indices, adamuon(engine.merge_all(indices, factors), moments))
+            if self.align_rms:
+                ratios = list(_alignment(*_squared_norms(engine, matrices, factors, new)).unbind())
+                torch._foreach_mul_(ratios, scales)
+                foreach.scale_each(new, ratios)
+            else:
+                torch._foreach_mul_(new, scales)
+            torch._foreach_copy_(factors, new)
+            return factors
+        if self.moment2_method == "normuon":
+            ratios = normuon(engine, matrices, factors, moments)
         else:
             gradients = engine.split_all(indices, [gradient for batch in batches for gradient in batch.gradients])
-            norms = _squared_norms(engine, engine.flat(indices), gradients, directions)
-            directed = namo(factors, moments, norms)
-        return [
-            (x * (ratio * scale)).to(factor.dtype)
-            for factor, (x, ratio), scale in zip(factors, directed, engine.scales(indices), strict=True)
-        ]
+            ratios = namo(moments, *_squared_norms(engine, matrices, gradients, directions))
+        torch._foreach_mul_(ratios, scales)
+        foreach.scale_each(factors, ratios)
+        return factors

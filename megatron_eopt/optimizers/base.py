@@ -24,6 +24,7 @@ from megatron_eopt.optimizers.parameters import (
     sharing_groups,
 )
 from megatron_eopt.optimizers.state import StateTensor, check_placements, check_shape, zeros
+from megatron_eopt.orthogonalize.timing import times
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, split_layout
@@ -276,7 +277,9 @@ class BaseOptimizer(Optimizer):
         self._engine = None
         for parameter, state in states:
             for tensor in self.state_tensors(parameter):
-                if tensor.dtype not in (None, parameter.dtype):  # to which torch casts what it loads
+                if tensor.rank is not None and tensor.is_elsewhere(self.matrix_layouts(parameter)):  # once all had it
+                    self.state[parameter][tensor.key] = zeros(parameter, tensor, self.matrix_layouts)
+                elif tensor.dtype not in (None, parameter.dtype):  # to which torch casts what it loads
                     own = state[tensor.key].detach().clone().to(local(parameter).device, tensor.dtype)
                     self.state[parameter][tensor.key] = own
 
@@ -298,6 +301,10 @@ class BaseOptimizer(Optimizer):
             bytes=self.workspace, of_entry=self.bytes_of_entry, kept=4 if self.keeps_directions else 0
         )
         return Engine(described, device, self.tp_mode, own, workspace)
+
+    def kernel_times(self) -> Tensor:
+        """What the choice of a kernel of symmetric products goes by: see :func:`.timing.times`."""
+        return times(*self.proposed().stacks())
 
     def prepare(self) -> Engine:
         """Settle with the other ranks what a step does, in an engine that is frozen; all call together.

@@ -19,6 +19,7 @@ Tensors = Sequence[Tensor]
 Mask = Tensor | None  # which of several parameters step; None for all
 Follow = Callable[[Tensors, Tensors, float, bool, Mask], list[Tensor]]
 
+IN_CACHE = 2**20  # bytes of tensors that a CPU keeps at hand from operation to operation
 MOST_BYTES = 2**24  # of further copies that are in memory at a time, where a single tensor does not take more
 
 
@@ -50,35 +51,32 @@ class Batch:
 
 def chosen(batches: Sequence[Batch], parameters: Sequence[int] | None = None) -> list[Batch]:
     """The batches of some of their parameters, by default of all, with gradients in the dtype of the momenta."""
-    wanted, found = set(parameters or ()), []
-    for batch in batches:
-        at = [n for n, i in enumerate(batch.indices) if parameters is None or i in wanted]
-        if not at:
-            continue
-        flags = batch.accepted
-        if flags is not None and len(at) < len(batch.indices):
-            each = flags.unbind()
-            flags = torch.stack([each[n] for n in at])
-        pairs = [(batch.gradients[n], batch.momenta[n].dtype) for n in at]
-        found.append(
-            replace(
-                batch,
-                indices=[batch.indices[n] for n in at],
-                parameters=[batch.parameters[n] for n in at],
-                weights=[batch.weights[n] for n in at],
-                momenta=[batch.momenta[n] for n in at],
-                gradients=[g if g.dtype == dtype else g.to(dtype) for g, dtype in pairs],
-                further=[batch.further[n] for n in at],
-                accepted=flags,
-            )
-        )
+    found, wanted = list(batches), None if parameters is None else set(parameters)
+    if wanted is not None and len(wanted) < sum(len(batch.indices) for batch in batches):
+        found = [
+            _subset(batch, at) for batch in batches if (at := [n for n, i in enumerate(batch.indices) if i in wanted])
+        ]
+    for number, batch in enumerate(found):
+        pairs = list(zip(batch.gradients, batch.momenta, strict=True))
+        if any(g.dtype != m.dtype for g, m in pairs):
+            found[number] = replace(batch, gradients=[g.to(m.dtype) for g, m in pairs])
     return found
+
+
+def _subset(batch: Batch, at: Sequence[int]) -> Batch:
+    """A batch of some of its parameters."""
+    lists = ("indices", "parameters", "weights", "momenta", "gradients", "further")
+    changed: dict[str, Any] = {name: [getattr(batch, name)[n] for n in at] for name in lists}
+    if batch.accepted is not None:
+        each = batch.accepted.unbind()
+        changed["accepted"] = torch.stack([each[n] for n in at])
+    return replace(batch, **changed)
 
 
 def masked(new: Tensors, old: Tensors | float, accepted: Mask) -> list[Tensor]:
     """``new`` where accepted, ``old`` elsewhere: further tensors where there is a mask."""
     result = list(new)
-    for some in _alike(new) if accepted is not None else ():
+    for some in alike(new) if accepted is not None else ():
         assert accepted is not None
         flags = _column(accepted, some, new[some[0]])
         otherwise = old if isinstance(old, float) else _stacked(old, some)
@@ -101,13 +99,19 @@ def scale(tensors: Tensors, factor: Scalar, accepted: Mask = None) -> None:
         # a number would be rounded to the dtype of the tensors, a tensor without dimensions is not
         torch._foreach_mul_(list(tensors), torch.as_tensor(factor, dtype=torch.float64, device=tensors[0].device))
         return
-    factors = torch.where(accepted, factor, 1.0)
-    for some in _alike(tensors):
-        rates = _rates(factors, some, tensors[some[0]])
+    scale_each(tensors, torch.where(accepted, factor, 1.0).unbind())
+
+
+def scale_each(tensors: Tensors, factors: Tensors) -> None:
+    """Multiply each tensor in place by a factor of its own on the device, a number or of as many dimensions."""
+    for some in alike(tensors, factors):
+        first, each = tensors[some[0]], _stacked(factors, some)
+        each = each.to(torch.promote_types(first.dtype, torch.float32))
+        each = each.view(-1, *[1] * first.ndim) if each.ndim == 1 else each
         if len(some) == 1:
-            tensors[some[0]].mul_(rates[0])
+            first.mul_(each[0])  # without a copy, of what may be large
         else:
-            torch._foreach_copy_([tensors[i] for i in some], (_stacked(tensors, some) * rates).unbind())
+            torch._foreach_copy_([tensors[i] for i in some], (_stacked(tensors, some) * each).unbind())
 
 
 def with_decay(gradients: Tensors, weights: Tensors, weight_decay: Scalar) -> list[Tensor]:
@@ -153,20 +157,16 @@ def subtract(weights: Tensors, updates: Tensors, lr: Scalar, accepted: Mask = No
             products = torch._foreach_mul(list(updates[start : start + most]), rate)
             torch._foreach_sub_(list(weights[start : start + most]), list(products))
         return
-    for some in _alike(updates):
+    for some in alike(updates):
         stack = _stacked(updates, some)
-        steps = (stack * _rates(lr * accepted.double(), some, stack[0])).to(stack.dtype)
+        rates = _column(lr * accepted.double(), some, stack[0]).to(torch.promote_types(stack.dtype, torch.float32))
+        steps = (stack * rates).to(stack.dtype)
         torch._foreach_sub_([weights[i] for i in some], list(steps.unbind()))
 
 
 def _stacked(tensors: Tensors, some: Sequence[int]) -> Tensor:
     """Some tensors as a stack; of a single one a view."""
     return tensors[some[0]][None] if len(some) == 1 else torch.stack([tensors[i] for i in some])
-
-
-def _rates(factors: Tensor, some: Sequence[int], like: Tensor) -> Tensor:
-    """Factors of some tensors, which multiply a stack of them."""
-    return _column(factors, some, like).to(torch.promote_types(like.dtype, torch.float32))
 
 
 def _column(x: Tensor, some: Sequence[int], like: Tensor) -> Tensor:
@@ -176,11 +176,31 @@ def _column(x: Tensor, some: Sequence[int], like: Tensor) -> Tensor:
     return chosen.view(-1, *[1] * like.ndim)
 
 
-def _alike(tensors: Tensors) -> Iterator[list[int]]:
-    """Indices of tensors of equal shape and dtype, as many at a time as :data:`MOST_BYTES` allow."""
-    kinds: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
-    for i, x in enumerate(tensors):
-        kinds.setdefault((x.shape, x.dtype), []).append(i)
-    for (shape, dtype), indices in kinds.items():
-        most = max(1, MOST_BYTES // max(1, shape.numel() * dtype.itemsize))
+def active(
+    groups: Sequence[dict[str, Any]], accepted: Tensor, kind: Callable[[Tensor], object] = lambda p: None
+) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...], Mask]]:
+    """``(group, parameters, mask)`` of those with a gradient, of one kind and as many as a bounded copy has at a time.
+
+    A CPU knows what is not accepted, and leaves it out. It takes as many as its cache holds between two operations.
+    """
+    on_cpu = accepted.device.type == "cpu"
+    flags, most = iter(accepted.tolist() if on_cpu else accepted.unbind()), IN_CACHE if on_cpu else MOST_BYTES
+    for group in groups:
+        kinds: dict[tuple[object, ...], list[tuple[Tensor, Any]]] = {}
+        for p, flag in zip(group["params"], flags, strict=False):
+            if p.grad is not None and flag is not False:
+                kinds.setdefault((p.nbytes, p.dtype, kind(p)), []).append((p, flag))
+        for of_kind in kinds.values():
+            for some in batched(of_kind, max(1, most // max(1, of_kind[0][0].nbytes))):
+                parameters, of_some = zip(*some, strict=True)
+                yield group, parameters, None if on_cpu else torch.stack(of_some)
+
+
+def alike(*lists: Tensors) -> Iterator[list[int]]:
+    """Indices at which lists have tensors of equal shape and dtype, as many at a time as :data:`MOST_BYTES` allow."""
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for i, each in enumerate(zip(*lists, strict=True)):
+        kinds.setdefault(tuple((x.shape, x.dtype) for x in each), []).append(i)
+    for indices in kinds.values():
+        most = max(1, MOST_BYTES // max(1, lists[0][indices[0]].nbytes))
         yield from (indices[start : start + most] for start in range(0, len(indices), most))

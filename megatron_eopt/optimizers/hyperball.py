@@ -1,6 +1,7 @@
 """Muon on a hyperball: every matrix keeps the norm that it starts with."""
 
 from collections.abc import Sequence
+from itertools import repeat
 from math import inf
 from typing import Unpack
 
@@ -8,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers.foreach import Batch
-from megatron_eopt.optimizers.group_settings import Scalar
+from megatron_eopt.optimizers import foreach
+from megatron_eopt.optimizers.foreach import Batch, Tensors
 from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, passed_on, spelled_out
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.forms import nonzero
-from megatron_eopt.parallel.statistics import Statistics, Wanted, known
+from megatron_eopt.parallel.statistics import Wanted, known, norms_of
 
 RADIUS = "radius"  # kept of each logical matrix
 
@@ -91,63 +92,66 @@ class MuonHyperball(TensorParallelMuon):
         matrices, shards = self.engine.flat(indices), self.engine.split_all(indices, list(map(local, parameters)))
         wanted = [Wanted(matrix=matrix, x=x, squared_norm=True) for matrix, x in zip(matrices, shards, strict=True)]
         radii = [radius for parameter in parameters for radius in self._further_state(parameter)]
-        # what is 0 was not measured yet, unless the matrix has no entries
-        new = [
-            (radius, matrix, known(statistics.squared_norm).sqrt())
-            for radius, matrix, statistics in zip(radii, matrices, self.engine.statistics(wanted), strict=True)
-            if 0 not in matrix.shape and not radius
-        ]
-        for _, matrix, norm in new:
-            if not 0 < norm < inf:
+        known_radii, norms = torch.stack(radii), norms_of(self.engine.statistics(wanted)).sqrt()
+        for matrix, radius, norm in zip(matrices, *torch.stack([known_radii, norms]).tolist(), strict=True):
+            # what is 0 was not measured yet, unless the matrix has no entries
+            if 0 not in matrix.shape and not radius and not 0 < norm < inf:
                 raise ValueError(
                     f"{type(self).__name__} keeps the norm that a matrix starts with, and that of {matrix.name} is "
                     f"{norm:g}: initialize it, or give it to another optimizer (AdamW, say)"
                 )
-        for radius, _, norm in new:
-            radius.copy_(norm)
+        torch._foreach_copy_(radii, torch.where(known_radii == 0, norms, known_radii).unbind())
 
     def apply(self, batches: Sequence[Batch], updates: Sequence[Tensor]) -> None:
         """``W <- R normalize(W - lr R normalize(O))`` for each logical matrix."""
         indices = [i for batch in batches for i in batch.indices]
-        weights = self.engine.split_all(indices, [weight for batch in batches for weight in batch.weights])
-        factors = self.engine.split_all(indices, list(updates))
-        wanted = []
-        for matrix, weight, factor in zip(self.engine.flat(indices), weights, factors, strict=True):
-            wanted.append(Wanted(matrix=matrix, x=weight, squared_norm=True, inner=factor))
-            wanted.append(Wanted(matrix=matrix, x=factor, squared_norm=True))
-        shards, found = zip(weights, factors, strict=True), iter(self.engine.statistics(wanted))
-        for batch in batches:
-            for n, (index, radii) in enumerate(zip(batch.indices, batch.further, strict=True)):
-                moved = [
-                    on_sphere(*next(shards), next(found), next(found), radius, batch.lr, batch.flag(n))
-                    for radius in radii
-                ]
-                batch.weights[n].copy_(self.engine.merge(index, moved))
+        if not batches:
+            return
+        weights = [weight for batch in batches for weight in batch.weights]
+        shards, factors = self.engine.split_all(indices, list(weights)), self.engine.split_all(indices, list(updates))
+        several = list(zip(self.engine.flat(indices), shards, factors, strict=True))
+        wanted = [Wanted(matrix=matrix, x=x, squared_norm=True, inner=factor) for matrix, x, factor in several]
+        wanted += [Wanted(matrix=matrix, x=factor, squared_norm=True) for matrix, _, factor in several]
+        found = self.engine.statistics(wanted)
+        squares, inner = norms_of(found), torch.stack([known(each.inner_product) for each in found[: len(several)]])
+        radii = [torch.stack([radius for each in batch.further for radius in each]) for batch in batches]
+        lengths = torch.cat([of_batch * batch.lr for of_batch, batch in zip(radii, batches, strict=True)])
+        flags = [batch.flag(n) for batch in batches for n, each in enumerate(batch.further) for _ in each]
+        if masks := [flag for flag in flags if isinstance(flag, Tensor)]:  # all of them, or none
+            lengths = lengths * torch.stack(masks)
+        move(shards, factors, on_spheres(squares, inner, torch.cat(radii), lengths))
+        for weight, x in zip(weights, self.engine.merge_all(indices, shards), strict=True):
+            if weight is not x:
+                weight.copy_(x)
 
 
-def on_sphere(
-    weight: Tensor,
-    factor: Tensor,
-    of_weight: Statistics,
-    of_factor: Statistics,
-    radius: Tensor,
-    lr: Scalar,
-    accepted: Tensor | bool,
-) -> Tensor:
-    """One rank's shard of ``R normalize(W - lr R normalize(O))``; of ``W`` where it stays. Waits for no device.
+def on_spheres(squares: Tensor, inner: Tensor, radii: Tensor, lengths: Tensor) -> Tensor:
+    """``(moves, a, b)`` of each matrix, which if it moves becomes ``(W - a O) b = R normalize(W - lr R normalize(O))``.
 
     The norm of the difference follows from those of its terms, so that one reduction is enough; in fp64, where what
-    they cancel does not matter.
+    they cancel does not matter. Waits for no device.
 
-    ``weight`` and ``factor`` are shards of ``W`` and ``O``, in any floating dtype; the difference is rounded to that of
-    ``W`` at its end alone. ``of_weight`` has the squared norm of ``W`` and its inner product with ``O``.
+    Vectors in fp64: the squared norms of all ``W`` and then of all ``O``, their inner products, ``R``, and ``lr R``,
+    which is 0 where a matrix stays.
     """
-    squared_weight, inner = known(of_weight.squared_norm), known(of_weight.inner_product)
-    squared_factor = known(of_factor.squared_norm)
-    step = lr * radius / nonzero(squared_factor.sqrt())
-    squared = (squared_weight - 2 * step * inner + step.square() * squared_factor).clamp(min=0)
+    squared_weights, squared_factors = squares.chunk(2)
+    steps = lengths / nonzero(squared_factors.sqrt())
+    squared = (squared_weights - 2 * steps * inner + steps.square() * squared_factors).clamp(min=0)
     # nearer to the center, what a step leaves of a matrix is rounding, and so is its direction
-    moves = (step != 0) & (squared_factor > 0) & (squared > 1e-12 * squared_weight) & accepted
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    moved = (weight.to(wide) - step * factor.to(wide)) * (radius / nonzero(squared.sqrt()))
-    return torch.where(moves, moved.to(weight.dtype), weight)
+    moves = (steps != 0) & (squared_factors > 0) & (squared > 1e-12 * squared_weights)
+    return torch.stack([moves, steps, radii / nonzero(squared.sqrt())], 1)
+
+
+def move(shards: Tensors, factors: Tensors, coefficients: Tensor) -> None:
+    """``W <- (W - a O) b`` in place, rounded once, where a matrix moves: see :func:`on_spheres`."""
+    pieces: list[tuple[Tensor, ...]] = []  # of few enough rows that a copy is bounded
+    for x, factor, each in zip(shards, factors, coefficients.unbind(), strict=True):
+        height = max(1, foreach.MOST_BYTES // 4 // max(1, x.shape[1]))
+        pieces += zip(x.split(height), factor.split(height), repeat(each), strict=False)
+    for some in foreach.alike(*zip(*pieces, strict=True)):
+        xs, of_some, of_each = map(list, zip(*(pieces[i] for i in some), strict=True))
+        before, after = torch.stack(xs), torch.stack(of_some)
+        wide = torch.promote_types(before.dtype, torch.float32)
+        moves, step, shrink = torch.stack(of_each).to(wide)[..., None, None].unbind(1)
+        moved = (before.to(wide) - step * after.to(wide)) * shrink
+        torch._foreach_copy_(xs, torch.where(moves > 0, moved.to(before.dtype), before).unbind())

@@ -1,6 +1,5 @@
 """Lion and Signum: every entry of the update is the sign of a momentum."""
 
-from itertools import batched
 from typing import Any, get_args
 
 import torch
@@ -132,18 +131,12 @@ class Signum(BaseOptimizer):
 
 def _step(optimizer: BaseOptimizer, accepted: Tensor) -> None:
     """One step of all parameters of Lion or Signum."""
-    on_cpu = accepted.device.type == "cpu"
-    flags = iter(accepted.unbind())
-    for group in optimizer.param_groups:
-        of_group = [(p, next(flags)) for p in group["params"]]
+    for group, some, accepted_of_some in foreach.active(optimizer.param_groups, accepted):
         settings = group if "betas" in optimizer.defaults else {**group, "betas": (group["momentum"],) * 2}
-        # a CPU has the flags at once, and keeps one tensor in its cache; a GPU has copies of 64 at a time
-        active = [(p, flag) for p, flag in of_group if p.grad is not None and (not on_cpu or flag)]
-        for some in batched(active, 1 if on_cpu else 64):
-            momenta = [local(optimizer._state_of(p)[EXP_AVG]) for p, _ in some]
-            gradients = [local(p.grad).to(m.dtype) for (p, _), m in zip(some, momenta, strict=True)]
-            accepted_of_some = None if on_cpu else torch.stack([flag for _, flag in some])
-            lion([local(p) for p, _ in some], gradients, momenta, accepted_of_some, settings)
+        momenta = [local(optimizer._state_of(p)[EXP_AVG]) for p in some]
+        pairs = zip(some, momenta, strict=True)
+        gradients = [local(p.grad).to(m.dtype) for p, m in pairs if p.grad is not None]
+        lion([local(p) for p in some], gradients, momenta, accepted_of_some, settings)
 
 
 def lion(

@@ -16,7 +16,7 @@ from megatron_eopt.optimizers.group_settings import DecayMethod
 from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, passed_on, spelled_out
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.scale import ScaleMode
-from megatron_eopt.parallel.statistics import Wanted, known
+from megatron_eopt.parallel.statistics import Wanted, norms_of
 
 PREVIOUS_GRADIENT = "previous_gradient"
 HAS_PREVIOUS = "has_previous"  # 1 where there is a previous gradient: after a step with a rate above 0
@@ -122,8 +122,7 @@ class MarsMuon(TensorParallelMuon):
         shards = self.engine.split_all(indices, found)
         matrices = zip(self.engine.flat(indices), shards, strict=True)
         norms = self.engine.statistics([Wanted(matrix=matrix, x=x, squared_norm=True) for matrix, x in matrices])
-        for x, norm in zip(shards, norms, strict=True):
-            x.mul_(LARGEST_NORM / known(norm.squared_norm).sqrt().clamp(min=LARGEST_NORM))
+        foreach.scale_each(shards, (LARGEST_NORM / norms_of(norms).sqrt().clamp(min=LARGEST_NORM)).unbind())
         clipped = iter(self.engine.merge_all(indices, shards))
         own = [replace(batch, gradients=list(islice(clipped, len(batch.indices)))) for batch in batches]
         return super().direction(own, follow)
@@ -135,6 +134,5 @@ class MarsMuon(TensorParallelMuon):
             previous, has_previous = (list(each) for each in zip(*batch.further, strict=True))
             torch._foreach_copy_(previous, foreach.masked(batch.gradients, previous, batch.accepted))
             flags = torch.stack(has_previous)
-            stepped = torch.as_tensor(batch.lr, device=flags.device) != 0
-            stepped = stepped if batch.accepted is None else stepped & batch.accepted
-            torch._foreach_copy_(has_previous, list(torch.maximum(flags, stepped.to(flags.dtype)).unbind()))
+            accepted = torch.ones_like(flags) if batch.accepted is None else batch.accepted.to(flags.dtype)
+            torch._foreach_copy_(has_previous, torch.maximum(flags, accepted * (batch.lr != 0)).unbind())

@@ -124,8 +124,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         weight_decay_method: ``decoupled``, ``l2``, ``independent`` or ``palm``: see
             :data:`~megatron_eopt.optimizers.group_settings.DecayMethod`; None for what ``use_decoupled_weight_decay``
             says.
-        workspace: bytes that the temporaries of a step may take on this rank, beside what one iteration of its largest
-            matrix needs.
+        workspace: bytes of a step's temporaries on this rank, beside what one iteration of its largest matrix needs.
 
     Attributes:
         newton_schulz: the iteration of groups that say nothing else of it.

@@ -6,6 +6,7 @@ from typing import Unpack
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Batch
 from megatron_eopt.optimizers.group_settings import DecayMethod
 from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, passed_on, spelled_out
@@ -64,5 +65,6 @@ class PolarGrad(TensorParallelMuon):
         """``<M, U> U`` of each logical matrix."""
         matrices = self.engine.flat([i for batch in batches for i in batch.indices])
         wanted = [Wanted(matrix=m, x=x, inner=U) for m, x, U in zip(matrices, directions, factors, strict=True)]
-        found = zip(factors, self.engine.statistics(wanted), strict=True)
-        return [factor * known(statistics.inner_product) for factor, statistics in found]
+        products = [known(statistics.inner_product) for statistics in self.engine.statistics(wanted)]
+        foreach.scale_each(factors, products)
+        return factors

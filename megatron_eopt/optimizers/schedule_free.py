@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from itertools import batched
 from math import inf, isfinite
 from typing import Any, Literal, get_args
 
@@ -243,17 +242,11 @@ class ScheduleFreeAdamW(BaseOptimizer):
 
     def _take(self, accepted: Tensor) -> None:
         self._warn_of_schedule()
-        flags = iter(accepted.unbind())
-        # a CPU keeps one tensor in its cache from operation to operation; a GPU has copies of 64 at a time
-        at_once = 1 if accepted.device.type == "cpu" else 64
         for group in self.param_groups:
             group[COUNT] += 1
-            of_group = [(p, next(flags)) for p in group["params"]]
-            taken = [(p, self._begun_state(p), flag) for p, flag in of_group if p.grad is not None]
-            for stored in (True, False):
-                for some in batched([each for each in taken if (X in each[1]) == stored], at_once):
-                    parameters, states, of_some = zip(*some, strict=True)
-                    schedule_free_adamw(parameters, states, torch.stack(of_some), group)
+        stored = foreach.active(self.param_groups, accepted, lambda p: X in self._begun_state(p))
+        for group, some, accepted_of_some in stored:
+            schedule_free_adamw(some, [self._begun_state(p) for p in some], accepted_of_some, group)
 
     def _begun_state(self, parameter: Tensor) -> dict[str, Any]:
         """The state of a parameter, whose ``z`` and ``x`` are the parameter itself before its first step."""
@@ -269,7 +262,10 @@ class ScheduleFreeAdamW(BaseOptimizer):
 
 
 def schedule_free_adamw(
-    parameters: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], accepted: Tensor, group: Mapping[str, Any]
+    parameters: Sequence[Tensor],
+    states: Sequence[Mapping[str, Tensor]],
+    accepted: Tensor | None,
+    group: Mapping[str, Any],
 ) -> None:
     """One step of :class:`ScheduleFreeAdamW`, of parameters that all have an ``x`` or of which none has.
 
@@ -283,18 +279,18 @@ def schedule_free_adamw(
 
     schedules, count, warmup = [state[SCHEDULE] for state in states], group[COUNT], group["warmup_steps"]
     schedule = torch.stack(schedules)
-    rates = group["lr"] * (min(1.0, count / warmup) if warmup else 1.0) * accepted.double()
+    steps_made = torch.ones_like(schedule[:, 0]) if accepted is None else accepted.double()
+    rates = group["lr"] * (min(1.0, count / warmup) if warmup else 1.0) * steps_made
     largest = torch.maximum(schedule[:, 2], rates)
     weights = rates if kempnerforge else count ** group["r"] * largest ** group["weight_lr_power"]
     total = schedule[:, 1] + weights
-    shares = torch.where(total > 0, weights / total, 0.0) * accepted  # rates may all have been zero
-    advanced = torch.stack([schedule[:, 0] + 1, total, largest], dim=1)
-    torch._foreach_copy_(schedules, torch.where(accepted[:, None], advanced, schedule).unbind())
+    shares = torch.where(total > 0, weights / total, 0.0) * steps_made  # rates may all have been zero
+    advanced = list(torch.stack([schedule[:, 0] + 1, total, largest], dim=1).unbind())
+    torch._foreach_copy_(schedules, foreach.masked(advanced, schedules, accepted))
 
     gradients = [g.to(v.dtype) for g, v in zip(gradients, squares, strict=True)]
-    # a CPU has the answer at once, and then mostly nothing is to do
-    if accepted.device.type != "cpu" or not accepted.all():
-        gradients = [torch.where(flag, g, 0.0) for g, flag in zip(gradients, accepted.unbind(), strict=True)]
+    gradients = foreach.masked(gradients, 0.0, accepted)
+    times = torch._foreach_mul_ if accepted is None else foreach.scale_each  # few launches, at the price of copies
     new = list(torch._foreach_mul(gradients, gradients))
     torch._foreach_clamp_max_(new, [torch.finfo(v.dtype).max for v in squares])  # an infinity would stay for ever
     torch._foreach_lerp_(squares, foreach.masked(new, squares, accepted), 1 - beta2)
@@ -309,23 +305,24 @@ def schedule_free_adamw(
         # in 16 bits y is rounded, and z would decay by its rounding
         decayed = list(torch._foreach_lerp(zs, xs, beta1)) if xs else ys
         torch._foreach_add_(steps, decayed, alpha=weight_decay)
-    torch._foreach_mul_(steps, rates.unbind())
+    times(steps, rates.unbind())
     if weight_decay != 0 and kempnerforge:
         after = torch._foreach_sub(zs, steps)
-        torch._foreach_mul_(after, (rates * weight_decay).unbind())
+        times(after, (rates * weight_decay).unbind())
         torch._foreach_add_(steps, after)
 
     if xs:
         torch._foreach_sub_(zs, steps)
     averages = xs or ys
     towards = torch._foreach_sub(zs, averages)
-    torch._foreach_mul_(towards, shares.unbind())
+    times(towards, shares.unbind())
     torch._foreach_add_(averages, towards)
     if xs:
         torch._foreach_copy_(ys, torch._foreach_lerp(zs, xs, beta1))
     else:
-        torch._foreach_sub_(ys, torch._foreach_mul(steps, (1 - beta1 * (1 - shares)).unbind()))
         torch._foreach_sub_(zs, steps)
+        times(steps, (1 - beta1 * (1 - shares)).unbind())
+        torch._foreach_sub_(ys, steps)
 
 
 def from_kempnerforge(state_dict: dict[str, Any]) -> dict[str, Any]:

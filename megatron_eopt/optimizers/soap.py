@@ -1,8 +1,11 @@
 """SOAP: Adam in the eigenbasis of Shampoo's factors."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, compress, repeat
 from typing import Any, Literal, get_args
 
 import torch
@@ -39,7 +42,7 @@ MAX_DIM = "max_dim"
 """Setting of a group: the longest side that has a factor."""
 
 MOST_BYTES = 2**28
-"""Of the whole tensors that are gathered at once, where a single parameter does not take more."""
+"""Of the equal matrices that are worked on as one stack, and of what is gathered at once, where one is not larger."""
 
 
 class SOAP(BaseOptimizer):
@@ -72,10 +75,16 @@ class SOAP(BaseOptimizer):
     ``logical_matrices`` is a :class:`~megatron_eopt.matrices.Split`, a stack of matrices among them, or that
     ``split_qkv`` tells to be fused.
 
-    A parameter that is cut, by tensor parallelism or as a DTensor (FSDP2, HSDP), takes the step of one rank. Of its
-    matrices that have a factor each rank gathers gradient, ``M`` and ``V``, in one all-gather for many of them, and
-    computes the whole step; so factors and bases are whole on every rank, and at any number of ranks the same. What has
-    no factor takes its step as it lies. A gradient that is not finite on one rank is left out on all that share it.
+    A parameter that is cut, by tensor parallelism or as a DTensor (FSDP2, HSDP), takes the step of one rank. A matrix
+    of Megatron's that has a factor gets a compute rank of its group, by the costs of steps and from shapes alone.
+    Shards of gradient, ``M`` and ``V`` go there, in one all-to-all for many matrices, and those of the update and ``V``
+    come back; factors and bases are there alone, and empty on the other ranks. Of DTensors each rank gathers matrices,
+    and has factors and bases: torch's checkpoints know no tensor that one rank of several has. What has no factor takes
+    its step as it lies. A gradient that is not finite on one rank is left out on all that share it.
+
+    The first step makes the eigenvectors of every factor, as refreshing by ``eigh`` does: some 10 n^3 operations a side
+    of n, many of them bound by memory. At 8192 that may take very long, and other ranks wait for a compute rank within
+    the timeout of their group. The device is waited for there, and in no later step with ``qr``.
 
     Args:
         params: vectors, matrices and declared stacks of matrices, or groups of them; see
@@ -115,6 +124,7 @@ class SOAP(BaseOptimizer):
 
     # Parameters known to have a basis.
     _based: set[Tensor] | None = None
+    _plans: dict[Tensor, list["Planned"]] | None = None
     _updated: int = 0
 
     @also_called(use_eigh=("basis_method", {False: "qr", True: "eigh"}), max_precond_dim=MAX_DIM)
@@ -161,14 +171,15 @@ class SOAP(BaseOptimizer):
         return self._updated
 
     def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
-        """The logical matrices of each parameter, of which every rank computes all that it has a part of."""
-        described = {}
+        """The logical matrices of each parameter."""
+        described: dict[Tensor, list[DescribedMatrix]] = {}
         for parameter in (p for p in self._parameters() if p.ndim > 1):
             names = self.split_of(parameter).names(self.layout(parameter).shape[0])
-            described[parameter] = [
-                DescribedMatrix(name, each.shape, "duplicated" if each.sharded else "local", 1.0, None)
-                for name, each in zip(names, self.matrix_layouts(parameter), strict=True)
-            ]
+            described[parameter] = []
+            for name, plan in zip(names, self._planned(parameter), strict=True):
+                scheme = "duplicated" if plan.layout.sharded else "local"
+                scheme = scheme if plan.compute_rank is None else "owner"
+                described[parameter].append(DescribedMatrix(name, plan.layout.shape, scheme, 1.0, None))
         return described
 
     def layout(self, parameter: Tensor) -> Layout:
@@ -189,18 +200,15 @@ class SOAP(BaseOptimizer):
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Adam's moments, the second in the eigenbases, the steps, and each matrix' factors and bases, whole."""
-        group = self.group_of(parameter)
         wide = torch.promote_types(parameter.dtype, torch.float32)
-        layouts = self.matrix_layouts(parameter) if parameter.ndim > 1 else []
         return [
             StateTensor(EXP_AVG, dtype=wide),
             StateTensor(EXP_AVG_SQ, dtype=wide),
             StateTensor(STEPS, dims=(), dtype=torch.float64),
             *(
-                StateTensor(key + end, (length, length), part, wide)
-                for part, (layout, end) in enumerate(zip(layouts, self.key_ends(parameter), strict=False))
-                for keys, length in zip(SIDES, layout.shape, strict=True)
-                if length <= group[MAX_DIM] and 0 not in layout.shape
+                StateTensor(key, (length, length), part, wide, plan.compute_rank)
+                for part, plan in enumerate(self._planned(parameter))
+                for keys, length in zip(plan.sides, plan.layout.shape, strict=True)
                 for key in keys
             ),
         ]
@@ -237,41 +245,72 @@ class SOAP(BaseOptimizer):
     def _described(self, name: str, parameter: Tensor) -> Parameter:
         return Parameter(name, parameter.dtype, self.layout(parameter), self.split_of(parameter))
 
+    def _planned(self, parameter: Tensor) -> list["Planned"]:
+        """How each logical matrix of a parameter is worked on: the same on all ranks that share it.
+
+        What is cut is dealt to compute ranks, the costliest first, each to the rank that has the least so far. Group by
+        group, so that a further one leaves the state of those before it where it is.
+        """
+        if self._plans is None or parameter not in self._plans:
+            planned: dict[Tensor, list[Planned]] = {}
+            loads: dict[str, list[int]] = {}
+            for group in self.param_groups:
+                for each in group["params"]:
+                    pairs = zip(self.key_ends(each), self.matrix_layouts(each), strict=True)
+                    planned[each] = [Planned(*pair, group[MAX_DIM] if each.ndim > 1 else -1) for pair in pairs]
+                plans = (planned[each] for each in group["params"] if not isinstance(each, DTensor))
+                dealt = (plan for of_one in plans for plan in of_one if plan.gathered)
+                for plan in sorted(dealt, key=lambda plan: -plan.cost):
+                    load = loads.setdefault(plan.layout.label, [0] * plan.layout.ranks)
+                    plan.compute_rank = load.index(min(load))
+                    load[plan.compute_rank] += plan.cost
+            self._plans = planned
+        return self._plans[parameter]
+
     def _take(self, accepted: Tensor) -> None:
         for group in self.param_groups:
             group[CLOCK] += 1
-        tasks = list(self._tasks(accepted))
+        tasks = self._tasks(accepted)
         soap(tasks, self.engine)
-        self._updated += sum(len(task.sides) for task in tasks if task.parameter.ndim > 1)
+        self._updated += sum(len(task.plans) for task in tasks if task.parameter.ndim > 1)
 
-    def _tasks(self, accepted: Tensor) -> Iterator["Task"]:
+    def _tasks(self, accepted: Tensor) -> list["Task"]:
         """What is worked on in this step: the same on all ranks that share a parameter."""
         self._based = set() if self._based is None else self._based
         grouped = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        tasks = []
         for index, ((parameter, group), flag) in enumerate(zip(grouped, accepted.unbind(), strict=True)):
-            state = self.state.get(parameter, {}) if parameter.grad is None else self._state_of(parameter)
-            sides = [_sides(state, end) for end in self.key_ends(parameter)]
-            factored = [i for i, of_matrix in enumerate(sides) if of_matrix != (None, None)]
-            gathered = [i for i in factored if self.engine.matrices[index][i].sharded]
+            plans = self._planned(parameter)
             # also without a gradient where others wait for this rank's part
-            if parameter.grad is None and not gathered:
-                continue
-            # a device is waited for until a basis is known to be there, and no longer
-            if factored and parameter not in self._based and state[STEPS] > 0:
-                self._based.add(parameter)
-            first = bool(factored) and parameter not in self._based
-            if not first or flag:
-                yield Task(index, parameter, state, group, flag, first, sides, gathered)
+            if parameter.grad is not None or any(plan.gathered for plan in plans):
+                state = self.state.get(parameter, {}) if parameter.grad is None else self._state_of(parameter)
+                first = parameter not in self._based and any(plan.cost for plan in plans)
+                tasks.append(Task(index, parameter, state, group, flag, first, plans, self.engine))
+        # a device is waited for until all bases are known to be there, and no longer
+        if starting := [task for task in tasks if task.first]:
+            for task, has_bases, makes_them in zip(starting, *_known(starting, self.engine), strict=True):
+                task.first = not has_bases
+                self._based |= {task.parameter} if has_bases or makes_them else set()
+        return [task for task in tasks if not task.first or task.parameter in self._based]
 
 
-def _sides(state: Mapping[str, Tensor], end: str) -> tuple[Side | None, Side | None]:
-    left, right = (
-        Side(state[factor + end], state[basis + end]) if factor + end in state else None for factor, basis in SIDES
-    )
-    return left, right
+class Planned:
+    """How the steps of a logical matrix are made."""
+
+    def __init__(self, end: str, layout: Layout, longest: int) -> None:
+        (rows, cols), self.layout = layout.shape, layout
+        has_factor = [min(rows, cols) > 0 and length <= longest for length in (rows, cols)]
+        # keys of factor and basis of the rows, and of the columns; none of a side without
+        self.sides = [
+            tuple(key + end for key in keys) if has else () for keys, has in zip(SIDES, has_factor, strict=True)
+        ]
+        # of a step, up to a factor that is the same for all: cubes of sides, and products with them
+        self.cost = sum(n * (n**2 + rows * cols) for n in compress((rows, cols), has_factor))
+        self.gathered = any(has_factor) and layout.sharded  # whether a rank needs what others have of it
+        self.compute_rank: int | None = None  # the one of its group that alone needs it
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Task:
     """A parameter that a step works on, with or without a gradient: the same on all ranks that share it."""
 
@@ -281,88 +320,193 @@ class Task:
     settings: Mapping[str, Any]
     accepted: Tensor  # if not, everything stays as it is
     first: bool  # whether it has no bases so far, but is to have some; only if accepted
-    sides: list[tuple[Side | None, Side | None]]  # of each logical matrix
-    gathered: list[int]  # the logical matrices that need what other ranks have: those cut that have a factor
+    plans: list[Planned]  # of each logical matrix
+    engine: Engine
 
-    def shards(self, engine: Engine) -> list[Preconditioned]:
-        """This rank's shards of the matrices, with the sides of the whole ones."""
-        momentum, squares, gradient = _own(self.state[EXP_AVG]), _own(self.state[EXP_AVG_SQ]), self.parameter.grad
-        gradient = torch.zeros_like(momentum) if gradient is None else _own(gradient).to(momentum.dtype)
-        gradient = torch.where(self.accepted, -gradient if self.settings["maximize"] else gradient, 0.0)
-        split = [engine.split(self.index, x) for x in (gradient, momentum, squares)]
-        return [Preconditioned(*each) for each in zip(*split, self.sides, strict=True)]
+    @property
+    def label(self) -> str:
+        """Of the ranks that exchange matrices of it; empty where none is exchanged."""
+        return next((plan.layout.label for plan in self.plans if plan.gathered), "")
 
-    def bytes(self, engine: Engine) -> int:
-        """Of the whole tensors that are gathered."""
-        shapes = [engine.matrices[self.index][i].shape for i in self.gathered]
-        return sum(3 * rows * cols for rows, cols in shapes) * int(self.state[EXP_AVG].element_size())
+    @cached_property
+    def kinds(self) -> list[Hashable]:
+        """Of each logical matrix what equal ones have in common."""
+        ours = id(self.settings), self.first, self.parameter.dtype, min(self.parameter.ndim, 2)
+        return [(*ours, *map(bool, plan.sides), plan.layout.shape, plan.layout.rectangles) for plan in self.plans]
+
+    @cached_property
+    def shards(self) -> list[list[Tensor]]:
+        """This rank's shards of the logical matrices: of weights, first and second moments, and gradients."""
+        return [self.engine.split(self.index, x) for x in (*self._written(), self.gradient())]
+
+    def gradient(self) -> Tensor:
+        """This rank's part of the gradient; zeros where there is none."""
+        gradient = self.parameter.grad
+        return torch.zeros_like(_own(self.parameter)) if gradient is None else _own(gradient)
+
+    def put_back(self) -> None:
+        """End with :attr:`shards`, which were written to and may be copies."""
+        for x, shards in zip(self._written(), self.shards, strict=False):
+            memory = {each.untyped_storage().data_ptr() for each in shards if each.numel()}
+            if memory - {x.untyped_storage().data_ptr()}:
+                x.copy_(self.engine.merge(self.index, shards))
+        del self.shards
+
+    def _written(self) -> list[Tensor]:
+        return [_own(x) for x in (self.parameter, self.state[EXP_AVG], self.state[EXP_AVG_SQ])]
+
+
+def _known(tasks: Sequence[Task], engine: Engine) -> list[list[bool]]:
+    """Which parameters have bases, and which others can make them: of a gradient that is accepted and not zero.
+
+    A basis of nothing would turn to that of the gradients to come only step by step.
+    """
+    found = []
+    for task in tasks:
+        shards = zip(task.plans, engine.split(task.index, task.gradient()), strict=True)
+        found.append(torch.stack([shard.any() for plan, shard in shards if plan.cost]).any().float())
+    some = torch.stack(engine.sums(found, [task.label for task in tasks])) > 0
+    steps = torch.stack([task.state.get(STEPS, torch.zeros_like(found[0])) for task in tasks])
+    accepted = torch.stack([task.accepted for task in tasks])
+    return torch.stack([steps > 0, accepted & some]).tolist()
 
 
 def soap(tasks: Sequence[Task], engine: Engine, most_bytes: int = MOST_BYTES) -> None:
     """One step of SOAP.
 
-    Of parameters that are cut, gradient and moments of several at a time are gathered by every rank that shares them,
-    which then computes the whole step: all make the same of the same numbers. All ranks name the same of those that
-    are shared, in the same order.
+    Equal matrices of a bucket are worked on as stacks. Of those that are cut, shards of gradient and moments go to a
+    compute rank, and those of update and second moment come back; DTensors are gathered by every rank that shares them,
+    and all make the same of the same numbers. All ranks name the same of those that are shared, in the same order.
     """
-    for task in tasks:
-        if not task.gathered:
-            step(task, task.shards(engine), engine)
-    gathers = ((bucket, _gather(bucket, engine)) for bucket in _buckets(tasks, engine, most_bytes))
-    for (bucket, wait), _ in pairwise(chain(gathers, [([], list)])):  # the next one is on its way already
-        for task, matrices in zip(bucket, wait(), strict=True):
-            step(task, matrices, engine)
-
-
-def step(task: Task, matrices: Sequence[Preconditioned], engine: Engine) -> None:
-    """Make the step of a parameter, from its shards or, where they are gathered, its matrices: each rank its part."""
-    # a basis of nothing would turn to that of the gradients to come only step by step
-    if task.first and not any(bool(matrix.gradient.any()) for matrix in matrices if matrix.factored):
+    if not tasks:
         return
-    index, state, settings = task.index, task.state, task.settings
-    state[STEPS] += task.accepted
-
-    def own(x: Tensor, i: int) -> Tensor:
-        return engine.scatter_back(x, engine.matrices[index][i]) if i in task.gathered else x
-
-    p, momentum, squares = (_own(x) for x in (task.parameter, state[EXP_AVG], state[EXP_AVG_SQ]))
-    flag, lr, shards = task.accepted.double(), settings["lr"], engine.split(index, p)
-    decay = decay_power(lr, settings["weight_decay_method"]) * settings["weight_decay"] * flag
-    with fp32_products(settings["fp32_matmul_prec"]):
-        for i, matrix in enumerate(matrices):
-            update = update_of(matrix, state[STEPS], task.accepted, settings, task.first)
-            if update is not None:
-                kept = shards[i].to(update.dtype) * (1 - decay)
-                shards[i] = (kept - own(update, i) * (lr * flag)).to(p.dtype)
-    p.copy_(engine.merge(index, shards))
-    momentum.copy_(engine.merge(index, [own(matrix.momentum, i) for i, matrix in enumerate(matrices)]))
-    squares.copy_(engine.merge(index, [own(matrix.squares, i) for i, matrix in enumerate(matrices)]))
+    steps = [task.state[STEPS] for task in tasks]
+    counted = torch.stack(steps) + torch.stack([task.accepted for task in tasks])
+    torch._foreach_copy_(steps, list(counted.unbind()))
+    for buckets in _buckets(tasks, most_bytes):
+        # of three at work, shards of one arrive, one is computed, and results of one leave
+        at_work: deque[Iterator[None]] = deque(maxlen=3)
+        for run in chain((_run(bucket, engine) for bucket in buckets), repeat(iter(()), 2)):
+            at_work.appendleft(run)
+            for each in at_work:
+                next(each, None)
 
 
-def _buckets(tasks: Sequence[Task], engine: Engine, most_bytes: int) -> list[list[Task]]:
-    """The parameters that are gathered at once: of one group of ranks, one dtype, and so many bytes at most."""
-    found: dict[tuple[str, torch.dtype], list[list[Task]]] = {}
-    for task in (task for task in tasks if task.gathered):
-        alike = found.setdefault((engine.matrices[task.index][0].group, task.state[EXP_AVG].dtype), [[]])
-        if alike[-1] and sum(each.bytes(engine) for each in alike[-1]) + task.bytes(engine) > most_bytes:
-            alike.append([])
-        alike[-1].append(task)
-    return [bucket for alike in found.values() for bucket in alike]
+Piece = tuple[Task, int]  # a logical matrix of a parameter
 
 
-def _gather(bucket: Sequence[Task], engine: Engine) -> Callable[[], list[list[Preconditioned]]]:
-    """Start to gather the whole matrices of a bucket: one collective."""
-    shards = [task.shards(engine) for task in bucket]
-    wanted = [(number, task.index, i) for number, task in enumerate(bucket) for i in task.gathered]
-    stacks = [torch.stack([x.gradient, x.momentum, x.squares]) for x in (shards[n][i] for n, _, i in wanted)]
-    wait = engine.gather_whole(stacks, [engine.matrices[index][i] for _, index, i in wanted])
+def _buckets(tasks: Sequence[Task], most_bytes: int) -> Iterator[list[list[Piece]]]:
+    """The matrices that are worked on at once, equal ones together where they can be, of so many bytes on any rank.
 
-    def finish() -> list[list[Preconditioned]]:
-        for (number, _, i), (gradient, momentum, squares) in zip(wanted, wait(), strict=True):
-            shards[number][i] = replace(shards[number][i], gradient=gradient, momentum=momentum, squares=squares)
-        return shards
+    Those of one group of ranks and one dtype, which are exchanged, follow one another.
+    """
+    found: dict[tuple[str, str], dict[tuple[Hashable, ...], list[Task]]] = {}
+    for task in tasks:
+        found.setdefault((task.label, str(task.parameter.dtype)), {}).setdefault(tuple(task.kinds), []).append(task)
+    for _, alike in sorted(found.items()):
+        buckets: list[list[Piece]] = [[]]
+        loads: Counter[int | None] = Counter()
+        for task, i, plan in ((each, *of_one) for each in chain(*alike.values()) for of_one in enumerate(each.plans)):
+            # gradient and moments come together; a factor may be larger
+            most = max([3 * math.prod(plan.layout.shape), *(n**2 for n in compress(plan.layout.shape, plan.sides))])
+            size = most * task.state[EXP_AVG].element_size()
+            if buckets[-1] and loads[plan.compute_rank] + size > most_bytes:
+                buckets.append([])
+                loads.clear()
+            loads[plan.compute_rank] += size
+            buckets[-1].append((task, i))
+        yield buckets
 
-    return finish
+
+def _run(bucket: Sequence[Piece], engine: Engine) -> Iterator[None]:
+    """Work on a bucket: start to bring matrices together, yield, compute and start the way back, yield, and write."""
+    kinds: dict[Hashable, list[Piece]] = {}
+    for task, i in sorted(bucket, key=lambda piece: piece[0].plans[piece[1]].compute_rank or 0):
+        kinds.setdefault(task.kinds[i], []).append((task, i))
+    stacks = [Stack(pieces, engine) for pieces in kinds.values()]
+    yield from _exchange(stacks, engine.gather_whole)
+    for stack in stacks:
+        stack.compute()
+    yield from _exchange(stacks, engine.scatter_back)
+    for stack in stacks:
+        stack.apply()
+    for task, i in bucket:
+        if i == len(task.plans) - 1:
+            task.put_back()
+
+
+def _exchange(stacks: Sequence["Stack"], verb: Callable[..., Callable[[], list[Tensor]]]) -> Iterator[None]:
+    """Send the tensors of what is cut, yield, and put what arrives in their place; only if there are some."""
+    cut = [stack for stack in stacks if stack.plan.gathered and stack.tensors]
+    if not cut:
+        return
+    sent = [(x, stack.matrix, stack.numbers) for stack in cut for x in stack.tensors]
+    tensors, matrices, numbers = zip(*sent, strict=True)
+    wait = verb(tensors, matrices, [each for each in numbers if each])
+    yield
+    arrived = iter(wait())
+    for stack in cut:
+        stack.tensors = [next(arrived) for _ in stack.tensors]
+
+
+class Stack:
+    """Equal matrices of parameters of one group, at work in a step, in the order of their compute ranks."""
+
+    def __init__(self, pieces: Sequence[Piece], engine: Engine) -> None:
+        task, i = pieces[0]
+        self.plan, self.matrix = task.plans[i], engine.matrices[task.index][i]
+        self.settings, self.first = task.settings, task.first
+        self.states = [(each.state, each.plans[j].sides) for each, j in pieces]
+        ranks, rank = [each.plans[j].compute_rank for each, j in pieces], self.plan.layout.rank
+        self.numbers = [] if ranks[0] is None else [ranks.count(each) for each in range(self.plan.layout.ranks)]
+        self.own = slice(sum(self.numbers[:rank]), sum(self.numbers[: rank + 1]) if self.numbers else None)
+        shards = zip(*([of_all[j] for of_all in each.shards] for each, j in pieces), strict=True)
+        self.weights, momenta, self.squares, gradients = (list(of_pieces) for of_pieces in shards)
+        column = (-1, *[1] * momenta[0].ndim)
+        self.accepted = torch.stack([each.accepted for each, _ in pieces]).view(column)
+        self.steps = torch.stack([state[STEPS] for state, _ in self.states]).view(column)
+        self.moves = not (self.first and self.plan.cost and self.settings["basis_of"] == "previous")
+        gradient, momentum = _stacked(gradients).to(momenta[0].dtype), _stacked(momenta)
+        gradient = torch.where(self.accepted, -gradient if self.settings["maximize"] else gradient, 0.0)
+        if self.moves:
+            # elementwise, so each rank does it with its shards
+            taken = torch.where(self.accepted, gradient, momentum)
+            momentum = torch.lerp(momentum, taken, 1 - self.settings["betas"][0])
+            torch._foreach_copy_(momenta, list(momentum.unbind()))
+        self.tensors = [gradient, momentum, _stacked(self.squares)]  # which are handed on
+
+    def compute(self) -> None:
+        """Make the updates of the matrices that this rank has whole, and let gradients into their factors and bases."""
+        gradient, momentum, squares = self.tensors
+        update: Tensor | None = squares
+        if states := self.states[self.own]:
+            kept = [[[state[key] for key in sides[dim]] for state, sides in states] for dim in (0, 1)]
+            stacks = [[_stacked(of_all) for of_all in zip(*of_side, strict=True)] for of_side in kept]
+            left, right = (Side(*each) if each else None for each in stacks)
+            steps, accepted = self.steps[self.own], self.accepted[self.own]
+            matrices = Preconditioned(gradient, momentum, squares, steps, accepted, (left, right))
+            with fp32_products(self.settings["fp32_matmul_prec"]):
+                update = update_of(matrices, self.settings, self.first)
+            for of_side, new in zip(kept, stacks, strict=True):
+                for old, of_all in zip(zip(*of_side, strict=True), new, strict=True):
+                    torch._foreach_copy_(list(old), list(of_all.unbind()))
+        self.tensors = [update, squares] if self.moves and update is not None else []
+
+    def apply(self) -> None:
+        """Subtract the updates, and write the second moments."""
+        if not self.moves:
+            return
+        update, squares = self.tensors
+        lr, weights = self.settings["lr"], _stacked(self.weights)
+        decay = decay_power(lr, self.settings["weight_decay_method"]) * self.settings["weight_decay"]
+        moved = (weights.to(update.dtype) * (1 - decay) - update * lr).to(weights.dtype)
+        torch._foreach_copy_(self.weights, list(torch.where(self.accepted, moved, weights).unbind()))
+        torch._foreach_copy_(self.squares, list(squares.unbind()))
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Equal tensors as one; of a single one it is a view."""
+    return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
 
 
 def _own(x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""SOAP's step of one matrix: Shampoo's factors, their eigenvectors, and Adam seen in these.
+"""SOAP's step of equal matrices: Shampoo's factors, their eigenvectors, and Adam seen in these.
 
 A factor is a symmetric matrix of a side of the gradient, (rows x rows) or (columns x columns); its basis has its
-eigenvectors as columns. None stands for a side that has none, and is not rotated.
+eigenvectors as columns. None stands for a side that has none, and is not rotated. All is written for stacks of equal
+matrices, so that many of them cost no more launches than one.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ CLOCK = "clock"
 
 
 class Side(NamedTuple):
-    """What is kept of the rows or of the columns of a matrix: its factor and its basis, (length x length) each."""
+    """What is kept of the rows or of the columns of matrices: factors and bases, (n x length x length) each."""
 
     factor: Tensor
     basis: Tensor
@@ -26,95 +27,91 @@ class Side(NamedTuple):
 
 @dataclass(frozen=True)
 class Preconditioned:
-    """A whole matrix, or any tensor that has no side, as a step sees it.
+    """Equal whole matrices (n x rows x cols), or any equal tensors that have no side, as a step sees them.
 
-    Adam's first moment, his second one in the bases, and what sides have are changed in place.
+    The second moment and what sides have are changed in place.
     """
 
-    gradient: Tensor  # in the dtype of the rest
-    momentum: Tensor
-    squares: Tensor
+    gradient: Tensor  # in the dtype of the rest; zero where it is not accepted
+    momentum: Tensor  # Adam's first moment, with this gradient in it
+    squares: Tensor  # his second one, in the bases
+    steps: Tensor  # accepted so far, with this one: fp64, (n x 1 x 1), or as many dimensions as the tensors have
+    accepted: Tensor  # where not, everything stays as it is; of the same shape
     sides: tuple[Side | None, Side | None] = (None, None)  # of the rows and of the columns
 
-    @property
-    def factored(self) -> bool:
-        """Whether it has a factor."""
-        return self.sides != (None, None)
 
+def update_of(matrices: Preconditioned, settings: Mapping[str, Any], first: bool) -> Tensor | None:
+    """The updates of matrices, before the learning rate; None where the gradients make the bases alone.
 
-def update_of(
-    matrix: Preconditioned, steps: Tensor, accepted: Tensor, settings: Mapping[str, Any], first: bool
-) -> Tensor | None:
-    """The update of a matrix, before the learning rate; None where the gradient makes the bases alone.
-
-    The gradient is zero where it is not ``accepted``, and all that is kept stays as it is. ``steps`` counts those that
-    were accepted, with this one; the ``first`` finds no bases.
+    The ``first`` accepted gradient finds no bases.
     """
-    of_previous = matrix.factored and settings["basis_of"] == "previous"
-    if matrix.factored and (first or not of_previous):
-        _absorb(matrix, steps, accepted, settings, first)
+    factored = matrices.sides != (None, None)
+    of_previous = factored and settings["basis_of"] == "previous"
+    if factored and (first or not of_previous):
+        _absorb(matrices, settings, first)
     if of_previous and first:
         return None
-    update = _adam(matrix, (steps - int(of_previous)).clamp(min=1), accepted, settings)
+    update = _adam(matrices, (matrices.steps - int(of_previous)).clamp(min=1), settings)
     if of_previous:
-        _absorb(matrix, steps, accepted, settings, first)
+        _absorb(matrices, settings, first)
     return update
 
 
-def _absorb(matrix: Preconditioned, steps: Tensor, accepted: Tensor, settings: Mapping[str, Any], first: bool) -> None:
-    """Let a gradient into the factors of a matrix, and refresh the bases where it is time, or make them.
+def _absorb(matrices: Preconditioned, settings: Mapping[str, Any], first: bool) -> None:
+    """Let gradients into the factors of matrices, and refresh the bases where it is time, or make them.
 
     A product that is not finite would stay in a factor for ever, and is left out. To refresh a basis, its columns are
     sorted by their eigenvalues first, the largest in front, and ``squares`` with them. Then ``qr`` makes one step of
     orthogonal iteration, ``QR(F Q)``, and ``eigh`` takes the eigenvectors themselves.
     """
-    beta, gradient, kl = settings["shampoo_beta"], matrix.gradient, settings["use_kl_shampoo"]
-    weight = torch.ones_like(steps) * (1 - beta)
+    beta, gradient, accepted = settings["shampoo_beta"], matrices.gradient, matrices.accepted
+    kl, squares = settings["use_kl_shampoo"], matrices.squares
+    weight = torch.ones_like(matrices.steps) * (1 - beta)
     if settings["correct_bias"]:
-        weight /= 1 - beta ** steps.clamp(min=1)
+        weight /= 1 - beta ** matrices.steps.clamp(min=1)
     # both before a factor changes
     roots = [gradient, gradient.mT]
     if kl and not first:
-        others = zip(roots, reversed(matrix.sides), strict=True)
+        others = zip(roots, reversed(matrices.sides), strict=True)
         roots = [x if other is None else _whitened(x, other) for x, other in others]
     # the bases were made in step 1, and the authors count from there
     refreshes = (settings[CLOCK] - 1) % settings["precondition_frequency"] == 0
-    for dim, (side, root) in enumerate(zip(matrix.sides, roots, strict=True)):
+    for dim, (side, root) in enumerate(zip(matrices.sides, roots, strict=True), 1):
         if side is None:
             continue
         factor, basis = side
-        product = root @ root.mT / (gradient.shape[1 - dim] if kl else 1)
-        taken = torch.where(accepted & product.isfinite().all(), product, factor)
-        factor.lerp_(taken, weight.to(factor.dtype))
+        product = root @ root.mT / (gradient.shape[3 - dim] if kl else 1)
+        finite = product.isfinite().flatten(1).all(1)[:, None, None]
+        factor.lerp_(torch.where(accepted & finite, product, factor), weight.to(factor.dtype))
         if first:
             basis.copy_(_eigenbasis(factor))
         elif refreshes:
-            order, squares = _eigenvalues(side).argsort(descending=True), matrix.squares
+            order = _eigenvalues(side).argsort(descending=True)
             eigh = settings["basis_method"] == "eigh"
-            new = _eigenbasis(factor) if eigh else torch.linalg.qr(factor @ basis[:, order]).Q
-            squares.copy_(torch.where(accepted, squares.index_select(dim, order), squares))
+            new = _eigenbasis(factor) if eigh else torch.linalg.qr(factor @ _in_order(basis, order, 2)).Q
+            squares.copy_(torch.where(accepted, _in_order(squares, order, dim), squares))
             basis.copy_(torch.where(accepted, new, basis))
 
 
-def _adam(matrix: Preconditioned, moments: Tensor, accepted: Tensor, settings: Mapping[str, Any]) -> Tensor:
-    """Adam's update in the bases of a matrix, of the moments that take in its gradient where it is accepted."""
+def _adam(matrices: Preconditioned, moments: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    """Adam's updates in the bases of matrices, of the second moment that takes in the gradient where it is accepted."""
     beta1, beta2 = settings["betas"]
-    gradient, momentum, squares = matrix.gradient, matrix.momentum, matrix.squares
-    left, right = (None if side is None else side.basis for side in matrix.sides)
-    momentum.lerp_(torch.where(accepted, gradient, momentum), 1 - beta1)
+    gradient, squares = matrices.gradient, matrices.squares
+    left, right = (None if side is None else side.basis for side in matrices.sides)
     seen = _rotated(gradient, None if left is None else left.mT, right)
     # an infinity would stay for ever
     new = seen.square().clamp(max=torch.finfo(squares.dtype).max)
-    squares.lerp_(torch.where(accepted, new, squares), 1 - beta2)
-    correct = settings["correct_bias"]
-    corrections = [1 - beta**moments if correct else 1.0 for beta in (beta1, beta2)]
-    update = _rotated(momentum, None if left is None else left.mT, right)
+    squares.lerp_(torch.where(matrices.accepted, new, squares), 1 - beta2)
+
+    def correction(beta: float, steps: Tensor) -> Tensor | float:
+        return (1 - beta**steps).to(squares.dtype) if settings["correct_bias"] else 1.0
+
+    update = _rotated(matrices.momentum, None if left is None else left.mT, right)
     if settings["nesterov"]:
-        ahead = 1 - beta1 ** (moments + 1) if correct else 1.0
-        update = update * (beta1 / ahead) + seen * ((1 - beta1) / corrections[0])
+        update = update * (beta1 / correction(beta1, moments + 1)) + seen * ((1 - beta1) / correction(beta1, moments))
     else:
-        update = update / corrections[0]
-    update = update / ((squares / corrections[1]).sqrt() + settings["eps"])
+        update = update / correction(beta1, moments)
+    update = update / ((squares / correction(beta2, moments)).sqrt() + settings["eps"])
     return _rotated(update, left, None if right is None else right.mT)
 
 
@@ -125,12 +122,17 @@ def _rotated(x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
 
 
 def _eigenvalues(side: Side) -> Tensor:
-    """The diagonal of ``Q^T F Q``: eigenvalues as far as the basis fits the factor."""
-    return (side.basis * (side.factor @ side.basis)).sum(0)
+    """The diagonals of ``Q^T F Q`` (n x length): eigenvalues as far as the bases fit the factors."""
+    return (side.basis * (side.factor @ side.basis)).sum(-2)
+
+
+def _in_order(x: Tensor, order: Tensor, dim: int) -> Tensor:
+    """The rows (dim 1) or the columns (dim 2) of matrices in an order for each of them (n x length)."""
+    return x.gather(dim, order.unsqueeze(3 - dim).expand_as(x))
 
 
 def _eigenbasis(factor: Tensor) -> Tensor:
-    """The eigenvectors of a factor, of the largest eigenvalue first."""
+    """The eigenvectors of factors, of the largest eigenvalue first."""
     return torch.linalg.eigh(factor).eigenvectors.flip(-1)
 
 
@@ -141,6 +143,6 @@ def _whitened(gradient: Tensor, side: Side) -> Tensor:
     multiply gradients. A factor that is zero, as before the first gradient, counts as the identity.
     """
     values = _eigenvalues(side)
-    largest = values.max()
+    largest = values.amax(-1, keepdim=True)
     scales = torch.where(largest > 0, values.clamp(min=1e-6 * largest).rsqrt(), 1.0)
-    return (gradient @ side.basis) * scales
+    return (gradient @ side.basis) * scales[:, None]

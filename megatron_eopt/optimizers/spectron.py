@@ -36,10 +36,13 @@ from megatron_eopt.optimizers.parameters import (
     names_of_last,
 )
 from megatron_eopt.optimizers.state import Dim, StateTensor
+from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
+from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.spectral import start_vector
+from megatron_eopt.orthogonalize.timing import times
 from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.plan import validate_tp_mode
@@ -147,6 +150,7 @@ class Spectron(BaseOptimizer):
         pg_collection: the process groups ``tp`` and, for experts, ``expt_tp``; None where nothing is sharded.
         tp_mode: how a factor that is cut is orthogonalized: ``duplicated``, ``owner``, ``distributed``, ``gram`` or
             ``auto``, all exact: see :mod:`~megatron_eopt.parallel.plan`.
+        symmetric_products: the kernel of symmetric products, as of Muon.
 
     Raises:
         ValueError: for a setting out of its range, a parameter that is no matrix or is cut along both dimensions, a
@@ -184,8 +188,10 @@ class Spectron(BaseOptimizer):
         qkv_split_shapes: Sequence[int] | None = None,
         pg_collection: TensorParallelGroups | None = None,
         tp_mode: TpMode = "duplicated",
+        symmetric_products: str | None = None,
     ) -> None:
         validate_tp_mode(tp_mode)
+        check_choice("symmetric_products", symmetric_products or "torch", KERNELS)
         if tp_mode == "blockwise":
             raise ValueError("Spectron has no tp_mode blockwise: take duplicated, owner, distributed, gram or auto")
         _check_count("Spectron: num_power_iterations", num_power_iterations)
@@ -197,6 +203,7 @@ class Spectron(BaseOptimizer):
         self._set_split(split_qkv, is_qkv_fn, qkv_split_shapes)
         self.pg_collection = pg_collection
         self.tp_mode = tp_mode
+        self.symmetric_products = symmetric_products
         defaults = {"lr": lr, "rank": rank, "momentum_beta": momentum_beta, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "pairs": False})
 
@@ -274,11 +281,15 @@ class Spectron(BaseOptimizer):
                         f"{tuple(parameter.shape)}, whose group now has rank {rank}: set it back, it cannot change"
                     )
             factors, self._weights = self._proposed_factors()
-            kernel = factors.prepare(None, self.param_groups[0].get(KERNEL))
+            kernel = factors.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
             self._factors, self._prepared = factors, engine
             for group in self.param_groups:
                 group[KERNEL] = kernel
         return engine
+
+    def kernel_times(self) -> Tensor:
+        """Those of the factors."""
+        return times(*self._proposed_factors()[0].stacks())
 
     def _iteration(self, group: Mapping[str, Any]) -> NewtonSchulz:
         return UpdateSettings(self.newton_schulz, "spectral", 1.0).of_group(group).newton_schulz

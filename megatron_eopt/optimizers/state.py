@@ -38,16 +38,24 @@ class StateTensor:
             Of a DTensor, what is along rows or columns is a DTensor on the same mesh, and what is not a plain tensor.
         matrix: which logical matrix of the parameter ``dims`` speaks of.
         dtype: None for that of the parameter.
+        rank: None for a tensor of all ranks that share the matrix. Otherwise the one of its group, by the number there,
+            that alone has it, and computes with it; those of the others are empty. Not of a DTensor.
     """
 
     key: str
     dims: tuple[Dim, ...] | None = None
     matrix: int = 0
     dtype: torch.dtype | None = None
+    rank: int | None = None
+
+    def is_elsewhere(self, layouts: list[Layout]) -> bool:
+        """Whether another rank alone has it."""
+        return self.rank not in (None, layouts[self.matrix].rank)
 
     def local_shape(self, layouts: list[Layout]) -> tuple[int, ...]:
         """The shape of this rank's part, for the layouts of the logical matrices and :attr:`dims` that are not None."""
-        return self._shape(layouts[self.matrix].rectangle.shape)
+        shape = self._shape(layouts[self.matrix].rectangle.shape)
+        return (0,) * len(shape) if self.is_elsewhere(layouts) else shape
 
     def global_shape(self, layouts: list[Layout]) -> tuple[int, ...]:
         """The shape over all ranks, for the same."""
@@ -80,9 +88,13 @@ def zeros(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Tensor:
 
 
 def check_shape(parameter: Tensor, tensor: StateTensor, layouts: Layouts, found: Tensor) -> None:
-    """Refuse a loaded state tensor that has not the shape and the placements of :func:`zeros`."""
+    """Refuse a loaded state tensor that has not the shape and the placements of :func:`zeros`.
+
+    What another rank alone has may be there, as every rank had it in earlier releases.
+    """
     own, expected = _shape_of(found), _expected(parameter, tensor, layouts)
-    if own != expected:
+    whole = None if tensor.rank is None else (tensor.global_shape(layouts(parameter)), None, None)
+    if own not in (expected, whole):
         how = (
             "; torch.distributed.checkpoint.state_dict.set_optimizer_state_dict spreads it over the ranks as their "
             "parameters"
@@ -90,6 +102,7 @@ def check_shape(parameter: Tensor, tensor: StateTensor, layouts: Layouts, found:
         raise ValueError(
             f"{tensor.key!r} has shape {_told(own)}, expected {_told(expected)} for the parameter of shape "
             f"{tuple(parameter.shape)}: the state is of another model or layout{how if own[0] == expected[0] else ''}"
+            + ("" if tensor.rank is None else ", or ranks had dealt matrices otherwise: group parameters as before")
         )
 
 

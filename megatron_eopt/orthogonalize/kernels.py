@@ -2,23 +2,24 @@
 
 Chosen once, at start, for the shapes that will come, the same on every rank; stored in the checkpoint, because two
 kernels round differently and a resume on another one would not be bit-equal.
+
+A choice is a text: the name of a kernel, perhaps with the numbers of its tiles, or several by the rows of the products:
+``torch, triton/128x64x8x4x3 from 2048``.
 """
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.precision import fp32_products
-from megatron_eopt.orthogonalize.products import Blocked, Dense, Products
-
-if TYPE_CHECKING:
-    from megatron_eopt.orthogonalize.triton_kernel import Fp32Precision
+from megatron_eopt.orthogonalize.precision import in_precision
+from megatron_eopt.orthogonalize.products import Blocked, Dense, Fp32Precision, Products
 
 Shapes = Sequence[tuple[int, ...]]
 """Of matrices (rows, cols) or stacks of them (n, rows, cols)."""
@@ -38,24 +39,27 @@ _TF32_TOLERANCE = (2.0**-9, 2.0**-10)
 class Kernel:
     """One way to compute symmetric products."""
 
-    make: Callable[["Fp32Precision"], Products]  # for a precision of fp32 products
+    make: Callable[..., Products]  # for a precision of fp32 products, and the numbers of tiles if the choice has them
     missing: Callable[[torch.device], str | None] = lambda device: None  # why it cannot run on a device, or None
     # whether it is tried unasked; where it is not, nothing is warned of
     suits: Callable[[Shapes, torch.dtype, torch.device], bool] = lambda shapes, dtype, device: True
 
 
+Kernels = Mapping[str, Kernel]
+Dtypes = Sequence[torch.dtype]
+
+
 class Choice(NamedTuple):
     """The kernel that was chosen."""
 
-    kernel: str  # its name, which a checkpoint keeps
-    products: Products
+    kernel: str  # as a text, which a checkpoint keeps
     dropped: Mapping[str, str]  # kernels that were tried and dropped, on this rank or on another, with the reason
 
 
-def _make_triton(fp32_precision: "Fp32Precision") -> Products:
-    from megatron_eopt.orthogonalize.triton_kernel import Triton
+def _make_triton(fp32_precision: Fp32Precision, *tiles: int) -> Products:
+    from megatron_eopt.orthogonalize.triton_kernel import Tiles, Triton
 
-    return Triton(fp32_precision)
+    return Triton(fp32_precision, Tiles(*tiles) if tiles else None)
 
 
 def _triton_missing(device: torch.device) -> str | None:
@@ -88,16 +92,16 @@ KERNELS: dict[str, Kernel] = {
 
 def choose(
     shapes: Shapes,
-    dtype: torch.dtype | Sequence[torch.dtype],
+    dtype: torch.dtype | Dtypes,
     device: torch.device | str,
     *,
     kernel: str | None = None,
     kept: str | None = None,
-    fp32_precision: "Fp32Precision" = "ieee",
+    fp32_precision: Fp32Precision = "ieee",
     agree: Callable[[Tensor], Tensor] | None = None,
-    kernels: Mapping[str, Kernel] = KERNELS,
+    kernels: Kernels = KERNELS,
 ) -> Choice:
-    """Choose the kernel that serves matrices of ``shapes``, checked with them, the same on every rank.
+    """Choose the kernel that serves matrices of ``shapes``, checked with them, the same on every rank, without timing.
 
     A kernel that is missing, raises or gives wrong numbers on any rank is dropped on all of them. The rank that found
     it so says why, in one warning for each kernel.
@@ -105,7 +109,7 @@ def choose(
     Args:
         shapes: that will come.
         dtype: of the products; several where the forms differ in it.
-        kernel: takes this one instead of the fastest, or fails; the same on every rank.
+        kernel: takes this choice instead of the first that serves, or fails; the same on every rank.
         kept: that of the checkpoint, taken where ``kernel`` names none, or it fails.
         fp32_precision: how fp32 matrices are multiplied by kernels that do not follow torch's setting.
         agree: element-wise minimum over the ranks of an int32 tensor on the CPU; called once. None for one process.
@@ -116,52 +120,64 @@ def choose(
         RuntimeError: on every rank, if the kernel that was asked for cannot serve on one of them, or that of the
             checkpoint is unknown or cannot, saying why and what to do.
     """
-    if kernel is None and kept is not None:
-        try:
-            return choose(
-                shapes, dtype, device, kernel=kept, fp32_precision=fp32_precision, agree=agree, kernels=kernels
-            )
-        except (ValueError, RuntimeError) as error:
-            raise RuntimeError(
-                f"{error}. It is the kernel of the checkpoint, and on another one the run would not go on bit-equal: "
-                f"resume where it can serve, or name one that serves here ({', '.join(kernels)}) as symmetric_products"
-            ) from error
-    device = torch.device(device)
+    if kernel is not None:
+        _entries(kernel, kernels)
+    device, asked = torch.device(device), kept if kernel is None else kernel
     dtypes = [dtype] if isinstance(dtype, torch.dtype) else list(dtype)
-    *others, reference = kernels
-    if kernel is None:
-        tried = [name for name in others if all(kernels[name].suits(shapes, each, device) for each in dtypes)]
-    elif kernel in kernels:
-        tried = [kernel]
-    else:
-        raise ValueError(f"unknown kernel {kernel!r} of symmetric products: expected one of {', '.join(kernels)}")
-    reasons: dict[str, str] = {}
+    names, tried = [*kernels], [name for name in kernels if all(kernels[name].suits(shapes, x, device) for x in dtypes)]
+    if asked is not None:
+        names = tried = [asked]
+    reference, reasons = list(kernels)[-1], dict[str, str]()
     for name in tried:
-        if name != reference and (reason := _reason(kernels[name], shapes, dtypes, device, fp32_precision)):
+        if name != reference and (reason := reason_against(name, shapes, dtypes, device, fp32_precision, kernels)):
             reasons[name] = reason
-    serves = torch.tensor([name == reference or (name in tried and name not in reasons) for name in kernels]).int()
+    serves = torch.tensor([name in tried and name not in reasons for name in names]).int()
     if agree is not None:
         serves = agree(serves)
-    agreed = [name for name, on_all in zip(kernels, serves.tolist(), strict=True) if on_all]
+    agreed = [name for name, on_all in zip(names, serves.tolist(), strict=True) if on_all]
     dropped = {name: reasons.get(name, "it fails on another rank") for name in tried if name not in agreed}
-    if kernel in dropped:
-        raise RuntimeError(f"the kernel {kernel!r} of symmetric products cannot serve: {dropped[kernel]}")
-    chosen = kernel or agreed[0]
+    if asked in dropped:
+        of_checkpoint = (
+            ". It is the kernel of the checkpoint, and on another one the run would not go on bit-equal: "
+            f"resume where it can serve, or name one that serves here ({', '.join(kernels)}) as symmetric_products"
+        )
+        hint = of_checkpoint if kernel is None else ""
+        raise RuntimeError(f"the kernel {asked!r} of symmetric products cannot serve: {dropped[asked]}{hint}")
+    chosen = agreed[0]
     for name, reason in reasons.items():
         warnings.warn(f"symmetric products: {name} is dropped, {chosen} serves: {reason}", stacklevel=2)
-    return Choice(chosen, kernels[chosen].make(fp32_precision), dropped)
+    return Choice(chosen, dropped)
 
 
-def _reason(
-    kernel: Kernel, shapes: Shapes, dtypes: Sequence[torch.dtype], device: torch.device, precision: "Fp32Precision"
+def made(choice: str, rows: int, fp32_precision: Fp32Precision = "ieee", kernels: Kernels = KERNELS) -> Products:
+    """What computes (rows x rows) products, by a choice."""
+    *_, (_, kernel, tiles) = (each for each in _entries(choice, kernels) if each[0] <= rows)
+    return kernel.make(fp32_precision, *tiles)
+
+
+def _entries(choice: str, kernels: Kernels) -> list[tuple[int, Kernel, list[int]]]:
+    """Of a choice the rows from which each of its kernels serves, ascending, and its tiles."""
+    found = [re.fullmatch(r"(\w+)(?:/((?:\d+x){4}\d+))?(?: from (\d+))?", each) for each in choice.split(", ")]
+    if not all(each and each[1] in kernels and bool(each[3]) == (i > 0) for i, each in enumerate(found)):
+        raise ValueError(f"unknown kernel {choice!r} of symmetric products: expected one of {', '.join(kernels)}")
+    split = [(int(each[3] or 0), kernels[each[1]], (each[2] or "").split("x")) for each in found if each]
+    return [(rows, kernel, [int(number) for number in tiles if number]) for rows, kernel, tiles in split]
+
+
+def reason_against(
+    choice: str, shapes: Shapes, dtypes: Dtypes, device: torch.device, precision: Fp32Precision, kernels: Kernels
 ) -> str | None:
-    """Why a kernel cannot serve on this rank, or None; an exception is a reason, so that no rank leaves the others."""
+    """Why a choice cannot serve on this rank, or None; an exception is a reason, so that no rank leaves the others."""
     try:
-        if missing := kernel.missing(device):
-            return missing
-        products = kernel.make(precision)
-        found = (check(products, shapes, dtype, device, fp32_precision=precision) for dtype in dtypes)
-        return next(filter(None, found), None)
+        missing = (kernel.missing(device) for _, kernel, _ in _entries(choice, kernels))
+        if reason := next(filter(None, missing), None):
+            return reason
+        for shape in shapes:
+            products = made(choice, min(shape[-2:]), precision, kernels)
+            found = (check(products, [shape], dtype, device, fp32_precision=precision) for dtype in dtypes)
+            if reason := next(filter(None, found), None):
+                return reason
+        return None
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -172,7 +188,7 @@ def check(
     dtype: torch.dtype,
     device: torch.device | str,
     *,
-    fp32_precision: "Fp32Precision" = "ieee",
+    fp32_precision: Fp32Precision = "ieee",
 ) -> str | None:
     """Compare products with torch's in fp32 (fp64 for fp64), for shapes of matrices; the reason to drop them, or None.
 
@@ -189,11 +205,11 @@ def check(
         for name, multiply, matrices in _trials(shape, dtype, device):
             # filled with NaN, so that an entry that is not written is wrong
             out = torch.full((*shape[:-2], min(shape[-2:]), min(shape[-2:])), torch.nan, dtype=dtype, device=device)
-            with fp32_products("high" if tf32 else "highest"):
+            with in_precision(dtype, "high" if tf32 else "highest"):
                 got = multiply(products, out, *matrices)
             if got is not out:
                 return f"{name} of {shape} in {dtype} is not written to out"
-            with fp32_products("highest"):
+            with in_precision(wide, "highest"):
                 expected = multiply(Dense(), None, *(matrix.to(wide) for matrix in matrices))
             error, largest = (got.to(wide) - expected).abs(), expected.abs().max()
             if not bool((error <= relative * expected.abs() + absolute * largest).all()):
@@ -216,8 +232,14 @@ def _trials(
     b = a / 2
     b.diagonal(dim1=-2, dim2=-1).fill_(0.75)
     c = a.flip(-2, -1)
-    addmm = {"beta": -1.5, "alpha": 0.75}
-    return [
+    addmm, large = {"beta": -1.5, "alpha": 0.75}, {"beta": -4.775 / 2**14, "alpha": 2.0315 / 2**28}
+    trials: list[tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]] = [
         ("X X^T", lambda products, out, x: products.gram(x, out), (x.to(dtype),)),
         ("beta C + alpha A B", lambda products, out, *abc: products.addmm(*abc, **addmm, out=out), (c, a, b)),
     ]
+    if dtype == torch.float16:  # the Gram form's numbers, of norm near 2^14: their sums overflow anything but fp32
+        u = x[..., :1] / 2
+        u[..., 0, :] = 0.85
+        r = (2**14 * u * u.mT).to(dtype)
+        trials.append(("beta R + alpha R^2", lambda products, out, r: products.addmm(r, r, r, **large, out=out), (r,)))
+    return trials

@@ -16,8 +16,8 @@ from megatron_eopt.orthogonalize.coefficients import Coefficients, CoefficientTy
 from megatron_eopt.orthogonalize.forms import Preset, Restarts, Watch
 from megatron_eopt.orthogonalize.precision import (
     MatmulPrecision,
-    fp32_products,
     gram_dtype,
+    in_precision,
     product_dtype,
     validate_matmul_precision,
 )
@@ -55,7 +55,7 @@ class Iteration:
     restarts: Restarts | None  # of the Gram form; None for the standard form
     dtype: torch.dtype  # of the products
     products: Products
-    precision: MatmulPrecision | None  # of products of fp32 tensors; None without any: torch's setting can stay
+    precision: MatmulPrecision | None  # of products of fp32 tensors; None in bf16 and fp64: torch's settings can stay
     transposed: bool  # whether the matrices have more rows than columns
     chunk: int  # so many matrices of a stack are worked on at once
     one_by_one: bool  # whether matrices are computed faster each by itself than stacked
@@ -124,8 +124,8 @@ class Iteration:
         )
 
     def in_precision(self) -> AbstractContextManager[None]:
-        """In which products of fp32 tensors have this iteration's precision."""
-        return nullcontext() if self.precision is None else fp32_products(self.precision)
+        """In which products have this iteration's precision."""
+        return nullcontext() if self.precision is None else in_precision(self.dtype, self.precision)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,7 +336,7 @@ def _compiled(
         restarts=restarts,
         dtype=used,
         products=products or default_products(device, used),
-        precision=precision if used == torch.float32 else None,
+        precision=precision if used in (torch.float16, torch.float32) else None,
         transposed=shape[0] > shape[1],
         chunk=max(1, max_bytes // max(1, of_one)),
         # from this short side on, a CPU multiplies fp32 matrices faster (by 5 to 15 %) one by one than stacked

@@ -1,7 +1,7 @@
-"""In which precision fp32 products run, for this package's products alone."""
+"""In which precision products run and are added up, for this package's products alone."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
@@ -37,6 +37,29 @@ def gram_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
     if dtype in (torch.float32, torch.float64):
         return dtype
     return torch.float16 if device.type == "cuda" else None
+
+
+def in_precision(dtype: torch.dtype, precision: MatmulPrecision) -> AbstractContextManager[None]:
+    """In which products in ``dtype`` are exact enough, those in fp32 at ``precision``; bf16 and fp64 need nothing."""
+    if dtype == torch.float32:
+        return fp32_products(precision)
+    return fp16_products() if dtype == torch.float16 else nullcontext()
+
+
+@contextmanager
+def fp16_products() -> Iterator[None]:
+    """Add fp16 products inside the block up in fp32. By default torch lets a GPU add the parts of a sum in fp16, which
+    ends at 65504, and in the Gram form they reach 2.7e8 before they are multiplied by 7.6e-9.
+    """
+    cuda, names = torch.backends.cuda.matmul, ("allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation")
+    allowed = [name for name in names if getattr(cuda, name, False)]
+    for name in allowed:
+        setattr(cuda, name, False)
+    try:
+        yield
+    finally:
+        for name in allowed:
+            setattr(cuda, name, True)
 
 
 @contextmanager

@@ -5,10 +5,12 @@ Two of them are all that Newton-Schulz and its Gram form need beside plain ones:
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+
+Fp32Precision = Literal["tf32", "ieee"]
 
 
 class Products(Protocol):

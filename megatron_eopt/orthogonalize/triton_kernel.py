@@ -5,14 +5,13 @@ Triton's interpreter, for tests, if TRITON_INTERPRET=1 is set before triton is f
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-Fp32Precision = Literal["tf32", "ieee"]
+from megatron_eopt.orthogonalize.products import Fp32Precision
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -33,10 +32,9 @@ def tiles_for(rows: int, dtype: torch.dtype, input_precision: Fp32Precision = "i
 
     It does not look at the size of the stack, so that a matrix gives the same bits alone and in a stack.
 
-    - Half precision: 128 x 128 is what one warp group multiplies at once on Hopper, and with three stages (96 KiB) two
-      programs fit on a multiprocessor: one stores its mirrored tile while the other multiplies. Below 2048 rows there
-      would be fewer such tiles (136 at 2048) than an H100 has multiprocessors (132): smaller ones fill it.
-    - TF32: the same in bytes, by half the depth; the large tile takes twice the warps, or it spills registers.
+    - Half precision: of 128 x 128 two programs fit on a multiprocessor (96 KiB in three stages); below 2048 rows there
+      would be fewer such tiles than an H100 has multiprocessors.
+    - TF32: the same in bytes; the large tile takes twice the warps, or it spills registers.
     - fp32: runs on the ordinary cores, where 64 x 64 fits into the registers.
     """
     if dtype == torch.float32 and input_precision == "ieee":
@@ -132,6 +130,7 @@ class Triton:
     """Products by :func:`symmetric_product`: half of them is computed, and results are symmetric to the last bit."""
 
     input_precision: Fp32Precision = "ieee"  # of fp32 factors; torch's own setting does not reach the kernel
+    tiles: Tiles | None = None  # those of the fixed table where there are none
 
     def share(self, rows: int) -> float:
         """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
@@ -139,12 +138,13 @@ class Triton:
 
     def gram(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
-        return symmetric_product(x, x, out=out, input_precision=self.input_precision)
+        return symmetric_product(x, x, out=out, input_precision=self.input_precision, tiles=self.tiles)
 
     def addmm(self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
         """See :class:`~megatron_eopt.orthogonalize.products.Products`."""
         # b is symmetric: A B = A B^T
-        return symmetric_product(a, b, c, alpha=alpha, beta=beta, out=out, input_precision=self.input_precision)
+        precision, tiles = self.input_precision, self.tiles
+        return symmetric_product(a, b, c, alpha=alpha, beta=beta, out=out, input_precision=precision, tiles=tiles)
 
 
 @triton.jit

@@ -5,9 +5,9 @@ flags, split parameters into their logical matrices and merge them, orthogonaliz
 gather whole matrices.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.matrices import WHOLE, LocalRows, Split
-from megatron_eopt.orthogonalize.kernels import choose
+from megatron_eopt.orthogonalize import timing
+from megatron_eopt.orthogonalize.kernels import choose, made
 from megatron_eopt.orthogonalize.newton_schulz import Form, NewtonSchulz
 from megatron_eopt.orthogonalize.precision import gram_dtype, product_dtype
-from megatron_eopt.orthogonalize.products import default_products
+from megatron_eopt.orthogonalize.products import Fp32Precision, Products, default_products
+from megatron_eopt.orthogonalize.timing import fastest, seconds, times
 from megatron_eopt.parallel.chunks import Chunk, Directions, Part, Piece, execute, in_order, widest
 from megatron_eopt.parallel.collectives import all_gather, all_reduce, lowest
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work, largest_iteration
@@ -28,12 +30,11 @@ from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.layout import Layout, local_rows, split_layout
 from megatron_eopt.parallel.plan import fingerprint, first_difference, make_plan
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, TpMode, whole
-from megatron_eopt.parallel.schemes.whole import Job, cut_out, gather
+from megatron_eopt.parallel.schemes.whole import Job, bring, cut_out, gather, hand_out
 from megatron_eopt.parallel.statistics import Statistics, Wanted, reduce_statistics
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace, chunk_bytes
 
 _MOST_PLANS = 1024  # that are kept: one for each set of parameters that had gradients in a step
-_ROUNDS = 5
 _SENT_BYTES = 2**22
 
 
@@ -142,6 +143,7 @@ class Engine:
             self.plan = make_plan(planned, tp_mode, self.works, self.rates, workspace=workspace, parameters=numbers)
         self._active: dict[tuple[int, ...], tuple[list[Matrix], list[float]]] = {}
         self._chunks: dict[tuple[int, ...], list[Chunk]] = {}
+        self._products: Callable[[int], Products | None] = lambda rows: None  # by rows; chosen by prepare()
         self._room = workspace.for_chunks(largest_iteration(planned, self.works))
         self.matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
         """Of each parameter its logical matrices, as they are orthogonalized: ``blockwise`` makes each shard one."""
@@ -151,11 +153,13 @@ class Engine:
     def prepare(self, kernel: str | None = None, kept: str | None = None) -> str | None:
         """Agree with the other ranks on the plan and on the kernel of symmetric products; all ranks call it together.
 
-        The result is the kernel; None where nothing is orthogonalized.
+        The result is the choice of a kernel; None where nothing is orthogonalized. On a GPU kernels are timed where one
+        choice reaches the whole run: in a single process, or in a group of all ranks. Elsewhere it is the first kernel
+        that serves, since by their own times replicas that exchange nothing could each choose another.
 
         Args:
             kernel: the one that the user asks for.
-            kept: that of the checkpoint, taken where the user asks for none; with neither the fastest is chosen.
+            kept: that of the checkpoint or of the run, taken where the user asks for none.
 
         Raises:
             ValueError: if the plan differs between ranks.
@@ -164,22 +168,14 @@ class Engine:
         if not self._iterations:
             return None
         check_same(self._with_settings(), self.groups, self.device)
-        shapes = sorted({matrix.shape for matrix in self.plan.matrices if 0 not in matrix.shape})
-        products = self._product_dtypes()
-        grams = [gram_dtype(dtype, self.device) for dtype in products]
-        dtypes = list(dict.fromkeys(dtype for dtype in (*products, *grams) if dtype is not None))
-        choice = choose(
-            shapes,
-            dtypes,
-            self.device,
-            kernel=kernel,
-            kept=kept,
-            fp32_precision="tf32" if next(iter(self._iterations.values())).fp32_matmul_prec == "high" else "ieee",
-            agree=lambda x: _lowest(x, self.groups),
-        )
-        self._iterations = {
-            name: replace(iteration, products=choice.products) for name, iteration in self._iterations.items()
-        }
+        run = dist.get_world_size() if dist.is_initialized() else 1
+        reached = max((group.size() for group in self.groups.values()), default=1) == run
+        if kernel is None and kept is None and reached and timing.is_timed(self.device):
+            kept = fastest(-_lowest(-times(*self.stacks()), self.groups))
+        stacks, dtypes, device, precision = self.stacks()
+        agree = partial(_lowest, groups=self.groups)
+        choice = choose(stacks, dtypes, device, kernel=kernel, kept=kept, fp32_precision=precision, agree=agree)
+        self._products = lambda rows: made(choice.kernel, rows, precision)
         self._chunks.clear()
         return choice.kernel
 
@@ -301,18 +297,27 @@ class Engine:
                 found[i] = part.view(tensors[i].shape)
         return found
 
-    def gather_whole(self, stacks: Sequence[Tensor], matrices: Sequence[Matrix]) -> Callable[[], list[Tensor]]:
-        """Start to gather whole matrices on every rank of their group, by one collective; the result waits for them.
+    def gather_whole(
+        self, stacks: Sequence[Tensor], matrices: Sequence[Matrix], numbers: Sequence[Sequence[int]] = ()
+    ) -> Callable[[], list[Tensor]]:
+        """Start to bring whole matrices together, by one collective; the result waits, and has such stacks of them.
 
         Args:
             stacks: this rank's shards, (n x rows x cols) for ``n`` tensors that lie as the matrix does.
             matrices: of each stack; all of one group, each cut and with entries.
+            numbers: of each stack how many matrices each rank gets, the first ones the first; by default all get all.
         """
-        return gather(stacks, matrices, self.groups[matrices[0].group])
+        group = self.groups[matrices[0].group]
+        return bring(stacks, matrices, numbers, group) if numbers else gather(stacks, matrices, group)
 
-    def scatter_back(self, x: Tensor, matrix: Matrix) -> Tensor:
-        """This rank's shard of a whole matrix that all ranks of its group have: a view."""
-        return cut_out(x, matrix.rectangles[self.groups[matrix.group].rank()])
+    def scatter_back(
+        self, stacks: Sequence[Tensor], matrices: Sequence[Matrix], numbers: Sequence[Sequence[int]] = ()
+    ) -> Callable[[], list[Tensor]]:
+        """Start the way back from :meth:`gather_whole`, to stacks of shards; where all have all, these are views."""
+        group = self.groups[matrices[0].group]
+        if numbers:
+            return hand_out(stacks, matrices, numbers, group)
+        return lambda: [cut_out(x, each.rectangles[group.rank()]) for x, each in zip(stacks, matrices, strict=True)]
 
     def _of(self, indices: Sequence[int]) -> tuple[list[Matrix], list[float]]:
         """The logical matrices of some parameters as orthogonalized, and their scales."""
@@ -358,6 +363,7 @@ class Engine:
             form: Form = "gram" if bucket.scheme.startswith("gram") else "auto"
             form = "standard" if bucket.scheme == "distributed" else form
             worked_on = shape if bucket.scheme == "blockwise" else layout.shape
+            settings = replace(settings, products=self._products(min(worked_on)))
             iteration = settings.compile(worked_on, dtypes[-1], self.device, form)
             jobs.append(Job(bucket, matrix, self.groups.get(matrix.group), iteration))
             shapes.append((len(of_bucket), *shape))
@@ -415,6 +421,19 @@ class Engine:
         iteration = self._parameters[parameter].iteration
         return "" if iteration is None else iteration.name
 
+    def stacks(self) -> tuple[list[tuple[int, ...]], list[torch.dtype], torch.device, Fp32Precision]:
+        """What a kernel is chosen for: matrices and stacks (n x rows x cols), dtypes, device and precision of fp32."""
+        stacks = set()
+        for bucket in self.plan.buckets if self._iterations else ():
+            matrix, (_, layout) = self.plan.matrices[bucket.matrices[0]], self._of_matrix[bucket.matrices[0]]
+            shape = layout.rectangle.shape if bucket.scheme == "blockwise" else matrix.shape
+            count = -(-len(bucket.matrices) // (matrix.ranks if bucket.compute_ranks else 1))
+            stacks.add((count, *shape) if count > 1 else shape)
+        products = self._product_dtypes() if self._iterations else []
+        dtypes = dict.fromkeys(dtype for each in products for dtype in (each, gram_dtype(each, self.device)) if dtype)
+        high = any(each.fp32_matmul_prec == "high" for each in self._iterations.values())
+        return sorted(each for each in stacks if 0 not in each), list(dtypes), self.device, "tf32" if high else "ieee"
+
     def _product_dtypes(self) -> list[torch.dtype]:
         """The dtypes in which the products of the standard form are computed."""
         precision = next(iter(self._iterations.values())).fp32_matmul_prec
@@ -444,11 +463,11 @@ def measured_rates(groups: Mapping[str, ProcessGroup], device: torch.device, dty
     flag, sent = torch.zeros(1, device=device), torch.zeros(_SENT_BYTES // 4, device=device)
 
     def bytes_and_calls(group: ProcessGroup) -> tuple[float, float]:
-        latency = _seconds(lambda: all_reduce(flag, group).wait(), device)
-        gathered = _seconds(lambda: all_gather(sent, group).wait(), device)
+        latency = seconds(lambda: all_reduce(flag, group).wait(), device)
+        gathered = seconds(lambda: all_gather(sent, group).wait(), device)
         return (group.size() - 1) * _SENT_BYTES / max(gathered - latency, 1e-9), 1 / latency
 
-    rates = [2 * rows**3 / _seconds(lambda: x @ x, device)]
+    rates = [2 * rows**3 / seconds(lambda: x @ x, device)]
     for group in groups.values():
         rates += bytes_and_calls(group)
     flops, *others = _lowest(torch.tensor(rates, dtype=torch.float64, device=device), groups).tolist()
@@ -462,18 +481,6 @@ def _lowest(x: Tensor, groups: Mapping[str, ProcessGroup]) -> Tensor:
     for group in groups.values():
         x = lowest(x, group)
     return x
-
-
-def _seconds(run: Callable[[], Tensor], device: torch.device) -> float:
-    """The median of some runs, after one that does not count."""
-    taken = []
-    for _ in range(_ROUNDS + 1):
-        start = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - start)
-    return sorted(taken[1:])[_ROUNDS // 2]
 
 
 def check_same(plan: Plan, groups: Mapping[str, ProcessGroup], device: torch.device) -> None:

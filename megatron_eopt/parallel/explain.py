@@ -38,7 +38,7 @@ def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES, workspace: Wo
         lines.append(f"{line}  {numbers[matrix.iteration]}" if numbers else line)
     lines += ["", _row(f"all {len(plan.matrices)}: this plan", "", "", plan_cost(plan, work, rates))]
     for mode in _COMPARED:
-        other = make_plan(plan.matrices, mode, work, rates, sharing)
+        other = make_plan(plan.matrices, mode, work, rates, sharing, workspace)
         lines.append(_row(mode, "", "", plan_cost(other, work, rates)))
     modelled = (
         f"{rates.flops / 1e12:.3g} TFLOP/s, {rates.bytes / 1e9:.3g} GB/s and {rates.latency * 1e6:.3g} us a collective"

@@ -1,15 +1,19 @@
 """Statistics of global matrices from shards, in one reduction for many matrices."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import batched
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
 
 from megatron_eopt.parallel.collectives import Pending, all_reduce
-from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.records import Matrix, Rectangle, Shape
+
+MOST_BYTES = 2**26  # of a copy in fp64 at a time, where a single row does not take more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,19 +22,18 @@ class Wanted:
 
     Attributes:
         matrix: where its shards lie.
-        x: this rank's shard, (rows x cols), of any floating dtype; may be empty.
-        row_means: the mean of each row.
-        column_means: the mean of each column.
-        of_squares: take these means of the squares of the entries.
+        x: this rank's shard, (rows x cols), of any floating dtype; may be empty. For the squared norm alone also the
+            norms of its rows, or of its columns.
+        row_squares: the mean of the squares of each row.
+        column_squares: the mean of the squares of each column.
         squared_norm: the sum of the squares of all entries.
         inner: this rank's shard of another matrix that lies as this one does, whose inner product with it is wanted.
     """
 
     matrix: Matrix
     x: Tensor
-    row_means: bool = False
-    column_means: bool = False
-    of_squares: bool = False
+    row_squares: bool = False
+    column_squares: bool = False
     squared_norm: bool = False
     inner: Tensor | None = None
 
@@ -40,14 +43,14 @@ class Statistics:
     """Statistics of one global matrix; None where they were not asked for.
 
     Attributes:
-        row_means: (rows,) of this rank's rows, in fp32; 0 where a row has no entries.
-        column_means: (cols,) of this rank's columns, in fp32; 0 where a column has no entries.
+        row_squares: (rows,) of this rank's rows, in fp32; 0 where a row has no entries.
+        column_squares: (cols,) of this rank's columns, in fp32; 0 where a column has no entries.
         squared_norm: (), in fp64.
         inner_product: the sum of the products of entries in the same places; (), in fp64.
     """
 
-    row_means: Tensor | None = None
-    column_means: Tensor | None = None
+    row_squares: Tensor | None = None
+    column_squares: Tensor | None = None
     squared_norm: Tensor | None = None
     inner_product: Tensor | None = None
 
@@ -58,73 +61,89 @@ def known(statistic: Tensor | None) -> Tensor:
     return statistic
 
 
+def norms_of(statistics: Sequence[Statistics]) -> Tensor:
+    """The squared norms of several matrices, (n,)."""
+    return torch.stack([known(each.squared_norm) for each in statistics]) if statistics else torch.empty(0)
+
+
+# a statistic, whether it is summed over ranks, of which matrices; this rank's sums, (matrices, sums), which are those
+# from one on of so many of each global matrix; the entries of a mean
+_Sums = tuple[str, bool, list[int], Tensor, int, int, int | None]
+
+
 def reduce_statistics(wanted: Sequence[Wanted], group: ProcessGroup | None) -> Pending[list[Statistics]]:
     """Start what several matrices of one group need: at most one all-reduce, in fp64, of partial sums.
 
     Only sums along a dimension that is cut cross; where there is none, nothing does. Sums are taken in fp64, so there
     is no norm whose square would vanish or overflow. The matrices may differ in shape; whole ones need no ``group``.
+    Those of one layout are worked on together, in pieces of at most :data:`MOST_BYTES`.
 
     Raises:
         ValueError: if shards of a matrix overlap, but are not all the whole of it, and for a missing group.
     """
-    rank = 0 if group is None else group.rank()
-    sums = [_partial_sums(one, rank) for one in wanted]
-    crossing = [each.spread() for of_matrix in sums for each in of_matrix.values() if each.crosses]
+    sums = _partial_sums(wanted, 0 if group is None else group.rank())
+    crossing = [
+        pad(x, (start, length - start - x.shape[1])).flatten() for _, crosses, _, x, start, length, _ in sums if crosses
+    ]
     if crossing and group is None:
         raise ValueError("statistics of matrices that are cut need the group of the ranks that hold the shards")
     pending = all_reduce(torch.cat(crossing), group) if crossing and group is not None else None
 
     def finish() -> list[Statistics]:
         reduced = iter(() if pending is None else pending.wait().split([part.numel() for part in crossing]))
-        return [Statistics(**{name: each.result(reduced) for name, each in of_matrix.items()}) for of_matrix in sums]
+        found: list[dict[str, Tensor]] = [{} for _ in wanted]
+        for name, crosses, indices, x, start, length, count in sums:
+            x = next(reduced).view(-1, length).narrow(1, start, x.shape[1]) if crosses else x
+            x = x[:, 0] if count is None else (x / max(count, 1)).float()
+            for i, statistic in zip(indices, x.unbind(), strict=True):
+                found[i][name] = statistic
+        return [Statistics(**of_matrix) for of_matrix in found]
 
     return Pending(None, finish)
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """This rank's partial sums: those at ``own`` of ``length`` ones of the global matrix.
-
-    They are reduced over the ranks where they cross. A mean is a sum over ``count`` entries.
-    """
-
-    x: Tensor
-    crosses: bool
-    own: slice = slice(None)
-    length: int = 1
-    count: int | None = None
-
-    def spread(self) -> Tensor:
-        """The sums in their places among those of the global matrix."""
-        everything = self.x.new_zeros(self.length)
-        everything[self.own] = self.x
-        return everything
-
-    def result(self, reduced: Iterator[Tensor]) -> Tensor:
-        """The statistic; sums that cross are the next of those that were reduced."""
-        x = next(reduced)[self.own] if self.crosses else self.x
-        return x[0] if self.count is None else (x / max(self.count, 1)).float()
-
-
-def _partial_sums(wanted: Wanted, rank: int) -> dict[str, _Sums]:
-    """By the name of the statistic."""
-    x, shape, rectangles = wanted.x, wanted.matrix.shape, wanted.matrix.rectangles
-    own, shapes = rectangles[rank], [rectangle.shape for rectangle in rectangles]
-    cut = any(each != shape for each in shapes)
-    if cut and sum(rectangle.numel for rectangle in rectangles) != math.prod(shape):
-        raise ValueError(f"the shards of {wanted.matrix.name} are not {shape[0]} x {shape[1]} entries: {rectangles}")
-    sums = {}
-    sides = [("row_means", 1, slice(own.top, own.bottom)), ("column_means", 0, slice(own.left, own.right))]
-    for name, dim, at in sides:
-        if getattr(wanted, name):
-            if wanted.of_squares:
-                along = torch.linalg.vector_norm(x, dim=dim, dtype=torch.float64).square()
-            else:
-                along = x.sum(dim, dtype=torch.float64)
-            crosses = any(each[1 - dim] and each[dim] != shape[dim] for each in shapes)
-            sums[name] = _Sums(along, crosses, at, shape[1 - dim], shape[dim])
-    if wanted.squared_norm:
-        sums["squared_norm"] = _Sums(torch.linalg.vector_norm(x, dtype=torch.float64).square()[None], cut)
-    if wanted.inner is not None:
-        sums["inner_product"] = _Sums((x.double() * wanted.inner).sum()[None], cut)
+def _partial_sums(wanted: Sequence[Wanted], rank: int) -> list[_Sums]:
+    """Those of matrices of one layout together, in an order that follows from what all ranks know."""
+    layouts: dict[tuple[Shape, tuple[Rectangle, ...], torch.dtype], list[int]] = {}
+    for i, one in enumerate(wanted):
+        layouts.setdefault((one.matrix.shape, one.matrix.rectangles, one.x.dtype), []).append(i)
+    sums: list[_Sums] = []
+    xs = [one.x for one in wanted]
+    for (shape, rectangles, _), indices in layouts.items():
+        own, shapes = rectangles[rank], [rectangle.shape for rectangle in rectangles]
+        cut = any(each != shape for each in shapes)
+        if cut and sum(rectangle.numel for rectangle in rectangles) != math.prod(shape):
+            name = wanted[indices[0]].matrix.name
+            raise ValueError(f"the shards of {name} are not {shape[0]} x {shape[1]} entries: {rectangles}")
+        for name, dim, start in (("row_squares", 0, own.top), ("column_squares", 1, own.left)):
+            if some := [i for i in indices if getattr(wanted[i], name)]:
+                along = [xs[i].mT if dim else xs[i] for i in some]
+                x = _row_sums(lambda x: torch.linalg.vector_norm(x, dim=2, dtype=torch.float64).square(), along)
+                crosses = any(each[dim] and each[1 - dim] != shape[1 - dim] for each in shapes)
+                sums.append((name, crosses, some, x, start, shape[dim], shape[1 - dim]))
+        if some := [i for i in indices if wanted[i].squared_norm]:
+            sums.append(("squared_norm", cut, some, squared_norms([xs[i] for i in some])[:, None], 0, 1, None))
+        if some := [i for i in indices if wanted[i].inner is not None]:
+            ys = [known(wanted[i].inner) for i in some]
+            x = _row_sums(lambda x, y: x.double().mul_(y).sum(2), [xs[i] for i in some], ys)
+            sums.append(("inner_product", cut, some, x.sum(1, keepdim=True), 0, 1, None))
     return sums
+
+
+def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """The sums of the squares of the entries of tensors of one dtype, (n,) in fp64; a GPU makes no copies for them."""
+    pieces = [x.split(max(1, MOST_BYTES // 8 // max(1, x.shape[1:].numel()))) for x in tensors]
+    found = iter(torch._foreach_norm([x for each in pieces for x in each], 2, torch.float64))
+    norms = [torch.stack([next(found) for _ in each]).norm() if len(each) > 1 else next(found) for each in pieces]
+    return torch.stack(norms).square()
+
+
+def _row_sums(sums: Callable[..., Tensor], *shards: Sequence[Tensor]) -> Tensor:
+    """Sums over each row of shards of one shape, (shards, rows), of one list of them or of more, by stacks of rows."""
+    rows, cols = shards[0][0].shape
+    height = max(1, MOST_BYTES // 8 // max(1, cols))
+    found = []
+    for some in batched(zip(*shards, strict=True), max(1, height // max(1, rows))):
+        pieces = [zip(*(x.split(height) for x in xs), strict=True) for xs in zip(*some, strict=True)]
+        found.append(torch.cat([sums(*map(torch.stack, piece)) for piece in zip(*pieces, strict=True)], 1))
+    return torch.cat(found)

@@ -173,20 +173,33 @@ def summed_and_gathered(rank, ranks):
     assert counters.calls == {"all_reduce": 3 if rank < 2 else 2}
     assert engine.sums([], []) == []
 
-    # whole matrices of unequal shards, several stacks in one gather, and back
+    # whole matrices of unequal shards, several stacks in one exchange, and back: to all ranks, and to one each
     uneven = [((7, 5), 0, [0, 4, 4, 7]), ((4, 6), 1, [0, 1, 3, 6])]
     layouts = [Layout(shape, cut_at(shape, *cut), dist.group.WORLD, "tp") for shape, *cut in uneven]
     engine = Engine([Parameter(str(each.shape), F32, each) for each in layouts], CPU)
     matrices = [of_parameter[0] for of_parameter in engine.matrices]
-    whole = [torch.stack([matrix_of(10 * i + n, m.shape) for n in range(2 + i)]) for i, m in enumerate(matrices)]
-    counters.reset()
-    wait = engine.gather_whole([engine.scatter_back(x, m) for x, m in zip(whole, matrices, strict=True)], matrices)
-    assert counters.calls == {"all_gather": 1}
-    for gathered, expected, matrix in zip(wait(), whole, matrices, strict=True):
-        assert torch.equal(gathered, expected)
-        back = engine.scatter_back(expected, matrix)
-        assert torch.equal(back, part_of(expected.movedim(0, -1), matrix.rectangles[rank]).movedim(-1, 0))
-        assert back._base is expected
+    whole = [torch.stack([matrix_of(10 * i + n, m.shape) for n in range(3 + i)]) for i, m in enumerate(matrices)]
+    shards = [
+        torch.stack([part_of(x, m.rectangles[rank]) for x in stack]) for stack, m in zip(whole, matrices, strict=True)
+    ]
+    for numbers, collective in (((), "all_gather"), ([[0, 3, 0], [2, 1, 1]], "all_to_all")):
+        counters.reset()
+        gathered = engine.gather_whole(shards, matrices, numbers)()
+        own = [stack.split(of)[rank] for stack, of in zip(whole, numbers, strict=True)] if numbers else whole
+        for found, expected in zip(gathered, own, strict=True):
+            assert torch.equal(found, expected)
+        there = counters.bytes[collective]
+        for back, expected in zip(engine.scatter_back(gathered, matrices, numbers)(), shards, strict=True):
+            assert torch.equal(back, expected)
+            assert bool(numbers) or back._base is not None
+        assert counters.calls == {collective: 2 if numbers else 1}
+    # fp32: what others compute goes there, a shard each, and from here the others' shards of what is computed here
+    sizes = [[each.numel for each in matrix.rectangles] for matrix in matrices]
+    elsewhere = [len(stack) - len(of_rank) for stack, of_rank in zip(whole, own, strict=True)]
+    assert there == 4 * sum(count * of[rank] for count, of in zip(elsewhere, sizes, strict=True))
+    assert counters.bytes["all_to_all"] - there == 4 * sum(
+        len(of_rank) * (sum(of) - of[rank]) for of_rank, of in zip(own, sizes, strict=True)
+    )
     return True
 
 

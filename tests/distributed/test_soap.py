@@ -1,4 +1,4 @@
-"""SOAP at TP=k takes the steps of one rank, and keeps the same factors and bases on every rank, to the bit."""
+"""SOAP at TP=k takes the steps of one rank, and keeps each factor and basis on one of them where a matrix is cut."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -130,14 +130,58 @@ def on_two(rank, world_size):
     soap.soap = partial(whole_step, most_bytes=4 * 3 * 48 * 20 * 2)
     counters.reset()
     in_small_buckets = result(*trained(rank, world_size, {}))
-    gathers = counters.calls["all_gather"]
+    exchanges = counters.calls["all_to_all"]
     soap.soap = whole_step
     refused = without_gradients(rank, world_size, ["tall along dim 0"] if rank else [])
     NonFinite._report = lambda self: None  # as on a GPU, where what happened is known two steps later
     later = without_gradients(rank, world_size, ["tall along dim 0"] if rank else [])
     nowhere = without_gradients(rank, world_size, ["tall along dim 0", "expert"])
     NonFinite._report = report
-    return on_ranks(rank, world_size), calls, (in_small_buckets, gathers), refused, later, nowhere, no_group()
+    return on_ranks(rank, world_size), calls, (in_small_buckets, exchanges), refused, later, nowhere, no_group()
+
+
+MODEL = [((16, 12), 0)] * 8 + [((8, 24), 1)] * 4
+"""Shapes, and the dimension that is cut."""
+
+
+def dealt(rank, world_size):
+    """What a rank keeps of the sides of equal matrices, and what it sends in a step."""
+    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)
+    generator = torch.Generator().manual_seed(0)
+    parameters = []
+    for shape, dim in MODEL:
+        parameters.append(torch.nn.Parameter(torch.randn(shape, generator=generator).chunk(world_size, dim)[rank]))
+        parameters[-1].grad = torch.randn(shape, generator=generator).chunk(world_size, dim)[rank].contiguous()
+        parameters[-1].tensor_model_parallel, parameters[-1].partition_dim = True, dim
+    optimizer = SOAP(parameters[:8], pg_collection=groups)
+    optimizer.init_state()
+    first = [optimizer.state[p]["L"].numel() for p in parameters[:8]]
+    optimizer.add_param_group({"params": parameters[8:]})
+    for _ in range(2):
+        counters.reset()
+        optimizer.step()
+    sides = [tuple(optimizer.state[p][key].shape for key in ("L", "Q_L", "R", "Q_R")) for p in parameters]
+    assert [left[0].numel() for left in sides[:8]] == first  # a further group moves nothing
+    schemes = {each.scheme for of_one in optimizer.described_matrices().values() for each in of_one}
+    return sides, dict(counters.calls), counters.bytes["all_to_all"], schemes, refusals(optimizer, parameters)
+
+
+def refusals(optimizer, parameters):
+    """A state as each rank had it whole loads; one with nothing where this rank computes does not."""
+    state = optimizer.state_dict()
+    earlier, emptied = ({**state, "state": {i: dict(each) for i, each in state["state"].items()}} for _ in range(2))
+    for each, (shape, _) in zip(earlier["state"].values(), MODEL, strict=True):
+        for key, n in zip(("L", "Q_L", "R", "Q_R"), [shape[0]] * 2 + [shape[1]] * 2, strict=True):
+            each[key] = each[key] if each[key].numel() else torch.ones(n, n)
+    optimizer.load_state_dict(earlier)
+    for index, p in enumerate(parameters):
+        assert all(torch.equal(x, state["state"][index][key]) for key, x in optimizer.state[p].items())
+    for each in emptied["state"].values():
+        each["L"] = torch.empty(0, 0)
+    try:
+        optimizer.load_state_dict(emptied)
+    except ValueError as error:
+        return str(error)
 
 
 def without_gradients(rank, world_size, names):
@@ -183,15 +227,17 @@ def assert_equals(found, expected, rank, world_size, what):
         assert set(state) == set(of_whole)
         for key, value in of_whole.items():
             value = cut(value, attributes, rank, world_size) if key.startswith("exp_avg") else value
-            assert_close(state[key], value, (what, rank, name, key))
+            if state[key].numel() or key[0] not in "LRQ":
+                assert_close(state[key], value, (what, rank, name, key))
 
 
-def assert_same_to_the_bit(ranks):
-    """What every rank keeps whole is the same on all."""
+def assert_kept_by_one_or_all(ranks):
+    """One rank keeps the sides of what is cut; all have the rest, the same to the bit."""
     for name, (_, state) in ranks[0].items():
-        for key, value in state.items():
-            if not key.startswith("exp_avg"):
-                assert all(torch.equal(other[name][1][key], value) for other in ranks[1:]), (name, key)
+        for key in (key for key in state if not key.startswith("exp_avg")):
+            having = [found[name][1][key] for found in ranks if found[name][1][key].numel()]
+            assert len(having) == (1 if key[0] in "LRQ" and name != "replicated" else len(ranks)), (name, key)
+            assert all(torch.equal(having[0], other) for other in having[1:]), (name, key)
 
 
 def assert_ranks_equal_one(of_ranks, world_size):
@@ -199,7 +245,7 @@ def assert_ranks_equal_one(of_ranks, world_size):
         expected = result(*trained(0, 1, settings))
         for rank, (found, _, _) in enumerate(of_ranks):
             assert_equals(found[place], expected, rank, world_size, settings)
-        assert_same_to_the_bit([found[place] for found, _, _ in of_ranks])
+        assert_kept_by_one_or_all([found[place] for found, _, _ in of_ranks])
     expected = result(*trained(0, 1, {}, bad=BAD))
     for rank, (_, found, skipped) in enumerate(of_ranks):
         assert_equals(found, expected, rank, world_size, "bad")
@@ -211,10 +257,11 @@ def test_two_ranks_step_as_one():
     assert_ranks_equal_one([of_rank[0] for of_rank in found], 2)
     straight, two = (result(*trained(0, 1, {}, range(steps))) for steps in (STEPS, 2))
     four = result(*trained(0, 1, {}, range(4)))
-    for rank, (_, calls, (in_small_buckets, gathers), refused, later, nowhere, no_group) in enumerate(found):
-        # one for each group of ranks and dtype
-        assert calls == {"all_gather": 3, "agree": 2}
-        assert gathers > 3 * STEPS
+    for rank, (_, calls, (in_small_buckets, exchanges), refused, later, nowhere, no_group) in enumerate(found):
+        # one for each group of ranks and dtype, since the first gradients bring no updates back; and for each group, in
+        # the first step alone, one that tells whose gradients are zero
+        assert calls == {"all_to_all": 3, "agree": 2, "all_reduce": 2}
+        assert exchanges > 2 * 3 * STEPS
         assert_equals(in_small_buckets, straight, rank, 2, "small buckets")
         assert "parameter 0 of group 1, of shape (4, 3) is marked as sharded, but no process group" in no_group
         model, said = refused
@@ -225,5 +272,25 @@ def test_two_ranks_step_as_one():
             assert_equals(model, {**four, **{name: two[name] for name in names}}, rank, 2, names)
 
 
-def test_four_ranks_step_as_one():
-    assert_ranks_equal_one(run_ranks(on_ranks, 4), 4)
+def on_four(rank, world_size):
+    return on_ranks(rank, world_size), dealt(rank, world_size)
+
+
+def test_four_ranks_step_as_one_and_share_factors_and_work():
+    found = run_ranks(on_four, 4)
+    assert_ranks_equal_one([of_rank for of_rank, _ in found], 4)
+    shares = [of_rank[1] for of_rank in found]
+    for index, (shape, _) in enumerate(MODEL):
+        rows, cols = [(shape[0],) * 2] * 2, [(shape[1],) * 2] * 2
+        kept = [sides[index] for sides, *_ in shares]
+        assert sorted(kept) == [((0, 0),) * 4] * 3 + [(*rows, *cols)]
+    for sides, calls, sent, schemes, said in shares:
+        assert sum(of_one[0] != (0, 0) for of_one in sides[:8]) == 2
+        assert sum(of_one[0] != (0, 0) for of_one in sides[8:]) == 1
+        # gradient and both moments of nine matrices go to others, a quarter of each; of three the update and the second
+        # moment come from here, three quarters of each; all have 192 entries
+        assert sent == 4 * (3 * 9 * 48 + 2 * 3 * 144)
+        assert calls == {"all_to_all": 2, "agree": 1}
+        assert schemes == {"owner"}
+        assert "has shape (0, 0), expected" in said
+        assert "ranks had dealt matrices otherwise: group parameters as before" in said

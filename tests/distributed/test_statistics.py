@@ -1,11 +1,14 @@
 """Means and norms of global matrices from shards are those of one process."""
 
-from itertools import pairwise
+import json
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
+from megatron_eopt.parallel import statistics as statistics_module
 from megatron_eopt.parallel.collectives import counters
 from megatron_eopt.parallel.records import Matrix, Rectangle, cut_at, whole
 from megatron_eopt.parallel.statistics import Wanted, reduce_statistics
@@ -35,15 +38,20 @@ def crossing(name, ranks, of_rows, of_columns, norm):
 
 
 CHOICES = [
-    (True, True, False, True),
-    (True, False, True, False),
-    (False, True, True, True),
-    (False, False, False, False),
+    (True, True, True),
+    (True, False, False),
+    (False, True, True),
+    (False, False, True),
+    (False, False, False),
 ]
 
 
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
 def matrix_of(index, factor=1.0, dtype=torch.float32):
-    return (torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(index)) * factor + 0.1 * factor).to(dtype)
+    return (torch.randn(ROWS, COLS, generator=seeded(index)) * factor + 0.1 * factor).to(dtype)
 
 
 def part_of(x, rectangle):
@@ -51,17 +59,16 @@ def part_of(x, rectangle):
 
 
 def check(found, x, rectangle, choice):
-    of_rows, of_columns, of_squares, norm = choice
-    wide = x.double()
-    powers = wide.square() if of_squares else wide
+    of_rows, of_columns, norm = choice
+    squares = x.double().square()
     for asked, actual, expected in (
-        (of_rows, found.row_means, powers.mean(1)[rectangle.top : rectangle.bottom]),
-        (of_columns, found.column_means, powers.mean(0)[rectangle.left : rectangle.right]),
-        (norm, found.squared_norm, wide.square().sum()),
+        (of_rows, found.row_squares, squares.mean(1)[rectangle.top : rectangle.bottom]),
+        (of_columns, found.column_squares, squares.mean(0)[rectangle.left : rectangle.right]),
+        (norm, found.squared_norm, squares.sum()),
     ):
         assert (actual is not None) == asked
         if asked:
-            torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=1e-6 * float(powers.abs().max()))
+            torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=1e-6 * float(squares.max()))
     if norm:
         assert (found.squared_norm.dtype, found.squared_norm.shape) == (torch.float64, ())
 
@@ -70,20 +77,20 @@ def on_ranks(rank, ranks):
     group = dist.group.WORLD
     matrices = [Matrix(name, (ROWS, COLS), rectangles) for name, rectangles in layouts(ranks).items()]
     for choice in CHOICES:
-        names = ("row_means", "column_means", "of_squares", "squared_norm")
+        names = ("row_squares", "column_squares", "squared_norm")
         chosen = dict(zip(names, choice, strict=True))
         cases = [
             (matrix, matrix_of(index, factor, dtype))
             for index, matrix in enumerate(matrices)
             for factor, dtype in ((1.0, torch.float32), (1e-25, torch.float32), (1e6, torch.bfloat16))
-            if not (choice[2] and factor == 1e-25)  # a mean in fp32 has no 1e-50
+            if not (any(choice[:2]) and factor == 1e-25)  # a mean in fp32 has no 1e-50
         ]
         wanted = [Wanted(matrix=matrix, x=part_of(x, matrix.rectangles[rank]), **chosen) for matrix, x in cases]
         counters.reset()
         found = reduce_statistics(wanted, group).wait()
         for (matrix, x), statistics in zip(cases, found, strict=True):
             check(statistics, x, matrix.rectangles[rank], choice)
-        numbers = sum(crossing(matrix.name, ranks, choice[0], choice[1], choice[3]) for matrix, _ in cases)
+        numbers = sum(crossing(matrix.name, ranks, *choice) for matrix, _ in cases)
         if numbers:
             assert counters.calls == {"all_reduce": 1}
             assert counters.bytes == {"all_reduce": -(-2 * (ranks - 1) * 8 * numbers // ranks)}
@@ -95,7 +102,7 @@ def on_ranks(rank, ranks):
         if wanted[index].x.numel() and rank == 0:
             wanted[index].x[0, 0] = torch.nan
         again = reduce_statistics(wanted, group).wait()
-        if choice[3]:
+        if choice[2]:
             assert again[index].squared_norm.isnan()
             assert all(
                 torch.equal(a.squared_norm, b.squared_norm)
@@ -120,18 +127,51 @@ def test_statistics_are_those_of_one_process(ranks):
 
 def test_one_rank_exchanges_nothing():
     counters.reset()
-    x, choice = matrix_of(0), (True, True, True, True)
+    x, choice = matrix_of(0), (True, True, True)
     wanted = Wanted(
         matrix=Matrix("a", (ROWS, COLS), (whole((ROWS, COLS)),)),
         x=x,
-        row_means=True,
-        column_means=True,
-        of_squares=True,
+        row_squares=True,
+        column_squares=True,
         squared_norm=True,
     )
     check(reduce_statistics([wanted], None).wait()[0], x, whole((ROWS, COLS)), choice)
     assert reduce_statistics([], None).wait() == []
     assert not counters.calls
+
+
+def allocations(run, path):
+    """The bytes of each allocation of a function in their order, below 0 where memory is freed, and its result."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        result = run()
+    profiled.export_chrome_trace(str(path))
+    events = [each for each in json.loads(path.read_text())["traceEvents"] if each["name"] == "[memory]"]
+    return [each["args"]["Bytes"] for each in sorted(events, key=lambda each: each["ts"])], result
+
+
+def test_copies_in_fp64_are_made_a_piece_at_a_time(tmp_path, monkeypatch):
+    most = 2**14
+    monkeypatch.setattr(statistics_module, "MOST_BYTES", most)
+    shapes = [(150, 100)] * 2 + [(100, 150)] + [(16, 20)] * 9  # in fp64 some 7 times as much, and in all 1.4 times
+    xs, ys = ([torch.randn(shape, generator=generator) for shape in shapes] for generator in map(seeded, (0, 1)))
+    wanted = [
+        Wanted(
+            matrix=Matrix("a", x.shape, (whole(x.shape),)),
+            x=x,
+            row_squares=True,
+            column_squares=True,
+            squared_norm=True,
+            inner=y,
+        )
+        for x, y in zip(xs, ys, strict=True)
+    ]
+    bytes_of_each, found = allocations(lambda: reduce_statistics(wanted, None).wait(), tmp_path / "trace.json")
+    assert max(bytes_of_each) <= most
+    # stacks of both factors of an inner product and their copies in fp64, and what is found
+    assert max(accumulate(bytes_of_each)) <= 3 * most + 2**14
+    for each, x, y in zip(found, xs, ys, strict=True):
+        check(each, x, whole(x.shape), (True, True, True))
+        torch.testing.assert_close(each.inner_product, (x.double() * y).sum(), rtol=1e-12, atol=1e-12)
 
 
 def test_pieces_that_overlap_and_a_missing_group_are_refused():

@@ -196,6 +196,8 @@ def _joined(name, parts):
 
 def _join(name, key, parts):
     tensors = [part[key] for part in parts]
+    if key[0] in "LRQ":  # which one rank of those that share a matrix may keep alone
+        tensors = [tensor for tensor in tensors if tensor.numel()]
     if len(tensors) == 1:
         return tensors[0]
     dim, shape = parts[0]["cut"][0], parts[0]["parameter"].shape

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_eopt import TensorParallelMuon
 from megatron_eopt.megatron import activation, releases
 from tests.megatron.runs import MUON, ROOT, SMALL_GPT, start, summary, train
 
@@ -47,7 +48,7 @@ def test_mistyped_values_are_refused_when_arguments_are_parsed(parse, capsys, fl
 
 def test_flags_and_defaults(parse):
     args = parse("--optimizer", "muon")
-    assert args.muon_tp_mode == "duplicated"  # Megatron's own default is blockwise, an approximation
+    assert args.muon_tp_mode == "auto"  # Megatron's own default is blockwise, an approximation
     assert (args.muon_momentum, args.muon_nesterov, args.muon_split_qkv) == (0.9, False, True)
     assert (args.muon_coefficient_type, args.muon_num_ns_steps) == ("quintic", 5)
     assert (args.muon_scale_mode, args.muon_extra_scale_factor) == ("spectral", 1.0)
@@ -55,6 +56,8 @@ def test_flags_and_defaults(parse):
     assert parse("--muon-fp32-matmul-prec", "highest").muon_fp32_matmul_prec == "highest"
     assert parse("--muon-coefficient-type", "cubic5").muon_coefficient_type == "cubic5"
     assert parse("--muon-tp-mode", "blockwise").muon_tp_mode == "blockwise"
+    assert args.muon_symmetric_products is None
+    assert parse("--muon-symmetric-products", "torch").muon_symmetric_products == "torch"
 
 
 @pytest.mark.parametrize(("flags", "gib"), [([], 2), (["--optimizer-workspace", "0.25"], 0.25)])
@@ -122,21 +125,79 @@ def test_without_megatron_training_the_core_is_activated(monkeypatch):
     activation.deactivate()
 
 
-def test_a_config_that_names_no_tp_mode_gets_an_exact_one(activated):
+def test_a_config_that_names_no_tp_mode_gets_auto():
     from megatron.core.optimizer import OptimizerConfig
 
-    assert OptimizerConfig(optimizer="muon", lr=0.1).muon_tp_mode == "duplicated"
-    assert OptimizerConfig(optimizer="muon", lr=0.1, muon_tp_mode="blockwise").muon_tp_mode == "blockwise"
+    before = OptimizerConfig(optimizer="muon", lr=0.1)
+    activation.activate()
+    try:
+        assert before.muon_tp_mode == "blockwise"
+        assert OptimizerConfig(optimizer="muon", lr=0.1).muon_tp_mode == "auto"
+        assert OptimizerConfig(optimizer="muon", lr=0.1, muon_tp_mode="blockwise").muon_tp_mode == "blockwise"
+    finally:
+        activation.deactivate()
+    assert OptimizerConfig(optimizer="muon", lr=0.1).muon_tp_mode == "blockwise"
+
+
+def test_classes_keep_the_default_of_their_signature(activated):
+    opt = TensorParallelMuon([torch.nn.Parameter(torch.ones(4, 4))])
+    assert opt.tp_mode == "duplicated"
+
+
+@pytest.fixture
+def run(activated):
+    """The optimizer of a run with a config, whose ranks have not built it yet."""
+    from megatron_eopt.megatron import factory
+
+    def run(config):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(factory.Run, "of", lambda *args, **kwargs: None)
+            patch.setattr(factory, "refuse_unsupported", lambda facts: None)
+            return factory.OptimizerOfRun(config, [], None)
+
+    return run
+
+
+def test_what_named_the_tp_mode(run, parse):
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.training import training
+
+    def of_flags(*flags, **changed):
+        args = argparse.Namespace(**{**vars(parse("--optimizer", "muon", "--lr", "0.1", *flags)), **changed})
+        for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            setattr(args, name, torch.float32)  # as Megatron's validation does
+        return run(training.get_megatron_optimizer_config(args)[0])
+
+    def of_config(**fields):
+        return run(OptimizerConfig(optimizer="muon", lr=0.1, **fields))
+
+    changed = OptimizerConfig(optimizer="muon", lr=0.1)
+    changed.muon_tp_mode = "gram"
+    runs = {
+        ("auto", "default"): of_flags(),
+        ("auto", "--muon-tp-mode"): of_flags("--muon-tp-mode", "auto"),
+        ("blockwise", "--muon-tp-mode"): of_flags("--muon-tp-mode", "blockwise"),
+        ("owner", "config"): of_flags(muon_tp_mode="owner"),  # by the script, after parsing
+        ("duplicated", "config"): of_config(muon_tp_mode="duplicated"),
+        ("auto", "config"): of_config(muon_tp_mode="auto"),
+        ("gram", "config"): run(changed),
+    }
+    assert {expected: (each.tp_mode, each.tp_mode_source) for expected, each in runs.items()} == {
+        expected: expected for expected in runs
+    }
+    unnamed = of_config()
+    assert (unnamed.tp_mode, unnamed.tp_mode_source) == ("auto", "default")
 
 
 def test_one_line_says_who_owns_what(tmp_path):
     run = ["--num-layers", 2, *MUON, "--tensor-model-parallel-size", 2, "--train-iters", 1]
+    run += ["--muon-symmetric-products", "blocked"]  # which unasked do not serve bf16
     _, output = train(tmp_path / "run", 2, *run)
     line = summary(output)
     assert line == (
-        "megatron_eopt: TensorParallelMuon owns 8 parameters with 30,720 elements on this rank, 12 matrices "
-        "orthogonalized by 5 Newton-Schulz steps (quintic, medium precision, symmetric products by torch), "
-        "12 duplicated over 2 ranks (exact), update RMS 0.2 (AdamW's is near 0.2); "
+        "megatron_eopt: TensorParallelMuon owns 8 parameters with 30,720 elements on this rank, "
+        "tp_mode auto (default), 12 matrices orthogonalized by 5 Newton-Schulz steps (quintic, medium precision, "
+        "symmetric products by blocked), 12 duplicated over 2 ranks (exact), update RMS 0.2 (AdamW's is near 0.2); "
         "AdamW owns 7 parameters with 8,512 elements on this rank"
     )
 

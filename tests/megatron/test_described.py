@@ -44,6 +44,7 @@ def test_the_manifest_is_that_of_the_run(tmp_path, ranks, layout):
     found, output = planned(tmp_path, *flags, ranks=ranks)
     assert found == json.loads((tmp_path / "of_run.json").read_text())
     assert "this plan" in output
+    assert "\nTensorParallelMuon, tp_mode auto (default)\n" in output
 
 
 def test_what_the_run_would_be_refused_for(tmp_path, capsys):
@@ -62,8 +63,9 @@ def test_what_the_run_would_be_refused_for(tmp_path, capsys):
 
 def test_what_the_run_would_warn_of(capsys):
     flags = [flag for flag in RUN if flag not in ("--muon-extra-scale-factor", "0.2")]
-    assert main(["plan", "--", *map(str, [*SMALL_GPT, *flags])]) == 0
+    assert main(["plan", "--", *map(str, [*SMALL_GPT, *flags, "--muon-tp-mode", "owner"])]) == 0
     assert "warning: " in (out := capsys.readouterr().out)
+    assert "\nTensorParallelMuon, tp_mode owner (--muon-tp-mode)\n" in out
     assert "--muon-preset match_adamw" in out
 
 

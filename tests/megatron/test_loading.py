@@ -1,11 +1,14 @@
 """Checkpoints of other optimizers and other settings: imported or refused with the reason, never loaded in part."""
 
+import re
+
 import pytest
 import torch
 
 from tests.megatron.runs import LAUNCHER, MUON, SMALL_GPT, UPSTREAM, assert_same, start, train
 
 RUN = ["--num-layers", 2, "--ckpt-format", "torch_dist", "--train-iters", 4]
+TP2 = ["--tensor-model-parallel-size", 2]
 ADAM = ["--optimizer", "adam"]
 ADAPTIVE = ["--optimizer", "adaptive_muon", "--muon-nesterov", "--adaptive-muon-moment2-method"]
 SAVE = ["--save-interval", 2, "--exit-interval", 2, "--save"]
@@ -105,3 +108,43 @@ def test_a_changed_learning_rate_is_what_the_user_asked_for(tmp_path, saved):
         tmp_path / "kept", 1, *RUN, *MUON, *changed[:4], "--load", checkpoint, "--use-checkpoint-opt_param-scheduler"
     )
     assert {group["lr"] for groups in rank["groups"] for group in groups} == {1e-2}
+
+
+def modes(output):
+    """What the summaries of a run say of the tp_mode, in their order, and what it says of that of the checkpoint."""
+    summaries = re.findall(r"TensorParallelMuon owns .* on this rank, tp_mode (\w+ \(.*?\)), ", output)
+    return summaries, re.findall(r"the tp_mode of the checkpoint is (.*)", output)
+
+
+def test_a_resume_keeps_the_tp_mode_of_its_checkpoint_unless_another_is_named(tmp_path):
+    run = [*RUN, *MUON, *TP2, "--muon-fp32-matmul-prec", "highest"]
+    saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2]
+    straight, output = train(tmp_path / "straight", 2, *run, *saved, "--muon-tp-mode", "distributed")
+    assert modes(output) == (["distributed (--muon-tp-mode)"], [])
+
+    resume = [*run, "--load", tmp_path / "checkpoint", "--ckpt-step", 2]
+    unnamed, output = train(tmp_path / "unnamed", 2, *resume)
+    kept = ["distributed: kept, since this run names none"]
+    assert modes(output) == (["auto (default)", "distributed (checkpoint)"], kept)
+    assert "other than in the checkpoint" not in output
+    for one, other in zip(unnamed, straight, strict=True):
+        assert_same(one["after"], other["after"])
+
+    named, output = train(tmp_path / "named", 2, *resume, "--muon-tp-mode", "auto")
+    assert modes(output) == (["auto (--muon-tp-mode)"], ["distributed: not auto, by --muon-tp-mode"])
+    for one, other in zip(named, straight, strict=True):
+        matrices = [name for name, state in one["after"].items() if "momentum_buffer" in state]
+        pairs = [(one["after"][name]["parameter"], other["after"][name]["parameter"]) for name in matrices]
+        assert not all(torch.equal(*pair) for pair in pairs)  # so it matters which of the two a resume takes
+        for a, b in pairs:
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * b.abs().max().item())
+
+
+@pytest.mark.wide
+def test_a_resume_keeps_blockwise_and_says_that_it_is_an_approximation(tmp_path):
+    saved = [*SAVE, tmp_path / "checkpoint"]
+    train(tmp_path / "first", 2, *RUN, *MUON, *TP2, *saved, "--muon-tp-mode", "blockwise")
+    _, output = train(tmp_path / "second", 2, *RUN, *MUON, *TP2, "--load", tmp_path / "checkpoint")
+    assert modes(output)[0] == ["auto (default)", "blockwise (checkpoint)"]
+    assert "12 blockwise over 2 ranks (an approximation)" in output
+    assert "other than in the checkpoint" not in output  # where matrices would be orthogonalized exactly

@@ -105,6 +105,21 @@ def test_shards_tile_one_global_tensor(dims, dim, swiglu, matrix, ranks):
     assert all(expected[index] == value for index, value in found.items())
 
 
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("computes", [0, 2])
+def test_a_tensor_of_one_rank_is_saved_whole_by_it_and_by_no_other(computes, swiglu):
+    tensor, whole_tensor = StateTensor("L", (5, 5), rank=computes), torch.arange(25.0).view(5, 5)
+    for rank in range(4):
+        layouts = layouts_of(0, 4, rank, split=False)
+        local = whole_tensor if rank == computes else torch.empty(0, 0)
+        assert tensor.local_shape(layouts) == tuple(local.shape)
+        saved = sharded_state(tensor, local, parameter(0, 4, rank, swiglu), layouts)
+        assert [(each.global_shape, is_main_replica(each.replica_id)) for each in saved] == (
+            [((LAYERS, 5, 5), True)] if rank == computes else []
+        )
+        assert torch.equal(joined(tensor, [each.data for each in saved], tuple(local.shape)), local)
+
+
 def kept(rank, ranks):
     """For every case and layer a tensor, this rank's shard, and what else it is sharded by; keys differ by case."""
     for number, (dims, dim, swiglu, matrix) in enumerate(CASES):

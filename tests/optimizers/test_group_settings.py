@@ -287,6 +287,7 @@ def test_a_checkpoint_says_which_groups_have_settings_of_their_own():
 
 def test_the_summary_says_how_many_matrices_get_what():
     text = summary([optimizer(grouped())])
+    assert " on this rank, tp_mode duplicated (argument), " in text
     assert (
         "20 matrices orthogonalized by 5 or 7 Newton-Schulz steps (5 by 5 of custom, 10 by 5 of quintic, 5 by 7 of "
         "polar_express, highest precision, symmetric products by torch), none sharded (exact), update RMS 0.1 to 0.7 "

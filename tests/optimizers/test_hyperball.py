@@ -6,7 +6,10 @@ import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import MuonHyperball as Theirs
 
+from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.hyperball import MuonHyperball
+from megatron_eopt.parallel import statistics
+from tests.distributed.test_statistics import allocations
 from tests.optimizers.field import SHAPES, TOLERANCE, assert_close, assert_close_in_bf16, factor, gradient, matrix, run
 
 
@@ -176,6 +179,21 @@ def test_a_matrix_without_a_norm_is_refused_before_anything_changes(value, norm)
         opt.step()
     assert torch.equal(p, before)
     assert not opt.state[p]["momentum_buffer"].any()
+
+
+@torch.no_grad()
+def test_a_large_matrix_moves_by_pieces(tmp_path, monkeypatch):
+    p, q = matrix(150, 100), matrix(150, 100)
+    whole, cut = MuonHyperball([p], lr=0.05), MuonHyperball([q], lr=0.05)
+    run(whole, p, [0])
+    run(cut, q, [0])
+    update = torch.randn(150, 100, generator=torch.Generator().manual_seed(1))
+    whole.apply(whole._batches(torch.ones(1)), [update])
+    for module in (foreach, statistics):
+        monkeypatch.setattr(module, "MOST_BYTES", 2**14)  # of 60,000
+    bytes_of_each, _ = allocations(lambda: cut.apply(cut._batches(torch.ones(1)), [update]), tmp_path / "trace.json")
+    assert max(bytes_of_each) <= 2**14
+    assert_close(q.detach(), p.detach().double(), 1e-6)
 
 
 def test_matrices_without_entries_take_part():

@@ -1,19 +1,44 @@
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 from megatron_eopt import OrthogonalizedOptimizer
 from megatron_eopt.orthogonalize import newton_schulz
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import fp32_products
+from megatron_eopt.orthogonalize.products import Dense
 
+CUDA = torch.backends.cuda.matmul
+SUMS = "allow_fp16_reduced_precision_reduction"
 NEWER = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 
 
 def settings():
     return tuple(backend.fp32_precision for backend in NEWER)
+
+
+def fp16_settings():
+    return getattr(CUDA, SUMS), getattr(CUDA, f"{SUMS}_split_k", None), CUDA.allow_fp16_accumulation
+
+
+@dataclass(frozen=True)
+class Watched(Dense):
+    """Products that note in which settings they are computed."""
+
+    case: tuple = ()  # since what is compiled with equal products is kept
+    seen: list = field(default_factory=list, compare=False)
+
+    def gram(self, x, out=None):
+        self.seen.append((*fp16_settings(), *settings()))
+        return super().gram(x, out)
+
+    def addmm(self, c, a, b, *, beta, alpha, out=None):
+        self.seen.append((*fp16_settings(), *settings()))
+        return super().addmm(c, a, b, beta=beta, alpha=alpha, out=out)
 
 
 def everything():
@@ -30,7 +55,10 @@ def everything():
 
 @pytest.fixture(autouse=True)
 def _restore():
+    sums = fp16_settings()
     yield
+    setattr(CUDA, SUMS, sums[0] if sums[1] is None else sums[:2])
+    CUDA.allow_fp16_accumulation = sums[2]
     torch.backends.fp32_precision = "none"
     torch.set_float32_matmul_precision("highest")
     for backend in NEWER:
@@ -141,3 +169,20 @@ def test_it_is_left_alone_where_no_product_of_fp32_matrices_is_computed(monkeypa
     with pytest.raises(AssertionError, match="set to high"):
         newton_schulz(x, fp32_matmul_prec="high")
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.parametrize(("dtype", "form"), [(torch.float16, "gram"), (torch.bfloat16, "standard")])
+def test_sums_of_fp16_products_are_in_fp32(dtype, form, allowed):
+    """As they come from a GPU: nothing else is set, and nothing where products are in bf16; all is as before after."""
+    # where sums may not be reduced in fp16, newer releases can also forbid to split them
+    setattr(CUDA, SUMS, (allowed, allowed) if hasattr(CUDA, f"{SUMS}_split_k") else allowed)
+    CUDA.allow_fp16_accumulation = allowed
+    before, watched = (*fp16_settings(), *settings()), Watched((dtype, allowed))
+    iteration = NewtonSchulz(products=watched).compile((8, 24), torch.float32, "cuda", form)
+    assert iteration.dtype == dtype
+    factor = iteration(torch.randn(8, 24, generator=torch.Generator().manual_seed(0)))
+    assert factor.isfinite().all()
+    inside = (False, before[1], False, *settings()) if dtype == torch.float16 else before
+    assert set(watched.seen) == {inside}
+    assert (*fp16_settings(), *settings()) == before

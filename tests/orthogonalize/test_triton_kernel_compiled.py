@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import re
 
 import pytest
 import torch
@@ -38,10 +39,11 @@ def compiled(target, dtype, width, depth, warps, stages, precision, even, transp
 
 
 def compile_all():
-    """Compile what the table of tiles can ask for, and say what is wrong with it; None where triton is too old."""
+    """Compile what is timed and what the table can ask for, and say what is wrong; None where triton is too old."""
     from triton.compiler import ASTSource
 
-    from megatron_eopt.orthogonalize.triton_kernel import _kernel, tiles_for
+    from megatron_eopt.orthogonalize.timing import CANDIDATES
+    from megatron_eopt.orthogonalize.triton_kernel import Tiles, _kernel, tiles_for
 
     if "constexprs" not in inspect.signature(ASTSource.__init__).parameters:
         return None
@@ -50,12 +52,14 @@ def compile_all():
     # as constants they would make one kernel for each value
     wrong = [each.name for each in _kernel.params if each.name in ("alpha", "beta") and each.is_constexpr]
     for number, (dtype, precision) in enumerate(kinds):
-        for rows in (512, 4096):
-            chosen = tiles_for(rows, dtype, precision)
+        names_of = CANDIDATES[2:] if dtype == torch.float16 else ()  # in bf16 the same
+        timed = [Tiles(*map(int, re.findall(r"\d+", name))) for name in names_of]
+        table = [tiles_for(rows, dtype, precision) for rows in (512, 4096)]
+        for index, chosen in enumerate([*table, *(each for each in timed if each not in table)]):
             for target, product in ((80, "mma.sync"), (90, "wgmma.mma_async")):
                 shape = (chosen.width, chosen.depth, chosen.warps, chosen.stages)
                 # masks and transposed factors, each with half of the rest
-                shared, code = compiled(target, names[dtype], *shape, precision, number % 2 == 0, rows == 512)
+                shared, code = compiled(target, names[dtype], *shape, precision, number % 2 == 0, index == 0)
                 fits = shared <= 99 * 1024  # of a program on the smallest device of capability 8 and more
                 if not fits or (precision == "tf32" or dtype != torch.float32) != (product in code):
                     wrong.append(f"{names[dtype]} {precision} {chosen} for sm_{target}: {shared} bytes shared")

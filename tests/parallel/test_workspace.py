@@ -1,19 +1,16 @@
 """The workspace bounds what a step takes: chunks of a plan, and the bytes that a step of a large model allocates."""
 
+import sys
 from itertools import pairwise
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.allocations import Allocations
-from megatron_eopt import TensorParallelMuon
-from megatron_eopt.optimizers.muon import muon
 from megatron_eopt.orthogonalize import NewtonSchulz
 from megatron_eopt.parallel.cost import largest_iteration, step_bytes
 from megatron_eopt.parallel.plan import make_plan
@@ -21,9 +18,8 @@ from megatron_eopt.parallel.workspace import IN_FLIGHT, Workspace, chunk_bytes
 from tests.parallel.plans import matrices, modes, works
 from tests.parallel.test_plan import summary
 
-RANKS = 8
-# rows, columns and the dimension that is cut, of a layer of llama3-70b
-LAYER = {"qkv": (10240, 8192, 0), "proj": (8192, 8192, 1), "fc1": (57344, 8192, 0), "fc2": (8192, 28672, 1)}
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from step import MODES, RANKS, counted_step
 
 
 @given(matrices(), modes, works, st.integers(1, 2**20), st.data())
@@ -51,47 +47,24 @@ def test_chunks_are_whole_parameters_within_the_workspace(given_matrices, mode, 
 
 
 @pytest.fixture(scope="module")
-def fake_ranks():
+def fake_group():
     """A group of eight ranks of which one is there: what it receives has no numbers."""
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    yield SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)
+    yield dist.group.WORLD
     dist.destroy_process_group()
-
-
-def counted(groups, mode, layers, workspace):
-    """An optimizer of layers at TP=8, and the most bytes that its step on a GPU has in use at a time."""
-    with FakeTensorMode():
-        parameters = []
-        for layer in range(layers):
-            for name, (rows, cols, dim) in LAYER.items():
-                parameter = torch.nn.Parameter(torch.empty(rows, cols).chunk(RANKS, dim)[0].contiguous())
-                parameter.tensor_model_parallel, parameter.partition_dim = True, dim
-                parameter.grad = torch.empty_like(parameter)
-                parameters.append((f"{layer}.{name}", parameter))
-        optimizer = TensorParallelMuon(parameters, pg_collection=groups, tp_mode=mode, workspace=workspace)
-        optimizer.init_state()
-        optimizer._engine = optimizer.proposed()
-        batches = optimizer._batches(torch.empty(len(parameters), dtype=torch.bool), masked=True)
-        with torch.no_grad(), Allocations() as allocated:
-            muon(batches, optimizer.engine, optimizer)
-    assert allocated.bytes == 0
-    return optimizer.engine, allocated.peak
-
-
-MODES = ("duplicated", "owner", "auto", "gram", "distributed", "blockwise")
 
 
 @pytest.mark.parametrize(
     ("mode", "form", "workspace"),
     [
-        *((mode, form, 2**31) for mode in MODES for form in ("standard", "gram")),
+        *((mode, form, 2**31) for mode in (*MODES, "blockwise") for form in ("standard", "gram")),
         *(("owner", "gram", workspace) for workspace in (2**30, 2**32)),
     ],
 )
-def test_a_step_takes_no_more_than_its_workspace(fake_ranks, monkeypatch, mode, form, workspace):
+def test_a_step_takes_no_more_than_its_workspace(fake_group, monkeypatch, mode, form, workspace):
     if form == "gram":  # as on a GPU: in fp16
         monkeypatch.setitem(NewtonSchulz.compile.__globals__, "gram_dtype", lambda dtype, device: torch.float16)
-    engine, peak = counted(fake_ranks, mode, 2, workspace)
+    engine, peak = counted_step(fake_group, mode, 2, workspace)
     rows, cols = 8192, 57344
     # X, its successor and two Gram matrices, in bf16, of the largest matrix
     assert peak <= workspace + 2 * (2 * rows * cols + 2 * rows * rows)

@@ -284,6 +284,12 @@ def test_fused_adam_of_a_package_is_built_where_it_is_installed(monkeypatch, pac
         build(Model(), "muon", fused=package)
 
 
+@pytest.mark.parametrize("name", ["muon", "scion"])
+def test_the_workspace_is_an_option_in_bytes(name):
+    optimizer = build_optimizer(Model(), OptimizerConfig(name=name, options={"workspace": 2**20}))
+    assert optimizer.matrices.workspace == 2**20
+
+
 def test_options_cannot_say_what_fields_say():
     with pytest.raises(ValueError, match="options of the config have lr, which its fields say"):
         build_optimizer(Model(), OptimizerConfig(name="lion", options={"lr": 1.0}))

@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK, base
-from megatron_eopt.manifest import compare, from_json
+from megatron_eopt.manifest import compare, from_json, to_json
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import gathered
 from megatron_eopt.megatron.averaging import export, go_on_from, trained
@@ -28,24 +28,24 @@ from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.parallel.layout import is_cut_again
 
 
-def attach(optimizer: Any, model_chunks: Sequence[Any], manifest: dict[str, Any], layers_differ: bool) -> None:
+def attach(optimizer: Any, model_chunks: Sequence[Any], run: Any, layers_differ: bool) -> None:
     """Let every optimizer inside Megatron's wrappers save and load its state by its description.
 
-    The first one saves the manifest. If layers differ in their optimizers, a checkpoint has to keep them apart.
+    The first one saves the run's manifest. If layers differ in their optimizers, a checkpoint has to keep them apart.
     """
     keep_apart(model_chunks, layers_differ)
     for number, each in enumerate(plain_wrappers(optimizer)):
-        SavedState(each, manifest if number == 0 else None, layers_differ)
+        SavedState(each, run if number == 0 else None, layers_differ)
 
 
 class SavedState:
     """How one of Megatron's optimizers, around a torch optimizer, saves and loads its state in torch_dist.
 
-    Its ``sharded_state_dict`` and ``load_state_dict`` are wrapped. It has the manifest of the run if it is to save it.
+    Its ``sharded_state_dict`` and ``load_state_dict`` are wrapped. One of a run has its ``OptimizerOfRun``.
     """
 
-    def __init__(self, optimizer: Any, manifest: dict[str, Any] | None = None, layers_differ: bool = False) -> None:
-        self._megatron, self._manifest, self._layers_differ = optimizer, manifest, layers_differ
+    def __init__(self, optimizer: Any, run: Any = None, layers_differ: bool = False) -> None:
+        self._megatron, self._run, self._layers_differ = optimizer, run, layers_differ
         self._torch: Optimizer = optimizer.optimizer
         self._save, self._load = optimizer.sharded_state_dict, optimizer.load_state_dict
         optimizer.sharded_state_dict, optimizer.load_state_dict = self.sharded_state_dict, self.load_state_dict
@@ -90,7 +90,7 @@ class SavedState:
             torch_state(state_dict)["param_groups"] = []
         else:
             block |= self._about(torch_state(state_dict)["state"].get("common_step"))
-            block |= {} if self._manifest is None else {"manifest": self._manifest}
+            block |= {} if self._run is None else {"manifest": to_json(self._run.families)}
             export(self._megatron, model_sharded_state_dict)
         state_dict[BLOCK] = block
         return state_dict
@@ -103,6 +103,8 @@ class SavedState:
             self._load(state_dict)
             return
         block = state_dict.pop(BLOCK, {})
+        if self._run is not None and "tp_mode" in block:
+            self._run.go_on_with(block["tp_mode"])
         self._report_changes(block.get("manifest"))
         for index, parameter, tensor in self._described():
             if tensor.dims is not None:
@@ -195,10 +197,10 @@ class SavedState:
 
     def _report_changes(self, saved: dict[str, Any] | None) -> None:
         """Say what changed since the save. Nothing is decided by it, so one that cannot be read ends no run."""
-        if self._manifest is None or saved is None or dist.get_rank() != 0:
+        if self._run is None or saved is None or dist.get_rank() != 0:
             return
         try:
-            changes = compare(from_json(saved), from_json(self._manifest))
+            changes = compare(from_json(saved), from_json(to_json(self._run.families)))
         except ValueError as error:
             changes = [f"not known, since {error}"]
         for line in changes:

@@ -63,7 +63,8 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
     else:
         data_of = data.split([each.local_shape[0] for each in saved])
         views = [(each, each.key, view, *_sides(each)) for each, view in zip(saved, data_of, strict=True)]
-    state = []
+    state, own = [], saved[0].replica_id
+    replica_id = own if tensor.rank is not None else _replica_id(tensor.dims, layout, own)
     for of_parameter, key, view, rows, columns in views:
         if not view.numel():
             continue
@@ -83,7 +84,7 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
                 global_shape=(*of_parameter.global_shape[:ahead], *lengths),
                 global_offset=(*of_parameter.global_offset[:ahead], *starts),
                 axis_fragmentations=None,
-                replica_id=_replica_id(tensor.dims, layout, saved[0].replica_id),
+                replica_id=replica_id,
             )
         )
     return state

@@ -57,7 +57,8 @@ def planned_rank(run: DescribedRun, counts: Sequence[int]) -> tuple[list[Manifes
     built = [each for name in names for each in _built(name, assigned, config, run)]
     optimizers = dict.fromkeys(each.optimizer for each in built)
     tables = {each: each.explain_proposed() for each in optimizers if isinstance(each, BaseOptimizer)}
-    explained = [f"{type(each).__name__}\n{table}" for each, table in tables.items() if table is not None]
+    mode = f"tp_mode {config.muon_tp_mode} ({planned.tp_mode_source})"
+    explained = [f"{type(each).__name__}, {mode}\n{table}" for each, table in tables.items() if table is not None]
     rows = rows_here(built, assigned, config, run.pg_collection, settled=False)
     return rows, explained, config.muon_scale_mode
 

@@ -1,6 +1,6 @@
 """The schemes in which a rank has whole matrices: as they are, gathered by all ranks, or gathered by one of them."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.orthogonalize.newton_schulz import Iteration
-from megatron_eopt.parallel.collectives import all_gather, exchange, packed
+from megatron_eopt.parallel.collectives import all_gather, all_to_all, exchange, packed
 from megatron_eopt.parallel.records import Bucket, Matrix, Rectangle
 
 
@@ -143,6 +143,40 @@ def gather(
         return [assemble(of_ranks, matrix, short_first) for of_ranks, matrix in whole]
 
     return finish
+
+
+def bring(
+    stacks: Sequence[Tensor], matrices: Sequence[Matrix], numbers: Sequence[Sequence[int]], group: ProcessGroup
+) -> Callable[[], list[Tensor]]:
+    """Start to bring matrices together, each on one rank of a group, by one all-to-all: see ``Engine.gather_whole``."""
+    sent = list(zip(*(stack.split(list(of)) for stack, of in zip(stacks, numbers, strict=True)), strict=True))
+    pairs = [(of[group.rank()], matrix) for of, matrix in zip(numbers, matrices, strict=True)]
+    sizes = [[count * matrix.rectangles[rank].numel for count, matrix in pairs] for rank in range(group.size())]
+    wait = _exchange(sent, sizes, group)
+    return lambda: [assemble(parts, matrix) for parts, matrix in zip(wait(), matrices, strict=True)]
+
+
+def hand_out(
+    stacks: Sequence[Tensor], matrices: Sequence[Matrix], numbers: Sequence[Sequence[int]], group: ProcessGroup
+) -> Callable[[], list[Tensor]]:
+    """Start the way back from :func:`bring`, by one all-to-all: the result has stacks of this rank's shards."""
+    shards = [matrix.rectangles[group.rank()] for matrix in matrices]
+    sent, sizes = [], []
+    for rank in range(group.size()):
+        sent.append([cut_out(x, matrix.rectangles[rank]) for x, matrix in zip(stacks, matrices, strict=True)])
+        sizes.append([of[rank] * shard.numel for of, shard in zip(numbers, shards, strict=True)])
+    wait = _exchange(sent, sizes, group)
+    return lambda: [
+        torch.cat(parts).view(sum(of), *shard.shape) for parts, of, shard in zip(wait(), numbers, shards, strict=True)
+    ]
+
+
+def _exchange(
+    sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], group: ProcessGroup
+) -> Callable[[], Iterator[tuple[Tensor, ...]]]:
+    """Start an all-to-all of stacks, of which each rank sends so many entries; the result has the parts of each."""
+    pending = all_to_all(sent, [sum(each) for each in sizes], group)
+    return lambda: zip(*(part.split(list(each)) for part, each in zip(pending.wait(), sizes, strict=True)), strict=True)
 
 
 def assemble(parts: Sequence[Tensor], matrix: Matrix, short_first: bool = False) -> Tensor:

@@ -1,0 +1,90 @@
+"""Which kernel of symmetric products is the fastest for which size: timed once, at start, where the matrices are."""
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import product
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.orthogonalize.kernels import KERNELS, Shapes, made, reason_against
+from megatron_eopt.orthogonalize.precision import in_precision
+from megatron_eopt.orthogonalize.products import Fp32Precision
+
+_TILES = ("64x64x8x4x3", "128x32x8x4x4", "128x64x8x4x3", "128x64x8x8x3")
+CANDIDATES = ("torch", "triton", *(f"triton/{tiles}" for tiles in _TILES))
+"""The kernels that are timed; those with tiles for products in 16 bits alone. The first needs no check."""
+
+_SIZES = 20  # each begins at a power of two
+_MOST_ENTRIES = 2**27  # of a stack that is timed
+_RUNS = _ROUNDS = 5
+
+
+def is_timed(device: torch.device) -> bool:
+    """Whether kernels are timed on a device."""
+    return device.type == "cuda"
+
+
+def times(
+    stacks: Shapes, dtypes: Sequence[torch.dtype], device: torch.device, fp32_precision: Fp32Precision = "ieee"
+) -> Tensor:
+    """Seconds that each candidate takes, (sizes x candidates), fp64, on the CPU.
+
+    Those of all dtypes and stacks (n x rows x cols) whose short side is of one size are added. Zero is where nothing is
+    timed, as in fp64, and infinity where a candidate cannot serve, of which is warned. The maximum over ranks, entry by
+    entry, is what :func:`fastest` chooses by for all of them: the slowest one counts.
+    """
+    found, told = torch.zeros(_SIZES, len(CANDIDATES), dtype=torch.float64), set()
+    stacks = [] if torch.float64 in dtypes else stacks
+    for shape, dtype, (i, name) in product(stacks, dtypes, enumerate(CANDIDATES)):
+        if "/" in name and dtype == torch.float32:
+            continue
+        reason = reason_against(name, [shape], [dtype], device, fp32_precision, KERNELS) if i else None
+        taken = torch.inf if reason else _time(name, shape, dtype, device, fp32_precision)
+        found[min(shape[-2:]).bit_length() - 1, i] += taken
+        if reason and reason not in told:
+            told.add(reason)
+            warnings.warn(f"symmetric products: {name} is dropped: {reason}", stacklevel=2)
+    return found
+
+
+def fastest(times: Tensor) -> str | None:
+    """The choice of what takes the least time for each size; None where nothing was timed."""
+    chosen: list[str] = []
+    last = ""
+    for size, of_size in enumerate(times.tolist()):
+        timed = [(taken, i) for i, taken in enumerate(of_size) if taken]
+        if timed and CANDIDATES[min(timed)[1]] != last:
+            last = CANDIDATES[min(timed)[1]]
+            chosen.append(f"{last} from {2**size}" if chosen else last)
+    return ", ".join(chosen) or None
+
+
+def _time(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, precision: Fp32Precision) -> float:
+    """Seconds of ``X X^T`` and ``beta C + alpha A B``, of which iterations consist."""
+    short, long = sorted(shape[-2:])
+    stack = [min(n, max(1, _MOST_ENTRIES // (short * long))) for n in shape[:-2]]
+    numbers = torch.Generator(device).manual_seed(0)
+    x, r = (torch.empty(*stack, short, n, dtype=dtype, device=device).normal_(generator=numbers) for n in (long, short))
+    products, gram, out = made(name, short, precision), torch.empty_like(r), torch.empty_like(r)
+
+    def run() -> None:
+        products.addmm(r, r, products.gram(x, gram), beta=0.5, alpha=0.5, out=out)
+
+    with in_precision(dtype, "high" if precision == "tf32" else "highest"):
+        return seconds(run, device)
+
+
+def seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Of one run: the median of some rounds, after one that does not count."""
+    taken = []
+    for _ in range(_ROUNDS + 1):
+        start = time.perf_counter()
+        for _ in range(_RUNS):
+            run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append((time.perf_counter() - start) / _RUNS)
+    return median(taken[1:])

@@ -1,0 +1,99 @@
+"""Ranks of a run have the same kernel of symmetric products, whatever each measures: timed by fake clocks."""
+
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from megatron_eopt.megatron.agreement import choose_kernels
+from megatron_eopt.optimizers.base import KERNEL
+from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.spectron import Spectron
+from megatron_eopt.orthogonalize import timing
+from megatron_eopt.orthogonalize.kernels import KERNELS
+from tests.distributed.ranks import run_ranks
+from tests.orthogonalize.test_timing import TILES, by_size, clocked
+
+
+def optimizer_of(*shapes, **settings):
+    return TensorParallelMuon([torch.nn.Parameter(torch.ones(shape)) for shape in shapes], **settings)
+
+
+def kernel_of(optimizer):
+    """What a step of an optimizer was made with."""
+    optimizer.prepare()
+    return optimizer.param_groups[0][KERNEL]
+
+
+SECONDS = {(): (4.0, 4.0), TILES[0]: (1.0, 9.0), TILES[1]: (2.0, 3.0)}
+"""Of torch and of some tiles on each rank."""
+
+
+def on_rank(rank, ranks):
+    """What each case chooses on this rank."""
+
+    def cost(tiles, shape):
+        return SECONDS.get(tiles, (10.0,) * ranks)[rank]
+
+    def of_run(wrong=(), **settings):
+        """As in Megatron, with replicas that have no group in common."""
+        clocked(cost, wrong if rank == 1 else ())
+        here = [optimizer_of((20, 24), (24, 20), **settings), optimizer_of((40, 50), **settings)]
+        choose_kernels(here)
+        return [kernel_of(each) for each in here]
+
+    warnings.simplefilter("ignore")
+    found = {"run": of_run(), "failing": of_run((20,)), "named": of_run(symmetric_products="torch")}
+    # of one stage of a pipeline alone
+    factored = [Spectron([torch.nn.Parameter(torch.randn(24, 20))], rank=8)] if rank == 0 else []
+    choose_kernels(factored)
+    found["stage"] = [kernel_of(each) for each in factored]
+    # plain torch
+    clocked(cost, (20,) if rank == 1 else ())
+    shared = optimizer_of((20, 24), (40, 50), data_parallel_group=dist.group.WORLD)
+    found["shared"] = kernel_of(shared)
+    clocked(cost)
+    resumed = optimizer_of((20, 24), (40, 50), data_parallel_group=dist.group.WORLD)
+    resumed.load_state_dict(shared.state_dict())
+    found["resumed"] = kernel_of(resumed)
+    found["unshared"] = kernel_of(optimizer_of((20, 24)))
+    return found
+
+
+def test_all_ranks_of_a_run_choose_alike():
+    first, second = run_ranks(on_rank, 2)
+    of_both, none_for_20_rows = "triton/128x32x8x4x4", "torch, triton/128x32x8x4x4 from 32"
+    # by its own times rank 0 would take other tiles, and rank 1 alone finds numbers wrong
+    for case, kernel in (("run", of_both), ("failing", none_for_20_rows), ("named", "torch")):
+        assert first[case] == second[case] == [kernel] * 2, case
+    assert (first["stage"], second["stage"]) == (["triton/64x64x8x4x3"], [])
+    for case, kernel in (("shared", none_for_20_rows), ("resumed", none_for_20_rows), ("unshared", "triton")):
+        # without a common group nothing is timed: replicas might choose another each
+        assert first[case] == second[case] == kernel, case
+
+
+def test_a_process_of_its_own_times_what_its_plan_has(monkeypatch):
+    for name, kernel in KERNELS.items():
+        monkeypatch.setitem(KERNELS, name, kernel)
+    for name in ("time", "is_timed"):
+        monkeypatch.setattr(timing, name, getattr(timing, name))
+    seen = set()
+
+    def cost(tiles, shape):
+        seen.add(shape)
+        return by_size(tiles, shape)
+
+    clocked(cost)
+    optimizer = optimizer_of((20, 24), (20, 24), (24, 20), (40, 50))
+    chosen = kernel_of(optimizer)
+    assert chosen == "torch, triton/64x64x8x4x3 from 32"
+    assert seen == {(2, 20, 24), (20, 24), (40, 50)}  # checked and timed as stacks where there are some
+    clocked(lambda tiles, shape: 1.0 if tiles else 2.0)
+    resumed = optimizer_of((20, 24), (20, 24), (24, 20), (40, 50))
+    resumed.load_state_dict(optimizer.state_dict())
+    assert kernel_of(resumed) == chosen
+    older = optimizer.state_dict()
+    older["param_groups"][0][KERNEL] = "triton"
+    resumed.load_state_dict(older)
+    assert kernel_of(resumed) == "triton"
+    assert kernel_of(optimizer_of((20, 24), symmetric_products="torch")) == "torch"

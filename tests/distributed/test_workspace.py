@@ -1,0 +1,86 @@
+"""A small workspace cuts a step into many chunks, which changes no update."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_eopt import MuonHyperball, PolarGrad, TensorParallelAdaptiveMuon, TensorParallelMuon
+from tests.distributed.ranks import run_ranks
+
+# rows, columns and the dimension that is cut; query groups of 8 + 4 + 4 rows are split
+SHAPES = {"qkv": (64, 48, 0), "proj": (48, 48, 1), "fc1": (96, 48, 0), "fc2": (48, 96, 1), "router": (16, 48, None)}
+LAYERS, STEPS = 3, 3
+OPTIMIZERS = {
+    "muon": TensorParallelMuon,
+    "normuon": lambda *args, **settings: TensorParallelAdaptiveMuon(*args, moment2_method="normuon", **settings),
+    "namo": lambda *args, **settings: TensorParallelAdaptiveMuon(*args, moment2_method="namo", **settings),
+    "hyperball": MuonHyperball,
+    "polargrad": PolarGrad,
+}
+CASES = [
+    *(("muon", mode) for mode in ("duplicated", "owner", "gram", "distributed", "auto", "blockwise")),
+    *((name, "owner") for name in OPTIMIZERS if name != "muon"),
+]
+
+
+def parameters_of(rank, ranks):
+    generator = torch.Generator().manual_seed(0)
+    parameters = []
+    for layer in range(LAYERS):
+        for name, (rows, cols, dim) in SHAPES.items():
+            whole, gradients = (torch.randn(n, rows, cols, generator=generator) for n in (1, STEPS))
+            if dim is not None:
+                whole, gradients = (x.chunk(ranks, dim + 1)[rank] for x in (whole, gradients))
+            parameter = torch.nn.Parameter(whole[0].clone())
+            parameter.tensor_model_parallel, parameter.partition_dim = dim is not None, -1 if dim is None else dim
+            parameter.fused = name == "qkv"
+            parameters.append((f"{layer}.{name}", parameter, gradients))
+    return parameters
+
+
+def stepped(name, mode, workspace, rank, ranks):
+    """The parameters after some steps, and the number of chunks."""
+    named = parameters_of(rank, ranks)
+    optimizer = OPTIMIZERS[name](
+        [(each, parameter) for each, parameter, _ in named],
+        lr=0.1,
+        tp_mode=mode,
+        workspace=workspace,
+        fp32_matmul_prec="highest",
+        pg_collection=SimpleNamespace(tp=dist.group.WORLD, expt_tp=None),
+        split_qkv=True,
+        is_qkv_fn=lambda parameter: parameter.fused,
+        qkv_split_shapes=(8, 4, 4),
+    )
+    for step in range(STEPS):
+        for i, (_, parameter, gradients) in enumerate(named):
+            parameter.grad = gradients[step].clone()
+            if (step, i) == (1, 2):
+                parameter.grad[0, 0] = torch.nan  # left out on both ranks
+            if (step, i) == (2, 5):
+                parameter.grad = None
+        optimizer.step()
+    return [parameter.detach() for _, parameter, _ in named], 1 + max(b.chunk for b in optimizer.engine.plan.buckets)
+
+
+def run(rank, ranks):
+    return {
+        (*case, workspace): stepped(*case, workspace, rank, ranks) for case in CASES for workspace in (1, 2**17, 2**31)
+    }
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_small_workspace_changes_no_update(found, case):
+    for of_rank in found:
+        (whole, one), (some, few), (each, many) = (of_rank[*case, size] for size in (2**31, 2**17, 1))
+        assert one == 1 < few < many == LAYERS * len(SHAPES)
+        for expected, *others in zip(whole, some, each, strict=True):
+            for other in others:
+                torch.testing.assert_close(other, expected, rtol=1e-5, atol=1e-6)

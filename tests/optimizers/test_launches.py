@@ -1,0 +1,116 @@
+"""How many operations one step takes: as many as there are kinds of matrices, however many matrices there are."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_eopt.family import ROWS
+from tests.optimizers.family import ELEMENTWISE, build
+
+SHAPES = [(64, 64), (96, 64), (64, 96), (128, 64), (64, 128)]
+OF_EACH = 64
+
+# The most operations of the fourth step of OF_EACH matrices of each shape, and the settings with which it is taken.
+LIMITS = {
+    "adamuon": (400, "adaptive_muon", {"moment2_method": "adamuon"}),
+    "adamuon not aligned": (400, "adaptive_muon", {"moment2_method": "adamuon", "align_rms": False}),
+    "normuon": (400, "adaptive_muon", {"moment2_method": "normuon"}),
+    "namo": (400, "adaptive_muon", {"moment2_method": "namo"}),
+    "muon_hyperball": (400, "muon_hyperball", {}),
+    "polargrad": (400, "polargrad", {}),
+    "mars_muon": (400, "mars_muon", {}),
+    "lion": (400, "lion", {}),
+    "signum": (400, "signum", {}),
+    "schedule_free_adamw": (400, "schedule_free_adamw", {}),
+}
+TORCH_PRODUCTS = {"symmetric_products": "torch"}  # as many products as there are steps, on every machine
+
+# What launches nothing on a GPU: views, and memory that is not written to.
+FREE = frozenset(
+    "view _unsafe_view _reshape_alias alias as_strided detach diagonal expand lift_fresh narrow permute select slice "
+    "split split_with_sizes squeeze t transpose unbind unsqueeze empty empty_like empty_strided new_empty "
+    "new_empty_strided promote_types _record_function_enter_new _record_function_exit".split()
+)
+
+
+class Counted(TorchDispatchMode):
+    """Counts what reaches a device, a multi-tensor operation as one."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name not in FREE:
+            self.operations[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class OnDevice:
+    """Flags as a GPU has them, which nobody may look at."""
+
+    def __init__(self, flags):
+        self.device, self.unbind = torch.device("cuda"), flags.unbind
+
+
+def masking(optimizer):
+    """An optimizer that makes its steps as on a GPU, which is not asked which gradients are finite."""
+    take = optimizer._take
+    optimizer._take = lambda accepted: take(OnDevice(accepted))
+    return optimizer
+
+
+def built(name, masked=False, of_each=OF_EACH):
+    _, row, settings = LIMITS[name]
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(s, generator=generator)) for _ in range(of_each) for s in SHAPES]
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator)
+    products = TORCH_PRODUCTS if ROWS[row].takes("symmetric_products") else {}
+    optimizer = ROWS[row].cls(params, **products, **settings)
+    return masking(optimizer) if masked else optimizer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_a_masked_step_is_the_step_of_what_is_accepted(name, dtype):
+    shapes = [(8, 4), (8, 4), (4,), ()]
+    values = [torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype) for shape in shapes]
+    both = [[torch.nn.Parameter(x.clone()) for x in values] for _ in range(2)]
+    masked, plain = masking(build(name, both[0], weight_decay=0.1)), build(name, both[1], weight_decay=0.1)
+    for step, bad in enumerate([None, torch.nan, torch.inf, None]):
+        for params, optimizer in zip(both, (masked, plain), strict=True):
+            for i, p in enumerate(params):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i)).to(dtype)
+            if bad is not None:
+                params[0].grad[2, 1] = bad
+            before = [x.clone() for x in [params[0], *optimizer.state[params[0]].values()]]
+            optimizer.step()
+            if bad is not None:
+                assert all(map(torch.equal, before, [params[0], *optimizer.state[params[0]].values()]))
+    for p, q in zip(*both, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+        for key, x in masked.state[p].items():
+            torch.testing.assert_close(x, plain.state[q][key], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["on a CPU", "masked"])
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_step_takes_few_operations(name, masked):
+    optimizer = built(name, masked)
+    for _ in range(3):
+        optimizer.step()
+    with Counted() as counted:
+        optimizer.step()
+    assert counted.operations.total() <= LIMITS[name][0], counted.operations.most_common()
+    assert counted.operations["_local_scalar_dense"] <= 2  # of gradients that are not finite, which a GPU does not ask
+
+
+def test_the_first_step_reads_back_the_norms_of_all_matrices_at_once():
+    optimizer = built("muon_hyperball", of_each=4)
+    with Counted() as counted:
+        optimizer.step()
+    assert counted.operations["_local_scalar_dense"] <= 2  # of gradients that are not finite

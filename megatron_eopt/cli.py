@@ -66,15 +66,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
             model.add_argument(f"--{field.name.replace('_', '-')}", type=_positive)
     model.add_argument("--split-gate-up", action="store_true", help="gate and up as two matrices; Megatron has one")
     ranks = parser.add_argument_group("ranks")
-    dealt = "over which the layer-wise distributed optimizer deals whole parameters"
-    for name, flag, about in (
-        ("tensor", "--tensor-model-parallel-size", None),
-        ("expert_tensor", "--expert-tensor-parallel-size", None),
-        ("expert", "--expert-model-parallel-size", None),
-        ("pipeline", "--pipeline-model-parallel-size", None),
-        ("data", "--data-parallel-size", dealt),
-    ):
-        ranks.add_argument(flag, dest=name, type=_positive, default=1, help=about)
+    for name in ("tensor-model", "expert-tensor", "expert-model", "pipeline-model", "data"):
+        dealt = "over which the layer-wise distributed optimizer deals whole parameters" if name == "data" else None
+        field_name = name.removesuffix("-model").replace("-", "_")
+        ranks.add_argument(f"--{name}-parallel-size", dest=field_name, type=_positive, default=1, help=dealt)
     muon = parser.add_argument_group("Muon")
     muon.add_argument("--muon-tp-mode", choices=get_args(TpMode), default="auto")
     muon.add_argument("--muon-coefficient-type", choices=get_supported_coefficient_types(), default="quintic")

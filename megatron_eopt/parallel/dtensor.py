@@ -17,22 +17,21 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from megatron_eopt.parallel.collectives import Partition, joint_group
 from megatron_eopt.parallel.layout import Layout, on_one_rank
-from megatron_eopt.parallel.records import Rectangle, Shape
+from megatron_eopt.parallel.records import Rectangle
 
 Cut = tuple[int, int, int]
 """One mesh dimension that cuts: dimension of the tensor, number of ranks, split factor of the placement."""
 
 
-def layout_of_dtensor(x: DTensor, shape: Shape | None = None) -> Layout:
-    """The layout of a DTensor that is read as a matrix.
+def layout_of_dtensor(x: DTensor) -> Layout:
+    """The layout of a DTensor that is read as a matrix: its first dimension times the rest.
 
     The group holds the ranks of all mesh dimensions that cut; those that replicate are left out, so each replica of
     HSDP is a layout of its own. Where several cut and are not all ranks, the group is made at the first call: all ranks
     of the mesh then call together, for the same parameters in the same order.
 
-    The rows of ``shape`` are the product of leading dimensions of ``x``; by default it is its first dimension times the
-    rest. A ``ValueError`` is for a tensor that is no such matrix, has a placement other than ``Replicate`` and shards,
-    does not hold what its placements say, or holds several rectangles of the matrix; or if the group cannot be made.
+    A ``ValueError`` is for a tensor that has a placement other than ``Replicate`` and shards, does not hold what its
+    placements say, or holds several rectangles of the matrix; or if the group cannot be made.
     """
     mesh, placements = x.device_mesh, x.placements
     found = f"a DTensor of shape {tuple(x.shape)} with placements {placements} on a mesh {tuple(mesh.shape)}"
@@ -40,16 +39,10 @@ def layout_of_dtensor(x: DTensor, shape: Shape | None = None) -> Layout:
         raise ValueError(f"{found} that this rank is no part of: give each rank its own parameters only")
     if not all(isinstance(placement, Replicate | Shard | _StridedShard) for placement in placements):
         raise ValueError(f"{found}: only Replicate and Shard can be laid out, redistribute it to those first")
-    shape = (x.shape[0], prod(x.shape[1:])) if shape is None else shape
-    # a dimension of length 1 fits on both sides: that of a matrix is its rows
-    ends = sorted(range(x.ndim + 1), key=lambda i: i != 1)
-    leading = next((i for i in ends if (prod(x.shape[:i]), prod(x.shape[i:])) == tuple(shape)), None)
-    if leading is None:
-        raise ValueError(f"{found} is no matrix of shape {shape}: its rows have to be a product of leading dimensions")
-    cuts = _cuts(x)
+    shape, cuts = (x.shape[0], prod(x.shape[1:])), _cuts(x)
     if not cuts:
         return on_one_rank(shape)
-    dims, rectangles = list(cuts), _rectangles(tuple(x.shape), leading, tuple(cuts.values()))
+    dims, rectangles = list(cuts), _rectangles(tuple(x.shape), tuple(cuts.values()))
     if rectangles is None:
         raise ValueError(
             f"{found}: a rank holds several separate parts of the matrix {shape}; use an order of shards that leaves "
@@ -77,7 +70,7 @@ def lies_alike(x: DTensor, layout: Layout) -> bool:
     cuts = _cuts(x)
     if not cuts or layout.group is None:
         return not layout.sharded
-    rectangles = _rectangles(layout.shape, 1, tuple((min(dim, 1), *rest) for dim, *rest in cuts.values()))
+    rectangles = _rectangles(layout.shape, tuple((min(dim, 1), *rest) for dim, *rest in cuts.values()))
     if rectangles is None:
         return False
     held = dict(zip(_partition(x.device_mesh, list(cuts))[1], rectangles, strict=True))
@@ -99,7 +92,7 @@ def _cuts(x: DTensor) -> dict[int, Cut]:
 
 
 @lru_cache
-def _rectangles(shape: tuple[int, ...], leading: int, cuts: tuple[Cut, ...]) -> tuple[Rectangle, ...] | None:
+def _rectangles(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[Rectangle, ...] | None:
     """What each rank holds, the last of ``cuts`` varying fastest; None where that is not one rectangle for all."""
     result = []
     for coordinates in product(*(range(ranks) for _, ranks, _ in cuts)):
@@ -107,11 +100,10 @@ def _rectangles(shape: tuple[int, ...], leading: int, cuts: tuple[Cut, ...]) -> 
             _held(length, [(cut, rank) for cut, rank in zip(cuts, coordinates, strict=True) if cut[0] == dim])
             for dim, length in enumerate(shape)
         ]
-        rows = _flattened(ranges[:leading], shape[:leading])
-        columns = _flattened(ranges[leading:], shape[leading:])
+        rows, columns = ranges[0], _flattened(ranges[1:], shape[1:])
         if rows is None or columns is None:
             return None
-        result.append(Rectangle(*rows, *columns))
+        result.append(Rectangle(rows.start, rows.stop, *columns))
     return tuple(result)
 
 

@@ -166,11 +166,6 @@ def more_dimensions_of_a_tensor(rank):
         expected = stacked.flatten(1)[rectangle.top : rectangle.bottom, rectangle.left : rectangle.right]
         assert torch.equal(x.to_local().flatten(1), expected)
     x = spread(stacked, mesh, (Shard(0), Shard(2)))
-    rectangle = layout_of_dtensor(x, (12, 6)).rectangle
-    rows = stacked.flatten(0, 1)[rectangle.top : rectangle.bottom, rectangle.left : rectangle.right]
-    assert torch.equal(x.to_local().flatten(0, 1), rows)
-    with pytest.raises(ValueError, match=r"is no matrix of shape \(6, 12\): its rows have to be a product"):
-        layout_of_dtensor(x, (6, 12))
     with pytest.raises(ValueError, match="several separate parts of the matrix"):
         layout_of_dtensor(x)
 
@@ -284,7 +279,7 @@ def test_pieces_are_those_of_torchs_placements(cuts, shape):
         found = Rectangle(offset[0], offset[0] + size[0], offset[1], offset[1] + size[1])
         whole = whole and torch.equal(matrix(shape)[found.top : found.bottom, found.left : found.right], local)
         expected.append(found)
-    assert _rectangles(shape, 1, cuts) == (tuple(expected) if whole else None)
+    assert _rectangles(shape, cuts) == (tuple(expected) if whole else None)
 
 
 class World:

@@ -149,7 +149,6 @@ class Muon(Optimizer):
 
     @property
     def _called(self) -> str:
-        """What messages call it."""
         return type(self if isinstance(self.matrices, HeavyBallMuon) else self.matrices).__name__
 
     def __repr__(self) -> str:

@@ -83,7 +83,6 @@ def lies_alike(x: DTensor, layout: Layout) -> bool:
 
 
 def _cuts(x: DTensor) -> dict[int, Cut]:
-    """The mesh dimensions that cut a DTensor."""
     return {
         i: (each.dim, ranks, getattr(each, "split_factor", 1))  # type: ignore[attr-defined]
         for i, (each, ranks) in enumerate(zip(x.placements, x.device_mesh.shape, strict=True))

@@ -83,11 +83,14 @@ def checked_load(
     State of our optimizers must not be loaded by Megatron's own.
     """
     optimizers = list(holding(sharded_state_dict, BLOCK))
-    if not optimizers:
-        if "optimizer" in sharded_state_dict:
-            _refuse_ours(sharded_state_dict["optimizer"], checkpoint_dir)
+    if not optimizers and "optimizer" not in sharded_state_dict:
         return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     stored = from_rank_0(lambda: _read(Path(checkpoint_dir)))
+    if not optimizers:  # of ours; Megatron checks the rest itself
+        wanted = set().union(*gathered(set(_requested({"optimizer": sharded_state_dict["optimizer"]}))))
+        if problem := of_another(None, wanted, blocks_of(stored.optimizer)):
+            raise CheckpointError(f"{checkpoint_dir}: {problem}")
+        return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     if problem := stored.damage or _problem(optimizers, stored):
         raise CheckpointError(f"{checkpoint_dir}: {problem}")
     request = taken_out(sharded_state_dict)
@@ -227,14 +230,6 @@ def stacks_layers(stored: Iterable[str]) -> str | None:
 def _requested(optimizer: Any) -> dict[str, tuple[int, ...] | None]:
     """Key -> shape of the tensors that are requested; None for a vocabulary, whose padding may differ."""
     return {t.key: None if t.allow_shape_mismatch else t.global_shape for t in sharded_tensors(optimizer)}
-
-
-def _refuse_ours(requested: Any, folder: str) -> None:
-    """Refuse, for an optimizer of Megatron's own, state that one of ours wrote; Megatron checks the rest itself."""
-    wanted = set().union(*gathered(set(_requested({"optimizer": requested}))))
-    blocks = blocks_of(from_rank_0(lambda: _read(Path(folder))).optimizer)
-    if problem := of_another(None, wanted, blocks):
-        raise CheckpointError(f"{folder}: {problem}")
 
 
 def _compare(stored: _Stored, requested: Any, loaded: dict[str, Any], folder: str) -> None:

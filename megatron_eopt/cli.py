@@ -128,8 +128,8 @@ def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int
 
 
 def _model(options: argparse.Namespace) -> Model:
-    given = {field.name: getattr(options, field.name) for field in fields(Model)}
-    given = {name: value for name, value in given.items() if value is not None}
+    found = ((field.name, getattr(options, field.name)) for field in fields(Model))
+    given = {name: value for name, value in found if value is not None}
     if options.model is not None:
         return replace(MODELS[options.model], **given)
     missing = [field.name for field in fields(Model) if field.default is MISSING and field.name not in given]

@@ -101,10 +101,8 @@ def deal(parameters: Sequence[Matrices], ranks: int) -> list[list[Matrices]]:
 
 
 def _busiest(parameters: Sequence[Matrices], ranks: int, work: Work) -> list[Matrices]:
-    def flops(hand: list[Matrices]) -> float:
-        return sum(whole_flops(matrix.shape, work) for parameter in hand for matrix in parameter)
-
-    return max(deal(parameters, ranks), key=flops)
+    hands = deal(parameters, ranks)
+    return max(hands, key=lambda hand: sum(whole_flops(matrix.shape, work) for own in hand for matrix in own))
 
 
 def _attention(name: str, model: Model, ranks: int) -> list[Matrices]:

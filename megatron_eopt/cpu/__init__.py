@@ -23,7 +23,7 @@ in the meantime runs uncompiled after :func:`undo` too.
 import torch
 import torch.distributed as dist
 
-from megatron_eopt.cpu import calls, device, megatron
+from megatron_eopt.cpu import calls, device
 from megatron_eopt.redirect import Redirections
 
 _active: Redirections | None = None
@@ -31,10 +31,10 @@ _active: Redirections | None = None
 
 def _all() -> Redirections:
     # Megatron comes last: it is imported by its redirection, when torch answers already.
-    modules = (device, calls, megatron)
+    found = [*device.redirections(), *calls.redirections(), *calls.of_megatron()]
     # Whose modules may have imported a redirected name: torch.distributed and torch.cuda re-export their own.
     importers = ("megatron", "torch.cuda", "torch.distributed")
-    return Redirections([each for module in modules for each in module.redirections()], importers)
+    return Redirections(found, importers)
 
 
 def installed() -> bool:

@@ -151,12 +151,8 @@ def split_of(
     """The logical matrices of a parameter: what its attribute declares, else what the arguments of an optimizer say.
 
     It is None where nothing says that the parameter is fused, and a ``ValueError`` for an attribute that is no Split,
-    and for a projection without shapes, or with wrong ones.
-
-    Args:
-        is_qkv_fn: tells fused query, key and value projections; None where an optimizer does not split them.
-        qkv_split_shapes: for projections that have no attribute ``qkv_split_shapes`` of their own.
-        lengths: see :func:`check_split_shapes`.
+    and for a projection without shapes, or with wrong ones. ``is_qkv_fn`` tells fused query, key and value projections,
+    or is None where an optimizer does not split them; ``qkv_split_shapes`` are for those without such an attribute.
     """
     declared = declared_split(parameter)
     if declared is not None or is_qkv_fn is None or not is_qkv_fn(parameter):

@@ -113,22 +113,18 @@ def layout_of(
         tp_group, gtp_group, prefix = expert_tp_group, expert_gtp_group, "expt_"
     tp = tp_group if is_sharded(parameter) and tp_group is not None and tp_group.size() > 1 else None
     gtp = gtp_group if is_cut_again(parameter) and gtp_group is not None and gtp_group.size() > 1 else None
-    dim = 0 if tp is None else _partition_dim(parameter)
+    ahead = parameter.ndim - 2
+    dim: int = 0 if tp is None else parameter.partition_dim - ahead  # type: ignore[attr-defined]
+    if dim not in (0, 1):
+        kind = f"a stack of matrices is {ahead} or {ahead + 1}" if ahead else "a matrix is 0 or 1"
+        found = f"{dim + ahead} on a parameter of shape {tuple(parameter.shape)}"
+        raise ValueError(f"partition_dim of {kind}, got {found}")
     if gtp is not None:
         return _cut_again(parameter, dim, tp, gtp, prefix)
     if tp is None:
         return on_one_rank((rows, cols))
     shape = (rows * tp.size(), cols) if dim == 0 else (rows, cols * tp.size())
     return Layout(shape, cut(shape, dim, tp.size()), tp, f"{prefix}tp")
-
-
-def _partition_dim(parameter: Tensor) -> int:
-    ahead = parameter.ndim - 2
-    dim: int = parameter.partition_dim  # type: ignore[attr-defined]
-    if dim - ahead not in (0, 1):
-        kind = f"a stack of matrices is {ahead} or {ahead + 1}" if ahead else "a matrix is 0 or 1"
-        raise ValueError(f"partition_dim of {kind}, got {dim} on a parameter of shape {tuple(parameter.shape)}")
-    return dim - ahead
 
 
 def _cut_again(parameter: Tensor, dim: int, tp: ProcessGroup | None, gtp: ProcessGroup, prefix: str) -> Layout:

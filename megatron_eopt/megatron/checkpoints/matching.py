@@ -116,10 +116,7 @@ def taken_out(requested: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def put_back(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -> None:
-    """Bring what was loaded for :func:`taken_out`, in place, into the form that was requested.
-
-    ``common`` is the common state of all optimizers in the checkpoint.
-    """
+    """Bring what was loaded for :func:`taken_out`, and its common state, in place into the form that was requested."""
     found, numbers = loaded.pop(OPTIMIZERS, {}), itertools.count()
 
     def put(value: Any, rest: Any) -> Any:

@@ -42,13 +42,11 @@ _STATEFUL = (
 
 @dataclass(frozen=True)
 class DescribedRun:
-    """One rank of a run, as Megatron describes it.
-
-    The model is one module per virtual pipeline stage, wrapped as for training, so that parameters have the names that
-    Megatron's optimizer sees; they are on the meta device, with all attributes.
-    """
+    """One rank of a run, as Megatron describes it."""
 
     args: Namespace  # validated; those that ask for a GPU are changed
+    # One per virtual pipeline stage, wrapped as for training, so that parameters have the names that Megatron's
+    # optimizer sees; they are on the meta device, with all attributes.
     model_chunks: list[Module]
     optimizer_config: Any
     config_overrides: dict[Any, Any]

@@ -32,7 +32,7 @@ from megatron_eopt.parallel.plan import fingerprint, first_difference, make_plan
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, TpMode, whole
 from megatron_eopt.parallel.schemes.whole import Job, bring, cut_out, gather, hand_out
 from megatron_eopt.parallel.statistics import Statistics, Wanted, reduce_statistics
-from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace, chunk_bytes
+from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, OF_ENTRY, Workspace, chunk_bytes
 
 _MOST_PLANS = 1024  # that are kept: one for each set of parameters that had gradients in a step
 _SENT_BYTES = 2**22
@@ -239,22 +239,20 @@ class Engine:
 
         The result is ``shards``, now with new tensors of the same shapes and dtypes.
         """
-        if len(shards) != len(self.flat(indices)):
-            raise ValueError(f"the plan has {len(self.flat(indices))} matrices, got {len(shards)} shards")
-        first, at = 0, {}
-        for i in indices:
-            at[i] = range(first, first + len(self.matrices[i]))
-            first = at[i].stop
+        matrices = self.flat(indices)
+        if len(shards) != len(matrices):
+            raise ValueError(f"the plan has {len(matrices)} matrices, got {len(shards)} shards")
+        numbers = iter(range(len(shards)))
+        at = {i: list(islice(numbers, len(self.matrices[i]))) for i in indices}
 
-        def of(some: Sequence[int]) -> list[int]:
-            return [each for i in some for each in at[i]]
+        def directions(some: Sequence[int]) -> list[Tensor]:
+            return [shards[number] for i in some for number in at[i]]
 
-        for some, factors in self.factors(indices, lambda some: [shards[each] for each in of(some)], scaled):
-            for each, factor in zip(of(some), factors, strict=True):
-                shards[each] = factor
+        for some, factors in self.factors(indices, directions, scaled):
+            for number, factor in zip(chain(*(at[i] for i in some)), factors, strict=True):
+                shards[number] = factor
         return shards
 
-    @torch.no_grad()
     def factors(
         self, indices: Sequence[int], directions: Directions, scaled: bool = True
     ) -> Iterator[tuple[tuple[int, ...], list[Tensor]]]:
@@ -372,7 +370,7 @@ class Engine:
         for m in sorted(chain(*stacked)):
             i, layout = self._of_matrix[m]
             largest = max(rectangle.numel for rectangle in layout.rectangles)
-            if some and i not in some and (entries + largest) * self.workspace.of_entry > self.workspace.part:
+            if some and i not in some and (entries + largest) * OF_ENTRY > self.workspace.part:
                 parts.append(self._part(some, stacked))
                 some, entries = {}, 0
             some.setdefault(i, []).append(m)

@@ -341,10 +341,9 @@ class Engine:
             of_chunks: dict[int, list[Bucket]] = {}
             for bucket in plan.buckets:
                 of_chunks.setdefault(bucket.chunk, []).append(bucket)
-            needed = chunk_bytes(plan, self.workspace)
+            needed = chunk_bytes(self.plan, self.workspace)  # of all parameters: the same whichever have gradients
             self._chunks[wanted] = [
-                self._chunk(plan, buckets, numbers, bytes_)
-                for buckets, bytes_ in zip(of_chunks.values(), needed, strict=True)
+                self._chunk(plan, of_chunk, numbers, needed[number]) for number, of_chunk in of_chunks.items()
             ]
         return self._chunks[wanted]
 
@@ -404,20 +403,12 @@ class Engine:
     def _work(self, name: str) -> Work:
         """What costs are predicted with: the same on every rank, so not with the kernel that will be chosen."""
         iteration, share = self._iterations[name], 0.5
+        own = [(self._parameters[i], each) for i, each in self._of_matrix]
+        own = [(p, each) for p, each in own if p.iteration is not None and p.iteration.name == name]
         if self.device.type == "cpu":
-            own = [layout for i, layout in self._of_matrix if self._named(i) == name]
-            share = default_products(self.device, torch.float32).share(max((min(x.shape) for x in own), default=0))
-        of_products = max(
-            product_dtype(self._dtype(m), iteration.fp32_matmul_prec).itemsize
-            for m, (i, _) in enumerate(self._of_matrix)
-            if self._named(i) == name
-        )
-        return Work(schedule=iteration.schedule, restarts=iteration.restarts, share=share, itemsize=of_products)
-
-    def _named(self, parameter: int) -> str:
-        """The name of the iteration of a parameter."""
-        iteration = self._parameters[parameter].iteration
-        return "" if iteration is None else iteration.name
+            share = default_products(self.device, torch.float32).share(max((min(x.shape) for _, x in own), default=0))
+        itemsize = max(product_dtype(p.dtype, iteration.fp32_matmul_prec).itemsize for p, _ in own)
+        return Work(schedule=iteration.schedule, restarts=iteration.restarts, share=share, itemsize=itemsize)
 
     def stacks(self) -> tuple[list[tuple[int, ...]], list[torch.dtype], torch.device, Fp32Precision]:
         """What a kernel is chosen for: matrices and stacks (n x rows x cols), dtypes, device and precision of fp32."""

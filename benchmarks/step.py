@@ -137,7 +137,9 @@ def host_milliseconds(count: int = 600, rounds: int = 21) -> float:
     return statistics.median(taken) * 1e3
 
 
-def counted_step(group: Any, mode: Any, layers: int, workspace: int = 2**31) -> tuple[Engine, int]:
+def counted_step(
+    group: Any, mode: Any, layers: int, workspace: int = 2**31, optimizer: Any = TensorParallelMuon
+) -> tuple[Engine, int]:
     """The engine of layers at TP=8, and the most bytes that the step of a GPU has in use at a time."""
     with FakeTensorMode():
         parameters = []
@@ -148,7 +150,7 @@ def counted_step(group: Any, mode: Any, layers: int, workspace: int = 2**31) -> 
                 parameter.grad = torch.empty_like(parameter)
                 parameters.append((f"{layer}.{name}", parameter))
         groups: Any = SimpleNamespace(tp=group, expt_tp=None)
-        optimizer = TensorParallelMuon(parameters, pg_collection=groups, tp_mode=mode, workspace=workspace)
+        optimizer = optimizer(parameters, pg_collection=groups, tp_mode=mode, workspace=workspace)
         optimizer.init_state()
         optimizer._engine = optimizer.proposed()
         accepted: Tensor = torch.empty(len(parameters), dtype=torch.bool)

@@ -65,9 +65,7 @@ class BaseOptimizer(Optimizer):
     plan_rates: Rates | Literal["measure"] = DEFAULT_RATES
     symmetric_products: str | None = None
     workspace: int = 2**31
-    # What a step takes of it for each entry beside what is exchanged, and whether it keeps what is orthogonalized.
-    bytes_of_entry: int = 24
-    keeps_directions: bool = False
+    keeps_directions: bool = False  # whether update() needs what was orthogonalized
 
     # These are on the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
     _engine: Engine | None = None
@@ -297,9 +295,7 @@ class BaseOptimizer(Optimizer):
         rates = Rates.from_state_dict(known) if known is not None else None  # those of the checkpoint, or measured now
         own = self.plan_rates if isinstance(self.plan_rates, Rates) else rates
         device = local(parameters[0]).device if parameters else torch.device("cpu")
-        workspace = Workspace(
-            bytes=self.workspace, of_entry=self.bytes_of_entry, kept=4 if self.keeps_directions else 0
-        )
+        workspace = Workspace(bytes=self.workspace, kept=4 if self.keeps_directions else 0)
         return Engine(described, device, self.tp_mode, own, workspace)
 
     def kernel_times(self) -> Tensor:

@@ -143,7 +143,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     newton_schulz_calls: int = 0
 
     # What a relative may have otherwise:
-    keeps_directions: bool = False  # whether update() needs what was orthogonalized
     measures: bool = False  # whether the size of an update follows from what each step measures of each global matrix
     scales_factors: bool = True  # whether update() gets orthogonal factors times the scales of their matrices
     instead_of_decay: str = ""  # what there is instead of a weight decay, for messages

@@ -54,6 +54,7 @@ def in_order(bucket: Bucket) -> list[int]:
     )
 
 
+@torch.no_grad()
 def execute(
     chunks: Sequence[Chunk], directions: Directions, room: int, scaled: bool
 ) -> Iterator[tuple[tuple[int, ...], list[Tensor]]]:

@@ -16,7 +16,7 @@ from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.forms import gram_flops, iteration_bytes, standard_flops
 from megatron_eopt.parallel.collectives import sent_bytes
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Shape, cut_dimension, in_rounds
-from megatron_eopt.parallel.workspace import IN_FLIGHT, Workspace, chunk_bytes
+from megatron_eopt.parallel.workspace import IN_FLIGHT, OF_ENTRY, Workspace, chunk_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,12 +216,12 @@ def step_bytes(plan: Plan, work: Works, workspace: Workspace) -> int:
             held += needed
         most = max(most, held)
     entries = [max(rectangle.numel for rectangle in matrix.rectangles) for matrix in plan.matrices]
-    of_parts = max(workspace.part, max(entries, default=0) * workspace.of_entry)
+    of_parts = max(workspace.part, max(entries, default=0) * OF_ENTRY)
     of_stacks = max(
         (len(b.matrices) * largest_iteration([plan.matrices[b.matrices[0]]], work) for b in plan.buckets), default=0
     )
     of_iterations = max(largest, min(of_stacks, workspace.iteration))
-    return most + max(of_iterations, min(of_parts, sum(entries) * workspace.of_entry))  # one of these at a time
+    return most + max(of_iterations, min(of_parts, sum(entries) * OF_ENTRY))  # one of these at a time
 
 
 def _sum(costs: Iterable[Cost]) -> Cost:

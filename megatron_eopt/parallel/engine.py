@@ -32,7 +32,7 @@ from megatron_eopt.parallel.plan import fingerprint, first_difference, make_plan
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, TpMode, whole
 from megatron_eopt.parallel.schemes.whole import Job, bring, cut_out, gather, hand_out
 from megatron_eopt.parallel.statistics import Statistics, Wanted, reduce_statistics
-from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace, chunk_bytes
+from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, OF_ENTRY, Workspace, chunk_bytes
 
 _MOST_PLANS = 1024  # that are kept: one for each set of parameters that had gradients in a step
 _SENT_BYTES = 2**22
@@ -239,22 +239,20 @@ class Engine:
 
         The result is ``shards``, now with new tensors of the same shapes and dtypes.
         """
-        if len(shards) != len(self.flat(indices)):
-            raise ValueError(f"the plan has {len(self.flat(indices))} matrices, got {len(shards)} shards")
-        first, at = 0, {}
-        for i in indices:
-            at[i] = range(first, first + len(self.matrices[i]))
-            first = at[i].stop
+        matrices = self.flat(indices)
+        if len(shards) != len(matrices):
+            raise ValueError(f"the plan has {len(matrices)} matrices, got {len(shards)} shards")
+        numbers = iter(range(len(shards)))
+        at = {i: list(islice(numbers, len(self.matrices[i]))) for i in indices}
 
-        def of(some: Sequence[int]) -> list[int]:
-            return [each for i in some for each in at[i]]
+        def directions(some: Sequence[int]) -> list[Tensor]:
+            return [shards[number] for i in some for number in at[i]]
 
-        for some, factors in self.factors(indices, lambda some: [shards[each] for each in of(some)], scaled):
-            for each, factor in zip(of(some), factors, strict=True):
-                shards[each] = factor
+        for some, factors in self.factors(indices, directions, scaled):
+            for number, factor in zip(chain(*(at[i] for i in some)), factors, strict=True):
+                shards[number] = factor
         return shards
 
-    @torch.no_grad()
     def factors(
         self, indices: Sequence[int], directions: Directions, scaled: bool = True
     ) -> Iterator[tuple[tuple[int, ...], list[Tensor]]]:
@@ -343,10 +341,9 @@ class Engine:
             of_chunks: dict[int, list[Bucket]] = {}
             for bucket in plan.buckets:
                 of_chunks.setdefault(bucket.chunk, []).append(bucket)
-            needed = chunk_bytes(plan, self.workspace)
+            needed = chunk_bytes(self.plan, self.workspace)  # of all parameters: the same whichever have gradients
             self._chunks[wanted] = [
-                self._chunk(plan, buckets, numbers, bytes_)
-                for buckets, bytes_ in zip(of_chunks.values(), needed, strict=True)
+                self._chunk(plan, of_chunk, numbers, needed[number]) for number, of_chunk in of_chunks.items()
             ]
         return self._chunks[wanted]
 
@@ -372,7 +369,7 @@ class Engine:
         for m in sorted(chain(*stacked)):
             i, layout = self._of_matrix[m]
             largest = max(rectangle.numel for rectangle in layout.rectangles)
-            if some and i not in some and (entries + largest) * self.workspace.of_entry > self.workspace.part:
+            if some and i not in some and (entries + largest) * OF_ENTRY > self.workspace.part:
                 parts.append(self._part(some, stacked))
                 some, entries = {}, 0
             some.setdefault(i, []).append(m)
@@ -406,20 +403,12 @@ class Engine:
     def _work(self, name: str) -> Work:
         """What costs are predicted with: the same on every rank, so not with the kernel that will be chosen."""
         iteration, share = self._iterations[name], 0.5
+        own = [(self._parameters[i], each) for i, each in self._of_matrix]
+        own = [(p, each) for p, each in own if p.iteration is not None and p.iteration.name == name]
         if self.device.type == "cpu":
-            own = [layout for i, layout in self._of_matrix if self._named(i) == name]
-            share = default_products(self.device, torch.float32).share(max((min(x.shape) for x in own), default=0))
-        of_products = max(
-            product_dtype(self._dtype(m), iteration.fp32_matmul_prec).itemsize
-            for m, (i, _) in enumerate(self._of_matrix)
-            if self._named(i) == name
-        )
-        return Work(schedule=iteration.schedule, restarts=iteration.restarts, share=share, itemsize=of_products)
-
-    def _named(self, parameter: int) -> str:
-        """The name of the iteration of a parameter."""
-        iteration = self._parameters[parameter].iteration
-        return "" if iteration is None else iteration.name
+            share = default_products(self.device, torch.float32).share(max((min(x.shape) for _, x in own), default=0))
+        itemsize = max(product_dtype(p.dtype, iteration.fp32_matmul_prec).itemsize for p, _ in own)
+        return Work(schedule=iteration.schedule, restarts=iteration.restarts, share=share, itemsize=itemsize)
 
     def stacks(self) -> tuple[list[tuple[int, ...]], list[torch.dtype], torch.device, Fp32Precision]:
         """What a kernel is chosen for: matrices and stacks (n x rows x cols), dtypes, device and precision of fp32."""

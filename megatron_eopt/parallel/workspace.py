@@ -13,18 +13,21 @@ IN_FLIGHT = 3
 """Buckets at work at once: one whose shards arrive, one that is computed, one whose results leave."""
 
 
+OF_ENTRY = 24
+"""Bytes that hooks take for an entry of a shard at a time, at most: copies of gradient, momentum, direction and update
+where masks are put on, or of factor, second moment and update."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
-    """Bytes of the temporaries of a step, and what they are for; an optimizer says what an entry takes.
+    """Bytes of the temporaries of a step, and what they are for.
 
     Attributes:
         bytes: of all, beside what an iteration of one matrix takes where that is more than :attr:`iteration`.
-        of_entry: what the optimizer's own operations on a shard take for each entry.
-        kept: what it keeps for each entry from the direction to the update.
+        kept: what an optimizer keeps for each entry from the direction to the update.
     """
 
     bytes: int = 2**31
-    of_entry: int = 24
     kept: int = 0
 
     @property

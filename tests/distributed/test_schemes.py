@@ -184,11 +184,10 @@ def refused(rank, ranks):
     for bucket, rectangles, of_iteration in (
         (Bucket((0,), "gram_replicated"), cut_at((4, 8), 0, [0, 2, 4]), settings),
         (Bucket((0,), "distributed"), swapped, settings),
-        (Bucket((0, 1), "gram_split", (0, 0)), scattered, settings),
         (Bucket((0,), "gram_replicated"), scattered, NewtonSchulz(coefficient_type=[(1.5, -0.5, 0.0)], steps=1)),
     ):
-        plan = Plan((Matrix("a", (4, 8), rectangles),) * len(bucket.matrices), (bucket,))
-        shards = [torch.ones(rectangles[rank].shape) for _ in bucket.matrices]
+        plan = Plan((Matrix("a", (4, 8), rectangles),), (bucket,))
+        shards = [torch.ones(rectangles[rank].shape)]
         try:
             executed(plan, shards, groups, of_iteration)
         except ValueError as error:
@@ -198,11 +197,30 @@ def refused(rank, ranks):
 
 def test_plans_that_cannot_be_executed_are_refused():
     for messages in run_ranks(refused, 2):
-        long, one, owns, table = messages
+        long, one, table = messages
         assert "along the long side" in long
         assert "along one dimension" in one
-        assert "one rank computes 2 of 2 matrices and another 0: they are to be dealt evenly over 2 ranks" in owns
         assert "no table has restarts" in table
+
+
+def dealt_unevenly(rank, ranks):
+    """How far shards of factors are off whose matrices all have one compute rank, by scheme."""
+    rectangles = (Rectangle(0, 4, 0, 6), Rectangle(0, 4, 6, 8))
+    settings, generator = NewtonSchulz(fp32_matmul_prec="highest"), torch.Generator().manual_seed(0)
+    whole = [torch.randn(4, 8, generator=generator) for _ in range(3)]
+    expected = [part_of(settings(x), rectangles[rank]) * scale(4, 8) for x in whole]
+    found = {}
+    for scheme in ("owner", "gram_split"):
+        plan = Plan((Matrix("a", (4, 8), rectangles),) * 3, (Bucket((0, 1, 2), scheme, (1, 1, 1)),))
+        shards = [part_of(x, rectangles[rank]) for x in whole]
+        factors = executed(plan, shards, {"tp": dist.group.WORLD}, settings)
+        found[scheme] = max((x - y).abs().max().item() for x, y in zip(factors, expected, strict=True))
+    return found
+
+
+def test_parameters_without_gradients_may_leave_all_to_one_rank():
+    for found in run_ranks(dealt_unevenly, 2):
+        assert all(error < 1e-5 for error in found.values()), found
 
 
 def test_a_shard_for_every_matrix():

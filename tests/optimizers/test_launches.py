@@ -14,6 +14,8 @@ OF_EACH = 64
 
 # The most operations of the fourth step of OF_EACH matrices of each shape, and the settings with which it is taken.
 LIMITS = {
+    "muon": (150, "muon", {}),
+    "scion": (150, "scion", {}),
     "adamuon": (400, "adaptive_muon", {"moment2_method": "adamuon"}),
     "adamuon not aligned": (400, "adaptive_muon", {"moment2_method": "adamuon", "align_rms": False}),
     "normuon": (400, "adaptive_muon", {"moment2_method": "normuon"}),
@@ -24,7 +26,12 @@ LIMITS = {
     "lion": (400, "lion", {}),
     "signum": (400, "signum", {}),
     "schedule_free_adamw": (400, "schedule_free_adamw", {}),
+    "spectron": (1500, "spectron", {"rank": 16}),
+    "soap": (1500, "soap", {}),
+    "soap refreshed": (1500, "soap", {"precondition_frequency": 1}),
 }
+# Masks are put on stacks of equal parameters, and so cost a few operations for each shape.
+MASKED = {"muon": 220, "scion": 220}
 TORCH_PRODUCTS = {"symmetric_products": "torch"}  # as many products as there are steps, on every machine
 
 # What launches nothing on a GPU: views, and memory that is not written to.
@@ -105,7 +112,8 @@ def test_a_step_takes_few_operations(name, masked):
         optimizer.step()
     with Counted() as counted:
         optimizer.step()
-    assert counted.operations.total() <= LIMITS[name][0], counted.operations.most_common()
+    limit = MASKED.get(name, LIMITS[name][0]) if masked else LIMITS[name][0]
+    assert counted.operations.total() <= limit, counted.operations.most_common()
     assert counted.operations["_local_scalar_dense"] <= 2  # of gradients that are not finite, which a GPU does not ask
 
 

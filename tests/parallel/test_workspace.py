@@ -19,7 +19,7 @@ from tests.parallel.plans import matrices, modes, works
 from tests.parallel.test_plan import summary
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from step import MODES, RANKS, counted_step
+from step import MODES, OPTIMIZERS, RANKS, counted_step
 
 
 @given(matrices(), modes, works, st.integers(1, 2**20), st.data())
@@ -69,3 +69,10 @@ def test_a_step_takes_no_more_than_its_workspace(fake_group, monkeypatch, mode, 
     # X, its successor and two Gram matrices, in bf16, of the largest matrix
     assert peak <= workspace + 2 * (2 * rows * cols + 2 * rows * rows)
     assert peak <= step_bytes(engine.plan, engine.works, engine.workspace)
+
+
+@pytest.mark.parametrize("name", ["adamuon", "normuon", "namo", "muon_hyperball", "polargrad"])
+def test_no_relative_takes_more(fake_group, name):
+    engine, peak = counted_step(fake_group, "owner", 2, 2**31, OPTIMIZERS[name])
+    assert peak <= step_bytes(engine.plan, engine.works, engine.workspace)
+    assert peak <= 2**31 + 2 * (2 * 8192 * 57344 + 2 * 8192 * 8192)

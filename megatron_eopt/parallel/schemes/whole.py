@@ -107,16 +107,11 @@ def orthogonalized(stack: Tensor, iteration: Iteration) -> Tensor:
 
     There may be no matrices, or empty ones; the iteration is for matrices of their shape. The stack is written to.
     """
-    if len(stack) == 1:
-        return iteration.run(stack[0], own=True)[None]
     if not iteration.one_by_one and len(stack) <= iteration.chunk:
         return iteration.run(stack, own=True)
-    if iteration.one_by_one or iteration.chunk == 1:
-        for matrix in stack:
-            matrix.copy_(iteration.run(matrix, own=True))
-    else:
-        for part in stack.split(iteration.chunk):
-            part.copy_(iteration.run(part, own=True))
+    # a matrix alone, where stacks are not worked on as such, takes another kernel than a stack of one
+    for part in stack.unbind() if iteration.one_by_one else stack.split(iteration.chunk):
+        part.copy_(iteration.run(part, own=True))
     return stack
 
 

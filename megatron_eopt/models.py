@@ -7,8 +7,7 @@ from megatron_eopt.parallel.cost import Work, whole_flops
 from megatron_eopt.parallel.plan import Matrix
 from megatron_eopt.parallel.records import Shape, cut, cut_at, whole
 
-Matrices = tuple[Matrix, ...]
-"""The logical matrices of one parameter."""
+Matrices = tuple[Matrix, ...]  # the logical ones of one parameter
 
 
 @dataclass(frozen=True, kw_only=True)

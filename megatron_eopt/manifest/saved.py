@@ -10,9 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from megatron_eopt.manifest.families import Family, LogicalMatrix, ManifestRow, Members, as_tuples, in_order, merged
 
-FORMAT = 1
-"""Of the manifest as plain values; counts up with every change that an older release cannot read."""
-
+FORMAT = 1  # counts up with every change that an older release cannot read
 # Fields of a row that have another key here.
 _KEYS = {"name": "pattern", "optimizer": "owner"}
 _KINDS = {_KEYS.get(name, name): kind for name, kind in get_type_hints(ManifestRow).items()} | {"members": Members}

@@ -103,9 +103,7 @@ def _wrapped(lines: Sequence[str], width: int) -> list[str]:
     return [text for line in lines for text in wrap(line)]
 
 
-def aligned(
-    header: Sequence[str], lines: Sequence[Sequence[str]], width: int, numbers: Sequence[str] = ()
-) -> list[str]:
+def aligned(header: Sequence[str], lines: Sequence[Sequence[str]], width: int, numbers: Sequence[str]) -> list[str]:
     """A table as lines of text: columns as wide as their content, and cells on several lines where it is too much.
 
     The first column is for names, and is made narrower last. In columns of more than two dozen characters words may

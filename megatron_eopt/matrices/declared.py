@@ -12,8 +12,7 @@ from torch import Tensor
 
 from megatron_eopt.matrices.split import Part, Split
 
-WHOLE = Split()
-"""A parameter that is one matrix."""
+WHOLE = Split()  # a parameter that is one matrix
 
 GATE_UP = Split((Part("gate"), Part("up")), "per_shard")
 """Gate and up of a gated MLP: each tensor-parallel shard is its part of the one, then of the other (a stride of 2)."""
@@ -82,9 +81,7 @@ def experts(count: int, split: Split = WHOLE) -> Split:
     return replace(split, stacked=count)
 
 
-ATTRIBUTE = "logical_matrices"
-"""Attribute of a parameter that holds its Split."""
-
+ATTRIBUTE = "logical_matrices"  # of a parameter, that holds its Split
 _by_name: dict[str, Split] = {}
 
 

@@ -153,8 +153,7 @@ def _blocks(part: Part, rows: int) -> list["Block"]:
     return [Block(name, size) for name, size in inside]
 
 
-Run = tuple[int, int]
-"""Which logical matrix, and how many of its rows."""
+Run = tuple[int, int]  # which logical matrix, and how many of its rows
 
 
 class Block(NamedTuple):

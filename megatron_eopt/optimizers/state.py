@@ -18,9 +18,8 @@ from megatron_eopt.parallel.dtensor import lies_alike
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import Shape
 
+# Shape of a tensor; of a DTensor also that of this rank's part, and its placements.
 StateShape = tuple[tuple[int, ...], tuple[int, ...] | None, tuple[Placement, ...] | None]
-"""Shape of a tensor; of a DTensor also that of this rank's part, and its placements."""
-
 Layouts = Callable[[Tensor], list[Layout]]
 Dim = Literal["rows", "columns"] | int
 SIDES: tuple[Literal["rows"], Literal["columns"]] = ("rows", "columns")

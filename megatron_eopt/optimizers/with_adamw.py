@@ -22,12 +22,8 @@ from megatron_eopt.optimizers.parameters import NAME
 from megatron_eopt.optimizers.state import StateTensor, check_shape
 from megatron_eopt.parallel.layout import Layout
 
-NS_STEPS = "ns_steps"
-"""Setting of a group of :class:`Muon`: its Newton-Schulz steps."""
-
-ADAMW = "adamw"
-"""Key under which the first matrix's state holds AdamW's, and the first group AdamW's settings."""
-
+NS_STEPS = "ns_steps"  # setting of a group of Muon
+ADAMW = "adamw"  # key under which the first matrix's state holds AdamW's, and the first group AdamW's settings
 INITIAL_LR = "initial_lr"
 
 Group = dict[str, Any]

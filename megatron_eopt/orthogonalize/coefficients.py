@@ -14,9 +14,7 @@ from torch import Tensor
 from megatron_eopt.orthogonalize.choices import check_choice
 
 Coefficients = tuple[float, float, float]
-CoefficientType = str | Sequence[Coefficients]
-"""The name of a set, or the caller's own."""
-
+CoefficientType = str | Sequence[Coefficients]  # the name of a set, or the caller's own
 NSCoeffT = Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4", "cubic5"]
 
 # K. Jordan et al., Muon: An optimizer for hidden layers in neural networks (2024).

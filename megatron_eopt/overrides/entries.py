@@ -21,9 +21,8 @@ from megatron_eopt.overrides.known import Known, OverrideError, did_you_mean, sh
 from megatron_eopt.overrides.selectors import Kind, ParameterInfo, Selector, Specificity
 from megatron_eopt.overrides.settings import NO_SETTINGS, SETTINGS, checked
 
+# Where entries come from; of two that are equally specific the later one wins.
 Layer = IntEnum("Layer", ["DEFAULTS", "PYTHON", "FILE", "FLAGS"], start=0)
-"""Where entries come from; of two that are equally specific the later one wins."""
-
 Order = tuple[Specificity, Layer, Specificity]
 
 

@@ -114,9 +114,7 @@ SETTINGS: dict[str, Check] = {
 OF_ALL = frozenset(["optimizer", *_RATES, "exclude"])
 """Those that Megatron or this package obeys, whatever the optimizer; of the rest an optimizer has what it says."""
 
-ENDS = ("start_wd", "end_wd")
-"""The ends of a weight decay that is not constant."""
-
+ENDS = ("start_wd", "end_wd")  # of a weight decay that is not constant
 REPLACED = (
     *(("weight_decay", end) for end in ENDS),
     ("lr", "lr_mult"),
@@ -220,9 +218,7 @@ def inconsistent(settings: Mapping[str, Any]) -> list[SettingError]:
     return found
 
 
-def checked(
-    raw: Mapping[Any, Any], known: Known, optimizer: str | None = None
-) -> tuple[dict[str, Any], list[SettingError]]:
+def checked(raw: Mapping[Any, Any], known: Known, optimizer: str | None) -> tuple[dict[str, Any], list[SettingError]]:
     """The settings of one entry that are right by themselves, and what is wrong with the others or with all together.
 
     They are for the parameters of an optimizer: of one that the entry sets, else of ``optimizer``, by which it selects.

@@ -19,8 +19,7 @@ from megatron_eopt.parallel.collectives import Partition, joint_group
 from megatron_eopt.parallel.layout import Layout, on_one_rank
 from megatron_eopt.parallel.records import Rectangle
 
-Cut = tuple[int, int, int]
-"""One mesh dimension that cuts: dimension of the tensor, number of ranks, split factor of the placement."""
+Cut = tuple[int, int, int]  # by a mesh dimension: dimension of the tensor, number of ranks, split factor
 
 
 def layout_of_dtensor(x: DTensor) -> Layout:

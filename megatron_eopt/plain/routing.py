@@ -14,11 +14,9 @@ from megatron_eopt.optimizers.spectron import factor_pairs
 OUTPUT_LAYERS = ("lm_head", "head", "output", "output_head", "output_layer", "embed_out", "unembed", "classifier")
 """Names of a Linear that is an output layer, where no number is in the path to it, as in that of a block's layers."""
 
+# Attribute of a parameter, True or False, that says it where names do not; Megatron sets it as well.
 MARK = "is_embedding_or_output_parameter"
-"""Attribute of a parameter, True or False, that says it where names do not; Megatron sets it as well."""
-
-MAX_ASPECT_RATIO = 10
-"""Of the matrices that Muon is given."""
+MAX_ASPECT_RATIO = 10  # of the matrices that Muon is given
 
 Group = dict[str, Any]
 Rule = Callable[[Tensor], str | None]

@@ -87,7 +87,6 @@ FEATURES = (
     Feature("overrides that give parameters another optimizer", {"routes_optimizers": True}),
     Feature("overrides that exclude parameters", {"excludes": True}, "without the distributed optimizer"),
 )
-"""In the order of the table."""
 
 
 def support_matrix(release: str) -> list[Row]:

@@ -84,14 +84,8 @@ def project(
     Matrices that are cut are put together on all ranks of their group, one at a time; the decomposition of each is made
     on one of them, which its turn says, and is sent to the others, so that all have the same to the bit.
 
-    Args:
-        rectangles: of the weights, in the dtype of the factors; made one at a time, if they are an iterator.
-        layouts: of the weights.
-        ranks: ``r`` of each.
-        turns: of each a number, the same on the ranks that share it.
-
-    Returns:
-        This rank's rows of ``A`` and ``B``, and the relative error: NaN for a weight that is zero or not finite.
+    ``rectangles`` are in the dtype of the factors, and ``ranks`` are each one's ``r``. Returned are this rank's rows of
+    ``A`` and ``B``, and the relative error: NaN for a weight that is zero or not finite.
     """
     packed = []
     for rectangle, layout, r, turn in zip(rectangles, layouts, ranks, turns, strict=True):

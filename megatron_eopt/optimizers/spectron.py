@@ -50,14 +50,11 @@ from megatron_eopt.parallel.records import TpMode
 
 logger = logging.getLogger(__name__)
 
-FACTOR_A, FACTOR_B = "factor_A", "factor_B"
-MOMENTUM_A, MOMENTUM_B = "momentum_buffer_A", "momentum_buffer_B"
-U_A, U_B = "u_A", "u_B"
+FACTOR, MOMENTUM, U = "factor", "momentum_buffer", "u"
+"""Of a parameter that is a factor itself the last two; else of both its factors, with ``_A`` and ``_B`` behind."""
+
 PROJECTED = "projected"
 """1 where the factors are those of the weight, 0 before the first step."""
-
-MOMENTUM, U = "momentum_buffer", "u"
-"""Of a parameter that is a factor itself."""
 
 
 def factor_pairs(pairs: Iterable[Sequence[Any]], **settings: Any) -> dict[str, Any]:
@@ -273,7 +270,7 @@ class Spectron(BaseOptimizer):
         engine = super().prepare()
         if self._prepared is not engine:
             for parameter, state in self.state.items():
-                kept = next((x.shape[1] for key, x in state.items() if key.startswith(FACTOR_A)), None)
+                kept = next((x.shape[1] for key, x in state.items() if key.startswith(f"{FACTOR}_A")), None)
                 rank = self.group_of(parameter)["rank"]
                 if kept not in (None, rank):
                     raise ValueError(
@@ -332,14 +329,9 @@ class Spectron(BaseOptimizer):
         rank = group["rank"]
         described = [StateTensor(PROJECTED, (), 0, dtype)]
         for part, end in enumerate(self.key_ends(parameter)):
-            described += [
-                StateTensor(FACTOR_A + end, ("rows", rank), part, dtype),
-                StateTensor(FACTOR_B + end, ("columns", rank), part, dtype),
-                StateTensor(MOMENTUM_A + end, ("rows", rank), part, dtype),
-                StateTensor(MOMENTUM_B + end, ("columns", rank), part, dtype),
-                StateTensor(U_A + end, ("rows",), part, dtype),
-                StateTensor(U_B + end, ("columns",), part, dtype),
-            ]
+            for key, dims in ((FACTOR, (rank,)), (MOMENTUM, (rank,)), (U, ())):
+                described.append(StateTensor(f"{key}_A{end}", ("rows", *dims), part, dtype))
+                described.append(StateTensor(f"{key}_B{end}", ("columns", *dims), part, dtype))
         return described
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -468,8 +460,8 @@ class Spectron(BaseOptimizer):
         if self.group_of(parameter)["pairs"]:
             gradient = state[MOMENTUM] if parameter.grad is None else parameter.grad
             return [local(x) for x in (parameter, state[MOMENTUM], state[U], gradient)]
-        keys = (FACTOR_B, MOMENTUM_B, U_B) if factor % 2 else (FACTOR_A, MOMENTUM_A, U_A)
-        return [local(state[key + self.key_ends(parameter)[factor // 2]]) for key in keys]
+        end = ("_B" if factor % 2 else "_A") + self.key_ends(parameter)[factor // 2]
+        return [local(state[key + end]) for key in (FACTOR, MOMENTUM, U)]
 
     def _set_gradients(self, chunks: Sequence[tuple[list[Tensor], list[low_rank.Factors]]]) -> None:
         """``G B`` and ``G^T A`` of each logical matrix of weights, in the dtype of the factors."""

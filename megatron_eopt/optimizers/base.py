@@ -198,7 +198,7 @@ class BaseOptimizer(Optimizer):
 
     def _check_matrix(self, parameter: Tensor, called: str) -> None:
         """Refuse what is no matrix, and a split that does not fit."""
-        check_dimensions(f"{type(self).__name__} {called}", parameter, declared_split(parameter))
+        check_dimensions(f"{type(self).__name__} {called}", parameter)
         self._check_split(parameter)
 
     def _check_split(self, parameter: Tensor) -> None:
@@ -297,9 +297,8 @@ class BaseOptimizer(Optimizer):
         rates = Rates.from_state_dict(known) if known is not None else None  # those of the checkpoint, or measured now
         own = self.plan_rates if isinstance(self.plan_rates, Rates) else rates
         device = local(parameters[0]).device if parameters else torch.device("cpu")
-        workspace = Workspace(
-            bytes=self.workspace, of_entry=self.bytes_of_entry, kept=4 if self.keeps_directions else 0
-        )
+        kept = 4 if self.keeps_directions else 0
+        workspace = Workspace(bytes=self.workspace, of_entry=self.bytes_of_entry, kept=kept)
         return Engine(described, device, self.tp_mode, own, workspace)
 
     def kernel_times(self) -> Tensor:
@@ -309,10 +308,8 @@ class BaseOptimizer(Optimizer):
     def prepare(self) -> Engine:
         """Settle with the other ranks what a step does, in an engine that is frozen; all call together.
 
-        The first step does, and one after a group was added or loaded, or has other settings of what is planned.
-
-        Raises:
-            ValueError: if the plan differs between ranks, or for parameters on several devices.
+        The first step does, and one after a group was added or loaded, or has other settings of what is planned. A plan
+        that differs between ranks, and parameters on several devices, are a ``ValueError``.
         """
         wanted = self._planned_settings()
         if self._engine is None or self._engine_of != wanted:

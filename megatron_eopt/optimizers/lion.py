@@ -1,6 +1,5 @@
 """Lion and Signum: every entry of the update is the sign of a momentum."""
 
-from collections.abc import Mapping
 from typing import Any, get_args
 
 import torch
@@ -27,7 +26,7 @@ class Signs(BaseOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
-        check_rates(name, group)
+        check_rates(name, group, *({"momentum"} & self.defaults.keys()))
         check_choice(f"weight_decay_method of {name}", group["weight_decay_method"], get_args(DecayMethod))
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
@@ -126,18 +125,9 @@ class Signum(Signs):
         decay = {"weight_decay": weight_decay, "weight_decay_method": weight_decay_method}
         super().__init__(params, pg_collection, lr=lr, momentum=momentum, **decay, maximize=maximize)
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        if not 0 <= group["momentum"] < 1:
-            raise ValueError(f"{type(self).__name__}: momentum must lie in [0, 1), got {group['momentum']}")
-        super()._check_group(group)
-
 
 def lion(
-    weights: list[Tensor],
-    gradients: list[Tensor],
-    momenta: list[Tensor],
-    accepted: Tensor | None,
-    group: Mapping[str, Any],
+    weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], accepted: foreach.Mask, group: dict[str, Any]
 ) -> None:
     """One step of weights and momenta, those not accepted excepted; does not wait for a GPU.
 

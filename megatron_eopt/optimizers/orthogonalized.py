@@ -198,10 +198,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         self._check_ranges({key: 0.0 if isinstance(value, Tensor) else value for key, value in group.items()})
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        name = type(self).__name__
-        check_rates(name, group)
-        if not 0 <= group[self.momentum_key] < 1:
-            raise ValueError(f"{name}: {self.momentum_key} must lie in [0, 1), got {group[self.momentum_key]}")
+        check_rates(type(self).__name__, group, self.momentum_key)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         self._check_ranges(group)
@@ -370,10 +367,9 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             first += len(params)
             if not chosen:
                 continue
-            momenta = [known[i] for i in indices]
+            momenta, weights = [known[i] for i in indices], chosen
             # other ranks may wait for a parameter without a gradient: it is masked
             gradients = [m if p.grad is None else p.grad for p, m in zip(chosen, momenta, strict=True)]
-            weights = chosen
             if any(isinstance(p, DTensor) for p in chosen):
                 weights, momenta, gradients = (list(map(local, each)) for each in (chosen, momenta, gradients))
             batches.append(

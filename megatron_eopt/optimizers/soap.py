@@ -16,13 +16,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.group_settings import Scalar, also_called, check_adam_settings, decay_power
-from megatron_eopt.optimizers.parameters import (
-    DescribedMatrix,
-    TensorParallelGroups,
-    check_completed,
-    local,
-    names_of_last,
-)
+from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_shard, local, names_of_last
 from megatron_eopt.optimizers.soap_math import CLOCK, BasisMethod, Preconditioned, Side, update_of
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice
@@ -213,9 +207,7 @@ class SOAP(BaseOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
-        check_adam_settings(name, group)
-        if not 0 <= group["shampoo_beta"] < 1:
-            raise ValueError(f"{name}: shampoo_beta must lie in [0, 1), got {group['shampoo_beta']}")
+        check_adam_settings(name, group, "shampoo_beta")
         for key, least in (("precondition_frequency", 1), ("max_dim", 0)):
             if not isinstance(group[key], int) or group[key] < least:
                 raise ValueError(f"{name}: {key} must be a whole number of at least {least}, got {group[key]!r}")
@@ -225,7 +217,7 @@ class SOAP(BaseOptimizer):
         for parameter, called in zip(group["params"], names_of_last(self.param_groups), strict=True):
             if parameter.ndim > 1:
                 self._check_matrix(parameter, f"takes matrices and vectors, but {called}")
-                check_completed(parameter, self.pg_collection, called)
+                check_shard(parameter, self.pg_collection, called)
             try:
                 self.matrix_layouts(parameter)
             except ValueError as error:

@@ -14,27 +14,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import WHOLE
-from megatron_eopt.optimizers import foreach, low_rank
+from megatron_eopt.optimizers import foreach, group_settings, low_rank
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
-from megatron_eopt.optimizers.group_settings import (
-    COEFFICIENTS,
-    EXTRA_SCALE,
-    SCALE_MODE,
-    STEPS,
-    Scalar,
-    UpdateSettings,
-    also_called,
-    check_rates,
-    note_short_schedule,
-    own_settings,
-)
-from megatron_eopt.optimizers.parameters import (
-    DescribedMatrix,
-    TensorParallelGroups,
-    check_completed,
-    local,
-    names_of_last,
-)
+from megatron_eopt.optimizers.group_settings import Scalar, UpdateSettings, also_called, check_rates
+from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_shard, local, names_of_last
 from megatron_eopt.optimizers.state import Dim, StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
@@ -195,7 +178,7 @@ class Spectron(BaseOptimizer):
         self.newton_schulz = NewtonSchulz(
             steps=num_ns_steps, coefficient_type=coefficient_type, fp32_matmul_prec=fp32_matmul_prec
         )
-        note_short_schedule(self.newton_schulz)
+        group_settings.note_short_schedule(self.newton_schulz)
         self.num_power_iterations = num_power_iterations
         self._set_split(split_qkv, is_qkv_fn, qkv_split_shapes)
         self.pg_collection = pg_collection
@@ -218,7 +201,8 @@ class Spectron(BaseOptimizer):
     def settings_of_groups(self) -> dict[str, Any]:
         """Also those of the iteration; whether a group is of pairs is no setting, but says what its parameters are."""
         own = {key: value for key, value in super().settings_of_groups().items() if key != "pairs"}
-        return own | {STEPS: self.newton_schulz.steps, COEFFICIENTS: self.newton_schulz.coefficient_type}
+        iteration = self.newton_schulz
+        return own | {group_settings.STEPS: iteration.steps, group_settings.COEFFICIENTS: iteration.coefficient_type}
 
     @property
     def projection_errors(self) -> dict[str, float]:
@@ -292,7 +276,7 @@ class Spectron(BaseOptimizer):
         return UpdateSettings(self.newton_schulz, "spectral", 1.0).of_group(group).newton_schulz
 
     def _planned_settings(self) -> object:
-        return own_settings(self.param_groups), [group["rank"] for group in self.param_groups]
+        return group_settings.own_settings(self.param_groups), [group["rank"] for group in self.param_groups]
 
     def _described(self, name: str, parameter: Tensor) -> Parameter:
         return Parameter(name, low_rank.wide_dtype(parameter), self.layout(parameter), self.split_of(parameter))
@@ -360,11 +344,9 @@ class Spectron(BaseOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name, number = type(self).__name__, len(self.param_groups) - 1
-        check_rates(name, group)
-        if not 0 <= group["momentum_beta"] < 1:
-            raise ValueError(f"{name}: momentum_beta must lie in [0, 1), got {group['momentum_beta']}")
+        check_rates(name, group, "momentum_beta")
         _check_count(f"{name}: rank", group["rank"])
-        for key in (SCALE_MODE, EXTRA_SCALE):
+        for key in (group_settings.SCALE_MODE, group_settings.EXTRA_SCALE):
             if key in group:
                 raise ValueError(f"{name}: group {number} has {key}, but the size of an update follows from lr alone")
         names = names_of_last(self.param_groups)
@@ -373,7 +355,7 @@ class Spectron(BaseOptimizer):
             if not parameter.is_floating_point():
                 raise ValueError(f"{name} takes real, floating-point matrices, but {called} is {parameter.dtype}")
             self._check_matrix(parameter, f"orthogonalizes matrices, but {index}")
-            check_completed(parameter, self.pg_collection, called)
+            check_shard(parameter, self.pg_collection, called)
             layout = self.layout(parameter)
             if len(layout.cut_dims) > 1:
                 raise ValueError(
@@ -382,26 +364,22 @@ class Spectron(BaseOptimizer):
                     f"TensorParallelMuon"
                 )
             self._check_placements(parameter, called)
-            if not group["pairs"]:
-                self._check_rank(parameter, called, group["rank"])
-            elif not self.split_of(parameter).is_whole:
+            split, rank = self.split_of(parameter), group["rank"]
+            if group["pairs"] and not split.is_whole:
                 raise ValueError(f"{name}: {called} is a factor of a pair, and cannot be split into logical matrices")
+            for part, matrix in zip(split.names(layout.shape[0]), self.matrix_layouts(parameter), strict=True):
+                if rank > min(matrix.shape) and not group["pairs"]:
+                    of_part = f"{called} ({part})" if part else called
+                    raise ValueError(
+                        f"{name}: rank must lie in [1, {min(matrix.shape)}] for {of_part}, a matrix {matrix.shape}, "
+                        f"got {rank}: give it a group with a rank of its own, or another optimizer"
+                    )
         if group["pairs"]:
             low_rank.check_pairs(name, [self.layout(p) for p in group["params"]], names)
         try:
             self._iteration(group)
         except ValueError as error:
             raise ValueError(f"{name}: group {number}: {error}") from error
-
-    def _check_rank(self, parameter: Tensor, called: str, rank: int) -> None:
-        of_matrices = self.split_of(parameter).names(self.layout(parameter).shape[0])
-        for part, layout in zip(of_matrices, self.matrix_layouts(parameter), strict=True):
-            if rank > min(layout.shape):
-                raise ValueError(
-                    f"{type(self).__name__}: rank must lie in [1, {min(layout.shape)}] for {called}"
-                    f"{f' ({part})' if part else ''}, a matrix {layout.shape}, got {rank}: give it a group with a rank "
-                    f"of its own, or another optimizer"
-                )
 
     # The step.
 
@@ -498,10 +476,9 @@ class Spectron(BaseOptimizer):
         begin = [flags[p] & (self.group_of(p)["lr"] > 0) for p in waiting]
         read = list(zip(waiting, *torch.stack([*kept, *begin]).view(2, -1).tolist(), strict=True))
         self._done |= {p for p, done, _ in read if done}
-        if new := {p: self._weights[p] for p, done, begins in read if begins and not done}:
-            self._take_factors(new)
-
-    def _take_factors(self, new: Mapping[Tensor, Weight]) -> None:
+        new = {p: self._weights[p] for p, done, begins in read if begins and not done}
+        if not new:
+            return
         parts = [(p, i) for p, w in new.items() for i, _ in enumerate(w.matrices)]
         shards = (x.to(low_rank.wide_dtype(p)) for p, w in new.items() for x in self.engine.split(w.index, local(p)))
         layouts = [new[p].matrices[i] for p, i in parts]

@@ -54,8 +54,8 @@ def reduce_statistics(wanted: Sequence[Wanted], group: ProcessGroup | None) -> P
 
     Only sums along a dimension that is cut cross; where there is none, nothing does. Sums are taken in fp64, so there
     is no norm whose square would vanish or overflow. The matrices may differ in shape; whole ones need no ``group``.
-    Those of one layout are worked on together, in pieces of at most :data:`MOST_BYTES`. A missing group, and shards that
-    overlap, but are not all the whole matrix, are a ``ValueError``.
+    Those of one layout are worked on together, in pieces of at most :data:`MOST_BYTES`. A ``ValueError`` for a missing
+    group, and for shards that overlap, but are not all the whole matrix.
     """
     sums = _partial_sums(wanted, 0 if group is None else group.rank())
     crossing = [

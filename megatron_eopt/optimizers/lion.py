@@ -38,7 +38,8 @@ class Signs(BaseOptimizer):
             momenta = [local(self._state_of(p)[EXP_AVG]) for p in some]
             pairs = zip(some, momenta, strict=True)
             gradients = [local(p.grad).to(m.dtype) for p, m in pairs if p.grad is not None]
-            lion([local(p) for p in some], gradients, momenta, accepted_of_some, group)
+            settings = group if "betas" in self.defaults else {**group, "betas": (group["momentum"],) * 2}
+            lion([local(p) for p in some], gradients, momenta, accepted_of_some, settings)
 
 
 class Lion(Signs):
@@ -133,7 +134,7 @@ def lion(
 
     ``u = sign(m + (1 - beta1) (g - m))``, ``m += (1 - beta2) (g - m)``, weight decay, ``w -= lr u``.
     """
-    lr, (beta1, beta2) = group["lr"], group.get("betas") or [group["momentum"]] * 2
+    lr, (beta1, beta2) = group["lr"], group["betas"]
     weight_decay, method = group["weight_decay"], group["weight_decay_method"]
     if group["maximize"]:
         gradients = list(torch._foreach_neg(gradients))

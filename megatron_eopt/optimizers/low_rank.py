@@ -94,8 +94,13 @@ def project(
             W = rectangle.new_zeros(layout.shape)
             W[own.top : own.bottom, own.left : own.right] = rectangle
             W = all_reduce(W, layout.group).wait()
-        mine = layout.rank == turn % layout.ranks
-        packed.append(_packed(W, r) if mine else W.new_empty(sum(layout.shape) * r + 1))
+        if layout.rank == turn % layout.ranks:
+            A, B, S = low_rank_factors(torch.where(W.isfinite().all(), W, 0), r)  # of zero the error is NaN
+            squares = S.double().square()
+            error = (squares[r:].sum() / squares.sum()).sqrt().to(A.dtype)
+            packed.append(torch.cat([A.reshape(-1), B.reshape(-1), error[None]]))
+        else:
+            packed.append(W.new_empty(sum(layout.shape) * r + 1))
     found, errors = [], []
     for both, layout, r, turn in zip(packed, layouts, ranks, turns, strict=True):
         if layout.group is not None:
@@ -105,14 +110,6 @@ def project(
         found.append((A.view(-1, r)[own.top : own.bottom], B.view(-1, r)[own.left : own.right]))
         errors.append(error)
     return [(A, B, error) for (A, B), error in zip(found, torch.cat(errors).tolist(), strict=True)]
-
-
-def _packed(W: Tensor, r: int) -> Tensor:
-    """``A``, ``B`` and the relative error, one behind the other."""
-    A, B, S = low_rank_factors(torch.where(W.isfinite().all(), W, 0), r)  # of zero the error is NaN
-    squares = S.double().square()
-    error = (squares[r:].sum() / squares.sum()).sqrt().to(A.dtype)
-    return torch.cat([A.reshape(-1), B.reshape(-1), error[None]])
 
 
 def is_tall(layout: Layout) -> bool:

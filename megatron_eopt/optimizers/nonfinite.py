@@ -44,11 +44,9 @@ class NonFinite:
     def accept(self, gradients: Sequence[Tensor | None], agree: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """One entry per parameter, on the device: True where the gradient is there and finite on all ranks.
 
-        ``agree`` is the element-wise minimum of a tensor (3 x parameters) in int32 over the ranks that share them.
-
-        Raises:
-            RuntimeError: after :data:`MAX_IN_A_ROW` skipped steps of one parameter, and where only some of the ranks
-                that share a parameter have a gradient of it.
+        ``agree`` is the element-wise minimum of a tensor (3 x parameters) in int32 over the ranks that share them. A
+        ``RuntimeError`` after :data:`MAX_IN_A_ROW` skipped steps of one parameter, and where only some of the ranks
+        that share a parameter have a gradient of it.
         """
         known = tuple([gradient is not None for gradient in gradients])
         if known != self._last[0]:

@@ -100,20 +100,6 @@ def check_shard(parameter: Tensor, pg_collection: TensorParallelGroups | None, c
         matrix_layout(parameter, pg_collection)  # which refuses what nothing here can lay out
 
 
-def check_dimensions(where: str, parameter: Tensor) -> None:
-    """Refuse, by a message that begins with ``where``, what is no matrix and not declared as a stack of them either."""
-    stacked, shape = getattr(declared_split(parameter), "stacked", None), tuple(parameter.shape)
-    if len(shape) != (2 if stacked is None else 3):
-        raise ValueError(
-            f"{where} has shape {shape}: give it to another optimizer (AdamW, say)"
-            + (f", or declare a stack of {shape[0]} matrices" if len(shape) == 3 else "")
-        )
-    if stacked not in (None, shape[0]):
-        raise ValueError(f"a parameter of shape {shape} is declared as a stack of {stacked} matrices")
-    if stacked is not None and isinstance(parameter, DTensor):
-        raise ValueError(f"stacked matrices cannot be DTensors yet, got one of shape {shape}: keep them apart")
-
-
 def check_split(parameter: Tensor, split: Split, layout: Layout, blockwise: bool) -> None:
     """Refuse logical matrices that are not those of the parameter, or that ``blockwise`` cannot take apart."""
     rows, declared = layout.shape[0], declared_split(parameter) is not None

@@ -85,8 +85,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
     carried_settings = frozenset({TRAIN_MODE, COUNT})
     live_key = KEPT
 
-    # These are on the class, because torch leaves the attributes of an optimizer out of its pickles and copies: the
-    # rates of the groups in the first step that had one, whether a change of them was warned of, and the parameters
+    # The rates of the groups in the first step that had one, whether a change of them was warned of, and the parameters
     # whose z is known to have begun.
     _constant: list[float | None] | None = None
     _warned: bool = False

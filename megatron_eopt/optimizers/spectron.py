@@ -94,9 +94,8 @@ class Spectron(BaseOptimizer):
     first step on the factors are what is trained: a weight that is changed by others is written over.
 
     Factors, momenta and singular vectors are kept in fp32 (fp64 for an fp64 parameter), and steps 1, 4 and 6 are
-    computed in it. Gradients are never written to, and a parameter without one is left as it is, and so is one whose
-    gradient is not finite: see :mod:`~megatron_eopt.optimizers.nonfinite`. Only steps up to the one that projects a
-    parameter wait for a GPU.
+    computed in it. Gradients are never written to; what has none, or one that is not finite, stays as it is:
+    see :mod:`~megatron_eopt.optimizers.nonfinite`. Only steps up to the one that projects a parameter wait for a GPU.
 
     In the paper's own form the model holds the factors: see
     :func:`~megatron_eopt.optimizers.spectron.factor_pairs` for groups of such pairs, which skip steps 1 and 6 and the
@@ -189,14 +188,9 @@ class Spectron(BaseOptimizer):
 
     def settings(self) -> dict[str, Any]:
         """What a checkpoint says of this optimizer to those who read it."""
-        known = self.newton_schulz
-        return super().settings() | {
-            "coefficients": [list(each) for each in known.schedule],
-            "fp32_matmul_prec": known.fp32_matmul_prec,
-            "num_power_iterations": self.num_power_iterations,
-            "split_qkv": self.split_qkv,
-            "tp_mode": self.tp_mode,
-        }
+        coefficients, precision = list(map(list, self.newton_schulz.schedule)), self.newton_schulz.fp32_matmul_prec
+        own = {key: getattr(self, key) for key in ("num_power_iterations", "split_qkv", "tp_mode")}
+        return super().settings() | {"coefficients": coefficients, "fp32_matmul_prec": precision} | own
 
     def settings_of_groups(self) -> dict[str, Any]:
         """Also those of the iteration; whether a group is of pairs is no setting, but says what its parameters are."""

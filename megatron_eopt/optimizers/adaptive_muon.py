@@ -32,7 +32,7 @@ from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix, Shape, TpMode
-from megatron_eopt.parallel.statistics import Statistics, Wanted, known, norms_of, squared_norms
+from megatron_eopt.parallel.statistics import Statistics, Wanted, norms_of, squared_norms
 
 MOMENT2_BUFFER = "moment2_buffer"
 
@@ -90,7 +90,7 @@ def normuon(engine: Engine, matrices: Sequence[Matrix], factors: Tensors, moment
     def follow(some: list[int], found: Sequence[Statistics]) -> list[Tensor]:
         """Norms of the rows or columns of ``O``, and then of ``U``, but for the root of the short dimension."""
         of_some = [moments[i] for i in some]
-        along = [known(each.column_squares if each.row_squares is None else each.row_squares) for each in found]
+        along = [squares for each in found for squares in each.values()]
         new = torch._foreach_clamp_min(average(of_some, along), [moment.eps for moment in of_some])
         torch._foreach_rsqrt_(new)
         steps.update(zip(some, new, strict=True))

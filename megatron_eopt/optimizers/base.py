@@ -16,7 +16,6 @@ from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
-    check_dimensions,
     check_split,
     local,
     matrix_layout,
@@ -195,8 +194,18 @@ class BaseOptimizer(Optimizer):
             self.qkv_split_shapes = check_split_shapes(qkv_split_shapes, self.split_lengths)
 
     def _check_matrix(self, parameter: Tensor, called: str) -> None:
-        """Refuse what is no matrix, and a split that does not fit."""
-        check_dimensions(f"{type(self).__name__} {called}", parameter, declared_split(parameter))
+        """Refuse what is no matrix and not declared as a stack of them either, and a split that does not fit."""
+        split, shape = declared_split(parameter), tuple(parameter.shape)
+        stacked = None if split is None else split.stacked
+        if len(shape) != (2 if stacked is None else 3):
+            raise ValueError(
+                f"{type(self).__name__} {called} has shape {shape}: give it to another optimizer (AdamW, say)"
+                + (f", or declare a stack of {shape[0]} matrices" if len(shape) == 3 else "")
+            )
+        if stacked not in (None, shape[0]):
+            raise ValueError(f"a parameter of shape {shape} is declared as a stack of {stacked} matrices")
+        if stacked is not None and isinstance(parameter, DTensor):
+            raise ValueError(f"stacked matrices cannot be DTensors yet, got one of shape {shape}: keep them apart")
         self._check_split(parameter)
 
     def _check_split(self, parameter: Tensor) -> None:
@@ -305,10 +314,8 @@ class BaseOptimizer(Optimizer):
     def prepare(self) -> Engine:
         """Settle with the other ranks what a step does, in an engine that is frozen; all call together.
 
-        The first step does, and one after a group was added or loaded, or has other settings of what is planned.
-
-        Raises:
-            ValueError: if the plan differs between ranks, or for parameters on several devices.
+        The first step does, and one after a group was added or loaded, or has other settings of what is planned. A plan
+        that differs between ranks, and parameters on several devices, are a ``ValueError``.
         """
         wanted = self._planned_settings()
         if self._engine is None or self._engine_of != wanted:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers.foreach import Batch
-from megatron_eopt.optimizers.group_settings import Scalar
 
 Replay = Callable[[], None]
 
+_RATES = {"lr": None, "weight_decay": None}  # settings that may change
 _WARM_UPS = 2  # torch's advice is a few runs before the capture: kernels are compiled and chosen in them
 
 
@@ -57,9 +57,9 @@ class GraphedUpdate:
             assert batch.accepted is not None  # both are masked
             torch._foreach_copy_(static.gradients, batch.gradients)
             static.accepted.copy_(batch.accepted)
-        for rate, static_rate in zip(_rates(batches), _rates(self._batches), strict=True):
-            assert isinstance(static_rate, Tensor)
-            static_rate.copy_(rate) if isinstance(rate, Tensor) else static_rate.fill_(rate)
+            for rate, static_rate in ((batch.lr, static.lr), (batch.weight_decay, static.weight_decay)):
+                assert isinstance(static_rate, Tensor)
+                static_rate.copy_(rate) if isinstance(rate, Tensor) else static_rate.fill_(rate)
         self._replay()
 
     def _record(self, batches: Sequence[Batch]) -> Replay:
@@ -68,12 +68,10 @@ class GraphedUpdate:
         device: torch.device | None = None
         for batch in batches:
             assert batch.accepted is not None
-            device = batch.accepted.device
-            rate = torch.zeros((), dtype=torch.float64, device=device)
-            gradients, accepted = [gradient.clone() for gradient in batch.gradients], batch.accepted.clone()
-            self._batches += [
-                replace(batch, gradients=gradients, lr=rate, weight_decay=rate.clone(), accepted=accepted)
-            ]
+            device, accepted = batch.accepted.device, batch.accepted.clone()
+            gradients = [gradient.clone() for gradient in batch.gradients]
+            lr, decay = torch.zeros(2, dtype=torch.float64, device=device).unbind()
+            self._batches += [replace(batch, gradients=gradients, lr=lr, weight_decay=decay, accepted=accepted)]
         # the runs before the capture change parameters and state, so these are put back
         changed = [t for batch in batches for t in _changed(batch)]
         before = [t.clone() for t in changed]
@@ -87,17 +85,10 @@ class GraphedUpdate:
 
     def _key(self, batches: Sequence[Batch]) -> list[object]:
         return [
-            (
-                tuple(batch.indices),
-                tuple(t.data_ptr() for t in _changed(batch)),
-                {key: value for key, value in batch.settings.items() if key not in ("lr", "weight_decay")},
-            )
+            each
             for batch in batches
+            for each in (batch.indices, [t.data_ptr() for t in _changed(batch)], {**batch.settings, **_RATES})
         ]
-
-
-def _rates(batches: Sequence[Batch]) -> list[Scalar]:
-    return [rate for batch in batches for rate in (batch.lr, batch.weight_decay)]
 
 
 def _changed(batch: Batch) -> list[Tensor]:

@@ -135,12 +135,15 @@ def check_scalars(name: str, group: Mapping[str, Any]) -> None:
                 )
 
 
-def check_rates(name: str, group: Mapping[str, Any]) -> None:
-    """Refuse an ``lr`` or a ``weight_decay`` of a group that is out of its range."""
+def check_rates(name: str, group: Mapping[str, Any], *averages: str) -> None:
+    """Refuse an ``lr``, a ``weight_decay``, or the beta of one of the ``averages``, that is out of its range."""
     check_scalars(name, group)
     for key in ("lr", "weight_decay"):
         if not 0 <= group[key] < inf:
             raise ValueError(f"{name}: {key} must be a finite number of at least 0, got {group[key]}")
+    for key in averages:
+        if not 0 <= group[key] < 1:
+            raise ValueError(f"{name}: {key} must lie in [0, 1), got {group[key]}")
 
 
 def check_betas(name: str, betas: Any) -> None:
@@ -149,17 +152,15 @@ def check_betas(name: str, betas: Any) -> None:
         raise ValueError(f"{name}: betas must be two numbers in [0, 1), got {betas}")
 
 
-def check_adam_settings(name: str, group: dict[str, Any]) -> None:
-    """Refuse an ``lr``, ``weight_decay``, ``eps`` or ``betas`` of a group that are out of their range."""
-    check_rates(name, group)
+def check_adam_settings(name: str, group: dict[str, Any], *averages: str) -> None:
+    """Refuse what :func:`check_rates` does, and an ``eps`` or ``betas`` of a group that are out of their range."""
+    check_rates(name, group, *averages)
     if not 0 < group["eps"] < inf:
         raise ValueError(f"{name}: eps must be a finite number above 0, got {group['eps']}")
     check_betas(name, group["betas"])
 
 
-def also_called[**P](
-    **spellings: str | tuple[str, Mapping[Any, Any]],
-) -> Callable[[Callable[P, None]], Callable[P, None]]:
+def also_called[**P](**spellings: str | tuple[str, dict[Any, Any]]) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Let a constructor take arguments by keyword under further names, which its signature does not show.
 
     ``spellings`` has further name -> the argument; with it, where values are others too, value there -> value here. The

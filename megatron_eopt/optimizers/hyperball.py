@@ -15,7 +15,7 @@ from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, passed_
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.forms import nonzero
-from megatron_eopt.parallel.statistics import Wanted, known, norms_of
+from megatron_eopt.parallel.statistics import Wanted, norms_of
 
 RADIUS = "radius"  # kept of each logical matrix
 
@@ -113,7 +113,7 @@ class MuonHyperball(TensorParallelMuon):
         wanted = [Wanted(matrix=matrix, x=x, squared_norm=True, inner=factor) for matrix, x, factor in several]
         wanted += [Wanted(matrix=matrix, x=factor, squared_norm=True) for matrix, _, factor in several]
         found = self.engine.statistics(wanted)
-        squares, inner = norms_of(found), torch.stack([known(each.inner_product) for each in found[: len(several)]])
+        squares, inner = norms_of(found), torch.stack([each["inner_product"] for each in found[: len(several)]])
         radii = [torch.stack([radius for each in batch.further for radius in each]) for batch in batches]
         lengths = torch.cat([of_batch * batch.lr for of_batch, batch in zip(radii, batches, strict=True)])
         flags = [batch.flag(n) for batch in batches for n, each in enumerate(batch.further) for _ in each]

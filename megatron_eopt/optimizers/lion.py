@@ -16,10 +16,33 @@ from megatron_eopt.orthogonalize.choices import check_choice
 EXP_AVG = "exp_avg"
 """Name of the momentum: the one that Megatron-Core gives it where it creates the state itself."""
 
-Group = dict[str, Any]
+
+class Signs(BaseOptimizer):
+    """What Lion and Signum have in common: one momentum, and the step; the arguments are those of their groups."""
+
+    def __init__(self, params: ParamsT, pg_collection: TensorParallelGroups | None, **defaults: Any) -> None:
+        self.pg_collection = pg_collection
+        super().__init__(params, defaults)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        name = type(self).__name__
+        check_rates(name, group, *({"momentum"} & self.defaults.keys()))
+        check_choice(f"weight_decay_method of {name}", group["weight_decay_method"], get_args(DecayMethod))
+
+    def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
+        """The momentum."""
+        return [StateTensor(EXP_AVG)]
+
+    def _take(self, accepted: Tensor) -> None:
+        for group, some, accepted_of_some in foreach.active(self.param_groups, accepted):
+            momenta = [local(self._state_of(p)[EXP_AVG]) for p in some]
+            pairs = zip(some, momenta, strict=True)
+            gradients = [local(p.grad).to(m.dtype) for p, m in pairs if p.grad is not None]
+            settings = group if "betas" in self.defaults else {**group, "betas": (group["momentum"],) * 2}
+            lion([local(p) for p in some], gradients, momenta, accepted_of_some, settings)
 
 
-class Lion(BaseOptimizer):
+class Lion(Signs):
     """Lion [1]: the sign of an interpolated momentum, with decoupled weight decay.
 
     For a parameter ``p`` with gradient ``g`` and momentum ``m``, in this order:
@@ -60,25 +83,15 @@ class Lion(BaseOptimizer):
         maximize: bool = False,
         pg_collection: TensorParallelGroups | None = None,
     ) -> None:
-        self.pg_collection = pg_collection
         decay = {"weight_decay": weight_decay, "weight_decay_method": weight_decay_method}
-        super().__init__(params, {"lr": lr, "betas": betas, **decay, "maximize": maximize})
+        super().__init__(params, pg_collection, lr=lr, betas=betas, **decay, maximize=maximize)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        name = type(self).__name__
-        check_betas(name, group["betas"])
-        check_rates(name, group)
-        check_choice(f"weight_decay_method of {name}", group["weight_decay_method"], get_args(DecayMethod))
-
-    def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
-        """The momentum."""
-        return [StateTensor(EXP_AVG)]
-
-    def _take(self, accepted: Tensor) -> None:
-        _step(self, accepted)
+        check_betas(type(self).__name__, group["betas"])
+        super()._check_group(group)
 
 
-class Signum(BaseOptimizer):
+class Signum(Signs):
     """Signum, signSGD with momentum [1], with decoupled weight decay: Lion with one beta.
 
     For a parameter ``p`` with gradient ``g`` and momentum ``m``, in this order:
@@ -110,37 +123,12 @@ class Signum(BaseOptimizer):
         maximize: bool = False,
         pg_collection: TensorParallelGroups | None = None,
     ) -> None:
-        self.pg_collection = pg_collection
         decay = {"weight_decay": weight_decay, "weight_decay_method": weight_decay_method}
-        super().__init__(params, {"lr": lr, "momentum": momentum, **decay, "maximize": maximize})
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        name = type(self).__name__
-        if not 0 <= group["momentum"] < 1:
-            raise ValueError(f"{name}: momentum must lie in [0, 1), got {group['momentum']}")
-        check_rates(name, group)
-        check_choice(f"weight_decay_method of {name}", group["weight_decay_method"], get_args(DecayMethod))
-
-    def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
-        """The momentum."""
-        return [StateTensor(EXP_AVG)]
-
-    def _take(self, accepted: Tensor) -> None:
-        _step(self, accepted)
-
-
-def _step(optimizer: BaseOptimizer, accepted: Tensor) -> None:
-    """One step of all parameters of Lion or Signum."""
-    for group, some, accepted_of_some in foreach.active(optimizer.param_groups, accepted):
-        settings = group if "betas" in optimizer.defaults else {**group, "betas": (group["momentum"],) * 2}
-        momenta = [local(optimizer._state_of(p)[EXP_AVG]) for p in some]
-        pairs = zip(some, momenta, strict=True)
-        gradients = [local(p.grad).to(m.dtype) for p, m in pairs if p.grad is not None]
-        lion([local(p) for p in some], gradients, momenta, accepted_of_some, settings)
+        super().__init__(params, pg_collection, lr=lr, momentum=momentum, **decay, maximize=maximize)
 
 
 def lion(
-    weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], accepted: Tensor | None, group: Group
+    weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], accepted: foreach.Mask, group: dict[str, Any]
 ) -> None:
     """One step of weights and momenta, those not accepted excepted; does not wait for a GPU.
 

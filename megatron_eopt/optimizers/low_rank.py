@@ -84,14 +84,8 @@ def project(
     Matrices that are cut are put together on all ranks of their group, one at a time; the decomposition of each is made
     on one of them, which its turn says, and is sent to the others, so that all have the same to the bit.
 
-    Args:
-        rectangles: of the weights, in the dtype of the factors; made one at a time, if they are an iterator.
-        layouts: of the weights.
-        ranks: ``r`` of each.
-        turns: of each a number, the same on the ranks that share it.
-
-    Returns:
-        This rank's rows of ``A`` and ``B``, and the relative error: NaN for a weight that is zero or not finite.
+    ``rectangles`` are in the dtype of the factors, and ``ranks`` are each one's ``r``. Returned are this rank's rows of
+    ``A`` and ``B``, and the relative error: NaN for a weight that is zero or not finite.
     """
     packed = []
     for rectangle, layout, r, turn in zip(rectangles, layouts, ranks, turns, strict=True):
@@ -100,8 +94,13 @@ def project(
             W = rectangle.new_zeros(layout.shape)
             W[own.top : own.bottom, own.left : own.right] = rectangle
             W = all_reduce(W, layout.group).wait()
-        mine = layout.rank == turn % layout.ranks
-        packed.append(_packed(W, r) if mine else W.new_empty(sum(layout.shape) * r + 1))
+        if layout.rank == turn % layout.ranks:
+            A, B, S = low_rank_factors(torch.where(W.isfinite().all(), W, 0), r)  # of zero the error is NaN
+            squares = S.double().square()
+            error = (squares[r:].sum() / squares.sum()).sqrt().to(A.dtype)
+            packed.append(torch.cat([A.reshape(-1), B.reshape(-1), error[None]]))
+        else:
+            packed.append(W.new_empty(sum(layout.shape) * r + 1))
     found, errors = [], []
     for both, layout, r, turn in zip(packed, layouts, ranks, turns, strict=True):
         if layout.group is not None:
@@ -111,14 +110,6 @@ def project(
         found.append((A.view(-1, r)[own.top : own.bottom], B.view(-1, r)[own.left : own.right]))
         errors.append(error)
     return [(A, B, error) for (A, B), error in zip(found, torch.cat(errors).tolist(), strict=True)]
-
-
-def _packed(W: Tensor, r: int) -> Tensor:
-    """``A``, ``B`` and the relative error, one behind the other."""
-    A, B, S = low_rank_factors(torch.where(W.isfinite().all(), W, 0), r)  # of zero the error is NaN
-    squares = S.double().square()
-    error = (squares[r:].sum() / squares.sum()).sqrt().to(A.dtype)
-    return torch.cat([A.reshape(-1), B.reshape(-1), error[None]])
 
 
 def is_tall(layout: Layout) -> bool:

@@ -31,7 +31,7 @@ from megatron_eopt.optimizers.group_settings import (
     own_settings,
 )
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
-from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_completed, local
+from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_shard, local
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.kernels import KERNELS
@@ -421,7 +421,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         """Refuse a shard that no process group completes."""
         if self.tp_mode != "blockwise":
             otherwise = ", or tp_mode='blockwise' for the approximation that treats each shard as a matrix"
-            check_completed(parameter, self.pg_collection, called, otherwise)
+            check_shard(parameter, self.pg_collection, called, otherwise)
 
     def _refuse_blockwise(self, parameter: Tensor, measured: str, otherwise: str = "") -> None:
         """Refuse a shard that ``blockwise`` takes for a matrix, where something is measured of matrices."""

@@ -44,11 +44,9 @@ class NonFinite:
     def accept(self, gradients: Sequence[Tensor | None], agree: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """One entry per parameter, on the device: True where the gradient is there and finite on all ranks.
 
-        ``agree`` is the element-wise minimum of a tensor (3 x parameters) in int32 over the ranks that share them.
-
-        Raises:
-            RuntimeError: after :data:`MAX_IN_A_ROW` skipped steps of one parameter, and where only some of the ranks
-                that share a parameter have a gradient of it.
+        ``agree`` is the element-wise minimum of a tensor (3 x parameters) in int32 over the ranks that share them. A
+        ``RuntimeError`` after :data:`MAX_IN_A_ROW` skipped steps of one parameter, and where only some of the ranks
+        that share a parameter have a gradient of it.
         """
         known = tuple([gradient is not None for gradient in gradients])
         if known != self._last[0]:
@@ -73,12 +71,9 @@ class NonFinite:
         # the largest magnitude would overflow in no case, but torch finds it far more slowly than the sum of them
         norms: list[Tensor] = [self._zero] * len(gradients)
         filled = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None and gradient.numel()]
-        in_fp64 = [each for each in filled if each[1].dtype == torch.float64]
-        in_fp32 = [each for each in filled if each[1].dtype != torch.float64] if in_fp64 else filled
-        for wide, some in ((torch.float32, in_fp32), (torch.float64, in_fp64)):
-            if some:
-                found = torch._foreach_norm([gradient for _, gradient in some], 1, dtype=wide)
-                for (i, _), norm in zip(some, found, strict=True):
+        for wide in (torch.float32, torch.float64):
+            if some := {i: x for i, x in filled if (x.dtype == torch.float64) == (wide == torch.float64)}:
+                for i, norm in zip(some, torch._foreach_norm(list(some.values()), 1, dtype=wide), strict=True):
                     norms[i] = norm
         return torch.stack(norms).mul_(0) == 0  # what is not finite gives NaN
 

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ from megatron_eopt.optimizers.group_settings import (
 )
 from megatron_eopt.optimizers.parameters import local, names_of_last
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
+from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.parallel.layout import local_rows, on_one_rank
 
 MOMENTUM_BUFFER = "momentum_buffer"
@@ -108,7 +109,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         **kwargs: Any,
     ) -> None:
         name = type(self).__name__
-        validate_matmul_precision(fp32_matmul_prec)
+        check_choice("fp32_matmul_prec", fp32_matmul_prec, get_args(MatmulPrecision))
         check_flag(name, "split_qkv", split_qkv)
         self._set_split(split_qkv, is_qkv_fn, qkv_split_shapes)
         self.fp32_matmul_prec = fp32_matmul_prec
@@ -198,10 +199,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         self._check_ranges({key: 0.0 if isinstance(value, Tensor) else value for key, value in group.items()})
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        name = type(self).__name__
-        check_rates(name, group)
-        if not 0 <= group[self.momentum_key] < 1:
-            raise ValueError(f"{name}: {self.momentum_key} must lie in [0, 1), got {group[self.momentum_key]}")
+        check_rates(type(self).__name__, group, self.momentum_key)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         self._check_ranges(group)
@@ -370,10 +368,9 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             first += len(params)
             if not chosen:
                 continue
-            momenta = [known[i] for i in indices]
+            momenta, weights = [known[i] for i in indices], chosen
             # other ranks may wait for a parameter without a gradient: it is masked
             gradients = [m if p.grad is None else p.grad for p, m in zip(chosen, momenta, strict=True)]
-            weights = chosen
             if any(isinstance(p, DTensor) for p in chosen):
                 weights, momenta, gradients = (list(map(local, each)) for each in (chosen, momenta, gradients))
             batches.append(

@@ -83,12 +83,10 @@ def _cut_over(parameter: Tensor) -> list[str]:
     return [prefix + name for name, cut in zip(("tp", "gtp_remat"), axes, strict=True) if cut]
 
 
-def check_completed(
-    parameter: Tensor, pg_collection: TensorParallelGroups | None, called: str, otherwise: str = ""
-) -> None:
+def check_shard(parameter: Tensor, pg_collection: TensorParallelGroups | None, called: str, advice: str = "") -> None:
     """Refuse a shard that no process group completes, or that is cut a second time as nothing here is.
 
-    A message calls the parameter ``called``, and advises ``otherwise`` too.
+    A message calls the parameter ``called``, and gives that ``advice`` too.
     """
     if isinstance(parameter, DTensor) or not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -96,24 +94,10 @@ def check_completed(
         if getattr(pg_collection, name, None) is None:
             raise ValueError(
                 f"{called} is marked as sharded, but no process group completes it: pass a pg_collection that has "
-                f"{name!r}{otherwise}"
+                f"{name!r}{advice}"
             )
     if is_cut_again(parameter):
         matrix_layout(parameter, pg_collection)  # which refuses what nothing here can lay out
-
-
-def check_dimensions(where: str, parameter: Tensor, split: Split | None) -> None:
-    """Refuse, by a message that begins with ``where``, what is no matrix and not declared as a stack of them either."""
-    stacked, shape = None if split is None else split.stacked, tuple(parameter.shape)
-    if len(shape) != (2 if stacked is None else 3):
-        raise ValueError(
-            f"{where} has shape {shape}: give it to another optimizer (AdamW, say)"
-            + (f", or declare a stack of {shape[0]} matrices" if len(shape) == 3 else "")
-        )
-    if stacked not in (None, shape[0]):
-        raise ValueError(f"a parameter of shape {shape} is declared as a stack of {stacked} matrices")
-    if stacked is not None and isinstance(parameter, DTensor):
-        raise ValueError(f"stacked matrices cannot be DTensors yet, got one of shape {shape}: keep them apart")
 
 
 def check_split(parameter: Tensor, split: Split, layout: Layout, blockwise: bool) -> None:

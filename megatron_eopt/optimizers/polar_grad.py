@@ -10,7 +10,7 @@ from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Batch
 from megatron_eopt.optimizers.group_settings import DecayMethod
 from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, passed_on, spelled_out
-from megatron_eopt.parallel.statistics import Wanted, known
+from megatron_eopt.parallel.statistics import Wanted
 
 
 class PolarGrad(TensorParallelMuon):
@@ -65,6 +65,5 @@ class PolarGrad(TensorParallelMuon):
         """``<M, U> U`` of each logical matrix."""
         matrices = self.engine.flat([i for batch in batches for i in batch.indices])
         wanted = [Wanted(matrix=m, x=x, inner=U) for m, x, U in zip(matrices, directions, factors, strict=True)]
-        products = [known(statistics.inner_product) for statistics in self.engine.statistics(wanted)]
-        foreach.scale_each(factors, products)
+        foreach.scale_each(factors, [each["inner_product"] for each in self.engine.statistics(wanted)])
         return factors

@@ -1,7 +1,7 @@
 """Schedule-Free AdamW: gradients are taken at one point, and what is evaluated is the average of another one's path."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import inf, isfinite
 from typing import Any, Literal, get_args
 
@@ -85,8 +85,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
     carried_settings = frozenset({TRAIN_MODE, COUNT})
     live_key = KEPT
 
-    # These are on the class, because torch leaves the attributes of an optimizer out of its pickles and copies: the
-    # rates of the groups in the first step that had one, whether a change of them was warned of, and the parameters
+    # The rates of the groups in the first step that had one, whether a change of them was warned of, and the parameters
     # whose z is known to have begun.
     _constant: list[float | None] | None = None
     _warned: bool = False
@@ -262,10 +261,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
 
 
 def schedule_free_adamw(
-    parameters: Sequence[Tensor],
-    states: Sequence[Mapping[str, Tensor]],
-    accepted: Tensor | None,
-    group: Mapping[str, Any],
+    parameters: Sequence[Tensor], states: Sequence[dict[str, Tensor]], accepted: foreach.Mask, group: dict[str, Any]
 ) -> None:
     """One step of :class:`ScheduleFreeAdamW`, of parameters that all have an ``x`` or of which none has.
 

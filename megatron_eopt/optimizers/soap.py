@@ -16,30 +16,22 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.group_settings import Scalar, also_called, check_adam_settings, decay_power
-from megatron_eopt.optimizers.parameters import (
-    DescribedMatrix,
-    TensorParallelGroups,
-    check_completed,
-    local,
-    names_of_last,
-)
+from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_shard, local, names_of_last
 from megatron_eopt.optimizers.soap_math import CLOCK, BasisMethod, Preconditioned, Side, update_of
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
+from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, on_one_rank
 from megatron_eopt.parallel.records import cut
 
 Gradients = Literal["previous", "current"]
+Decay = Literal["decoupled", "independent", "palm"]
 
 EXP_AVG, EXP_AVG_SQ, STEPS = "exp_avg", "exp_avg_sq", "steps"
 
 SIDES = (("L", "Q_L"), ("R", "Q_R"))
 """Names of the factor and of the basis of the rows, and of the columns."""
-
-MAX_DIM = "max_dim"
-"""Setting of a group: the longest side that has a factor."""
 
 MOST_BYTES = 2**28
 """Of the equal matrices that are worked on as one stack, and of what is gathered at once, where one is not larger."""
@@ -127,7 +119,7 @@ class SOAP(BaseOptimizer):
     _plans: dict[Tensor, list["Planned"]] | None = None
     _updated: int = 0
 
-    @also_called(use_eigh=("basis_method", {False: "qr", True: "eigh"}), max_precond_dim=MAX_DIM)
+    @also_called(use_eigh=("basis_method", {False: "qr", True: "eigh"}), max_precond_dim="max_dim")
     def __init__(
         self,
         params: ParamsT,
@@ -142,7 +134,7 @@ class SOAP(BaseOptimizer):
         basis_of: Gradients = "previous",
         use_kl_shampoo: bool = False,
         max_dim: int = 10000,
-        weight_decay_method: Literal["decoupled", "independent", "palm"] = "decoupled",
+        weight_decay_method: Decay = "decoupled",
         nesterov: bool = False,
         correct_bias: bool = True,
         maximize: bool = False,
@@ -156,7 +148,7 @@ class SOAP(BaseOptimizer):
         self.pg_collection = pg_collection
         adam = {"lr": lr, "betas": betas, "eps": eps, "nesterov": nesterov, "correct_bias": correct_bias}
         decay = {"weight_decay": weight_decay, "weight_decay_method": weight_decay_method}
-        shampoo = {"shampoo_beta": shampoo_beta, "use_kl_shampoo": use_kl_shampoo, MAX_DIM: max_dim}
+        shampoo = {"shampoo_beta": shampoo_beta, "use_kl_shampoo": use_kl_shampoo, "max_dim": max_dim}
         bases = {"precondition_frequency": precondition_frequency, "basis_method": basis_method, "basis_of": basis_of}
         further = {"maximize": maximize, "fp32_matmul_prec": fp32_matmul_prec}
         super().__init__(params, {**adam, **decay, **shampoo, **bases, **further})
@@ -177,8 +169,8 @@ class SOAP(BaseOptimizer):
             names = self.split_of(parameter).names(self.layout(parameter).shape[0])
             described[parameter] = []
             for name, plan in zip(names, self._planned(parameter), strict=True):
-                scheme = "duplicated" if plan.layout.sharded else "local"
-                scheme = scheme if plan.compute_rank is None else "owner"
+                alone = "duplicated" if plan.layout.sharded else "local"
+                scheme = alone if plan.compute_rank is None else "owner"
                 described[parameter].append(DescribedMatrix(name, plan.layout.shape, scheme, 1.0, None))
         return described
 
@@ -215,22 +207,17 @@ class SOAP(BaseOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
-        check_adam_settings(name, group)
-        if not 0 <= group["shampoo_beta"] < 1:
-            raise ValueError(f"{name}: shampoo_beta must lie in [0, 1), got {group['shampoo_beta']}")
-        for key, least in (("precondition_frequency", 1), (MAX_DIM, 0)):
+        check_adam_settings(name, group, "shampoo_beta")
+        for key, least in (("precondition_frequency", 1), ("max_dim", 0)):
             if not isinstance(group[key], int) or group[key] < least:
                 raise ValueError(f"{name}: {key} must be a whole number of at least {least}, got {group[key]!r}")
-        check_choice(
-            f"weight_decay_method of {name}", group["weight_decay_method"], ("decoupled", "independent", "palm")
-        )
-        check_choice(f"basis_method of {name}", group["basis_method"], get_args(BasisMethod))
-        check_choice(f"basis_of of {name}", group["basis_of"], get_args(Gradients))
-        validate_matmul_precision(group["fp32_matmul_prec"])
+        for key, of_key in (("weight_decay_method", Decay), ("basis_method", BasisMethod), ("basis_of", Gradients)):
+            check_choice(f"{key} of {name}", group[key], get_args(of_key))
+        check_choice("fp32_matmul_prec", group["fp32_matmul_prec"], get_args(MatmulPrecision))
         for parameter, called in zip(group["params"], names_of_last(self.param_groups), strict=True):
             if parameter.ndim > 1:
                 self._check_matrix(parameter, f"takes matrices and vectors, but {called}")
-                check_completed(parameter, self.pg_collection, called)
+                check_shard(parameter, self.pg_collection, called)
             try:
                 self.matrix_layouts(parameter)
             except ValueError as error:
@@ -257,7 +244,7 @@ class SOAP(BaseOptimizer):
             for group in self.param_groups:
                 for each in group["params"]:
                     pairs = zip(self.key_ends(each), self.matrix_layouts(each), strict=True)
-                    planned[each] = [Planned(*pair, group[MAX_DIM] if each.ndim > 1 else -1) for pair in pairs]
+                    planned[each] = [Planned(*pair, group["max_dim"] if each.ndim > 1 else -1) for pair in pairs]
                 plans = (planned[each] for each in group["params"] if not isinstance(each, DTensor))
                 dealt = (plan for of_one in plans for plan in of_one if plan.gathered)
                 for plan in sorted(dealt, key=lambda plan: -plan.cost):
@@ -270,8 +257,8 @@ class SOAP(BaseOptimizer):
     def _take(self, accepted: Tensor) -> None:
         for group in self.param_groups:
             group[CLOCK] += 1
-        tasks = self._tasks(accepted)
-        soap(tasks, self.engine)
+        if tasks := self._tasks(accepted):
+            soap(tasks, self.engine)
         self._updated += sum(len(task.plans) for task in tasks if task.parameter.ndim > 1)
 
     def _tasks(self, accepted: Tensor) -> list["Task"]:
@@ -301,9 +288,7 @@ class Planned:
         (rows, cols), self.layout = layout.shape, layout
         has_factor = [min(rows, cols) > 0 and length <= longest for length in (rows, cols)]
         # keys of factor and basis of the rows, and of the columns; none of a side without
-        self.sides = [
-            tuple(key + end for key in keys) if has else () for keys, has in zip(SIDES, has_factor, strict=True)
-        ]
+        self.sides = [[f"{key}{end}" for key in keys if has] for keys, has in zip(SIDES, has_factor, strict=True)]
         # of a step, up to a factor that is the same for all: cubes of sides, and products with them
         self.cost = sum(n * (n**2 + rows * cols) for n in compress((rows, cols), has_factor))
         self.gathered = any(has_factor) and layout.sharded  # whether a rank needs what others have of it
@@ -341,8 +326,8 @@ class Task:
 
     def gradient(self) -> Tensor:
         """This rank's part of the gradient; zeros where there is none."""
-        gradient = self.parameter.grad
-        return torch.zeros_like(_own(self.parameter)) if gradient is None else _own(gradient)
+        x = self.parameter
+        return torch.atleast_1d(local(torch.zeros_like(x) if x.grad is None else x.grad))
 
     def put_back(self) -> None:
         """End with :attr:`shards`, which were written to and may be copies."""
@@ -353,7 +338,8 @@ class Task:
         del self.shards
 
     def _written(self) -> list[Tensor]:
-        return [_own(x) for x in (self.parameter, self.state[EXP_AVG], self.state[EXP_AVG_SQ])]
+        # this rank's part, sharing its memory; a scalar as a vector, for only that can be split
+        return [torch.atleast_1d(local(x)) for x in (self.parameter, self.state[EXP_AVG], self.state[EXP_AVG_SQ])]
 
 
 def _known(tasks: Sequence[Task], engine: Engine) -> list[list[bool]]:
@@ -378,8 +364,6 @@ def soap(tasks: Sequence[Task], engine: Engine, most_bytes: int = MOST_BYTES) ->
     compute rank, and those of update and second moment come back; DTensors are gathered by every rank that shares them,
     and all make the same of the same numbers. All ranks name the same of those that are shared, in the same order.
     """
-    if not tasks:
-        return
     steps = [task.state[STEPS] for task in tasks]
     counted = torch.stack(steps) + torch.stack([task.accepted for task in tasks])
     torch._foreach_copy_(steps, list(counted.unbind()))
@@ -507,8 +491,3 @@ class Stack:
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:
     """Equal tensors as one; of a single one it is a view."""
     return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
-
-
-def _own(x: Tensor) -> Tensor:
-    """This rank's part, sharing its memory; a scalar as a vector, for only that can be split."""
-    return torch.atleast_1d(local(x))

@@ -14,27 +14,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import WHOLE
-from megatron_eopt.optimizers import foreach, low_rank
+from megatron_eopt.optimizers import foreach, group_settings, low_rank
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
-from megatron_eopt.optimizers.group_settings import (
-    COEFFICIENTS,
-    EXTRA_SCALE,
-    SCALE_MODE,
-    STEPS,
-    Scalar,
-    UpdateSettings,
-    also_called,
-    check_rates,
-    note_short_schedule,
-    own_settings,
-)
-from megatron_eopt.optimizers.parameters import (
-    DescribedMatrix,
-    TensorParallelGroups,
-    check_completed,
-    local,
-    names_of_last,
-)
+from megatron_eopt.optimizers.group_settings import Scalar, UpdateSettings, also_called, check_rates
+from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_shard, local, names_of_last
 from megatron_eopt.optimizers.state import Dim, StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
@@ -50,14 +33,11 @@ from megatron_eopt.parallel.records import TpMode
 
 logger = logging.getLogger(__name__)
 
-FACTOR_A, FACTOR_B = "factor_A", "factor_B"
-MOMENTUM_A, MOMENTUM_B = "momentum_buffer_A", "momentum_buffer_B"
-U_A, U_B = "u_A", "u_B"
+FACTOR, MOMENTUM, U = "factor", "momentum_buffer", "u"
+"""Of a parameter that is a factor itself the last two; else of both its factors, with ``_A`` and ``_B`` behind."""
+
 PROJECTED = "projected"
 """1 where the factors are those of the weight, 0 before the first step."""
-
-MOMENTUM, U = "momentum_buffer", "u"
-"""Of a parameter that is a factor itself."""
 
 
 def factor_pairs(pairs: Iterable[Sequence[Any]], **settings: Any) -> dict[str, Any]:
@@ -114,9 +94,8 @@ class Spectron(BaseOptimizer):
     first step on the factors are what is trained: a weight that is changed by others is written over.
 
     Factors, momenta and singular vectors are kept in fp32 (fp64 for an fp64 parameter), and steps 1, 4 and 6 are
-    computed in it. Gradients are never written to, and a parameter without one is left as it is, and so is one whose
-    gradient is not finite: see :mod:`~megatron_eopt.optimizers.nonfinite`. Only steps up to the one that projects a
-    parameter wait for a GPU.
+    computed in it. Gradients are never written to; what has none, or one that is not finite, stays as it is:
+    see :mod:`~megatron_eopt.optimizers.nonfinite`. Only steps up to the one that projects a parameter wait for a GPU.
 
     In the paper's own form the model holds the factors: see
     :func:`~megatron_eopt.optimizers.spectron.factor_pairs` for groups of such pairs, which skip steps 1 and 6 and the
@@ -198,7 +177,7 @@ class Spectron(BaseOptimizer):
         self.newton_schulz = NewtonSchulz(
             steps=num_ns_steps, coefficient_type=coefficient_type, fp32_matmul_prec=fp32_matmul_prec
         )
-        note_short_schedule(self.newton_schulz)
+        group_settings.note_short_schedule(self.newton_schulz)
         self.num_power_iterations = num_power_iterations
         self._set_split(split_qkv, is_qkv_fn, qkv_split_shapes)
         self.pg_collection = pg_collection
@@ -209,19 +188,15 @@ class Spectron(BaseOptimizer):
 
     def settings(self) -> dict[str, Any]:
         """What a checkpoint says of this optimizer to those who read it."""
-        known = self.newton_schulz
-        return super().settings() | {
-            "coefficients": [list(each) for each in known.schedule],
-            "fp32_matmul_prec": known.fp32_matmul_prec,
-            "num_power_iterations": self.num_power_iterations,
-            "split_qkv": self.split_qkv,
-            "tp_mode": self.tp_mode,
-        }
+        coefficients, precision = list(map(list, self.newton_schulz.schedule)), self.newton_schulz.fp32_matmul_prec
+        own = {key: getattr(self, key) for key in ("num_power_iterations", "split_qkv", "tp_mode")}
+        return super().settings() | {"coefficients": coefficients, "fp32_matmul_prec": precision} | own
 
     def settings_of_groups(self) -> dict[str, Any]:
         """Also those of the iteration; whether a group is of pairs is no setting, but says what its parameters are."""
         own = {key: value for key, value in super().settings_of_groups().items() if key != "pairs"}
-        return own | {STEPS: self.newton_schulz.steps, COEFFICIENTS: self.newton_schulz.coefficient_type}
+        iteration = self.newton_schulz
+        return own | {group_settings.STEPS: iteration.steps, group_settings.COEFFICIENTS: iteration.coefficient_type}
 
     @property
     def projection_errors(self) -> dict[str, float]:
@@ -273,7 +248,7 @@ class Spectron(BaseOptimizer):
         engine = super().prepare()
         if self._prepared is not engine:
             for parameter, state in self.state.items():
-                kept = next((x.shape[1] for key, x in state.items() if key.startswith(FACTOR_A)), None)
+                kept = next((x.shape[1] for key, x in state.items() if key.startswith(f"{FACTOR}_A")), None)
                 rank = self.group_of(parameter)["rank"]
                 if kept not in (None, rank):
                     raise ValueError(
@@ -295,7 +270,7 @@ class Spectron(BaseOptimizer):
         return UpdateSettings(self.newton_schulz, "spectral", 1.0).of_group(group).newton_schulz
 
     def _planned_settings(self) -> object:
-        return own_settings(self.param_groups), [group["rank"] for group in self.param_groups]
+        return group_settings.own_settings(self.param_groups), [group["rank"] for group in self.param_groups]
 
     def _described(self, name: str, parameter: Tensor) -> Parameter:
         return Parameter(name, low_rank.wide_dtype(parameter), self.layout(parameter), self.split_of(parameter))
@@ -332,14 +307,9 @@ class Spectron(BaseOptimizer):
         rank = group["rank"]
         described = [StateTensor(PROJECTED, (), 0, dtype)]
         for part, end in enumerate(self.key_ends(parameter)):
-            described += [
-                StateTensor(FACTOR_A + end, ("rows", rank), part, dtype),
-                StateTensor(FACTOR_B + end, ("columns", rank), part, dtype),
-                StateTensor(MOMENTUM_A + end, ("rows", rank), part, dtype),
-                StateTensor(MOMENTUM_B + end, ("columns", rank), part, dtype),
-                StateTensor(U_A + end, ("rows",), part, dtype),
-                StateTensor(U_B + end, ("columns",), part, dtype),
-            ]
+            for key, dims in ((FACTOR, (rank,)), (MOMENTUM, (rank,)), (U, ())):
+                described.append(StateTensor(f"{key}_A{end}", ("rows", *dims), part, dtype))
+                described.append(StateTensor(f"{key}_B{end}", ("columns", *dims), part, dtype))
         return described
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -368,11 +338,9 @@ class Spectron(BaseOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name, number = type(self).__name__, len(self.param_groups) - 1
-        check_rates(name, group)
-        if not 0 <= group["momentum_beta"] < 1:
-            raise ValueError(f"{name}: momentum_beta must lie in [0, 1), got {group['momentum_beta']}")
+        check_rates(name, group, "momentum_beta")
         _check_count(f"{name}: rank", group["rank"])
-        for key in (SCALE_MODE, EXTRA_SCALE):
+        for key in (group_settings.SCALE_MODE, group_settings.EXTRA_SCALE):
             if key in group:
                 raise ValueError(f"{name}: group {number} has {key}, but the size of an update follows from lr alone")
         names = names_of_last(self.param_groups)
@@ -381,7 +349,7 @@ class Spectron(BaseOptimizer):
             if not parameter.is_floating_point():
                 raise ValueError(f"{name} takes real, floating-point matrices, but {called} is {parameter.dtype}")
             self._check_matrix(parameter, f"orthogonalizes matrices, but {index}")
-            check_completed(parameter, self.pg_collection, called)
+            check_shard(parameter, self.pg_collection, called)
             layout = self.layout(parameter)
             if len(layout.cut_dims) > 1:
                 raise ValueError(
@@ -390,26 +358,22 @@ class Spectron(BaseOptimizer):
                     f"TensorParallelMuon"
                 )
             self._check_placements(parameter, called)
-            if not group["pairs"]:
-                self._check_rank(parameter, called, group["rank"])
-            elif not self.split_of(parameter).is_whole:
+            split, rank = self.split_of(parameter), group["rank"]
+            if group["pairs"] and not split.is_whole:
                 raise ValueError(f"{name}: {called} is a factor of a pair, and cannot be split into logical matrices")
+            for part, matrix in zip(split.names(layout.shape[0]), self.matrix_layouts(parameter), strict=True):
+                if rank > min(matrix.shape) and not group["pairs"]:
+                    of_part = f"{called} ({part})" if part else called
+                    raise ValueError(
+                        f"{name}: rank must lie in [1, {min(matrix.shape)}] for {of_part}, a matrix {matrix.shape}, "
+                        f"got {rank}: give it a group with a rank of its own, or another optimizer"
+                    )
         if group["pairs"]:
             low_rank.check_pairs(name, [self.layout(p) for p in group["params"]], names)
         try:
             self._iteration(group)
         except ValueError as error:
             raise ValueError(f"{name}: group {number}: {error}") from error
-
-    def _check_rank(self, parameter: Tensor, called: str, rank: int) -> None:
-        of_matrices = self.split_of(parameter).names(self.layout(parameter).shape[0])
-        for part, layout in zip(of_matrices, self.matrix_layouts(parameter), strict=True):
-            if rank > min(layout.shape):
-                raise ValueError(
-                    f"{type(self).__name__}: rank must lie in [1, {min(layout.shape)}] for {called}"
-                    f"{f' ({part})' if part else ''}, a matrix {layout.shape}, got {rank}: give it a group with a rank "
-                    f"of its own, or another optimizer"
-                )
 
     # The step.
 
@@ -468,8 +432,8 @@ class Spectron(BaseOptimizer):
         if self.group_of(parameter)["pairs"]:
             gradient = state[MOMENTUM] if parameter.grad is None else parameter.grad
             return [local(x) for x in (parameter, state[MOMENTUM], state[U], gradient)]
-        keys = (FACTOR_B, MOMENTUM_B, U_B) if factor % 2 else (FACTOR_A, MOMENTUM_A, U_A)
-        return [local(state[key + self.key_ends(parameter)[factor // 2]]) for key in keys]
+        end = ("_B" if factor % 2 else "_A") + self.key_ends(parameter)[factor // 2]
+        return [local(state[key + end]) for key in (FACTOR, MOMENTUM, U)]
 
     def _set_gradients(self, chunks: Sequence[tuple[list[Tensor], list[low_rank.Factors]]]) -> None:
         """``G B`` and ``G^T A`` of each logical matrix of weights, in the dtype of the factors."""
@@ -506,10 +470,9 @@ class Spectron(BaseOptimizer):
         begin = [flags[p] & (self.group_of(p)["lr"] > 0) for p in waiting]
         read = list(zip(waiting, *torch.stack([*kept, *begin]).view(2, -1).tolist(), strict=True))
         self._done |= {p for p, done, _ in read if done}
-        if new := {p: self._weights[p] for p, done, begins in read if begins and not done}:
-            self._take_factors(new)
-
-    def _take_factors(self, new: Mapping[Tensor, Weight]) -> None:
+        new = {p: self._weights[p] for p, done, begins in read if begins and not done}
+        if not new:
+            return
         parts = [(p, i) for p, w in new.items() for i, _ in enumerate(w.matrices)]
         shards = (x.to(low_rank.wide_dtype(p)) for p, w in new.items() for x in self.engine.split(w.index, local(p)))
         layouts = [new[p].matrices[i] for p, i in parts]

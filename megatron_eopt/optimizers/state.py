@@ -29,22 +29,19 @@ SIDES: tuple[Literal["rows"], Literal["columns"]] = ("rows", "columns")
 class StateTensor:
     """One tensor of the state of a parameter, which starts with zeros.
 
-    Attributes:
-        key: its name in ``optimizer.state[parameter]``.
-        dims: None for a tensor of the shape of the parameter, which lies as the parameter does. Otherwise one entry per
-            dimension: ``rows`` or ``columns`` for one as long as those of the logical matrix and cut as they are, or a
-            number for one that every rank has whole; ``()`` is a scalar, the same on all ranks that share the matrix.
-            Of a DTensor, what is along rows or columns is a DTensor on the same mesh, and what is not a plain tensor.
-        matrix: which logical matrix of the parameter ``dims`` speaks of.
-        dtype: None for that of the parameter.
-        rank: None for a tensor of all ranks that share the matrix. Otherwise the one of its group, by the number there,
-            that alone has it, and computes with it; those of the others are empty. Not of a DTensor.
+    Without ``dims`` it has the shape of the parameter, and lies as that does. Otherwise they have one entry per
+    dimension: ``rows`` or ``columns`` for one as long as those of the logical matrix and cut as they are, or a number
+    for one that every rank has whole; ``()`` is a scalar, the same on all ranks that share the matrix. Of a DTensor,
+    what is along rows or columns is a DTensor on the same mesh, and what is not a plain tensor.
+
+    With a ``rank``, the number of one in the group that shares the matrix, that one alone has the tensor, and computes
+    with it; those of the others are empty. Not of a DTensor.
     """
 
-    key: str
+    key: str  # in optimizer.state[parameter]
     dims: tuple[Dim, ...] | None = None
-    matrix: int = 0
-    dtype: torch.dtype | None = None
+    matrix: int = 0  # the logical one of the parameter that dims and rank speak of
+    dtype: torch.dtype | None = None  # None for that of the parameter
     rank: int | None = None
 
     def is_elsewhere(self, layouts: list[Layout]) -> bool:
@@ -94,13 +91,11 @@ def check_shape(parameter: Tensor, tensor: StateTensor, layouts: Layouts, found:
     own, expected = _shape_of(found), _expected(parameter, tensor, layouts)
     whole = None if tensor.rank is None else (tensor.global_shape(layouts(parameter)), None, None)
     if own not in (expected, whole):
-        how = (
-            "; torch.distributed.checkpoint.state_dict.set_optimizer_state_dict spreads it over the ranks as their "
-            "parameters"
-        )
+        spread = "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict spreads it over the ranks as their"
         raise ValueError(
             f"{tensor.key!r} has shape {_told(own)}, expected {_told(expected)} for the parameter of shape "
-            f"{tuple(parameter.shape)}: the state is of another model or layout{how if own[0] == expected[0] else ''}"
+            f"{tuple(parameter.shape)}: the state is of another model or layout"
+            + (f"; {spread} parameters" if own[0] == expected[0] else "")
             + ("" if tensor.rank is None else ", or ranks had dealt matrices otherwise: group parameters as before")
         )
 

@@ -106,19 +106,11 @@ def choose(
     A kernel that is missing, raises or gives wrong numbers on any rank is dropped on all of them. The rank that found
     it so says why, in one warning for each kernel.
 
-    Args:
-        shapes: that will come.
-        dtype: of the products; several where the forms differ in it.
-        kernel: takes this choice instead of the first that serves, or fails; the same on every rank.
-        kept: that of the checkpoint, taken where ``kernel`` names none, or it fails.
-        fp32_precision: how fp32 matrices are multiplied by kernels that do not follow torch's setting.
-        agree: element-wise minimum over the ranks of an int32 tensor on the CPU; called once. None for one process.
-        kernels: the fastest first and the reference last; the same on every rank.
-
-    Raises:
-        ValueError: for an unknown kernel, naming the known ones.
-        RuntimeError: on every rank, if the kernel that was asked for cannot serve on one of them, or that of the
-            checkpoint is unknown or cannot, saying why and what to do.
+    ``kernel``, or else ``kept``, that of the checkpoint, is taken instead of the first that serves; where it cannot
+    serve on one rank, it is a ``RuntimeError`` on all. A ``kernel`` that is unknown is a ``ValueError``. There are
+    several dtypes where the forms differ in that of their products. ``fp32_precision`` is for kernels that do not
+    follow torch's setting. ``agree``, called once, is the element-wise minimum over the ranks of an int32 tensor on the
+    CPU. On all ranks ``kernel`` is the same, and ``kernels``, the fastest first and the reference last.
     """
     if kernel is not None:
         _entries(kernel, kernels)

@@ -14,13 +14,7 @@ from megatron_eopt.orthogonalize import forms
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients, CoefficientType, get_coefficients
 from megatron_eopt.orthogonalize.forms import Preset, Restarts, Watch
-from megatron_eopt.orthogonalize.precision import (
-    MatmulPrecision,
-    gram_dtype,
-    in_precision,
-    product_dtype,
-    validate_matmul_precision,
-)
+from megatron_eopt.orthogonalize.precision import MatmulPrecision, gram_dtype, in_precision, product_dtype
 from megatron_eopt.orthogonalize.products import Products, default_products
 
 Form = Literal["auto", "standard", "gram"]
@@ -143,7 +137,7 @@ class NewtonSchulz:
     products: Products | None = None
 
     def __post_init__(self) -> None:
-        validate_matmul_precision(self.fp32_matmul_prec)
+        check_choice("fp32_matmul_prec", self.fp32_matmul_prec, get_args(MatmulPrecision))
         _ = self.schedule
 
     @cached_property
@@ -196,7 +190,7 @@ class NewtonSchulz:
         return self.compile(x.shape, x.dtype, x.device)(x)
 
 
-class _Options(TypedDict, total=False):
+class _More(TypedDict, total=False):
     """The keywords of :func:`newton_schulz` but ``health``, for type checkers."""
 
     fp32_matmul_prec: MatmulPrecision
@@ -210,18 +204,13 @@ class _Options(TypedDict, total=False):
 
 @overload
 def newton_schulz(
-    x: Tensor,
-    steps: int = ...,
-    coefficient_type: CoefficientType = ...,
-    *,
-    health: Literal[True],
-    **options: Unpack[_Options],
+    x: Tensor, steps: int = ..., coefficient_type: CoefficientType = ..., *, health: Literal[True], **kw: Unpack[_More]
 ) -> tuple[Tensor, Health]: ...
 
 
 @overload
 def newton_schulz(
-    x: Tensor, steps: int = ..., coefficient_type: CoefficientType = ..., **options: Unpack[_Options]
+    x: Tensor, steps: int = ..., coefficient_type: CoefficientType = ..., **kw: Unpack[_More]
 ) -> Tensor: ...
 
 
@@ -279,7 +268,7 @@ def newton_schulz(
         raise TypeError(f"only floating-point matrices can be orthogonalized, got {x.dtype}")
     if x.ndim not in (2, 3):
         raise ValueError(f"expected a matrix or a stack of matrices (2-D or 3-D), got shape {tuple(x.shape)}")
-    validate_matmul_precision(fp32_matmul_prec)
+    check_choice("fp32_matmul_prec", fp32_matmul_prec, get_args(MatmulPrecision))
     check_choice("form", form, get_args(Form))
     check_choice("preset", preset, forms.PRESETS)
     if preset == "fast":

@@ -24,15 +24,12 @@ class Products(Protocol):
 
     def share(self, rows: int) -> float:
         """The part of a (rows x rows) product that is computed, between 1/2 and 1."""
-        ...
 
     def gram(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """``X X^T``, (rows x rows) or (n x rows x rows), for ``X`` (rows x cols) or (n x rows x cols)."""
-        ...
 
     def addmm(self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
         """``beta C + alpha A B`` for symmetric ``A``, ``B`` that commute and symmetric ``C``, all (rows x rows)."""
-        ...
 
 
 @dataclass(frozen=True)

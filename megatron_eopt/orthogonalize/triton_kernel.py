@@ -58,21 +58,12 @@ def symmetric_product(
 
     It is for ``A = B``, and for symmetric ``A`` and ``B`` that commute, with a symmetric ``C``. Entries on and below
     the diagonal are computed, in fp32, and those above are their copies: the result is symmetric to the last bit. Of
-    ``t`` x ``t`` tiles ``t (t + 1) / 2`` are computed.
+    ``t`` x ``t`` tiles ``t (t + 1) / 2`` are computed. One compiled kernel serves all values of ``alpha`` and ``beta``.
 
-    Args:
-        a: (rows x cols) or (n x rows x cols) in fp16, bf16 or fp32, of any strides.
-        b: of the shape and dtype of ``a``, of any strides.
-        c: (rows x rows) or (n x rows x rows), of any strides and floating dtype; not read where ``beta`` is 0.
-        alpha: factor of the product, and
-        beta: of ``c``; both arguments of the compiled kernel, which is the same for all of their values.
-        out: written to and returned, of any strides and floating dtype (fp32 keeps what was accumulated); none of the
-            inputs. By default a new contiguous tensor of the dtype of ``a``.
-        input_precision: how fp32 factors are multiplied.
-
-    Raises:
-        TypeError: for another dtype, or if ``a`` and ``b`` differ in theirs.
-        ValueError: for shapes or devices that do not fit, or if ``out`` is one of the inputs.
+    ``a`` and ``b`` are (rows x cols) or (n x rows x cols), both in fp16, bf16 or fp32. ``c``, which is not read where
+    ``beta`` is 0, and ``out`` are (rows x rows) or (n x rows x rows), of any floating dtype: in fp32 ``out`` keeps what
+    was accumulated. All may have any strides. ``out`` is written to and returned, and none of the inputs. What does not
+    fit is a ``TypeError`` for dtypes, and a ``ValueError`` for shapes, devices and ``out``.
     """
     if a.dtype not in _DTYPES or a.dtype != b.dtype:
         raise TypeError(f"expected factors of one dtype, fp16, bf16 or fp32, got {a.dtype} and {b.dtype}")
@@ -99,19 +90,11 @@ def symmetric_product(
     stack = a.size(0) if a.ndim == 3 else 1
     # from matrix to matrix, row to row and column to column
     strides = [s for x in (a, b, addend, out) for s in (x.stride(0) if x.ndim == 3 else 0, *x.stride()[-2:])]
+    arguments = a, b, addend, out, float(alpha), float(beta), rows, cols, per_matrix, *strides
     # triton launches on the current device, whatever device the tensors are on
     with torch.cuda.device_of(a):
         _kernel[(stack * per_matrix,)](
-            a,
-            b,
-            addend,
-            out,
-            float(alpha),
-            float(beta),
-            rows,
-            cols,
-            per_matrix,
-            *strides,
+            *arguments,
             USE_C=use_c,
             EVEN=rows % tiles.width == 0 and cols % tiles.depth == 0,
             PRECISION=input_precision,

@@ -72,20 +72,12 @@ class Pending[Result]:
         return finish()
 
 
-def all_to_all(
-    parts: Sequence[Sequence[Tensor]], receive_sizes: Sequence[int], group: ProcessGroup
-) -> Pending[list[Tensor]]:
-    """What comes from each rank, as many entries as ``receive_sizes`` say, 1-D: views of one buffer.
+def packed(parts: Sequence[Sequence[Tensor]]) -> tuple[Tensor, list[int]]:
+    """What :func:`exchange` sends, as one 1-D tensor, and how many entries of it go to each rank.
 
     ``parts`` are for each rank the tensors that go to it, one behind the other; of one dtype and any strides, at least
     one of them somewhere, which may be empty.
     """
-    pending, sizes = exchange(*packed(parts), receive_sizes, group), list(receive_sizes)
-    return Pending(None, lambda: list(pending.wait().split(sizes)))
-
-
-def packed(parts: Sequence[Sequence[Tensor]]) -> tuple[Tensor, list[int]]:
-    """What :func:`all_to_all` sends, as one 1-D tensor, and how many entries of it go to each rank."""
     tensors = [tensor for to in parts for tensor in to]
     sizes = [sum(tensor.numel() for tensor in to) for to in parts]
     sent = tensors[0].new_empty(sum(sizes))

@@ -20,50 +20,28 @@ MOST_BYTES = 2**26  # of a copy in fp64 at a time, where a single row does not t
 class Wanted:
     """A matrix, and which of its statistics are wanted: the same on every rank of its group.
 
-    Attributes:
-        matrix: where its shards lie.
-        x: this rank's shard, (rows x cols), of any floating dtype; may be empty. For the squared norm alone also the
-            norms of its rows, or of its columns.
-        row_squares: the mean of the squares of each row.
-        column_squares: the mean of the squares of each column.
-        squared_norm: the sum of the squares of all entries.
-        inner: this rank's shard of another matrix that lies as this one does, whose inner product with it is wanted.
+    Its shard ``x`` may be empty. For the squared norm alone it may also be the norms of its rows, or of its columns.
     """
 
     matrix: Matrix
-    x: Tensor
-    row_squares: bool = False
+    x: Tensor  # (rows x cols), of any floating dtype
+    row_squares: bool = False  # the mean of the squares of each row
     column_squares: bool = False
-    squared_norm: bool = False
-    inner: Tensor | None = None
+    squared_norm: bool = False  # the sum of the squares of all entries
+    inner: Tensor | None = None  # the shard of another matrix that lies alike, for the sum of products of entries
 
 
-@dataclass(frozen=True)
-class Statistics:
-    """Statistics of one global matrix; None where they were not asked for.
+Statistics = dict[str, Tensor]
+"""Those of one global matrix that were wanted, by name.
 
-    Attributes:
-        row_squares: (rows,) of this rank's rows, in fp32; 0 where a row has no entries.
-        column_squares: (cols,) of this rank's columns, in fp32; 0 where a column has no entries.
-        squared_norm: (), in fp64.
-        inner_product: the sum of the products of entries in the same places; (), in fp64.
-    """
-
-    row_squares: Tensor | None = None
-    column_squares: Tensor | None = None
-    squared_norm: Tensor | None = None
-    inner_product: Tensor | None = None
-
-
-def known(statistic: Tensor | None) -> Tensor:
-    """A statistic that was wanted."""
-    assert statistic is not None
-    return statistic
+``row_squares`` (rows,) of this rank's rows and ``column_squares`` (cols,) of its columns are in fp32, 0 where there are
+no entries; ``squared_norm`` and ``inner_product`` are numbers in fp64.
+"""
 
 
 def norms_of(statistics: Sequence[Statistics]) -> Tensor:
     """The squared norms of several matrices, (n,)."""
-    return torch.stack([known(each.squared_norm) for each in statistics]) if statistics else torch.empty(0)
+    return torch.stack([each["squared_norm"] for each in statistics]) if statistics else torch.empty(0)
 
 
 # a statistic, whether it is summed over ranks, of which matrices; this rank's sums, (matrices, sums), which are those
@@ -76,10 +54,8 @@ def reduce_statistics(wanted: Sequence[Wanted], group: ProcessGroup | None) -> P
 
     Only sums along a dimension that is cut cross; where there is none, nothing does. Sums are taken in fp64, so there
     is no norm whose square would vanish or overflow. The matrices may differ in shape; whole ones need no ``group``.
-    Those of one layout are worked on together, in pieces of at most :data:`MOST_BYTES`.
-
-    Raises:
-        ValueError: if shards of a matrix overlap, but are not all the whole of it, and for a missing group.
+    Those of one layout are worked on together, in pieces of at most :data:`MOST_BYTES`. A ``ValueError`` for a missing
+    group, and for shards that overlap, but are not all the whole matrix.
     """
     sums = _partial_sums(wanted, 0 if group is None else group.rank())
     crossing = [
@@ -91,13 +67,13 @@ def reduce_statistics(wanted: Sequence[Wanted], group: ProcessGroup | None) -> P
 
     def finish() -> list[Statistics]:
         reduced = iter(() if pending is None else pending.wait().split([part.numel() for part in crossing]))
-        found: list[dict[str, Tensor]] = [{} for _ in wanted]
+        found: list[Statistics] = [{} for _ in wanted]
         for name, crosses, indices, x, start, length, count in sums:
             x = next(reduced).view(-1, length).narrow(1, start, x.shape[1]) if crosses else x
             x = x[:, 0] if count is None else (x / max(count, 1)).float()
             for i, statistic in zip(indices, x.unbind(), strict=True):
                 found[i][name] = statistic
-        return [Statistics(**of_matrix) for of_matrix in found]
+        return found
 
     return Pending(None, finish)
 
@@ -123,9 +99,9 @@ def _partial_sums(wanted: Sequence[Wanted], rank: int) -> list[_Sums]:
                 sums.append((name, crosses, some, x, start, shape[dim], shape[1 - dim]))
         if some := [i for i in indices if wanted[i].squared_norm]:
             sums.append(("squared_norm", cut, some, squared_norms([xs[i] for i in some])[:, None], 0, 1, None))
-        if some := [i for i in indices if wanted[i].inner is not None]:
-            ys = [known(wanted[i].inner) for i in some]
-            x = _row_sums(lambda x, y: x.double().mul_(y).sum(2), [xs[i] for i in some], ys)
+        if inner := {i: y for i in indices if (y := wanted[i].inner) is not None}:
+            some = list(inner)
+            x = _row_sums(lambda x, y: x.double().mul_(y).sum(2), [xs[i] for i in some], list(inner.values()))
             sums.append(("inner_product", cut, some, x.sum(1, keepdim=True), 0, 1, None))
     return sums
 

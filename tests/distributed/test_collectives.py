@@ -26,8 +26,9 @@ def every_collective(rank, ranks):
 
     # rank r sends r + 1 entries, in two tensors, to each rank but the first, which gets none
     parts = [[torch.full((1,), 10.0 * rank + to), torch.full((rank,), -1.0)] if to else [] for to in range(ranks)]
-    received = collectives.all_to_all(parts, [other + 1 if rank else 0 for other in range(ranks)], group).wait()
-    for other, part in enumerate(received):
+    sizes = [other + 1 if rank else 0 for other in range(ranks)]
+    received = collectives.exchange(*collectives.packed(parts), sizes, group).wait()
+    for other, part in enumerate(received.split(sizes)):
         assert part.tolist() == ([10.0 * other + rank, *[-1.0] * other] if rank else [])
     assert counted() == {"all_to_all": (1, 4 * (rank + 1) * (ranks - 1 - (rank > 0)))}
 
@@ -83,9 +84,8 @@ def every_collective(rank, ranks):
 
     # nothing to send is a collective too
     assert collectives.all_gather(numbers[:0], group).wait().shape == (ranks, 0)
-    assert [part.numel() for part in collectives.all_to_all([[numbers[:0]]] * ranks, [0] * ranks, group).wait()] == [
-        0
-    ] * ranks
+    nothing = collectives.packed([[numbers[:0]]] * ranks)
+    assert collectives.exchange(*nothing, [0] * ranks, group).wait().numel() == 0
     return True
 
 

@@ -62,15 +62,15 @@ def check(found, x, rectangle, choice):
     of_rows, of_columns, norm = choice
     squares = x.double().square()
     for asked, actual, expected in (
-        (of_rows, found.row_squares, squares.mean(1)[rectangle.top : rectangle.bottom]),
-        (of_columns, found.column_squares, squares.mean(0)[rectangle.left : rectangle.right]),
-        (norm, found.squared_norm, squares.sum()),
+        (of_rows, found.get("row_squares"), squares.mean(1)[rectangle.top : rectangle.bottom]),
+        (of_columns, found.get("column_squares"), squares.mean(0)[rectangle.left : rectangle.right]),
+        (norm, found.get("squared_norm"), squares.sum()),
     ):
         assert (actual is not None) == asked
         if asked:
             torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=1e-6 * float(squares.max()))
     if norm:
-        assert (found.squared_norm.dtype, found.squared_norm.shape) == (torch.float64, ())
+        assert (found["squared_norm"].dtype, found["squared_norm"].shape) == (torch.float64, ())
 
 
 def on_ranks(rank, ranks):
@@ -103,12 +103,12 @@ def on_ranks(rank, ranks):
             wanted[index].x[0, 0] = torch.nan
         again = reduce_statistics(wanted, group).wait()
         if choice[2]:
-            assert again[index].squared_norm.isnan()
+            assert again[index]["squared_norm"].isnan()
             assert all(
-                torch.equal(a.squared_norm, b.squared_norm)
+                torch.equal(a["squared_norm"], b["squared_norm"])
                 for a, b in zip(again[index + 1 :], found[index + 1 :], strict=True)
             )
-    return [found_one.squared_norm for found_one in reduce_statistics(norms(matrices, rank), group).wait()]
+    return [found_one["squared_norm"] for found_one in reduce_statistics(norms(matrices, rank), group).wait()]
 
 
 def norms(matrices, rank):
@@ -171,7 +171,7 @@ def test_copies_in_fp64_are_made_a_piece_at_a_time(tmp_path, monkeypatch):
     assert max(accumulate(bytes_of_each)) <= 3 * most + 2**14
     for each, x, y in zip(found, xs, ys, strict=True):
         check(each, x, whole(x.shape), (True, True, True))
-        torch.testing.assert_close(each.inner_product, (x.double() * y).sum(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(each["inner_product"], (x.double() * y).sum(), rtol=1e-12, atol=1e-12)
 
 
 def test_pieces_that_overlap_and_a_missing_group_are_refused():

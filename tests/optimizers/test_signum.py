@@ -131,3 +131,13 @@ def test_wrong_settings_are_refused_at_construction_and_in_a_new_group(settings,
     with pytest.raises(ValueError, match=message):
         opt.add_param_group({"params": [q], **settings})
     assert len(opt.param_groups) == 1
+
+
+def test_betas_that_a_group_brings_from_another_optimizer_are_not_read():
+    params, others = parameters(), parameters()
+    for own, group in ((params, {}), (others, {"betas": (0.1, 0.2)})):
+        optimizer = Signum([{"params": own, **group}], momentum=0.9)
+        for step in range(3):
+            set_gradients(own, step)
+            optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(params, others, strict=True))

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import batched
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.orthogonalize.newton_schulz import Iteration
-from megatron_eopt.parallel.collectives import all_gather, all_to_all, exchange, packed
+from megatron_eopt.parallel.collectives import all_gather, exchange, packed
 from megatron_eopt.parallel.records import Bucket, Matrix, Rectangle
 
 
@@ -170,8 +171,9 @@ def _exchange(
     sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], group: ProcessGroup
 ) -> Callable[[], Iterator[tuple[Tensor, ...]]]:
     """Start an all-to-all of stacks, of which each rank sends so many entries; the result has the parts of each."""
-    pending = all_to_all(sent, [sum(each) for each in sizes], group)
-    return lambda: zip(*(part.split(list(each)) for part, each in zip(pending.wait(), sizes, strict=True)), strict=True)
+    pending = exchange(*packed(sent), [sum(each) for each in sizes], group)
+    flat = [size for of_rank in sizes for size in of_rank]
+    return lambda: zip(*batched(pending.wait().split(flat), len(sizes[0])), strict=True)
 
 
 def assemble(parts: Sequence[Tensor], matrix: Matrix, short_first: bool = False) -> Tensor:

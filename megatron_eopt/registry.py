@@ -29,8 +29,8 @@ from megatron_eopt.row import get_qkv_split_shapes, kwargs_from_config
 InitStateFn = Callable[..., None]
 Builder = Callable[..., Optimizer]
 
-FROM_ABOVE: dict[str, Callable[[], Any]] = {}
-"""What only rooms above can say; the package fills in ``routing``, the module that speaks of Megatron's ParamKey."""
+FROM_ABOVE: dict[str, Callable[..., Any]] = {}
+"""What only rooms above can say; the package fills in ``to_adam``, which speaks of Megatron's ``ParamKey``."""
 
 
 def is_nonlinear_or_embedding(param: Tensor) -> bool:
@@ -50,12 +50,12 @@ def is_muon_excluded(param: Tensor) -> bool:
 
 def default_param_overrides_factory() -> dict[Any, dict[str, Any]]:
     """The default routing, parameters that are no matrices and embeddings to Adam, by Megatron's ``ParamKey``."""
-    return FROM_ABOVE["routing"]().nonlinear_and_embedding_to_adam()
+    return FROM_ABOVE["to_adam"]("nonlinear_or_embedding", is_nonlinear_or_embedding)
 
 
 def muon_param_overrides_factory() -> dict[Any, dict[str, Any]]:
     """The routing of optimizers of matrices: the default one, and parameters with ``use_muon=False`` to Adam, too."""
-    return FROM_ABOVE["routing"]().excluded_from_muon_to_adam()
+    return FROM_ABOVE["to_adam"]("muon_excluded", is_muon_excluded)
 
 
 class _DefaultOverrides:

@@ -17,28 +17,18 @@ class Flag:
     """A flag of the command line, ``--OPTIMIZER-SETTING``, which sets the field ``OPTIMIZER_SETTING`` of the config.
 
     A flag whose default is True turns its setting off, and is ``--OPTIMIZER-no-SETTING``.
-
-    Attributes:
-        setting: the argument of the optimizer's constructor, where there is one for it.
-        default: the value without the flag.
-        kind: type of a value that has no default.
-        choices: the values, where there are few; filled in where the constructor's argument is a ``Literal``.
-        field: name of the config's field, where it is another.
-        shared: whether it holds for every optimizer of matrices that has such a setting.
-        megatrons: whether Megatron has the flag itself, so that it is not added.
-        optimizer: name of the optimizer; empty for a flag of the run. Filled in for the flags of a row.
     """
 
-    setting: str
-    default: Any
+    setting: str  # the argument of the optimizer's constructor, where there is one for it
+    default: Any  # the value without the flag
     help: str
-    kind: type = str
-    choices: tuple[str, ...] = ()
-    field: str = ""
-    shared: bool = False
-    megatrons: bool = False
+    kind: type = str  # of a value that has no default
+    choices: tuple[str, ...] = ()  # where they are few; filled in where the constructor's argument is a ``Literal``
+    field: str = ""  # of the config, where it has another name
+    shared: bool = False  # whether it holds for every optimizer of matrices that has such a setting
+    megatrons: bool = False  # whether Megatron has the flag itself, so that it is not added
     metavar: str | None = None
-    optimizer: str = ""
+    optimizer: str = ""  # its name, filled in for the flags of a row; empty for a flag of the run
 
     @property
     def name(self) -> str:
@@ -63,61 +53,41 @@ class Flag:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """An optimizer.
+    """An optimizer."""
 
-    Attributes:
-        name: for ``--optimizer``, and for the config of plain torch.
-        papers: those that it is from, with links.
-        owns: the parameters that it is given in Megatron. With ``matrices``, Adam has the rest.
-        vectors: whether the class takes parameters of any shape, so that plain torch gives it all; always where it
-            owns ``all``.
-        plain: whether the builders of plain torch have it.
-        of_muon: settings that it takes from Muon's flags.
-        betas: prefix of the flags that its betas, and ``eps``, are taken from.
-        state: state keys of tensors of the parameter's shape; by default these are a momentum.
-        further_state: state keys of other tensors, without the number of the logical matrix.
-        state_depends_on: fields of the config that change what is kept.
-        keeps: the state in words.
-        state_bytes: of a matrix of m x n in fp32, as a formula.
-        begin_with: flags of a run of the demo's model, which ``make compare`` takes.
-        update_rms: RMS of the entries of an update, before the learning rate, where no matrix has one of its own.
-        averages: whether it evaluates and saves an average of the path, so that no rank may lack a parameter.
-        refuses: what it refuses beside the runs that none of the optimizers takes.
-    """
-
-    name: str
+    name: str  # for ``--optimizer``, and for the config of plain torch
     cls: type[BaseOptimizer]
     sentence: str
-    papers: str
-    owns: Literal["matrices", "all"] = "matrices"
-    vectors: bool = False
-    plain: bool = True
-    of_muon: tuple[str, ...] = ()
-    betas: str = ""
+    papers: str  # those that it is from, with links
+    owns: Literal["matrices", "all"] = "matrices"  # what it is given in Megatron; Adam has what is no matrix
+    vectors: bool = False  # whether it takes any shape, so that plain torch gives it all; always where it owns all
+    plain: bool = True  # whether the builders of plain torch have it
+    of_muon: tuple[str, ...] = ()  # settings that it takes from Muon's flags
+    betas: str = ""  # prefix of the flags that its betas, and ``eps``, are taken from
     flags: tuple[Flag, ...] = ()
-    state: tuple[str, ...] = ("momentum_buffer",)
-    further_state: tuple[str, ...] = ()
-    state_depends_on: tuple[str, ...] = ()
-    keeps: str = "the momentum"
-    state_bytes: str = "4 mn"
-    begin_with: str
+    state: tuple[str, ...] = ("momentum_buffer",)  # keys of tensors of the parameter's shape
+    further_state: tuple[str, ...] = ()  # keys of other tensors, without the number of the logical matrix
+    state_depends_on: tuple[str, ...] = ()  # fields of the config that change what is kept
+    keeps: str = "the momentum"  # the state in words
+    state_bytes: str = "4 mn"  # of a matrix of m x n in fp32, as a formula
+    begin_with: str  # flags of a run of the demo's model, which ``make compare`` takes
     begin_why: str = ""
-    update_rms: float | None = None
-    averages: bool = False
-    refuses: str = ""
+    update_rms: float | None = None  # of the entries, before the rate, where no matrix has one of its own
+    averages: bool = (
+        False  # whether it evaluates and saves an average of the path, so that no rank may lack a parameter
+    )
+    refuses: str = ""  # beside the runs that none of the optimizers takes
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "vectors", self.vectors or self.owns == "all")
-        of_row = (
-            replace(flag, optimizer=self.name, choices=flag.choices or self._literals(flag.setting))
-            for flag in self.flags
-        )
-        object.__setattr__(self, "flags", tuple(of_row))
+        flags = (replace(each, optimizer=self.name, choices=self._choices(each)) for each in self.flags)
+        object.__setattr__(self, "flags", tuple(flags))
 
-    def _literals(self, setting: str) -> tuple[str, ...]:
-        """The values of a constructor's argument whose annotation is a ``Literal``; none for any other."""
-        annotation = inspect.signature(self.cls).parameters[setting].annotation if self.takes(setting) else None
-        return get_args(annotation) if get_origin(annotation) is Literal else ()
+    def _choices(self, flag: Flag) -> tuple[str, ...]:
+        """The flag's own, else the values of a constructor's argument whose annotation is a ``Literal``."""
+        argument = inspect.signature(self.cls).parameters.get(flag.setting)
+        annotation = None if argument is None else argument.annotation
+        return flag.choices or (get_args(annotation) if get_origin(annotation) is Literal else ())
 
     @property
     def takes_adams(self) -> bool:
@@ -172,15 +142,10 @@ def kwargs_from_config(optimizer_cls: type, prefix: str, config: Any) -> dict[st
 
     For every named parameter of ``__init__`` but self and params: ``config.{prefix}_{name}``, else ``config.{name}``.
     """
-    kwargs = {}
-    for name, parameter in inspect.signature(optimizer_cls.__init__).parameters.items():  # type: ignore[misc]
-        if name in ("self", "params") or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        for attribute in (f"{prefix}_{name}", name):
-            if hasattr(config, attribute):
-                kwargs[name] = getattr(config, attribute)
-                break
-    return kwargs
+    arguments = inspect.signature(optimizer_cls.__init__).parameters.values()  # type: ignore[misc]
+    named = [each.name for each in arguments if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    fields = ((name, field) for name in named for field in (name, f"{prefix}_{name}") if hasattr(config, field))
+    return {name: getattr(config, field) for name, field in fields if name not in ("self", "params")}
 
 
 def workspace_from(config: Any) -> dict[str, int]:

@@ -271,21 +271,3 @@ def with_registered(build: Callable[..., Any]) -> Callable[..., Any]:
         return wrapped
 
     return build_registered
-
-
-def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    """Build the optimizer of a Megatron model, where our optimizers are activated.
-
-    Takes and returns what Megatron-Core's function of this name does; with ``config.optimizer`` adam or sgd it is that
-    function.
-
-    Args:
-        config: Megatron's ``OptimizerConfig``.
-        model_chunks: the model, one module per virtual pipeline stage.
-        *args: further arguments of Megatron-Core's function.
-        **kwargs: the same by name: ``config_overrides``, ``use_gloo_process_groups``, ``pg_collection``.
-
-    Raises:
-        ValueError: for an unknown optimizer and for settings that it refuses, before anything is changed.
-    """
-    return releases.builder(config.optimizer)(config, model_chunks, *args, **kwargs)

@@ -1,6 +1,5 @@
 """Make Megatron-Core in this process know our optimizers."""
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from megatron_eopt.megatron.checkpoints.sharding import named_apart, undecided
 from megatron_eopt.megatron.factory import checked, checked_elsewhere, with_registered
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.parameters import NAME
-from megatron_eopt.redirect import Redirection, Redirections, becomes
+from megatron_eopt.redirect import Redirection, Redirections, around, becomes
 
 logger = logging.getLogger(__name__)
 
@@ -160,18 +159,16 @@ def _of_training() -> list[_Replaced]:
     ]
 
 
-def _with_default_tp_mode(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def init_with_default_tp_mode(self: Any, *args: Any, **kwargs: Any) -> None:
-        if "muon_tp_mode" not in kwargs:
-            setattr(self, TP_MODE_SOURCE, UNNAMED)
-        init(self, *args, **{"muon_tp_mode": DEFAULT_TP_MODE, **kwargs})
-
-    return init_with_default_tp_mode
+@around
+def _with_default_tp_mode(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    if "muon_tp_mode" not in kwargs:
+        setattr(self, TP_MODE_SOURCE, UNNAMED)
+    init(self, *args, **{"muon_tp_mode": DEFAULT_TP_MODE, **kwargs})
 
 
-def _amended(add_arguments: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda parser: amend(add_arguments(parser), releases.unavailable())
+@around
+def _amended(add_arguments: Callable[..., Any], parser: Any) -> Any:
+    return amend(add_arguments(parser), releases.unavailable())
 
 
 def _forward_registry() -> None:

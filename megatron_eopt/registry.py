@@ -183,7 +183,8 @@ class Registry(UserDict[str, EmergingOptimizerEntry]):
 
 EMERGING_OPTIMIZERS = Registry()
 _BUILDERS: dict[str, Builder] = {}
-_BUILT: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
+BUILT_AS: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
+"""The name under which :func:`create_emerging_optimizer` built an optimizer."""
 
 
 @overload
@@ -282,7 +283,7 @@ def create_emerging_optimizer(
     entry = get_optimizer_entry(eopt_name)
     to_kwargs = entry.config_to_kwargs or partial(default_adam_based_eopt_config_to_kwargs, eopt_name)
     optimizer = entry.optimizer_cls(param_groups, **to_kwargs(config, model_chunks, pg_collection))
-    _BUILT[optimizer] = eopt_name
+    BUILT_AS[optimizer] = eopt_name
     return optimizer, entry.init_state_fn
 
 
@@ -336,8 +337,3 @@ def decays_weights(name: str) -> bool:
     """Whether an optimizer has a weight decay, by what is registered under its name; any other is taken to have one."""
     entry = EMERGING_OPTIMIZERS.get(name)
     return entry is None or bool(getattr(entry.optimizer_cls, "decays_weights", True))
-
-
-def built_as(optimizer: Optimizer) -> str | None:
-    """The name under which :func:`create_emerging_optimizer` built an optimizer; None for any other."""
-    return _BUILT.get(optimizer)

@@ -154,11 +154,6 @@ def training_args() -> Any:
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
 
-def wants_schedule_of_checkpoint() -> bool:
-    """Whether the user passed ``--use-checkpoint-opt_param-scheduler``."""
-    return bool(getattr(training_args(), "use_checkpoint_opt_param_scheduler", False))
-
-
 def mark_row_parallel(model_chunks: Iterable[Module]) -> None:
     """Let the weights of row-parallel layers of Transformer Engine say that their columns are cut, as from 0.19 on.
 

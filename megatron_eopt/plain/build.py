@@ -99,7 +99,7 @@ def register_builders() -> None:
     _register("adamw", build_adamw)
     for row in FAMILY:
         if row.plain:
-            _register(row.name, partial(build_for_all if row.vectors else build_for_matrices, row))
+            _register(row.name, partial(build_row, row))
 
 
 def _register(name: str, build: Callable[[list[Group], OptimizerConfig], Optimizer]) -> None:
@@ -129,13 +129,13 @@ def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
     return package.FusedAdam(groups, **_settings(config, **adam, adam_w_mode=True))
 
 
-def build_for_all(row: Row, groups: list[Group], config: OptimizerConfig) -> Optimizer:
-    """An optimizer that takes parameters of every shape, for all of them."""
-    return row.cls(groups, **_settings(config, row))
+def build_row(row: Row, groups: list[Group], config: OptimizerConfig) -> Optimizer:
+    """An optimizer that takes parameters of every shape; or one of matrices, with AdamW for the rest inside.
 
-
-def build_for_matrices(row: Row, groups: list[Group], config: OptimizerConfig) -> Optimizer:
-    """An optimizer of matrices, and AdamW for the rest inside; AdamW alone where there are no matrices."""
+    AdamW alone where there are no matrices.
+    """
+    if row.vectors:
+        return row.cls(groups, **_settings(config, row))
     why_adamw: Rule = for_matrices
     factors: list[Group] = []
     if row.cls is TensorParallelMuon:

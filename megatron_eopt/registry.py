@@ -133,8 +133,8 @@ class Registry(UserDict[str, EmergingOptimizerEntry]):
         self._made_room: dict[str, EmergingOptimizerEntry] = {}
 
     def __setitem__(self, name: str, entry: EmergingOptimizerEntry) -> None:
-        names = [field.name for field in fields(EmergingOptimizerEntry)]
         # of an entry of ours hasattr would ask for the overrides, and so import Megatron
+        names = [field.name for field in fields(EmergingOptimizerEntry)]
         lacking = [each for each in names if not (isinstance(entry, EmergingOptimizerEntry) or hasattr(entry, each))]
         if lacking:
             raise TypeError(
@@ -154,9 +154,7 @@ class Registry(UserDict[str, EmergingOptimizerEntry]):
     def forward(self, theirs: dict[str, EmergingOptimizerEntry], make_room: Iterable[str]) -> None:
         """Put the entries into Megatron's dict, and read and write that from now on.
 
-        Args:
-            theirs: Megatron's dict. A name that it has already keeps its entry there.
-            make_room: names in it whose entries make room for those of this mapping, until :meth:`forward_no_more`.
+        A name that it has keeps its entry there, but for those that ``make_room`` until :meth:`forward_no_more`.
         """
         self._made_room = {name: theirs[name] for name in make_room if name in self._own}
         for name, entry in self._own.items():

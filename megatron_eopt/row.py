@@ -94,11 +94,6 @@ class Row:
         """Whether ``--muon-momentum-from-adam`` lets it load Adam's state: it keeps a momentum and nothing else."""
         return (*self.state, *self.further_state) == ("momentum_buffer",)
 
-    @property
-    def takes_l2_decay(self) -> bool:
-        """Whether its weight decay may be a part of the gradient, as Muon's may."""
-        return "use_decoupled_weight_decay" in self.of_muon
-
     def takes(self, setting: str) -> bool:
         """Whether the constructor has an argument of this name."""
         return setting in inspect.signature(self.cls).parameters
@@ -106,13 +101,11 @@ class Row:
     def config_to_kwargs(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any) -> dict[str, Any]:
         """Arguments of the constructor from Megatron's config: by its own flags, and by those that it shares.
 
-        ``model_chunks`` is the model, one module per virtual pipeline stage.
-
-        Raises:
-            ValueError: for weight decay that is not decoupled, where it has no other, and for a workspace of 0 bytes.
+        A ``ValueError`` refuses weight decay that is not decoupled, unless it takes that from Muon.
         """
         decoupled = getattr(config, "decoupled_weight_decay", True)
-        if not decoupled and not self.takes_l2_decay:
+        takes_l2_decay = "use_decoupled_weight_decay" in self.of_muon
+        if not decoupled and not takes_l2_decay:
             raise ValueError(f"{self.name} has decoupled weight decay only: leave decoupled_weight_decay at True")
         of_muon = kwargs_from_config(self.cls, "muon", config)
         if hasattr(config, "muon_use_nesterov"):  # its name up to Megatron-Core 0.17
@@ -120,7 +113,7 @@ class Row:
         kwargs = {setting: value for setting, value in of_muon.items() if setting in self.of_muon}
         kwargs |= kwargs_from_config(self.cls, self.name, config)
         kwargs |= workspace_from(config) if self.takes("workspace") else {}
-        if self.takes_l2_decay:
+        if takes_l2_decay:
             kwargs["use_decoupled_weight_decay"] = decoupled
         if not self.cls.decays_weights:
             kwargs["weight_decay"] = 0.0

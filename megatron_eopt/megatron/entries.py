@@ -9,16 +9,8 @@ from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
 from megatron_eopt import registry
-from megatron_eopt.overrides import (
-    Entry,
-    Known,
-    Layer,
-    OverrideError,
-    ParameterInfo,
-    entries_from_dict,
-    make_entry,
-    read_overrides,
-)
+from megatron_eopt.overrides import Entry, Known, Layer, OverrideError, ParameterInfo
+from megatron_eopt.overrides.entries import entries_from_dict, make_entry, read_overrides
 from megatron_eopt.registry import takes_matrices
 
 DEFAULT = "default of"

@@ -70,10 +70,7 @@ def version() -> str:
 
 
 def core_optimizer(name: str = "") -> ModuleType:
-    """The package that builds Megatron's optimizers, or its module of this name.
-
-    Such as ``.emerging_optimizers``, its registry from 0.18 on, and ``.muon``, which builds Muon in 0.17.
-    """
+    """What builds Megatron's optimizers, or its ``.emerging_optimizers`` (a registry, from 0.18), ``.muon`` (0.17)."""
     return importlib.import_module(f"megatron.core.optimizer{name}")
 
 

@@ -75,10 +75,8 @@ class _DefaultOverrides:
 def eopt_init_state_fn(opt: Optimizer, config: Any = None) -> None:
     """Create every state tensor of every parameter, gradient or not: what a checkpoint is loaded into.
 
-    Calls ``opt.init_state()``, else Megatron's ``opt._init_group(group, skip_non_grad_params=False)`` for each group.
-
-    Raises:
-        TypeError: for an optimizer that has neither.
+    Calls ``opt.init_state()``, else Megatron's ``opt._init_group(group, skip_non_grad_params=False)`` for each group; a
+    ``TypeError`` is for an optimizer that has neither.
     """
     if hasattr(opt, "init_state"):
         opt.init_state()
@@ -258,21 +256,12 @@ def _look_up[T](name: str, registered: Mapping[str, T]) -> T:
 def create_emerging_optimizer(
     config: Any, param_groups: list[dict[str, Any]], eopt_name: str, model_chunks: Sequence[Any], pg_collection: Any
 ) -> tuple[Optimizer, InitStateFn]:
-    """Build an optimizer from Megatron's config.
+    """Build an optimizer from Megatron's config; with it comes the function that creates its state.
 
-    Args:
-        config: Megatron's ``OptimizerConfig``.
-        param_groups: parameter groups, as Megatron makes them. Where they name their ``optimizer``, that is built:
-            Megatron-Core 0.18 puts them apart by it, and then calls this with the name of the run's.
-        eopt_name: name in the registry, of groups that name none.
-        model_chunks: the model, one module per virtual pipeline stage.
-        pg_collection: Megatron's ``ProcessGroupCollection``.
-
-    Returns:
-        The optimizer and the function that creates its state.
-
-    Raises:
-        ValueError: for an unknown name, and for what the optimizer refuses.
+    Where ``param_groups`` name their ``optimizer``, that is built, and else ``eopt_name``: Megatron-Core 0.18 puts them
+    apart by it, and then calls this with the name of the run's. ``model_chunks`` is the model, one module per virtual
+    pipeline stage, ``pg_collection`` Megatron's ``ProcessGroupCollection``. A ``ValueError`` is for an unknown name,
+    groups that name several, and what the optimizer refuses.
     """
     names = {group.get("optimizer", eopt_name) for group in param_groups} or {eopt_name}
     if len(names) > 1:

@@ -8,8 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from megatron_eopt.optimizers.base import BaseOptimizer
 
-ADAMW_RMS = 0.2
-"""RMS of the entries of a typical AdamW update, before the learning rate (arXiv 2502.16982, section 2.2)."""
+ADAMW_RMS = 0.2  # of the entries of a typical AdamW update, before the learning rate (arXiv 2502.16982, section 2.2)
 
 
 @dataclass(frozen=True)
@@ -131,10 +130,7 @@ class Row:
 
 
 def kwargs_from_config(optimizer_cls: type, prefix: str, config: Any) -> dict[str, Any]:
-    """Arguments of an optimizer that a config has values for.
-
-    For every named parameter of ``__init__`` but self and params: ``config.{prefix}_{name}``, else ``config.{name}``.
-    """
+    """The named arguments of an optimizer that a config has: ``config.{prefix}_{name}``, else ``config.{name}``."""
     arguments = inspect.signature(optimizer_cls.__init__).parameters.values()  # type: ignore[misc]
     named = [each.name for each in arguments if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     fields = ((name, field) for name in named for field in (name, f"{prefix}_{name}") if hasattr(config, field))

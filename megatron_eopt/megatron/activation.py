@@ -188,8 +188,6 @@ def _forward_registry() -> None:
 def _is_megatrons_own(entry: Any) -> bool:
     """Whether Megatron put an entry into its registry: nothing that it is made of is a user's."""
     routing = [getattr(getattr(key, "predicate", None), "fn", None) for key in entry.default_param_overrides]
-    made_of = [type(entry), entry.optimizer_cls, entry.init_state_fn, *routing]
-    if entry.config_to_kwargs is not None:
-        made_of.append(entry.config_to_kwargs)
+    made_of = [type(entry), entry.optimizer_cls, entry.init_state_fn, entry.config_to_kwargs or type(entry), *routing]
     homes = ("megatron.core.optimizer.emerging_optimizers", "emerging_optimizers.")
     return bool(routing) and all(str(getattr(each, "__module__", "")).startswith(homes) for each in made_of)

@@ -13,8 +13,7 @@ from megatron_eopt.overrides import Entry, Known, Layer, OverrideError, Paramete
 from megatron_eopt.overrides.entries import entries_from_dict, make_entry, read_overrides
 from megatron_eopt.registry import takes_matrices
 
-DEFAULT = "default of"
-"""Start of the source of a setting that nobody has requested."""
+DEFAULT = "default of"  # start of the source of a setting that nobody has requested
 
 
 def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] | None) -> list[Entry]:

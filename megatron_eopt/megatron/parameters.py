@@ -107,10 +107,7 @@ def optimizer_parameters(optimizer: Any) -> Iterator[OptimizerParameter]:
 
 
 def model_parameters(wrapper: Any) -> list[Tensor]:
-    """Those of the model, in the order of the torch optimizer's, which may be their fp32 copies.
-
-    ``wrapper`` is Megatron's, of one torch optimizer that holds whole parameters.
-    """
+    """The model's, in the order of those whole ones that a wrapper's torch optimizer holds: maybe their fp32 copies."""
     mains, models = (
         [parameter for group in getattr(wrapper, name, []) for parameter in group]
         for name in ("fp32_from_float16_groups", "float16_groups")

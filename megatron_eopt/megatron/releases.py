@@ -22,8 +22,7 @@ from megatron_eopt.redirect import Redirection, Redirections, becomes
 from megatron_eopt.registry import list_optimizers
 from megatron_eopt.row import workspace_from
 
-SUPPORTED = ("0.19", "0.18", "0.17")
-"""The latest first."""
+SUPPORTED = ("0.19", "0.18", "0.17")  # the latest first
 
 
 def number(release: str) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from megatron_eopt.optimizers.spectron import Spectron
 from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.plain import routing
 from megatron_eopt.plain.config import OptimizerConfig
-from megatron_eopt.plain.routing import Group
+from megatron_eopt.plain.routing import Group, Rule, decays
 from megatron_eopt.registry import get_optimizer_builder, register_optimizer
 from megatron_eopt.row import Row
 
@@ -74,8 +74,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
     for name, parameter in trained:
         setattr(parameter, NAME, name.replace("_orig_mod.", "").removeprefix(prefix))  # which torch.compile puts in
     groups: list[Group] = [
-        {"params": [p for name, p in trained if routing.decays(name, p)], "weight_decay": weight_decay},
-        {"params": [p for name, p in trained if not routing.decays(name, p)], "weight_decay": 0.0},
+        {"params": [p for name, p in trained if decays(name, p)], "weight_decay": weight_decay},
+        {"params": [p for name, p in trained if not decays(name, p)], "weight_decay": 0.0},
     ]
     decayed, others = (_counted([group], "parameters") for group in groups)
     _log(
@@ -87,23 +87,25 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
 
 def register_builders() -> None:
     """Register the builder of each optimizer of the table, and that of torch's AdamW."""
-    builders: dict[str, Callable[..., Optimizer]] = {row.name: partial(build_row, row) for row in FAMILY if row.plain}
-    for name, build in {"adamw": build_adamw, **builders}.items():
-        register_optimizer(name)(partial(_of_any_config, name, build))
+    _register("adamw", build_adamw)
+    for row in FAMILY:
+        if row.plain:
+            _register(row.name, partial(build_of_row, row))
 
 
-def _of_any_config(name: str, build: Callable[..., Optimizer], groups: list[Group], config: Any) -> Optimizer:
-    """Build from the groups that have parameters, and a config of any class, such as KempnerForge's, made one of ours.
+def _register(name: str, build: Callable[[list[Group], OptimizerConfig], Optimizer]) -> None:
+    """Register a builder, which gets the groups that have parameters, and the config as one of ours."""
 
-    Fields that it does not have are at their defaults.
-    """
-    known = {x.name: getattr(config, x.name) for x in fields(OptimizerConfig) if hasattr(config, x.name)}
-    filled = [{**group, "params": list(group["params"])} for group in groups]
-    return build([group for group in filled if group["params"]], OptimizerConfig(**{**known, "name": name}))
+    @register_optimizer(name)
+    def build_of_any_config(groups: list[Group], config: Any) -> Optimizer:
+        # a config of any class, such as KempnerForge's; fields that it does not have are at their defaults
+        known = {x.name: getattr(config, x.name) for x in fields(OptimizerConfig) if hasattr(config, x.name)}
+        filled = [{**group, "params": list(group["params"])} for group in groups]
+        return build([group for group in filled if group["params"]], OptimizerConfig(**{**known, "name": name}))
 
 
 def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
-    """AdamW of torch, or FusedAdam of the package that ``config.fused`` names: ValueError if that is not installed."""
+    """AdamW of torch, or FusedAdam of the package that ``config.fused`` names (``ValueError`` without it)."""
     adam: dict[str, Any] = {"betas": config.betas or ADAM_BETAS, "eps": config.eps}
     if isinstance(config.fused, bool):
         return AdamW(groups, **_settings(config, **adam, fused=_fused(groups, config)))
@@ -114,14 +116,11 @@ def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
     return package.FusedAdam(groups, **_settings(config, **adam, adam_w_mode=True))
 
 
-def build_row(row: Row, groups: list[Group], config: OptimizerConfig) -> Optimizer:
-    """An optimizer that takes parameters of every shape; or one of matrices, with AdamW for the rest inside.
-
-    AdamW alone where there are no matrices.
-    """
+def build_of_row(row: Row, groups: list[Group], config: OptimizerConfig) -> Optimizer:
+    """An optimizer that takes every shape; or one of matrices, with AdamW inside for the rest, or alone without any."""
     if row.vectors:
         return row.cls(groups, **_settings(config, row))
-    why_adamw: routing.Rule = routing.for_matrices
+    why_adamw: Rule = routing.for_matrices
     factors: list[Group] = []
     if row.cls is TensorParallelMuon:
         why_adamw = routing.for_muon_of_all if config.muon_embeddings else routing.for_muon

@@ -42,21 +42,30 @@ def activate() -> None:
 
 
 def get_megatron_optimizer(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
-    """Build the optimizer of a Megatron model, as ``megatron.core.optimizer.get_megatron_optimizer`` does.
+    """Build the optimizer of a Megatron model, for those who write their own training loop.
 
-    For those who write their own training loop; :func:`activate` is called first. See
-    :func:`megatron_eopt.megatron.factory.get_megatron_optimizer`.
+    Takes and returns what ``megatron.core.optimizer.get_megatron_optimizer`` does; with ``config.optimizer`` adam or
+    sgd it is that function. :func:`activate` is called first.
+
+    Args:
+        config: Megatron's ``OptimizerConfig``.
+        model_chunks: the model, one module per virtual pipeline stage.
+        *args: further arguments of Megatron-Core's function.
+        **kwargs: the same by name: ``config_overrides``, ``use_gloo_process_groups``, ``pg_collection``.
+
+    Raises:
+        ValueError: for an unknown optimizer and for settings that it refuses, before anything is changed.
     """
     activate()
-    from megatron_eopt.megatron.factory import get_megatron_optimizer
+    from megatron_eopt.megatron import releases
 
-    return get_megatron_optimizer(config, model_chunks, *args, **kwargs)
-
-
-def _routing() -> Any:
-    from megatron_eopt.megatron import entries
-
-    return entries
+    return releases.builder(config.optimizer)(config, model_chunks, *args, **kwargs)
 
 
-registry.FROM_ABOVE["routing"] = _routing
+def _to_adam(name: str, takes: Any) -> Any:
+    from megatron_eopt.megatron.entries import to_adam
+
+    return to_adam(name, takes)
+
+
+registry.FROM_ABOVE["to_adam"] = _to_adam

@@ -85,17 +85,13 @@ FAMILY = (
                 "Matrices of fused parameters: as Megatron splits them, none of their own, all, or heads as well.",
                 choices=get_args(SplitName), shared=True,
             ),
-            Flag(
-                "lr", None, "Largest learning rate of the matrices; --lr is for the rest.",
-                kind=float, field="matrix_lr", shared=True,
-            ),
-            Flag(
-                "min_lr", None, "Smallest learning rate of the matrices.",
-                kind=float, field="matrix_min_lr", shared=True,
-            ),
-            Flag(
-                "weight_decay", None, "Weight decay of the matrices.",
-                kind=float, field="matrix_weight_decay", shared=True,
+            *(
+                Flag(name, None, what, kind=float, field=f"matrix_{name}", shared=True)
+                for name, what in (
+                    ("lr", "Largest learning rate of the matrices; --lr is for the rest."),
+                    ("min_lr", "Smallest learning rate of the matrices."),
+                    ("weight_decay", "Weight decay of the matrices."),
+                )
             ),
             Flag(
                 "scalar_optimizer", "adam",

@@ -29,8 +29,8 @@ from megatron_eopt.row import get_qkv_split_shapes, kwargs_from_config
 InitStateFn = Callable[..., None]
 Builder = Callable[..., Optimizer]
 
-FROM_ABOVE: dict[str, Callable[[], Any]] = {}
-"""What only rooms above can say; the package fills in ``routing``, the module that speaks of Megatron's ParamKey."""
+FROM_ABOVE: dict[str, Callable[..., Any]] = {}
+"""What only rooms above can say; the package fills in ``to_adam``, which speaks of Megatron's ``ParamKey``."""
 
 
 def is_nonlinear_or_embedding(param: Tensor) -> bool:
@@ -50,12 +50,12 @@ def is_muon_excluded(param: Tensor) -> bool:
 
 def default_param_overrides_factory() -> dict[Any, dict[str, Any]]:
     """The default routing, parameters that are no matrices and embeddings to Adam, by Megatron's ``ParamKey``."""
-    return FROM_ABOVE["routing"]().nonlinear_and_embedding_to_adam()
+    return FROM_ABOVE["to_adam"]("nonlinear_or_embedding", is_nonlinear_or_embedding)
 
 
 def muon_param_overrides_factory() -> dict[Any, dict[str, Any]]:
     """The routing of optimizers of matrices: the default one, and parameters with ``use_muon=False`` to Adam, too."""
-    return FROM_ABOVE["routing"]().excluded_from_muon_to_adam()
+    return FROM_ABOVE["to_adam"]("muon_excluded", is_muon_excluded)
 
 
 class _DefaultOverrides:
@@ -75,10 +75,8 @@ class _DefaultOverrides:
 def eopt_init_state_fn(opt: Optimizer, config: Any = None) -> None:
     """Create every state tensor of every parameter, gradient or not: what a checkpoint is loaded into.
 
-    Calls ``opt.init_state()``, else Megatron's ``opt._init_group(group, skip_non_grad_params=False)`` for each group.
-
-    Raises:
-        TypeError: for an optimizer that has neither.
+    Calls ``opt.init_state()``, else Megatron's ``opt._init_group(group, skip_non_grad_params=False)`` for each group; a
+    ``TypeError`` is for an optimizer that has neither.
     """
     if hasattr(opt, "init_state"):
         opt.init_state()
@@ -133,8 +131,8 @@ class Registry(UserDict[str, EmergingOptimizerEntry]):
         self._made_room: dict[str, EmergingOptimizerEntry] = {}
 
     def __setitem__(self, name: str, entry: EmergingOptimizerEntry) -> None:
-        names = [field.name for field in fields(EmergingOptimizerEntry)]
         # of an entry of ours hasattr would ask for the overrides, and so import Megatron
+        names = [field.name for field in fields(EmergingOptimizerEntry)]
         lacking = [each for each in names if not (isinstance(entry, EmergingOptimizerEntry) or hasattr(entry, each))]
         if lacking:
             raise TypeError(
@@ -154,9 +152,7 @@ class Registry(UserDict[str, EmergingOptimizerEntry]):
     def forward(self, theirs: dict[str, EmergingOptimizerEntry], make_room: Iterable[str]) -> None:
         """Put the entries into Megatron's dict, and read and write that from now on.
 
-        Args:
-            theirs: Megatron's dict. A name that it has already keeps its entry there.
-            make_room: names in it whose entries make room for those of this mapping, until :meth:`forward_no_more`.
+        A name that it has keeps its entry there, but for those that ``make_room`` until :meth:`forward_no_more`.
         """
         self._made_room = {name: theirs[name] for name in make_room if name in self._own}
         for name, entry in self._own.items():
@@ -183,7 +179,8 @@ class Registry(UserDict[str, EmergingOptimizerEntry]):
 
 EMERGING_OPTIMIZERS = Registry()
 _BUILDERS: dict[str, Builder] = {}
-_BUILT: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
+BUILT_AS: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
+"""The name under which :func:`create_emerging_optimizer` built an optimizer."""
 
 
 @overload
@@ -259,21 +256,12 @@ def _look_up[T](name: str, registered: Mapping[str, T]) -> T:
 def create_emerging_optimizer(
     config: Any, param_groups: list[dict[str, Any]], eopt_name: str, model_chunks: Sequence[Any], pg_collection: Any
 ) -> tuple[Optimizer, InitStateFn]:
-    """Build an optimizer from Megatron's config.
+    """Build an optimizer from Megatron's config; with it comes the function that creates its state.
 
-    Args:
-        config: Megatron's ``OptimizerConfig``.
-        param_groups: parameter groups, as Megatron makes them. Where they name their ``optimizer``, that is built:
-            Megatron-Core 0.18 puts them apart by it, and then calls this with the name of the run's.
-        eopt_name: name in the registry, of groups that name none.
-        model_chunks: the model, one module per virtual pipeline stage.
-        pg_collection: Megatron's ``ProcessGroupCollection``.
-
-    Returns:
-        The optimizer and the function that creates its state.
-
-    Raises:
-        ValueError: for an unknown name, and for what the optimizer refuses.
+    Where ``param_groups`` name their ``optimizer``, that is built, and else ``eopt_name``: Megatron-Core 0.18 puts them
+    apart by it, and then calls this with the name of the run's. ``model_chunks`` is the model, one module per virtual
+    pipeline stage, ``pg_collection`` Megatron's ``ProcessGroupCollection``. A ``ValueError`` is for an unknown name,
+    groups that name several, and what the optimizer refuses.
     """
     names = {group.get("optimizer", eopt_name) for group in param_groups} or {eopt_name}
     if len(names) > 1:
@@ -282,7 +270,7 @@ def create_emerging_optimizer(
     entry = get_optimizer_entry(eopt_name)
     to_kwargs = entry.config_to_kwargs or partial(default_adam_based_eopt_config_to_kwargs, eopt_name)
     optimizer = entry.optimizer_cls(param_groups, **to_kwargs(config, model_chunks, pg_collection))
-    _BUILT[optimizer] = eopt_name
+    BUILT_AS[optimizer] = eopt_name
     return optimizer, entry.init_state_fn
 
 
@@ -336,8 +324,3 @@ def decays_weights(name: str) -> bool:
     """Whether an optimizer has a weight decay, by what is registered under its name; any other is taken to have one."""
     entry = EMERGING_OPTIMIZERS.get(name)
     return entry is None or bool(getattr(entry.optimizer_cls, "decays_weights", True))
-
-
-def built_as(optimizer: Optimizer) -> str | None:
-    """The name under which :func:`create_emerging_optimizer` built an optimizer; None for any other."""
-    return _BUILT.get(optimizer)

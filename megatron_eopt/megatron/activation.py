@@ -1,6 +1,5 @@
 """Make Megatron-Core in this process know our optimizers."""
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from megatron_eopt.megatron.checkpoints.sharding import named_apart, undecided
 from megatron_eopt.megatron.factory import checked, checked_elsewhere, with_registered
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.parameters import NAME
-from megatron_eopt.redirect import Redirection, Redirections, becomes
+from megatron_eopt.redirect import Redirection, Redirections, around, becomes
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +28,6 @@ _NAMES = """EmergingOptimizerEntry TensorParallelAdaptiveMuon TensorParallelMuon
     _create_emerging_optimizer _default_adam_based_eopt_config_to_kwargs _default_param_overrides_factory
     _eopt_init_state_fn _get_qkv_split_shapes _is_muon_excluded _is_nonlinear_or_embedding _kwargs_from_config
     _muon_config_to_kwargs get_supported_coefficient_types validate_coefficient_type""".split()
-
-type _Replaced = tuple[Any, str, Callable[[Any], Any], str]  # the arguments of a Redirection
 
 _active: Redirections | None = None
 
@@ -92,10 +89,10 @@ def _redirections() -> Redirections:
     replaced = [*(_of_registry() if releases.has_registry() else _of_0_17()), *_of_core()]
     if releases.has_training():
         replaced += _of_training()
-    return Redirections([Redirection(*each) for each in replaced], importers=["megatron"])
+    return Redirections(replaced, importers=["megatron"])
 
 
-def _of_registry() -> list[_Replaced]:
+def _of_registry() -> list[Redirection]:
     theirs = releases.core_optimizer(".emerging_optimizers")
     imported = "scripts that import Megatron's names get our optimizers"
     scalar = "Megatron builds the scalar optimizer beside Muon by this name"
@@ -103,23 +100,23 @@ def _of_registry() -> list[_Replaced]:
     several = "Megatron builds one registered optimizer in a run, and overrides may name several"
     before = "checks come before the model is touched, and one line says which optimizer updates what"
     return [
-        *((theirs, name, becomes(getattr(registry, name)), imported) for name in _NAMES),
-        (core_optimizer, "Lion", becomes(Lion), scalar),
-        (core_optimizer, "check_config_overrides_consistency", checked_elsewhere, named_in),
-        (core_optimizer, "_get_megatron_optimizer_based_on_param_groups", with_registered, several),
-        (core_optimizer, "_get_megatron_emerging_optimizer", checked, before),
+        *(Redirection(theirs, name, becomes(getattr(registry, name)), imported) for name in _NAMES),
+        Redirection(core_optimizer, "Lion", becomes(Lion), scalar),
+        Redirection(core_optimizer, "check_config_overrides_consistency", checked_elsewhere, named_in),
+        Redirection(core_optimizer, "_get_megatron_optimizer_based_on_param_groups", with_registered, several),
+        Redirection(core_optimizer, "_get_megatron_emerging_optimizer", checked, before),
     ]
 
 
-def _of_0_17() -> list[_Replaced]:
+def _of_0_17() -> list[Redirection]:
     module = releases.core_optimizer(".muon")
     return [
-        (module, "TensorParallelMuon", becomes(releases.muon_of_0_17), "Megatron builds Muon by this name"),
-        (module, "get_megatron_muon_optimizer", checked, "checks come before the model is touched"),
+        Redirection(module, "TensorParallelMuon", becomes(releases.muon_of_0_17), "Megatron builds Muon by this name"),
+        Redirection(module, "get_megatron_muon_optimizer", checked, "checks come before the model is touched"),
     ]
 
 
-def _of_core() -> list[_Replaced]:
+def _of_core() -> list[Redirection]:
     attributes = layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS
     lost = "the fp32 copy of a bf16 parameter would lose its name, its padding, and which matrices it is made of"
     refused = "another optimizer's state is refused with its reason, or imported, before anything is read"
@@ -132,14 +129,14 @@ def _of_core() -> list[_Replaced]:
     )
     kept = ("qkv_split_shapes", "pad_length", ATTRIBUTE, NAME)
     return [
-        *((attributes, name, lambda default: default, lost) for name in kept),
-        (dist_checkpointing, "load", checked_load, refused),
-        (dist_checkpointing, "save", checked_save, compared),
-        *((config, "__init__", _with_default_tp_mode, auto) for config in configs),
+        *(Redirection(attributes, name, lambda default: default, lost) for name in kept),
+        Redirection(dist_checkpointing, "load", checked_load, refused),
+        Redirection(dist_checkpointing, "save", checked_save, compared),
+        *(Redirection(config, "__init__", _with_default_tp_mode, auto) for config in configs),
     ]
 
 
-def _of_training() -> list[_Replaced]:
+def _of_training() -> list[Redirection]:
     import megatron.training.arguments as arguments
     import megatron.training.checkpointing as checkpointing
     import megatron.training.training as training
@@ -150,28 +147,26 @@ def _of_training() -> list[_Replaced]:
     parsed = "--optimizer and the flags of Muon take what our optimizers take, and refuse the rest when parsed"
     flags = "what the flags of our optimizers say reaches the config, which has no fields for some of them"
     return [
-        (checkpointing, "_load_base_checkpoint", checked_base, whole),
-        (checkpointing, "_build_sharded_state_dict_metadata", undecided, apart),
-        (checkpointing, "generate_state_dict", named_apart, apart),
-        (checkpointing, "read_metadata", checked_tracker, empty),
-        (arguments, "add_megatron_arguments", _amended, parsed),
-        (training, "get_megatron_optimizer_config", with_flags, flags),
-        (training, "evaluate", averaged, "Schedule-Free trains at one point and is evaluated at another"),
+        Redirection(checkpointing, "_load_base_checkpoint", checked_base, whole),
+        Redirection(checkpointing, "_build_sharded_state_dict_metadata", undecided, apart),
+        Redirection(checkpointing, "generate_state_dict", named_apart, apart),
+        Redirection(checkpointing, "read_metadata", checked_tracker, empty),
+        Redirection(arguments, "add_megatron_arguments", _amended, parsed),
+        Redirection(training, "get_megatron_optimizer_config", with_flags, flags),
+        Redirection(training, "evaluate", averaged, "Schedule-Free trains at one point and is evaluated at another"),
     ]
 
 
-def _with_default_tp_mode(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def init_with_default_tp_mode(self: Any, *args: Any, **kwargs: Any) -> None:
-        if "muon_tp_mode" not in kwargs:
-            setattr(self, TP_MODE_SOURCE, UNNAMED)
-        init(self, *args, **{"muon_tp_mode": DEFAULT_TP_MODE, **kwargs})
-
-    return init_with_default_tp_mode
+@around
+def _with_default_tp_mode(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    if "muon_tp_mode" not in kwargs:
+        setattr(self, TP_MODE_SOURCE, UNNAMED)
+    init(self, *args, **{"muon_tp_mode": DEFAULT_TP_MODE, **kwargs})
 
 
-def _amended(add_arguments: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda parser: amend(add_arguments(parser), releases.unavailable())
+@around
+def _amended(add_arguments: Callable[..., Any], parser: Any) -> Any:
+    return amend(add_arguments(parser), releases.unavailable())
 
 
 def _forward_registry() -> None:
@@ -193,8 +188,6 @@ def _forward_registry() -> None:
 def _is_megatrons_own(entry: Any) -> bool:
     """Whether Megatron put an entry into its registry: nothing that it is made of is a user's."""
     routing = [getattr(getattr(key, "predicate", None), "fn", None) for key in entry.default_param_overrides]
-    made_of = [type(entry), entry.optimizer_cls, entry.init_state_fn, *routing]
-    if entry.config_to_kwargs is not None:
-        made_of.append(entry.config_to_kwargs)
+    made_of = [type(entry), entry.optimizer_cls, entry.init_state_fn, entry.config_to_kwargs or type(entry), *routing]
     homes = ("megatron.core.optimizer.emerging_optimizers", "emerging_optimizers.")
     return bool(routing) and all(str(getattr(each, "__module__", "")).startswith(homes) for each in made_of)

@@ -1,7 +1,6 @@
 """What our optimizers change in Megatron's command line."""
 
 import argparse
-import functools
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -9,6 +8,7 @@ from megatron_eopt.family import FAMILY, ROWS
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.parallel.plan import TpMode
+from megatron_eopt.redirect import around
 from megatron_eopt.registry import list_optimizers, takes_matrices
 from megatron_eopt.row import Flag
 
@@ -68,21 +68,17 @@ def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozens
     return parser
 
 
-def with_flags(make_config: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's ``get_megatron_optimizer_config``: what our flags say gets onto a config without such a field."""
-
-    @functools.wraps(make_config)
-    def make_config_with_flags(args: argparse.Namespace) -> Any:
-        config, overrides = make_config(args)
-        _check_effect(args)
-        for dest in (*(flag.dest for flag in FLAGS), TP_MODE_SOURCE):
-            if hasattr(args, dest) and not hasattr(config, dest):
-                setattr(config, dest, getattr(args, dest))
-        # of the scheduler, not of the optimizer: whether overrides may let a weight decay change
-        config.weight_decay_incr_style = getattr(args, "weight_decay_incr_style", None)
-        return config, overrides
-
-    return make_config_with_flags
+@around
+def with_flags(make_config: Callable[..., Any], args: argparse.Namespace) -> Any:
+    """Around Megatron's ``get_megatron_optimizer_config``: what our flags say gets onto a config without the field."""
+    config, overrides = make_config(args)
+    _check_effect(args)
+    for dest in (*(flag.dest for flag in FLAGS), TP_MODE_SOURCE):
+        if hasattr(args, dest) and not hasattr(config, dest):
+            setattr(config, dest, getattr(args, dest))
+    # of the scheduler, not of the optimizer: whether overrides may let a weight decay change
+    config.weight_decay_incr_style = getattr(args, "weight_decay_incr_style", None)
+    return config, overrides
 
 
 def _check_effect(args: argparse.Namespace) -> None:

@@ -14,10 +14,9 @@ from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import gathered, on_all_ranks
 from megatron_eopt.megatron.entries import DEFAULT, all_entries, known_names
 from megatron_eopt.megatron.parameters import ModelParameter, optimizer_parameters
-from megatron_eopt.orthogonalize.coefficients import get_coefficients
 from megatron_eopt.overrides import SETTINGS, Entry, OverrideError, Resolved, match_counts, resolve
 from megatron_eopt.overrides.known import settings_of_groups
-from megatron_eopt.overrides.settings import ENDS, OF_ALL
+from megatron_eopt.overrides.settings import ENDS, OF_ALL, inconsistent
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer, decays_weights, takes_matrices
 
 _RATES = {"lr": "max_lr", "min_lr": "min_lr", "lr_mult": "lr_mult"}  # setting -> its name in Megatron's groups
@@ -88,14 +87,10 @@ def assignments(
 def _check_iteration(name: str, resolved: Resolved, config: Any) -> None:
     """Check that steps and coefficients, one of which may be the run's, go together."""
     own = {key: resolved.settings[key] for key in ("num_ns_steps", "coefficient_type") if key in resolved.settings}
-    if not own:
-        return
-    steps = own.get("num_ns_steps", config.muon_num_ns_steps)
-    try:
-        get_coefficients(own.get("coefficient_type", config.muon_coefficient_type), steps)
-    except ValueError as error:
+    of_run = {"num_ns_steps": config.muon_num_ns_steps, "coefficient_type": config.muon_coefficient_type}
+    if own and (wrong := inconsistent(of_run | own)):
         sources = " and ".join(sorted({resolved.sources[key] for key in own}))
-        raise OverrideError(f"{name}: {sources}: {error}") from None
+        raise OverrideError(f"{name}: {sources}: {wrong[0].what}")
 
 
 class MegatronOverrides(dict[ParamKey, dict[str, Any]]):

@@ -1,6 +1,6 @@
 """The entries of a run's overrides, from everything that may set something: defaults, Python, a file and flags."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -9,20 +9,11 @@ from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
 from megatron_eopt import registry
-from megatron_eopt.overrides import (
-    Entry,
-    Known,
-    Layer,
-    OverrideError,
-    ParameterInfo,
-    entries_from_dict,
-    make_entry,
-    read_overrides,
-)
+from megatron_eopt.overrides import Entry, Known, Layer, OverrideError, ParameterInfo
+from megatron_eopt.overrides.entries import entries_from_dict, make_entry, read_overrides
 from megatron_eopt.registry import takes_matrices
 
-DEFAULT = "default of"
-"""Start of the source of a setting that nobody has requested."""
+DEFAULT = "default of"  # start of the source of a setting that nobody has requested
 
 
 def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] | None) -> list[Entry]:
@@ -54,16 +45,9 @@ def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] |
     ]
 
 
-def nonlinear_and_embedding_to_adam() -> dict[ParamKey, dict[str, Any]]:
-    """Overrides that give embeddings, output layers and whatever is no matrix to Megatron's Adam."""
-    predicate = ParamPredicate(name="nonlinear_or_embedding", fn=registry.is_nonlinear_or_embedding)
-    return {ParamKey(predicate=predicate): {"optimizer": "adam"}}
-
-
-def excluded_from_muon_to_adam() -> dict[ParamKey, dict[str, Any]]:
-    """The same, and those whose attribute ``use_muon`` is False."""
-    predicate = ParamPredicate(name="muon_excluded", fn=registry.is_muon_excluded)
-    return {ParamKey(predicate=predicate): {"optimizer": "adam"}}
+def to_adam(name: str, takes: Callable[[Any], bool]) -> dict[ParamKey, dict[str, Any]]:
+    """Overrides that give the parameters of a predicate, which has a name, to Megatron's Adam."""
+    return {ParamKey(predicate=ParamPredicate(name=name, fn=takes)): {"optimizer": "adam"}}
 
 
 def _defaults(overrides: Mapping[Any, Mapping[str, Any]], whose: str, known: Known) -> list[Entry]:

@@ -27,13 +27,8 @@ from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.scale import PRESETS
 from megatron_eopt.parallel.records import TpMode
+from megatron_eopt.redirect import around
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
-
-type Verdict = Callable[[], bool]
-"""Called after a step that Megatron has made; whether the check has its answer, which may be an error."""
-
-type Check = Callable[[], Verdict | None]
-"""Called before a step; None where that was all."""
 
 
 class OptimizerOfRun:
@@ -139,47 +134,32 @@ class OptimizerOfRun:
 
     def guard_first_step(self) -> None:
         """Check what can only be known in the first step, or in any."""
-        checks: list[Check] = [matrices_are_updated(self.optimizer, self.matrices_here)]
+        compare = None
         if getattr(self.config, "check_replicas", True):
             ranks = (getattr(self.groups, name, None) for name in ("dp_cp", "expt_dp"))
-            checks.append(check_replicas(self.model_chunks, *ranks))
-        check_first_step(self.optimizer, checks)
+            compare = check_replicas(self.model_chunks, *ranks)
+        check_steps(self.optimizer, self.matrices_here, compare)
 
 
-def check_first_step(optimizer: Any, checks: Sequence[Check]) -> None:
-    """Wrap the ``step`` of Megatron's optimizer until every check has its answer.
+def check_steps(optimizer: Any, expected: int, compare: Callable[[], None] | None = None) -> None:
+    """Wrap the ``step`` of Megatron's optimizer: the first has to update ``expected`` matrices on this rank.
 
-    Checks come after whatever has loaded or made the parameters: a checkpoint with or without optimizer state, or an
-    initialization. A step that Megatron leaves out, since the gradient is not finite, answers no :data:`Verdict`; the
-    next one does.
+    It comes after whatever has loaded or made the parameters: a checkpoint with or without optimizer state, or an
+    initialization. Too few prove nothing in a step at a learning rate of zero, as warmups begin with: there may be
+    nothing to compute. Nor do they where gradients are not finite, whose matrices stay as they are, or for which
+    Megatron leaves the step out: the next one counts. ``compare`` is called before every step.
     """
-    step, pending = optimizer.step, list(checks)
+    step, proven = optimizer.step, False
+    counting = [each for each in torch_optimizers(optimizer) if isinstance(each, BaseOptimizer)]
 
     @functools.wraps(step)
     def checked_step(*args: Any, **kwargs: Any) -> Any:
-        checks, pending[:] = [*pending], []
-        begun = [(check, verdict) for check in checks if (verdict := check()) is not None]
-        result = step(*args, **kwargs)
-        pending.extend(check for check, verdict in begun if not result[0] or not verdict())
-        if not pending and optimizer.step is checked_step:
-            optimizer.step = step
-        return result
-
-    optimizer.step = checked_step
-
-
-def matrices_are_updated(optimizer: Any, expected: int) -> Check:
-    """A check that the first step updates as many matrices on this rank as the manifest says.
-
-    Too few prove nothing in a step at a learning rate of zero, as warmups begin with: there may be nothing to compute.
-    Nor do they after gradients that were not finite, whose matrices stay as they are.
-    """
-    counting = [each for each in torch_optimizers(optimizer) if isinstance(each, BaseOptimizer)]
-
-    def check() -> Verdict:
+        nonlocal proven
+        if compare is not None:
+            compare()
         before = sum(each.matrices_updated for each in counting)
-
-        def verdict() -> bool:
+        result = step(*args, **kwargs)
+        if not proven and result[0]:
             updated = sum(each.matrices_updated for each in counting) - before
             at_rest = any(group["lr"] == 0 for each in counting for group in each.param_groups)
             if updated != expected and not at_rest and not any(each.skipped_steps() for each in counting):
@@ -188,11 +168,12 @@ def matrices_are_updated(optimizer: Any, expected: int) -> Check:
                     f"has {expected}: some parameters got no gradient. Freeze what is not trained before Megatron "
                     f"wraps the model, or exclude it by an override"
                 )
-            return updated == expected
+            proven = updated == expected
+        if proven and compare is None and optimizer.step is checked_step:
+            optimizer.step = step
+        return result
 
-        return verdict
-
-    return check
+    optimizer.step = checked_step
 
 
 def with_preset(config: Any) -> Any:
@@ -221,71 +202,44 @@ def with_preset(config: Any) -> Any:
     return found
 
 
-def checked(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's builder of emerging optimizers: what it builds is the :class:`OptimizerOfRun`."""
-
-    def build_checked(
-        config: Any, model_chunks: Sequence[Any], config_overrides: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        if kwargs.get("pg_collection") is None:
-            kwargs["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
-        layer_wise = kwargs.get("layer_wise_distributed_optimizer", False)
-        run = OptimizerOfRun(config, model_chunks, kwargs["pg_collection"], layer_wise)
-        return run.built_by(lambda config, own: build(config, model_chunks, own, *args, **kwargs), config_overrides)
-
-    return build_checked
+@around
+def checked(
+    build: Callable[..., Any], config: Any, model_chunks: Any, config_overrides: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Around Megatron's builder of emerging optimizers: what it builds is the :class:`OptimizerOfRun`."""
+    if kwargs.get("pg_collection") is None:
+        kwargs["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
+    layer_wise = kwargs.get("layer_wise_distributed_optimizer", False)
+    run = OptimizerOfRun(config, model_chunks, kwargs["pg_collection"], layer_wise)
+    return run.built_by(lambda config, own: build(config, model_chunks, own, *args, **kwargs), config_overrides)
 
 
-def checked_elsewhere(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's check of overrides, which refuses an optimizer's name: :class:`OptimizerOfRun` checks ours."""
-
-    @functools.wraps(check)
-    def check_others(config: Any, config_overrides: Any) -> Any:
-        return config.optimizer.removeprefix("dist_") in EMERGING_OPTIMIZERS or check(config, config_overrides)
-
-    return check_others
+@around
+def checked_elsewhere(check: Callable[..., Any], config: Any, config_overrides: Any) -> Any:
+    """Around Megatron's check of overrides, which refuses an optimizer's name: :class:`OptimizerOfRun` checks ours."""
+    return config.optimizer.removeprefix("dist_") in EMERGING_OPTIMIZERS or check(config, config_overrides)
 
 
-def with_registered(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's builder of adam, sgd and lion: it builds every registered optimizer, too."""
-
-    @functools.wraps(build)
-    def build_registered(config: Any, model_chunks: Sequence[Any], param_groups: list[Any], **kwargs: Any) -> Any:
-        if config.optimizer not in EMERGING_OPTIMIZERS or config.optimizer in ("adam", "sgd", "lion"):
-            return build(config, model_chunks, param_groups=param_groups, **kwargs)
-        if config.use_distributed_optimizer:
-            raise ValueError(
-                f"{config.optimizer} beside another optimizer cannot have whole matrices where Megatron lays buffers "
-                f"out for one: pass --no-use-layer-wise-param-layout, or leave --use-distributed-optimizer away"
-            )
-        groups = kwargs["pg_collection"]
-        optimizer, init_state = create_emerging_optimizer(config, param_groups, config.optimizer, model_chunks, groups)
-        if kwargs.get("skip_megatron_wrapping"):
-            return optimizer, init_state
-        if config.bf16:
-            wrapped = Float16OptimizerWithFloat16Params(optimizer, config, None, init_state)
-        else:
-            wrapped = FP32Optimizer(optimizer, config, init_state)
-        wrapped.grad_stats_parallel_group = kwargs["model_parallel_group"]
-        wrapped.tp_group, wrapped.expert_tp_group = groups.tp, groups.expt_tp
-        return wrapped
-
-    return build_registered
-
-
-def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    """Build the optimizer of a Megatron model, where our optimizers are activated.
-
-    Takes and returns what Megatron-Core's function of this name does; with ``config.optimizer`` adam or sgd it is that
-    function.
-
-    Args:
-        config: Megatron's ``OptimizerConfig``.
-        model_chunks: the model, one module per virtual pipeline stage.
-        *args: further arguments of Megatron-Core's function.
-        **kwargs: the same by name: ``config_overrides``, ``use_gloo_process_groups``, ``pg_collection``.
-
-    Raises:
-        ValueError: for an unknown optimizer and for settings that it refuses, before anything is changed.
-    """
-    return releases.builder(config.optimizer)(config, model_chunks, *args, **kwargs)
+@around
+def with_registered(
+    build: Callable[..., Any], config: Any, model_chunks: Any, param_groups: list[Any], **kwargs: Any
+) -> Any:
+    """Around Megatron's builder of adam, sgd and lion: it builds every registered optimizer, too."""
+    if config.optimizer not in EMERGING_OPTIMIZERS or config.optimizer in ("adam", "sgd", "lion"):
+        return build(config, model_chunks, param_groups=param_groups, **kwargs)
+    if config.use_distributed_optimizer:
+        raise ValueError(
+            f"{config.optimizer} beside another optimizer cannot have whole matrices where Megatron lays buffers "
+            f"out for one: pass --no-use-layer-wise-param-layout, or leave --use-distributed-optimizer away"
+        )
+    groups = kwargs["pg_collection"]
+    optimizer, init_state = create_emerging_optimizer(config, param_groups, config.optimizer, model_chunks, groups)
+    if kwargs.get("skip_megatron_wrapping"):
+        return optimizer, init_state
+    if config.bf16:
+        wrapped = Float16OptimizerWithFloat16Params(optimizer, config, None, init_state)
+    else:
+        wrapped = FP32Optimizer(optimizer, config, init_state)
+    wrapped.grad_stats_parallel_group = kwargs["model_parallel_group"]
+    wrapped.tp_group, wrapped.expert_tp_group = groups.tp, groups.expt_tp
+    return wrapped

@@ -15,7 +15,7 @@ from megatron_eopt.matrices import tag_declared
 from megatron_eopt.optimizers.parameters import NAME
 from megatron_eopt.overrides import ParameterInfo, unwrapped
 from megatron_eopt.parallel.layout import is_cut_again, is_expert, is_sharded, padding_of
-from megatron_eopt.registry import built_as
+from megatron_eopt.registry import BUILT_AS
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,7 @@ def optimizer_parameters(optimizer: Any) -> Iterator[OptimizerParameter]:
 
 
 def model_parameters(wrapper: Any) -> list[Tensor]:
-    """Those of the model, in the order of the torch optimizer's, which may be their fp32 copies.
-
-    ``wrapper`` is Megatron's, of one torch optimizer that holds whole parameters.
-    """
+    """The model's, in the order of those whole ones that a wrapper's torch optimizer holds: maybe their fp32 copies."""
     mains, models = (
         [parameter for group in getattr(wrapper, name, []) for parameter in group]
         for name in ("fp32_from_float16_groups", "float16_groups")
@@ -124,7 +121,7 @@ def optimizer_name(optimizer: Optimizer) -> str:
     """The name by which a run asks for a torch optimizer: the registered one, or that of its kind."""
     kind = type(optimizer).__name__
     known = ("adam", "sgd", "lion", "muon")  # which Megatron builds by itself, Muon where there is no registry
-    return built_as(optimizer) or next((name for name in known if name in kind.lower()), kind)
+    return BUILT_AS.get(optimizer) or next((name for name in known if name in kind.lower()), kind)
 
 
 def _named(chunk: nn.Module) -> Iterator[tuple[str, Tensor, str]]:

@@ -22,8 +22,7 @@ from megatron_eopt.redirect import Redirection, Redirections, becomes
 from megatron_eopt.registry import list_optimizers
 from megatron_eopt.row import workspace_from
 
-SUPPORTED = ("0.19", "0.18", "0.17")
-"""The latest first."""
+SUPPORTED = ("0.19", "0.18", "0.17")  # the latest first
 
 
 def number(release: str) -> tuple[int, int]:
@@ -70,10 +69,7 @@ def version() -> str:
 
 
 def core_optimizer(name: str = "") -> ModuleType:
-    """The package that builds Megatron's optimizers, or its module of this name.
-
-    Such as ``.emerging_optimizers``, its registry from 0.18 on, and ``.muon``, which builds Muon in 0.17.
-    """
+    """What builds Megatron's optimizers, or its ``.emerging_optimizers`` (a registry, from 0.18), ``.muon`` (0.17)."""
     return importlib.import_module(f"megatron.core.optimizer{name}")
 
 
@@ -152,11 +148,6 @@ def muon_of_0_17(
 def training_args() -> Any:
     """The arguments of ``megatron.training``; None where it does not run."""
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-
-
-def wants_schedule_of_checkpoint() -> bool:
-    """Whether the user passed ``--use-checkpoint-opt_param-scheduler``."""
-    return bool(getattr(training_args(), "use_checkpoint_opt_param_scheduler", False))
 
 
 def mark_row_parallel(model_chunks: Iterable[Module]) -> None:

@@ -1,7 +1,7 @@
 """The line that says which optimizer updates how many parameters and how they are orthogonalized."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -61,29 +61,21 @@ def _orthogonalized(muons: Sequence[TensorParallelMuon]) -> str:
                     if matrix.scheme != "local":
                         schemes[matrix.scheme] += 1
                         ranks = max(ranks, layout.ranks)
-    first = muons[0]
+    first, second_moment = muons[0], ""
+    if isinstance(first, TensorParallelAdaptiveMuon):
+        method = first.moment2_method
+        aligned = "aligned" if method == "normuon" or (method == "adamuon" and first.align_rms) else "not aligned"
+        second_moment = f"second moment by {method} ({aligned} to Muon's size), first "
+    steps = " or ".join(str(number) for number in sorted({number for number, _ in iterations}))
+    counted = [f"{count} by {number} of {name}" for (number, name), count in sorted(iterations.items())]
+    named = ", ".join(counted) if len(counted) > 1 else "".join(name for _, name in iterations)
     listed = " and ".join(f"{count} {scheme}" for scheme, count in sorted(schemes.items()))
     where = f"{listed} over {ranks} ranks" if schemes else "none sharded"
     rms = " to ".join(f"{size:g}" for size in sorted({min(sizes), max(sizes)})) if sizes else ""
     exactness = "an approximation" if "blockwise" in schemes else "exact"
     return (
-        f"{sum(iterations.values())} matrices orthogonalized by {_iterations(iterations)}, "
+        f"{sum(iterations.values())} matrices orthogonalized by {steps} Newton-Schulz steps ({named}, "
         f"{first.newton_schulz.fp32_matmul_prec} precision, symmetric products by {first.param_groups[0][KERNEL]}), "
-        f"{where} ({exactness}), {_second_moment(first)}update RMS {rms or 'not known before the steps'} "
+        f"{where} ({exactness}), {second_moment}update RMS {rms or 'not known before the steps'} "
         f"(AdamW's is near 0.2)"
     )
-
-
-def _iterations(counts: Mapping[tuple[int, str], int]) -> str:
-    """Steps and coefficients, with the number of matrices where these differ; a parenthesis is left open."""
-    steps = " or ".join(str(number) for number in sorted({number for number, _ in counts}))
-    listed = (f"{count} by {number} of {name}" for (number, name), count in sorted(counts.items()))
-    what = next(iter(counts))[1] if len(counts) == 1 else ", ".join(listed)
-    return f"{steps} Newton-Schulz steps ({what}"
-
-
-def _second_moment(muon: TensorParallelMuon) -> str:
-    if not isinstance(muon, TensorParallelAdaptiveMuon):
-        return ""
-    aligned = muon.moment2_method == "normuon" or (muon.moment2_method == "adamuon" and muon.align_rms)
-    return f"second moment by {muon.moment2_method} ({'aligned' if aligned else 'not aligned'} to Muon's size), first "

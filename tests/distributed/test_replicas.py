@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_eopt.megatron.agreement import on_all_ranks
 from megatron_eopt.megatron.checkpoints import checksums
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
-from megatron_eopt.megatron.factory import check_first_step
+from megatron_eopt.megatron.factory import check_steps
 from megatron_eopt.overrides import OverrideError
 from tests.distributed.ranks import run_ranks
 
@@ -50,7 +50,7 @@ def ranks():
 def first_step(rank, different, experts):
     optimizer = Optimizer()
     groups = dist.group.WORLD, dist.group.WORLD if experts else None
-    check_first_step(optimizer, [check_replicas([model(rank, different)], *groups)])
+    check_steps(optimizer, 0, check_replicas([model(rank, different)], *groups))
     try:
         return optimizer.step()[1], optimizer.step()[1]
     except RuntimeError as error:
@@ -61,7 +61,7 @@ def drift(rank):
     """One entry moves by one bit on one rank in the seventh step; the steps that were made until that is an error."""
     before, checksums.EVERY = checksums.EVERY, 4
     optimizer, layers = Optimizer(), model(rank, None)
-    check_first_step(optimizer, [check_replicas([layers], dist.group.WORLD, dist.group.WORLD)])
+    check_steps(optimizer, 0, check_replicas([layers], dist.group.WORLD, dist.group.WORLD))
     real = dist.all_reduce
     dist.all_reduce = counted = mock.Mock(side_effect=real)
     try:

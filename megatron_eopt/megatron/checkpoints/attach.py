@@ -175,7 +175,7 @@ class SavedState:
     def _settings(self, theirs: list[dict[str, Any]], block: dict[str, Any]) -> list[dict[str, Any]]:
         """Those of each group after a load, from ours in the checkpoint, or from Megatron's where it wrote it."""
         carried = self._torch.carried_settings if isinstance(self._torch, BaseOptimizer) else frozenset()
-        from_checkpoint = releases.wants_schedule_of_checkpoint()
+        from_checkpoint = bool(getattr(releases.training_args(), "use_checkpoint_opt_param_scheduler", False))
         results = []
         for number, (group, own) in enumerate(zip(self._torch.param_groups, self._names_of_groups(), strict=True)):
             if "groups" in block:

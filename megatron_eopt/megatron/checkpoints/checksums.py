@@ -93,7 +93,7 @@ def loaded_tensors(requested: Any, loaded: Any) -> Iterator[ShardedTensor]:
             yield from loaded_tensors(value, found)
 
 
-def check_replicas(model_chunks: Sequence[Any], *groups: ProcessGroup | None) -> Callable[[], Callable[[], bool]]:
+def check_replicas(model_chunks: Sequence[Any], *groups: ProcessGroup | None) -> Callable[[], None]:
     """A check that data-parallel ranks hold the same parameters, before each step; all of them call it together.
 
     The first step, which comes after whatever has loaded or made the parameters, waits for a comparison of their
@@ -104,7 +104,7 @@ def check_replicas(model_chunks: Sequence[Any], *groups: ProcessGroup | None) ->
     """
     steps, begun = itertools.count(), list[tuple[list[str], Callable[[], Tensor]]]()
 
-    def check() -> Callable[[], bool]:
+    def check() -> None:
         step = next(steps)
         if step % EVERY == 0:
             begun[:] = _compared(model_chunks, groups, quickly=step > 0)
@@ -119,7 +119,6 @@ def check_replicas(model_chunks: Sequence[Any], *groups: ProcessGroup | None) ->
                     f"--data-parallel-random-init), or else compute differently (with --use-distributed-optimizer one "
                     f"computes for all); --no-check-replicas leaves this check out"
                 )
-        return lambda: False  # there is another step to come
 
     return check
 

@@ -116,6 +116,7 @@ def modes(output):
     return summaries, re.findall(r"the tp_mode of the checkpoint is (.*)", output)
 
 
+@pytest.mark.wide
 def test_a_resume_keeps_the_tp_mode_of_its_checkpoint_unless_another_is_named(tmp_path):
     run = [*RUN, *MUON, *TP2, "--muon-fp32-matmul-prec", "highest"]
     saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2]

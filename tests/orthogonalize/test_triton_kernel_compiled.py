@@ -66,6 +66,7 @@ def compile_all():
     return wrong
 
 
+@pytest.mark.wide
 def test_compiles(tmp_path):
     code = f"import json; from {__name__} import compile_all; print(json.dumps(compile_all()))"
     wrong = run(["-c", code], interpret=False, TRITON_CACHE_DIR=str(tmp_path))

@@ -103,15 +103,20 @@ def make_plan(
         idle = bucket.scheme in ("local", "blockwise")
         return bucket.chunk, idle, -bucket_cost(draft, bucket, work, rates).seconds
 
-    numbers, largest = parameters or range(len(draft.matrices)), largest_iteration(draft.matrices, work)
-    everything = replace(draft, buckets=tuple(chain(*of_groups)))
-    if sum(chunk_bytes(everything, workspace)) > workspace.for_chunks(largest):
-        chunk_of: dict[int, int] = {}
-        # each group by itself, so that its chunks do not depend on what else a rank has
-        for of_group in sorted(of_groups, key=lambda each: min(map(order, each))):
-            alone = replace(draft, buckets=tuple(sorted(of_group, key=order)))
-            first = 1 + max(chunk_of.values(), default=-1)
-            chunk_of |= {i: first + chunk for i, chunk in in_chunks(alone, numbers, workspace, largest).items()}
+    numbers, of_labels = parameters or range(len(draft.matrices)), dict[str, list[Bucket]]()
+    for of_group in of_groups:
+        of_labels.setdefault(draft.matrices[of_group[0].matrices[0]].group, []).extend(of_group)
+    chunk_of: dict[int, int] = {}
+    # those of each label by themselves, so that their chunks do not depend on what else a rank has
+    for of_label in sorted(of_labels.values(), key=lambda each: min(map(order, each))):
+        alone = replace(draft, buckets=tuple(sorted(of_label, key=order)))
+        of_own = [draft.matrices[i] for bucket in of_label for i in bucket.matrices]
+        largest = largest_iteration(of_own, work)
+        first = 1 + max(chunk_of.values(), default=-1)
+        chunk_of |= {i: first + chunk for i, chunk in in_chunks(alone, numbers, workspace, largest).items()}
+    everything = sum(chunk_bytes(replace(draft, buckets=tuple(chain(*of_groups))), workspace))
+    room = workspace.for_chunks(largest_iteration(draft.matrices, work))
+    if len(set(chunk_of.values())) > len(of_labels) or everything > room:
         of_groups = [_with_compute_ranks(draft, list(_cut(each, chunk_of)), work) for each in of_groups]
     parts = chain(*(_in_parts(bucket, draft.matrices[bucket.matrices[0]].ranks) for bucket in chain(*of_groups)))
     return replace(draft, buckets=tuple(sorted(parts, key=order)))

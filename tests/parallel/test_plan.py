@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_eopt.parallel.cost import Rates, cube_flops, plan_cost, whole_flops, work_of
@@ -124,6 +124,21 @@ def test_auto_is_predicted_to_be_no_slower_than_what_it_may_choose(given_matrice
     assert seconds["auto"] <= seconds["owner"] * (1 + 1e-9)
 
 
+LARGE = (4096, 16384)
+
+
+# what does not fit into the workspace beside other groups, and fits alone
+@example(
+    [
+        Matrix("m0", LARGE, (whole(LARGE),), "dp", 2, "a"),
+        *(Matrix(f"m{i}", LARGE, (whole(LARGE),) * ranks, "tp", size, "a") for i, ranks, size in
+          ((1, 2, 2), (2, 2, 2), (3, 1, 2), (4, 2, 4))),
+        Matrix("m5", LARGE, (whole(LARGE),), "dp", 4, "a"),
+    ],
+    "blockwise",
+    WORK,
+    "tp",
+)  # fmt: skip
 @given(matrices(), modes, works, st.sampled_from(["tp", "expt_tp", "dp"]))
 def test_a_group_sees_the_same_plan_whatever_else_a_rank_has(given_matrices, mode, work, label):
     plan = make_plan(given_matrices, mode, work)

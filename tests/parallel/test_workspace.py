@@ -41,7 +41,7 @@ def test_chunks_are_whole_parameters_within_the_workspace(given_matrices, mode, 
     if sum(needed) > room:
         # no two that follow one another, of one group, are apart though together they are small
         first = {bucket.chunk: plan.matrices[bucket.matrices[0]] for bucket in plan.buckets}
-        group_of = {chunk: (matrix.group, matrix.ranks) for chunk, matrix in first.items()}
+        group_of = {chunk: matrix.group for chunk, matrix in first.items()}
         pairs = [(a, b) for a, b in pairwise(range(len(needed))) if group_of[a] == group_of[b]]
         assert all(needed[a] + needed[b] > room // IN_FLIGHT for a, b in pairs)
 

@@ -1,19 +1,16 @@
 """The walk of a gradient through one step stays short, and is what the docs say it is."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
+import walk
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.family import ROWS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/contributing.md").read_text()
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import walk  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,8 @@
 """How many operations one step takes: as many as there are kinds of matrices, however many matrices there are."""
 
-from collections import Counter
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from counting import HOST_READ, Operations
 
 from megatron_eopt.family import ROWS
 from tests.optimizers.family import ELEMENTWISE, build
@@ -33,27 +31,6 @@ LIMITS = {
 # Masks are put on stacks of equal parameters, and so cost a few operations for each shape.
 MASKED = {"muon": 220, "scion": 220}
 TORCH_PRODUCTS = {"symmetric_products": "torch"}  # as many products as there are steps, on every machine
-
-# What launches nothing on a GPU: views, and memory that is not written to.
-FREE = frozenset(
-    "view _unsafe_view _reshape_alias alias as_strided detach diagonal expand lift_fresh narrow permute select slice "
-    "split split_with_sizes squeeze t transpose unbind unsqueeze empty empty_like empty_strided new_empty "
-    "new_empty_strided promote_types _record_function_enter_new _record_function_exit".split()
-)
-
-
-class Counted(TorchDispatchMode):
-    """Counts what reaches a device, a multi-tensor operation as one."""
-
-    def __init__(self):
-        super().__init__()
-        self.operations = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if name not in FREE:
-            self.operations[name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 class OnDevice:
@@ -110,15 +87,15 @@ def test_a_step_takes_few_operations(name, masked):
     optimizer = built(name, masked)
     for _ in range(3):
         optimizer.step()
-    with Counted() as counted:
+    with Operations() as counted:
         optimizer.step()
     limit = MASKED.get(name, LIMITS[name][0]) if masked else LIMITS[name][0]
-    assert counted.operations.total() <= limit, counted.operations.most_common()
-    assert counted.operations["_local_scalar_dense"] <= 2  # of gradients that are not finite, which a GPU does not ask
+    assert counted.counts.total() <= limit, counted.counts.most_common()
+    assert counted.counts[HOST_READ] <= 2  # of gradients that are not finite, which a GPU does not ask
 
 
 def test_the_first_step_reads_back_the_norms_of_all_matrices_at_once():
     optimizer = built("muon_hyperball", of_each=4)
-    with Counted() as counted:
+    with Operations() as counted:
         optimizer.step()
-    assert counted.operations["_local_scalar_dense"] <= 2  # of gradients that are not finite
+    assert counted.counts[HOST_READ] <= 2  # of gradients that are not finite

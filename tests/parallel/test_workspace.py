@@ -1,14 +1,13 @@
 """The workspace bounds what a step takes: chunks of a plan, and the bytes that a step of a large model allocates."""
 
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from step import MODES, OPTIMIZERS, RANKS, counted_step
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_eopt.orthogonalize import NewtonSchulz
@@ -17,9 +16,6 @@ from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.workspace import IN_FLIGHT, Workspace, chunk_bytes
 from tests.parallel.plans import matrices, modes, works
 from tests.parallel.test_plan import summary
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from step import MODES, OPTIMIZERS, RANKS, counted_step
 
 
 @given(matrices(), modes, works, st.integers(1, 2**20), st.data())

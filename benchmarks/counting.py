@@ -1,0 +1,87 @@
+"""Operations counted: how many reach a device, and how much memory they have in use at a time. No GPU is needed."""
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_FREE = frozenset(
+    "split split_with_sizes unbind reshape _unsafe_view _reshape_alias lift_fresh empty empty_like new_empty "
+    "empty_strided new_empty_strided promote_types _record_function_enter_new _record_function_exit".split()
+)
+HOST_READ = "_local_scalar_dense"
+"""The operation that reads a value on the host."""
+
+
+def launches(func: Any) -> bool:
+    """Whether an operation reaches a device, or reads from it: not a view, nor memory that is not written to."""
+    return not func.is_view and func.overloadpacket.__name__ not in _FREE
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations inside, by name: one on many tensors as one, and views and memory not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and count it."""
+        if launches(func):
+            self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Replay(TorchDispatchMode):
+    """Records what operations computed in one step, and then gives that in place of computing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorded: list[tuple[Any, Any]] = []
+        self.next: int | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation that launches nothing; record any other one, or replay it."""
+        if not launches(func):
+            return func(*args, **(kwargs or {}))
+        if self.next is None:
+            self.recorded.append((func, func(*args, **(kwargs or {}))))
+            return self.recorded[-1][1]
+        expected, result = self.recorded[self.next]
+        assert func is expected, f"the step made another operation: {func} in place of {expected}"
+        self.next += 1
+        return result
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of tensors that are made inside, until they are gone; views cost nothing.
+
+    Also for fake tensors, which have no numbers: so a step of any size is counted on any machine. What a kernel takes
+    for itself is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and note what it made."""
+        given = {id(x.untyped_storage()) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                if id(storage) not in self._known and id(storage) not in given:
+                    self._known.add(id(storage))
+                    self.bytes += storage.nbytes()
+                    weakref.finalize(storage, self._gone, id(storage), storage.nbytes())
+        self.peak = max(self.peak, self.bytes)
+        return result
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.bytes -= size

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.spectral import low_rank_factors, power_iterations
 from megatron_eopt.parallel.collectives import all_reduce, broadcast
 from megatron_eopt.parallel.engine import Engine
@@ -46,7 +45,7 @@ class Factors:
         return self.upright(torch.stack(self.values))
 
 
-def spectron(factors: Sequence[Factors], engine: Engine, power_steps: int, precision: MatmulPrecision) -> None:
+def spectron(factors: Sequence[Factors], engine: Engine, power_steps: int) -> None:
     """One step of Spectron on pairs of factors, all first ones of equal pairs and then their second ones.
 
     Does not wait for a GPU. For factors ``A`` and ``B`` with gradients ``gA`` and ``gB``, in this order:
@@ -54,7 +53,7 @@ def spectron(factors: Sequence[Factors], engine: Engine, power_steps: int, preci
     1. weight decay of each factor: ``A -= lr * weight_decay * A``;
     2. momentum: ``mA += (1 - beta) (gA - mA)``;
     3. ``sA`` and ``sB``, the largest singular values, by power iteration;
-    4. ``A -= lr / (sA + sB + 1) * orth(mA)``, and so ``B``; ``precision`` is that of the products of ``orth``.
+    4. ``A -= lr / (sA + sB + 1) * orth(mA)``, and so ``B``.
     """
     for some in factors:
         lr, weight_decay, beta = (some.settings[key] for key in ("lr", "weight_decay", "momentum_beta"))
@@ -64,8 +63,7 @@ def spectron(factors: Sequence[Factors], engine: Engine, power_steps: int, preci
         some.gradients.clear()
     momenta = {i: some.upright(m) for some in factors for i, m in zip(some.indices, some.momenta, strict=True)}
     indices = sorted(momenta)
-    with fp32_products(precision):
-        directions = dict(zip(indices, engine.orthogonalize([momenta[i] for i in indices], indices), strict=True))
+    directions = dict(zip(indices, engine.orthogonalize([momenta[i] for i in indices], indices), strict=True))
     summed = partial(engine.sums, labels=[some.label for some in factors])
     found = power_iterations([x.stack for x in factors], [torch.stack(x.us) for x in factors], power_steps, summed)
     norms = summed([(u * image).sum(-1) for u, _, image in found])

@@ -61,20 +61,20 @@ def muon(batches: Sequence[Batch], engine: Engine, optimizer: "TensorParallelMuo
         optimizer: whose hooks ``direction``, ``update`` and ``apply`` make 2, what follows on ``O`` in 3, and 4. A
             relative of Muon overrides some of them.
     """
-    kept: dict[Sequence[int], list[Tensor]] = {}
+    kept: dict[Sequence[int], tuple[list[Batch], list[Tensor]]] = {}
 
     def directions(some: Sequence[int]) -> list[Tensor]:
         own = foreach.chosen(batches, some)
         for batch in own:
             foreach.decay(batch)
         found = engine.split_all(some, optimizer.direction(own))
-        kept[some] = found if optimizer.keeps_directions else []
+        kept[some] = own, found if optimizer.keeps_directions else []
         return found
 
     indices = [i for batch in batches for i in batch.indices]
     for some, factors in engine.factors(indices, directions, optimizer.scales_factors):
-        own = foreach.chosen(batches, some)
-        updates = optimizer.update(own, factors, kept.pop(some))
+        own, of_own = kept.pop(some)
+        updates = optimizer.update(own, factors, of_own)
         optimizer.apply(own, engine.merge_all(some, updates))
 
 

@@ -389,7 +389,7 @@ class Spectron(BaseOptimizer):
             of_weights = [each for each in chunks if not self.group_of(each[0][0])["pairs"]]
             self._set_gradients(of_weights)
             factors = [equal for _, factors in chunks for equal in factors]
-            low_rank.spectron(factors, self._factors, self.num_power_iterations, self.newton_schulz.fp32_matmul_prec)
+            low_rank.spectron(factors, self._factors, self.num_power_iterations)
             for chunk, factors in of_weights:
                 self._write(chunk, factors)
         # a factor that is a parameter is a matrix of its own

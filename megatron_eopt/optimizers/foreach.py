@@ -79,8 +79,8 @@ def masked(new: Tensors, old: Tensors | float, accepted: Mask) -> list[Tensor]:
     for some in alike(new) if accepted is not None else ():
         assert accepted is not None
         flags = _column(accepted, some, new[some[0]])
-        otherwise = old if isinstance(old, float) else _stacked(old, some)
-        stack = torch.where(flags, _stacked(new, some), otherwise)
+        otherwise = old if isinstance(old, float) else stacked(old, some)
+        stack = torch.where(flags, stacked(new, some), otherwise)
         for i, each in zip(some, stack.unbind(), strict=True):
             result[i] = each
     return result
@@ -105,13 +105,13 @@ def scale(tensors: Tensors, factor: Scalar, accepted: Mask = None) -> None:
 def scale_each(tensors: Tensors, factors: Tensors) -> None:
     """Multiply each tensor in place by a factor of its own on the device, a number or of as many dimensions."""
     for some in alike(tensors, factors):
-        first, each = tensors[some[0]], _stacked(factors, some)
+        first, each = tensors[some[0]], stacked(factors, some)
         each = each.to(torch.promote_types(first.dtype, torch.float32))
         each = each.view(-1, *[1] * first.ndim) if each.ndim == 1 else each
         if len(some) == 1:
             first.mul_(each[0])  # without a copy, of what may be large
         else:
-            torch._foreach_copy_([tensors[i] for i in some], (_stacked(tensors, some) * each).unbind())
+            torch._foreach_copy_([tensors[i] for i in some], (stacked(tensors, some) * each).unbind())
 
 
 def with_decay(gradients: Tensors, weights: Tensors, weight_decay: Scalar) -> list[Tensor]:
@@ -158,15 +158,16 @@ def subtract(weights: Tensors, updates: Tensors, lr: Scalar, accepted: Mask = No
             torch._foreach_sub_(list(weights[start : start + most]), list(products))
         return
     for some in alike(updates):
-        stack = _stacked(updates, some)
+        stack = stacked(updates, some)
         rates = _column(lr * accepted.double(), some, stack[0]).to(torch.promote_types(stack.dtype, torch.float32))
         steps = (stack * rates).to(stack.dtype)
         torch._foreach_sub_([weights[i] for i in some], list(steps.unbind()))
 
 
-def _stacked(tensors: Tensors, some: Sequence[int]) -> Tensor:
-    """Some tensors as a stack; of a single one a view."""
-    return tensors[some[0]][None] if len(some) == 1 else torch.stack([tensors[i] for i in some])
+def stacked(tensors: Tensors, some: Sequence[int] | None = None) -> Tensor:
+    """Equal tensors, or some of them, as a stack; of a single one it is a view, without a copy of what may be large."""
+    chosen = list(tensors) if some is None else [tensors[i] for i in some]
+    return chosen[0][None] if len(chosen) == 1 else torch.stack(chosen)
 
 
 def _column(x: Tensor, some: Sequence[int], like: Tensor) -> Tensor:

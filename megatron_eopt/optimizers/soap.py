@@ -15,6 +15,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.foreach import stacked
 from megatron_eopt.optimizers.group_settings import Scalar, also_called, check_adam_settings, decay_power
 from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_shard, local, names_of_last
 from megatron_eopt.optimizers.soap_math import CLOCK, BasisMethod, Preconditioned, Side, update_of
@@ -450,14 +451,14 @@ class Stack:
         self.accepted = torch.stack([each.accepted for each, _ in pieces]).view(column)
         self.steps = torch.stack([state[STEPS] for state, _ in self.states]).view(column)
         self.moves = not (self.first and self.plan.cost and self.settings["basis_of"] == "previous")
-        gradient, momentum = _stacked(gradients).to(momenta[0].dtype), _stacked(momenta)
+        gradient, momentum = stacked(gradients).to(momenta[0].dtype), stacked(momenta)
         gradient = torch.where(self.accepted, -gradient if self.settings["maximize"] else gradient, 0.0)
         if self.moves:
             # elementwise, so each rank does it with its shards
             taken = torch.where(self.accepted, gradient, momentum)
             momentum = torch.lerp(momentum, taken, 1 - self.settings["betas"][0])
             torch._foreach_copy_(momenta, list(momentum.unbind()))
-        self.tensors = [gradient, momentum, _stacked(self.squares)]  # which are handed on
+        self.tensors = [gradient, momentum, stacked(self.squares)]  # which are handed on
 
     def compute(self) -> None:
         """Make the updates of the matrices that this rank has whole, and let gradients into their factors and bases."""
@@ -465,7 +466,7 @@ class Stack:
         update: Tensor | None = squares
         if states := self.states[self.own]:
             kept = [[[state[key] for key in sides[dim]] for state, sides in states] for dim in (0, 1)]
-            stacks = [[_stacked(of_all) for of_all in zip(*of_side, strict=True)] for of_side in kept]
+            stacks = [[stacked(of_all) for of_all in zip(*of_side, strict=True)] for of_side in kept]
             left, right = (Side(*each) if each else None for each in stacks)
             steps, accepted = self.steps[self.own], self.accepted[self.own]
             matrices = Preconditioned(gradient, momentum, squares, steps, accepted, (left, right))
@@ -481,13 +482,8 @@ class Stack:
         if not self.moves:
             return
         update, squares = self.tensors
-        lr, weights = self.settings["lr"], _stacked(self.weights)
+        lr, weights = self.settings["lr"], stacked(self.weights)
         decay = decay_power(lr, self.settings["weight_decay_method"]) * self.settings["weight_decay"]
         moved = (weights.to(update.dtype) * (1 - decay) - update * lr).to(weights.dtype)
         torch._foreach_copy_(self.weights, list(torch.where(self.accepted, moved, weights).unbind()))
         torch._foreach_copy_(self.squares, list(squares.unbind()))
-
-
-def _stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """Equal tensors as one; of a single one it is a view."""
-    return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))

@@ -107,10 +107,8 @@ def whole_flops(shape: Shape, work: Work) -> float:
 
 def largest_iteration(matrices: Iterable[Matrix], work: Works) -> int:
     """The bytes that an iteration takes of the matrix that takes most."""
-    shapes = {(matrix.shape, matrix.iteration): work_of(matrix, work) for matrix in matrices if work}
-    return max(
-        (iteration_bytes(min(s), max(s), each.restarts, each.itemsize) for (s, _), each in shapes.items()), default=0
-    )
+    kinds = {(matrix.shape, work_of(matrix, work)) for matrix in matrices}
+    return max((iteration_bytes(min(s), max(s), each.restarts, each.itemsize) for s, each in kinds), default=0)
 
 
 def cube_flops(shape: Shape, work: Work) -> float:

@@ -144,7 +144,7 @@ class Engine:
         self._active: dict[tuple[int, ...], tuple[list[Matrix], list[float]]] = {}
         self._chunks: dict[tuple[int, ...], list[Chunk]] = {}
         self._products: Callable[[int], Products | None] = lambda rows: None  # by rows; chosen by prepare()
-        self._room = workspace.for_chunks(largest_iteration(planned, self.works))
+        self._room = workspace.for_chunks(largest_iteration(planned if self.works else (), self.works))
         self.matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
         """Of each parameter its logical matrices, as they are orthogonalized: ``blockwise`` makes each shard one."""
         for matrix, (i, layout) in zip(planned, self._of_matrix, strict=True):

@@ -4,7 +4,7 @@ Pure Python, from shapes, shards and settings alone: the same on every rank, and
 without a process group.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
@@ -103,23 +103,37 @@ def make_plan(
         idle = bucket.scheme in ("local", "blockwise")
         return bucket.chunk, idle, -bucket_cost(draft, bucket, work, rates).seconds
 
-    numbers, of_labels = parameters or range(len(draft.matrices)), dict[str, list[Bucket]]()
-    for of_group in of_groups:
-        of_labels.setdefault(draft.matrices[of_group[0].matrices[0]].group, []).extend(of_group)
-    chunk_of: dict[int, int] = {}
-    # those of each label by themselves, so that their chunks do not depend on what else a rank has
-    for of_label in sorted(of_labels.values(), key=lambda each: min(map(order, each))):
-        alone = replace(draft, buckets=tuple(sorted(of_label, key=order)))
-        of_own = [draft.matrices[i] for bucket in of_label for i in bucket.matrices]
-        largest = largest_iteration(of_own, work)
-        first = 1 + max(chunk_of.values(), default=-1)
-        chunk_of |= {i: first + chunk for i, chunk in in_chunks(alone, numbers, workspace, largest).items()}
-    everything = sum(chunk_bytes(replace(draft, buckets=tuple(chain(*of_groups))), workspace))
-    room = workspace.for_chunks(largest_iteration(draft.matrices, work))
-    if len(set(chunk_of.values())) > len(of_labels) or everything > room:
+    numbers = range(len(draft.matrices)) if parameters is None else parameters
+    chunk_of = _chunks(draft, list(chain(*of_groups)), order, work, workspace, numbers)
+    if chunk_of:
         of_groups = [_with_compute_ranks(draft, list(_cut(each, chunk_of)), work) for each in of_groups]
     parts = chain(*(_in_parts(bucket, draft.matrices[bucket.matrices[0]].ranks) for bucket in chain(*of_groups)))
     return replace(draft, buckets=tuple(sorted(parts, key=order)))
+
+
+def _chunks(
+    draft: Plan,
+    buckets: Sequence[Bucket],
+    order: Callable[[Bucket], Any],
+    work: Works,
+    workspace: Workspace,
+    parameters: Sequence[int],
+) -> dict[int, int]:
+    """The chunk of each matrix; nothing where all fit into the workspace together.
+
+    Those of each label make chunks of their own, which do not depend on what else a rank has.
+    """
+    of_labels: dict[str, list[Bucket]] = {}
+    for bucket in sorted(buckets, key=order):
+        of_labels.setdefault(draft.matrices[bucket.matrices[0]].group, []).append(bucket)
+    chunk_of: dict[int, int] = {}
+    for of_label in of_labels.values():
+        largest = largest_iteration([draft.matrices[i] for bucket in of_label for i in bucket.matrices], work)
+        alone, first = replace(draft, buckets=tuple(of_label)), 1 + max(chunk_of.values(), default=-1)
+        chunk_of |= {i: first + chunk for i, chunk in in_chunks(alone, parameters, workspace, largest).items()}
+    together = sum(chunk_bytes(replace(draft, buckets=tuple(buckets)), workspace))
+    fit = together <= workspace.for_chunks(largest_iteration(draft.matrices, work))
+    return {} if fit and len(set(chunk_of.values())) == len(of_labels) else chunk_of
 
 
 def _cut(buckets: Sequence[Bucket], chunk_of: Mapping[int, int]) -> Iterator[Bucket]:

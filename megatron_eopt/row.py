@@ -72,9 +72,7 @@ class Row:
     begin_with: str  # flags of a run of the demo's model, which ``make compare`` takes
     begin_why: str = ""
     update_rms: float | None = None  # of the entries, before the rate, where no matrix has one of its own
-    averages: bool = (
-        False  # whether it evaluates and saves an average of the path, so that no rank may lack a parameter
-    )
+    averages: bool = False  # whether it evaluates and saves an average, so that no rank may lack a parameter
     refuses: str = ""  # beside the runs that none of the optimizers takes
 
     def __post_init__(self) -> None:
@@ -131,10 +129,13 @@ class Row:
 
 def kwargs_from_config(optimizer_cls: type, prefix: str, config: Any) -> dict[str, Any]:
     """The named arguments of an optimizer that a config has: ``config.{prefix}_{name}``, else ``config.{name}``."""
-    arguments = inspect.signature(optimizer_cls.__init__).parameters.values()  # type: ignore[misc]
-    named = [each.name for each in arguments if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-    fields = ((name, field) for name in named for field in (name, f"{prefix}_{name}") if hasattr(config, field))
-    return {name: getattr(config, field) for name, field in fields if name not in ("self", "params")}
+    kwargs = {}
+    for name, argument in inspect.signature(optimizer_cls.__init__).parameters.items():  # type: ignore[misc]
+        fields = [field for field in (f"{prefix}_{name}", name) if hasattr(config, field)]
+        named = argument.kind not in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
+        if fields and named and name not in ("self", "params"):
+            kwargs[name] = getattr(config, fields[0])
+    return kwargs
 
 
 def workspace_from(config: Any) -> dict[str, int]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, int]
 
-WORK = Work(schedule=NewtonSchulz().schedule, restarts=NewtonSchulz().restarts, share=0.5)
+WORK = Work(schedule=NewtonSchulz().schedule, restarts=NewtonSchulz().restarts, share=0.5, itemsize=2)
 FP16_SHAPES: tuple[Shape, ...] = ((128, 128), (1024, 4096), (4096, 4096), (4096, 14336), (8192, 28672))
 ASPECT, SMALLEST = 3.5, 2048  # the shapes that the targets of Newton-Schulz are for: long over short side, short side
 DEFAULT_RATIO, FAST_RATIO, RATE, EXPERTS_RATIO = 1.8, 2.5, 0.8, 5.0

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import batched, chain
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,9 @@ from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.group_settings import check_rates
 from megatron_eopt.optimizers.parameters import names_of_last, parameter_names
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
 from megatron_eopt.orthogonalize.newton_schulz import newton_schulz
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, product_dtype
+from megatron_eopt.orthogonalize.precision import MatmulPrecision, product_dtype, validate_matmul_precision
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
 from megatron_eopt.parallel.collectives import all_gather, broadcast
 from megatron_eopt.parallel.engine import Engine, Parameter, check_same
@@ -91,7 +90,7 @@ class DistributedMuon(BaseOptimizer):
         fp32_matmul_prec: MatmulPrecision = "medium",
         process_group: ProcessGroup | None = None,
     ) -> None:
-        check_choice("fp32_matmul_prec", fp32_matmul_prec, get_args(MatmulPrecision))
+        validate_matmul_precision(fp32_matmul_prec)
         self.fp32_matmul_prec = fp32_matmul_prec
         group = self.process_group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
         self.rank, self.ranks = (0, 1) if group is None else (group.rank(), group.size())

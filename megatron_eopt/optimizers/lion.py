@@ -1,6 +1,7 @@
 """Lion and Signum: every entry of the update is the sign of a momentum."""
 
-from typing import Any, get_args
+from abc import abstractmethod
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
@@ -20,14 +21,20 @@ EXP_AVG = "exp_avg"
 class Signs(BaseOptimizer):
     """What Lion and Signum have in common: one momentum, and the step; the arguments are those of their groups."""
 
+    averages: tuple[str, ...] = ()  # settings of a group that are the beta of one
+
     def __init__(self, params: ParamsT, pg_collection: TensorParallelGroups | None, **defaults: Any) -> None:
         self.pg_collection = pg_collection
         super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
-        check_rates(name, group, *({"momentum"} & self.defaults.keys()))
+        check_rates(name, group, *self.averages)
         check_choice(f"weight_decay_method of {name}", group["weight_decay_method"], get_args(DecayMethod))
+
+    @abstractmethod
+    def betas(self, group: dict[str, Any]) -> tuple[float, float]:
+        """Those of the update and of the momentum."""
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum."""
@@ -38,7 +45,7 @@ class Signs(BaseOptimizer):
             momenta = [local(self._state_of(p)[EXP_AVG]) for p in some]
             pairs = zip(some, momenta, strict=True)
             gradients = [local(p.grad).to(m.dtype) for p, m in pairs if p.grad is not None]
-            settings = group if "betas" in self.defaults else {**group, "betas": (group["momentum"],) * 2}
+            settings = {**group, "betas": self.betas(group)}
             lion([local(p) for p in some], gradients, momenta, accepted_of_some, settings)
 
 
@@ -86,6 +93,10 @@ class Lion(Signs):
         decay = {"weight_decay": weight_decay, "weight_decay_method": weight_decay_method}
         super().__init__(params, pg_collection, lr=lr, betas=betas, **decay, maximize=maximize)
 
+    def betas(self, group: dict[str, Any]) -> tuple[float, float]:
+        """The group's own."""
+        return cast(tuple[float, float], group["betas"])
+
     def _check_group(self, group: dict[str, Any]) -> None:
         check_betas(type(self).__name__, group["betas"])
         super()._check_group(group)
@@ -112,6 +123,8 @@ class Signum(Signs):
     [1] Bernstein et al., signSGD: Compressed Optimisation for Non-Convex Problems, arXiv 1802.04434.
     """
 
+    averages = ("momentum",)
+
     def __init__(
         self,
         params: ParamsT,
@@ -125,6 +138,10 @@ class Signum(Signs):
     ) -> None:
         decay = {"weight_decay": weight_decay, "weight_decay_method": weight_decay_method}
         super().__init__(params, pg_collection, lr=lr, momentum=momentum, **decay, maximize=maximize)
+
+    def betas(self, group: dict[str, Any]) -> tuple[float, float]:
+        """The momentum takes the gradient in first, and then its sign is taken: one beta serves both."""
+        return group["momentum"], group["momentum"]
 
 
 def lion(

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,8 +27,7 @@ from megatron_eopt.optimizers.group_settings import (
 )
 from megatron_eopt.optimizers.parameters import local, names_of_last
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.orthogonalize.choices import check_choice
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
+from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
 from megatron_eopt.parallel.layout import local_rows, on_one_rank
 
 MOMENTUM_BUFFER = "momentum_buffer"
@@ -109,7 +108,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         **kwargs: Any,
     ) -> None:
         name = type(self).__name__
-        check_choice("fp32_matmul_prec", fp32_matmul_prec, get_args(MatmulPrecision))
+        validate_matmul_precision(fp32_matmul_prec)
         check_flag(name, "split_qkv", split_qkv)
         self._set_split(split_qkv, is_qkv_fn, qkv_split_shapes)
         self.fp32_matmul_prec = fp32_matmul_prec

@@ -21,7 +21,7 @@ from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelG
 from megatron_eopt.optimizers.soap_math import CLOCK, BasisMethod, Preconditioned, Side, update_of
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
+from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
 from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, on_one_rank
 from megatron_eopt.parallel.records import cut
@@ -214,7 +214,7 @@ class SOAP(BaseOptimizer):
                 raise ValueError(f"{name}: {key} must be a whole number of at least {least}, got {group[key]!r}")
         for key, of_key in (("weight_decay_method", Decay), ("basis_method", BasisMethod), ("basis_of", Gradients)):
             check_choice(f"{key} of {name}", group[key], get_args(of_key))
-        check_choice("fp32_matmul_prec", group["fp32_matmul_prec"], get_args(MatmulPrecision))
+        validate_matmul_precision(group["fp32_matmul_prec"])
         for parameter, called in zip(group["params"], names_of_last(self.param_groups), strict=True):
             if parameter.ndim > 1:
                 self._check_matrix(parameter, f"takes matrices and vectors, but {called}")

@@ -14,7 +14,13 @@ from megatron_eopt.orthogonalize import forms
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients, CoefficientType, get_coefficients
 from megatron_eopt.orthogonalize.forms import Preset, Restarts, Watch
-from megatron_eopt.orthogonalize.precision import MatmulPrecision, gram_dtype, in_precision, product_dtype
+from megatron_eopt.orthogonalize.precision import (
+    MatmulPrecision,
+    gram_dtype,
+    in_precision,
+    product_dtype,
+    validate_matmul_precision,
+)
 from megatron_eopt.orthogonalize.products import Products, default_products
 
 Form = Literal["auto", "standard", "gram"]
@@ -137,7 +143,7 @@ class NewtonSchulz:
     products: Products | None = None
 
     def __post_init__(self) -> None:
-        check_choice("fp32_matmul_prec", self.fp32_matmul_prec, get_args(MatmulPrecision))
+        validate_matmul_precision(self.fp32_matmul_prec)
         _ = self.schedule
 
     @cached_property
@@ -268,7 +274,7 @@ def newton_schulz(
         raise TypeError(f"only floating-point matrices can be orthogonalized, got {x.dtype}")
     if x.ndim not in (2, 3):
         raise ValueError(f"expected a matrix or a stack of matrices (2-D or 3-D), got shape {tuple(x.shape)}")
-    check_choice("fp32_matmul_prec", fp32_matmul_prec, get_args(MatmulPrecision))
+    validate_matmul_precision(fp32_matmul_prec)
     check_choice("form", form, get_args(Form))
     check_choice("preset", preset, forms.PRESETS)
     if preset == "fast":

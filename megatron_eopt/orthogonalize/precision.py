@@ -2,11 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
+from megatron_eopt.orthogonalize.choices import check_choice
+
 MatmulPrecision = Literal["low", "medium", "high", "highest"]
+
+
+def validate_matmul_precision(precision: str) -> None:
+    """Raise ``ValueError``, naming the known ones, unless a precision has this name."""
+    check_choice("fp32_matmul_prec", precision, get_args(MatmulPrecision))
 
 
 def product_dtype(dtype: torch.dtype, precision: MatmulPrecision) -> torch.dtype:

@@ -22,17 +22,17 @@ help:
 demo: venv
 	@$(PYTHON) examples/demo.py
 
-# Two workers, for two cores: what tests share in a file is made once.
-WORKERS := -n 2 --dist loadfile
+# Two workers of one thread each, for two cores: what tests share in a file is made once.
+PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile
 
 test: venv
-	@$(PYTHON) -m pytest $(WORKERS) -m "not full and not wide"
+	@$(PYTEST) -m "not full and not wide"
 
 test-wide: venv
-	@$(PYTHON) -m pytest $(WORKERS) -m "wide and not full"
+	@$(PYTEST) -m "wide and not full"
 
 test-full: venv
-	@$(PYTHON) -m pytest $(WORKERS)
+	@$(PYTEST)
 
 lint: venv
 	@$(PYTHON) -m ruff check .

@@ -53,7 +53,7 @@ def test_two_ranks_train_as_one_and_resume_bit_for_bit(tmp_path, name):
         assert other["losses"] == one["losses"][len(one["losses"]) // 2 :]
 
 
-@pytest.mark.parametrize("name", ["spectron", "soap"])
+@pytest.mark.parametrize("name", ["spectron", pytest.param("soap", marks=pytest.mark.wide)])
 def test_the_plan_of_a_command_line_is_that_of_its_run(tmp_path, name):
     flags = [*run(name), *TP2, "--train-iters", 1]
     train(tmp_path / "run", 2, *flags, "--optimizer-manifest-file", tmp_path / "of_run.json")

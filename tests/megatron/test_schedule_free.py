@@ -25,7 +25,7 @@ def loaded(folder, ending):
     return state
 
 
-@pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [[], pytest.param(["--bf16"], marks=pytest.mark.wide)], ids=["fp32", "bf16"])
 def test_evaluation_and_checkpoints_are_at_the_average_and_training_goes_on(tmp_path, precision):
     run = [*RUN, *precision, "--schedule-free-adamw-warmup-steps", 5]  # also a resume goes on within them
     saved = ["--save", tmp_path / "checkpoint", "--save-interval", 4]

@@ -173,12 +173,16 @@ FAMILY = (
             ),
             Flag("basis_method", "qr", "How bases are refreshed."),
             Flag("max_dim", 10000, "The longest side that has a factor and a basis."),
+            Flag(
+                "share_over_dp", True, "Every data-parallel rank keeps and computes all, as where Megatron deals out "
+                "parameters and where checkpoints are not torch_dist.",
+            ),
         ),
         state=("exp_avg", "exp_avg_sq"),
         further_state=("L", "R", "Q_L", "Q_R", "steps"),
         state_depends_on=("soap_max_dim", "muon_split"),
         keeps="two moments, and for each side up to `--soap-max-dim` a factor and its basis, which one "
-        "tensor-parallel rank of several has, each its share",
+        "tensor- or data-parallel rank of several has, each its share",
         state_bytes="8 mn + 8 m² + 8 n² + 8",
         begin_with="--soap-precondition-frequency 10 --adam-beta1 0.95 --adam-beta2 0.95 --muon-lr 0.003 "
         "--muon-min-lr 0.0003",

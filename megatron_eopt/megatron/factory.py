@@ -22,7 +22,7 @@ from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag
 from megatron_eopt.megatron.manifest import declare
 from megatron_eopt.megatron.parameters import frozen_names, mark, torch_optimizers, trainable
 from megatron_eopt.megatron.summary import print_summary
-from megatron_eopt.megatron.support.rules import Run, refuse_unsupported
+from megatron_eopt.megatron.support.rules import Run, on, refuse_unsupported
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.scale import PRESETS
@@ -43,7 +43,8 @@ class OptimizerOfRun:
     def __init__(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any, layer_wise: bool = False) -> None:
         self.facts = Run.of(config, model_chunks, pg_collection, layer_wise=layer_wise)
         refuse_unsupported(self.facts)
-        self.config, self.model_chunks, self.groups = with_preset(config), model_chunks, pg_collection
+        self.config = without_sharing(with_preset(config), self.facts)
+        self.model_chunks, self.groups = model_chunks, pg_collection
         self.tp_mode, self.tp_mode_source = config.muon_tp_mode, getattr(config, TP_MODE_SOURCE, "config")
         if self.tp_mode_source == UNNAMED and self.tp_mode != DEFAULT_TP_MODE:
             self.tp_mode_source = "config"  # which was changed after it was made
@@ -199,6 +200,16 @@ def with_preset(config: Any) -> Any:
         )
     found = copy.copy(config)
     found.muon_scale_mode, found.muon_extra_scale_factor = mode, factor
+    return found
+
+
+def without_sharing(config: Any, run: Run) -> Any:
+    """The config; without work that data-parallel ranks share where each has other parameters, or one saves for all."""
+    all_save = getattr(run.args, "ckpt_format", None) == "torch_dist" and not on(run.args, "ckpt_convert_format")
+    if not on(config, "soap_share_over_dp") or (all_save and not run.layer_wise):
+        return config
+    found = copy.copy(config)
+    found.soap_share_over_dp = False
     return found
 
 

@@ -23,7 +23,7 @@ from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
 from megatron_eopt.parallel.engine import Engine, Parameter
-from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, on_one_rank
+from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, on_one_rank, shared_out
 from megatron_eopt.parallel.records import cut
 
 Gradients = Literal["previous", "current"]
@@ -71,9 +71,11 @@ class SOAP(BaseOptimizer):
     A parameter that is cut, by tensor parallelism or as a DTensor (FSDP2, HSDP), takes the step of one rank. A matrix
     of Megatron's that has a factor gets a compute rank of its group, by the costs of steps and from shapes alone.
     Shards of gradient, ``M`` and ``V`` go there, in one all-to-all for many matrices, and those of the update and ``V``
-    come back; factors and bases are there alone, and empty on the other ranks. Of DTensors each rank gathers matrices,
-    and has factors and bases: torch's checkpoints know no tensor that one rank of several has. What has no factor takes
-    its step as it lies. A gradient that is not finite on one rank is left out on all that share it.
+    come back; factors and bases are there alone, and empty on the other ranks. With ``share_over_dp`` the data-parallel
+    ranks, which have the same gradients, are among those that get matrices, and others keep their copies. Of DTensors
+    each rank gathers matrices, and has factors and bases: torch's checkpoints know no tensor that one rank of several
+    has. What has no factor takes its step as it lies. A gradient that is not finite on one rank is left out on all that
+    share it.
 
     The first step makes the eigenvectors of every factor, as refreshing by ``eigh`` does: some 10 n^3 operations a side
     of n, many of them bound by memory. At 8192 that may take very long, and other ranks wait for a compute rank within
@@ -102,6 +104,9 @@ class SOAP(BaseOptimizer):
         qkv_split_shapes: rows of (q, k, v), or of (q, gate, k, v), in one query group; the attribute
             ``qkv_split_shapes`` of a parameter wins.
         pg_collection: the process groups ``tp`` and, for experts, ``expt_tp``; None where nothing is sharded.
+        share_over_dp: whether data-parallel ranks share the work, the factors and the bases: those of the group
+            ``dp_cp`` of ``pg_collection``, or of ``expt_dp`` for experts. What is cut they share if it has
+            ``tp_dp_cp``, or ``tp_expt_dp``, too. Each rank's state has to be saved then, not that of one of them.
 
     Raises:
         ValueError: for a setting out of its range, a parameter of three or more dimensions that is not declared as a
@@ -144,9 +149,10 @@ class SOAP(BaseOptimizer):
         is_qkv_fn: Callable[[Tensor], bool] | None = None,
         qkv_split_shapes: Sequence[int] | None = None,
         pg_collection: TensorParallelGroups | None = None,
+        share_over_dp: bool = False,
     ) -> None:
         self._set_split(split_qkv, is_qkv_fn, qkv_split_shapes)
-        self.pg_collection = pg_collection
+        self.pg_collection, self.share_over_dp = pg_collection, share_over_dp
         adam = {"lr": lr, "betas": betas, "eps": eps, "nesterov": nesterov, "correct_bias": correct_bias}
         decay = {"weight_decay": weight_decay, "weight_decay_method": weight_decay_method}
         shampoo = {"shampoo_beta": shampoo_beta, "use_kl_shampoo": use_kl_shampoo, "max_dim": max_dim}
@@ -170,8 +176,9 @@ class SOAP(BaseOptimizer):
             names = self.split_of(parameter).names(self.layout(parameter).shape[0])
             described[parameter] = []
             for name, plan in zip(names, self._planned(parameter), strict=True):
-                alone = "duplicated" if plan.layout.sharded else "local"
-                scheme = alone if plan.compute_rank is None else "owner"
+                cut = plan.layout.sharded
+                alone, dealt = ("duplicated", "owner") if cut else ("local", "share")
+                scheme = alone if plan.compute_rank is None else dealt
                 described[parameter].append(DescribedMatrix(name, plan.layout.shape, scheme, 1.0, None))
         return described
 
@@ -180,7 +187,13 @@ class SOAP(BaseOptimizer):
         if parameter.ndim == 0:
             return on_one_rank((1, 1))
         if parameter.ndim > 1 or isinstance(parameter, DTensor):
-            return super().layout(parameter)
+            layout, name = super().layout(parameter), "expt_dp" if is_expert(parameter) else "dp_cp"
+            if not self.share_over_dp or isinstance(parameter, DTensor):
+                return layout
+            group, joint = (getattr(self.pg_collection, each, None) for each in (name, f"tp_{name}"))
+            if group is None:
+                raise ValueError(f"share_over_dp needs a pg_collection that has {name!r}")
+            return shared_out(layout, group, joint, name)
         group = getattr(self.pg_collection, "expt_tp" if is_expert(parameter) else "tp", None)
         if not is_sharded(parameter) or group is None or group.size() == 1:
             return on_one_rank((parameter.numel(), 1))
@@ -292,7 +305,7 @@ class Planned:
         self.sides = [[f"{key}{end}" for key in keys if has] for keys, has in zip(SIDES, has_factor, strict=True)]
         # of a step, up to a factor that is the same for all: cubes of sides, and products with them
         self.cost = sum(n * (n**2 + rows * cols) for n in compress((rows, cols), has_factor))
-        self.gathered = any(has_factor) and layout.sharded  # whether a rank needs what others have of it
+        self.gathered = any(has_factor) and layout.ranks > 1  # whether a rank needs what others have of it
         self.compute_rank: int | None = None  # the one of its group that alone needs it
 
 

@@ -60,11 +60,23 @@ def on_one_rank(shape: Shape) -> Layout:
     return Layout(shape, (whole(shape),))
 
 
-def shared_out(layout: Layout, group: ProcessGroup) -> Layout:
-    """The layout of a matrix that all ranks of a data-parallel group have whole, to share the work on it."""
+def shared_out(layout: Layout, group: ProcessGroup, joint: ProcessGroup | None = None, label: str = "dp") -> Layout:
+    """The layout of a matrix that lies alike on all ranks of a data-parallel group, to share the work on it.
+
+    A matrix that is cut stays as it is, unless ``joint`` has the ranks of both groups: for each data-parallel rank, in
+    their order, those that hold a copy between them, as Megatron numbers them.
+    """
     if group.size() == 1:
         return layout
-    return Layout(layout.shape, (whole(layout.shape),) * group.size(), group, "dp")
+    if layout.group is None:
+        return Layout(layout.shape, (whole(layout.shape),) * group.size(), group, label)
+    own, copies = dist.get_rank(), dist.get_process_group_ranks(group)
+    ranks = [copy + rank - own for copy in copies for rank in dist.get_process_group_ranks(layout.group)]
+    if joint is None or dist.get_process_group_ranks(joint) != ranks:
+        return layout
+    shards = layout.shards or (layout.ranks if layout.dim == 0 else 1)
+    rectangles, label = layout.rectangles * len(copies), f"{layout.label} x {label}"
+    return replace(layout, rectangles=rectangles, group=joint, label=label, shards=shards)
 
 
 def is_expert(parameter: Tensor) -> bool:

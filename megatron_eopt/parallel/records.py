@@ -78,6 +78,11 @@ def cut_twice(
     return shape, tuple(map(cut_rows, cut(shape, dim, ranks)))
 
 
+def copies(shape: Shape, rectangles: Sequence[Rectangle]) -> int:
+    """How often ranks hold a matrix between them."""
+    return sum(rectangle.numel for rectangle in rectangles) // (shape[0] * shape[1])
+
+
 def cut_dimension(shape: Shape, rectangles: tuple[Rectangle, ...]) -> int | None:
     """The one dimension along which the shards tile the matrix in the order of the ranks.
 

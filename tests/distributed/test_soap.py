@@ -76,8 +76,10 @@ def made(rank, world_size):
     return parameters
 
 
-def built(parameters, world_size, **settings):
+def built(parameters, world_size, groups=None, **settings):
     several = list(parameters.items())
+    if groups is None and world_size > 1:
+        groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD)
     return SOAP(
         [{"params": several[:7], "weight_decay": 0.2}, {"params": several[7:], "lr": 0.1, "precondition_frequency": 3}],
         lr=0.05,
@@ -85,7 +87,7 @@ def built(parameters, world_size, **settings):
         max_dim=MAX_DIM,
         split_qkv=True,
         is_qkv_fn=lambda p: hasattr(p, "qkv_split_shapes"),
-        pg_collection=SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD) if world_size > 1 else None,
+        pg_collection=groups,
         **settings,
     )
 
@@ -144,16 +146,16 @@ MODEL = [((16, 12), 0)] * 8 + [((8, 24), 1)] * 4
 """Shapes, and the dimension that is cut."""
 
 
-def dealt(rank, world_size):
+def dealt(rank, world_size, groups=None, **settings):
     """What a rank keeps of the sides of equal matrices, and what it sends in a step."""
-    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)
+    groups = groups or SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)
     generator = torch.Generator().manual_seed(0)
     parameters = []
     for shape, dim in MODEL:
         parameters.append(torch.nn.Parameter(torch.randn(shape, generator=generator).chunk(world_size, dim)[rank]))
         parameters[-1].grad = torch.randn(shape, generator=generator).chunk(world_size, dim)[rank].contiguous()
         parameters[-1].tensor_model_parallel, parameters[-1].partition_dim = True, dim
-    optimizer = SOAP(parameters[:8], pg_collection=groups)
+    optimizer = SOAP(parameters[:8], pg_collection=groups, **settings)
     optimizer.init_state()
     first = [optimizer.state[p]["L"].numel() for p in parameters[:8]]
     optimizer.add_param_group({"params": parameters[8:]})
@@ -294,3 +296,53 @@ def test_four_ranks_step_as_one_and_share_factors_and_work():
         assert schemes == {"owner"}
         assert "has shape (0, 0), expected" in said
         assert "ranks had dealt matrices otherwise: group parameters as before" in said
+
+
+def grid(rank):
+    """Megatron's groups for TP=2 and DP=2 over four ranks."""
+    made = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    tp, dp = made[rank // 2], made[2 + rank % 2]
+    return SimpleNamespace(tp=tp, expt_tp=tp, dp_cp=dp, expt_dp=dp, tp_dp_cp=dist.group.WORLD)
+
+
+def on_a_grid(rank, world_size):
+    groups = grid(rank)
+    found = []
+    for settings in VARIANTS:
+        parameters = made(rank % 2, 2)
+        optimizer = built(parameters, 2, groups, share_over_dp=True, **settings)
+        for step in range(STEPS):
+            set_gradients(parameters, rank % 2, 2, step)
+            optimizer.step()
+        found.append(result(optimizer, parameters))
+    schemes = {name: optimizer.described_matrices()[p][0].scheme for name, p in parameters.items() if p.ndim > 1}
+    alone = SimpleNamespace(tp=groups.tp, expt_tp=None)
+    try:
+        said = SOAP(list(made(rank % 2, 2).values())[1:3], pg_collection=alone, share_over_dp=True)
+    except ValueError as error:
+        said = str(error)
+    return found, schemes, dealt(rank % 2, 2, groups, share_over_dp=True), said
+
+
+def test_data_parallel_ranks_share_factors_and_work():
+    ranks = run_ranks(on_a_grid, 4)
+    for place, settings in enumerate(VARIANTS):
+        expected, found = result(*trained(0, 1, settings)), [of_rank[0][place] for of_rank in ranks]
+        for rank, of_rank in enumerate(found):
+            assert_equals(of_rank, expected, rank % 2, 2, settings)
+        for name, (p, state) in found[0].items():
+            assert torch.equal(p, found[2][name][0])
+            for key in (key for key in state if key[0] in "LRQ"):
+                having = [rank for rank in range(4) if found[rank][name][1][key].numel()]
+                # of a copy each, where no group has the ranks of both
+                of_each = {"replicated": [[0, 1], [2, 3]], "expert": [[0, 2], [1, 3]]}.get(name)
+                assert len(having) == 1 if of_each is None else having in of_each, (name, key, having)
+    for _, schemes, (sides, calls, sent, dealt_schemes, _), said in ranks:
+        assert (schemes["tall along dim 0"], schemes["replicated"], schemes["expert"]) == ("owner", "share", "owner")
+        assert dealt_schemes == {"owner"}
+        assert sum(of_one[0] != (0, 0) for of_one in sides) == 3
+        # gradient and both moments of three matrices go to the other rank that has half of this copy; of three the
+        # update and the second moment come from here, to three ranks
+        assert sent == 4 * 96 * (3 * 3 + 3 * 3 * 2)
+        assert calls == {"all_to_all": 2, "agree": 1}
+        assert "share_over_dp needs a pg_collection that has 'dp_cp'" in said

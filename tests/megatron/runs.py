@@ -183,10 +183,18 @@ def whole(snapshots):
     for snapshot in snapshots:
         for name, recorded in snapshot.items():
             part = found.setdefault(name, {}).setdefault(recorded["cut"][1], {"cut": recorded["cut"]})
-            for key in recorded.keys() & part.keys() - {"cut"}:
-                assert torch.equal(recorded[key], part[key]), (name, key, "differs between replicas")
-            part.update(recorded)
+            both = recorded.keys() & part.keys() - {"cut"}
+            elsewhere = {key for key in both if of_one_rank(key) and not recorded[key].numel()}
+            for key in both - elsewhere:
+                lacking = of_one_rank(key) and not part[key].numel()
+                assert lacking or torch.equal(recorded[key], part[key]), (name, key, "differs between replicas")
+            part.update({key: value for key, value in recorded.items() if key not in elsewhere})
     return {name: _joined(name, [parts[index] for index in sorted(parts)]) for name, parts in found.items()}
+
+
+def of_one_rank(key):
+    """Whether one rank of those that share a matrix may keep a state tensor alone."""
+    return key[0] in "LRQ"
 
 
 def _joined(name, parts):
@@ -196,7 +204,7 @@ def _joined(name, parts):
 
 def _join(name, key, parts):
     tensors = [part[key] for part in parts]
-    if key[0] in "LRQ":  # which one rank of those that share a matrix may keep alone
+    if of_one_rank(key):
         tensors = [tensor for tensor in tensors if tensor.numel()]
     if len(tensors) == 1:
         return tensors[0]

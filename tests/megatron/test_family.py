@@ -1,6 +1,7 @@
 """Every optimizer of the family in real Megatron: on two tensor-parallel ranks as on one, and resumed bit for bit."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -53,12 +54,42 @@ def test_two_ranks_train_as_one_and_resume_bit_for_bit(tmp_path, name):
         assert other["losses"] == one["losses"][len(one["losses"]) // 2 :]
 
 
-@pytest.mark.parametrize("name", ["spectron", pytest.param("soap", marks=pytest.mark.wide)])
-def test_the_plan_of_a_command_line_is_that_of_its_run(tmp_path, name):
-    flags = [*run(name), *TP2, "--train-iters", 1]
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("spectron", TP2),
+        pytest.param("soap", TP2, marks=pytest.mark.wide),
+        pytest.param("soap", [], marks=pytest.mark.wide),
+    ],
+    ids=["spectron-TP", "soap-TP", "soap-DP"],
+)
+def test_the_plan_of_a_command_line_is_that_of_its_run(tmp_path, name, layout):
+    flags = [*run(name), *layout, "--train-iters", 1]
     train(tmp_path / "run", 2, *flags, "--optimizer-manifest-file", tmp_path / "of_run.json")
     found, _ = planned(tmp_path, *flags, ranks=2)
     assert found == json.loads((tmp_path / "of_run.json").read_text())
+
+
+# Which ranks work on SOAP's matrices, and whether one of two data-parallel ranks has a side of all that are shared.
+SHARING = [
+    ([], "share", True),
+    (["--soap-no-share-over-dp"], "local", False),
+    (["--ckpt-format", "torch"], "local", False),
+    (["--use-distributed-optimizer", "--bf16"], "local", None),  # each rank has other parameters
+]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("flags", "scheme", "shared"), SHARING, ids=["shared", "refused", "torch", "distributed"])
+def test_data_parallel_ranks_share_the_sides_where_each_of_them_saves(tmp_path, flags, scheme, shared):
+    manifest = tmp_path / "manifest.json"
+    flags = [*run("soap"), "--train-iters", 2, *flags, "--optimizer-manifest-file", manifest]
+    recorded, _ = train(tmp_path / "run", 2, *flags)
+    assert set(re.findall(r'"scheme": "(\w+)"', manifest.read_text())) == {scheme}
+    for name, first in recorded[0]["after"].items() if shared is not None else ():
+        second = recorded[1]["after"][name]
+        for key in (key for key in first if key[0] in "LRQ"):
+            assert (0 in (first[key].numel(), second[key].numel())) == shared, (name, key)
 
 
 # Each owns one matrix of a run of Muon: layer, matrix, and the settings of its override.

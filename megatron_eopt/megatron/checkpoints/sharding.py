@@ -22,6 +22,7 @@ from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import gathered
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.parallel.layout import Layout
+from megatron_eopt.parallel.records import copies
 from megatron_eopt.redirect import around
 
 _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
@@ -64,7 +65,13 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
         data_of = data.split([each.local_shape[0] for each in saved])
         views = [(each, each.key, view, *_sides(each)) for each, view in zip(saved, data_of, strict=True)]
     state, own = [], saved[0].replica_id
-    replica_id = own if tensor.rank is not None else _replica_id(tensor.dims, layout, own)
+    if tensor.rank is None:
+        replica_id = _replica_id(tensor.dims, layout, own)
+    elif copies(layout.shape, layout.rectangles) == 1:
+        replica_id = own
+    else:
+        # the one rank that has it need not be the first of its data-parallel group
+        replica_id = 0 if isinstance(own, int) else (*own[:-1], 0)
     for of_parameter, key, view, rows, columns in views:
         if not view.numel():
             continue

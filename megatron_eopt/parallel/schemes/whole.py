@@ -1,7 +1,7 @@
 """The schemes in which a rank has whole matrices: as they are, gathered by all ranks, or gathered by one of them."""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import batched
 
 import torch
@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_eopt.orthogonalize.newton_schulz import Iteration
 from megatron_eopt.parallel.collectives import all_gather, exchange, packed
-from megatron_eopt.parallel.records import Bucket, Matrix, Rectangle
+from megatron_eopt.parallel.records import Bucket, Matrix, Rectangle, copies
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,12 +144,21 @@ def gather(
 def bring(
     stacks: Sequence[Tensor], matrices: Sequence[Matrix], numbers: Sequence[Sequence[int]], group: ProcessGroup
 ) -> Callable[[], list[Tensor]]:
-    """Start to bring matrices together, each on one rank of a group, by one all-to-all: see ``Engine.gather_whole``."""
-    sent = list(zip(*(stack.split(list(of)) for stack, of in zip(stacks, numbers, strict=True)), strict=True))
+    """Start to bring matrices together, each on one rank of a group, by one all-to-all: see ``Engine.gather_whole``.
+
+    Where the group holds several copies of a matrix, one behind the other, a rank gets the shards of the copy that it
+    has a part of.
+    """
+    size, ranks = group.size() // copies(matrices[0].shape, matrices[0].rectangles), range(group.size())
+    copy = slice(first := group.rank() // size * size, first + size)  # the ranks of this one's
+    here = ranks[copy]
+    parts = zip(*(stack.split(list(of)) for stack, of in zip(stacks, numbers, strict=True)), strict=True)
+    sent = [[x if rank in here else x[:0] for x in to] for rank, to in enumerate(parts)]
     pairs = [(of[group.rank()], matrix) for of, matrix in zip(numbers, matrices, strict=True)]
-    sizes = [[count * matrix.rectangles[rank].numel for count, matrix in pairs] for rank in range(group.size())]
+    sizes = [[count * (rank in here) * matrix.rectangles[rank].numel for count, matrix in pairs] for rank in ranks]
     wait = _exchange(sent, sizes, group)
-    return lambda: [assemble(parts, matrix) for parts, matrix in zip(wait(), matrices, strict=True)]
+    own = [replace(matrix, rectangles=matrix.rectangles[copy]) for matrix in matrices]
+    return lambda: [assemble(parts[copy], matrix) for parts, matrix in zip(wait(), own, strict=True)]
 
 
 def hand_out(

@@ -1,5 +1,6 @@
 """The parts of ``make gpu`` on products: the Gram form in fp16, Newton-Schulz and its kernels against peers."""
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +14,7 @@ import torch
 from gpu_verdicts import Run, draw, in_a_row
 from torch import Tensor
 
+from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import fp32_products
@@ -145,7 +147,9 @@ def share_of_rate(shape: Shape, seconds: float, rate: float) -> float:
 
 
 def sweep(run: Run) -> None:
-    """The kernel against cuBLAS over rows, stacks and dtypes, and its table of tiles against others; a picture."""
+    """The kernel against cuBLAS over rows, stacks and dtypes, its tiles against others; a picture, and kernel times."""
+    with run.check("kernel times"):
+        write_kernel_times(run)
     if missing := KERNELS["triton"].missing(run.device):
         run.judge("sweep", None, "", reason=missing)
         return
@@ -168,6 +172,24 @@ def sweep(run: Run) -> None:
         of_stack = faster.setdefault(kind, {}).setdefault(f"{at.split()[0]} at once", {})
         of_stack[int(at.split()[-1])] = seconds["cuBLAS"] / seconds["best"]
     draw(faster, "rows", "times as fast as cuBLAS, best tiles", run.out / "sweep.png")
+
+
+def write_kernel_times(run: Run) -> None:
+    """Write the seconds by which a run would choose a kernel, for ``megatron-eopt plan --kernel-times``."""
+    sizes = [(n, rows, int(rows * aspect)) for n, aspect, rows in product(SWEEP_STACKS, (1, ASPECT), SWEEP_ROWS)]
+    times = []
+    for kind, (n, rows, cols) in product(timing.SAVED_DTYPES, [(1, 16, 24)] if run.tiny else sizes):
+        dtype, precision, _ = SWEEP_KINDS[kind]
+        # of larger stacks a run times a part, which is not what the file would say
+        if time.monotonic() < run.until and (n == 1 or n * rows * cols <= timing.MOST_ENTRIES):
+            with suppress(torch.OutOfMemoryError):
+                shape = (n, rows, cols) if n > 1 else (rows, cols)
+                taken = timing.times([shape], [dtype], run.device, precision).sum(0).tolist()
+                seconds = {name: s for name, s in zip(timing.CANDIDATES, taken, strict=True) if 0 < s < torch.inf}
+                times.append({"rows": rows, "cols": cols, "stack": n, "dtype": kind, "seconds": seconds})
+    device = torch.cuda.get_device_name(run.device) if run.on_gpu else "a CPU"
+    table = {"device": device, "torch": torch.__version__, "times": times}
+    (run.out / "kernel_times.json").write_text(json.dumps(table, indent=1))
 
 
 def with_all_tiles(x: Tensor, precision: "Fp32Precision", tiny: bool) -> dict[str, float]:

@@ -22,6 +22,7 @@ from megatron_eopt.manifest import table, to_json
 from megatron_eopt.models import MODELS, Model, Parallel, matrices_of
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
+from megatron_eopt.orthogonalize.timing import fastest, saved_times, shares
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
 from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.plan import TpMode, make_plan
@@ -74,7 +75,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     muon.add_argument("--muon-tp-mode", choices=get_args(TpMode), default="auto")
     muon.add_argument("--muon-coefficient-type", choices=get_supported_coefficient_types(), default="quintic")
     muon.add_argument("--muon-num-ns-steps", type=_positive, default=5)
-    muon.add_argument("--dense", action="store_true", help="without kernels for symmetric products")
+    products = muon.add_mutually_exclusive_group()
+    products.add_argument("--dense", action="store_true", help="without kernels for symmetric products")
+    products.add_argument("--kernel-times", metavar="FILE", help="of make gpu: the fastest kernel and its time")
     muon.add_argument("--exchange-itemsize", type=int, choices=(2, 4), default=2, help="bytes of an entry on the wire")
     muon.add_argument("--optimizer-workspace", type=float, default=2.0, metavar="GIB", help="for temporaries of a step")
     rates = parser.add_argument_group("rates of one rank")
@@ -99,6 +102,10 @@ def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int
     matrices = matrices_of(_model(options), parallel, work, **settings)
     workspace = Workspace(bytes=workspace_from(options)["workspace"])
     plan = make_plan(matrices, options.muon_tp_mode, work, rates, workspace=workspace)
+    if options.kernel_times is not None:  # the plan stays: a run makes it before its ranks agree on times
+        times, source = saved_times(options.kernel_times, ("tf32",) if itemsize == 4 else ("bf16", "fp16"))
+        work = replace(work, share=shares(times))
+        print(f"Symmetric products by {fastest(times)}, as measured on {source}.\n")
     print(explain(plan, work, rates, workspace))
     return 0
 

@@ -7,6 +7,7 @@ import re
 import sys
 from importlib import import_module
 from importlib.metadata import version
+from itertools import count, product
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from compare_figures import between  # noqa: E402
 from gpu_verdicts import Rates, Run, Verdict, line  # noqa: E402
 
 from megatron_eopt.family import ROWS  # noqa: E402
+from megatron_eopt.orthogonalize import timing  # noqa: E402
 
 CPU = torch.device("cpu")
 PAGE = (ROOT / "docs" / "gpu.md").read_text()
@@ -139,6 +141,7 @@ class TestBounds:
         assert gpu_products.share_of_rate((m, n), seconds, 8e14) == pytest.approx(0.75, rel=0.02)
 
 
+@pytest.mark.filterwarnings("ignore:symmetric products. triton is dropped")
 @pytest.mark.parametrize("name", QUICK)
 def test_a_part_runs_with_small_shapes(name, run, monkeypatch):
     monkeypatch.setattr(gpu_products.bench, "matmul_rate", lambda setup: 1e12)  # it takes a second
@@ -159,6 +162,43 @@ def test_a_part_runs_with_small_shapes(name, run, monkeypatch):
 def test_a_part_that_starts_processes_runs_with_small_shapes(name, tmp_path):
     part = gpu.run_apart(name, "cpu", True, tmp_path)
     assert "failed" not in [each["status"] for each in part["verdicts"]], part
+
+
+def test_kernel_times_are_those_that_a_plan_takes(run, monkeypatch):
+    seconds = count(1)
+    monkeypatch.setattr(timing, "_time", lambda *_: next(seconds) / 1e3)
+    monkeypatch.setattr(timing, "reason_against", lambda *_: None)  # as where Triton serves
+    monkeypatch.setattr(gpu_products, "SWEEP_ROWS", (512, 4096))
+    run.tiny = False
+    gpu_products.write_kernel_times(run)
+    path = run.out / "kernel_times.json"
+    written = json.loads(path.read_text())
+    assert (written["device"], written["torch"]) == ("a CPU", torch.__version__)
+    measured = {(each["stack"], each["rows"], each["cols"]) for each in written["times"]}
+    # of 64 matrices of 4096 rows a run would time a few
+    squares = {(n, rows, rows) for n, rows in product((1, 8, 64), (512, 4096)) if n * rows**2 <= 2**27}
+    assert measured >= squares
+    assert measured - squares <= {(n, rows, rows * 7 // 2) for n, rows in product((1, 8, 64), (512, 4096))}
+    assert (64, 4096, 4096) not in measured
+    assert [len(each["seconds"]) for each in written["times"]].count(2) == len(measured)  # those of tf32
+    for dtypes in (("bf16", "fp16"), ("tf32",)):
+        found, source = timing.saved_times(path, dtypes)
+        assert source == f"a CPU with torch {torch.__version__}"
+        for size, rows in ((9, 512), (12, 4096)):
+            of_torch = [
+                each["seconds"]["torch"]
+                for each in written["times"]
+                if each["rows"] == rows and each["dtype"] in dtypes
+            ]
+            assert found[size, 0].item() == pytest.approx(sum(of_torch))
+
+
+def test_a_dry_run_writes_kernel_times_of_the_same_form(run):
+    with pytest.warns(UserWarning, match="triton is dropped"):
+        gpu_products.write_kernel_times(run)
+    found, _ = timing.saved_times(run.out / "kernel_times.json", timing.SAVED_DTYPES)
+    assert timing.fastest(found) == "torch"
+    assert timing.shares(found) == ((0, 1.0),)
 
 
 def test_every_part_is_run_here():

@@ -1,9 +1,11 @@
 """Which kernel of symmetric products is the fastest for which size: timed once, at start, where the matrices are."""
 
+import json
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import product
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -17,8 +19,11 @@ _TILES = ("64x64x8x4x3", "128x32x8x4x4", "128x64x8x4x3", "128x64x8x8x3")
 CANDIDATES = ("torch", "triton", *(f"triton/{tiles}" for tiles in _TILES))
 """The kernels that are timed; those with tiles for products in 16 bits alone. The first needs no check."""
 
+SAVED_DTYPES = ("bf16", "fp16", "tf32")
+"""Of saved times; the last are of fp32 products as precision ``high`` has them."""
+
 _SIZES = 20  # each begins at a power of two
-_MOST_ENTRIES = 2**27  # of a stack that is timed
+MOST_ENTRIES = 2**27  # of a stack that is timed
 _RUNS = _ROUNDS = 5
 
 
@@ -62,10 +67,50 @@ def fastest(times: Tensor) -> str | None:
     return ", ".join(chosen) or None
 
 
+def shares(times: Tensor) -> tuple[tuple[int, float], ...]:
+    """Which part of the time of ``torch`` the fastest takes, 1/2 or more, and from which short side on, ascending."""
+    timed = [(2**i, min(filter(None, each)) / each[0]) for i, each in enumerate(times.tolist()) if each[0]]
+    # the first serves smaller ones, too
+    return tuple((rows if i else 0, max(0.5, part)) for i, (rows, part) in enumerate(timed))
+
+
+def saved_times(path: str | Path, dtypes: Sequence[str]) -> tuple[Tensor, str]:
+    """From a file that ``make gpu`` wrote: times as :func:`times` has them, and in words where they were measured.
+
+    Those of ``dtypes`` are added, which are some of :data:`SAVED_DTYPES`. A file of another form is a ValueError.
+    """
+
+    def check(holds: bool, expected: str, got: object) -> None:
+        if not holds:
+            raise ValueError(f"kernel times in {path}: expected {expected}, got {got!r}")
+
+    found = torch.zeros(_SIZES, len(CANDIDATES), dtype=torch.float64)
+    keys = ("rows", "cols", "stack", "dtype", "seconds")
+    try:
+        table = json.loads(Path(path).read_text())
+        source, entries = f"{table['device']} with torch {table['torch']}", table["times"]
+        entries = [[each[key] for key in keys] for each in entries]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        form = f"JSON with device, torch and times, each of which has {', '.join(keys)}"
+        raise ValueError(f"kernel times in {path}: expected {form}, got {type(error).__name__}: {error}") from error
+    for *sizes, dtype, seconds in entries:
+        whole = all(type(n) is int and 0 < n < 2**_SIZES for n in sizes) and sizes[0] <= sizes[1]
+        check(whole, "positive rows, cols and stack, rows the short side", sizes)
+        check(dtype in SAVED_DTYPES, f"a dtype of {', '.join(SAVED_DTYPES)}", dtype)
+        known = isinstance(seconds, dict) and {"torch"} <= {*seconds} <= {*CANDIDATES}
+        check(known, f"seconds of torch, and of some of {', '.join(CANDIDATES[1:])}", seconds)
+        check(all(type(t) in (int, float) and 0 < t < torch.inf for t in seconds.values()), "positive seconds", seconds)
+        if dtype in dtypes:
+            of_all = [seconds.get(name, torch.inf) for name in CANDIDATES]
+            found[sizes[0].bit_length() - 1] += torch.tensor(of_all, dtype=torch.float64)
+    check(bool(found.any()), f"times in {' or '.join(dtypes)}", sorted({each[3] for each in entries}))
+    return found, source
+
+
 def _time(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, precision: Fp32Precision) -> float:
     """Seconds of ``X X^T`` and ``beta C + alpha A B``, of which iterations consist."""
     short, long = sorted(shape[-2:])
-    stack = [min(n, max(1, _MOST_ENTRIES // (short * long))) for n in shape[:-2]]
+    stack = [min(n, max(1, MOST_ENTRIES // (short * long))) for n in shape[:-2]]
     numbers = torch.Generator(device).manual_seed(0)
     x, r = (torch.empty(*stack, short, n, dtype=dtype, device=device).normal_(generator=numbers) for n in (long, short))
     products, gram, out = made(name, short, precision), torch.empty_like(r), torch.empty_like(r)

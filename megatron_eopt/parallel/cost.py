@@ -56,14 +56,15 @@ class Work:
     Attributes:
         schedule: one ``(a, b, c)`` per step.
         restarts: those of the Gram form; None where it must not run.
-        share: the part of a symmetric product that is computed: 1/2 with kernels for it, 1 without.
+        share: the part of a symmetric product that is computed: 1/2 with kernels for it, 1 without. Where it differs by
+            size, pairs of rows and the part from there on: ``((0, 1.0), (2048, 0.6))``.
         gram_itemsize: bytes of an entry of a Gram matrix on the wire: 4 for fp32, 2 for fp16.
         itemsize: bytes of an entry of the products.
     """
 
     schedule: tuple[Coefficients, ...]
     restarts: tuple[int, ...] | None
-    share: float = 0.5
+    share: float | tuple[tuple[int, float], ...] = 0.5
     gram_itemsize: int = 4
     itemsize: int = 4
 
@@ -72,10 +73,20 @@ class Work:
             raise ValueError("the schedule of an iteration has at least one step")
         if any(not 0 < step < len(self.schedule) for step in self.restarts or ()):
             raise ValueError(f"restarts lie between 1 and {len(self.schedule) - 1}, got {self.restarts}")
-        if not 0.5 <= self.share <= 1:
-            raise ValueError(f"between 1/2 and 1 of a symmetric product is computed, got {self.share!r}")
+        rows = [least for least, _ in self.shares]
+        if rows != sorted({0, *rows}) or not all(0.5 <= part <= 1 for _, part in self.shares):
+            raise ValueError(f"between 1/2 and 1 of a symmetric product is computed from 0 rows on, got {self.share!r}")
         if self.gram_itemsize not in (2, 4):
             raise ValueError(f"Gram matrices are exchanged in 2 or 4 bytes an entry, got {self.gram_itemsize!r}")
+
+    @property
+    def shares(self) -> tuple[tuple[int, float], ...]:
+        """From how many rows on which part of a symmetric product is computed."""
+        return self.share if isinstance(self.share, tuple) else ((0, self.share),)
+
+    def share_of(self, rows: int) -> float:
+        """The part of a (rows x rows) product that is computed."""
+        return [part for least, part in self.shares if least <= rows][-1]
 
 
 Works = Work | Mapping[str, Work]
@@ -99,10 +110,11 @@ class Cost(NamedTuple):
 def whole_flops(shape: Shape, work: Work) -> float:
     """Operations of one whole matrix, in the form that costs fewer of those that may run."""
     rows, cols = sorted(shape)
-    standard = standard_flops(rows, cols, work.schedule, work.share)
+    share = work.share_of(rows)
+    standard = standard_flops(rows, cols, work.schedule, share)
     if work.restarts is None:
         return standard
-    return min(standard, gram_flops(rows, cols, work.schedule, work.restarts, work.share))
+    return min(standard, gram_flops(rows, cols, work.schedule, work.restarts, share))
 
 
 def largest_iteration(matrices: Iterable[Matrix], work: Works) -> int:
@@ -113,7 +125,7 @@ def largest_iteration(matrices: Iterable[Matrix], work: Works) -> int:
 
 def cube_flops(shape: Shape, work: Work) -> float:
     """Operations of the Gram form between its first and last product: those on (n x n) matrices, n the short side."""
-    return gram_flops(min(shape), 0, work.schedule, work.restarts or (), work.share)
+    return gram_flops(min(shape), 0, work.schedule, work.restarts or (), work.share_of(min(shape)))
 
 
 def bucket_flops(plan: Plan, bucket: Bucket, rank: int, work: Works) -> float:
@@ -130,9 +142,9 @@ def bucket_flops(plan: Plan, bucket: Bucket, rank: int, work: Works) -> float:
     dim = _kept_dim(matrix)
     kept, cut = shape[dim], rectangle.shape[1 - dim]
     if bucket.scheme == "distributed":
-        return count * standard_flops(kept, cut, work.schedule, work.share)
+        return count * standard_flops(kept, cut, work.schedule, work.share_of(kept))
     cubes = cube_flops(shape, work)
-    products = gram_flops(kept, cut, work.schedule, work.restarts or (), work.share) - cubes
+    products = gram_flops(kept, cut, work.schedule, work.restarts or (), work.share_of(kept)) - cubes
     return count * products + (count if bucket.scheme == "gram_replicated" else owned) * cubes
 
 

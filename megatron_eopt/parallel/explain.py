@@ -53,7 +53,9 @@ def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES, workspace: Wo
         form = "standard form only"
         if each.restarts is not None:
             form = f"Gram form with {len(each.restarts)} restart{'' if len(each.restarts) == 1 else 's'}"
-        lines.append(f"{steps}, {form}, {each.share:.0%} of a symmetric product computed.")
+        (_, first), *later = each.shares
+        of_larger = ",\n" * bool(later) + ", ".join(f"{part:.0%} from {rows}" for rows, part in later)
+        lines.append(f"{steps}, {form}, {first:.0%} of a symmetric product computed{of_larger}.")
     return "\n".join([*lines, "blockwise is an approximation."])
 
 

@@ -18,7 +18,8 @@ from tests.optimizers.family import build
 rows = pytest.mark.parametrize("row", FAMILY, ids=lambda row: row.name)
 # What flags set that is not for a constructor: rates of groups, splits, presets, and the optimizer of the rest.
 OF_MUON = {"lr", "min_lr", "weight_decay", "split", "preset", "scalar_optimizer", "momentum_from_adam"}
-# Where the command line has another default than the constructor: Megatron's own flags, those of its SOAP, and auto.
+# Where the command line has another default than the constructor: Megatron's own flags, those of its SOAP, and where
+# its run is known: auto, and what data-parallel ranks share.
 OTHER_DEFAULTS = {
     ("muon", "momentum"),
     ("muon", "nesterov"),
@@ -26,6 +27,7 @@ OTHER_DEFAULTS = {
     ("muon", "tp_mode"),
     ("soap", "precondition_frequency"),
     ("soap", "use_kl_shampoo"),
+    ("soap", "share_over_dp"),
 }
 
 

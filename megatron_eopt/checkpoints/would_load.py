@@ -5,7 +5,7 @@ The flags are parsed without Megatron: those that decide this, with Megatron's d
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_eopt.checkpoints.contents import Contents
 from megatron_eopt.checkpoints.problems import Problem
@@ -65,17 +65,13 @@ _SCHEDULER = {"lr": "max_lr", "min_lr": "min_lr", "lr_decay_style": "lr_decay_st
 _ANEW = "or start the optimizer anew with --no-load-optim"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"the flags after --: {message}")
-
-
 def parse_flags(flags: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """What matters of a command line, by the names of Megatron's arguments; the rest is listed, not checked.
 
     A known flag with a value that it cannot have is a ``ValueError``.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    unset = argparse.SUPPRESS
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=unset, exit_on_error=False)
     for name, kind in _FLAGS.items():
         if kind is bool:
             action = "store_false" if _DEFAULTS[name] else "store_true"
@@ -85,7 +81,10 @@ def parse_flags(flags: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     for flag in _OF_OPTIMIZERS:
         of_value = {key: value for key, value in flag.options.items() if key in ("action", "type")}
         parser.add_argument(flag.name, dest=flag.dest, **of_value)
-    known, rest = parser.parse_known_args(flags)
+    try:
+        known, rest = parser.parse_known_args(flags)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"the flags after --: {error}") from error
     return vars(known), list(dict.fromkeys(each for each in rest if each.startswith("--")))
 
 

@@ -45,10 +45,6 @@ def _to(real: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return _factory(real, self, *args, **kwargs)
 
 
-def _stays(real: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    return self
-
-
 def _type(real: Any, self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
     if dtype is None:
         name = real(self)
@@ -116,17 +112,9 @@ def _all_to_all_single(real: Any, output: torch.Tensor, input: torch.Tensor, *ar
     return real(output, input, *map(listed, args), **kwargs)
 
 
-def _barrier(real: Any, group: Any = None, async_op: bool = False, device_ids: Any = None, **kwargs: Any) -> Any:
-    return real(group=group, async_op=async_op, **kwargs)
-
-
 def _compile_helpers(real: Any) -> None:
     if Path(real.__code__.co_filename).with_name("Makefile").exists():
         real()
-
-
-def _forked_worker(real: Any, rank: int, mp_mode: str = "fork") -> Any:
-    return real(rank, "fork")
 
 
 def _copied_for_writer(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -158,14 +146,15 @@ def redirections() -> list[Redirection]:
     types = "Megatron tells parameters apart by names like 'torch.cuda.FloatTensor'"
     compiles = "compiling takes longer than a run on a CPU, and compiled code skips the redirections"
     same = "the classes of GPU tensors are those of CPU tensors"
+    stays = around(lambda real, self, *args, **kwargs: self)
     found = [
         *[Redirection(torch, name, around(_factory), makes) for name in factories],
         *[Redirection(torch.Tensor, name, around(_factory), makes) for name in _METHODS],
         Redirection(torch.Tensor, "to", around(_to), moves),
-        Redirection(torch.Tensor, "cuda", around(_stays), moves),
+        Redirection(torch.Tensor, "cuda", stays, moves),
         Redirection(torch.nn.Module, "to", around(_to), moves),
-        Redirection(torch.nn.Module, "cuda", around(_stays), moves),
-        Redirection(torch.Tensor, "pin_memory", around(_stays), "there is no GPU to pin memory for"),
+        Redirection(torch.nn.Module, "cuda", stays, moves),
+        Redirection(torch.Tensor, "pin_memory", stays, "there is no GPU to pin memory for"),
         Redirection(torch.Tensor, "record_stream", answer(), "no stream uses it behind the host's back"),
         Redirection(torch, "load", around(_load), "map_location='cuda' means the CPU"),
         Redirection(torch.utils._device.DeviceContext, "__init__", on_host, contexts),
@@ -181,13 +170,14 @@ def redirections() -> list[Redirection]:
         found.append(Redirection(dynamo, "_stance", becomes(dynamo.DynamoStance(stance="force_eager")), eager))
     if not dist.is_available():
         return found
+    barrier = around(lambda real, group=None, async_op=False, device_ids=None: real(group, async_op))
     group = "there is no nccl without GPUs; gloo takes its place, without nccl's options"
     unequal = "gloo refuses outputs of unequal sizes, nccl sends them as broadcasts"
     sizes = "Megatron makes a list of the split sizes only where it fetches them from a GPU"
     found += [
         Redirection(dist, "init_process_group", around(_init_process_group), group),
         Redirection(dist, "new_group", around(_new_group), group),
-        Redirection(dist, "barrier", around(_barrier), "device_ids is nccl's alone"),
+        Redirection(dist, "barrier", barrier, "device_ids is nccl's alone"),
         Redirection(dist, "all_gather", around(_all_gather), unequal),
         Redirection(dist, "all_to_all_single", around(_all_to_all_single), sizes),
     ]
@@ -207,13 +197,14 @@ def of_megatron() -> list[Redirection]:
         "nothing is compiled, and warming it up draws numbers, how many depends on the tensor-parallel size: the "
         "weights would depend on it too"
     )
+    by_fork = around(lambda real, rank, mp_mode="fork": real(rank, "fork"))
     forked = "a new interpreter would write asynchronous saves without this backend, and the trainer wait for it"
     copied = "a tensor that is on the host is not copied there, so an asynchronous save would write later steps"
     found = [
         Redirection(utils, "compile_helpers", around(_compile_helpers), built),
         # megatron.training needs packages that megatron-core does not declare; without them nobody warms up
         Redirection(initialize, "set_jit_fusion_options", answer(), warming_up, required=False),
-        Redirection(initialize, "init_persistent_async_worker", around(_forked_worker), forked, required=False),
+        Redirection(initialize, "init_persistent_async_worker", by_fork, forked, required=False),
         Redirection(writer, "prepare_write_data", around(_copied_for_writer), copied),
     ]
     return [redirection for redirection in found if _is_there(redirection.target)]

@@ -234,12 +234,12 @@ def compressed(indices: Iterable[Index]) -> Members:
     alike: dict[Members, list[int]] = defaultdict(list)
     for first, rests in behind.items():
         alike[compressed(rests)].append(first)
-    return tuple((_runs(firsts), *box) for boxes, firsts in alike.items() for box in boxes)
-
-
-def _runs(numbers: Sequence[int]) -> Runs:
-    edges = [0, *(i for i, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1), len(numbers)]
-    return tuple((numbers[start], numbers[stop - 1] + 1) for start, stop in pairwise(edges))
+    found: list[tuple[Runs, ...]] = []
+    for boxes, firsts in alike.items():
+        ends = [0, *(i for i, (a, b) in enumerate(pairwise(firsts), 1) if b != a + 1), len(firsts)]
+        runs = tuple((firsts[start], firsts[stop - 1] + 1) for start, stop in pairwise(ends))
+        found += [(runs, *box) for box in boxes]
+    return tuple(found)
 
 
 def expanded(members: Members) -> list[Index]:

@@ -145,13 +145,14 @@ def _of_training() -> list[Redirection]:
     apart = "layers whose parameters have different optimizers cannot be stacked into one tensor"
     empty = "a save that was killed while it wrote the tracker file leaves it empty, and Megatron exits with status 0"
     parsed = "--optimizer and the flags of Muon take what our optimizers take, and refuse the rest when parsed"
+    amended = around(lambda add_arguments, parser: amend(add_arguments(parser), releases.unavailable()))
     flags = "what the flags of our optimizers say reaches the config, which has no fields for some of them"
     return [
         Redirection(checkpointing, "_load_base_checkpoint", checked_base, whole),
         Redirection(checkpointing, "_build_sharded_state_dict_metadata", undecided, apart),
         Redirection(checkpointing, "generate_state_dict", named_apart, apart),
         Redirection(checkpointing, "read_metadata", checked_tracker, empty),
-        Redirection(arguments, "add_megatron_arguments", _amended, parsed),
+        Redirection(arguments, "add_megatron_arguments", amended, parsed),
         Redirection(training, "get_megatron_optimizer_config", with_flags, flags),
         Redirection(training, "evaluate", averaged, "Schedule-Free trains at one point and is evaluated at another"),
     ]
@@ -162,11 +163,6 @@ def _with_default_tp_mode(init: Callable[..., None], self: Any, *args: Any, **kw
     if "muon_tp_mode" not in kwargs:
         setattr(self, TP_MODE_SOURCE, UNNAMED)
     init(self, *args, **{"muon_tp_mode": DEFAULT_TP_MODE, **kwargs})
-
-
-@around
-def _amended(add_arguments: Callable[..., Any], parser: Any) -> Any:
-    return amend(add_arguments(parser), releases.unavailable())
 
 
 def _forward_registry() -> None:

@@ -31,19 +31,16 @@ def number(release: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def knows_names(release: str) -> bool:
-    """Whether a release knows emerging optimizers by their names, in a registry."""
-    return number(release) >= (0, 18)
+_SINCE = {
+    "a registry": (0, 18),  # of emerging optimizers by their names
+    "weight shards": (0, 19),  # --tensor-parallel-num-weight-shards
+    "gathers alone": (0, 19),  # overlapped gathers of parameters work for a rank that has no other to gather from
+}
 
 
-def cuts_weights_twice(release: str) -> bool:
-    """Whether a release has ``--tensor-parallel-num-weight-shards``."""
-    return number(release) >= (0, 19)
-
-
-def gathers_alone(release: str) -> bool:
-    """Whether overlapped gathers of parameters work in a release for a rank that has no other to gather from."""
-    return number(release) >= (0, 19)
+def has(what: str, release: str) -> bool:
+    """Whether a release has one of the above."""
+    return number(release) >= _SINCE[what]
 
 
 def scalar_optimizers_of(release: str) -> tuple[str, ...]:

@@ -176,6 +176,11 @@ class BaseOptimizer(Optimizer):
             found = self._group_by_parameter[parameter]
         return found
 
+    @property
+    def matrices_per_step(self) -> int:
+        """How many logical matrices this rank has a part of: so many a step updates if all have gradients."""
+        return sum(len(self.key_ends(parameter)) for parameter in self._parameters())
+
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 

@@ -320,11 +320,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return self.proposed().explain()
 
     @property
-    def matrices_per_step(self) -> int:
-        """How many logical matrices this rank has a part of: so many a step orthogonalizes if all have gradients."""
-        return sum(len(self.key_ends(parameter)) for parameter in self._parameters())
-
-    @property
     def matrices_updated(self) -> int:
         """Those that were orthogonalized."""
         return self.newton_schulz_calls

@@ -15,7 +15,7 @@ from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.group_settings import Scalar, check_adam_settings
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.orthogonalize.choices import check_choice, check_count
 from megatron_eopt.parallel.layout import Layout, on_one_rank
 
 logger = logging.getLogger(__name__)
@@ -114,8 +114,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
         check_adam_settings(name, group)
-        if not isinstance(warmup := group["warmup_steps"], int) or warmup < 0:
-            raise ValueError(f"{name}: warmup_steps must be a whole number of at least 0, got {warmup!r}")
+        check_count(f"{name}: warmup_steps", group["warmup_steps"], 0)
         check_choice(f"variant of {name}", group["variant"], get_args(Variant))
         r, power = group["r"], group["weight_lr_power"]
         if not (isfinite(r) and 0 <= power < inf):

@@ -3,7 +3,7 @@
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, compress, repeat
 from typing import Any, Literal, get_args
@@ -20,11 +20,10 @@ from megatron_eopt.optimizers.group_settings import Scalar, also_called, check_a
 from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_shard, local, names_of_last
 from megatron_eopt.optimizers.soap_math import CLOCK, BasisMethod, Preconditioned, Side, update_of
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.orthogonalize.choices import check_choice, check_count
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
 from megatron_eopt.parallel.engine import Engine, Parameter
-from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, on_one_rank, shared_out
-from megatron_eopt.parallel.records import cut
+from megatron_eopt.parallel.layout import Layout, is_expert, on_one_rank, shared_out
 
 Gradients = Literal["previous", "current"]
 Decay = Literal["decoupled", "independent", "palm"]
@@ -105,7 +104,7 @@ class SOAP(BaseOptimizer):
             ``qkv_split_shapes`` of a parameter wins.
         pg_collection: the process groups ``tp`` and, for experts, ``expt_tp``; None where nothing is sharded.
         share_over_dp: whether data-parallel ranks share the work, the factors and the bases: those of the group
-            ``dp_cp`` of ``pg_collection``, or of ``expt_dp`` for experts. What is cut they share if it has
+            ``dp_cp`` of ``pg_collection``, if it has one, or ``expt_dp`` for experts. What is cut they share if it has
             ``tp_dp_cp``, or ``tp_expt_dp``, too. Each rank's state has to be saved then, not that of one of them.
 
     Raises:
@@ -120,8 +119,7 @@ class SOAP(BaseOptimizer):
     carried_settings = frozenset({CLOCK})
     pairs_rows = True
 
-    # Parameters known to have a basis.
-    _based: set[Tensor] | None = None
+    _based: set[Tensor] | None = None  # parameters known to have a basis
     _plans: dict[Tensor, list["Planned"]] | None = None
     _updated: int = 0
 
@@ -176,29 +174,20 @@ class SOAP(BaseOptimizer):
             names = self.split_of(parameter).names(self.layout(parameter).shape[0])
             described[parameter] = []
             for name, plan in zip(names, self._planned(parameter), strict=True):
-                cut = plan.layout.sharded
-                alone, dealt = ("duplicated", "owner") if cut else ("local", "share")
+                dealt, alone = ("owner", "duplicated") if plan.layout.sharded else ("share", "local")
                 scheme = alone if plan.compute_rank is None else dealt
                 described[parameter].append(DescribedMatrix(name, plan.layout.shape, scheme, 1.0, None))
         return described
 
     def layout(self, parameter: Tensor) -> Layout:
-        """Where a parameter lies: of a stack each of its matrices, of one dimension as a column."""
-        if parameter.ndim == 0:
-            return on_one_rank((1, 1))
-        if parameter.ndim > 1 or isinstance(parameter, DTensor):
-            layout, name = super().layout(parameter), "expt_dp" if is_expert(parameter) else "dp_cp"
-            if not self.share_over_dp or isinstance(parameter, DTensor):
-                return layout
-            group, joint = (getattr(self.pg_collection, each, None) for each in (name, f"tp_{name}"))
-            if group is None:
-                raise ValueError(f"share_over_dp needs a pg_collection that has {name!r}")
-            return shared_out(layout, group, joint, name)
-        group = getattr(self.pg_collection, "expt_tp" if is_expert(parameter) else "tp", None)
-        if not is_sharded(parameter) or group is None or group.size() == 1:
-            return on_one_rank((parameter.numel(), 1))
-        shape = (parameter.numel() * group.size(), 1)
-        return Layout(shape, cut(shape, 0, group.size()), group, "expt_tp" if is_expert(parameter) else "tp")
+        """Where a parameter lies: of a stack each of its matrices, of fewer dimensions this rank's part as a column."""
+        if parameter.ndim < 2:
+            return on_one_rank((local(parameter).numel(), 1))
+        layout, name = super().layout(parameter), "expt_dp" if is_expert(parameter) else "dp_cp"
+        if not self.share_over_dp or isinstance(parameter, DTensor):
+            return layout
+        group, joint = (getattr(self.pg_collection, each, None) for each in (name, f"tp_{name}"))
+        return layout if group is None else shared_out(layout, group, joint, name)
 
     def split_of(self, parameter: Tensor) -> Split:
         """The logical matrices of a parameter; what is no matrix is dealt with elementwise, and so never split."""
@@ -223,8 +212,7 @@ class SOAP(BaseOptimizer):
         name = type(self).__name__
         check_adam_settings(name, group, "shampoo_beta")
         for key, least in (("precondition_frequency", 1), ("max_dim", 0)):
-            if not isinstance(group[key], int) or group[key] < least:
-                raise ValueError(f"{name}: {key} must be a whole number of at least {least}, got {group[key]!r}")
+            check_count(f"{name}: {key}", group[key], least)
         for key, of_key in (("weight_decay_method", Decay), ("basis_method", BasisMethod), ("basis_of", Gradients)):
             check_choice(f"{key} of {name}", group[key], get_args(of_key))
         validate_matmul_precision(group["fp32_matmul_prec"])
@@ -244,7 +232,8 @@ class SOAP(BaseOptimizer):
         self._based = None
 
     def _described(self, name: str, parameter: Tensor) -> Parameter:
-        return Parameter(name, parameter.dtype, self.layout(parameter), self.split_of(parameter))
+        found = super()._described(name, parameter)
+        return replace(found, layout=self.layout(parameter), split=self.split_of(parameter))
 
     def _planned(self, parameter: Tensor) -> list["Planned"]:
         """How each logical matrix of a parameter is worked on: the same on all ranks that share it.

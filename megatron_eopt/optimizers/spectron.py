@@ -19,7 +19,7 @@ from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
 from megatron_eopt.optimizers.group_settings import Scalar, UpdateSettings, also_called, check_rates
 from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_shard, local, names_of_last
 from megatron_eopt.optimizers.state import Dim, StateTensor
-from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.orthogonalize.choices import check_choice, check_count
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
@@ -173,7 +173,7 @@ class Spectron(BaseOptimizer):
         check_choice("symmetric_products", symmetric_products or "torch", KERNELS)
         if tp_mode == "blockwise":
             raise ValueError("Spectron has no tp_mode blockwise: take duplicated, owner, distributed, gram or auto")
-        _check_count("Spectron: num_power_iterations", num_power_iterations)
+        check_count("Spectron: num_power_iterations", num_power_iterations)
         self.newton_schulz = NewtonSchulz(
             steps=num_ns_steps, coefficient_type=coefficient_type, fp32_matmul_prec=fp32_matmul_prec
         )
@@ -204,11 +204,6 @@ class Spectron(BaseOptimizer):
         matrices: ``||W - A B^T||_F / ||W||_F``.
         """
         return dict(self._errors)
-
-    @property
-    def matrices_per_step(self) -> int:
-        """How many logical matrices this rank has a part of: so many a step updates if all have gradients."""
-        return sum(len(self.matrix_layouts(parameter)) for parameter in self._parameters())
 
     def explain(self) -> str:
         """The plan by which factors are orthogonalized, as a table. All ranks ask together."""
@@ -339,7 +334,7 @@ class Spectron(BaseOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         name, number = type(self).__name__, len(self.param_groups) - 1
         check_rates(name, group, "momentum_beta")
-        _check_count(f"{name}: rank", group["rank"])
+        check_count(f"{name}: rank", group["rank"])
         for key in (group_settings.SCALE_MODE, group_settings.EXTRA_SCALE):
             if key in group:
                 raise ValueError(f"{name}: group {number} has {key}, but the size of an update follows from lr alone")
@@ -499,8 +494,3 @@ class Spectron(BaseOptimizer):
             self._tensors(p, 2 * i + 1)[0].copy_(B)
             self.state[p][PROJECTED].fill_(1)
         self._done |= new.keys()
-
-
-def _check_count(what: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{what} must be an integer of at least 1, got {value!r}")

@@ -207,8 +207,10 @@ class Muon(Optimizer):
         for group, names in groups:
             for name, parameter in zip(names, group["params"], strict=True):
                 state[name] = self.adamw.state[parameter]
-                if not state[name]:
-                    state[name].update(_zero_state(parameter, group))
+                if not state[name]:  # as before AdamW's first step
+                    device = parameter.device if group["capturable"] or group["fused"] else "cpu"
+                    zeros = {key: torch.zeros_like(parameter) for key in _moments(group)}
+                    state[name].update(step=torch.zeros((), dtype=torch.float32, device=device), **zeros)
         settings = tuple({**group, "params": names} for group, names in groups)
         self.param_groups[0][ADAMW] = {INITIAL_LR: self.initial_lr, "param_groups": settings}
 
@@ -367,10 +369,3 @@ def listed(params: Any) -> list[Any]:
 
 def _moments(group: Group) -> list[str]:
     return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
-
-
-def _zero_state(parameter: Tensor, group: Group) -> dict[str, Tensor]:
-    """What torch's AdamW keeps of a parameter, before its first step."""
-    on_device = group["capturable"] or group["fused"]
-    zeros = {key: torch.zeros_like(parameter, memory_format=torch.preserve_format) for key in _moments(group)}
-    return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu"), **zeros}

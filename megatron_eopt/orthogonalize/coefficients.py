@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.orthogonalize.choices import check_choice, check_count
 
 Coefficients = tuple[float, float, float]
 CoefficientType = str | Sequence[Coefficients]  # the name of a set, or the caller's own
@@ -110,8 +110,7 @@ def get_coefficients(coefficient_type: CoefficientType = "quintic", steps: int =
     Raises:
         ValueError: for an unknown name, an empty or malformed list, and a number of steps that the set cannot serve.
     """
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ValueError(f"the number of Newton-Schulz steps must be an integer of at least 1, got {steps!r}")
+    check_count("the number of Newton-Schulz steps", steps)
     name = coefficient_type if isinstance(coefficient_type, str) else "custom"
     coefficients = _set(coefficient_type)
     length = len(coefficients)
@@ -199,8 +198,7 @@ def optimal_quintic(lower: float, upper: float, steps: int, *, cushion: float = 
     """
     if not 0 < lower < upper < math.inf:
         raise ValueError(f"expected singular values with 0 < lower < upper, got [{lower!r}, {upper!r}]")
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"the number of steps must be an integer of at least 1, got {steps!r}")
+    check_count("the number of steps", steps)
     if not 0 <= cushion < 1:
         raise ValueError(f"the cushion must be a ratio of at least 0 and below 1, got {cushion!r}")
     schedule = []

@@ -19,9 +19,7 @@ _TILES = ("64x64x8x4x3", "128x32x8x4x4", "128x64x8x4x3", "128x64x8x8x3")
 CANDIDATES = ("torch", "triton", *(f"triton/{tiles}" for tiles in _TILES))
 """The kernels that are timed; those with tiles for products in 16 bits alone. The first needs no check."""
 
-SAVED_DTYPES = ("bf16", "fp16", "tf32")
-"""Of saved times; the last are of fp32 products as precision ``high`` has them."""
-
+SAVED_DTYPES = ("bf16", "fp16", "tf32")  # of saved times; the last are of fp32 products as precision high has them
 _SIZES = 20  # each begins at a power of two
 MOST_ENTRIES = 2**27  # of a stack that is timed
 _RUNS = _ROUNDS = 5
@@ -84,8 +82,10 @@ def saved_times(path: str | Path, dtypes: Sequence[str]) -> tuple[Tensor, str]:
         if not holds:
             raise ValueError(f"kernel times in {path}: expected {expected}, got {got!r}")
 
-    found = torch.zeros(_SIZES, len(CANDIDATES), dtype=torch.float64)
-    keys = ("rows", "cols", "stack", "dtype", "seconds")
+    found, keys = (
+        torch.zeros(_SIZES, len(CANDIDATES), dtype=torch.float64),
+        ("rows", "cols", "stack", "dtype", "seconds"),
+    )
     try:
         table = json.loads(Path(path).read_text())
         source, entries = f"{table['device']} with torch {table['torch']}", table["times"]

@@ -148,7 +148,9 @@ class Engine:
         self.matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
         """Of each parameter its logical matrices, as they are orthogonalized: ``blockwise`` makes each shard one."""
         for matrix, (i, layout) in zip(planned, self._of_matrix, strict=True):
-            self.matrices[i] += (_as_worked_on(matrix, layout, tp_mode),)
+            shape = layout.rectangle.shape
+            shard = replace(matrix, shape=shape, rectangles=(whole(shape),), group="")
+            self.matrices[i] += (shard if tp_mode == "blockwise" else matrix,)
 
     def prepare(self, kernel: str | None = None, kept: str | None = None) -> str | None:
         """Agree with the other ranks on the plan and on the kernel of symmetric products; all ranks call it together.
@@ -500,11 +502,3 @@ def _groups(parameters: Sequence[Parameter]) -> dict[str, ProcessGroup]:
                     f"{label!r}: give the dimensions of one device mesh other names, or each mesh an optimizer"
                 )
     return dict(sorted(groups.items()))
-
-
-def _as_worked_on(matrix: Matrix, layout: Layout, tp_mode: TpMode) -> Matrix:
-    """A matrix; under ``blockwise`` this rank's shard as a matrix that no other rank has a part of."""
-    if tp_mode != "blockwise":
-        return matrix
-    shape = layout.rectangle.shape
-    return replace(matrix, shape=shape, rectangles=(whole(shape),), group="")

@@ -6,7 +6,7 @@ from math import inf
 from numbers import Real
 from typing import Any, Literal, get_args
 
-from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.orthogonalize.choices import check_choice, check_count
 from megatron_eopt.registry import get_optimizer_builder
 
 Package = Literal["transformer_engine", "apex"]
@@ -69,9 +69,7 @@ class OptimizerConfig:
         if not _is_share(self.muon_momentum):
             raise ValueError(f"muon_momentum must lie in [0, 1), got {self.muon_momentum!r}")
         for count, least in (("muon_ns_steps", 1), ("schedule_free_warmup_steps", 0)):
-            value = getattr(self, count)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{count} must be a whole number of at least {least}, got {value!r}")
+            check_count(count, getattr(self, count), least)
         for pair in self.spectron_factor_pairs:
             if isinstance(pair, str) or len(pair) != 2 or not all(isinstance(each, str) for each in pair):
                 raise ValueError(f"spectron_factor_pairs are pairs of names, got {pair!r} among them")

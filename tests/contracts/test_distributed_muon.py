@@ -344,7 +344,7 @@ def sharded():
         (ValueError, "every rank has whole", [sharded], {}),
         (TypeError, "nesterov is True or False, got 0.1", [(4, 4)], {"nesterov": 0.1}),
         (ValueError, r"momentum must lie in \[0, 1\)", [(4, 4)], {"momentum": 1.0}),
-        (ValueError, "Newton-Schulz steps must be an integer of at least 1", [(4, 4)], {"ns_steps": 0}),
+        (ValueError, "Newton-Schulz steps must be a whole number of at least 1", [(4, 4)], {"ns_steps": 0}),
         (ValueError, "lr must be a finite number", [(4, 4)], {"lr": -1.0}),
         (ValueError, "fp32_matmul_prec", [(4, 4)], {"fp32_matmul_prec": "most"}),
     ],

@@ -154,7 +154,7 @@ def test_ns_steps_are_a_setting_of_a_group_that_may_change():
     assert all(torch.equal(p, q) for p, q in zip(params, loaded, strict=True))
     optimizer.param_groups[0]["ns_steps"] = 0
     before = copy.deepcopy(params)
-    with pytest.raises(ValueError, match="Newton-Schulz steps must be an integer of at least 1, got 0"):
+    with pytest.raises(ValueError, match="Newton-Schulz steps must be a whole number of at least 1, got 0"):
         step(optimizer, params, steps[0])
     assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
     with pytest.raises(ValueError, match="steps of a group are 'ns_steps' here, not 'num_ns_steps'"):

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.parallel.engine import Engine, Parameter, _as_worked_on
+from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, cut_at, whole
 
@@ -195,5 +195,6 @@ def executed(plan, shards, groups, iterations, scale=scale):
     engine.plan = replace(plan, matrices=tuple(named))
     for bucket in plan.buckets:
         for i in bucket.matrices if bucket.scheme == "blockwise" else ():
-            engine.matrices[i] = (_as_worked_on(plan.matrices[i], layouts[i], "blockwise"),)
+            shape = layouts[i].rectangle.shape
+            engine.matrices[i] = (replace(plan.matrices[i], shape=shape, rectangles=(whole(shape),), group=""),)
     return engine.orthogonalize(shards, range(len(shards)))

@@ -38,9 +38,8 @@ def test_equals_megatrons_own_muon(release, tmp_path, tp_mode):
     run = [*TP2, *muon(version), "--train-iters", 10, "--muon-tp-mode", tp_mode, "--muon-fp32-matmul-prec", "high"]
     ours, output = train(tmp_path / "ours", 2, *run, megatron=megatron)
     theirs, _ = train(tmp_path / "theirs", 2, *run, program=UPSTREAM, megatron=megatron)
-    assert (
-        "megatron_eopt: TensorParallelMuon owns 8 parameters with 30,720 elements on this rank, 12 matrices" in output
-    )
+    owned = "megatron_eopt: TensorParallelMuon owns 8 parameters with 30,720 elements on this rank"
+    assert f"{owned}, tp_mode {tp_mode} (--muon-tp-mode), 12 matrices" in output
     assert ours[0]["losses"] == pytest.approx(theirs[0]["losses"], rel=1e-4)
     assert ours[0]["grad_norms"] == pytest.approx(theirs[0]["grad_norms"], rel=1e-4)
 

@@ -49,7 +49,7 @@ CASES = [
         for name in names
         for value in (0.0, -1e-8, math.nan, math.inf)
     ),
-    *(("spectron", "rank", value, "must be an integer of at least 1") for value in (0, -1, 2.0, True)),
+    *(("spectron", "rank", value, "must be a whole number of at least 1") for value in (0, -1, 2.0, True)),
     ("spectron", "rank", 5, r"must lie in \[1, 4\]"),
     *(("scion", "radius", value, ABOVE_0) for value in (0.0, -1.0, math.nan, math.inf)),
 ]

@@ -79,7 +79,7 @@ def test_other_sets_are_repeated_as_a_whole(steps):
         ([], 1, "non-empty list"),
         ([(1.0, 2.0)], 1, r"list of \(a, b, c\)"),
         ("quintic", 0, "at least 1, got 0"),
-        ("quintic", 2.5, r"integer of at least 1, got 2\.5"),
+        ("quintic", 2.5, r"whole number of at least 1, got 2\.5"),
         ("quintc", 5, "unknown coefficient type 'quintc': expected one of simple, quintic, polar_express"),
     ],
 )
@@ -199,7 +199,7 @@ def test_a_wider_interval_is_a_safety_margin():
         (math.nan, 1.0, 5, "0 < lower < upper"),
         (1e-3, math.inf, 5, "0 < lower < upper"),
         (1e-3, 1.0, 0, "at least 1, got 0"),
-        (1e-3, 1.0, 2.5, r"integer of at least 1, got 2\.5"),
+        (1e-3, 1.0, 2.5, r"whole number of at least 1, got 2\.5"),
     ],
 )
 def test_what_cannot_be_generated_is_refused(lower, upper, steps, message):

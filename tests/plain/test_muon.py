@@ -106,7 +106,7 @@ def test_add_param_group_adds_matrices():
     ("group", "message"),
     [
         ({"lr": -1.0}, "lr must be a finite number of at least 0, got -1.0"),
-        ({"ns_steps": 0}, "the number of Newton-Schulz steps must be an integer of at least 1, got 0"),
+        ({"ns_steps": 0}, "the number of Newton-Schulz steps must be a whole number of at least 1, got 0"),
     ],
 )
 def test_a_refused_group_changes_nothing(group, message):

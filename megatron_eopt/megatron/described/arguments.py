@@ -119,8 +119,7 @@ def _smallest_world(args: Namespace) -> int:
     expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     dense = args.tensor_model_parallel_size * args.context_parallel_size
     expert = expert_tensor * args.expert_model_parallel_size
-    instances = args.num_distributed_optimizer_instances
-    return math.lcm(dense, expert) * args.pipeline_model_parallel_size * instances
+    return math.lcm(dense, expert) * args.pipeline_model_parallel_size * args.num_distributed_optimizer_instances
 
 
 def _pad_vocabulary(args: Namespace) -> None:

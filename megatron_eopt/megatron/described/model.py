@@ -1,9 +1,5 @@
 """A Megatron model without its numbers: what the flags of a pretrain command describe, on one rank of any run.
 
-    with described_run(["--num-layers", "80", ..., "--tensor-model-parallel-size", "8"], rank=0) as run:
-        for name, parameter in run.model_chunks[0].named_parameters():
-            print(name, tuple(parameter.shape))
-
 No GPU is needed, nothing of size is allocated, and no other rank exists: Megatron's own builders run on the CPU backend
 of this package (:mod:`megatron_eopt.cpu`), over a process group that pretends to communicate, and all tensors are on
 torch's meta device. Afterwards the process is as it was, but for the modules that it imported.

@@ -86,7 +86,7 @@ class Run:
     @property
     def has_registry(self) -> bool:
         """Whether this release knows emerging optimizers by their names."""
-        return releases.knows_names(self.release)
+        return releases.has("a registry", self.release)
 
     @property
     def scatters(self) -> bool:
@@ -126,8 +126,8 @@ class Rule(NamedTuple):
 def _gathers_alone(run: Run) -> bool:
     """Whether Megatron would gather parameters from other ranks where there are none; 0.19 looks first."""
     first = run.data_parallel == 1 or (not run.has_registry and run.expert_data_parallel == 1)
-    legacy = run.layer_wise and not on(run.ddp, "use_distributed_optimizer")
-    return legacy and first and on(run.config, "overlap_param_gather") and not releases.gathers_alone(run.release)
+    overlaps = on(run.config, "overlap_param_gather") and not releases.has("gathers alone", run.release)
+    return first and overlaps and run.layer_wise and not on(run.ddp, "use_distributed_optimizer")
 
 
 RULES = (
@@ -156,7 +156,7 @@ RULES = (
         "{run.cut_twice} is cut a second time over {run.weight_shards} ranks, which megatron-core does from 0.19 on, "
         "found {run.release}",
         "upgrade megatron-core (where it is unproven: no run on a CPU)",
-        lambda run: run.cut_twice is not None and not releases.cuts_weights_twice(run.release),
+        lambda run: run.cut_twice is not None and not releases.has("weight shards", run.release),
     ),
     Rule(
         "{run.cut_twice} is cut a second time over {run.weight_shards} ranks, and whether a checkpoint of its "

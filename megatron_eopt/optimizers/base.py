@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, Literal, overload
 
 import torch
@@ -329,7 +330,7 @@ class BaseOptimizer(Optimizer):
             for group in self.param_groups if kernel is not None else ():
                 group[KERNEL] = kernel
                 if RATES in self.carried_settings:
-                    group[RATES] = engine.rates.state_dict()
+                    group[RATES] = asdict(engine.rates)
             self._engine, self._engine_of = engine, wanted
         if self._nonfinite is None and self._parameters():
             devices = sorted({str(parameter.device) for parameter in self._parameters()})

@@ -33,10 +33,6 @@ class Rates:
             if not number or value < 0 or (value == 0 and name != "latency"):
                 raise ValueError(f"rate {name!r} must be a positive number (a latency may be 0), got {value!r}")
 
-    def state_dict(self) -> dict[str, float]:
-        """Plain values, for a checkpoint."""
-        return asdict(self)
-
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> "Rates":
         """The rates of a checkpoint; a ValueError where one is missing, unknown or no rate."""

@@ -75,18 +75,17 @@ def _triton_missing(device: torch.device) -> str | None:
     return None if major >= 8 else f"the GPU has compute capability {major}.{minor}, and 8.0 is needed"
 
 
+def _suits_blocked(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> bool:
+    large = any(min(shape[-2:]) >= Blocked.smallest for shape in shapes)
+    return device.type == "cpu" and dtype == torch.float32 and large
+
+
 # The fastest first. The last one is what the others are checked against; it is always there.
 KERNELS: dict[str, Kernel] = {
     "triton": Kernel(
         _make_triton, _triton_missing, lambda shapes, dtype, device: device.type != "cpu" and dtype != torch.float64
     ),
-    "blocked": Kernel(
-        lambda fp32_precision: Blocked(),
-        suits=lambda shapes, dtype, device: (
-            (device.type, dtype) == ("cpu", torch.float32)
-            and any(min(shape[-2:]) >= Blocked.smallest for shape in shapes)
-        ),
-    ),
+    "blocked": Kernel(lambda fp32_precision: Blocked(), suits=_suits_blocked),
     "torch": Kernel(lambda fp32_precision: Dense()),
 }
 

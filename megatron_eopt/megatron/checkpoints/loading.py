@@ -54,9 +54,7 @@ def checked_tracker(read_metadata: Callable[..., Any], tracker_filename: str) ->
     """Around ``read_metadata``: an empty tracker file, which a killed save leaves, stands for the newest checkpoint."""
     tracker, iteration = Path(tracker_filename), None
     if _is_ours(releases.training_args()) and dist.is_initialized():
-        steps = sorted((int(each.name.removeprefix("iter_")) for each in tracker.parent.glob("iter_*")), reverse=True)
-        whole = (step for step in steps if _damage_of_resumed(tracker.parent, step) is None)
-        iteration = from_rank_0(lambda: None if tracker.read_text().strip() else next(whole, None))
+        iteration = from_rank_0(lambda: None if tracker.read_text().strip() else _newest_whole(tracker.parent))
     if iteration is None:
         return read_metadata(tracker_filename)
     if dist.get_rank() == 0:
@@ -275,3 +273,8 @@ def _damage_of_resumed(folder: Path, step: int | None) -> str | None:
         return damage and f"{path}: {damage}"
     except CheckpointError as error:
         return str(error)
+
+
+def _newest_whole(folder: Path) -> int | None:
+    steps = sorted((int(each.name.removeprefix("iter_")) for each in folder.glob("iter_*")), reverse=True)
+    return next((step for step in steps if _damage_of_resumed(folder, step) is None), None)

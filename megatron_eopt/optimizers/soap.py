@@ -181,8 +181,8 @@ class SOAP(BaseOptimizer):
 
     def layout(self, parameter: Tensor) -> Layout:
         """Where a parameter lies: of a stack each of its matrices, of fewer dimensions this rank's part as a column."""
-        if parameter.ndim < 2:
-            return on_one_rank((local(parameter).numel(), 1))
+        if parameter.ndim == 0 or (parameter.ndim == 1 and not isinstance(parameter, DTensor)):
+            return on_one_rank((parameter.numel(), 1))
         layout, name = super().layout(parameter), "expt_dp" if is_expert(parameter) else "dp_cp"
         if not self.share_over_dp or isinstance(parameter, DTensor):
             return layout

@@ -113,10 +113,10 @@ def on_four(rank, world_size, folder):
 
 def refused(mesh):
     x = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])
-    partial = DTensor.from_local(torch.ones(6, 4), mesh, [Partial()])
+    partial, vector = (DTensor.from_local(torch.ones(shape), mesh, [Partial()]) for shape in ((6, 4), (6,)))
     stack = distribute_tensor(torch.ones(2, 6, 4), mesh, [Shard(0)])
     said = []
-    for each in (partial, stack):
+    for each in (partial, stack, vector):
         optimizer = SOAP([x])
         try:
             optimizer.add_param_group({"params": [each]})
@@ -230,9 +230,10 @@ def test_ranks_step_as_one(tmp_path):
         assert not torch.equal(after_bad["uneven"][0], before)
         assert after_bad["uneven"][0].isfinite().all()
         assert resumed
-        assert [groups for groups, _ in said] == [1, 1]
-        assert "SOAP cannot lay parameter 0 of group 1" in said[0][1]
-        assert "only Replicate and Shard can be laid out" in said[0][1]
+        assert [groups for groups, _ in said] == [1, 1, 1]
+        for _, text in (said[0], said[2]):
+            assert "SOAP cannot lay parameter 0 of group 1" in text
+            assert "only Replicate and Shard can be laid out" in text
         assert "declare a stack of 2 matrices" in said[1][1]
     of_four = run_ranks(on_four, 4, tmp_path)
     for found, _ in of_four:

@@ -48,7 +48,7 @@ def matrices(shapes: Any) -> list[torch.nn.Parameter]:
 _BUILT: dict[str, tuple[str, dict[str, Any]]] = {
     "muon": ("muon", {}),
     **{method: ("adaptive_muon", {"moment2_method": method}) for method in ("adamuon", "normuon", "namo")},
-    **{name: (name, {}) for name in ("muon_hyperball", "polargrad", "mars_muon", "scion", "soap")},
+    **{name: (name, {}) for name in ("muon_hyperball", "polargrad", "mars_muon", "scion", "soap", "lion")},
     "spectron": ("spectron", {"rank": 16}),
 }
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -58,7 +58,8 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 
 def operations(name: str) -> int:
     """How many reach a device in the fourth step, with plain products."""
-    products = {} if name == "soap" else {"symmetric_products": "torch"}
+    takes_products = ROWS[_BUILT[name][0]].takes("symmetric_products")
+    products = {"symmetric_products": "torch"} if takes_products else {}
     optimizer = OPTIMIZERS[name](matrices(SHAPES * 64), **products)
     for _ in range(3):
         optimizer.step()

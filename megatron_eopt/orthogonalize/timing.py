@@ -82,10 +82,8 @@ def saved_times(path: str | Path, dtypes: Sequence[str]) -> tuple[Tensor, str]:
         if not holds:
             raise ValueError(f"kernel times in {path}: expected {expected}, got {got!r}")
 
-    found, keys = (
-        torch.zeros(_SIZES, len(CANDIDATES), dtype=torch.float64),
-        ("rows", "cols", "stack", "dtype", "seconds"),
-    )
+    found = torch.zeros(_SIZES, len(CANDIDATES), dtype=torch.float64)
+    keys = ("rows", "cols", "stack", "dtype", "seconds")
     try:
         table = json.loads(Path(path).read_text())
         source, entries = f"{table['device']} with torch {table['torch']}", table["times"]

@@ -148,9 +148,10 @@ class Engine:
         self.matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
         """Of each parameter its logical matrices, as they are orthogonalized: ``blockwise`` makes each shard one."""
         for matrix, (i, layout) in zip(planned, self._of_matrix, strict=True):
-            shape = layout.rectangle.shape
-            shard = replace(matrix, shape=shape, rectangles=(whole(shape),), group="")
-            self.matrices[i] += (shard if tp_mode == "blockwise" else matrix,)
+            worked_on, shape = matrix, layout.rectangle.shape
+            if tp_mode == "blockwise":
+                worked_on = replace(matrix, shape=shape, rectangles=(whole(shape),), group="")
+            self.matrices[i] += (worked_on,)
 
     def prepare(self, kernel: str | None = None, kept: str | None = None) -> str | None:
         """Agree with the other ranks on the plan and on the kernel of symmetric products; all ranks call it together.
@@ -304,7 +305,7 @@ class Engine:
 
         Args:
             stacks: this rank's shards, (n x rows x cols) for ``n`` tensors that lie as the matrix does.
-            matrices: of each stack; all of one group, each cut and with entries.
+            matrices: of each stack; all of one group, each with entries, cut or held in copies.
             numbers: of each stack how many matrices each rank gets, the first ones the first; by default all get all.
         """
         group = self.groups[matrices[0].group]

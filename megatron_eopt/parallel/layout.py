@@ -26,7 +26,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Number of shards."""
+        """Number of shards, of all copies of the matrix."""
         return len(self.rectangles)
 
     @property

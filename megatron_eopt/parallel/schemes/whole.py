@@ -149,14 +149,16 @@ def bring(
     Where the group holds several copies of a matrix, one behind the other, a rank gets the shards of the copy that it
     has a part of.
     """
-    size, ranks = group.size() // copies(matrices[0].shape, matrices[0].rectangles), range(group.size())
-    copy = slice(first := group.rank() // size * size, first + size)  # the ranks of this one's
-    here = ranks[copy]
+    ranks = range(group.size())
+    size = len(ranks) // copies(matrices[0].shape, matrices[0].rectangles)  # ranks that hold a copy
+    first = group.rank() // size * size
+    here = ranks[first : first + size]
     parts = zip(*(stack.split(list(of)) for stack, of in zip(stacks, numbers, strict=True)), strict=True)
     sent = [[x if rank in here else x[:0] for x in to] for rank, to in enumerate(parts)]
     pairs = [(of[group.rank()], matrix) for of, matrix in zip(numbers, matrices, strict=True)]
     sizes = [[count * (rank in here) * matrix.rectangles[rank].numel for count, matrix in pairs] for rank in ranks]
     wait = _exchange(sent, sizes, group)
+    copy = slice(here.start, here.stop)
     own = [replace(matrix, rectangles=matrix.rectangles[copy]) for matrix in matrices]
     return lambda: [assemble(parts[copy], matrix) for parts, matrix in zip(wait(), own, strict=True)]
 

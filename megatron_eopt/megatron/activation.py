@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import layers
 from megatron_eopt import registry
 from megatron_eopt.matrices import ATTRIBUTE
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED, amend, with_flags
+from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED, amend, sharded, with_flags
 from megatron_eopt.megatron.averaging import averaged
 from megatron_eopt.megatron.checkpoints.loading import checked_base, checked_load, checked_save, checked_tracker
 from megatron_eopt.megatron.checkpoints.sharding import named_apart, undecided
@@ -146,6 +146,7 @@ def _of_training() -> list[Redirection]:
     empty = "a save that was killed while it wrote the tracker file leaves it empty, and Megatron exits with status 0"
     parsed = "--optimizer and the flags of Muon take what our optimizers take, and refuse the rest when parsed"
     amended = around(lambda add_arguments, parser: amend(add_arguments(parser), releases.unavailable()))
+    fsdp = "Megatron's checks allow its FSDPs with adam and sgd alone, and so check a run with ours as one with adam"
     flags = "what the flags of our optimizers say reaches the config, which has no fields for some of them"
     return [
         Redirection(checkpointing, "_load_base_checkpoint", checked_base, whole),
@@ -153,6 +154,7 @@ def _of_training() -> list[Redirection]:
         Redirection(checkpointing, "generate_state_dict", named_apart, apart),
         Redirection(checkpointing, "read_metadata", checked_tracker, empty),
         Redirection(arguments, "add_megatron_arguments", amended, parsed),
+        Redirection(arguments, "validate_args", sharded, fsdp),
         Redirection(training, "get_megatron_optimizer_config", with_flags, flags),
         Redirection(training, "evaluate", averaged, "Schedule-Free trains at one point and is evaluated at another"),
     ]

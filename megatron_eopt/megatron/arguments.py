@@ -8,7 +8,7 @@ from megatron_eopt.family import FAMILY, ROWS
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.parallel.plan import TpMode
-from megatron_eopt.redirect import around
+from megatron_eopt.redirect import Redirection, Redirections, around
 from megatron_eopt.registry import list_optimizers, takes_matrices
 from megatron_eopt.row import Flag
 
@@ -66,6 +66,32 @@ def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozens
         if flag.optimizer not in unavailable and flag.name not in actions:
             group.add_argument(flag.name, dest=flag.dest, help=flag.help, **flag.options)
     return parser
+
+
+@around
+def sharded(validate: Callable[..., Any], args: argparse.Namespace, *rest: Any, **named: Any) -> Any:
+    """Around Megatron's ``validate_args``: a run with one of its FSDPs is checked as that of Adam.
+
+    Megatron asserts sgd or adam for Megatron-FSDP; for other optimizers no FSDP, and ckpt_format torch or torch_dist.
+    It also makes ``use_distributed_optimizer``, which Megatron-FSDP needs, the layer-wise one. It asks for the name of
+    the optimizer nowhere else, so its other checks hold as they are: those of FSDP and of ckpt_format too.
+    """
+    name, fsdp = args.optimizer, any(getattr(args, f"use_{kind}", False) for kind in ("torch_fsdp2", "megatron_fsdp"))
+    if not fsdp or name in ("adam", "sgd") or name.startswith("dist_"):  # which means the layer-wise optimizer
+        return validate(args, *rest, **named)
+
+    def print_named(print_args: Callable[..., Any], title: str, args: argparse.Namespace) -> None:
+        print_args(title, argparse.Namespace(**vars(args) | {"optimizer": name}))
+
+    reason = "the arguments that are printed name the optimizer of the run"
+    named_as_it_is = Redirections([Redirection(validate.__module__, "_print_args", around(print_named), reason)])
+    named_as_it_is.install()
+    args.optimizer = "adam"
+    try:
+        return validate(args, *rest, **named)
+    finally:
+        args.optimizer = name
+        named_as_it_is.undo()
 
 
 @around

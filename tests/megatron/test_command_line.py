@@ -227,3 +227,37 @@ def test_adam_is_left_as_it_is(tmp_path):
     assert ours["losses"] == theirs["losses"]
     assert_same(ours["after"], theirs["after"])
     assert "megatron_eopt:" not in output
+
+
+@pytest.mark.parametrize(
+    ("flags", "refusal", "expected"),
+    [
+        (["--use-torch-fsdp2", "--ckpt-format", "torch_dist"], None, (False, False)),
+        (["--use-torch-fsdp2", "--ckpt-format", "torch_dcp"], None, (False, False)),
+        (["--use-torch-fsdp2", "--ckpt-format", "torch"], "requires --ckpt-format torch_dist or torch_dcp", None),
+        (["--use-torch-fsdp2", "--use-distributed-optimizer"], "distributed optimizer", None),
+        (["--use-torch-fsdp2", "--optimizer", "dist_muon"], "Emerging optimizer does not support", None),
+        (["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"], None, (True, False)),
+        (["--use-megatron-fsdp", "--ckpt-format", "torch_dist"], "requires the `fsdp_dtensor`", None),
+        (["--ckpt-format", "fsdp_dtensor"], "only tested with Megatron FSDP", None),
+        (["--use-distributed-optimizer"], None, (False, True)),
+    ],
+)
+def test_megatrons_checks_of_fsdp_hold_but_for_the_name_of_the_optimizer(
+    parse, monkeypatch, capsys, flags, refusal, expected
+):
+    from megatron.training import arguments
+
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=9))
+    args = parse(*SMALL_GPT, "--num-layers", "1", "--train-iters", "1", "--optimizer", "muon", *flags)
+    args.rank, args.world_size = 0, 2
+    if refusal is not None:
+        with pytest.raises(AssertionError, match=refusal):
+            arguments.validate_args(args)
+        assert args.optimizer == "muon"
+        return
+    assert arguments.validate_args(args) is args
+    assert args.optimizer == "muon"
+    assert (args.use_distributed_optimizer, args.use_layer_wise_distributed_optimizer) == expected
+    assert re.search(r"^  optimizer \.* muon$", capsys.readouterr().out, re.MULTILINE)

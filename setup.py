@@ -19,8 +19,9 @@ setup(
     entry_points={"console_scripts": ["megatron-eopt = megatron_eopt.cli:main"]},
     install_requires=["torch>=2.6", "megatron-core>=0.17", "pyyaml"],
     extras_require={
-        # What megatron.training needs and does not declare (psutil to save), and our own tests.
+        # What Megatron needs and does not declare (psutil to save, einops for Megatron-FSDP), and our own tests.
         "test": [
+            "einops",
             "emerging-optimizers==0.3.0",
             "hypothesis",
             "matplotlib",

@@ -11,7 +11,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_eopt.family import LIKE_MUON
-from megatron_eopt.megatron import assignment, releases
+from megatron_eopt.megatron import assignment, fsdp, releases
 from megatron_eopt.megatron.agreement import choose_kernels, on_all_ranks
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED
 from megatron_eopt.megatron.averaging import remember
@@ -66,6 +66,8 @@ class OptimizerOfRun:
     def describe(self) -> None:
         """Name the parameters of the model, and mark those whose matrices the user has declared."""
         releases.mark_row_parallel(self.model_chunks)
+        if fsdp.is_sharded_by_megatron(self.model_chunks):
+            fsdp.mark_shards(self.model_chunks)
         self.parameters = trainable(self.model_chunks, self.groups)
         mark(self.parameters)
 
@@ -136,7 +138,7 @@ class OptimizerOfRun:
     def guard_first_step(self) -> None:
         """Check what can only be known in the first step, or in any."""
         compare = None
-        if getattr(self.config, "check_replicas", True):
+        if getattr(self.config, "check_replicas", True) and not fsdp.is_sharded_by_megatron(self.model_chunks):
             ranks = (getattr(self.groups, name, None) for name in ("dp_cp", "expt_dp"))
             compare = check_replicas(self.model_chunks, *ranks)
         check_steps(self.optimizer, self.matrices_here, compare)
@@ -221,7 +223,10 @@ def checked(
     if kwargs.get("pg_collection") is None:
         kwargs["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
     layer_wise = kwargs.get("layer_wise_distributed_optimizer", False)
-    run = OptimizerOfRun(config, model_chunks, kwargs["pg_collection"], layer_wise)
+    groups = kwargs["pg_collection"]
+    run = OptimizerOfRun(config, model_chunks, groups, layer_wise)
+    if fsdp.is_sharded_by_megatron(model_chunks):
+        return run.built_by(lambda config, own: fsdp.build(config, model_chunks, own, groups), config_overrides)
     return run.built_by(lambda config, own: build(config, model_chunks, own, *args, **kwargs), config_overrides)
 
 

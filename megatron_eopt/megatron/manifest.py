@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from megatron_eopt import manifest
 from megatron_eopt.family import FAMILY
@@ -142,6 +143,11 @@ def _reason(assigned: Assignment) -> str:
 def _layout(parameter: Tensor, sizes: Mapping[str, int]) -> str:
     prefix = "expt_" if is_expert(parameter) else ""
     found = []
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        along = zip(parameter.placements, mesh.mesh_dim_names or (), mesh.shape, strict=True)
+        found = [("columns" if p.dim else "rows", name) for p, name, size in along if size > 1 and isinstance(p, Shard)]
+        return ", ".join(f"{what} over {name}" for what, name in found) or "whole"
     if is_sharded(parameter):
         dim = parameter.partition_dim - parameter.ndim  # type: ignore[attr-defined]
         found.append(("columns" if dim == -1 and parameter.ndim > 1 else "rows", f"{prefix}tp"))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.matrices import tag_declared
@@ -90,17 +91,17 @@ def torch_optimizers(optimizer: Any) -> Iterator[Optimizer]:
             yield from torch_optimizers(each.optimizer)
 
 
-def optimizer_parameters(optimizer: Any) -> Iterator[OptimizerParameter]:
+def optimizer_parameters(megatron: Any) -> Iterator[OptimizerParameter]:
     """All that an optimizer of Megatron's updates on this rank, in the order of its wrappers and groups."""
-    for wrapper in wrappers(optimizer):
+    for wrapper in wrappers(megatron):
         inner = getattr(wrapper, "optimizer", None)
         if inner is None:
             continue
         ranges = getattr(wrapper, "model_param_group_index_map", None)
         if ranges is None:
-            mains = [(group, main) for group in inner.param_groups for main in group["params"]]
-            for model, (group, main) in zip(model_parameters(wrapper), mains, strict=True):
-                yield OptimizerParameter(model, inner, group, main)
+            mains = [(each, g, p) for each in torch_optimizers(inner) for g in each.param_groups for p in g["params"]]
+            for model, (optimizer, group, main) in zip(model_parameters(wrapper), mains, strict=True):
+                yield OptimizerParameter(model, optimizer, group, main)
         else:
             for model, (number, _) in ranges.items():
                 yield OptimizerParameter(model, inner, inner.param_groups[number], None)
@@ -168,6 +169,6 @@ def _info(name: str, parameter: Tensor, pg_collection: Any) -> ParameterInfo:
     group, again = (getattr(pg_collection, prefix + name, None) for name in ("tp", "gtp_remat"))
     if is_cut_again(parameter) and again is not None and again.size() > 1:
         shape[0] = shape[0] * again.size() - padding_of(parameter)
-    if is_sharded(parameter) and group is not None:
+    if is_sharded(parameter) and group is not None and not isinstance(parameter, DTensor):  # whose shape is global
         shape[parameter.partition_dim] *= group.size()  # type: ignore[attr-defined]
     return ParameterInfo(name, tuple(shape), attributes, parameter=parameter)

@@ -34,6 +34,7 @@ def number(release: str) -> tuple[int, int]:
 _SINCE = {
     "a registry": (0, 18),  # of emerging optimizers by their names
     "weight shards": (0, 19),  # --tensor-parallel-num-weight-shards
+    "Megatron-FSDP": (0, 19),  # with several optimizers in one, by functions that it has since then
     "gathers alone": (0, 19),  # overlapped gathers of parameters work for a rank that has no other to gather from
 }
 

@@ -2,6 +2,8 @@
 
 The shards are computed here from the placements, with the definitions of torch's ``Shard`` and ``_StridedShard``: its
 own helper knows where a shard starts, but not whether it is one rectangle, and has changed between releases.
+Megatron-FSDP cuts flat buffers, so that its shards begin at any row, which no placement says: each tells its own chunk,
+as torch's checkpoints ask for it, and the ranks tell each other.
 """
 
 from collections.abc import Sequence
@@ -11,23 +13,28 @@ from math import prod
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from megatron_eopt.parallel.collectives import Partition, joint_group
+from megatron_eopt.parallel.collectives import Partition, all_gather, joint_group
 from megatron_eopt.parallel.layout import Layout, on_one_rank
 from megatron_eopt.parallel.records import Rectangle
 
 Cut = tuple[int, int, int]  # by a mesh dimension: dimension of the tensor, number of ranks, split factor
+
+_known = WeakTensorKeyDictionary()  # DTensor that tells its chunk -> its layout, for which ranks have to talk
 
 
 def layout_of_dtensor(x: DTensor) -> Layout:
     """The layout of a DTensor that is read as a matrix: its first dimension times the rest.
 
     The group holds the ranks of all mesh dimensions that cut; those that replicate are left out, so each replica of
-    HSDP is a layout of its own. Where several cut and are not all ranks, the group is made at the first call: all ranks
-    of the mesh then call together, for the same parameters in the same order.
+    HSDP is a layout of its own. Where several cut and are not all ranks, the group is made at the first call, and a
+    DTensor that :func:`tells_its_chunk` is compared with those of the other ranks: all ranks of the mesh then call
+    together, for the same parameters in the same order.
 
     A ``ValueError`` is for a tensor that has a placement other than ``Replicate`` and shards, does not hold what its
     placements say, or holds several rectangles of the matrix; or if the group cannot be made.
@@ -41,17 +48,18 @@ def layout_of_dtensor(x: DTensor) -> Layout:
     shape, cuts = (x.shape[0], prod(x.shape[1:])), _cuts(x)
     if not cuts:
         return on_one_rank(shape)
+    if tells_its_chunk(x):
+        if x not in _known:
+            _known[x] = _of_chunks(x, shape, list(cuts))
+        return _known[x]
     dims, rectangles = list(cuts), _rectangles(tuple(x.shape), tuple(cuts.values()))
     if rectangles is None:
         raise ValueError(
             f"{found}: a rank holds several separate parts of the matrix {shape}; use an order of shards that leaves "
             f"each rank one rectangle, such as Shard(0) for FSDP over Shard(0) or Shard(1) for tensor parallelism"
         )
-    partition, own = _partition(mesh, dims)
-    group = mesh.get_group(dims[0]) if len(dims) == 1 else joint_group(partition, own)
+    group, own, label = _group(mesh, dims)
     held = dict(zip(own, rectangles, strict=True))
-    names = mesh.mesh_dim_names or [f"mesh{dim}" for dim in range(mesh.ndim)]
-    label = ",".join(f"{names[dim]}={mesh.size(dim)}" for dim in dims)
     layout = Layout(shape, tuple(held[rank] for rank in dist.get_process_group_ranks(group)), group, label)
     with torch.no_grad():
         local = x.to_local().shape
@@ -60,13 +68,39 @@ def layout_of_dtensor(x: DTensor) -> Layout:
     return layout
 
 
+def tells_its_chunk(x: DTensor) -> bool:
+    """Whether this rank's part of a DTensor says itself which chunk of the whole it is, as in Megatron-FSDP."""
+    return hasattr(x._local_tensor, "__create_chunk_list__")
+
+
+def _of_chunks(x: DTensor, shape: tuple[int, int], dims: Sequence[int]) -> Layout:
+    """The layout of a DTensor by the chunks that the ranks tell each other, in one exchange."""
+    group, _, label = _group(x.device_mesh, dims)
+    (chunk,) = x.__create_chunk_list__()
+    ranges = [range(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+    rows, columns = ranges[0], _flattened(ranges[1:], x.shape[1:])
+    own = (rows.start, rows.stop, *(columns or (-1, -1)))
+    told = all_gather(torch.tensor(own, device=x.device), group).wait()
+    rectangles = tuple(Rectangle(*each) for each in told.view(-1, 4).tolist())
+    if min(each.left for each in rectangles) < 0 or sum(each.numel for each in rectangles) != prod(shape):
+        found = ", ".join(f"{each.shape}" for each in rectangles)
+        raise ValueError(
+            f"a DTensor of shape {tuple(x.shape)} is cut into chunks {found}, which do not make up the matrix {shape}"
+        )
+    # of tensor parallelism, which cuts first: each has its part of every matrix
+    shards = len(x) // len(getattr(x, "orig_param", x))
+    return Layout(shape, rectangles, group, label, shards=shards)
+
+
 def lies_alike(x: DTensor, layout: Layout) -> bool:
     """Whether a matrix that is cut by the placements of ``x`` lies as a layout says; the same answer on all ranks.
 
     The layout is of one of the logical matrices of ``x``, which is cut along rows where the first dimension of ``x``
-    is, along columns where another one is.
+    is, along columns where another one is. Where ``x`` :func:`tells_its_chunk`, so may what lies like a matrix.
     """
     cuts = _cuts(x)
+    if tells_its_chunk(x):
+        return True
     if not cuts or layout.group is None:
         return not layout.sharded
     rectangles = _rectangles(layout.shape, tuple((min(dim, 1), *rest) for dim, *rest in cuts.values()))
@@ -135,6 +169,14 @@ def _flattened(ranges: Sequence[range | None], shape: Sequence[int]) -> tuple[in
             return None
         start, size = start * length + held.start, size * len(held)
     return (start, start + size) if size else (prod(shape), prod(shape))
+
+
+def _group(mesh: DeviceMesh, dims: Sequence[int]) -> tuple[ProcessGroup, tuple[int, ...], str]:
+    """The group of the ranks that differ in ``dims`` only, these ranks in the order of the mesh, and a label."""
+    partition, own = _partition(mesh, dims)
+    group = mesh.get_group(dims[0]) if len(dims) == 1 else joint_group(partition, own)
+    names = mesh.mesh_dim_names or [f"mesh{dim}" for dim in range(mesh.ndim)]
+    return group, own, ",".join(f"{names[dim]}={mesh.size(dim)}" for dim in dims)
 
 
 def _partition(mesh: DeviceMesh, dims: Sequence[int]) -> tuple[Partition, tuple[int, ...]]:

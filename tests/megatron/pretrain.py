@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.training import get_args, pretrain
+from torch.distributed.tensor import DTensor
 
 
 class Sequences(torch.utils.data.Dataset):
@@ -93,7 +94,7 @@ class Record:
                 main = getattr(parameter, "main_param", None)
                 state = states.get(parameter if main is None else main, {})
                 found = {"parameter": parameter, "main": main, **state}
-                kept = {key: value.detach().clone() for key, value in found.items() if torch.is_tensor(value)}
+                kept = {key: whole(value.detach()).clone() for key, value in found.items() if torch.is_tensor(value)}
                 tensors[global_name(name, model)] = {**kept, "cut": cut(parameter)}
         return tensors
 
@@ -124,7 +125,19 @@ def global_name(name, model):
         per_rank = get_args().num_experts // parallel_state.get_expert_model_parallel_world_size()
         number = parallel_state.get_expert_model_parallel_rank() * per_rank + int(expert[1])
         name = name.replace(expert[0], f"local_experts.{number}")
-    return name.removeprefix("module.").removeprefix("module.")
+    return re.sub(r"^(module\.)*", "", name)
+
+
+def whole(x):
+    """What a rank would have without Megatron-FSDP, of a tensor that this has sharded; all ranks ask together."""
+    if not isinstance(x, DTensor):
+        return x
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
+
+    full, mesh = uneven_dtensor_to_full_tensor(x), x.device_mesh
+    if mesh.mesh_dim_names[-1] != "tp" or not x.placements[-1].is_shard():
+        return full
+    return full.chunk(mesh.shape[-1], x.placements[-1].dim)[mesh.get_local_rank("tp")]
 
 
 def cut(parameter):

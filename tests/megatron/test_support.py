@@ -18,6 +18,7 @@ from tests.megatron.runs import MUON, SMALL_GPT, start
 from tests.parallel.test_layout import Group
 
 DISTRIBUTED = DistributedDataParallelConfig(use_distributed_optimizer=True)
+FSDP = DistributedDataParallelConfig(use_megatron_fsdp=True, data_parallel_sharding_strategy="optim")
 
 
 def config(optimizer="muon", **fields):
@@ -94,9 +95,17 @@ REFUSED = {
         run(release="0.18.2", layer_wise=True, settings={"overlap_param_gather": True}),
         r"in megatron-core 0\.18\.2 fails where all parameters, or those of experts, have one such rank",
     ),
-    "Megatron-FSDP": (
-        run(ddp=DistributedDataParallelConfig(use_megatron_fsdp=True)),
-        r"Megatron-FSDP keeps shards.*take --use-distributed-optimizer",
+    "Megatron-FSDP of an earlier release": (
+        run(release="0.18.2", ddp=FSDP),
+        r"Megatron-FSDP with 'muon' needs megatron-core 0\.19 or later, found 0\.18\.2: upgrade",
+    ),
+    "Megatron-FSDP that shards nothing": (
+        run(ddp=DistributedDataParallelConfig(use_megatron_fsdp=True, data_parallel_sharding_strategy="no_shard")),
+        r"'no_shard' of Megatron-FSDP leaves whole parameters.*: take optim, optim_grads or optim_grads_params",
+    ),
+    "checkpoints of Megatron-FSDP with several pipeline stages": (
+        run(ddp=FSDP, args=SimpleNamespace(pipeline_model_parallel_size=2, save="ck", ckpt_format="fsdp_dtensor")),
+        r"saves layers by their numbers within a pipeline stage.*: set --pipeline-model-parallel-size to 1",
     ),
     "torch FSDP2 in Megatron": (run(wrapper="TorchFullyShardedDataParallel"), r"do not support torch FSDP2"),
     "optimizer_cpu_offload": (
@@ -126,7 +135,7 @@ REFUSED = {
     ),
     "Schedule-Free under the distributed optimizer": (
         run("muon", layer_wise=True, assigned=frozenset({"muon", "schedule_free_adamw"})),
-        r"schedule_free_adamw evaluates and saves at the average.*leave --use-distributed-optimizer away",
+        r"schedule_free_adamw evaluates and saves at the average.*leave --use-distributed-optimizer and --use-megatron",
     ),
     "Schedule-Free whose average could not be saved beside what it trains": (
         run(**AVERAGING, args=SimpleNamespace(no_save_optim=True)),
@@ -325,10 +334,9 @@ def test_the_matrix_says_what_the_rules_say():
             ["for 3 reasons", "does not run with fp16", "--bf16 only", "nothing would be written"],
         ),
         (["--bf16", "--loss-scale", 1024], ["ValueError: loss_scale 1024.0 is applied or undone"]),
-        # by Megatron's own check of its arguments, before ours
         (
-            ["--bf16", "--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"],
-            ["Megatron-FSDP does not support the muon"],
+            ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor", "--data-parallel-sharding-strategy", "no_shard"],
+            ["'no_shard' of Megatron-FSDP leaves whole parameters on each rank: take optim, optim_grads"],
         ),
     ],
     ids=["three at once", "loss scale", "Megatron-FSDP"],

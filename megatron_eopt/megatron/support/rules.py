@@ -89,9 +89,14 @@ class Run:
         return releases.has("a registry", self.release)
 
     @property
+    def megatron_fsdp(self) -> bool:
+        """Whether the model is sharded by Megatron-FSDP."""
+        return on(self.ddp, "use_megatron_fsdp") or self.wrapper == "FullyShardedDataParallel"
+
+    @property
     def scatters(self) -> bool:
-        """Whether each data-parallel rank is left with a shard of the summed gradients."""
-        return on(self.ddp, "use_distributed_optimizer") and self.data_parallel > 1
+        """Whether each data-parallel rank is left with a shard of the summed gradients, in another way than FSDP."""
+        return on(self.ddp, "use_distributed_optimizer") and self.data_parallel > 1 and not self.megatron_fsdp
 
     @property
     def scalar(self) -> str | None:
@@ -179,7 +184,7 @@ RULES = (
         "leave it away and set use_layer_wise_distributed_optimizer (up to 0.17: take --optimizer dist_muon), "
         "with --bf16",
         lambda run: (
-            (on(run.config, "use_distributed_optimizer") and not run.layer_wise)
+            (on(run.config, "use_distributed_optimizer") and not run.layer_wise and not run.megatron_fsdp)
             and (run.data_parallel > 1 or not run.has_registry)
         ),
     ),
@@ -209,7 +214,7 @@ RULES = (
         "num_distributed_optimizer_instances is {run.ddp.num_distributed_optimizer_instances}, but whole matrices are "
         "shared out over all data-parallel ranks, and an instance has the gradients of some of them only",
         "set --num-distributed-optimizer-instances to 1",
-        lambda run: getattr(run.ddp, "num_distributed_optimizer_instances", 1) > 1,
+        lambda run: getattr(run.ddp, "num_distributed_optimizer_instances", 1) > 1 and not run.megatron_fsdp,
     ),
     Rule(
         "overlap_param_gather_with_optimizer_step needs an optimizer for each model chunk, and Megatron-Core builds "
@@ -224,9 +229,22 @@ RULES = (
         _gathers_alone,
     ),
     Rule(
-        "Megatron-FSDP keeps shards of flattened parameters, which {run.optimizer!r} cannot be built for",
-        "take --use-distributed-optimizer with --bf16",
-        lambda run: on(run.ddp, "use_megatron_fsdp") or run.wrapper == "FullyShardedDataParallel",
+        "Megatron-FSDP with {run.optimizer!r} needs megatron-core 0.19 or later, found {run.release}",
+        "upgrade megatron-core, or take --use-distributed-optimizer with --bf16",
+        lambda run: run.megatron_fsdp and not releases.has("Megatron-FSDP", run.release),
+    ),
+    Rule(
+        "data_parallel_sharding_strategy 'no_shard' of Megatron-FSDP leaves whole parameters on each rank",
+        "take optim, optim_grads or optim_grads_params, or leave --use-megatron-fsdp away",
+        lambda run: run.megatron_fsdp and getattr(run.ddp, "data_parallel_sharding_strategy", "") == "no_shard",
+    ),
+    Rule(
+        "Megatron-FSDP saves layers by their numbers within a pipeline stage, and those of two stages have the same",
+        "set --pipeline-model-parallel-size to 1, or leave --save and --load away",
+        lambda run: (
+            (run.megatron_fsdp and getattr(run.args, "pipeline_model_parallel_size", 1) > 1)
+            and any(getattr(run.args, name, None) for name in ("save", "load"))
+        ),
     ),
     Rule(
         "Megatron-Core's emerging optimizers do not support torch FSDP2",
@@ -278,13 +296,15 @@ RULES = (
     Rule(
         "ckpt_format {run.args.ckpt_format!r} is not written with {run.optimizer!r}",
         "take --ckpt-format torch_dist",
-        lambda run: getattr(run.args, "ckpt_format", "torch_dist") not in ("torch_dist", "torch"),
+        lambda run: (
+            getattr(run.args, "ckpt_format", "torch_dist") not in ("torch_dist", "torch") and not run.megatron_fsdp
+        ),
     ),
     Rule(
         "schedule_free_adamw evaluates and saves at the average of each parameter, which a data-parallel rank of the "
-        "distributed optimizer has of its own parameters only",
-        "leave --use-distributed-optimizer away",
-        lambda run: run.averages and run.layer_wise,
+        "distributed optimizer, or of Megatron-FSDP, has of its own parameters only",
+        "leave --use-distributed-optimizer and --use-megatron-fsdp away",
+        lambda run: run.averages and (run.layer_wise or run.megatron_fsdp),
     ),
     Rule(
         "schedule_free_adamw saves the average as the model and goes on from its state, which this run would not save",

@@ -1,0 +1,121 @@
+"""Building the optimizer of a run with Megatron-FSDP, whose parameters are DTensors that cut flat buffers at any row.
+
+Megatron builds one optimizer of a run with Megatron-FSDP: its distributed optimizer around torch's, which writes the
+updated weights back into the model and gathers them, once in a step, and whose state is saved by the names of
+parameters. So several optimizers (of matrices, and a scalar one) are one for it: :class:`Joined`.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import update_uneven_dtensor_chunk_metadata
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from megatron_eopt.megatron import releases
+from megatron_eopt.registry import create_emerging_optimizer
+
+
+class Joined:
+    """Several torch optimizers, as the one that Megatron's distributed optimizer steps.
+
+    Megatron-FSDP gives no gradient to a parameter of which this rank holds no entries, and other ranks would wait for
+    this one's part: such a parameter gets a gradient without entries.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.chained_optimizers = list(optimizers)  # Megatron's name for it
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of all optimizers, one after the other."""
+        return [group for each in self.chained_optimizers for group in each.param_groups]
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """Of all optimizers, by parameter."""
+        return {p: state for each in self.chained_optimizers for p, state in each.state.items()}
+
+    def step(self) -> None:
+        """Let each optimizer make its step."""
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.grad is None and not parameter._local_tensor.numel():
+                parameter.grad = torch.zeros_like(parameter)
+        for each in self.chained_optimizers:
+            each.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Let each optimizer forget its gradients."""
+        for each in self.chained_optimizers:
+            each.zero_grad(set_to_none)
+
+
+def is_sharded_by_megatron(model_chunks: Sequence[Any]) -> bool:
+    """Whether a model is wrapped by Megatron-FSDP."""
+    return bool(getattr(getattr(model_chunks[0], "ddp_config", None), "use_megatron_fsdp", False))
+
+
+def mark_shards(model_chunks: Sequence[Any]) -> None:
+    """Let each shard say which chunk of its parameter it is, and those of experts that they are; ranks call together.
+
+    Megatron-FSDP makes the parameters of an optimizer of DTensors that did say it, and they no longer do.
+    """
+    for parameter in (p for chunk in model_chunks for p in chunk.parameters()):
+        update_uneven_dtensor_chunk_metadata(parameter)
+        if not getattr(parameter.orig_param, "allreduce", True):
+            parameter.expert_tp = True
+
+
+def build(
+    config: Any, model_chunks: Sequence[Any], overrides: Mapping[Any, Mapping[str, Any]], groups: Any
+) -> ChainedOptimizer:
+    """Megatron's distributed optimizer around the optimizers that overrides name for parameters, and the run's."""
+    core = releases.core_optimizer()
+    of_names: dict[str, list[dict[str, Any]]] = {config.optimizer: []}
+    for group in core._get_param_groups(model_chunks, config, overrides):
+        of_names.setdefault(group.get("optimizer", config.optimizer), []).append(group)
+    made: list[tuple[Optimizer, Callable[..., None]]] = []
+    for name, of_name in of_names.items():
+        if name == config.optimizer:
+            made.append(create_emerging_optimizer(config, of_name, name, model_chunks, groups))
+            continue
+        other = copy.copy(config)
+        other.optimizer, other.use_distributed_optimizer = name, False
+        made.append(
+            core._get_megatron_optimizer_based_on_param_groups(
+                config=other,
+                model_chunks=model_chunks,
+                param_groups=of_name,
+                pg_collection=groups,
+                skip_megatron_wrapping=True,
+            )
+        )
+
+    def init_state(joined: Joined, config: Any = None) -> None:
+        for optimizer, (_, init) in zip(joined.chained_optimizers, made, strict=True):
+            init(optimizer, config)
+
+    ranks = ProcessGroupCollection.setup_process_groups_for_optimizer(
+        groups, model_chunks, use_gloo_process_groups=False
+    )
+    instances = ranks["dp_cp_group"].size() > ranks["intra_dp_cp_group"].size()
+    optimizer = DistributedOptimizer(
+        Joined([each for each, _ in made]),
+        config,
+        None,
+        init_state,
+        model_chunks=list(model_chunks),
+        per_model_buffers={},
+        data_parallel_group=ranks["dp_cp_group"],
+        data_parallel_group_gloo=None,
+        data_parallel_group_idx=ranks["mp_group"].rank(),
+        distributed_optimizer_instance_id=ranks["inter_dist_opt_group"].rank() if instances else 0,
+    )
+    optimizer.grad_stats_parallel_group = ranks["intra_dist_opt_group"]
+    optimizer.tp_group, optimizer.expert_tp_group = groups.tp, groups.expt_tp
+    return ChainedOptimizer([optimizer])

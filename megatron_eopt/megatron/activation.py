@@ -14,6 +14,7 @@ from megatron_eopt.matrices import ATTRIBUTE
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED, amend, sharded, with_flags
 from megatron_eopt.megatron.averaging import averaged
+from megatron_eopt.megatron.checkpoints.fsdp_dtensor import prepared
 from megatron_eopt.megatron.checkpoints.loading import checked_base, checked_load, checked_save, checked_tracker
 from megatron_eopt.megatron.checkpoints.sharding import named_apart, undecided
 from megatron_eopt.megatron.factory import checked, checked_elsewhere, with_registered
@@ -147,11 +148,13 @@ def _of_training() -> list[Redirection]:
     parsed = "--optimizer and the flags of Muon take what our optimizers take, and refuse the rest when parsed"
     amended = around(lambda add_arguments, parser: amend(add_arguments(parser), releases.unavailable()))
     fsdp = "Megatron's checks allow its FSDPs with adam and sgd alone, and so check a run with ours as one with adam"
+    named = "Megatron prepares Adam's state alone for fsdp_dtensor, and finds no weights of a model in fp32"
     flags = "what the flags of our optimizers say reaches the config, which has no fields for some of them"
     return [
         Redirection(checkpointing, "_load_base_checkpoint", checked_base, whole),
         Redirection(checkpointing, "_build_sharded_state_dict_metadata", undecided, apart),
         Redirection(checkpointing, "generate_state_dict", named_apart, apart),
+        Redirection(checkpointing, "preprocess_fsdp_dtensor_state_dict", prepared, named),
         Redirection(checkpointing, "read_metadata", checked_tracker, empty),
         Redirection(arguments, "add_megatron_arguments", amended, parsed),
         Redirection(arguments, "validate_args", sharded, fsdp),

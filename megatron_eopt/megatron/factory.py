@@ -17,6 +17,7 @@ from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UN
 from megatron_eopt.megatron.averaging import remember
 from megatron_eopt.megatron.checkpoints.attach import attach
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
+from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
 from megatron_eopt.megatron.checkpoints.sharding import layers_differ
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag
 from megatron_eopt.megatron.manifest import declare
@@ -110,6 +111,9 @@ class OptimizerOfRun:
 
     def attach_checkpoints(self) -> None:
         """Let checkpoints hold the optimizers' state, and evaluation see what they will hold of the model."""
+        if fsdp.is_sharded_by_megatron(self.model_chunks):
+            SavedShards(self.optimizer.chained_optimizers[0], self)
+            return
         differ = layers_differ(self.families, frozen_names(self.model_chunks))
         attach(self.optimizer, self.model_chunks, self, differ)
         remember(self.optimizer, self.model_chunks)

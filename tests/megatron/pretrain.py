@@ -90,6 +90,8 @@ class Record:
         states = {parameter: state for each in self.optimizers() for parameter, state in each.state.items()}
         tensors = {}
         for model in self.models.values():
+            if hasattr(model, "megatron_fsdp_dist_index"):
+                model.state_dict()  # lets the model have the parameters of the optimizer
             for name, parameter in model.named_parameters():
                 main = getattr(parameter, "main_param", None)
                 state = states.get(parameter if main is None else main, {})

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.megatron.runs import MUON, losses, train, whole
+from tests.megatron.runs import MUON, assert_same, losses, train, whole
 
 FSDP = [
     *("--use-megatron-fsdp", "--use-distributed-optimizer", "--ckpt-format", "fsdp_dtensor"),
@@ -39,3 +39,44 @@ def test_parameters_are_those_of_one_rank(tmp_path, on_one_rank, ranks, flags):
     assert expected.keys() == got.keys()
     for name in expected:
         torch.testing.assert_close(got[name]["parameter"], expected[name]["parameter"], rtol=1e-5, atol=1e-5)
+
+
+TP = "--tensor-model-parallel-size"
+
+
+def resumed(folder, saved, ranks, *flags):
+    """The last three of six steps, from a checkpoint of the first three."""
+    saved.joinpath("latest_checkpointed_iteration.txt").write_text("3")
+    return train(folder, ranks, *flags, "--train-iters", "6", "--load", saved)
+
+
+def after(ranks):
+    return whole([rank["after"] for rank in ranks])
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """Six steps on two ranks, in fp32, with a checkpoint after three."""
+    folder = tmp_path_factory.mktemp("straight")
+    flags = [*EXACT, *fsdp("optim_grads_params")]
+    ranks, _ = train(folder / "run", 2, *flags, "--train-iters", "6", "--save", folder / "ck", "--save-interval", "3")
+    return ranks, folder / "ck"
+
+
+def test_a_resumed_run_is_the_straight_one(tmp_path, straight):
+    ranks, saved = straight
+    found, _ = resumed(tmp_path / "run", saved, 2, *EXACT, *fsdp("optim_grads_params"))
+    assert_same(after(found), after(ranks))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [(1, fsdp("optim")), (4, [*fsdp("optim_grads_params"), TP, 2]), (2, [*fsdp("optim_grads"), TP, 2])],
+)
+def test_a_checkpoint_goes_on_at_other_numbers_of_ranks(tmp_path, straight, ranks, flags):
+    before, saved = straight
+    found, _ = resumed(tmp_path / "run", saved, ranks, *EXACT, *flags)
+    expected, got = after(before), after(found)
+    for name in expected:
+        for key in expected[name].keys() - {"cut"}:
+            torch.testing.assert_close(got[name][key], expected[name][key], rtol=1e-4, atol=2e-5)

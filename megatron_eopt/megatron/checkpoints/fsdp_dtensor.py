@@ -1,0 +1,216 @@
+"""Optimizer state of a run with Megatron-FSDP in ``fsdp_dtensor`` checkpoints: by the names of parameters, as DTensors.
+
+Megatron's own way knows the state of Adam alone, lacks that of parameters of which a rank holds no entries, and loads
+what it finds: what a checkpoint does not have keeps its value. Here each rank says of every tensor which chunk of the
+whole it holds, and what was not loaded is an error.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+from torch.optim import Adam, AdamW
+from torch.optim.optimizer import Optimizer
+
+from megatron_eopt.checkpoints.contents import CheckpointError
+from megatron_eopt.checkpoints.states import BLOCK
+from megatron_eopt.manifest import compare, from_json, to_json
+from megatron_eopt.matrices import WHOLE, Split
+from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.agreement import gathered
+from megatron_eopt.megatron.checkpoints.loading import FORMAT, FRESH
+from megatron_eopt.megatron.checkpoints.matching import settings_after_load
+from megatron_eopt.megatron.fused import fused
+from megatron_eopt.megatron.parameters import ModelParameter, torch_optimizers
+from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.optimizers.state import SIDES, Dim, StateTensor
+from megatron_eopt.parallel.dtensor import layout_of_dtensor
+from megatron_eopt.parallel.layout import split_layout
+from megatron_eopt.redirect import around
+from megatron_eopt.registry import list_optimizers
+
+
+class SavedShards:
+    """How Megatron's distributed optimizer of a run with Megatron-FSDP saves and loads the state of those inside.
+
+    Its ``sharded_state_dict`` and ``load_state_dict`` are replaced. ``run`` is the ``OptimizerOfRun``.
+    """
+
+    def __init__(self, optimizer: Any, run: Any) -> None:
+        self._megatron, self._run = optimizer, run
+        self._optimizers: list[Optimizer] = list(torch_optimizers(optimizer))
+        self._splits = {each.tensor: in_shards(each) for each in run.parameters}
+        optimizer.sharded_state_dict, optimizer.load_state_dict = self.sharded_state_dict, self.load_state_dict
+
+    def sharded_state_dict(self, *args: Any, is_loading: bool = False, **kwargs: Any) -> dict[str, Any]:
+        """State and settings by the names of parameters; what is to be loaded is not a number until it is."""
+        self._init_state()
+        state: dict[str, dict[str, Tensor]] = {}
+        settings: dict[str, list[Any]] = {}  # in lists, which torch's checkpoints do not take apart
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                plain = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+                for parameter in group["params"]:
+                    name = self._megatron._param_name(parameter)
+                    settings[name] = [None] if is_loading else [type(optimizer).__name__, plain]
+                    for key, x in optimizer.state[parameter].items():
+                        if is_loading:
+                            local(x).fill_(torch.nan)
+                        described = self._described(optimizer, parameter).get(key, StateTensor(key))
+                        for part, piece in self._pieces(optimizer, parameter, described, x):
+                            state.setdefault(f"{name}{part}", {})[key] = piece
+        about = None if is_loading else {"format": FORMAT, "manifest": to_json(self._run.families)}
+        about = about and about | {"tp_mode": self._run.tp_mode}
+        return {"state": state, "settings": settings, BLOCK: {"run": [about]}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with what was loaded into the state; all ranks call it together, and fail together."""
+        if (about := state_dict[BLOCK]["run"][0]) is not None:
+            if about["format"] > FORMAT:
+                raise CheckpointError(
+                    f"the checkpoint was written by a later release of megatron_eopt (format {about['format']}; this "
+                    f"one reads up to {FORMAT}): update the package"
+                )
+            self._run.go_on_with(about["tp_mode"])
+            for line in compare(from_json(about["manifest"]), from_json(to_json(self._run.families))):
+                if dist.get_rank() == 0:
+                    print(f"megatron_eopt: other than in the checkpoint: {line}", flush=True)
+        if problems := sorted(set().union(*gathered(set(self._problems(state_dict["settings"]))))):
+            raise CheckpointError(f"the checkpoint cannot serve this run: {problems[0]}; {FRESH}")
+        for optimizer in self._optimizers:
+            self._go_on(optimizer, state_dict["settings"])
+
+    def _init_state(self) -> None:
+        """Create the state of every parameter; Megatron's way leaves the step counts of torch's Adam to its step."""
+        self._megatron.init_state_fn(self._megatron.optimizer, self._megatron.config)
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, Adam | AdamW):
+                for state in optimizer.state.values():
+                    state.setdefault("step", torch.zeros(()))
+
+    def _problems(self, saved: dict[str, list[Any]]) -> Iterator[str]:
+        """What was not loaded, or is another optimizer's."""
+        for optimizer in self._optimizers:
+            own = type(optimizer).__name__
+            for parameter, state in optimizer.state.items():
+                name = self._megatron._param_name(parameter)
+                wrote, *_ = saved[name]
+                if wrote is None:
+                    yield f"it has no optimizer state of {name}"
+                elif wrote != own:
+                    yield f"{wrote} wrote the state of {name}, and {own} would take it for its own"
+                else:
+                    bad = [key for key, x in state.items() if not local(x).isfinite().all()]
+                    yield from (f"it has no {key} of {name}, or one with values that are not finite" for key in bad)
+
+    def _go_on(self, optimizer: Optimizer, saved: dict[str, list[Any]]) -> None:
+        """Take over the settings of groups that the checkpoint decides, and say which others have changed."""
+        carried = optimizer.carried_settings if isinstance(optimizer, BaseOptimizer) else frozenset()
+        from_checkpoint = bool(getattr(releases.training_args(), "use_checkpoint_opt_param_scheduler", False))
+        state_dict = optimizer.state_dict()
+        for number, (group, own) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"], strict=True)):
+            found = [saved[self._megatron._param_name(parameter)][1] for parameter in group["params"]]
+            different = [each for i, each in enumerate(found) if each not in found[:i]]
+            settings, changed = settings_after_load(group, different, carried, from_checkpoint)
+            own.update(settings)
+            if changed and dist.get_rank() == 0:
+                listed = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in sorted(changed.items()))
+                print(
+                    f"megatron_eopt: group {number} of {type(optimizer).__name__} goes on with other settings than "
+                    f"the checkpoint has: {listed}",
+                    flush=True,
+                )
+        optimizer.load_state_dict(state_dict)
+
+    def _described(self, optimizer: Optimizer, parameter: Tensor) -> dict[str, StateTensor]:
+        described = optimizer.state_tensors(parameter) if isinstance(optimizer, BaseOptimizer) else []
+        return {tensor.key: tensor for tensor in described}
+
+    def _pieces(
+        self, optimizer: Optimizer, parameter: DTensor, tensor: StateTensor, data: Tensor
+    ) -> Iterator[tuple[str, Tensor]]:
+        """A state tensor as it is saved: views of ``data``, each with what its name ends with.
+
+        The rows of a parameter in which each tensor-parallel shard has a part of every matrix are in an order that
+        depends on the number of shards: what lies along them is saved matrix by matrix.
+        """
+        if not isinstance(data, DTensor):
+            yield "", data
+            return
+        layout, split = layout_of_dtensor(parameter), self._splits[parameter]
+        dims: tuple[Dim, ...] = SIDES[: data.ndim] if tensor.dims is None else tensor.dims
+        if tensor.dims is not None:
+            assert isinstance(optimizer, BaseOptimizer)  # no other says what it keeps
+            layouts = optimizer.matrix_layouts(parameter)
+            split, layout = (WHOLE if len(layouts) > 1 else split), layouts[tensor.matrix]
+        if "rows" not in dims:
+            split = WHOLE
+        elif not split.is_whole and dims[0] != "rows":
+            raise ValueError(f"{tensor.key} of fused matrices is saved along its rows, which come first; got {dims}")
+        parts, own = split_layout(layout, split), [local(data)]
+        if not split.is_whole:
+            own = list(own[0].split([part.rectangle.shape[0] for part in parts]))
+        for name, part, piece in zip(split.names(layout.shape[0]), parts, own, strict=True):
+            held = part.rectangle
+            along = {"rows": (part.shape[0], held.top), "columns": (part.shape[1], held.left)}
+            sides = [(dim, 0) if isinstance(dim, int) else along[dim] for dim in dims]
+            shape, start = zip(*sides, strict=True)
+            yield f"[{name}]" if name else "", with_chunk(piece, data, shape, start)
+
+
+def with_chunk(piece: Tensor, like: DTensor, shape: Sequence[int], start: Sequence[int]) -> DTensor:
+    """A DTensor of global ``shape`` whose local part, which says so itself, is ``piece`` and begins at ``start``."""
+    stride = torch.empty(*shape, device="meta").stride()
+    found = DTensor.from_local(
+        piece, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+    own: Any = found._local_tensor
+    chunk = ChunkStorageMetadata(offsets=torch.Size(start), sizes=own.shape)
+
+    def write_items(name: str, x: DTensor) -> list[WriteItem]:
+        if not own.numel():
+            return []
+        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(own), x.size())
+        return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+    own.__create_chunk_list__, own.__create_write_items__ = lambda: [chunk], write_items
+    return found
+
+
+def in_shards(parameter: ModelParameter) -> Split:
+    """The matrices of which each tensor-parallel shard of a parameter, of a weight or a bias, has a part."""
+    found = fused(parameter if parameter.tensor.ndim > 1 else replace(parameter, tensor=torch.empty(1, 1)))
+    return found.matrices if found is not None and found.matrices.order == "per_shard" else WHOLE
+
+
+class _Model:
+    """A model by the names of its parameters in a checkpoint, however many wrappers these have.
+
+    Megatron itself looks for them under a wrapper that a model in fp32 does not have.
+    """
+
+    def __init__(self, model: Any) -> None:
+        while hasattr(model, "module"):
+            model = model.module
+        self._model, self.config, self.named_modules = model, model.config, model.named_modules
+
+    def get_parameter(self, name: str) -> Tensor:
+        return self._model.get_parameter(re.sub(r"^(module\.)+", "", name))
+
+
+@around
+def prepared(prepare: Callable[..., Any], args: Any, state_dict: dict[str, Any], model: Any) -> Any:
+    """Around Megatron's ``preprocess_fsdp_dtensor_state_dict``: state of our optimizers is prepared already."""
+    if args.optimizer not in list_optimizers():
+        return prepare(args, state_dict, model)
+    own = {key: state_dict[key] for key in ("optimizer",) if key in state_dict}
+    rest = {key: value for key, value in state_dict.items() if key not in own}
+    return prepare(args, rest, _Model(model)) | own

@@ -1,82 +1,183 @@
-"""Muon in real Megatron under Megatron-FSDP, which cuts flat buffers of parameters at any row."""
+"""Real Megatron runs under Megatron-FSDP, which cuts flat buffers of parameters at any row."""
 
 import pytest
 import torch
 
+from megatron_eopt.family import ROWS
 from tests.megatron.runs import MUON, assert_same, losses, train, whole
 
-FSDP = [
-    *("--use-megatron-fsdp", "--use-distributed-optimizer", "--ckpt-format", "fsdp_dtensor"),
-    *("--no-gradient-reduce-div-fusion", "--num-layers", "2", "--train-iters", "5"),
-]
-EXACT = [*MUON, "--muon-fp32-matmul-prec", "highest", "--lr", "1e-3", "--min-lr", "1e-3"]
+SMALL = ["--num-layers", "2", "--muon-fp32-matmul-prec", "highest", "--lr", "1e-3", "--min-lr", "1e-3"]
+EXACT = [*MUON, *SMALL]
+TP = ["--tensor-model-parallel-size", "2"]
+EIGHT = ["--global-batch-size", "8"]
+INSTANCES = [*EIGHT, "--num-distributed-optimizer-instances", "2", "--overlap-grad-reduce"]
+EXPERTS = ["--num-experts", "4", "--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size", "2"]
+FULL, WIDE = pytest.mark.full, pytest.mark.wide
 
 
 def fsdp(strategy):
-    return [*FSDP, "--data-parallel-sharding-strategy", strategy]
+    return [
+        *("--use-megatron-fsdp", "--use-distributed-optimizer", "--ckpt-format", "fsdp_dtensor"),
+        *("--no-gradient-reduce-div-fusion", "--data-parallel-sharding-strategy", strategy),
+    ]
 
 
-@pytest.fixture(scope="module")
-def on_one_rank(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("one")
-    ranks, _ = train(folder / "run", 1, *EXACT, "--num-layers", "2", "--train-iters", "5")
-    return ranks
-
-
-@pytest.mark.parametrize(
-    ("ranks", "flags"),
-    [
-        (2, fsdp("optim")),
-        (2, fsdp("optim_grads")),
-        (2, fsdp("optim_grads_params")),
-        (4, [*fsdp("optim_grads_params"), "--tensor-model-parallel-size", "2"]),
-    ],
-)
-def test_parameters_are_those_of_one_rank(tmp_path, on_one_rank, ranks, flags):
-    found, _ = train(tmp_path / "run", ranks, *EXACT, *flags)
-    assert losses(found) == pytest.approx(losses(on_one_rank), rel=1e-5)
-    expected, got = (whole([rank["after"] for rank in each]) for each in (on_one_rank, found))
-    assert expected.keys() == got.keys()
-    for name in expected:
-        torch.testing.assert_close(got[name]["parameter"], expected[name]["parameter"], rtol=1e-5, atol=1e-5)
-
-
-TP = "--tensor-model-parallel-size"
-
-
-def resumed(folder, saved, ranks, *flags):
-    """The last three of six steps, from a checkpoint of the first three."""
-    saved.joinpath("latest_checkpointed_iteration.txt").write_text("3")
-    return train(folder, ranks, *flags, "--train-iters", "6", "--load", saved)
+SHARDED = fsdp("optim_grads_params")
 
 
 def after(ranks):
     return whole([rank["after"] for rank in ranks])
 
 
+def assert_close(found, expected, rtol=1e-5, atol=1e-5):
+    """The same parameters, and state of the same names, to a tolerance."""
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert found[name].keys() == expected[name].keys(), name
+        for key in expected[name].keys() - {"cut"}:
+            torch.testing.assert_close(found[name][key], expected[name][key], rtol=rtol, atol=atol)
+
+
+def trained(folder, ranks, *flags, steps=5):
+    return train(folder, ranks, *flags, "--train-iters", steps)[0]
+
+
+def saved_after_three(folder, ranks, *flags):
+    """Six steps, and the folder with a checkpoint after three."""
+    found = trained(folder / "straight", ranks, *flags, "--save", folder / "ck", "--save-interval", 3, steps=6)
+    (folder / "ck" / "latest_checkpointed_iteration.txt").write_text("3")
+    return found, folder / "ck"
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(tmp_path_factory):
+    """What one rank trains to without FSDP, by the flags that change that; each run once."""
+    known = {}
+
+    def find(*flags):
+        if flags not in known:
+            known[flags] = trained(tmp_path_factory.mktemp("one") / "run", 1, *EXACT, *flags)
+        return known[flags]
+
+    return find
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "own"),
+    [
+        pytest.param(2, fsdp("optim"), [], marks=WIDE),
+        pytest.param(2, fsdp("optim_grads"), [], marks=FULL),
+        (2, SHARDED, []),
+        pytest.param(4, [*SHARDED, *TP], [], marks=WIDE),
+        pytest.param(4, SHARDED, EIGHT, marks=FULL),
+        pytest.param(4, [*SHARDED, *INSTANCES], EIGHT, marks=WIDE),
+        pytest.param(2, [*SHARDED, "--overlap-grad-reduce", "--overlap-param-gather"], [], marks=FULL),
+    ],
+)
+def test_muon_trains_as_on_one_rank(tmp_path, of_one_rank, ranks, flags, own):
+    expected, found = of_one_rank(*own), trained(tmp_path / "run", ranks, *EXACT, *flags)
+    if "--num-distributed-optimizer-instances" not in flags:  # where another rank than usual takes a batch
+        assert losses(found) == pytest.approx(losses(expected), rel=1e-5)
+    assert found[0]["grad_norms"] == pytest.approx(expected[0]["grad_norms"], rel=1e-5)  # by which it is clipped
+    assert_close(after(found), after(expected))
+
+
+@pytest.mark.wide
+def test_experts_train_as_without_fsdp(tmp_path):
+    expected = trained(tmp_path / "without", 4, *EXACT, *EIGHT, *EXPERTS)
+    found = trained(tmp_path / "run", 4, *EXACT, *EIGHT, *EXPERTS, *SHARDED)
+    assert found[0]["grad_norms"] == pytest.approx(expected[0]["grad_norms"], rel=1e-5)
+    assert_close(after(found), after(expected))
+
+
+@pytest.mark.full
+def test_experts_go_on_from_a_checkpoint(tmp_path):
+    straight, saved = saved_after_three(tmp_path, 4, *EXACT, *EIGHT, *EXPERTS, *SHARDED)
+    assert_same(
+        after(trained(tmp_path / "a", 4, *EXACT, *EIGHT, *EXPERTS, *SHARDED, "--load", saved, steps=6)), after(straight)
+    )
+    fewer = trained(tmp_path / "b", 2, *EXACT, *EIGHT, *EXPERTS, *SHARDED, "--load", saved, steps=6)
+    assert_close(after(fewer), after(straight), atol=2e-5)
+
+
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """Six steps on two ranks, in fp32, with a checkpoint after three."""
-    folder = tmp_path_factory.mktemp("straight")
-    flags = [*EXACT, *fsdp("optim_grads_params")]
-    ranks, _ = train(folder / "run", 2, *flags, "--train-iters", "6", "--save", folder / "ck", "--save-interval", "3")
-    return ranks, folder / "ck"
+    return saved_after_three(tmp_path_factory.mktemp("straight"), 2, *EXACT, *SHARDED)
 
 
-def test_a_resumed_run_is_the_straight_one(tmp_path, straight):
-    ranks, saved = straight
-    found, _ = resumed(tmp_path / "run", saved, 2, *EXACT, *fsdp("optim_grads_params"))
-    assert_same(after(found), after(ranks))
+def test_a_resumed_run_is_the_straight_one_bit_for_bit(tmp_path, straight):
+    expected, saved = straight
+    found, said = train(tmp_path / "run", 2, *EXACT, *SHARDED, "--load", saved, "--train-iters", 6)
+    assert_same(after(found), after(expected))
+    assert "other than in the checkpoint" not in said
 
 
 @pytest.mark.parametrize(
     ("ranks", "flags"),
-    [(1, fsdp("optim")), (4, [*fsdp("optim_grads_params"), TP, 2]), (2, [*fsdp("optim_grads"), TP, 2])],
+    [
+        pytest.param(1, fsdp("optim"), marks=FULL),
+        pytest.param(4, [*SHARDED, *TP], marks=WIDE),
+        pytest.param(2, [*fsdp("optim_grads"), *TP], marks=FULL),
+    ],
 )
 def test_a_checkpoint_goes_on_at_other_numbers_of_ranks(tmp_path, straight, ranks, flags):
-    before, saved = straight
-    found, _ = resumed(tmp_path / "run", saved, ranks, *EXACT, *flags)
-    expected, got = after(before), after(found)
-    for name in expected:
-        for key in expected[name].keys() - {"cut"}:
-            torch.testing.assert_close(got[name][key], expected[name][key], rtol=1e-4, atol=2e-5)
+    expected, saved = straight
+    found = trained(tmp_path / "run", ranks, *EXACT, *flags, "--load", saved, steps=6)
+    assert_close(after(found), after(expected), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--optimizer", "adaptive_muon"],
+            "it holds momentum_buffer for .*needs moment2_buffer, mom",
+        ),
+        pytest.param(["--muon-scalar-optimizer", "lion"], "AdamW wrote the state of", marks=FULL),
+    ],
+)
+def test_state_of_another_optimizer_is_refused(tmp_path, straight, flags, message):
+    _, saved = straight
+    with pytest.raises(AssertionError, match=f"{message}.*pass --no-load-optim"):
+        train(tmp_path / "run", 2, *EXACT, *SHARDED, *flags, "--load", saved, "--train-iters", 6)
+
+
+@pytest.mark.full
+def test_a_checkpoint_without_state_is_refused(tmp_path):
+    flags = [*EXACT, *SHARDED]
+    trained(tmp_path / "run", 2, *flags, "--save", tmp_path / "ck", "--save-interval", 3, "--no-save-optim", steps=3)
+    with pytest.raises(AssertionError, match=r"holds no state for .*pass --no-load-optim"):
+        train(tmp_path / "again", 2, *flags, "--load", tmp_path / "ck", "--train-iters", 6)
+
+
+@pytest.mark.wide
+def test_in_bf16_parameters_are_those_without_fsdp(tmp_path):
+    """The masters travel alike: rounding of gradients to bf16 (2^-9) grows by what the iteration makes of it."""
+    expected = trained(tmp_path / "without", 2, *EXACT, "--bf16")
+    found = trained(tmp_path / "run", 2, *EXACT, *SHARDED, "--bf16")
+    before, at, without = expected[0]["before"], after(found), after(expected)
+    for name in without:
+        start = before[name]["main" if "main" in before[name] else "parameter"]
+        travelled = (without[name]["main"] - start).norm()
+        assert (at[name]["parameter"] - without[name]["main"]).norm() <= 2**-6 * travelled, name
+
+
+@pytest.mark.full
+def test_in_bf16_a_resumed_run_is_the_straight_one(tmp_path):
+    expected, saved = saved_after_three(tmp_path, 2, *EXACT, *SHARDED, "--bf16")
+    found = trained(tmp_path / "run", 2, *EXACT, *SHARDED, "--bf16", "--load", saved, steps=6)
+    assert_same(after(found), after(expected))
+
+
+OTHERS = sorted(ROWS.keys() - {"muon", "schedule_free_adamw"})
+OWN = {"spectron": ["--spectron-rank", "16"]}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_optimizer_trains_and_resumes(tmp_path, name):
+    flags = ["--optimizer", name, *SMALL, *OWN.get(name, [])]
+    straight, saved = saved_after_three(tmp_path, 2, *flags, *SHARDED)
+    if name != "soap":  # whose bases of what the first gradients leave out follow from rounding
+        assert_close(after(straight), after(trained(tmp_path / "one", 1, *flags, steps=6)), rtol=1e-4, atol=1e-5)
+    assert_same(after(trained(tmp_path / "again", 2, *flags, *SHARDED, "--load", saved, steps=6)), after(straight))

@@ -103,6 +103,21 @@ REFUSED = {
         run(ddp=DistributedDataParallelConfig(use_megatron_fsdp=True, data_parallel_sharding_strategy="no_shard")),
         r"'no_shard' of Megatron-FSDP leaves whole parameters.*: take optim, optim_grads or optim_grads_params",
     ),
+    "instances of Megatron-FSDP whose gradients would not be summed": (
+        run(ddp=replace(FSDP, num_distributed_optimizer_instances=2)),
+        r"2 instances of Megatron-FSDP sum their gradients.*: add --overlap-grad-reduce",
+    ),
+    "instances of Megatron-FSDP that share optimizer state": (
+        run(
+            ddp=replace(
+                FSDP,
+                num_distributed_optimizer_instances=2,
+                overlap_grad_reduce=True,
+                outer_dp_sharding_strategy="optim",
+            )
+        ),
+        r"outer_dp_sharding_strategy 'optim' of Megatron-FSDP clips by another norm.*to no_shard",
+    ),
     "checkpoints of Megatron-FSDP with several pipeline stages": (
         run(ddp=FSDP, args=SimpleNamespace(pipeline_model_parallel_size=2, save="ck", ckpt_format="fsdp_dtensor")),
         r"saves layers by their numbers within a pipeline stage.*: set --pipeline-model-parallel-size to 1",

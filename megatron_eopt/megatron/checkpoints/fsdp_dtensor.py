@@ -5,26 +5,29 @@ what it finds: what a checkpoint does not have keeps its value. Here each rank s
 whole it holds, and what was not loaded is an error.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.checkpoints.contents import CheckpointError
+from megatron_eopt.checkpoints.contents import CheckpointError, newest
 from megatron_eopt.checkpoints.states import BLOCK
 from megatron_eopt.manifest import compare, from_json, to_json
 from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.agreement import gathered
+from megatron_eopt.megatron.agreement import from_rank_0, gathered
 from megatron_eopt.megatron.checkpoints.loading import FORMAT, FRESH
 from megatron_eopt.megatron.checkpoints.matching import settings_after_load
 from megatron_eopt.megatron.fused import fused
@@ -36,6 +39,8 @@ from megatron_eopt.parallel.dtensor import layout_of_dtensor
 from megatron_eopt.parallel.layout import split_layout
 from megatron_eopt.redirect import around
 from megatron_eopt.registry import list_optimizers
+
+_TO_LOAD = ""  # what a checkpoint fills in
 
 
 class SavedShards:
@@ -50,43 +55,43 @@ class SavedShards:
         self._splits = {each.tensor: in_shards(each) for each in run.parameters}
         optimizer.sharded_state_dict, optimizer.load_state_dict = self.sharded_state_dict, self.load_state_dict
 
-    def sharded_state_dict(self, *args: Any, is_loading: bool = False, **kwargs: Any) -> dict[str, Any]:
+    def sharded_state_dict(self, model: Any, is_loading: bool = False, **kwargs: Any) -> dict[str, Any]:
         """State and settings by the names of parameters; what is to be loaded is not a number until it is."""
         self._init_state()
         state: dict[str, dict[str, Tensor]] = {}
-        settings: dict[str, list[Any]] = {}  # in lists, which torch's checkpoints do not take apart
+        settings: dict[str, str] = {}  # in JSON, which torch's checkpoints do not take apart
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 plain = {key: value for key, value in group.items() if key not in ("params", "param_names")}
                 for parameter in group["params"]:
                     name = self._megatron._param_name(parameter)
-                    settings[name] = [None] if is_loading else [type(optimizer).__name__, plain]
+                    settings[name] = _TO_LOAD if is_loading else json.dumps([type(optimizer).__name__, plain])
                     for key, x in optimizer.state[parameter].items():
                         if is_loading:
                             local(x).fill_(torch.nan)
                         described = self._described(optimizer, parameter).get(key, StateTensor(key))
                         for part, piece in self._pieces(optimizer, parameter, described, x):
                             state.setdefault(f"{name}{part}", {})[key] = piece
-        about = None if is_loading else {"format": FORMAT, "manifest": to_json(self._run.families)}
-        about = about and about | {"tp_mode": self._run.tp_mode}
-        return {"state": state, "settings": settings, BLOCK: {"run": [about]}}
+        run = {"format": FORMAT, "manifest": to_json(self._run.families), "tp_mode": self._run.tp_mode}
+        return {"state": state, "settings": settings, BLOCK: {"run": _TO_LOAD if is_loading else json.dumps(run)}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with what was loaded into the state; all ranks call it together, and fail together."""
-        if (about := state_dict[BLOCK]["run"][0]) is not None:
-            if about["format"] > FORMAT:
-                raise CheckpointError(
-                    f"the checkpoint was written by a later release of megatron_eopt (format {about['format']}; this "
-                    f"one reads up to {FORMAT}): update the package"
-                )
-            self._run.go_on_with(about["tp_mode"])
-            for line in compare(from_json(about["manifest"]), from_json(to_json(self._run.families))):
-                if dist.get_rank() == 0:
-                    print(f"megatron_eopt: other than in the checkpoint: {line}", flush=True)
-        if problems := sorted(set().union(*gathered(set(self._problems(state_dict["settings"]))))):
+        run = json.loads(state_dict[BLOCK]["run"])
+        if run["format"] > FORMAT:
+            raise CheckpointError(
+                f"the checkpoint was written by a later release of megatron_eopt (format {run['format']}; this one "
+                f"reads up to {FORMAT}): update the package"
+            )
+        self._run.go_on_with(run["tp_mode"])
+        for line in compare(from_json(run["manifest"]), from_json(to_json(self._run.families))):
+            if dist.get_rank() == 0:
+                print(f"megatron_eopt: other than in the checkpoint: {line}", flush=True)
+        saved = {name: json.loads(each) for name, each in state_dict["settings"].items()}
+        if problems := sorted(set().union(*gathered(set(self._problems(saved))))):
             raise CheckpointError(f"the checkpoint cannot serve this run: {problems[0]}; {FRESH}")
         for optimizer in self._optimizers:
-            self._go_on(optimizer, state_dict["settings"])
+            self._go_on(optimizer, saved)
 
     def _init_state(self) -> None:
         """Create the state of every parameter; Megatron's way leaves the step counts of torch's Adam to its step."""
@@ -96,22 +101,20 @@ class SavedShards:
                 for state in optimizer.state.values():
                     state.setdefault("step", torch.zeros(()))
 
-    def _problems(self, saved: dict[str, list[Any]]) -> Iterator[str]:
-        """What was not loaded, or is another optimizer's."""
+    def _problems(self, saved: dict[str, Any]) -> Iterator[str]:
+        """What is another optimizer's, and what a run would not get rid of."""
         for optimizer in self._optimizers:
             own = type(optimizer).__name__
             for parameter, state in optimizer.state.items():
                 name = self._megatron._param_name(parameter)
-                wrote, *_ = saved[name]
-                if wrote is None:
-                    yield f"it has no optimizer state of {name}"
-                elif wrote != own:
+                wrote, _ = saved[name]
+                if wrote != own:
                     yield f"{wrote} wrote the state of {name}, and {own} would take it for its own"
                 else:
                     bad = [key for key, x in state.items() if not local(x).isfinite().all()]
-                    yield from (f"it has no {key} of {name}, or one with values that are not finite" for key in bad)
+                    yield from (f"its {key} of {name} has values that are not finite" for key in bad)
 
-    def _go_on(self, optimizer: Optimizer, saved: dict[str, list[Any]]) -> None:
+    def _go_on(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
         """Take over the settings of groups that the checkpoint decides, and say which others have changed."""
         carried = optimizer.carried_settings if isinstance(optimizer, BaseOptimizer) else frozenset()
         from_checkpoint = bool(getattr(releases.training_args(), "use_checkpoint_opt_param_scheduler", False))
@@ -212,5 +215,22 @@ def prepared(prepare: Callable[..., Any], args: Any, state_dict: dict[str, Any],
     if args.optimizer not in list_optimizers():
         return prepare(args, state_dict, model)
     own = {key: state_dict[key] for key in ("optimizer",) if key in state_dict}
+    if own and own["optimizer"][BLOCK]["run"] == _TO_LOAD:
+        _refuse_missing(args, own["optimizer"]["state"])
     rest = {key: value for key, value in state_dict.items() if key not in own}
     return prepare(args, rest, _Model(model)) | own
+
+
+def _refuse_missing(args: Any, wanted: dict[str, dict[str, Tensor]]) -> None:
+    """Refuse a checkpoint that lacks state which is to be loaded; all ranks call it together."""
+    step, folder = getattr(args, "ckpt_step", None), Path(args.load)
+    path = folder / f"iter_{step:07d}" if step else newest(folder)
+    stored = from_rank_0(lambda: set(FileSystemReader(path).read_metadata().state_dict_metadata))
+    lacking = (
+        f"it holds {', '.join(has) or 'no state'} for {name}, and this run needs {', '.join(sorted(keys))}"
+        for name, keys in wanted.items()
+        if (has := [key for key in sorted(keys) if f"optimizer.state.{name}.{key}" in stored]) != sorted(keys)
+    )
+    if problems := sorted(set().union(*gathered(set(lacking)))):
+        reason = "another optimizer wrote it, or this one with other settings; resume with that one, or"
+        raise CheckpointError(f"{path}: {problems[0]}: {reason} {FRESH}")

@@ -34,6 +34,7 @@ def _of(optimizer: str) -> dict[str, Any]:
 
 _AVERAGING = _of("schedule_free_adamw")
 _CUT_TWICE = {"cut_twice": "a weight", "weight_shards": 2}
+_INSTANCES = {"ddp.use_megatron_fsdp": True, "ddp.num_distributed_optimizer_instances": 2}
 _WHOLE = "whole matrices are shared out over data-parallel ranks"
 
 FEATURES = (
@@ -73,6 +74,15 @@ FEATURES = (
     Feature("--overlap-param-gather-with-optimizer-step", {"config.overlap_param_gather_with_optimizer_step": True}),
     Feature("--num-distributed-optimizer-instances above 1", {"ddp.num_distributed_optimizer_instances": 2}),
     Feature("--use-megatron-fsdp", {"ddp.use_megatron_fsdp": True}, "optim, optim_grads and optim_grads_params"),
+    Feature(
+        "--use-megatron-fsdp with --num-distributed-optimizer-instances above 1",
+        _INSTANCES | {"ddp.overlap_grad_reduce": True},
+        "with --overlap-grad-reduce",
+    ),
+    Feature(
+        "--use-megatron-fsdp with --outer-dp-sharding-strategy optim",
+        _INSTANCES | {"ddp.overlap_grad_reduce": True, "ddp.outer_dp_sharding_strategy": "optim"},
+    ),
     Feature("--use-megatron-fsdp with schedule_free_adamw", _AVERAGING | {"ddp.use_megatron_fsdp": True}),
     Feature("--use-torch-fsdp2", {"wrapper": "TorchFullyShardedDataParallel"}),
     Feature("--optimizer-cpu-offload", {"config.optimizer_cpu_offload": True}),

@@ -94,6 +94,11 @@ class Run:
         return on(self.ddp, "use_megatron_fsdp") or self.wrapper == "FullyShardedDataParallel"
 
     @property
+    def hybrid_fsdp(self) -> bool:
+        """Whether there are several instances of Megatron-FSDP, each with the whole model."""
+        return self.megatron_fsdp and getattr(self.ddp, "num_distributed_optimizer_instances", 1) > 1
+
+    @property
     def scatters(self) -> bool:
         """Whether each data-parallel rank is left with a shard of the summed gradients, in another way than FSDP."""
         return on(self.ddp, "use_distributed_optimizer") and self.data_parallel > 1 and not self.megatron_fsdp
@@ -237,6 +242,18 @@ RULES = (
         "data_parallel_sharding_strategy 'no_shard' of Megatron-FSDP leaves whole parameters on each rank",
         "take optim, optim_grads or optim_grads_params, or leave --use-megatron-fsdp away",
         lambda run: run.megatron_fsdp and getattr(run.ddp, "data_parallel_sharding_strategy", "") == "no_shard",
+    ),
+    Rule(
+        "{run.ddp.num_distributed_optimizer_instances} instances of Megatron-FSDP sum their gradients in megatron-core "
+        "0.19 where it overlaps the reduction alone, and would train apart",
+        "add --overlap-grad-reduce",
+        lambda run: run.hybrid_fsdp and not on(run.ddp, "overlap_grad_reduce"),
+    ),
+    Rule(
+        "outer_dp_sharding_strategy {run.ddp.outer_dp_sharding_strategy!r} of Megatron-FSDP clips by another norm than "
+        "that of the gradients in megatron-core 0.19, with Adam too",
+        "set --outer-dp-sharding-strategy to no_shard",
+        lambda run: run.hybrid_fsdp and getattr(run.ddp, "outer_dp_sharding_strategy", "no_shard") != "no_shard",
     ),
     Rule(
         "Megatron-FSDP saves layers by their numbers within a pipeline stage, and those of two stages have the same",

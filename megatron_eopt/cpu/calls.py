@@ -112,6 +112,10 @@ def _all_to_all_single(real: Any, output: torch.Tensor, input: torch.Tensor, *ar
     return real(output, input, *map(listed, args), **kwargs)
 
 
+def _mesh(real: Any, self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+    real(self, "cpu" if _is_cuda(device_type) else device_type, *args, **kwargs)
+
+
 def _compile_helpers(real: Any) -> None:
     if Path(real.__code__.co_filename).with_name("Makefile").exists():
         real()
@@ -173,12 +177,14 @@ def redirections() -> list[Redirection]:
     barrier = around(lambda real, group=None, async_op=False, device_ids=None: real(group, async_op))
     group = "there is no nccl without GPUs; gloo takes its place, without nccl's options"
     unequal = "gloo refuses outputs of unequal sizes, nccl sends them as broadcasts"
+    meshes = "FSDP looks for parameters on the devices of its mesh, and they are on the host"
     sizes = "Megatron makes a list of the split sizes only where it fetches them from a GPU"
     found += [
         Redirection(dist, "init_process_group", around(_init_process_group), group),
         Redirection(dist, "new_group", around(_new_group), group),
         Redirection(dist, "barrier", barrier, "device_ids is nccl's alone"),
         Redirection(dist, "all_gather", around(_all_gather), unequal),
+        Redirection("torch.distributed.device_mesh:DeviceMesh", "__init__", around(_mesh), meshes),
         Redirection(dist, "all_to_all_single", around(_all_to_all_single), sizes),
     ]
     # Where all ranks are on this machine, gloo need not resolve its host name, which may not resolve at all.

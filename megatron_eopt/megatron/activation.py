@@ -6,6 +6,7 @@ from typing import Any
 
 import megatron.core.optimizer as core_optimizer
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import optimizer as state_of_parameters
 from megatron.core.optimizer import optimizer_config
 from megatron.core.tensor_parallel import layers
 
@@ -15,11 +16,17 @@ from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED, amend, sharded, with_flags
 from megatron_eopt.megatron.averaging import averaged
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import prepared
-from megatron_eopt.megatron.checkpoints.loading import checked_base, checked_load, checked_save, checked_tracker
-from megatron_eopt.megatron.checkpoints.sharding import named_apart, undecided
+from megatron_eopt.megatron.checkpoints.loading import (
+    checked_base,
+    checked_load,
+    checked_save,
+    checked_tracker,
+    with_optimizer,
+)
+from megatron_eopt.megatron.checkpoints.sharding import by_shard, named_apart, undecided
 from megatron_eopt.megatron.factory import checked, checked_elsewhere, with_registered
 from megatron_eopt.optimizers.lion import Lion
-from megatron_eopt.optimizers.parameters import NAME
+from megatron_eopt.optimizers.parameters import NAME, SAVED_BY_LAYOUT
 from megatron_eopt.redirect import Redirection, Redirections, around, becomes
 
 logger = logging.getLogger(__name__)
@@ -121,6 +128,7 @@ def _of_core() -> list[Redirection]:
     attributes = layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS
     lost = "the fp32 copy of a bf16 parameter would lose its name, its padding, and which matrices it is made of"
     refused = "another optimizer's state is refused with its reason, or imported, before anything is read"
+    shards = "Megatron knows a DTensor by its shard, for which newer releases of torch give it a new tensor each time"
     compared = "checksums of what is saved, which are compared when it is loaded"
     auto = "a config that does not name muon_tp_mode gets auto, which is exact, as the command line does"
     configs = dict.fromkeys(  # several classes in 0.17, and several names of one in later releases
@@ -128,9 +136,10 @@ def _of_core() -> list[Redirection]:
         for value in vars(optimizer_config).values()
         if isinstance(value, type) and issubclass(value, optimizer_config.OptimizerConfig)
     )
-    kept = ("qkv_split_shapes", "pad_length", ATTRIBUTE, NAME)
+    kept = ("qkv_split_shapes", "pad_length", ATTRIBUTE, NAME, SAVED_BY_LAYOUT)
     return [
         *(Redirection(attributes, name, lambda default: default, lost) for name in kept),
+        Redirection(state_of_parameters, "get_optim_param_to_id_map", by_shard, shards),
         Redirection(dist_checkpointing, "load", checked_load, refused),
         Redirection(dist_checkpointing, "save", checked_save, compared),
         *(Redirection(config, "__init__", _with_default_tp_mode, auto) for config in configs),
@@ -145,6 +154,7 @@ def _of_training() -> list[Redirection]:
     whole = "a checkpoint that is not whole is refused with its reason, whatever is damaged"
     apart = "layers whose parameters have different optimizers cannot be stacked into one tensor"
     empty = "a save that was killed while it wrote the tracker file leaves it empty, and Megatron exits with status 0"
+    in_place = "what is no tensor of an optimizer has to be loaded too, which Megatron leaves out under torch FSDP2"
     parsed = "--optimizer and the flags of Muon take what our optimizers take, and refuse the rest when parsed"
     amended = around(lambda add_arguments, parser: amend(add_arguments(parser), releases.unavailable()))
     fsdp = "Megatron's checks allow its FSDPs with adam and sgd alone, and so check a run with ours as one with adam"
@@ -155,6 +165,7 @@ def _of_training() -> list[Redirection]:
         Redirection(checkpointing, "_build_sharded_state_dict_metadata", undecided, apart),
         Redirection(checkpointing, "generate_state_dict", named_apart, apart),
         Redirection(checkpointing, "preprocess_fsdp_dtensor_state_dict", prepared, named),
+        Redirection(checkpointing, "load_checkpoint", with_optimizer, in_place),
         Redirection(checkpointing, "read_metadata", checked_tracker, empty),
         Redirection(arguments, "add_megatron_arguments", amended, parsed),
         Redirection(arguments, "validate_args", sharded, fsdp),

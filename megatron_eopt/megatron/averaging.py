@@ -14,9 +14,11 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from megatron_eopt.megatron.parameters import model_parameters, plain_wrappers
+from megatron_eopt.megatron.parameters import model_parameters, plain_wrappers, shard_of
 from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.parameters import local
 
 _AVERAGING = "averaging_optimizers"  # attribute of a model chunk: weak references to wrappers
 
@@ -52,13 +54,18 @@ def averaged(evaluate: Callable[..., Any]) -> Callable[..., Any]:
             with torch.no_grad():
                 for parameter, trained_at in before:
                     parameter.copy_(trained_at)
+            for module in (module for chunk in chunks for module in chunk.modules()):
+                if before and isinstance(module, FSDPModule):
+                    module.reshard()  # which may have kept the average, gathered, for the next step
 
     return evaluate_averaged
 
 
 def export(wrapper: Any, model_sharded_state_dict: Any) -> None:
     """Let the model in a checkpoint be the one that is evaluated, in tensors of its own."""
-    exported = {id(model): wrapper.optimizer.exported(own).to(model.dtype) for own, model in _pairs(wrapper)}
+    exported = {
+        id(shard_of(model)): local(wrapper.optimizer.exported(own)).to(model.dtype) for own, model in _pairs(wrapper)
+    }
     for tensor in nested_values(model_sharded_state_dict) if exported else ():
         if isinstance(tensor, ShardedTensor | ShardedTensorFactory) and id(tensor.data) in exported:
             tensor.data = exported[id(tensor.data)]
@@ -78,7 +85,7 @@ def go_on_from(wrapper: Any, loaded: Mapping[int, Tensor]) -> None:
     with torch.no_grad():
         for index, (own, model) in enumerate(_pairs(wrapper)):
             if index in loaded:
-                own.copy_(loaded[index])
+                local(own).copy_(loaded[index])
             else:
                 model.copy_(own)
 

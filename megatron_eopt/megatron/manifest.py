@@ -21,6 +21,7 @@ from megatron_eopt.megatron.parameters import OptimizerParameter, optimizer_name
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import GROUPS, DescribedMatrix
 from megatron_eopt.overrides import ParameterInfo
+from megatron_eopt.parallel.dtensor import tells_its_chunk
 from megatron_eopt.parallel.layout import is_cut_again, is_expert, is_sharded
 from megatron_eopt.registry import takes_matrices
 from megatron_eopt.row import ADAMW_RMS
@@ -89,7 +90,7 @@ def rows_here(
         if isinstance(optimizer, BaseOptimizer)
         for parameter, matrices in optimizer.described_matrices(settled).items()
     }
-    sizes = {name: group.size() for name in GROUPS if (group := getattr(groups, name, None)) is not None}
+    sizes = {name: group.size() for name in (*GROUPS, "dp_cp") if (group := getattr(groups, name, None)) is not None}
     found = [
         _row(each, one, described.get(id(one.main), []) if one else [], config, _layout(each.parameter.tensor, sizes))
         for each in assigned
@@ -143,7 +144,7 @@ def _reason(assigned: Assignment) -> str:
 def _layout(parameter: Tensor, sizes: Mapping[str, int]) -> str:
     prefix = "expt_" if is_expert(parameter) else ""
     found = []
-    if isinstance(parameter, DTensor):
+    if isinstance(parameter, DTensor) and tells_its_chunk(parameter):  # Megatron-FSDP's, over all axes
         mesh = parameter.device_mesh
         along = zip(parameter.placements, mesh.mesh_dim_names or (), mesh.shape, strict=True)
         found = [("columns" if p.dim else "rows", name) for p, name, size in along if size > 1 and isinstance(p, Shard)]
@@ -153,6 +154,8 @@ def _layout(parameter: Tensor, sizes: Mapping[str, int]) -> str:
         found.append(("columns" if dim == -1 and parameter.ndim > 1 else "rows", f"{prefix}tp"))
     if is_cut_again(parameter):
         found.append(("rows", f"{prefix}gtp_remat"))
+    if isinstance(parameter, DTensor):  # torch FSDP2's
+        found.append(("rows", "dp_cp"))
     cuts = [f"{what} over {name} {sizes[name]}" for what, name in found if sizes.get(name, 1) > 1]
     return ", ".join(cuts) or "whole"
 

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.matrices import tag_declared
-from megatron_eopt.optimizers.parameters import NAME
+from megatron_eopt.optimizers.parameters import NAME, SAVED_BY_LAYOUT
 from megatron_eopt.overrides import ParameterInfo, unwrapped
+from megatron_eopt.parallel.dtensor import tells_its_chunk
 from megatron_eopt.parallel.layout import is_cut_again, is_expert, is_sharded, padding_of
 from megatron_eopt.registry import BUILT_AS
 
@@ -61,10 +62,11 @@ def frozen_names(model_chunks: Sequence[Any]) -> list[str]:
 
 
 def mark(parameters: Sequence[ModelParameter]) -> None:
-    """Put on every parameter its name, for messages, and the logical matrices that its user declared by that name."""
+    """Put on every parameter its name, the matrices that its user declared by that name, and how its state is saved."""
     tag_declared((each.name, each.tensor) for each in parameters)
     for each in parameters:
         setattr(each.tensor, NAME, each.name)
+        setattr(each.tensor, SAVED_BY_LAYOUT, hasattr(each.tensor, "is_torch_fsdp2_param"))
 
 
 def wrappers(optimizer: Any) -> Iterator[Any]:
@@ -118,6 +120,11 @@ def model_parameters(wrapper: Any) -> list[Tensor]:
     return [of_main.get(id(parameter), parameter) for parameter in own]
 
 
+def shard_of(parameter: Tensor) -> Tensor:
+    """What Megatron's model says that it saves of a parameter: of a DTensor its shard, always the same object."""
+    return getattr(parameter, "_local_tensor", parameter)
+
+
 def optimizer_name(optimizer: Optimizer) -> str:
     """The name by which a run asks for a torch optimizer: the registered one, or that of its kind."""
     kind = type(optimizer).__name__
@@ -169,6 +176,7 @@ def _info(name: str, parameter: Tensor, pg_collection: Any) -> ParameterInfo:
     group, again = (getattr(pg_collection, prefix + name, None) for name in ("tp", "gtp_remat"))
     if is_cut_again(parameter) and again is not None and again.size() > 1:
         shape[0] = shape[0] * again.size() - padding_of(parameter)
-    if is_sharded(parameter) and group is not None and not isinstance(parameter, DTensor):  # whose shape is global
+    whole = isinstance(parameter, DTensor) and tells_its_chunk(parameter)  # the shape is global already
+    if is_sharded(parameter) and group is not None and not whole:
         shape[parameter.partition_dim] *= group.size()  # type: ignore[attr-defined]
     return ParameterInfo(name, tuple(shape), attributes, parameter=parameter)

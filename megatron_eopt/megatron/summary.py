@@ -11,6 +11,7 @@ from megatron_eopt.megatron.parameters import torch_optimizers
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.base import KERNEL
 from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.spectron import Spectron
 
 
@@ -31,7 +32,7 @@ def summary(optimizers: Sequence[Optimizer], tp_mode_source: str = "argument") -
 def _updated(name: str, alike: Sequence[Optimizer], source: str) -> str:
     with_parameters = [each for each in alike if any(group["params"] for group in each.param_groups)]
     parameters = [p for each in with_parameters for group in each.param_groups for p in group["params"]]
-    elements = sum(p.numel() for p in parameters)
+    elements = sum(local(p).numel() for p in parameters)
     modes = {each.tp_mode for each in with_parameters if isinstance(each, TensorParallelMuon | Spectron)}
     text = f"{name} owns {len(parameters)} parameters with {elements:,} elements on this rank"
     text += "".join(f", tp_mode {mode} ({source})" for mode in modes)

@@ -26,7 +26,6 @@ from megatron_eopt.optimizers.parameters import (
 from megatron_eopt.optimizers.state import StateTensor, check_placements, check_shape, zeros
 from megatron_eopt.orthogonalize.timing import times
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
-from megatron_eopt.parallel.dtensor import tells_its_chunk
 from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.records import TpMode
@@ -155,8 +154,8 @@ class BaseOptimizer(Optimizer):
         """The logical matrices of a parameter: what its attribute declares, else what ``split_qkv`` makes of it."""
         is_qkv_fn = self.is_qkv_fn if self.split_qkv else None
         split = split_of(parameter, is_qkv_fn, self.qkv_split_shapes, self.split_lengths) or WHOLE
-        in_order = isinstance(parameter, DTensor) and not tells_its_chunk(parameter)  # whose layout has shards
-        return split.in_global_order() if in_order else split
+        alone = isinstance(parameter, DTensor) and self.layout(parameter).shards is None  # not within shards of others
+        return split.in_global_order() if alone else split
 
     def matrix_layouts(self, parameter: Tensor) -> list[Layout]:
         """The layouts of the logical matrices of a parameter."""

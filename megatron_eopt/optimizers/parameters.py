@@ -11,11 +11,14 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_eopt.matrices import Split, declared_split
 from megatron_eopt.parallel.dtensor import layout_of_dtensor
-from megatron_eopt.parallel.layout import Layout, is_cut_again, is_expert, is_sharded, layout_of, split_layout
+from megatron_eopt.parallel.layout import Layout, is_cut_again, is_expert, is_sharded, layout_of, split_layout, within
 from megatron_eopt.parallel.records import Shape
 
 NAME = "name_in_model"
 """Attribute of a parameter: its name, where whoever makes the groups knows it and torch is not told."""
+
+SAVED_BY_LAYOUT = "saved_by_layout"
+"""Attribute of a DTensor: whoever saves its state asks for layouts, so state of another shape is a plain tensor."""
 
 GROUPS = ("tp", "expt_tp", "gtp_remat", "expt_gtp_remat")
 """Names of the groups in the order in which :func:`~megatron_eopt.parallel.layout.layout_of` takes them."""
@@ -60,20 +63,24 @@ def names_of_last(groups: Sequence[dict[str, Any]], shapes: bool = True) -> list
 
 
 def matrix_layout(parameter: Tensor, pg_collection: TensorParallelGroups | None) -> Layout:
-    """The layout of a DTensor, or by Megatron's attributes; of a stack, that of each of its matrices."""
+    """The layout by Megatron's attributes, and of a DTensor, which may be a tensor-parallel shard, within that.
+
+    Of a stack, it is that of each of its matrices.
+    """
     if isinstance(parameter, DTensor):
-        return layout_of_dtensor(parameter)
+        tp = (getattr(pg_collection, name, None) for name in _cut_over(parameter))
+        return within(layout_of_dtensor(parameter), getattr(parameter, "partition_dim", 0), next(tp, None))
     return layout_of(parameter, *(getattr(pg_collection, name, None) for name in GROUPS))
 
 
 def sharing_groups(parameter: Tensor, pg_collection: TensorParallelGroups | None) -> dict[str, ProcessGroup]:
     """The groups of ranks that hold parts of a parameter of any shape, by label."""
+    groups = {name: getattr(pg_collection, name, None) for name in _cut_over(parameter)}
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         cut = [i for i, placement in enumerate(parameter.placements) if not isinstance(placement, Replicate)]
         names = mesh.mesh_dim_names or [f"mesh{i}" for i in range(mesh.ndim)]
-        return {f"{names[i]}={mesh.size(i)}": mesh.get_group(i) for i in cut if mesh.size(i) > 1}
-    groups = {name: getattr(pg_collection, name, None) for name in _cut_over(parameter)}
+        groups |= {f"{names[i]}={mesh.size(i)}": mesh.get_group(i) for i in cut}
     return {name: group for name, group in groups.items() if group is not None and group.size() > 1}
 
 

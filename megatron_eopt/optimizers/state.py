@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.optimizers.parameters import SAVED_BY_LAYOUT, local
 from megatron_eopt.parallel.dtensor import lies_alike
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import Shape
@@ -121,8 +121,9 @@ def _told(state_shape: StateShape) -> str:
 
 
 def _is_cut_like(parameter: Tensor, tensor: StateTensor) -> TypeGuard[DTensor]:
-    """Whether a parameter is a DTensor, and a state tensor with rows or columns too."""
-    return isinstance(parameter, DTensor) and any(dim in SIDES for dim in tensor.dims or ())
+    """Whether a parameter is a DTensor, and a state tensor with rows or columns is one too."""
+    by_layout = getattr(parameter, SAVED_BY_LAYOUT, False)
+    return isinstance(parameter, DTensor) and not by_layout and any(dim in SIDES for dim in tensor.dims or ())
 
 
 def _placement(of_parameter: Placement, dims: Sequence[Dim]) -> Placement:

@@ -1,5 +1,6 @@
 """Where a matrix lies: its global shape, the shard of every rank, and the group of ranks that hold them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -146,22 +147,47 @@ def _cut_again(parameter: Tensor, dim: int, tp: ProcessGroup | None, gtp: Proces
     rows, cols = parameter.shape
     ranks = 1 if tp is None else tp.size()
     shape, grid = cut_twice((rows, cols), dim, ranks, gtp.size(), padding_of(parameter))
-    if tp is None:
-        group, rectangles = gtp, grid[0]
-    else:
-        # Megatron numbers the ranks of a grid: a step along one axis is as far from every rank
-        own, columns = dist.get_rank(), dist.get_process_group_ranks(gtp)
-        held = {
-            first + second - own: rectangle
-            for first, row in zip(dist.get_process_group_ranks(tp), grid, strict=True)
-            for second, rectangle in zip(columns, row, strict=True)
-        }
-        members = tuple(sorted(held))
-        group = joint_group((members,), members)
-        rectangles = tuple(held[rank] for rank in dist.get_process_group_ranks(group))
+    group, rectangles = (gtp, grid[0]) if tp is None else _over_both(tp, gtp, grid)
     label = f"{prefix}gtp_remat" if tp is None else f"{prefix}tp x gtp_remat"
     layout = Layout(shape, rectangles, group, label, shards=ranks if dim == 0 else 1)
     return replace(layout, padding=rows - layout.rectangle.shape[0])
+
+
+def within(layout: Layout, dim: int, tp: ProcessGroup | None) -> Layout:
+    """The layout of a matrix whose tensor-parallel shards, along ``dim``, are each cut as a ``layout`` says.
+
+    ``tp`` is None for one rank. All ranks of both groups call together, where there are two.
+    """
+    if tp is None or tp.size() == 1:
+        return layout
+    rows, cols = layout.shape
+    shape = (rows * tp.size(), cols) if dim == 0 else (rows, cols * tp.size())
+    shards = tp.size() if dim == 0 else 1
+    if layout.group is None:
+        return Layout(shape, cut(shape, dim, tp.size()), tp, "tp", shards)
+    steps = [(i * rows, 0) if dim == 0 else (0, i * cols) for i in range(tp.size())]
+    grid = [
+        tuple(Rectangle(r.top + down, r.bottom + down, r.left + right, r.right + right) for r in layout.rectangles)
+        for down, right in steps
+    ]
+    group, rectangles = _over_both(tp, layout.group, grid)
+    return Layout(shape, rectangles, group, f"tp x {layout.label}", shards)
+
+
+def _over_both(
+    tp: ProcessGroup, other: ProcessGroup, grid: Sequence[Sequence[Rectangle]]
+) -> tuple[ProcessGroup, tuple[Rectangle, ...]]:
+    """The group of two axes, and what its ranks hold, from a row of ``other`` for each rank of ``tp``."""
+    # Megatron numbers the ranks of a grid: a step along one axis is as far from every rank
+    own, columns = dist.get_rank(), dist.get_process_group_ranks(other)
+    held = {
+        first + second - own: rectangle
+        for first, row in zip(dist.get_process_group_ranks(tp), grid, strict=True)
+        for second, rectangle in zip(columns, row, strict=True)
+    }
+    members = tuple(sorted(held))
+    group = joint_group((members,), members)
+    return group, tuple(held[rank] for rank in dist.get_process_group_ranks(group))
 
 
 def split_layout(layout: Layout, split: Split) -> list[Layout]:

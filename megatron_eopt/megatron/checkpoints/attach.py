@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.checkpoints.contents import CheckpointError
@@ -19,7 +20,14 @@ from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import gathered
 from megatron_eopt.megatron.averaging import export, go_on_from, trained
 from megatron_eopt.megatron.checkpoints.loading import FORMAT, FRESH
-from megatron_eopt.megatron.checkpoints.matching import compressed, has, merged, settings_after_load, torch_state
+from megatron_eopt.megatron.checkpoints.matching import (
+    MAIN_PARAMETERS,
+    compressed,
+    has,
+    merged,
+    settings_after_load,
+    torch_state,
+)
 from megatron_eopt.megatron.checkpoints.sharding import joined, keep_apart, sharded_state, stacked_index
 from megatron_eopt.megatron.parameters import model_parameters, plain_wrappers
 from megatron_eopt.optimizers.base import BaseOptimizer
@@ -75,7 +83,7 @@ class SavedState:
         for index, parameter, tensor in self._described():
             if tensor.dims is not None:
                 assert isinstance(self._torch, BaseOptimizer)  # no other says what it keeps
-                layouts, data = self._torch.matrix_layouts(parameter), self._torch.state[parameter][tensor.key]
+                layouts, data = self._torch.matrix_layouts(parameter), local(self._torch.state[parameter][tensor.key])
                 state[index][tensor.key] = sharded_state(tensor, data, sharded[index], layouts)
         config = self._megatron.config
         block: dict[str, Any] = {
@@ -116,6 +124,7 @@ class SavedState:
         settings = self._settings(theirs, block)
         inner["param_groups"] = [each | {"params": own} for each, own in zip(settings, indices, strict=True)]
         live = {index: inner["state"][index].pop(key) for index, (key, _) in trained(self._megatron).items()}
+        self._place(state_dict)
         # Megatron tells groups apart by some of their settings, and mixes up the rest: ours are in order.
         self._megatron._filter_and_reorder_param_groups = lambda current, in_order: in_order
         try:
@@ -124,6 +133,18 @@ class SavedState:
             del self._megatron._filter_and_reorder_param_groups
         go_on_from(self._megatron, live)
         self._check_finite()
+
+    def _place(self, state_dict: dict[str, Any]) -> None:
+        """Make DTensors, in place, of the shards of those that were loaded: Megatron does not."""
+        plain = {(index, tensor.key) for index, _, tensor in self._described() if tensor.dims is not None}
+        for index, values in torch_state(state_dict)["state"].items():
+            parameter = self._parameters()[index] if isinstance(index, int) else None
+            for key in values if isinstance(parameter, DTensor) else ():
+                if (index, key) not in plain and isinstance(values[key], Tensor) and values[key].ndim:
+                    values[key] = _like(parameter, values[key])
+        mains = getattr(self._megatron, "fp32_from_float16_groups", [])
+        for own, loaded in zip(mains, state_dict.get(MAIN_PARAMETERS, []), strict=False):
+            loaded[:] = map(_like, own, loaded)
 
     def _shaped_as_parameters(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A copy of the state with what is shaped as its parameter, and what no description speaks of."""
@@ -229,3 +250,12 @@ class SavedState:
     def _names_of_groups(self) -> list[list[tuple[str, int]]]:
         indices = itertools.count()
         return [[self._names[next(indices)] for _ in group["params"]] for group in self._torch.param_groups]
+
+
+def _like(parameter: Tensor | None, shard: Tensor) -> Tensor:
+    """The shard of a DTensor as one that is placed as the parameter; of another parameter the tensor itself."""
+    if not isinstance(parameter, DTensor) or isinstance(shard, DTensor):
+        return shard
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)

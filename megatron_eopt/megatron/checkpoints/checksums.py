@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from megatron_eopt.megatron.agreement import gathered
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
@@ -130,6 +131,8 @@ def _compared(
     parameters: dict[bool, dict[str, Tensor]] = {False: {}, True: {}}
     for number, chunk in enumerate(model_chunks):
         for name, parameter in chunk.named_parameters():
+            if isinstance(parameter, DTensor):  # of torch FSDP2: each rank has another shard
+                continue
             of_expert = not getattr(parameter, "allreduce", True)
             parameters[of_expert][f"{number}.{name}" if len(model_chunks) > 1 else name] = parameter.detach()
     for group, own in zip(groups, parameters.values(), strict=True):

@@ -50,6 +50,17 @@ def checked_base(
 
 
 @around
+def with_optimizer(load: Callable[..., Any], model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``load_checkpoint``: optimizers of ours are always told what was loaded for them.
+
+    Under torch FSDP2 Megatron relies on tensors that are loaded in place, and step counts and settings are none.
+    """
+    if hasattr(optimizer, "megatron_eopt") and kwargs.get("skip_load_to_model_and_opt"):
+        kwargs["skip_load_to_model_and_opt"] = False
+    return load(model, optimizer, *args, **kwargs)
+
+
+@around
 def checked_tracker(read_metadata: Callable[..., Any], tracker_filename: str) -> Any:
     """Around ``read_metadata``: an empty tracker file, which a killed save leaves, stands for the newest checkpoint."""
     tracker, iteration = Path(tracker_filename), None

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_eopt.manifest import Family, rows
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import gathered
+from megatron_eopt.megatron.parameters import shard_of
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import copies
@@ -53,7 +54,7 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
         raise ValueError(f"{parameter.key} is saved in tensors that are not cut along its rows: {saved}")
     ahead, held = saved[0].prepend_axis_num, layout.rectangle  # dimensions of stacked layers and experts
     # Of rows and columns: the global length, and from where to where this rank has them.
-    if len(saved) == 1 or len(layouts) > 1 or "rows" not in tensor.dims:
+    if isinstance(parameter, ShardedTensor) or len(layouts) > 1 or "rows" not in tensor.dims:
         rows, columns = (layout.shape[0], held.top, held.bottom), (layout.shape[1], held.left, held.right)
         views = [(saved[0], parameter.key, data, rows, columns)]
     elif "rows" in tensor.dims[1:]:
@@ -177,6 +178,12 @@ def keep_apart(model_chunks: Sequence[Any], apart: bool) -> None:
     """Whether every layer of a model has a name of its own in the checkpoints of ``megatron.training``."""
     for chunk in unwrap_model(list(model_chunks)):
         setattr(chunk, _MARK, apart)
+
+
+@around
+def by_shard(number: Callable[..., dict[int, int]], parameters: Iterable[Tensor]) -> dict[int, int]:
+    """Around Megatron's ``get_optim_param_to_id_map``: of a DTensor it gets what the model's ShardedTensor holds."""
+    return number(map(shard_of, parameters))
 
 
 @around

@@ -264,11 +264,6 @@ RULES = (
         ),
     ),
     Rule(
-        "Megatron-Core's emerging optimizers do not support torch FSDP2",
-        "take --use-distributed-optimizer with --bf16; outside Megatron, TensorParallelMuon takes FSDP2's DTensors",
-        lambda run: run.wrapper == "TorchFullyShardedDataParallel",
-    ),
-    Rule(
         "optimizer_cpu_offload moves nothing but the state of Adam to the CPU, not that of {run.optimizer!r}",
         "leave it away; --use-distributed-optimizer with --bf16 shares the state out over data-parallel ranks",
         lambda run: on(run.config, "optimizer_cpu_offload"),

@@ -35,6 +35,7 @@ _SINCE = {
     "a registry": (0, 18),  # of emerging optimizers by their names
     "weight shards": (0, 19),  # --tensor-parallel-num-weight-shards
     "Megatron-FSDP": (0, 19),  # with several optimizers in one, by functions that it has since then
+    "torch FSDP2": (0, 19),  # before, its wrapper cannot finish a step, whatever the optimizer
     "gathers alone": (0, 19),  # overlapped gathers of parameters work for a rank that has no other to gather from
 }
 

@@ -3,12 +3,13 @@
 Run by the tests on one or more ranks, with Megatron's arguments. Enters Megatron the way that the installed release
 wants: 0.19 builds the model from the configuration, 0.18 from a provider, 0.17 parses in pretrain. Where RECORD names a
 folder, every rank leaves ``RANK.pt`` there: losses, gradient norms, parameters and optimizer state as they were before
-the first step and after the last, and the settings of the optimizers' groups at the end.
+the first step and after the last, the settings of the optimizers' groups at the end, and how many bytes of state it has.
 """
 
 import inspect
 import os
 import re
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -84,8 +85,8 @@ class Record:
     def snapshot(self):
         """Name in the whole model -> {"parameter", "main" in bf16 where this rank updates it, state keys, "cut"}.
 
-        Tensors are copies. "cut" is the dimension along which tensor parallelism cuts the parameter and which of the
-        parts this is; (-1, 0) where it does not.
+        Tensors are copies, of FSDP's shards together. "cut" is the dimension along which tensor parallelism cuts the
+        parameter and which of the parts this is; (-1, 0) where it does not.
         """
         states = {parameter: state for each in self.optimizers() for parameter, state in each.state.items()}
         tensors = {}
@@ -96,7 +97,7 @@ class Record:
                 main = getattr(parameter, "main_param", None)
                 state = states.get(parameter if main is None else main, {})
                 found = {"parameter": parameter, "main": main, **state}
-                kept = {key: whole(value.detach()).clone() for key, value in found.items() if torch.is_tensor(value)}
+                kept = {key: unsharded(value, parameter) for key, value in found.items() if torch.is_tensor(value)}
                 tensors[global_name(name, model)] = {**kept, "cut": cut(parameter)}
         return tensors
 
@@ -108,10 +109,29 @@ class Record:
         ]
 
     def save(self, folder):
-        if self.optimizer is not None:
+        if self.optimizer is not None and sys.exc_info()[0] in (None, SystemExit):  # else other ranks are elsewhere
             self.after, self.groups = self.snapshot(), self.settings()
-        kept = {key: getattr(self, key) for key in ("losses", "grad_norms", "before", "after", "groups")}
+        states = [state for each in self.optimizers() for state in each.state.values()] if self.optimizer else []
+        held = [getattr(value, "_local_tensor", value) for state in states for value in state.values()]
+        kept = {"state_bytes": sum(value.nbytes for value in held if torch.is_tensor(value) and value.ndim)}
+        kept |= {key: getattr(self, key) for key in ("losses", "grad_norms", "before", "after", "groups")}
         torch.save(kept, Path(folder) / f"{os.environ['RANK']}.pt")
+
+
+def unsharded(value, parameter):
+    """A copy of a tensor of a parameter; with FSDP, of its tensor-parallel shard. All ranks call it together."""
+    value = value.detach()
+    if hasattr(parameter, "orig_param"):
+        return unsharded_by_megatron(value).clone()
+    if isinstance(value, DTensor):
+        return value.full_tensor().clone()
+    if not isinstance(parameter, DTensor) or not value.ndim:
+        return value.clone()
+    group = parameter.device_mesh.get_group()
+    parts = [None] * group.size()
+    torch.distributed.all_gather_object(parts, value, group=group)
+    alike = all(torch.equal(part, parts[0]) for part in parts)
+    return parts[0] if alike else torch.cat(parts)
 
 
 def is_plain(value):
@@ -130,7 +150,7 @@ def global_name(name, model):
     return re.sub(r"^(module\.)*", "", name)
 
 
-def whole(x):
+def unsharded_by_megatron(x):
     """What a rank would have without Megatron-FSDP, of a tensor that this has sharded; all ranks ask together."""
     if not isinstance(x, DTensor):
         return x

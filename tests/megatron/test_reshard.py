@@ -33,7 +33,10 @@ TP, PP, EP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "
 TP_CHAIN = [(2, [TP, 2]), (1, []), (2, [TP, 2]), (4, [TP, 4])]
 SHARED = ["--use-distributed-optimizer"]
 BF16 = ["--bf16"]
+FSDP = ["--use-torch-fsdp2"]
 EXPERTS = ["--num-experts", 4, "--moe-token-dispatcher-type", "alltoall"]
+FSDP_CHAIN = [(2, FSDP), (4, [*FSDP, TP, 2]), (1, []), (4, FSDP)]
+ONE_EACH = ["--micro-batch-size", 1]  # the four of a step are enough for four ranks
 # Ranks and flags of the layouts that a run is in, one after the other, and the flags that it always has. All start with
 # the same weights, which on pipeline and expert ranks would be other random numbers.
 CHAINS = {
@@ -43,15 +46,17 @@ CHAINS = {
     "DP": ([(1, []), (2, []), (1, [])], []),
     "TP-DP": ([(4, [TP, 2]), (2, []), (1, []), (4, [TP, 2])], []),
     "DP-distributed": ([(2, SHARED), (1, SHARED), (2, SHARED)], BF16),
+    "FSDP": (FSDP_CHAIN, ONE_EACH),
+    "FSDP-bf16": (FSDP_CHAIN, [*BF16, *ONE_EACH]),
     "EP": ([(1, []), (2, [EP, 2]), (1, [])], EXPERTS),
 }
 STEPS = 2  # in each layout
 ALWAYS = {("muon", "TP"), ("muon", "PP")}  # the others are run by `make test-full`
-OF_RELATIVES = {"TP-bf16", "PP", "DP-distributed", "EP"}
+OF_RELATIVES = {"TP-bf16", "PP", "DP-distributed", "FSDP-bf16", "EP"}
 MOVES = [
     pytest.param(*one, id="-".join(one), marks=[] if one in ALWAYS else pytest.mark.full)
     for one in itertools.product(OPTIMIZERS, CHAINS)
-    if one[1] != "TP-DP"
+    if one[1] not in ("TP-DP", "FSDP")
 ]
 MOVES += [
     pytest.param(*one, id="-".join(one), marks=pytest.mark.full)
@@ -59,6 +64,7 @@ MOVES += [
     if one[1] in OF_RELATIVES and not (one[1] == "DP-distributed" and ROWS[one[0]].averages)  # which it is refused for
 ]
 MOVES += [pytest.param("soap", "TP-DP", id="soap-TP-DP", marks=pytest.mark.wide)]  # shared over data parallelism
+MOVES += [pytest.param("muon", "FSDP", id="muon-FSDP", marks=pytest.mark.wide)]
 
 
 @pytest.fixture(scope="module")
@@ -100,5 +106,5 @@ def test_a_run_moves(tmp_path, unmoved, optimizer, chain):
         state = whole([rank["after"] for rank in recorded])
         seen += losses(recorded)
     assert seen == pytest.approx(
-        unmoved(optimizer, model)[: len(seen)], rel=1e-2 if model is BF16 else TOLERANCE.get(optimizer, 1e-4)
+        unmoved(optimizer, model)[: len(seen)], rel=1e-2 if "--bf16" in model else TOLERANCE.get(optimizer, 1e-4)
     )

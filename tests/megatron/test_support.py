@@ -122,7 +122,14 @@ REFUSED = {
         run(ddp=FSDP, args=SimpleNamespace(pipeline_model_parallel_size=2, save="ck", ckpt_format="fsdp_dtensor")),
         r"saves layers by their numbers within a pipeline stage.*: set --pipeline-model-parallel-size to 1",
     ),
-    "torch FSDP2 in Megatron": (run(wrapper="TorchFullyShardedDataParallel"), r"do not support torch FSDP2"),
+    "torch FSDP2 before 0.19": (
+        run(wrapper="TorchFullyShardedDataParallel", release="0.18.2"),
+        r"torch FSDP2 in Megatron-Core ends no step before 0\.19, found 0\.18\.2",
+    ),
+    "torch FSDP2 with what Megatron cannot save": (
+        run(wrapper="TorchFullyShardedDataParallel", unsaved="a.weight", data_parallel=3, save="a folder"),
+        r"a\.weight has shards that Megatron-Core cannot save under torch FSDP2.*3 data-parallel ranks",
+    ),
     "optimizer_cpu_offload": (
         run(settings={"optimizer_cpu_offload": True}),
         r"moves nothing but the state of Adam to the CPU, not that of 'muon'",

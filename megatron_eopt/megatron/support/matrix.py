@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatron_eopt.family import ROWS
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.support.rules import Run, unsupported
+from megatron_eopt.megatron.support.rules import TORCH_FSDP2, Run, unsupported
 from megatron_eopt.registry import takes_matrices
 
 RELEASES = releases.SUPPORTED
@@ -84,7 +84,15 @@ FEATURES = (
         _INSTANCES | {"ddp.overlap_grad_reduce": True, "ddp.outer_dp_sharding_strategy": "optim"},
     ),
     Feature("--use-megatron-fsdp with schedule_free_adamw", _AVERAGING | {"ddp.use_megatron_fsdp": True}),
-    Feature("--use-torch-fsdp2", {"wrapper": "TorchFullyShardedDataParallel"}),
+    Feature(
+        "--use-torch-fsdp2",
+        {"wrapper": TORCH_FSDP2},
+        "also with tensor parallelism; a shard of a shard is of one matrix over the ranks of both axes",
+    ),
+    Feature(
+        "--use-torch-fsdp2 with --save, and experts, or shards that are not equal",
+        {"wrapper": TORCH_FSDP2, "unsaved": "a weight", "args.save": "a folder", "data_parallel": 2},
+    ),
     Feature("--optimizer-cpu-offload", {"config.optimizer_cpu_offload": True}),
     Feature("--use-precision-aware-optimizer", {"config.use_precision_aware_optimizer": True}),
     Feature("--optimizer-cuda-graph", {"config.optimizer_cuda_graph": True}),

@@ -13,6 +13,8 @@ from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.megatron import releases
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, get_optimizer_entry, is_nonlinear_or_embedding, takes_matrices
 
+TORCH_FSDP2 = "TorchFullyShardedDataParallel"
+
 
 @dataclass(frozen=True)
 class Run:
@@ -35,6 +37,7 @@ class Run:
     cut_twice: str | None = None  # name of the first parameter that is cut by it
     grouped_experts: str | None = None  # of the first that holds the weights, or the biases, of several experts
     expert_vector: str | None = None  # of the first expert-parallel one that goes to the scalar optimizer
+    unsaved: str | None = None  # name of the first parameter that Megatron cannot save under torch FSDP2
     routes_optimizers: bool = False  # whether overrides give parameters another optimizer than the default routing
     excludes: bool = False  # whether overrides exclude parameters from every optimizer
     assigned: frozenset[str] = frozenset()  # optimizers that have parameters; none where that is not known yet
@@ -48,6 +51,7 @@ class Run:
         """
         name = config.optimizer.removeprefix("dist_")
         parameters = [(n, p) for chunk in model_chunks for n, p in chunk.named_parameters() if p.requires_grad]
+        model = getattr(model_chunks[0], "config", None)
         experts = [(n, p) for n, p in parameters if not getattr(p, "allreduce", True)]
         grouped = (
             f"{path}.{kind}"
@@ -68,7 +72,7 @@ class Run:
             release=releases.version(),
             config=config,
             ddp=getattr(model_chunks[0], "ddp_config", None),
-            model=getattr(model_chunks[0], "config", None),
+            model=model,
             args=releases.training_args(),
             layer_wise=layer_wise or name != config.optimizer or on(config, "use_layer_wise_distributed_optimizer"),
             leaves_scalars=bool(get_optimizer_entry(name).default_param_overrides),
@@ -80,6 +84,7 @@ class Run:
             weight_shards=shards,
             cut_twice=next((n for n, p in parameters if shards > 1 and on(p, "is_gtp_weight_remat")), None),
             grouped_experts=next(grouped, None),
+            unsaved=next((n for n, p in parameters if _unsaved(n, p, model)), None),
             expert_vector=next((n for n, p in experts if is_nonlinear_or_embedding(p)), None),
         )
 
@@ -131,6 +136,14 @@ class Rule(NamedTuple):
     what: str
     instead: str
     applies: Callable[[Run], bool]
+
+
+def _unsaved(name: str, parameter: Any, model: Any) -> bool:
+    """Whether Megatron fails to save a parameter: shards of torch FSDP2 have to be equal, and either gate or up."""
+    if not hasattr(parameter, "is_torch_fsdp2_param") or (ranks := parameter.device_mesh.size()) == 1:
+        return False
+    gate_up = on(model, "gated_linear_unit") and name.endswith("linear_fc1.weight")
+    return ".experts." in name or parameter.shape[0] % ranks > 0 or (gate_up and ranks % 2 > 0)
 
 
 def _gathers_alone(run: Run) -> bool:
@@ -262,6 +275,17 @@ RULES = (
             (run.megatron_fsdp and getattr(run.args, "pipeline_model_parallel_size", 1) > 1)
             and any(getattr(run.args, name, None) for name in ("save", "load"))
         ),
+    ),
+    Rule(
+        "torch FSDP2 in Megatron-Core ends no step before 0.19, found {run.release}",
+        "upgrade megatron-core, or leave --use-torch-fsdp2 away",
+        lambda run: run.wrapper == TORCH_FSDP2 and not releases.has("torch FSDP2", run.release),
+    ),
+    Rule(
+        "{run.unsaved} has shards that Megatron-Core cannot save under torch FSDP2: experts, rows that "
+        "{run.data_parallel} data-parallel ranks do not divide, or gate and up in one shard",
+        "take another number of data-parallel ranks, or leave --use-torch-fsdp2 or --save away",
+        lambda run: run.unsaved is not None and getattr(run.args, "save", None) is not None,
     ),
     Rule(
         "optimizer_cpu_offload moves nothing but the state of Adam to the CPU, not that of {run.optimizer!r}",

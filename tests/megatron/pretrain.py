@@ -3,7 +3,7 @@
 Run by the tests on one or more ranks, with Megatron's arguments. Enters Megatron the way that the installed release
 wants: 0.19 builds the model from the configuration, 0.18 from a provider, 0.17 parses in pretrain. Where RECORD names a
 folder, every rank leaves ``RANK.pt`` there: losses, gradient norms, parameters and optimizer state as they were before
-the first step and after the last, the settings of the optimizers' groups at the end, and how many bytes of state it has.
+the first step and after the last, the settings of the optimizers' groups at the end, and its bytes of state.
 """
 
 import inspect

@@ -48,20 +48,23 @@ CHAINS = {
     "DP-distributed": ([(2, SHARED), (1, SHARED), (2, SHARED)], BF16),
     "FSDP": (FSDP_CHAIN, ONE_EACH),
     "FSDP-bf16": (FSDP_CHAIN, [*BF16, *ONE_EACH]),
+    "FSDP-alone": ([FSDP_CHAIN[0], *FSDP_CHAIN[2:]], [*BF16, *ONE_EACH]),
     "EP": ([(1, []), (2, [EP, 2]), (1, [])], EXPERTS),
 }
 STEPS = 2  # in each layout
 ALWAYS = {("muon", "TP"), ("muon", "PP")}  # the others are run by `make test-full`
-OF_RELATIVES = {"TP-bf16", "PP", "DP-distributed", "FSDP-bf16", "EP"}
+OF_RELATIVES = {"TP-bf16", "PP", "DP-distributed", "FSDP-bf16", "FSDP-alone", "EP"}
+ONE_SIDE = {"normuon", "spectron"}  # which refuse matrices that are cut along both sides
 MOVES = [
     pytest.param(*one, id="-".join(one), marks=[] if one in ALWAYS else pytest.mark.full)
     for one in itertools.product(OPTIMIZERS, CHAINS)
-    if one[1] not in ("TP-DP", "FSDP")
+    if one[1] not in ("TP-DP", "FSDP", "FSDP-alone" if one[0] not in ONE_SIDE else "FSDP-bf16")
 ]
 MOVES += [
     pytest.param(*one, id="-".join(one), marks=pytest.mark.full)
     for one in itertools.product(RELATIVES, CHAINS)
-    if one[1] in OF_RELATIVES and not (one[1] == "DP-distributed" and ROWS[one[0]].averages)  # which it is refused for
+    if one[1] in OF_RELATIVES - {"FSDP-bf16" if one[0] in ONE_SIDE else "FSDP-alone"}
+    and not (one[1] == "DP-distributed" and ROWS[one[0]].averages)  # which it is refused for
 ]
 MOVES += [pytest.param("soap", "TP-DP", id="soap-TP-DP", marks=pytest.mark.wide)]  # shared over data parallelism
 MOVES += [pytest.param("muon", "FSDP", id="muon-FSDP", marks=pytest.mark.wide)]

@@ -122,7 +122,8 @@ def check_split(parameter: Tensor, split: Split, layout: Layout, blockwise: bool
         raise ValueError(
             f"a fused projection of {rows} rows is not a whole number of query groups {sizes}, which have {group} rows"
         )
-    if not blockwise or not split.parts or split.order == "per_shard":
+    # a DTensor's shard of a tensor-parallel shard has not its part of every matrix
+    if not blockwise or not split.parts or (split.order == "per_shard" and not isinstance(parameter, DTensor)):
         return
     period = sum(split.pattern(rows).sizes)  # each shard of a logical matrix is a matrix: all ranks need the like
     if any(edge % period for rectangle in layout.rectangles for edge in (rectangle.top, rectangle.bottom)):

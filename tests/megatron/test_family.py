@@ -60,8 +60,9 @@ def test_two_ranks_train_as_one_and_resume_bit_for_bit(tmp_path, name):
         ("spectron", TP2),
         pytest.param("soap", TP2, marks=pytest.mark.wide),
         pytest.param("soap", [], marks=pytest.mark.wide),
+        pytest.param("muon_hyperball", ["--use-torch-fsdp2", "--bf16"], marks=pytest.mark.wide),
     ],
-    ids=["spectron-TP", "soap-TP", "soap-DP"],
+    ids=["spectron-TP", "soap-TP", "soap-DP", "muon_hyperball-FSDP"],
 )
 def test_the_plan_of_a_command_line_is_that_of_its_run(tmp_path, name, layout):
     flags = [*run(name), *layout, "--train-iters", 1]

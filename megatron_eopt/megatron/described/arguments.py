@@ -42,7 +42,6 @@ _ELSEWHERE = {
     "tensor_parallel_num_weight_shards": _SECOND_AXIS,
     "expert_tensor_parallel_num_weight_shards": _SECOND_AXIS,
     "use_megatron_fsdp": "FSDP cuts parameters in a way of its own",
-    "use_torch_fsdp2": "FSDP cuts parameters in a way of its own",
 }
 
 

@@ -173,6 +173,7 @@ class _OnMeta(TorchFunctionMode):
 
 def _described(args: Namespace, transformer_engine: bool, notes: tuple[str, ...]) -> DescribedRun:
     from megatron.core import optimizer
+    from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp2
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.utils import get_model_config
     from megatron.training import training
@@ -181,6 +182,8 @@ def _described(args: Namespace, transformer_engine: bool, notes: tuple[str, ...]
     with refused("cannot build this model without a GPU"):
         with _OnMeta():
             chunks = list(_chunks(args, groups, transformer_engine))
+        if args.use_torch_fsdp2:  # whose mesh has numbers
+            chunks = [fsdp2.TorchFullyShardedDataParallel(each.config, None, each.module) for each in chunks]
         config, overrides = training.get_megatron_optimizer_config(args)
         if getattr(args, "use_mup", False):
             width = get_model_config(chunks[0]).mup_width_mult

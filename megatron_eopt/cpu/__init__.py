@@ -14,7 +14,7 @@ moves none costs nothing more. Importing this package changes nothing and import
 Megatron's own arguments still have to suit a CPU: ``--transformer-impl local``, ``--use-cpu-initialization`` and no
 fusions (``--no-gradient-accumulation-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion
 --no-persist-layer-norm --no-rope-fusion``). Environment variables are not needed. Out of scope is what has no meaning
-without a GPU: CUDA graphs, memory pools, Transformer Engine, FSDP, NCCL's user buffers and SHARP.
+without a GPU: CUDA graphs, memory pools, Transformer Engine, NCCL's user buffers and SHARP.
 
 Functions that were decorated while it was installed stay as they were made then: what ``torch.compile`` was asked for
 in the meantime runs uncompiled after :func:`undo` too.

@@ -127,7 +127,7 @@ REFUSED = {
         r"torch FSDP2 in Megatron-Core ends no step before 0\.19, found 0\.18\.2",
     ),
     "torch FSDP2 with what Megatron cannot save": (
-        run(wrapper="TorchFullyShardedDataParallel", unsaved="a.weight", data_parallel=3, save="a folder"),
+        run(unsaved="a.weight", data_parallel=3, args=SimpleNamespace(save="a folder")),
         r"a\.weight has shards that Megatron-Core cannot save under torch FSDP2.*3 data-parallel ranks",
     ),
     "optimizer_cpu_offload": (

@@ -3,13 +3,14 @@
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from megatron_eopt.parallel.records import Bucket
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle
 from megatron_eopt.parallel.schemes import SCHEMES
-from megatron_eopt.parallel.schemes.whole import Factors, Job
+from megatron_eopt.parallel.schemes.whole import Alike, Factors, Job, Shapes, shards_of
 from megatron_eopt.parallel.workspace import IN_FLIGHT
 
 Directions = Callable[[Sequence[int]], list[Tensor]]
@@ -23,6 +24,7 @@ class Piece:
     bucket: int  # among those of the chunk
     rows: list[int]  # of its stack, ascending
     at: list[int]  # among the shards of the part
+    shapes: Shapes  # of the factors
     scales: list[float]
     dtypes: list[torch.dtype]  # of the updates
 
@@ -40,18 +42,29 @@ class Chunk:
     """Buckets that are worked on together, all decided; ``bytes`` are what they take."""
 
     jobs: list[Job]
-    shapes: list[tuple[int, ...]]  # of the stack of each bucket
-    dtypes: list[torch.dtype]  # in which these are exchanged
+    dtypes: list[torch.dtype]  # in which their stacks are exchanged
     parts: list[Part]
     bytes: int
 
 
-def in_order(bucket: Bucket) -> list[int]:
-    """The order of a bucket's matrices in its stack: by compute ranks, where it is sent to these as it is."""
+def in_order(plan: Plan, bucket: Bucket) -> tuple[list[int], list[Alike]]:
+    """The order of a bucket's matrices in its stack, and those of each compute rank where it is sent to these as it is.
+
+    In such a stack they are ordered by compute ranks, and those of one rank that lie alike follow one another.
+    """
     indices = range(len(bucket.matrices))
-    return (
-        sorted(indices, key=bucket.compute_ranks.__getitem__) if bucket.scheme in ("owner", "share") else list(indices)
-    )
+    if bucket.scheme not in ("owner", "share"):
+        return list(indices), []
+    first: dict[tuple[Rectangle, ...], int] = {}
+    kinds = [
+        (rank, first.setdefault(plan.matrices[i].rectangles, i))
+        for rank, i in zip(bucket.compute_ranks, bucket.matrices, strict=True)
+    ]
+    order = sorted(indices, key=kinds.__getitem__)
+    alike: list[list[tuple[int, Matrix]]] = [[] for _ in range(plan.matrices[bucket.matrices[0]].ranks)]
+    for (rank, i), same in groupby(order, kinds.__getitem__):
+        alike[rank].append((len(list(same)), plan.matrices[i]))
+    return order, list(alike)
 
 
 @torch.no_grad()
@@ -98,11 +111,9 @@ class _Started:
         for part in chunk.parts:
             shards = directions(part.parameters)
             if not self._stacks:
-                self._stacks = {
-                    number: shards[0].new_empty(shape, dtype=dtype)
-                    for number, (shape, dtype) in enumerate(zip(chunk.shapes, chunk.dtypes, strict=True))
-                }
-            rows = {number: stack.unbind() for number, stack in self._stacks.items()}
+                made = [_empty(shards[0], job.shapes, each) for job, each in zip(chunk.jobs, chunk.dtypes, strict=True)]
+                self._stacks = dict(enumerate(made))
+            rows = {n: _rows(stack, chunk.jobs[n].shapes) for n, stack in self._stacks.items()}
             pairs = [
                 (rows[each.bucket][row], shards[i])
                 for each in part.pieces
@@ -131,8 +142,8 @@ def _taken(factors: Factors, piece: Piece, scaled: bool) -> list[Tensor]:
     """The factors of a piece, in memory of their own."""
     dtype = widest(piece.dtypes)
     of_rows = factors if len(piece.rows) == len(factors) else [factors[i] for i in piece.rows]
-    out = factors[0].new_empty(len(piece.rows), *factors[0].shape, dtype=dtype)
-    results = list(out.unbind())
+    out = _empty(factors[0], piece.shapes, dtype)
+    results = _rows(out, piece.shapes)
     if isinstance(of_rows, Tensor):
         out.copy_(of_rows)
     else:
@@ -142,6 +153,16 @@ def _taken(factors: Factors, piece: Piece, scaled: bool) -> list[Tensor]:
     elif scaled and piece.scales[0] != 1:
         out.mul_(piece.scales[0])
     return [x if x.dtype == own else x.to(own) for x, own in zip(results, piece.dtypes, strict=True)]
+
+
+def _empty(like: Tensor, shapes: Shapes, dtype: torch.dtype) -> Tensor:
+    size = shapes if isinstance(shapes, tuple) else (sum(rows * cols for rows, cols in shapes),)
+    return like.new_empty(size, dtype=dtype)
+
+
+def _rows(stack: Tensor, shapes: Shapes) -> list[Tensor]:
+    """The matrices of a stack."""
+    return list(stack.unbind() if isinstance(shapes, tuple) else shards_of(stack, shapes))
 
 
 def widest(dtypes: Sequence[torch.dtype]) -> torch.dtype:

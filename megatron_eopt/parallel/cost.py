@@ -158,8 +158,7 @@ def bucket_traffic(plan: Plan, bucket: Bucket, rank: int, work: Works) -> dict[s
     if bucket.scheme in ("local", "blockwise"):
         return {}
     if bucket.scheme == "owner":
-        own, owned = rectangles[rank].numel, bucket.compute_ranks.count(rank)
-        return {"all_to_all": (2, ((count - owned) * own + owned * (rows * cols - own)) * matrix.itemsize)}
+        return {"all_to_all": (2, _sent_by_owner(plan, bucket)[rank])}
     if bucket.scheme == "duplicated":
         largest = max(rectangle.numel for rectangle in rectangles)
         return {"all_gather": (1, sent_bytes("all_gather", largest * count * matrix.itemsize, ranks))}
@@ -185,11 +184,28 @@ def bucket_traffic(plan: Plan, bucket: Bucket, rank: int, work: Works) -> dict[s
     return {name: (segments * len(sent), segments * sum(sent)) for name, sent in of_segment.items() if sent}
 
 
+def _sent_by_owner(plan: Plan, bucket: Bucket) -> list[int]:
+    """The bytes that each rank sends under ``owner``: shards to compute ranks, which send those of others back."""
+    matrix, owned = plan.matrices[bucket.matrices[0]], Counter(bucket.compute_ranks)
+    size = matrix.shape[0] * matrix.shape[1]
+    sent = [owned[rank] * size for rank in range(matrix.ranks)]
+    if not matrix.uneven:  # so all of the bucket lie alike
+        for rank, held in matrix.held:
+            sent[rank] += (len(bucket.matrices) - 2 * owned[rank]) * held
+    else:
+        for i, compute_rank in zip(bucket.matrices, bucket.compute_ranks, strict=True):
+            for rank, held in plan.matrices[i].held:
+                sent[rank] += -held if rank == compute_rank else held
+    return [each * matrix.itemsize for each in sent]
+
+
 def rank_cost(plan: Plan, bucket: Bucket, rank: int, work: Works, rates: Rates = DEFAULT_RATES) -> Cost:
     """What a bucket costs one rank of its group."""
-    flops = bucket_flops(plan, bucket, rank, work)
-    traffic = bucket_traffic(plan, bucket, rank, work).values()
-    calls, sent = sum(each[0] for each in traffic), sum(each[1] for each in traffic)
+    return _cost(bucket_flops(plan, bucket, rank, work), bucket_traffic(plan, bucket, rank, work), rates)
+
+
+def _cost(flops: float, traffic: Mapping[str, tuple[int, int]], rates: Rates) -> Cost:
+    calls, sent = sum(each[0] for each in traffic.values()), sum(each[1] for each in traffic.values())
     return Cost(flops, sent, calls, flops / rates.flops + sent / rates.bytes + calls * rates.latency)
 
 
@@ -242,13 +258,16 @@ def _busiest(costs: Iterable[Cost]) -> Cost:
 def _rank_costs(plan: Plan, bucket: Bucket, work: Works, rates: Rates) -> list[Cost]:
     """What a bucket costs each rank; computed once for ranks with as much to do, of which there may be hundreds."""
     owned, rectangles = Counter(bucket.compute_ranks), plan.matrices[bucket.matrices[0]].rectangles
-    known: dict[tuple[Shape, int, int], Cost] = {}
+    sent = _sent_by_owner(plan, bucket) if bucket.scheme == "owner" else [0] * len(rectangles)
+    known: dict[tuple[Shape, int, int, int], Cost] = {}
     costs = []
     for rank, rectangle in enumerate(rectangles):
         # what a rank passes on of the rest of gram_split depends on the rank after it
-        kind = (rectangle.shape, owned[rank], owned[(rank + 1) % len(rectangles)])
+        kind = (rectangle.shape, owned[rank], owned[(rank + 1) % len(rectangles)], sent[rank])
         if kind not in known:
-            known[kind] = rank_cost(plan, bucket, rank, work, rates)
+            exchanged = {"all_to_all": (2, sent[rank])} if bucket.scheme == "owner" else None
+            traffic = exchanged or bucket_traffic(plan, bucket, rank, work)
+            known[kind] = _cost(bucket_flops(plan, bucket, rank, work), traffic, rates)
         costs.append(known[kind])
     return costs
 

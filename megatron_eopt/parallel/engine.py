@@ -5,6 +5,7 @@ flags, split parameters into their logical matrices and merge them, orthogonaliz
 gather whole matrices.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +31,7 @@ from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.layout import Layout, local_rows, split_layout
 from megatron_eopt.parallel.plan import fingerprint, first_difference, make_plan
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, TpMode, whole
-from megatron_eopt.parallel.schemes.whole import Job, bring, cut_out, gather, hand_out
+from megatron_eopt.parallel.schemes.whole import Job, Shapes, bring, cut_out, gather, hand_out
 from megatron_eopt.parallel.statistics import Statistics, Wanted, reduce_statistics
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, OF_ENTRY, Workspace, chunk_bytes
 
@@ -353,10 +354,10 @@ class Engine:
     def _chunk(self, plan: Plan, buckets: Sequence[Bucket], numbers: Sequence[int], needed: int) -> Chunk:
         """Buckets of a plan, whose matrices have these ``numbers`` among all, as they are worked on together."""
         jobs: list[Job] = []
-        shapes: list[tuple[int, ...]] = []
         dtypes, stacked = [], []
         for bucket in buckets:
-            of_bucket = [numbers[bucket.matrices[i]] for i in in_order(bucket)]
+            order, alike = in_order(plan, bucket)
+            of_bucket = [numbers[bucket.matrices[i]] for i in order]
             matrix, (_, layout) = plan.matrices[bucket.matrices[0]], self._of_matrix[of_bucket[0]]
             settings, shape = self._iterations[matrix.iteration], layout.rectangle.shape
             dtypes.append(widest([settings.sent_dtype(self._dtype(m)) for m in of_bucket]))
@@ -365,19 +366,24 @@ class Engine:
             worked_on = shape if bucket.scheme == "blockwise" else layout.shape
             settings = replace(settings, products=self._products(min(worked_on)))
             iteration = settings.compile(worked_on, dtypes[-1], self.device, form)
-            jobs.append(Job(bucket, matrix, self.groups.get(matrix.group), iteration))
-            shapes.append((len(of_bucket), *shape))
+            group = self.groups.get(matrix.group)
+            jobs.append(Job(bucket, matrix, group, iteration, self._shapes(of_bucket), alike))
             stacked.append(of_bucket)
-        parts, some, entries = [], dict[int, list[int]](), 0
+        parts, some, held = [], dict[int, list[int]](), Counter[tuple[str, int]]()
         for m in sorted(chain(*stacked)):
-            i, layout = self._of_matrix[m]
-            largest = max(rectangle.numel for rectangle in layout.rectangles)
-            if some and i not in some and (entries + largest) * OF_ENTRY > self.workspace.part:
+            i, matrix = self._of_matrix[m][0], self.plan.matrices[m]
+            own = {(matrix.group, rank): entries for rank, entries in matrix.held}
+            held.update(own)
+            if some and i not in some and _most(held) * OF_ENTRY > self.workspace.part:
                 parts.append(self._part(some, stacked))
-                some, entries = {}, 0
+                some, held = {}, Counter(own)
             some.setdefault(i, []).append(m)
-            entries += largest
-        return Chunk(jobs, shapes, dtypes, [*parts, self._part(some, stacked)], needed)
+        return Chunk(jobs, dtypes, [*parts, self._part(some, stacked)], needed)
+
+    def _shapes(self, matrices: Sequence[int]) -> Shapes:
+        """Of this rank's shards of matrices of the plan."""
+        shapes = [self._of_matrix[m][1].rectangle.shape for m in matrices]
+        return (len(shapes), *shapes[0]) if len(set(shapes)) == 1 else shapes
 
     def _part(self, matrices: Mapping[int, Sequence[int]], stacked: Sequence[Sequence[int]]) -> Part:
         """Parameters with their ``matrices``, which are among those of buckets as they are ``stacked``."""
@@ -386,7 +392,8 @@ class Engine:
             if rows := [row for row, m in enumerate(of_bucket) if m in at]:
                 own = [of_bucket[row] for row in rows]
                 of_own = [scales[at[m]] for m in own]
-                pieces.append(Piece(bucket, rows, [at[m] for m in own], of_own, [self._dtype(m) for m in own]))
+                in_own, dtypes = [at[m] for m in own], [self._dtype(m) for m in own]
+                pieces.append(Piece(bucket, rows, in_own, self._shapes(own), of_own, dtypes))
         return Part(tuple(matrices), pieces)
 
     def _dtype(self, matrix: int) -> torch.dtype:
@@ -443,6 +450,14 @@ def subset(plan: Plan, kept: Sequence[int]) -> Plan:
             indices = tuple(new[bucket.matrices[i]] for i in left)
             buckets.append(replace(bucket, matrices=indices, compute_ranks=compute_ranks))
     return Plan(tuple(plan.matrices[i] for i in kept), tuple(buckets))
+
+
+def _most(held: Mapping[tuple[str, int], int]) -> int:
+    """The entries of the ranks that hold the most of each group, together; ``held`` are those of group and rank."""
+    most: dict[str, int] = {}
+    for (label, _), entries in held.items():
+        most[label] = max(entries, most.get(label, 0))
+    return sum(most.values())
 
 
 def measured_rates(groups: Mapping[str, ProcessGroup], device: torch.device, dtype: torch.dtype) -> Rates:

@@ -4,6 +4,7 @@ Pure Python, from shapes, shards and settings alone: the same on every rank, and
 without a process group.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import lru_cache
@@ -54,13 +55,14 @@ def make_plan(
     """The plan of a list of matrices: a function of its arguments alone, so the same on every rank.
 
     Matrices of equal shape, shards, group, item size and iteration are one bucket, or two where the scheme is mixed, or
-    more where they do not fit into the workspace together (:func:`~megatron_eopt.parallel.workspace.in_chunks`):
+    more where they do not fit into the workspace together (:func:`~megatron_eopt.parallel.workspace.in_chunks`). Under
+    ``owner`` and ``auto`` those with uneven shards are one bucket also where these differ from matrix to matrix:
 
     - Matrices of one rank, and those without entries, are ``local``.
     - Matrices that every rank of a group holds whole are ``share``, or ``local`` if the group is not to share.
-    - Shards are served by the scheme that is named. Where ``distributed`` or ``gram`` should not serve them (the short
-      side is cut, or both, and the Gram matrix would be that of the long one; for ``gram`` also where the Gram form
-      must not run), by ``owner``.
+    - Shards that differ within a bucket are served by ``owner``, others by the scheme that is named. Where
+      ``distributed`` or ``gram`` should not serve them (the short side is cut, or both, and the Gram matrix would be
+      that of the long one; for ``gram`` also where the Gram form must not run), by ``owner``.
     - ``gram`` is ``gram_split`` for matrices with a short side over :data:`REPLICATED_ROWS` where that is predicted to
       be faster, else ``gram_replicated``.
     - ``auto`` takes what makes the busiest rank's predicted time over all buckets of a group least. For a bucket of B
@@ -70,7 +72,8 @@ def make_plan(
       for each bucket alone, and changes one bucket after another, the largest matrices first, until none gets better.
 
     Compute ranks are dealt in rounds over the ranks; the last round of a bucket goes to the ranks with the least to do
-    so far, the largest matrices first. So two ranks differ by at most one matrix.
+    so far, the largest matrices first. So two ranks differ by at most one matrix. Where shards differ within a bucket,
+    a rank gets matrices of which it holds much.
 
     Executed are chunk by chunk first the buckets that exchange, the most expensive first, then the others, which fill
     the waiting.
@@ -85,18 +88,19 @@ def make_plan(
     validate_tp_mode(mode)
     draft = Plan(tuple(matrices), ())
     _check(draft.matrices)
-    alike: dict[Matrix, list[int]] = {}
-    for index, matrix in enumerate(draft.matrices):
-        alike.setdefault(replace(matrix, name=""), []).append(index)
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for index, m in enumerate(draft.matrices):
+        rectangles = () if mode in ("auto", "owner") and m.uneven else m.rectangles
+        flops = whole_flops(m.shape, work_of(m, work))
+        kind = -flops, m.group, m.shape, rectangles, m.itemsize, m.iteration, m.ranks
+        alike.setdefault(kind, []).append(index)
 
-    def largest_first(m: Matrix) -> tuple[Any, ...]:
-        return -whole_flops(m.shape, work_of(m, work)), m.group, m.shape, m.rectangles, m.itemsize, m.iteration
-
-    kinds = sorted(alike, key=largest_first)  # from here on the order does not depend on that of the parameters
+    # from here on the order does not depend on that of the parameters
+    kinds = [(draft.matrices[alike[kind][0]], tuple(alike[kind])) for kind in sorted(alike)]
     of_groups = []
-    for group, ranks in sorted({(m.group, m.ranks) for m in kinds}):
-        own = [(m, tuple(alike[m])) for m in kinds if (m.group, m.ranks) == (group, ranks)]
-        options = [_options(m, indices, mode, work, group in share_groups) for m, indices in own]
+    for group, ranks in sorted({(m.group, m.ranks) for m, _ in kinds}):
+        own = [indices for m, indices in kinds if (m.group, m.ranks) == (group, ranks)]
+        options = [_options(draft, indices, mode, work, group in share_groups) for indices in own]
         of_groups.append(_best(draft, options, work, rates))
 
     def order(bucket: Bucket) -> tuple[int, bool, float]:
@@ -143,10 +147,9 @@ def _cut(buckets: Sequence[Bucket], chunk_of: Mapping[int, int]) -> Iterator[Buc
             yield Bucket(tuple(i for i in bucket.matrices if chunk_of[i] == chunk), bucket.scheme, (), chunk)
 
 
-def _options(
-    matrix: Matrix, indices: tuple[int, ...], mode: TpMode, work: Works, share: bool
-) -> list[tuple[Bucket, ...]]:
+def _options(draft: Plan, indices: tuple[int, ...], mode: TpMode, work: Works, share: bool) -> list[tuple[Bucket, ...]]:
     """The ways to serve matrices that are alike, the first to be preferred; without compute ranks."""
+    matrix = draft.matrices[indices[0]]
 
     def by(*schemes: Scheme) -> list[tuple[Bucket, ...]]:
         return [(Bucket(indices, scheme),) for scheme in schemes]
@@ -155,6 +158,8 @@ def _options(
         return by("local")
     if all(rectangle == whole(matrix.shape) for rectangle in matrix.rectangles):
         return by("share" if share else "local")
+    if matrix.uneven and any(draft.matrices[i].rectangles != matrix.rectangles for i in indices):
+        return by("owner")
     cut = cut_dimension(matrix.shape, matrix.rectangles)
     if mode in ("blockwise", "duplicated", "owner"):
         return by(mode)
@@ -228,8 +233,29 @@ def _with_compute_ranks(plan: Plan, buckets: Sequence[Bucket], work: Works) -> l
         compute_ranks = (*range(ranks),) * rounds + (*last,)
         for rank in last:
             load[rank] += flops(bucket)
-        done[i] = replace(bucket, compute_ranks=compute_ranks)
+        done[i] = replace(bucket, compute_ranks=_where_held(plan, bucket, compute_ranks))
     return done
+
+
+def _where_held(plan: Plan, bucket: Bucket, compute_ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """The compute ranks of a bucket, dealt anew where shards differ: as many matrices to each rank, but near ones.
+
+    Pairs of a matrix and a rank are taken in the order of the entries that the rank holds, the most first, while it has
+    room; a matrix that is left goes to the first rank that still has.
+    """
+    held = {i: plan.matrices[i].held for i in bucket.matrices}
+    if not plan.matrices[bucket.matrices[0]].uneven or len(set(held.values())) == 1:
+        return compute_ranks
+    room, found = Counter(compute_ranks), dict[int, int]()
+    # in an order that does not depend on that of the parameters, but for matrices that lie alike
+    pairs = sorted((-entries, rank, own, i) for i, own in held.items() for rank, entries in own)
+    for _, rank, _, index in pairs:
+        if index not in found and room[rank]:
+            found[index] = rank
+            room[rank] -= 1
+    left = sorted(held.keys() - found.keys(), key=lambda index: (held[index], index))
+    found |= zip(left, sorted(room.elements()), strict=True)
+    return tuple(found[i] for i in bucket.matrices)
 
 
 def _check(matrices: Sequence[Matrix]) -> None:

@@ -5,6 +5,7 @@ Pure Python: no tensors, no process groups.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
@@ -149,10 +150,23 @@ class Matrix:
         """Whether a rank holds a part only."""
         return any(rectangle.shape != self.shape for rectangle in self.rectangles)
 
+    @cached_property
+    def uneven(self) -> bool:
+        """Whether one rank holds more entries than another."""
+        return len({rectangle.numel for rectangle in self.rectangles}) > 1
+
+    @cached_property
+    def held(self) -> tuple[tuple[int, int], ...]:
+        """The ranks that hold entries, ascending, each with their number: few ranks of many where rows lie in a row."""
+        entries = (rectangle.numel for rectangle in self.rectangles)
+        return tuple((rank, number) for rank, number in enumerate(entries) if number)
+
 
 @dataclass(frozen=True)
 class Bucket:
-    """Matrices of equal shape, shards, group, item size and iteration, and how they are orthogonalized.
+    """Matrices of equal shape, group, item size and iteration, and how they are orthogonalized.
+
+    Their shards are equal too, but under ``owner``, where each matrix may have uneven shards of its own.
 
     Attributes:
         matrices: indices into the matrices of the plan, ascending.

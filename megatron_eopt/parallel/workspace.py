@@ -6,6 +6,7 @@ Pure Python, from shapes and schemes alone: the same on every rank.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Scheme, cut_dimension
 
@@ -48,14 +49,14 @@ class Workspace:
 DEFAULT_WORKSPACE = Workspace()
 
 
-def bucket_bytes(matrix: Matrix, scheme: Scheme, count: int) -> int:
+def bucket_bytes(matrix: Matrix, scheme: Scheme, count: int, most: int) -> int:
     """What a bucket of so many matrices takes on its busiest rank, at most: shards, buffers, whole matrices, factors.
 
-    Without the work on those of a stack that are iterated on at once. See the schemes for when each is given back.
+    ``most`` are the entries of the shards there. Without the work on those of a stack that are iterated on at once. See
+    the schemes for when each is given back.
     """
     item, (rows, cols) = matrix.itemsize, matrix.shape
-    largest = max(rectangle.numel for rectangle in matrix.rectangles)
-    own, on_rank = count * largest * item, -(-count // matrix.ranks) * rows * cols * item
+    own, on_rank = most * item, -(-count // matrix.ranks) * rows * cols * item
     if scheme in ("local", "blockwise"):
         return 2 * own
     if scheme == "owner":
@@ -66,7 +67,7 @@ def bucket_bytes(matrix: Matrix, scheme: Scheme, count: int) -> int:
         return max(own + on_rank, (matrix.ranks + 1) * on_rank)
     cut = cut_dimension(matrix.shape, matrix.rectangles) or 0
     # in fp32: shards that are scaled or normalized, their successors, and Gram matrices, sent and received
-    return own + count * (3 * max(largest, 1) * 4 + 4 * matrix.shape[1 - cut] ** 2 * 4)
+    return own + 3 * max(most, count) * 4 + count * 4 * matrix.shape[1 - cut] ** 2 * 4
 
 
 def in_chunks(plan: Plan, parameters: Sequence[int], workspace: Workspace, largest: int) -> dict[int, int]:
@@ -78,14 +79,17 @@ def in_chunks(plan: Plan, parameters: Sequence[int], workspace: Workspace, large
     parameter at a time. ``largest`` is what an iteration of the largest matrix takes.
     """
     bucket_of = {i: number for number, bucket in enumerate(plan.buckets) for i in bucket.matrices}
+    like = _like(plan)
     matrices_of: dict[int, list[int]] = {}
     for i in bucket_of:
         matrices_of.setdefault(parameters[i], []).append(i)
 
     def needed(some: Sequence[int], held: Mapping[int, int]) -> int:
-        counts = Counter(held)
-        counts.update(bucket_of[i] for each in some for i in matrices_of[each])
-        return sum(_needed(plan, plan.buckets[number], count, workspace) for number, count in counts.items())
+        counts, of_buckets = Counter(held), dict[int, dict[int, int]]()
+        counts.update(like[i] for each in some for i in matrices_of[each])
+        for i, count in counts.items():
+            of_buckets.setdefault(bucket_of[i], {})[i] = count
+        return sum(_needed(plan, plan.buckets[number], each, workspace) for number, each in of_buckets.items())
 
     room = workspace.for_chunks(largest)
     if needed(list(matrices_of), {}) <= room:
@@ -101,7 +105,7 @@ def in_chunks(plan: Plan, parameters: Sequence[int], workspace: Workspace, large
                 some = some[:1]
             if held and needed(some, held) > room // IN_FLIGHT:
                 chunk, held = chunk + 1, Counter()
-            held.update(bucket_of[i] for one in some for i in matrices_of[one])
+            held.update(like[i] for one in some for i in matrices_of[one])
             chunk_of |= dict.fromkeys(some, chunk)
             del waiting[: len(some)]
     return {i: chunk_of[parameters[i]] for i in bucket_of}
@@ -109,13 +113,27 @@ def in_chunks(plan: Plan, parameters: Sequence[int], workspace: Workspace, large
 
 def chunk_bytes(plan: Plan, workspace: Workspace) -> list[int]:
     """What each chunk of a plan takes on its busiest rank, at most."""
-    of_each: Counter[int] = Counter()
+    of_each, like = Counter[int](), _like(plan)
     for bucket in plan.buckets:
-        of_each[bucket.chunk] += _needed(plan, bucket, len(bucket.matrices), workspace)
+        of_each[bucket.chunk] += _needed(plan, bucket, Counter(like[i] for i in bucket.matrices), workspace)
     return [of_each[chunk] for chunk in sorted(of_each)]
 
 
-def _needed(plan: Plan, bucket: Bucket, count: int, workspace: Workspace) -> int:
-    matrix = plan.matrices[bucket.matrices[0]]
-    entries = count * max(rectangle.numel for rectangle in matrix.rectangles)
-    return bucket_bytes(matrix, bucket.scheme, count) + workspace.kept * entries
+def _like(plan: Plan) -> dict[int, int]:
+    """Of each matrix the first one of its bucket of which each rank holds as much."""
+    first: dict[tuple[Any, ...], int] = {}
+    return {
+        i: first.setdefault((number, plan.matrices[i].held), i)
+        for number, bucket in enumerate(plan.buckets)
+        for i in bucket.matrices
+    }
+
+
+def _needed(plan: Plan, bucket: Bucket, counts: Mapping[int, int], workspace: Workspace) -> int:
+    """What matrices of a bucket take: so many as are held like this one, by its index."""
+    held = Counter[int]()
+    for i, count in counts.items():
+        for rank, entries in plan.matrices[i].held:
+            held[rank] += count * entries
+    matrix, most = plan.matrices[bucket.matrices[0]], max(held.values(), default=0)
+    return bucket_bytes(matrix, bucket.scheme, sum(counts.values()), most) + workspace.kept * most

@@ -1,5 +1,7 @@
 """What the tests of plans are made of: matrices that lie in all possible ways, and iterations."""
 
+from math import prod
+
 from hypothesis import strategies as st
 
 from megatron_eopt.orthogonalize import get_coefficients
@@ -48,15 +50,32 @@ def rectangles(draw, shape, ranks):
 iterations = st.sampled_from(["a", "b"])
 
 
+def flat(shapes, ranks):
+    """Shards of matrices that lie back to back in a buffer, which is cut into equal parts at whole rows of each."""
+    part, start, found = -(-sum(map(prod, shapes)) // ranks), 0, []
+    for rows, cols in shapes:
+        edges = [min(max((rank * part - start) // cols, 0), rows) for rank in range(1, ranks)]
+        found.append(cut_at((rows, cols), 0, [0, *edges, rows]))
+        start += rows * cols
+    return found
+
+
 @st.composite
 def matrices(draw):
-    """Up to six kinds of matrices of up to seven each, in any order, of two iterations; each group has its own size."""
+    """Up to six kinds of matrices of up to seven each, in any order, of two iterations; each group has its own size.
+
+    The matrices of a kind have one layout, or each its own.
+    """
     sizes = {label: draw(st.integers(2, 5)) for label in ("tp", "expt_tp", "dp")}
     kinds = []
     for _ in range(draw(st.integers(1, 6))):
         shape, group = draw(st.sampled_from(SHAPES)), draw(st.sampled_from(sorted(sizes)))
-        kind = (shape, draw(rectangles(shape, sizes[group])), group, draw(st.sampled_from([2, 4])), draw(iterations))
-        kinds += [kind] * draw(st.integers(1, 7))
+        count, layouts = draw(st.integers(1, 7)), rectangles(shape, sizes[group])
+        lying = (
+            draw(st.lists(layouts, min_size=count, max_size=count)) if draw(st.booleans()) else [draw(layouts)] * count
+        )
+        rest = group, draw(st.sampled_from([2, 4])), draw(iterations)
+        kinds += [(shape, each, *rest) for each in lying]
     return [Matrix(f"m{i}", *kind) for i, kind in enumerate(draw(st.permutations(kinds)))]
 
 

@@ -199,7 +199,8 @@ def test_owners_send_back_what_they_got(given_matrices, mode, work):
         assert all(set(of_rank) == set(bucket_calls(plan, bucket, work)) for of_rank in sent)
         if bucket.scheme == "owner":
             entries = first.shape[0] * first.shape[1]
-            stays = sum(first.rectangles[owner].numel for owner in bucket.compute_ranks)
+            pairs = zip(bucket.matrices, bucket.compute_ranks, strict=True)
+            stays = sum(plan.matrices[i].rectangles[owner].numel for i, owner in pairs)
             crossing = (len(bucket.matrices) * entries - stays) * first.itemsize
             assert sum(of_rank["all_to_all"] for of_rank in sent) == 2 * crossing
 

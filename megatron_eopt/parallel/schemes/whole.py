@@ -1,6 +1,6 @@
 """The schemes in which a rank has whole matrices: as they are, gathered by all ranks, or gathered by one of them."""
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import batched
 
@@ -10,7 +10,13 @@ from torch.distributed import ProcessGroup
 
 from megatron_eopt.orthogonalize.newton_schulz import Iteration
 from megatron_eopt.parallel.collectives import all_gather, exchange, packed
-from megatron_eopt.parallel.records import Bucket, Matrix, Rectangle, copies
+from megatron_eopt.parallel.records import Bucket, Matrix, Rectangle, Shape, copies
+
+Shapes = tuple[int, int, int] | list[Shape]
+"""Of a stack (n x rows x cols); where its matrices differ, of each: they lie back to back in one dimension then."""
+
+Alike = Sequence[tuple[int, Matrix]]
+"""How many matrices of one shape lie as the first of them does, then how many as the next, and so on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,15 +24,19 @@ class Job:
     """A bucket at work.
 
     Attributes:
-        matrix: one of those of the bucket, all of which have its shape and shards.
+        matrix: one of those of the bucket, all of which have its shape, and its shards but under ``owner``.
         group: the ranks; None where nothing is exchanged.
         iteration: for matrices of the shape that is orthogonalized, in the form that the scheme has.
+        shapes: of this rank's shards.
+        alike: the matrices of each compute rank, in the order of the stack.
     """
 
     bucket: Bucket
     matrix: Matrix
     group: ProcessGroup | None
     iteration: Iteration
+    shapes: Shapes
+    alike: Sequence[Alike] = ()
 
     @property
     def ranks(self) -> ProcessGroup:
@@ -39,7 +49,7 @@ Factors = Tensor | list[Tensor]
 """A stack (n x rows x cols), or its matrices; of any strides."""
 
 Run = Callable[[Job, Tensor], Generator[None, None, Factors]]
-"""``(job, stack)``, with this rank's shards of the matrices of the bucket, (n x rows x cols), which may be empty.
+"""``(job, stack)``, with this rank's shards of the matrices of the bucket, of :data:`Shapes`, which may be empty.
 
 The generator starts an exchange, yields, and takes the result when it is resumed; equally often on every rank. It
 returns the shards of the orthogonal factors. They are exchanged in the dtype of the stack, and come back in it. The
@@ -67,21 +77,27 @@ def duplicated(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
 
 def owner(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``owner``: shards may be any, cut along both dimensions too. See :data:`Run`."""
-    group, rectangles = job.ranks, job.matrix.rectangles
-    rectangle, counts = rectangles[group.rank()], [job.bucket.compute_ranks.count(rank) for rank in range(group.size())]
-    sizes, count, own = [each * rectangle.numel for each in counts], len(stack), counts[group.rank()]
-
-    arriving = [own * each.numel for each in rectangles]
-    pending = exchange(stack.view(-1), sizes, arriving, group)
+    group, own, ranks = job.ranks, job.alike[job.ranks.rank()] or [(0, job.matrix)], range(job.ranks.size())
+    sizes = [sum(count * matrix.rectangles[group.rank()].numel for count, matrix in each) for each in job.alike]
+    arriving = [[count * matrix.rectangles[rank].numel for count, matrix in own] for rank in ranks]
+    pending = exchange(stack.view(-1), sizes, [sum(each) for each in arriving], group)
     del stack
     yield
-    factors = orthogonalized(assemble(pending.wait().split(arriving), job.matrix, True), job.iteration)
-    back, of_each = packed([[cut_out(factors, each)] for each in rectangles])
-    del factors
+    factors = orthogonalized(assemble(_of_each(pending.wait(), arriving), own, True), job.iteration)
+    pairs = [(x, matrix.rectangles) for x, (_, matrix) in zip(_stacks(factors, own), own, strict=True)]
+    back, of_each = packed([[cut_out(x, each[rank]) for x, each in pairs if each[rank].numel] for rank in ranks])
+    del factors, pairs
     pending = exchange(back, of_each, sizes, group)
     del back
     yield
-    return pending.wait().view(count, *rectangle.shape)
+    return shards_of(pending.wait(), job.shapes)
+
+
+def shards_of(flat: Tensor, shapes: Shapes) -> Factors:
+    """The matrices that lie back to back, as a stack where they have one shape."""
+    if isinstance(shapes, tuple):
+        return flat.view(shapes)
+    return [x.view(shape) for x, shape in zip(flat.split([rows * cols for rows, cols in shapes]), shapes, strict=True)]
 
 
 def share(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
@@ -130,13 +146,13 @@ def gather(
         for rank in range(group.size())
     ]
     own = stacks[0].reshape(-1) if len(stacks) == 1 else torch.cat([stack.reshape(-1) for stack in stacks])
-    missing = max(sum(of_rank) for of_rank in counts) - own.numel()
+    missing, numbers = max(sum(of_rank) for of_rank in counts) - own.numel(), [len(stack) for stack in stacks]
     pending = all_gather(torch.nn.functional.pad(own, (0, missing)) if missing else own, group)
 
     def finish() -> list[Tensor]:
         rows = [row[: sum(each)].split(each) for row, each in zip(pending.wait(), counts, strict=True)]
-        whole = zip(zip(*rows, strict=True), matrices, strict=True)
-        return [assemble(of_ranks, matrix, short_first) for of_ranks, matrix in whole]
+        whole = zip(zip(*rows, strict=True), numbers, matrices, strict=True)
+        return [assemble([of_ranks], [(number, matrix)], short_first) for of_ranks, number, matrix in whole]
 
     return finish
 
@@ -159,8 +175,8 @@ def bring(
     sizes = [[count * (rank in here) * matrix.rectangles[rank].numel for count, matrix in pairs] for rank in ranks]
     wait = _exchange(sent, sizes, group)
     copy = slice(here.start, here.stop)
-    own = [replace(matrix, rectangles=matrix.rectangles[copy]) for matrix in matrices]
-    return lambda: [assemble(parts[copy], matrix) for parts, matrix in zip(wait(), own, strict=True)]
+    own = [(count, replace(matrix, rectangles=matrix.rectangles[copy])) for count, matrix in pairs]
+    return lambda: [assemble([parts[copy]], [each]) for parts, each in zip(wait(), own, strict=True)]
 
 
 def hand_out(
@@ -183,23 +199,34 @@ def _exchange(
 ) -> Callable[[], Iterator[tuple[Tensor, ...]]]:
     """Start an all-to-all of stacks, of which each rank sends so many entries; the result has the parts of each."""
     pending = exchange(*packed(sent), [sum(each) for each in sizes], group)
+    return lambda: _of_each(pending.wait(), sizes)
+
+
+def _of_each(received: Tensor, sizes: Sequence[Sequence[int]]) -> Iterator[tuple[Tensor, ...]]:
+    """What came from all ranks of the first stack, then of the next, where ``sizes`` are those from each rank."""
     flat = [size for of_rank in sizes for size in of_rank]
-    return lambda: zip(*batched(pending.wait().split(flat), len(sizes[0])), strict=True)
+    return zip(*batched(received.split(flat), len(sizes[0])), strict=True)
 
 
-def assemble(parts: Sequence[Tensor], matrix: Matrix, short_first: bool = False) -> Tensor:
-    """Whole matrices (n x rows x cols) that all lie alike, of what each rank has of all ``n``, one behind the other.
+def assemble(parts: Iterable[Sequence[Tensor]], alike: Alike, short_first: bool = False) -> Tensor:
+    """Whole matrices (n x rows x cols) of what each rank has of those that lie alike, one matrix behind the other.
 
     With ``short_first`` tall ones are transposed in memory, as an iteration works on them.
     """
-    on_ranks = list(zip(parts, matrix.rectangles, strict=True))
-    count = next((part.numel() // rectangle.numel for part, rectangle in on_ranks if rectangle.numel), 0)
-    transposed = short_first and matrix.shape[0] > matrix.shape[1]
-    stack = parts[0].new_empty(count, *(matrix.shape[::-1] if transposed else matrix.shape))
+    parts, shape = list(parts), alike[0][1].shape
+    transposed = short_first and shape[0] > shape[1]
+    stack = parts[0][0].new_empty(sum(count for count, _ in alike), *(shape[::-1] if transposed else shape))
     stack = stack.mT if transposed else stack
-    for part, rectangle in on_ranks:
-        cut_out(stack, rectangle).copy_(part.view(count, *rectangle.shape))
+    for of_ranks, x, (count, matrix) in zip(parts, _stacks(stack, alike), alike, strict=True):
+        for part, rectangle in zip(of_ranks, matrix.rectangles, strict=True):
+            if rectangle.numel:
+                cut_out(x, rectangle).copy_(part.view(count, *rectangle.shape))
     return stack
+
+
+def _stacks(stack: Tensor, alike: Alike) -> Sequence[Tensor]:
+    """The part of a stack that lies alike, then the next."""
+    return stack.split([count for count, _ in alike]) if len(alike) > 1 else [stack]
 
 
 def cut_out(x: Tensor, rectangle: Rectangle) -> Tensor:

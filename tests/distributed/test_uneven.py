@@ -28,13 +28,14 @@ SEEDS = range(4)
 
 
 def lying(seed, ranks):
-    """Shapes, shards and declarations of parameters: back to back in a buffer, or each cut at rows of its own."""
+    """Shapes, shards and declarations of parameters: back to back in a buffer, or each cut at a place of its own."""
     draw = random.Random(seed)
     shapes = [draw.choice(SHAPES) for _ in range(draw.randint(4, 9))]
     cuts = flat(shapes, ranks)
     if seed % 2:
-        inner = [sorted(draw.randint(0, shape[0]) for _ in range(ranks - 1)) for shape in shapes]
-        cuts = [cut_at(shape, 0, [0, *each, shape[0]]) for shape, each in zip(shapes, inner, strict=True)]
+        dims = [0 if shape == (32, 12) else draw.choice((0, 1)) for shape in shapes]
+        inner = [sorted(draw.randint(0, s[dim]) for _ in range(ranks - 1)) for s, dim in zip(shapes, dims, strict=True)]
+        cuts = [cut_at(s, dim, [0, *each, s[dim]]) for s, dim, each in zip(shapes, dims, inner, strict=True)]
     found = [(shape, each, QKV if shape == (32, 12) else Split()) for shape, each in zip(shapes, cuts, strict=True)]
     # and some that are even, and that lie on one rank alone
     even = ((24, 24), cut((24, 24), 0, ranks), Split())

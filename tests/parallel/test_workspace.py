@@ -5,16 +5,20 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from counting import Allocations
 from hypothesis import given
 from hypothesis import strategies as st
 from step import MODES, OPTIMIZERS, RANKS, counted_step
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_eopt.orthogonalize import NewtonSchulz
 from megatron_eopt.parallel.cost import largest_iteration, step_bytes
+from megatron_eopt.parallel.engine import Engine, Parameter
+from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.workspace import IN_FLIGHT, Workspace, chunk_bytes
-from tests.parallel.plans import matrices, modes, works
+from tests.parallel.plans import flat, matrices, modes, works
 from tests.parallel.test_plan import summary
 
 
@@ -67,6 +71,22 @@ def test_a_step_takes_no_more_than_its_workspace(fake_group, monkeypatch, mode, 
     # X, its successor and two Gram matrices, in bf16, of the largest matrix
     assert peak <= workspace + 2 * (2 * rows * cols + 2 * rows * rows)
     assert peak <= step_bytes(engine.plan, engine.works, engine.workspace)
+
+
+@pytest.mark.parametrize("workspace", [2**25, 2**31])
+def test_nor_where_shards_differ_from_matrix_to_matrix(fake_group, workspace):
+    shapes = [(2816, 2048), (2048, 1408)] * 16
+    layouts = [Layout(*each, fake_group, "dp") for each in zip(shapes, flat(shapes, RANKS), strict=True)]
+    parameters = [Parameter(str(i), torch.bfloat16, each, iteration=NewtonSchulz()) for i, each in enumerate(layouts)]
+    engine = Engine(parameters, torch.device("cpu"), "owner", workspace=Workspace(bytes=workspace))
+    with FakeTensorMode():
+        shards = [torch.empty(each.rectangle.shape, dtype=torch.bfloat16) for each in layouts]
+        with Allocations() as allocated:
+            for some, factors in engine.factors(range(len(shards)), lambda some: [shards[i] for i in some]):
+                assert len(some) == len(factors)
+                del factors
+    assert (len({bucket.chunk for bucket in engine.plan.buckets}) > 1) == (workspace < 2**31)
+    assert allocated.peak <= step_bytes(engine.plan, engine.works, engine.workspace)
 
 
 @pytest.mark.parametrize("name", ["adamuon", "normuon", "namo", "muon_hyperball", "polargrad"])

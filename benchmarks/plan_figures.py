@@ -9,7 +9,7 @@ from typing import get_args
 
 import matplotlib
 
-from megatron_eopt.models import MODELS, Parallel, matrices_of
+from megatron_eopt.models import MODELS, Parallel, dealt_matrices, matrices_of
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import Cost, Work, plan_cost
 from megatron_eopt.parallel.plan import make_plan
@@ -21,6 +21,13 @@ from matplotlib import pyplot as plt
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "planning.png"
 TENSOR, DATA = 8, (4, 16, 64)
 PIPELINE = {"llama3-8b": 1, "llama3-70b": 4}
+DEALT = (8, 16, 32, 64)
+RUNS = (
+    ("llama3-8b", {"tensor": 8}),
+    ("llama3-70b", {"tensor": 8, "pipeline": 4}),
+    ("qwen3-30b-a3b", {"expert": 8, "pipeline": 2}),
+    ("qwen3-30b-a3b", {"tensor": 4, "expert": 8, "pipeline": 2}),
+)
 TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 MODES: tuple[TpMode, ...] = ("auto", *(mode for mode in get_args(TpMode) if mode != "auto"))
 NEWTON_SCHULZ = NewtonSchulz()
@@ -42,8 +49,20 @@ def chosen(plan: Plan) -> str:
     return ", ".join(f"{count} {scheme}" for scheme, count in counts.items())
 
 
+def busiest(name: str, data: int, **parallel: int) -> str:
+    """Milliseconds of the busiest data-parallel rank, by size and by time: of dense parameters, then of experts."""
+    _, deals = dealt_matrices(MODELS[name], Parallel(data=data, **parallel), WORK)
+    found = (tuple(f"{max(each) * 1e3:.3g}" for each in (deal.by_size, deal.seconds)) for deal in deals)
+    return ", ".join(f"{before} → {after}" for before, after in found)
+
+
 def main() -> None:
-    """Print the table, draw the picture."""
+    """Print the tables, draw the picture."""
+    print("| | " + " | ".join(f"DP{data}" for data in DEALT) + " |\n|" + "---|" * (len(DEALT) + 1))
+    for name, parallel in RUNS:
+        sizes = ", ".join(f"{kind} {size}" for kind, size in parallel.items())
+        print(f"| {name}, {sizes} | " + " | ".join(busiest(name, data, **parallel) for data in DEALT) + " |")
+    print()
     figure, axes = plt.subplots(1, len(PIPELINE), figsize=(11, 4))
     print("| | auto takes | " + " | ".join(MODES) + " |\n|" + "---|" * (len(MODES) + 2))
     for axis, (name, pipeline) in zip(axes, PIPELINE.items(), strict=True):

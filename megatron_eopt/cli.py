@@ -19,7 +19,7 @@ from typing import get_args
 from megatron_eopt import doctor
 from megatron_eopt.checkpoints import command as checkpoint
 from megatron_eopt.manifest import table, to_json
-from megatron_eopt.models import MODELS, Model, Parallel, matrices_of
+from megatron_eopt.models import MODELS, Model, Parallel, dealt_matrices
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.timing import fastest, saved_times, shares
@@ -99,7 +99,7 @@ def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int
     rates = Rates(flops=options.tflops * 1e12, bytes=options.bandwidth * 1e9, latency=options.latency * 1e-6)
     parallel = Parallel(**{field.name: getattr(options, field.name) for field in fields(Parallel)})
     settings = {"split_gate_up": options.split_gate_up, "itemsize": itemsize}
-    matrices = matrices_of(_model(options), parallel, work, **settings)
+    matrices, deals = dealt_matrices(_model(options), parallel, work, options.muon_tp_mode, rates, **settings)
     workspace = Workspace(bytes=workspace_from(options)["workspace"])
     plan = make_plan(matrices, options.muon_tp_mode, work, rates, workspace=workspace)
     if options.kernel_times is not None:  # the plan stays: a run makes it before its ranks agree on times
@@ -107,6 +107,8 @@ def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int
         work = replace(work, share=shares(times))
         print(f"Symmetric products by {fastest(times)}, as measured on {source}.\n")
     print(explain(plan, work, rates, workspace))
+    for each in deals:
+        print(f"\n{each}.")
     return 0
 
 

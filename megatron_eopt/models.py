@@ -1,11 +1,10 @@
 """The matrices of a transformer that is given by Megatron's flags: for plans without a GPU, a model or Megatron."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_eopt.parallel.cost import Work, whole_flops
-from megatron_eopt.parallel.plan import Matrix
-from megatron_eopt.parallel.records import Shape, cut, cut_at, whole
+from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
+from megatron_eopt.parallel.deal import Deal, Item, deal, to_and_fro
+from megatron_eopt.parallel.records import Matrix, Shape, TpMode, cut, cut_at, whole
 
 Matrices = tuple[Matrix, ...]  # the logical ones of one parameter
 
@@ -62,11 +61,25 @@ MODELS = {
 def matrices_of(
     model: Model, parallel: Parallel, work: Work, *, split_gate_up: bool = False, itemsize: int = 2
 ) -> list[Matrix]:
-    """The logical matrices that the busiest data-parallel rank has of the longest pipeline stage.
+    """Those of :func:`dealt_matrices`, where they are dealt for the mode ``auto``."""
+    return dealt_matrices(model, parallel, work, split_gate_up=split_gate_up, itemsize=itemsize)[0]
 
-    Embeddings and the output layer are not Muon's. ``work``, the iteration, says what is busy; ``itemsize`` is of an
-    entry where it is exchanged: 2 where products have 16 bits, else 4. Sizes that cannot be divided over the ranks are
-    a ``ValueError``.
+
+def dealt_matrices(
+    model: Model,
+    parallel: Parallel,
+    work: Work,
+    mode: TpMode = "auto",
+    rates: Rates = DEFAULT_RATES,
+    *,
+    split_gate_up: bool = False,
+    itemsize: int = 2,
+) -> tuple[list[Matrix], list[Deal]]:
+    """The logical matrices that the busiest data-parallel rank has of the longest pipeline stage, and how it got them.
+
+    Embeddings and the output layer are not Muon's. ``itemsize`` is of an entry where it is exchanged: 2 where products
+    have 16 bits, else 4. There is a deal of dense parameters and one of experts, as far as there are several ranks.
+    Sizes that cannot be divided over the ranks are a ``ValueError``.
     """
     dense: list[Matrices] = []
     experts: list[Matrices] = []
@@ -85,23 +98,16 @@ def matrices_of(
     ranks = parallel.tensor * parallel.data
     if experts:
         ranks = _divided(ranks, parallel.expert_tensor * parallel.expert, "ranks of a stage over those of the experts")
-    own = _busiest(dense, parallel.data, work) + _busiest(experts, ranks, work)
-    return [replace(matrix, itemsize=itemsize) for parameter in own for matrix in parameter]
-
-
-def deal(parameters: Sequence[Matrices], ranks: int) -> list[list[Matrices]]:
-    """The parameters of each data-parallel rank: the largest first, dealt to and fro, as Megatron deals them."""
-    size = [sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices) for matrices in parameters]
-    hands: list[list[Matrices]] = [[] for _ in range(ranks)]
-    for number, index in enumerate(sorted(range(len(parameters)), key=lambda index: -size[index])):
-        turn, rank = divmod(number, ranks)
-        hands[ranks - 1 - rank if turn % 2 else rank].append(parameters[index])
-    return hands
-
-
-def _busiest(parameters: Sequence[Matrices], ranks: int, work: Work) -> list[Matrices]:
-    hands = deal(parameters, ranks)
-    return max(hands, key=lambda hand: sum(whole_flops(matrix.shape, work) for own in hand for matrix in own))
+    own: list[Matrix] = []
+    deals = []
+    for parameters, data in ((dense, parallel.data), (experts, ranks)):
+        matrices = [tuple(replace(matrix, itemsize=itemsize) for matrix in each) for each in parameters]
+        items = [Item(each, sum(matrix.rectangles[0].numel for matrix in each)) for each in matrices]
+        found = deal(items, to_and_fro([item.entries for item in items], data), data, work, mode, rates)
+        busiest = found.seconds.index(max(found.seconds))
+        own += [m for item, rank in zip(items, found.ranks, strict=True) if rank == busiest for m in item.matrices]
+        deals += [found] if items and data > 1 else []
+    return own, deals
 
 
 def _attention(name: str, model: Model, ranks: int) -> list[Matrices]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_eopt.models import MODELS, Model, Parallel, deal, matrices_of
+from megatron_eopt.models import MODELS, Model, Parallel, dealt_matrices, matrices_of
 from megatron_eopt.orthogonalize import get_coefficients
 from megatron_eopt.parallel.cost import Work, plan_cost
 from megatron_eopt.parallel.plan import Matrix, make_plan
@@ -66,14 +66,25 @@ def test_experts():
     assert sum("experts" in m.name for m in dealt) == 2 * 8 * 2 // 8
 
 
-def test_parameters_are_dealt_whole_the_largest_first():
-    def parameter(name, rows):
-        return (Matrix(name, (rows, 8), cut((rows, 8), 0, 1)),)
+def test_the_matrices_are_those_of_the_busiest_rank():
+    model = replace(SMALL, num_layers=5)
+    matrices, (found,) = dealt_matrices(model, Parallel(tensor=2, data=3), WORK)
+    everything = matrices_of(model, Parallel(tensor=2), WORK)
+    assert {replace(m, itemsize=2) for m in matrices} < set(everything)
+    parameters = {m.name.partition("[")[0] for m in matrices}
+    assert len(parameters) == found.ranks.count(found.seconds.index(max(found.seconds)))
+    assert len(found.ranks) == 20
+    assert dealt_matrices(model, Parallel(), WORK)[1] == []  # nothing to deal
 
-    hands = deal([parameter(str(rows), rows) for rows in (1, 2, 3, 4, 5, 6, 7)], 3)
-    assert [[p[0].name for p in hand] for hand in hands] == [["7", "2", "1"], ["6", "3"], ["5", "4"]]
-    fused = (*parameter("q", 4), *parameter("k", 4))
-    assert deal([parameter("x", 6), fused], 2) == [[fused], [parameter("x", 6)]]
+
+@pytest.mark.parametrize(
+    ("data", "by_size", "by_time"), [(4, 118, 118), (8, 68.8, 67.6), (16, 46.5, 42.8), (32, 38.2, 30), (64, 33.6, 23.6)]
+)
+def test_the_busiest_rank_before_and_after(data, by_size, by_time):
+    """The figures of docs/planning.md, for a stage of llama3-70b without embeddings."""
+    parallel = Parallel(tensor=8, pipeline=4, data=data)
+    _, (found,) = dealt_matrices(MODELS["llama3-70b"], parallel, WORK)
+    assert [f"{max(each) * 1e3:.3g}" for each in (found.by_size, found.seconds)] == [f"{by_size:g}", f"{by_time:g}"]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +124,8 @@ def test_large_matrices_are_never_duplicated(model, pipeline, data):
 @pytest.mark.parametrize(("model", "pipeline"), LLAMAS)
 def test_owner_where_matrices_abound(model, pipeline):
     ms, plan = predicted(model, pipeline, 4)
-    assert {bucket.scheme for bucket in plan.buckets} == {"owner"}
+    owned = sum(len(bucket.matrices) for bucket in plan.buckets if bucket.scheme == "owner")
+    assert owned > 0.75 * len(plan.matrices)
     assert ms["owner"] < ms["gram"] < ms["distributed"] < ms["duplicated"]
 
 

@@ -26,6 +26,7 @@ RUN_FLAGS = (
     ),
     Flag("optimizer_manifest_file", None, "Write that as JSON, too.", metavar="FILE"),
     Flag("optimizer_workspace", 2.0, "GiB that a step of Muon may take, beside its largest matrix.", metavar="GIB"),
+    Flag("balanced_deal", True, "Let Megatron's distributed optimizer deal matrices by size, not by predicted time."),
     Flag("checksums", True, "Save no checksums in torch_dist checkpoints, and compare none on load."),
     Flag("check_replicas", True, "Never compare parameters over data-parallel ranks."),
 )

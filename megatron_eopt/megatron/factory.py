@@ -11,7 +11,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_eopt.family import LIKE_MUON
-from megatron_eopt.megatron import assignment, fsdp, releases
+from megatron_eopt.megatron import assignment, dealing, fsdp, releases
 from megatron_eopt.megatron.agreement import choose_kernels, on_all_ranks
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED
 from megatron_eopt.megatron.averaging import remember
@@ -89,7 +89,8 @@ class OptimizerOfRun:
 
     def build(self, build: Callable[[Any, Any], Any], overrides: dict[Any, Any]) -> None:
         """Let Megatron build its optimizer, and look at what it has built."""
-        with assignment.excluded_hidden(self.assigned), releases.package_not_needed():
+        dealt = dealing.dealt_by_time(self.config, self.facts.args, self.tp_mode)
+        with assignment.excluded_hidden(self.assigned), releases.package_not_needed(), dealt:
             self.optimizer = build(self.config, overrides)
         self.optimizer.megatron_eopt = self
         on_all_ranks(lambda: assignment.refuse_unread(self.optimizer, self.assigned))

@@ -13,7 +13,7 @@ class PlannedRun:
     """A run before it is one."""
 
     families: list[Family]  # the manifest, as the run will print it
-    explained: list[str]  # the plan of each optimizer on the first rank, as a table
+    explained: list[str]  # the plan of each optimizer on the first rank, as a table, and deals
     problems: list[str]  # what the run will end on at its start
     warnings: list[str]
     notes: tuple[str, ...]  # on the names of parameters

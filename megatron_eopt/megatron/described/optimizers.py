@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.manifest import ManifestRow
+from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.assignment import Assignment, assignments, group_settings, matches
+from megatron_eopt.megatron.dealing import balances, items_of, redealt
 from megatron_eopt.megatron.described.model import DescribedRun
 from megatron_eopt.megatron.entries import all_entries
 from megatron_eopt.megatron.factory import OptimizerOfRun
@@ -16,6 +18,7 @@ from megatron_eopt.megatron.fused import tag
 from megatron_eopt.megatron.manifest import rows_here
 from megatron_eopt.megatron.parameters import ModelParameter, OptimizerParameter, mark, trainable
 from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.parallel.deal import Deal, to_and_fro
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 
 _OTHERS: dict[str, type[Optimizer]] = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -45,7 +48,7 @@ def planned_rank(run: DescribedRun, counts: Sequence[int]) -> tuple[list[Manifes
     """Make the optimizers of one rank, around parameters without numbers, as the run would, and ask them.
 
     What the run would be refused for at its start is refused. ``counts`` says how many parameters of all ranks each
-    override selects. Returned are the lines of the manifest, the plans as tables, and the run's scale mode.
+    override selects. Returned are the lines of the manifest, plans as tables and deals, and the scale mode.
     """
     planned = OptimizerOfRun(run.optimizer_config, run.model_chunks, run.pg_collection)
     config = planned.config
@@ -56,11 +59,39 @@ def planned_rank(run: DescribedRun, counts: Sequence[int]) -> tuple[list[Manifes
     names = dict.fromkeys(each.optimizer for each in assigned if each.optimizer is not None)
     built = [each for name in names for each in _built(name, assigned, config, run)]
     optimizers = dict.fromkeys(each.optimizer for each in built)
-    tables = {each: each.explain_proposed() for each in optimizers if isinstance(each, BaseOptimizer)}
-    mode = f"tp_mode {config.muon_tp_mode} ({planned.tp_mode_source})"
-    explained = [f"{type(each).__name__}, {mode}\n{table}" for each, table in tables.items() if table is not None]
     rows = rows_here(built, assigned, config, run.pg_collection, settled=False)
-    return rows, explained, config.muon_scale_mode
+    deals = _keep_busiest(list(optimizers), planned, run)
+    mode = f"tp_mode {config.muon_tp_mode} ({planned.tp_mode_source})"
+    tables = {each: each.explain_proposed() for each in optimizers if isinstance(each, BaseOptimizer)}
+    explained = [f"{type(each).__name__}, {mode}\n{table}" for each, table in tables.items() if table is not None]
+    return rows, [*explained, *(f"{each}." for each in deals)] if explained else [], config.muon_scale_mode
+
+
+def _keep_busiest(optimizers: Sequence[Optimizer], planned: OptimizerOfRun, run: DescribedRun) -> list[Deal]:
+    """Take from optimizers what the busiest data-parallel rank will not get, where parameters are dealt by time."""
+    facts, groups = planned.facts, run.pg_collection
+    laid_out = releases.distributed_optimizer(facts.release).get("whole_matrices", False)
+    if (
+        not facts.layer_wise
+        or not balances(planned.config, run.args)
+        or (laid_out and run.args.use_layer_wise_param_layout)
+    ):
+        return []
+    items, works = items_of(optimizers)
+    deals = []
+    for among, dense in ((groups.dp_cp, True), (groups.expt_dp, False)):
+        own = [parameter for parameter in items if getattr(parameter, "allreduce", True) == dense]
+        if among.size() == 1 or not own:
+            continue
+        by_size: list[list[Tensor]] = [[] for _ in range(among.size())]
+        for parameter, rank in zip(own, to_and_fro([each.numel() for each in own], among.size()), strict=True):
+            by_size[rank].append(parameter)
+        hands, found = redealt(own, by_size, items, works, planned.tp_mode)
+        deals.append(found)
+        others = set(own).difference(hands[found.seconds.index(max(found.seconds))])
+        for group in (group for each in optimizers for group in each.param_groups):
+            group["params"] = [parameter for parameter in group["params"] if parameter not in others]
+    return deals
 
 
 def _built(name: str, assigned: Sequence[Assignment], config: Any, run: DescribedRun) -> Iterator[OptimizerParameter]:

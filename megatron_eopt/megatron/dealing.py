@@ -1,0 +1,95 @@
+"""How whole parameters are dealt to data-parallel ranks under Megatron's layer-wise distributed optimizer."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.parallel.cost import Work
+from megatron_eopt.parallel.deal import Deal, Item, deal
+from megatron_eopt.parallel.records import Matrix, TpMode
+from megatron_eopt.redirect import Redirection, Redirections, around
+
+
+@contextmanager
+def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Iterator[None]:
+    """While it is open, the layer-wise optimizer that is made deals its parameters by predicted time.
+
+    Those of experts, and the others, are dealt each for themselves, since they have other data-parallel ranks. Where
+    buffers were laid out for whole parameters, Megatron's deal stays.
+    """
+
+    @around
+    def shard_params(own: Any, self: Any, optimizers: Sequence[Optimizer], *layouts: Any) -> None:
+        if any(layouts):
+            own(self, optimizers, *layouts)
+            return
+        groups = [group for each in optimizers for group in each.param_groups]
+        whole = [list(group["params"]) for group in groups]
+        items, works = items_of(optimizers)
+        own(self, optimizers, *layouts)
+        kept = {parameter for group in groups for parameter in group["params"]}
+        for name, ranks in (("dp_cp_params_list", "dp_cp"), ("expt_dp_params_list", "expt_dp")):
+            if by_size := getattr(self, name):
+                hands, found = redealt([p for params in whole for p in params], by_size, items, works, mode)
+                setattr(self, name, hands)
+                kept = kept.difference(*by_size).union(hands[getattr(self.pg_collection, ranks).rank()])
+                if dist.get_rank() == 0:
+                    print(f"megatron_eopt: {found}", flush=True)
+        for group, params in zip(groups, whole, strict=True):
+            group["params"] = [parameter for parameter in params if parameter in kept]
+
+    reason = "whole parameters are dealt to data-parallel ranks by predicted time, not by size"
+    redirection = Redirection(LayerWiseDistributedOptimizer, "shard_params", shard_params, reason)
+    redirections = Redirections([redirection] if balances(config, args) else [])
+    redirections.install()
+    try:
+        yield
+    finally:
+        redirections.undo()
+
+
+def balances(config: Any, args: Any) -> bool:
+    """Whether parameters are to be dealt by predicted time.
+
+    Not in checkpoints of the ``torch`` format, where each data-parallel rank has a file of its own state that does not
+    say of what parameters: under another deal than that of its run others would take it over.
+    """
+    return getattr(config, "balanced_deal", True) and getattr(args, "ckpt_format", None) != "torch"
+
+
+def items_of(optimizers: Sequence[Optimizer]) -> tuple[dict[Tensor, Item], dict[str, Work]]:
+    """What is to be dealt of optimizers that still have all parameters, and the iterations."""
+    items: dict[Tensor, Item] = {}
+    works: dict[str, Work] = {}
+    for each in optimizers:
+        parameters = [parameter for group in each.param_groups for parameter in group["params"]]
+        matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
+        if isinstance(each, BaseOptimizer) and (engine := each.proposed()).works:
+            flat, works = iter(engine.plan.matrices), works | engine.works  # as they are on all ranks, in any mode
+            matrices = [tuple(islice(flat, len(own))) for own in engine.matrices]
+        items |= {p: Item(own, p.numel()) for p, own in zip(parameters, matrices, strict=True)}
+    return items, works
+
+
+def redealt(
+    parameters: Sequence[Tensor],
+    by_size: Sequence[Sequence[Tensor]],
+    items: Mapping[Tensor, Item],
+    works: Mapping[str, Work],
+    mode: TpMode,
+) -> tuple[list[list[Tensor]], Deal]:
+    """What each data-parallel rank gets, in the order of ``parameters``, of what it got ``by_size``."""
+    rank_of = {parameter: rank for rank, hand in enumerate(by_size) for parameter in hand}
+    dealt = [parameter for parameter in parameters if parameter in rank_of]
+    found = deal([items[p] for p in dealt], [rank_of[p] for p in dealt], len(by_size), works, mode)
+    hands: list[list[Tensor]] = [[] for _ in by_size]
+    for parameter, rank in zip(dealt, found.ranks, strict=True):
+        hands[rank].append(parameter)
+    return hands, found

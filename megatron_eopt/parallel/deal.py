@@ -1,0 +1,172 @@
+"""Which data-parallel rank gets which whole parameter: by the time that its matrices are predicted to take there.
+
+The tensor-parallel ranks beside each data-parallel rank orthogonalize what it was dealt, by a plan of their own. So the
+deal asks that plan. Pure Python, from shapes, shards and settings alone: the same on every rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Works, plan_cost
+from megatron_eopt.parallel.plan import make_plan
+from megatron_eopt.parallel.records import Matrix, TpMode
+
+OF_ENTRY = 1e-11
+"""Seconds that momentum, weight decay and update take of an entry: 30 bytes, read or written at 3 TB/s."""
+
+MOST_ENTRIES = 4 / 3
+"""Times the entries of the fullest rank by size: what a rank gets at most by time, since they are memory, too."""
+
+Hand = tuple[int, ...]
+"""What a rank has: how many items of each kind."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A parameter, as far as its deal depends on it.
+
+    Attributes:
+        matrices: its logical ones, on the ranks that share it beside each data-parallel rank; none where its entries
+            step each for itself.
+        entries: that each of these ranks holds.
+    """
+
+    matrices: tuple[Matrix, ...]
+    entries: int
+
+    @cached_property
+    def kind(self) -> "Item":
+        """The same for all items that cost the same."""
+        return Item(tuple(replace(matrix, name="") for matrix in self.matrices), self.entries)
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Which rank gets each item, and what that is predicted to cost."""
+
+    ranks: tuple[int, ...]  # of each item
+    seconds: tuple[float, ...]  # that a step of each rank's hand takes
+    by_size: tuple[float, ...]  # the same by the deal that this one replaces
+
+    def __str__(self) -> str:
+        ms, before = max(self.seconds) * 1e3, max(self.by_size) * 1e3
+        return (
+            f"{len(self.ranks)} parameters dealt to {len(self.seconds)} data-parallel ranks by predicted time: the "
+            f"busiest needs {ms:.3g} ms a step; dealt by size {before:.3g} ms"
+        )
+
+
+class Times:
+    """Predicted seconds of a step of a hand, on the busiest of the ranks that share it."""
+
+    def __init__(self, kinds: Sequence[Item], work: Works, mode: TpMode, rates: Rates) -> None:
+        self._kinds, self._settings = kinds, (mode, work, rates)
+        self._known: dict[Hand, float] = {}
+        self._ranks = [max((matrix.ranks for matrix in kind.matrices), default=1) for kind in kinds]
+        # As many as ranks can share evenly take their time again and again, whatever else is there.
+        self._rounds = [
+            self._planned(tuple(count * (i == j) for j in range(len(kinds)))) for i, count in enumerate(self._ranks)
+        ]
+
+    def of(self, hand: Hand) -> float:
+        """Rounds of each kind take as long each; only what is left is planned together."""
+        entries = sum(count * kind.entries for count, kind in zip(hand, self._kinds, strict=True))
+        rounds = [divmod(count, ranks) for count, ranks in zip(hand, self._ranks, strict=True)]
+        full = sum(count * seconds for (count, _), seconds in zip(rounds, self._rounds, strict=True))
+        return OF_ENTRY * entries + full + self._planned(tuple(rest for _, rest in rounds))
+
+    def alone(self, kind: int) -> float:
+        """Of one item where there are many."""
+        return OF_ENTRY * self._kinds[kind].entries + self._rounds[kind] / self._ranks[kind]
+
+    def _planned(self, hand: Hand) -> float:
+        if hand not in self._known:
+            mode, work, rates = self._settings
+            matrices = [
+                replace(matrix, name=f"{number}.{copy}.{part}")
+                for number, (kind, count) in enumerate(zip(self._kinds, hand, strict=True))
+                for copy in range(count)
+                for part, matrix in enumerate(kind.matrices)
+            ]
+            plan = make_plan(matrices, mode, work, rates)
+            self._known[hand] = plan_cost(plan, work, rates).seconds
+        return self._known[hand]
+
+
+def deal(
+    items: Sequence[Item],
+    by_size: Sequence[int],
+    ranks: int,
+    work: Works,
+    mode: TpMode = "auto",
+    rates: Rates = DEFAULT_RATES,
+    buckets: Sequence[tuple[Sequence[int], float]] | None = None,
+) -> Deal:
+    """Deal items to ranks by predicted time: the longest first, each to the rank that then needs the least time.
+
+    The deal by size stays where the busiest rank would need no less time. On ranks without tensor parallelism times add
+    up, and the busiest needs at most 4/3 of the least possible (Graham, Bounds on Multiprocessing Timing Anomalies,
+    1969), if memory sets no bound.
+
+    Args:
+        items: in the same order on every rank.
+        by_size: the rank of each item in the deal that is replaced.
+        ranks: data-parallel ones.
+        work: the iterations.
+        mode: how hands will be orthogonalized.
+        rates: the same on every rank.
+        buckets: items of which a rank has room for so many entries, one bucket after the other; a bucket in which items
+            do not fit is dealt by size. By default one with :data:`MOST_ENTRIES`.
+    """
+    kinds = {kind: number for number, kind in enumerate(dict.fromkeys(item.kind for item in items))}
+    of_kind = [kinds[item.kind] for item in items]
+    times = Times(list(kinds), work, mode, rates)
+    if buckets is None:
+        filled = [
+            sum(item.entries for item, r in zip(items, by_size, strict=True) if r == rank) for rank in range(ranks)
+        ]
+        buckets = [(range(len(items)), MOST_ENTRIES * max(filled))]
+    found = list(by_size)
+    hands: list[Hand] = [(0,) * len(kinds)] * ranks
+    for indices, room in buckets:
+        order = sorted(indices, key=lambda i: -times.alone(of_kind[i]))
+        dealt = _dealt([(of_kind[i], items[i].entries) for i in order], hands, room, times)
+        for i, rank in zip(order, dealt or [by_size[i] for i in order], strict=True):
+            found[i], hands[rank] = rank, _with(hands[rank], of_kind[i])
+    before: list[Hand] = [(0,) * len(kinds)] * ranks
+    for kind, rank in zip(of_kind, by_size, strict=True):
+        before[rank] = _with(before[rank], kind)
+    seconds, replaced = tuple(map(times.of, hands)), tuple(map(times.of, before))
+    if max(seconds) < max(replaced):
+        return Deal(tuple(found), seconds, replaced)
+    return Deal(tuple(by_size), replaced, replaced)
+
+
+def _dealt(items: Sequence[tuple[int, int]], hands: Sequence[Hand], room: float, times: Times) -> list[int] | None:
+    """The rank of each item, of a kind and with so many entries, beside the hands; None where they do not fit."""
+    hands, filled, found = list(hands), [0] * len(hands), []
+    for kind, entries in items:
+        alike: dict[tuple[Hand, int], int] = {}  # the first of the ranks that have the same
+        for rank, state in enumerate(zip(hands, filled, strict=True)):
+            if state[1] + entries <= room:
+                alike.setdefault(state, rank)
+        if not alike:
+            return None
+        _, _, rank = min((times.of(_with(hand, kind)), held, rank) for (hand, held), rank in alike.items())
+        hands[rank], filled[rank] = _with(hands[rank], kind), filled[rank] + entries
+        found.append(rank)
+    return found
+
+
+def _with(hand: Hand, kind: int) -> Hand:
+    return (*hand[:kind], hand[kind] + 1, *hand[kind + 1 :])
+
+
+def to_and_fro(entries: Sequence[int], ranks: int) -> list[int]:
+    """The rank of each parameter as Megatron's layer-wise optimizer deals them: the smallest first, to and fro."""
+    found = [0] * len(entries)
+    for number, index in enumerate(sorted(range(len(entries)), key=lambda index: entries[index])):
+        turn, rank = divmod(number, ranks)
+        found[index] = ranks - 1 - rank if turn % 2 else rank
+    return found

@@ -1,0 +1,82 @@
+"""Real runs under the distributed optimizer, whose data-parallel ranks are dealt whole parameters by predicted time."""
+
+import re
+
+import pytest
+
+from tests.megatron.runs import MUON, assert_same, losses, train, whole
+
+RUN = ["--num-layers", 3, *MUON, "--muon-fp32-matmul-prec", "highest", "--bf16"]
+SHARED = [*RUN, "--use-distributed-optimizer"]
+BY_SIZE = "--no-balanced-deal"
+
+
+def hands(ranks):
+    """The matrices that each rank has the momentum of."""
+    return [{name for name, state in rank["after"].items() if "momentum_buffer" in state} for rank in ranks]
+
+
+def deal(output):
+    """Parameters, ranks, and milliseconds of the busiest by time and by size, as rank 0 prints them."""
+    return [
+        (int(found[1]), int(found[2]), float(found[3]), float(found[4]))
+        for found in re.finditer(
+            r"megatron_eopt: (\d+) parameters dealt to (\d+) data-parallel ranks by predicted time: the busiest needs "
+            r"(\S+) ms a step; dealt by size (\S+) ms",
+            output,
+        )
+    ]
+
+
+def test_a_checkpoint_of_megatrons_deal_goes_on_under_another(tmp_path):
+    saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2, "--exit-interval", 2]
+    by_size, output = train(tmp_path / "by_size", 2, *SHARED, BY_SIZE, *saved, "--train-iters", 4)
+    assert not deal(output)
+    by_time, output = train(tmp_path / "by_time", 2, *SHARED, "--load", tmp_path / "checkpoint", "--train-iters", 4)
+    ((parameters, ranks, ms, ms_by_size),) = deal(output)
+    assert (parameters, ranks) == (21, 2)
+    assert ms < 0.9 * ms_by_size
+    assert hands(by_time) != hands(by_size)
+    assert set.union(*hands(by_time)) == set.union(*hands(by_size))
+    assert not set.intersection(*hands(by_time))
+    assert_same(whole([rank["before"] for rank in by_time]), whole([rank["after"] for rank in by_size]))
+    assert len(losses(by_time)) == 4
+    assert losses(by_time)[-1] < losses(by_size)[-1]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("layout", [[], ["--tensor-model-parallel-size", 2]], ids=["DP4", "TP2-DP2"])
+@pytest.mark.parametrize("overlap", [[], ["--overlap-grad-reduce", "--overlap-param-gather"]], ids=["", "overlap"])
+def test_four_ranks_train_as_one_and_resume(tmp_path, layout, overlap):
+    run = ["--train-iters", 4, "--global-batch-size", 8, "--ckpt-format", "torch_dist"]
+    (alone,), _ = train(tmp_path / "one", 1, *RUN, *run)
+    saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2]
+    straight, output = train(tmp_path / "straight", 4, *SHARED, *run, *layout, *overlap, *saved)
+    assert [ranks for _, ranks, *_ in deal(output)] == [2 if layout else 4]
+    assert losses(straight) == pytest.approx(losses([alone]), rel=1e-2)  # of bf16
+    assert straight[0]["grad_norms"] == pytest.approx(alone["grad_norms"], rel=1e-2)
+    load = ["--load", tmp_path / "checkpoint", "--ckpt-step", 2]
+    resumed, _ = train(tmp_path / "resumed", 4, *SHARED, *run, *layout, *overlap, *load)
+    for one, other in zip(resumed, straight, strict=True):
+        assert_same(one["after"], other["after"])
+
+
+@pytest.mark.wide
+def test_experts_are_dealt_to_data_parallel_ranks_of_their_own(tmp_path):
+    experts = ["--num-experts", 4, "--expert-model-parallel-size", 2, "--moe-token-dispatcher-type", "alltoall"]
+    run = ["--train-iters", 3, "--global-batch-size", 8]
+    plain, _ = train(tmp_path / "plain", 4, *RUN, *experts, *run)
+    shared, output = train(tmp_path / "shared", 4, *SHARED, *experts, *run)
+    assert [found[:2] for found in deal(output)] == [(18, 4), (12, 2)]
+    assert losses(shared) == pytest.approx(losses(plain), rel=1e-3)
+
+
+@pytest.mark.wide
+def test_files_of_single_ranks_are_read_by_the_deal_that_wrote_them(tmp_path):
+    files = ["--ckpt-format", "torch", "--save", tmp_path / "checkpoint", "--save-interval", 2, "--train-iters", 4]
+    straight, output = train(tmp_path / "straight", 2, *SHARED, *files)
+    assert not deal(output)
+    load = ["--ckpt-format", "torch", "--load", tmp_path / "checkpoint", "--ckpt-step", 2, "--train-iters", 4]
+    resumed, _ = train(tmp_path / "resumed", 2, *SHARED, *load)
+    for one, other in zip(resumed, straight, strict=True):
+        assert_same(one["after"], other["after"])

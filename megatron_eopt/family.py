@@ -94,6 +94,10 @@ FAMILY = (
                 )
             ),
             Flag(
+                "share_over_dp", False, "Data-parallel ranks share the work on matrices, but for those of experts and "
+                "where Megatron deals these out.", shared=True,
+            ),
+            Flag(
                 "scalar_optimizer", "adam",
                 "Optimizer of the parameters that are no matrices; lion on Megatron-Core 0.19.",
                 choices=("adam", "lion"), shared=True, megatrons=True,

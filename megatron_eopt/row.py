@@ -124,6 +124,8 @@ class Row:
             kwargs["is_qkv_fn"] = lambda param: getattr(param, "is_qkv", False)
             kwargs["qkv_split_shapes"] = get_qkv_split_shapes(model) if attention else None
             kwargs["pg_collection"] = pg_collection
+            if getattr(config, "muon_share_over_dp", False) and self.takes("data_parallel_group"):
+                kwargs["data_parallel_group"] = pg_collection.dp_cp
         return kwargs
 
 

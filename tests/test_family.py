@@ -17,7 +17,7 @@ from tests.optimizers.family import build
 
 rows = pytest.mark.parametrize("row", FAMILY, ids=lambda row: row.name)
 # What flags set that is not for a constructor: rates of groups, splits, presets, and the optimizer of the rest.
-OF_MUON = {"lr", "min_lr", "weight_decay", "split", "preset", "scalar_optimizer", "momentum_from_adam"}
+OF_MUON = {"lr", "min_lr", "weight_decay", "split", "preset", "scalar_optimizer", "momentum_from_adam", "share_over_dp"}
 # Where the command line has another default than the constructor: Megatron's own flags, those of its SOAP, and where
 # its run is known: auto, and what data-parallel ranks share.
 OTHER_DEFAULTS = {

@@ -213,10 +213,11 @@ def with_preset(config: Any) -> Any:
 def without_sharing(config: Any, run: Run) -> Any:
     """The config; without work that data-parallel ranks share where each has other parameters, or one saves for all."""
     all_save = getattr(run.args, "ckpt_format", None) == "torch_dist" and not on(run.args, "ckpt_convert_format")
-    if not on(config, "soap_share_over_dp") or (all_save and not run.layer_wise):
-        return config
-    found = copy.copy(config)
-    found.soap_share_over_dp = False
+    kept = {"soap_share_over_dp": all_save and not run.layer_wise, "muon_share_over_dp": not run.layer_wise}
+    off = [name for name, may in kept.items() if on(config, name) and not may]
+    found = copy.copy(config) if off else config
+    for name in off:
+        setattr(found, name, False)
     return found
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
@@ -38,10 +39,10 @@ from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.scale import ScaleMode
-from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
+from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, plan_cost
 from megatron_eopt.parallel.engine import Engine, Parameter
-from megatron_eopt.parallel.layout import Layout, is_sharded, shared_out
-from megatron_eopt.parallel.plan import validate_tp_mode
+from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, shared_out
+from megatron_eopt.parallel.plan import make_plan, validate_tp_mode
 from megatron_eopt.parallel.records import TpMode
 
 
@@ -116,7 +117,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         tp_mode: ``auto``, ``owner``, ``gram``, ``duplicated`` or ``distributed``, all exact: see
             :mod:`~megatron_eopt.parallel.plan`; or ``blockwise``, an approximation: each shard by itself.
         data_parallel_group: ranks that all hold the same parameters and gradients (as under DDP): each orthogonalizes
-            its share of those matrices that no other group cuts, and an all-gather hands the results out.
+            its share of the matrices, and hands the results out. Of those that ``tp`` cuts only with ``tp_mode``
+            ``owner``, or ``auto`` where that is predicted to be faster, and where ``pg_collection.tp_dp_cp`` has the
+            ranks of both groups. Matrices of experts are not shared.
         plan_rates: of the cost model of ``auto``; ``measure`` measures them at start, and a checkpoint keeps them.
         symmetric_products: the kernel of symmetric products: ``triton``, ``blocked`` (on a CPU) or ``torch``. By
             default that of the checkpoint, else the fastest that serves here.
@@ -149,6 +152,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     size_rule: str | None = None  # what the size of an update is, where the scale settings have no effect on it
     no_settings: frozenset[str] = frozenset()  # settings of Muon's groups that there is no room for
 
+    _shares_shards: bool = False  # with the data-parallel ranks, by the last plan
     _graphed: GraphedUpdate | None = None
     _further: dict[str, Any] | None = None  # what _further_settings() are, set before this constructor
 
@@ -292,7 +296,25 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def layout(self, parameter: Tensor) -> Layout:
         """The layout of a parameter, and which ranks share the work on it."""
         layout, sharers = super().layout(parameter), self.data_parallel_group
-        return layout if layout.ranks > 1 or sharers is None else shared_out(layout, sharers)
+        if sharers is None or is_expert(parameter) or (layout.ranks > 1 and isinstance(parameter, DTensor)):
+            return layout
+        joint = getattr(self.pg_collection, "tp_dp_cp", None) if self._shares_shards else None
+        return shared_out(layout, sharers, joint)
+
+    def proposed(self) -> Engine:
+        """Also decides whether shards are shared with the data-parallel ranks: where ``auto`` predicts a gain."""
+        self._shares_shards = self.tp_mode in ("owner", "auto")
+        engine = super().proposed()
+        if self.tp_mode == "auto" and any(matrix.copies > 1 and matrix.sharded for matrix in engine.plan.matrices):
+            settings, shared = (engine.works, engine.rates), engine.plan.matrices
+            alone = [
+                replace(each, rectangles=each.rectangles[each.copy_of(0)]) if each.sharded else each for each in shared
+            ]
+            plan = make_plan(alone, "auto", *settings)
+            if plan_cost(plan, *settings).seconds <= plan_cost(engine.plan, *settings).seconds:
+                self._shares_shards = False
+                return super().proposed()
+        return engine
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
         """The iteration and the scale that the matrices of a group get; what they cannot have is a ``ValueError``."""

@@ -147,7 +147,7 @@ def bucket_flops(plan: Plan, bucket: Bucket, rank: int, work: Works) -> float:
 def bucket_traffic(plan: Plan, bucket: Bucket, rank: int, work: Works) -> dict[str, tuple[int, int]]:
     """Collective -> how often every rank of the bucket's group calls it, and bytes that this one sends in all calls.
 
-    - ``owner``: each rank sends its shard of a matrix to the compute rank, which sends the shards of the others back.
+    - ``owner``: each rank of the compute rank's copy sends it its shard of a matrix, and all others get shards back.
     - ``duplicated``: all shards are padded to the largest one.
     - ``distributed``: the squared norms, then in each step the Gram matrices of the dimension that is not cut.
     - ``gram_split``: the matrices of full rounds in one buffer, each of the rest by itself.
@@ -187,15 +187,17 @@ def bucket_traffic(plan: Plan, bucket: Bucket, rank: int, work: Works) -> dict[s
 def _sent_by_owner(plan: Plan, bucket: Bucket) -> list[int]:
     """The bytes that each rank sends under ``owner``: shards to compute ranks, which send those of others back."""
     matrix, owned = plan.matrices[bucket.matrices[0]], Counter(bucket.compute_ranks)
-    size = matrix.shape[0] * matrix.shape[1]
-    sent = [owned[rank] * size for rank in range(matrix.ranks)]
+    ranks = matrix.ranks // matrix.copies  # of a copy, whose shards go to the compute ranks among them
+    near, size = Counter(rank // ranks for rank in bucket.compute_ranks), matrix.shape[0] * matrix.shape[1]
+    sent = [owned[rank] * matrix.copies * size for rank in range(matrix.ranks)]
     if not matrix.uneven:  # so all of the bucket lie alike
         for rank, held in matrix.held:
-            sent[rank] += (len(bucket.matrices) - 2 * owned[rank]) * held
+            sent[rank] += (near[rank // ranks] - 2 * owned[rank]) * held
     else:
         for i, compute_rank in zip(bucket.matrices, bucket.compute_ranks, strict=True):
             for rank, held in plan.matrices[i].held:
-                sent[rank] += -held if rank == compute_rank else held
+                if rank // ranks == compute_rank // ranks:
+                    sent[rank] += -held if rank == compute_rank else held
     return [each * matrix.itemsize for each in sent]
 
 
@@ -257,13 +259,13 @@ def _busiest(costs: Iterable[Cost]) -> Cost:
 
 def _rank_costs(plan: Plan, bucket: Bucket, work: Works, rates: Rates) -> list[Cost]:
     """What a bucket costs each rank; computed once for ranks with as much to do, of which there may be hundreds."""
-    owned, rectangles = Counter(bucket.compute_ranks), plan.matrices[bucket.matrices[0]].rectangles
-    sent = _sent_by_owner(plan, bucket) if bucket.scheme == "owner" else [0] * len(rectangles)
+    owned, matrix = Counter(bucket.compute_ranks), plan.matrices[bucket.matrices[0]]
+    sent = _sent_by_owner(plan, bucket) if bucket.scheme == "owner" else [0] * matrix.ranks
     known: dict[tuple[Shape, int, int, int], Cost] = {}
     costs = []
-    for rank, rectangle in enumerate(rectangles):
+    for rank, rectangle in enumerate(matrix.rectangles):
         # what a rank passes on of the rest of gram_split depends on the rank after it
-        kind = (rectangle.shape, owned[rank], owned[(rank + 1) % len(rectangles)], sent[rank])
+        kind = (rectangle.shape, owned[rank], owned[(rank + 1) % matrix.ranks], sent[rank])
         if kind not in known:
             exchanged = {"all_to_all": (2, sent[rank])} if bucket.scheme == "owner" else None
             traffic = exchanged or bucket_traffic(plan, bucket, rank, work)

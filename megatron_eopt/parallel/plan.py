@@ -24,7 +24,18 @@ from megatron_eopt.parallel.cost import (
     whole_flops,
     work_of,
 )
-from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, Scheme, Shape, TpMode, cut_dimension, whole
+from megatron_eopt.parallel.records import (
+    Bucket,
+    Matrix,
+    Plan,
+    Rectangle,
+    Scheme,
+    Shape,
+    TpMode,
+    copies,
+    cut_dimension,
+    whole,
+)
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace, chunk_bytes, in_chunks
 
 REPLICATED_ROWS = 1024
@@ -60,9 +71,11 @@ def make_plan(
 
     - Matrices of one rank, and those without entries, are ``local``.
     - Matrices that every rank of a group holds whole are ``share``, or ``local`` if the group is not to share.
-    - Shards that differ within a bucket are served by ``owner``, others by the scheme that is named. Where
-      ``distributed`` or ``gram`` should not serve them (the short side is cut, or both, and the Gram matrix would be
-      that of the long one; for ``gram`` also where the Gram form must not run), by ``owner``.
+    - Matrices that are cut, and of which the ranks hold several copies, go by ``owner``, and so do those whose shards
+      differ within a bucket.
+    - Other shards are served by the scheme that is named. Where ``distributed`` or ``gram`` should not serve them (the
+      short side is cut, or both, and the Gram matrix would be that of the long one; for ``gram`` also where the Gram
+      form must not run), by ``owner``.
     - ``gram`` is ``gram_split`` for matrices with a short side over :data:`REPLICATED_ROWS` where that is predicted to
       be faster, else ``gram_replicated``.
     - ``auto`` takes what makes the busiest rank's predicted time over all buckets of a group least. For a bucket of B
@@ -161,6 +174,8 @@ def _options(draft: Plan, indices: tuple[int, ...], mode: TpMode, work: Works, s
     if matrix.uneven and any(draft.matrices[i].rectangles != matrix.rectangles for i in indices):
         return by("owner")
     cut = cut_dimension(matrix.shape, matrix.rectangles)
+    if matrix.copies > 1:
+        return by("owner")
     if mode in ("blockwise", "duplicated", "owner"):
         return by(mode)
     along_long_side = cut is not None and matrix.shape[cut] == max(matrix.shape)
@@ -277,9 +292,12 @@ def _check(matrices: Sequence[Matrix]) -> None:
 
 @lru_cache
 def _tile(shape: Shape, rectangles: tuple[Rectangle, ...]) -> bool:
-    """Whether shards are all the whole matrix, or lie in it side by side and leave nothing out."""
+    """Whether shards are all the whole matrix, or lie in it side by side and leave nothing out, in copy after copy."""
     if rectangles and all(rectangle == whole(shape) for rectangle in rectangles):
         return True
+    size, odd = divmod(len(rectangles), copies(shape, rectangles))
+    if not odd and rectangles == rectangles[:size] * (len(rectangles) // (size or 1)):
+        rectangles = rectangles[:size]
     (rows, cols), full = shape, [rectangle for rectangle in rectangles if rectangle.numel]
     inside = all(0 <= p.top <= p.bottom <= rows and 0 <= p.left <= p.right <= cols for p in rectangles)
     overlap = any(

@@ -80,8 +80,8 @@ def cut_twice(
 
 
 def copies(shape: Shape, rectangles: Sequence[Rectangle]) -> int:
-    """How often ranks hold a matrix between them."""
-    return sum(rectangle.numel for rectangle in rectangles) // (shape[0] * shape[1])
+    """How often ranks hold a matrix between them; once where it has no entries."""
+    return sum(rectangle.numel for rectangle in rectangles) // (shape[0] * shape[1] or 1) or 1
 
 
 def cut_dimension(shape: Shape, rectangles: tuple[Rectangle, ...]) -> int | None:
@@ -110,6 +110,7 @@ Scheme = Literal["local", "blockwise", "duplicated", "distributed", "owner", "gr
 - ``distributed``: the standard form; every step sums the Gram matrices of the bucket (stacked) over the ranks, in one
   all-reduce each, after one for the norms. The Gram matrix is that of the dimension that is not cut.
 - ``owner``: one all-to-all brings each matrix together on one rank, which orthogonalizes it, one takes the shards back.
+  Of a matrix that ranks hold in copies, the shards of one copy come, and those of all copies go.
 - ``gram_replicated``: the Gram form on the shards, cut along the long side: one all-reduce of the stacked Gram matrices
   (n x n) at the start and after every restart; every rank computes all factors Q.
 - ``gram_split``: the same, but each sum goes to one rank, which computes Q and hands it out: a reduce-scatter and an
@@ -160,6 +161,16 @@ class Matrix:
         """The ranks that hold entries, ascending, each with their number: few ranks of many where rows lie in a row."""
         entries = (rectangle.numel for rectangle in self.rectangles)
         return tuple((rank, number) for rank, number in enumerate(entries) if number)
+
+    @property
+    def copies(self) -> int:
+        """How often the ranks hold it between them."""
+        return copies(self.shape, self.rectangles)
+
+    def copy_of(self, rank: int) -> slice:
+        """The ranks that hold one copy of the matrix between them, this one among them."""
+        size = self.ranks // self.copies
+        return slice(rank // size * size, rank // size * size + size)
 
 
 @dataclass(frozen=True)

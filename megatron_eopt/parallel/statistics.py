@@ -88,21 +88,25 @@ def _partial_sums(wanted: Sequence[Wanted], rank: int) -> list[_Sums]:
     for (shape, rectangles, _), indices in layouts.items():
         own, shapes = rectangles[rank], [rectangle.shape for rectangle in rectangles]
         cut = any(each != shape for each in shapes)
-        if cut and sum(rectangle.numel for rectangle in rectangles) != math.prod(shape):
-            name = wanted[indices[0]].matrix.name
-            raise ValueError(f"the shards of {name} are not {shape[0]} x {shape[1]} entries: {rectangles}")
+        matrix = wanted[indices[0]].matrix
+        if cut and sum(rectangle.numel for rectangle in rectangles[matrix.copy_of(0)]) != math.prod(shape):
+            raise ValueError(f"the shards of {matrix.name} are not {shape[0]} x {shape[1]} entries: {rectangles}")
+        counts = matrix.copy_of(rank).start == 0  # else another rank has the same
         for name, dim, start in (("row_squares", 0, own.top), ("column_squares", 1, own.left)):
             if some := [i for i in indices if getattr(wanted[i], name)]:
                 along = [xs[i].mT if dim else xs[i] for i in some]
                 x = _row_sums(lambda x: torch.linalg.vector_norm(x, dim=2, dtype=torch.float64).square(), along)
                 crosses = any(each[dim] and each[1 - dim] != shape[1 - dim] for each in shapes)
+                x = x if counts or not crosses else torch.zeros_like(x)
                 sums.append((name, crosses, some, x, start, shape[dim], shape[1 - dim]))
         if some := [i for i in indices if wanted[i].squared_norm]:
-            sums.append(("squared_norm", cut, some, squared_norms([xs[i] for i in some])[:, None], 0, 1, None))
+            x = squared_norms([xs[i] for i in some])[:, None]
+            sums.append(("squared_norm", cut, some, x if counts or not cut else torch.zeros_like(x), 0, 1, None))
         if inner := {i: y for i in indices if (y := wanted[i].inner) is not None}:
             some = list(inner)
             x = _row_sums(lambda x, y: x.double().mul_(y).sum(2), [xs[i] for i in some], list(inner.values()))
-            sums.append(("inner_product", cut, some, x.sum(1, keepdim=True), 0, 1, None))
+            x = x.sum(1, keepdim=True)
+            sums.append(("inner_product", cut, some, x if counts or not cut else torch.zeros_like(x), 0, 1, None))
     return sums
 
 

@@ -60,7 +60,7 @@ def bucket_bytes(matrix: Matrix, scheme: Scheme, count: int, most: int) -> int:
     if scheme in ("local", "blockwise"):
         return 2 * own
     if scheme == "owner":
-        return own + on_rank
+        return own + on_rank * matrix.copies  # of which all go out
     if scheme == "duplicated":
         return matrix.ranks * own + max(own, count * rows * cols * item)
     if scheme == "share":

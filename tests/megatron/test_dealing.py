@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.megatron.runs import MUON, assert_same, losses, train, whole
+from tests.megatron.runs import MUON, assert_same, losses, summary, train, whole
 
 RUN = ["--num-layers", 3, *MUON, "--muon-fp32-matmul-prec", "highest", "--bf16"]
 SHARED = [*RUN, "--use-distributed-optimizer"]
@@ -79,4 +79,20 @@ def test_files_of_single_ranks_are_read_by_the_deal_that_wrote_them(tmp_path):
     load = ["--ckpt-format", "torch", "--load", tmp_path / "checkpoint", "--ckpt-step", 2, "--train-iters", 4]
     resumed, _ = train(tmp_path / "resumed", 2, *SHARED, *load)
     for one, other in zip(resumed, straight, strict=True):
+        assert_same(one["after"], other["after"])
+
+
+@pytest.mark.wide
+def test_data_parallel_ranks_share_shards_where_nothing_is_dealt(tmp_path):
+    run = ["--num-layers", 3, *MUON, "--muon-fp32-matmul-prec", "highest", "--tensor-model-parallel-size", 2]
+    run += ["--global-batch-size", 8, "--train-iters", 4, "--muon-tp-mode", "owner", "--ckpt-format", "torch_dist"]
+    plain, output = train(tmp_path / "plain", 4, *run)
+    assert "18 owner over 2 ranks" in summary(output)
+    saved = ["--muon-share-over-dp", "--save", tmp_path / "checkpoint", "--save-interval", 2]
+    shared, output = train(tmp_path / "shared", 4, *run, *saved)
+    assert "18 owner over 4 ranks" in summary(output)
+    assert losses(shared) == pytest.approx(losses(plain), rel=1e-5)
+    load = ["--muon-share-over-dp", "--load", tmp_path / "checkpoint", "--ckpt-step", 2]
+    resumed, _ = train(tmp_path / "resumed", 4, *run, *load)
+    for one, other in zip(resumed, shared, strict=True):
         assert_same(one["after"], other["after"])

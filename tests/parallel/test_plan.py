@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_eopt.parallel.cost import Rates, cube_flops, plan_cost, whole_flops, work_of
+from megatron_eopt.parallel.cost import Rates, bucket_traffic, cube_flops, plan_cost, whole_flops, work_of
 from megatron_eopt.parallel.engine import subset
 from megatron_eopt.parallel.plan import (
     REPLICATED_ROWS,
@@ -190,6 +190,24 @@ def test_pieces_cut_along_both_dimensions(mode):
     assert schemes(make_plan(both, mode, WORK)) == [(expected, 1)]
     large = [Matrix("m", (4096, 9216), quarters((4096, 9216)))]
     assert schemes(make_plan(large, mode, WORK)) == [(mode if mode in ("blockwise", "duplicated") else "owner", 1)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_shards_in_copies_go_whole_to_all_ranks_of_all_copies(mode):
+    twice = [replace(each, rectangles=each.rectangles * 2) for each in some(9, (1024, 4096), ranks=2)]
+    plan = make_plan(twice, mode, WORK)
+    assert schemes(plan) == [("owner", 9)]
+    assert Counter(plan.buckets[0].compute_ranks) == {0: 3, 1: 2, 2: 2, 3: 2}
+    for rank in range(4):
+        # half of each matrix that its copy has to compute but this rank does not; back to its replica, and the other
+        # half to both of the others
+        owned, near = (3, 5) if rank == 0 else (2, 5 if rank == 1 else 4)
+        half = 1024 * 4096 * 4 // 2
+        traffic = bucket_traffic(plan, plan.buckets[0], rank, WORK)
+        assert traffic == {"all_to_all": (2, ((near - owned) + owned * 3) * half)}
+    odd = [replace(each, rectangles=each.rectangles[:3]) for each in twice[:1]]
+    with pytest.raises(ValueError, match="do not tile"):
+        make_plan(odd, mode, WORK)
 
 
 def test_matrices_of_other_groups_pieces_or_item_sizes_are_other_buckets():

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_eopt.orthogonalize.newton_schulz import Iteration
 from megatron_eopt.parallel.collectives import all_gather, exchange, packed
-from megatron_eopt.parallel.records import Bucket, Matrix, Rectangle, Shape, copies
+from megatron_eopt.parallel.records import Bucket, Matrix, Rectangle, Shape
 
 Shapes = tuple[int, int, int] | list[Shape]
 """Of a stack (n x rows x cols); where its matrices differ, of each: they lie back to back in one dimension then."""
@@ -76,14 +76,21 @@ def duplicated(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
 
 
 def owner(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
-    """``owner``: shards may be any, cut along both dimensions too. See :data:`Run`."""
+    """``owner``: shards may be any, cut along both dimensions too, and of several copies. See :data:`Run`."""
     group, own, ranks = job.ranks, job.alike[job.ranks.rank()] or [(0, job.matrix)], range(job.ranks.size())
+    copy = job.matrix.copy_of(group.rank())  # to whose compute ranks this rank's shards go
     sizes = [sum(count * matrix.rectangles[group.rank()].numel for count, matrix in each) for each in job.alike]
-    arriving = [[count * matrix.rectangles[rank].numel for count, matrix in own] for rank in ranks]
-    pending = exchange(stack.view(-1), sizes, [sum(each) for each in arriving], group)
-    del stack
+    arriving = [
+        [count * (rank in ranks[copy]) * matrix.rectangles[rank].numel for count, matrix in own] for rank in ranks
+    ]
+    sent = stack.view(-1)[sum(sizes[: copy.start]) : sum(sizes[: copy.stop])]
+    near = [size * (rank in ranks[copy]) for rank, size in enumerate(sizes)]
+    pending = exchange(sent, near, [sum(each) for each in arriving], group)
+    del stack, sent
     yield
-    factors = orthogonalized(assemble(_of_each(pending.wait(), arriving), own, True), job.iteration)
+    parts, alike = (each[copy] for each in _of_each(pending.wait(), arriving)), of_copy(own, copy)
+    factors = orthogonalized(assemble(parts, alike, True), job.iteration)
+    del parts
     pairs = [(x, matrix.rectangles) for x, (_, matrix) in zip(_stacks(factors, own), own, strict=True)]
     back, of_each = packed([[cut_out(x, each[rank]) for x, each in pairs if each[rank].numel] for rank in ranks])
     del factors, pairs
@@ -165,17 +172,14 @@ def bring(
     Where the group holds several copies of a matrix, one behind the other, a rank gets the shards of the copy that it
     has a part of.
     """
-    ranks = range(group.size())
-    size = len(ranks) // copies(matrices[0].shape, matrices[0].rectangles)  # ranks that hold a copy
-    first = group.rank() // size * size
-    here = ranks[first : first + size]
+    ranks, copy = range(group.size()), matrices[0].copy_of(group.rank())
+    here = ranks[copy]
     parts = zip(*(stack.split(list(of)) for stack, of in zip(stacks, numbers, strict=True)), strict=True)
     sent = [[x if rank in here else x[:0] for x in to] for rank, to in enumerate(parts)]
     pairs = [(of[group.rank()], matrix) for of, matrix in zip(numbers, matrices, strict=True)]
     sizes = [[count * (rank in here) * matrix.rectangles[rank].numel for count, matrix in pairs] for rank in ranks]
     wait = _exchange(sent, sizes, group)
-    copy = slice(here.start, here.stop)
-    own = [(count, replace(matrix, rectangles=matrix.rectangles[copy])) for count, matrix in pairs]
+    own = of_copy(pairs, copy)
     return lambda: [assemble([parts[copy]], [each]) for parts, each in zip(wait(), own, strict=True)]
 
 
@@ -206,6 +210,13 @@ def _of_each(received: Tensor, sizes: Sequence[Sequence[int]]) -> Iterator[tuple
     """What came from all ranks of the first stack, then of the next, where ``sizes`` are those from each rank."""
     flat = [size for of_rank in sizes for size in of_rank]
     return zip(*batched(received.split(flat), len(sizes[0])), strict=True)
+
+
+def of_copy(alike: Alike, copy: slice) -> Alike:
+    """Matrices of which ranks hold several copies, as those hold them that have one of these between them."""
+    if len(alike[0][1].rectangles[copy]) == alike[0][1].ranks:
+        return alike
+    return [(count, replace(matrix, rectangles=matrix.rectangles[copy])) for count, matrix in alike]
 
 
 def assemble(parts: Iterable[Sequence[Tensor]], alike: Alike, short_first: bool = False) -> Tensor:

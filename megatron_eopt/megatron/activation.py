@@ -13,7 +13,15 @@ from megatron.core.tensor_parallel import layers
 from megatron_eopt import registry
 from megatron_eopt.matrices import ATTRIBUTE
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED, amend, sharded, with_flags
+from megatron_eopt.megatron.arguments import (
+    DEFAULT_TP_MODE,
+    TP_MODE_SOURCE,
+    UNNAMED,
+    amend,
+    sharded,
+    with_flags,
+    with_our_offload,
+)
 from megatron_eopt.megatron.averaging import averaged
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import prepared
 from megatron_eopt.megatron.checkpoints.loading import (
@@ -157,7 +165,10 @@ def _of_training() -> list[Redirection]:
     in_place = "what is no tensor of an optimizer has to be loaded too, which Megatron leaves out under torch FSDP2"
     parsed = "--optimizer and the flags of Muon take what our optimizers take, and refuse the rest when parsed"
     amended = around(lambda add_arguments, parser: amend(add_arguments(parser), releases.unavailable()))
-    fsdp = "Megatron's checks allow its FSDPs with adam and sgd alone, and so check a run with ours as one with adam"
+    fsdp = (
+        "Megatron's checks allow its FSDPs with adam and sgd alone, and so check a run with ours as one with adam; and "
+        "--optimizer-cpu-offload with an Adam that steps on the CPU"
+    )
     named = "Megatron prepares Adam's state alone for fsdp_dtensor, and finds no weights of a model in fp32"
     flags = "what the flags of our optimizers say reaches the config, which has no fields for some of them"
     return [
@@ -168,7 +179,7 @@ def _of_training() -> list[Redirection]:
         Redirection(checkpointing, "load_checkpoint", with_optimizer, in_place),
         Redirection(checkpointing, "read_metadata", checked_tracker, empty),
         Redirection(arguments, "add_megatron_arguments", amended, parsed),
-        Redirection(arguments, "validate_args", sharded, fsdp),
+        Redirection(arguments, "validate_args", lambda validate: with_our_offload(sharded(validate)), fsdp),
         Redirection(training, "get_megatron_optimizer_config", with_flags, flags),
         Redirection(training, "evaluate", averaged, "Schedule-Free trains at one point and is evaluated at another"),
     ]

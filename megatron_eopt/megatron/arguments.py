@@ -108,6 +108,22 @@ def with_flags(make_config: Callable[..., Any], args: argparse.Namespace) -> Any
     return config, overrides
 
 
+@around
+def with_our_offload(validate: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+    """Around Megatron's ``validate_args``, which does not see ``--optimizer-cpu-offload`` with an optimizer of ours.
+
+    It has that for an Adam that steps on the CPU, and wants flags which that needs.
+    """
+    name, asked = args.optimizer.removeprefix("dist_"), getattr(args, "optimizer_cpu_offload", False)
+    if name not in ROWS or not asked:
+        return validate(args, *rest, **kwargs)
+    args.optimizer_cpu_offload = False
+    try:
+        return validate(args, *rest, **kwargs)
+    finally:
+        args.optimizer_cpu_offload = True
+
+
 def _check_effect(args: argparse.Namespace) -> None:
     """Refuse overrides where nothing here builds the optimizer; say which flags of single optimizers have no effect."""
     name, overrides = getattr(args, "optimizer", "").removeprefix("dist_"), getattr(args, "optimizer_overrides", None)

@@ -30,6 +30,7 @@ from megatron_eopt.orthogonalize.scale import PRESETS
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.redirect import around
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
+from megatron_eopt.row import offload_from
 
 
 class OptimizerOfRun:
@@ -44,7 +45,7 @@ class OptimizerOfRun:
     def __init__(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any, layer_wise: bool = False) -> None:
         self.facts = Run.of(config, model_chunks, pg_collection, layer_wise=layer_wise)
         refuse_unsupported(self.facts)
-        self.config = without_sharing(with_preset(config), self.facts)
+        self.config = offloading(without_sharing(with_preset(config), self.facts))
         self.model_chunks, self.groups = model_chunks, pg_collection
         self.tp_mode, self.tp_mode_source = config.muon_tp_mode, getattr(config, TP_MODE_SOURCE, "config")
         if self.tp_mode_source == UNNAMED and self.tp_mode != DEFAULT_TP_MODE:
@@ -218,6 +219,14 @@ def without_sharing(config: Any, run: Run) -> Any:
     found = copy.copy(config) if off else config
     for name in off:
         setattr(found, name, False)
+    return found
+
+
+def offloading(config: Any) -> Any:
+    """The config with the share of our state that is kept in host memory; Megatron's own flag is not for its Adam."""
+    found = copy.copy(config)
+    vars(found).update(offload_from(config))
+    found.optimizer_cpu_offload = False
     return found
 
 

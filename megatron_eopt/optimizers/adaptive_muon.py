@@ -203,6 +203,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         symmetric_products: str | None = None,
         weight_decay_method: DecayMethod | None = None,
         workspace: int = 2**31,
+        offload_fraction: float = 0.0,
     ) -> None:
         check_flag(type(self).__name__, "align_rms", align_rms)
         check_choice("moment2_method", moment2_method, get_args(Moment2Method))

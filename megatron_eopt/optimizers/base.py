@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from math import prod
 from typing import Any, Literal, overload
 
 import torch
@@ -14,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.matrices import WHOLE, Split, check_split_shapes, declared_split, split_of
 from megatron_eopt.optimizers.group_settings import check_scalars
 from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients
+from megatron_eopt.optimizers.offload import host_zeros, on_host
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
@@ -66,6 +68,7 @@ class BaseOptimizer(Optimizer):
     symmetric_products: str | None = None
     workspace: int = 2**31
     keeps_directions: bool = False  # whether update() needs what was orthogonalized
+    offload_fraction: float = 0.0  # of the state that has the shape of its parameter: the share in host memory
 
     # These are on the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
     _engine: Engine | None = None
@@ -73,6 +76,7 @@ class BaseOptimizer(Optimizer):
     _nonfinite: NonFinite | None = None
     _group_by_parameter: dict[Tensor, dict[str, Any]] | None = None
     _ends: dict[Tensor, list[str]] | None = None
+    _on_host: dict[Tensor, bool] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled and copied: torch's part, and the attributes of this object but those that start with ``_``.
@@ -254,8 +258,31 @@ class BaseOptimizer(Optimizer):
         state = self.state[parameter]
         if not state:
             for tensor in self.state_tensors(parameter):
-                state[tensor.key] = zeros(parameter, tensor, self.matrix_layouts)
+                state[tensor.key] = self._zeros(parameter, tensor)
         return state
+
+    def _zeros(self, parameter: Tensor, tensor: StateTensor) -> Tensor:
+        if tensor.dims is None and self.on_host(parameter):
+            return host_zeros(parameter, tensor.dtype or parameter.dtype)
+        return zeros(parameter, tensor, self.matrix_layouts)
+
+    def on_host(self, parameter: Tensor) -> bool:
+        """Whether what is kept of a parameter in its shape is in host memory; the same on all ranks that share it."""
+        if not self.offload_fraction:
+            return False
+        if self._on_host is None or parameter not in self._on_host:
+            parameters = self._parameters()
+            sizes = (
+                self._bytes_of_entry(p) * sum(prod(layout.shape) for layout in self.matrix_layouts(p))
+                for p in parameters
+            )
+            self._on_host = dict(zip(parameters, on_host(sizes, self.offload_fraction), strict=True))
+        return self._on_host.get(parameter, False)
+
+    def _bytes_of_entry(self, parameter: Tensor) -> int:
+        """The bytes that are kept for each entry of a parameter."""
+        shaped_alike = (tensor for tensor in self.state_tensors(parameter) if tensor.dims is None)
+        return sum((tensor.dtype or parameter.dtype).itemsize for tensor in shaped_alike)
 
     def _check_placements(self, parameter: Tensor, called: str) -> None:
         """Refuse a DTensor whose state cannot be saved; to be called by all ranks, before there is any state."""
@@ -287,15 +314,24 @@ class BaseOptimizer(Optimizer):
                         f"{tuple(parameter.shape)}, but the state has {sorted(state)}: it is of another optimizer, or "
                         f"of other settings of this one"
                     )
-        super().load_state_dict(state_dict)
+        # torch moves all to the devices of the parameters, for which there may be no room
+        on_host = {i: self._keys_on_host(p) for p, i in zip(self._parameters(), indices, strict=False)}
+        left = {i: {k: x for k, x in s.items() if k not in on_host.get(i, ())} for i, s in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": left})
         self._engine = None
         for parameter, state in states:
             for tensor in self.state_tensors(parameter):
-                if tensor.rank is not None and tensor.is_elsewhere(self.matrix_layouts(parameter)):  # once all had it
+                if tensor.key in self._keys_on_host(parameter):
+                    own = self._zeros(parameter, tensor)
+                    self.state[parameter][tensor.key] = own.copy_(state[tensor.key])
+                elif tensor.rank is not None and tensor.is_elsewhere(self.matrix_layouts(parameter)):  # once all had it
                     self.state[parameter][tensor.key] = zeros(parameter, tensor, self.matrix_layouts)
                 elif tensor.dtype not in (None, parameter.dtype):  # to which torch casts what it loads
                     own = state[tensor.key].detach().clone().to(local(parameter).device, tensor.dtype)
                     self.state[parameter][tensor.key] = own
+
+    def _keys_on_host(self, parameter: Tensor) -> set[str]:
+        return {each.key for each in self.state_tensors(parameter) if each.dims is None and self.on_host(parameter)}
 
     def _completed(self, saved: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
         """The settings of a saved group, with those known of the group where they are missing."""
@@ -311,7 +347,8 @@ class BaseOptimizer(Optimizer):
         rates = Rates.from_state_dict(known) if known is not None else None  # those of the checkpoint, or measured now
         own = self.plan_rates if isinstance(self.plan_rates, Rates) else rates
         device = local(parameters[0]).device if parameters else torch.device("cpu")
-        workspace = Workspace(bytes=self.workspace, kept=4 if self.keeps_directions else 0)
+        state = max(map(self._bytes_of_entry, parameters), default=0) if self.offload_fraction else 0
+        workspace = Workspace(bytes=self.workspace, kept=(4 if self.keeps_directions else 0) + state, state=state)
         return Engine(described, device, self.tp_mode, own, workspace)
 
     def kernel_times(self) -> Tensor:

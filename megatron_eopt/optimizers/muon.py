@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Literal, TypedDict
 
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from megatron_eopt.optimizers.group_settings import (
     note_short_schedule,
     own_settings,
 )
+from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_shard, local
 from megatron_eopt.orthogonalize.choices import check_choice
@@ -56,6 +57,8 @@ def muon(batches: Sequence[Batch], engine: Engine, optimizer: "TensorParallelMuo
     3. the update: ``s O``, with ``O`` the orthogonal factor of each whole logical matrix of ``u``;
     4. ``p -= lr * update``.
 
+    What is kept in host memory is on the device for this alone: see :mod:`~megatron_eopt.optimizers.offload`.
+
     Args:
         batches: of each group what the step works on; weights and momenta are written to.
         engine: all that is known of other ranks.
@@ -63,20 +66,25 @@ def muon(batches: Sequence[Batch], engine: Engine, optimizer: "TensorParallelMuo
             relative of Muon overrides some of them.
     """
     kept: dict[Sequence[int], tuple[list[Batch], list[Tensor]]] = {}
+    indices, streamed = [i for batch in batches for i in batch.indices], optimizer.streamed
+    if optimizer.offload_fraction:
+        streamed.begin(batches, engine.order(indices), optimizer.on_host)
 
     def directions(some: Sequence[int]) -> list[Tensor]:
-        own = foreach.chosen(batches, some)
+        own = streamed.bring(foreach.chosen(batches, some))
         for batch in own:
             foreach.decay(batch)
         found = engine.split_all(some, optimizer.direction(own))
+        streamed.take_back(chain(*(batch.momenta for batch in own)))
         kept[some] = own, found if optimizer.keeps_directions else []
         return found
 
-    indices = [i for batch in batches for i in batch.indices]
     for some, factors in engine.factors(indices, directions, optimizer.scales_factors):
         own, of_own = kept.pop(some)
         updates = optimizer.update(own, factors, of_own)
         optimizer.apply(own, engine.merge_all(some, updates))
+        streamed.take_back(chain(*(each for batch in own for each in batch.further)))
+    streamed.end()
 
 
 class TensorParallelMuon(OrthogonalizedOptimizer):
@@ -128,6 +136,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             :data:`~megatron_eopt.optimizers.group_settings.DecayMethod`; None for what ``use_decoupled_weight_decay``
             says.
         workspace: bytes of a step's temporaries on this rank, beside what one iteration of its largest matrix needs.
+        offload_fraction: share, in [0, 1], of what is kept in the shape of a parameter (momenta, above all) that is
+            kept in host memory, pinned where there is a GPU: whole parameters, spread evenly over all of them, and at
+            least so many bytes. A step is cut into chunks then, and brings the state of one while it works on another.
+            Before other code than :meth:`state_dict` reads it, ``torch.cuda.synchronize()`` waits for what is on its
+            way.
 
     Attributes:
         newton_schulz: the iteration of groups that say nothing else of it.
@@ -154,6 +167,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     _shares_shards: bool = False  # with the data-parallel ranks, by the last plan
     _graphed: GraphedUpdate | None = None
+    _streamed: Streamed | None = None
     _further: dict[str, Any] | None = None  # what _further_settings() are, set before this constructor
 
     def __init__(
@@ -180,6 +194,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         symmetric_products: str | None = None,
         weight_decay_method: DecayMethod | None = None,
         workspace: int = 2**31,
+        offload_fraction: float = 0.0,
     ) -> None:
         for key, flag in (("nesterov", nesterov), ("split_qkv", split_qkv), ("cuda_graphs", cuda_graphs)):
             check_flag(type(self).__name__, key, flag)
@@ -190,6 +205,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             raise ValueError(f"plan_rates are Rates or 'measure', got {plan_rates!r}")
         if type(workspace) is not int or workspace <= 0:
             raise ValueError(f"workspace is a whole number of bytes above 0, got {workspace!r}")
+        if type(offload_fraction) not in (int, float) or not 0 <= offload_fraction <= 1:
+            raise ValueError(f"offload_fraction is a number in [0, 1], got {offload_fraction!r}")
+        self.offload_fraction = offload_fraction
         self.newton_schulz = NewtonSchulz(
             steps=num_ns_steps, coefficient_type=coefficient_type, fp32_matmul_prec=fp32_matmul_prec
         )
@@ -222,8 +240,26 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self.cuda_graphs = cuda_graphs
         if cuda_graphs:
             self._check_graphs()
+        if offload_fraction and self._overrides(TensorParallelMuon):
+            raise ValueError(
+                f"{type(self).__name__} has an orthogonalize of its own, for which all state is on the device at once: "
+                f"leave offload_fraction at 0"
+            )
 
     # The step, and the hooks of relatives.
+
+    @property
+    def streamed(self) -> Streamed:
+        """How state gets from host memory to the device and back."""
+        if self._streamed is None:
+            self._streamed = Streamed(self.engine.device)
+        return self._streamed
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; it waits for state that is on its way to host memory."""
+        if self._streamed is not None:
+            self._streamed.wait()
+        return super().state_dict()
 
     def _take(self, accepted: Tensor) -> None:
         if self._overrides(TensorParallelMuon):
@@ -403,7 +439,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         settings = self.update_settings(self.group_of(parameter) if group is None else group)
         dtype, layout, split = local(parameter).dtype, self.layout(parameter), self.split_of(parameter)
         scale = None if self.measures else settings.scale
-        return Parameter(name, dtype, layout, split, settings.newton_schulz, scale, settings.name)
+        offloaded = self.on_host(parameter) * parameter.numel() * self._bytes_of_entry(parameter)
+        return Parameter(name, dtype, layout, split, settings.newton_schulz, scale, settings.name, offloaded=offloaded)
 
     def _own_settings(self) -> list[dict[str, Any]]:
         """What each group says of its updates: where that changes, ranks prepare anew."""
@@ -427,6 +464,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if own != self.newton_schulz:
             note_short_schedule(own)
         for parameter in group["params"]:
+            if self.offload_fraction and isinstance(parameter, DTensor):
+                raise ValueError(
+                    f"{type(self).__name__}: state of a DTensor cannot be in host memory, got one of shape "
+                    f"{tuple(parameter.shape)}: leave offload_fraction at 0"
+                )
             self._check_shards(parameter, f"a parameter of shape {tuple(parameter.shape)}")
             if self.measures:
                 self._refuse_blockwise(parameter, "norms")
@@ -470,7 +512,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def _check_graphs(self) -> None:
         devices = {parameter.device.type for parameter in self._parameters()}
         refused = None
-        if devices != {"cuda"}:
+        if self.offload_fraction:
+            refused = "state in host memory is not where it was in the step before (offload_fraction)"
+        elif devices != {"cuda"}:
             refused = f"the parameters are on {' and '.join(sorted(devices))}, not on a CUDA device"
         elif self._overrides(TensorParallelMuon):
             refused = f"{type(self).__name__} has an orthogonalize of its own, which may wait for the device"
@@ -496,6 +540,7 @@ class Transport(TypedDict, total=False):
     plan_rates: Rates | Literal["measure"]
     symmetric_products: str | None
     workspace: int
+    offload_fraction: float
 
 
 def spelled_out[**P](init: Callable[P, None]) -> Callable[P, None]:

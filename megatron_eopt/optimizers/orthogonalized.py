@@ -332,7 +332,8 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     def direction(self, batches: Sequence[Batch], follow: Follow = foreach.average) -> list[Tensor]:
         """What is orthogonalized of each parameter of all batches: its momentum, after the look-ahead.
 
-        Momenta ``follow`` gradients by :func:`~megatron_eopt.optimizers.foreach.average`, or by ``averaged``, which
+        Nobody writes to momenta after it in this step, since those in host memory are on their way there. They
+        ``follow`` gradients by :func:`~megatron_eopt.optimizers.foreach.average`, or by ``averaged``, which
         leaves them as they are.
         """
         directions = []

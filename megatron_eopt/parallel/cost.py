@@ -7,16 +7,16 @@ a rate plus bytes over a rate plus a latency for each collective, nothing overla
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import reduce
-from operator import add
+from operator import add, sub
 from typing import Any, NamedTuple
 
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.forms import gram_flops, iteration_bytes, standard_flops
 from megatron_eopt.parallel.collectives import sent_bytes
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Shape, cut_dimension, in_rounds
-from megatron_eopt.parallel.workspace import IN_FLIGHT, OF_ENTRY, Workspace, chunk_bytes
+from megatron_eopt.parallel.workspace import IN_FLIGHT, OF_ENTRY, Workspace, chunk_bytes, state_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,9 @@ class Rates:
 
 
 DEFAULT_RATES = Rates()
+
+HOST_BYTES = 50e9
+"""Bytes per second between a GPU and pinned host memory, each way at the same time: about what PCIe 5.0 x16 carries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,10 +231,19 @@ def plan_cost(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> Cost:
     return _sum(_busiest(map(_sum, zip(*costs, strict=True))) for costs in groups.values())
 
 
+def chunk_seconds(plan: Plan, work: Works, rates: Rates) -> list[float]:
+    """The predicted time of each chunk of a plan on its busiest rank."""
+    last = max((bucket.chunk for bucket in plan.buckets), default=0)
+    of_each = [tuple(bucket for bucket in plan.buckets if bucket.chunk == chunk) for chunk in range(last + 1)]
+    return [plan_cost(replace(plan, buckets=buckets), work, rates).seconds for buckets in of_each]
+
+
 def step_bytes(plan: Plan, work: Works, workspace: Workspace) -> int:
     """The temporaries of a step on its busiest rank, at most: chunks at work, hooks, and an iteration."""
     largest = largest_iteration(plan.matrices, work)
     chunks, most, room = chunk_bytes(plan, workspace), 0, workspace.for_chunks(largest)
+    if any(state := state_bytes(plan, workspace)):  # one chunk at work, with two slots for state
+        chunks, room = [max(map(sub, chunks, state)) + 2 * max(state)], 0
     for first in range(len(chunks)):
         held = 0
         for needed in chunks[first : first + IN_FLIGHT]:

@@ -26,8 +26,8 @@ from megatron_eopt.orthogonalize.products import Fp32Precision, Products, defaul
 from megatron_eopt.orthogonalize.timing import fastest, seconds, times
 from megatron_eopt.parallel.chunks import Chunk, Directions, Part, Piece, execute, in_order, widest
 from megatron_eopt.parallel.collectives import all_gather, all_reduce, lowest
-from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work, largest_iteration
-from megatron_eopt.parallel.explain import explain
+from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work, chunk_seconds, largest_iteration
+from megatron_eopt.parallel.explain import explain, explain_offloaded
 from megatron_eopt.parallel.layout import Layout, local_rows, split_layout
 from megatron_eopt.parallel.plan import fingerprint, first_difference, make_plan
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, TpMode, whole
@@ -52,6 +52,7 @@ class Parameter:
         scale: what multiplies an orthogonal factor, from the rows and columns of its matrix; None for 1.
         settings: what else ranks that share it have to agree on, in words.
         groups: of ranks that share a parameter without layout, by label.
+        offloaded: bytes that this rank keeps of it in host memory.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Parameter:
     scale: Callable[[int, int], float] | None = None
     settings: str = ""
     groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
+    offloaded: int = 0
 
     @property
     def shared_by(self) -> Mapping[str, ProcessGroup]:
@@ -146,6 +148,7 @@ class Engine:
         self._chunks: dict[tuple[int, ...], list[Chunk]] = {}
         self._products: Callable[[int], Products | None] = lambda rows: None  # by rows; chosen by prepare()
         self._room = workspace.for_chunks(largest_iteration(planned if self.works else (), self.works))
+        self._room *= not workspace.state  # whose slots on the device are those of the chunk at work and of the next
         self.matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
         """Of each parameter its logical matrices, as they are orthogonalized: ``blockwise`` makes each shard one."""
         for matrix, (i, layout) in zip(planned, self._of_matrix, strict=True):
@@ -185,7 +188,21 @@ class Engine:
 
     def explain(self) -> str:
         """The plan as a table: scheme, operations, bytes, collectives and predicted time of each bucket."""
-        return explain(self.plan, self.works, self.rates, self.workspace)
+        table = explain(self.plan, self.works, self.rates, self.workspace)
+        state, seconds = self.offloaded(), chunk_seconds(self.plan, self.works, self.rates)
+        return f"{table}\n{explain_offloaded(state, seconds)}" if any(state) else table
+
+    def offloaded(self) -> list[int]:
+        """Of each chunk of the plan the bytes that this rank keeps in host memory."""
+        chunk_of = {self._of_matrix[m][0]: bucket.chunk for bucket in self.plan.buckets for m in bucket.matrices}
+        found = [0] * (1 + max(chunk_of.values(), default=0))
+        for i, chunk in chunk_of.items():
+            found[chunk] += self._parameters[i].offloaded
+        return found
+
+    def order(self, indices: Sequence[int]) -> list[list[int]]:
+        """Which parameters are in each chunk, in the order in which :meth:`factors` asks for their directions."""
+        return [[i for part in chunk.parts for i in part.parameters] for chunk in self._chunks_of(indices)]
 
     def agree(self, flags: Tensor) -> Tensor:
         """Element-wise minimum of ``flags`` (k x parameters) over the ranks that share each parameter."""
@@ -271,7 +288,7 @@ class Engine:
         Yields:
             Some of the parameters, as they were asked for, and this rank's shards of the factors of their matrices.
         """
-        return execute(self._chunks_of(indices), directions, self._room, scaled)
+        return execute(self._chunks_of(indices), directions, self._room, scaled)  # with no room one chunk at a time
 
     def statistics(self, wanted: Sequence[Wanted]) -> list[Statistics]:
         """Statistics of logical matrices, with at most one all-reduce for each group; the same on all its ranks."""

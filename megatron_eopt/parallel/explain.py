@@ -1,7 +1,10 @@
 """A plan as a table, for people."""
 
+from collections.abc import Sequence
+
 from megatron_eopt.parallel.cost import (
     DEFAULT_RATES,
+    HOST_BYTES,
     Cost,
     Rates,
     Work,
@@ -68,6 +71,21 @@ def _memory(plan: Plan, work: Works, workspace: Workspace) -> str:
         f"Temporaries: at most {_figure(needed / mib)} MiB, in {called}. The workspace is "
         f"{_figure(workspace.bytes / mib)} MiB;\nbeside it an iteration of the largest matrix may take "
         f"{_figure(largest / mib)} MiB."
+    )
+
+
+def explain_offloaded(state: Sequence[int], seconds: Sequence[float]) -> str:
+    """Lines on state in host memory, from the bytes of it and the predicted seconds of each chunk.
+
+    A step waits for the state of the first chunk, and for what of the next one's does not arrive in a chunk's time.
+    """
+    copied, mib = [each / HOST_BYTES * 1e3 for each in state], 2**20
+    waits = copied[0] + sum(max(0.0, there - 1e3 * work) for there, work in zip(copied[1:], seconds, strict=False))
+    there = max(state) * min(2, len(state)) / mib
+    return (
+        f"State in host memory: {_figure(sum(state) / mib)} MiB of this rank, which a step copies to the device and "
+        f"back; at most {_figure(there)} MiB are there.\nAt {HOST_BYTES / 1e9:.3g} GB/s {_figure(sum(copied))} ms each "
+        f"way: the step waits {_figure(waits)} ms, and the predicted time of its chunks hides the rest."
     )
 
 

@@ -150,7 +150,7 @@ def _chunks(
         chunk_of |= {i: first + chunk for i, chunk in in_chunks(alone, parameters, workspace, largest).items()}
     together = sum(chunk_bytes(replace(draft, buckets=tuple(buckets)), workspace))
     fit = together <= workspace.for_chunks(largest_iteration(draft.matrices, work))
-    return {} if fit and len(set(chunk_of.values())) == len(of_labels) else chunk_of
+    return {} if fit and not workspace.state and len(set(chunk_of.values())) == len(of_labels) else chunk_of
 
 
 def _cut(buckets: Sequence[Bucket], chunk_of: Mapping[int, int]) -> Iterator[Bucket]:

@@ -14,6 +14,10 @@ IN_FLIGHT = 3
 """Buckets at work at once: one whose shards arrive, one that is computed, one whose results leave."""
 
 
+OFFLOADED_CHUNKS = 8
+"""Chunks, at least, of a step whose state comes from host memory: so little of it is on the device at a time, and the
+first of them, which arrives while nothing is computed, is small."""
+
 OF_ENTRY = 24
 """Bytes that hooks take for an entry of a shard at a time, at most: copies of gradient, momentum, direction and update
 where masks are put on, or of factor, second moment and update."""
@@ -26,10 +30,12 @@ class Workspace:
     Attributes:
         bytes: of all, beside what an iteration of one matrix takes where that is more than :attr:`iteration`.
         kept: what an optimizer keeps for each entry from the direction to the update.
+        state: of it, what comes from host memory for the step; 0 where all state is on the device.
     """
 
     bytes: int = 2**31
     kept: int = 0
+    state: int = 0
 
     @property
     def iteration(self) -> int:
@@ -77,6 +83,9 @@ def in_chunks(plan: Plan, parameters: Sequence[int], workspace: Workspace, large
     fit into the workspace, a chunk takes a third of it, so that three are at work; more where it needs that for as many
     matrices of a bucket as there are compute ranks, so that each rank has one; and where these do not fit at all, one
     parameter at a time. ``largest`` is what an iteration of the largest matrix takes.
+
+    Where state comes from host memory, one chunk is at work, and the state of the next arrives. A chunk then takes also
+    no more than a share of the whole plan: see :data:`OFFLOADED_CHUNKS`.
     """
     bucket_of = {i: number for number, bucket in enumerate(plan.buckets) for i in bucket.matrices}
     like = _like(plan)
@@ -91,8 +100,9 @@ def in_chunks(plan: Plan, parameters: Sequence[int], workspace: Workspace, large
             of_buckets.setdefault(bucket_of[i], {})[i] = count
         return sum(_needed(plan, plan.buckets[number], each, workspace) for number, each in of_buckets.items())
 
-    room = workspace.for_chunks(largest)
-    if needed(list(matrices_of), {}) <= room:
+    room, of_all = workspace.for_chunks(largest), needed(list(matrices_of), {})
+    most = min(room // IN_FLIGHT, of_all // OFFLOADED_CHUNKS) if workspace.state else room // IN_FLIGHT
+    if of_all <= room and not workspace.state:
         return dict.fromkeys(bucket_of, 0)
     chunk, held, chunk_of = 0, Counter[int](), dict[int, int]()
     for number, bucket in enumerate(plan.buckets):
@@ -103,7 +113,7 @@ def in_chunks(plan: Plan, parameters: Sequence[int], workspace: Workspace, large
             some = waiting[: -(-ranks // each)]
             if needed(some, {}) > room:
                 some = some[:1]
-            if held and needed(some, held) > room // IN_FLIGHT:
+            if held and needed(some, held) > most:
                 chunk, held = chunk + 1, Counter()
             held.update(like[i] for one in some for i in matrices_of[one])
             chunk_of |= dict.fromkeys(some, chunk)
@@ -119,6 +129,14 @@ def chunk_bytes(plan: Plan, workspace: Workspace) -> list[int]:
     return [of_each[chunk] for chunk in sorted(of_each)]
 
 
+def state_bytes(plan: Plan, workspace: Workspace) -> list[int]:
+    """What each chunk of a plan has on its busiest rank of state that comes from host memory, at most."""
+    of_each: Counter[int] = Counter()
+    for bucket in plan.buckets:
+        of_each[bucket.chunk] += workspace.state * _most_held(plan, Counter(bucket.matrices))
+    return [of_each[chunk] for chunk in sorted(of_each)]
+
+
 def _like(plan: Plan) -> dict[int, int]:
     """Of each matrix the first one of its bucket of which each rank holds as much."""
     first: dict[tuple[Any, ...], int] = {}
@@ -129,11 +147,16 @@ def _like(plan: Plan) -> dict[int, int]:
     }
 
 
-def _needed(plan: Plan, bucket: Bucket, counts: Mapping[int, int], workspace: Workspace) -> int:
-    """What matrices of a bucket take: so many as are held like this one, by its index."""
+def _most_held(plan: Plan, counts: Mapping[int, int]) -> int:
+    """The entries of matrices, so many as are held like each, on the rank that holds most of them."""
     held = Counter[int]()
     for i, count in counts.items():
         for rank, entries in plan.matrices[i].held:
             held[rank] += count * entries
-    matrix, most = plan.matrices[bucket.matrices[0]], max(held.values(), default=0)
+    return max(held.values(), default=0)
+
+
+def _needed(plan: Plan, bucket: Bucket, counts: Mapping[int, int], workspace: Workspace) -> int:
+    """What matrices of a bucket take: so many as are held like this one, by its index."""
+    matrix, most = plan.matrices[bucket.matrices[0]], _most_held(plan, counts)
     return bucket_bytes(matrix, bucket.scheme, sum(counts.values()), most) + workspace.kept * most

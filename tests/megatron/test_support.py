@@ -130,9 +130,21 @@ REFUSED = {
         run(unsaved="a.weight", data_parallel=3, args=SimpleNamespace(save="a folder")),
         r"a\.weight has shards that Megatron-Core cannot save under torch FSDP2.*3 data-parallel ranks",
     ),
-    "optimizer_cpu_offload": (
-        run(settings={"optimizer_cpu_offload": True}),
-        r"moves nothing but the state of Adam to the CPU, not that of 'muon'",
+    "optimizer_cpu_offload of an optimizer that has none": (
+        run(assigned=frozenset({"adam", "soap"}), settings={"optimizer_cpu_offload": True}),
+        r"keeps the state of Muon and its relatives in host memory, .*, found muon, soap and 0\.19\.2: leave it away",
+    ),
+    "an optimizer on the CPU": (
+        run(settings={"optimizer_cpu_offload": True, "pin_cpu_grads": False}),
+        r"no_pin_cpu_grads and no_pin_cpu_params are for an optimizer that steps on the CPU.*: leave them away",
+    ),
+    "--async-save of what is in host memory": (
+        run(settings={"optimizer_cpu_offload": True}, args=SimpleNamespace(async_save=True)),
+        r"--async-save reads optimizer state in host memory.*: leave one of the two away",
+    ),
+    "reinforcement learning that moves what is in host memory": (
+        run(settings={"optimizer_cpu_offload": True}, args=SimpleNamespace(rl_offload_optimizer_during_inference=True)),
+        r"--rl-offload-optimizer-during-inference takes all optimizer state to the GPU.*: leave one of the two away",
     ),
     "use_precision_aware_optimizer": (
         run(settings={"use_precision_aware_optimizer": True}),

@@ -235,7 +235,7 @@ class SavedState:
             for key, value in self._torch.state[parameter].items()
             if isinstance(value, Tensor) and value.is_floating_point()
         }
-        flags = [local(value).isfinite().all() for value in tensors.values()]
+        flags = [local(value).isfinite().all().cpu() for value in tensors.values()]  # some may be in host memory
         finite = torch.stack(flags).tolist() if flags else []
         bad = [f"{key} of {self._names[index][0]}" for (index, key), ok in zip(tensors, finite, strict=True) if not ok]
         if found := sorted(set().union(*gathered(bad))):

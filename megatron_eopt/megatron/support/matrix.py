@@ -93,7 +93,13 @@ FEATURES = (
         "--use-torch-fsdp2 with --save, and experts, or shards that are not equal",
         {"wrapper": TORCH_FSDP2, "unsaved": "a weight", "args.save": "a folder", "data_parallel": 2},
     ),
-    Feature("--optimizer-cpu-offload", {"config.optimizer_cpu_offload": True}),
+    Feature(
+        "--optimizer-cpu-offload", {"config.optimizer_cpu_offload": True}, "see [planning](planning.md#host-memory)"
+    ),
+    Feature("--optimizer-cpu-offload with soap", _of("soap") | {"config.optimizer_cpu_offload": True}),
+    Feature(
+        "--optimizer-cpu-offload with --async-save", {"config.optimizer_cpu_offload": True, "args.async_save": True}
+    ),
     Feature("--use-precision-aware-optimizer", {"config.use_precision_aware_optimizer": True}),
     Feature("--optimizer-cuda-graph", {"config.optimizer_cuda_graph": True}),
     Feature("decoupled_weight_decay=False with muon, adaptive_muon", {"config.decoupled_weight_decay": False}),

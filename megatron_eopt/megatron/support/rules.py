@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_eopt.family import LIKE_MUON
+from megatron_eopt.family import LIKE_MUON, ROWS
 from megatron_eopt.megatron import releases
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, get_optimizer_entry, is_nonlinear_or_embedding, takes_matrices
 
@@ -119,6 +119,16 @@ class Run:
         return ", ".join(self.scalar_optimizers)
 
     @property
+    def offloads(self) -> bool:
+        """Whether optimizer state is to be in host memory."""
+        return on(self.config, "optimizer_cpu_offload")
+
+    @property
+    def matrix_optimizers(self) -> str:
+        """The optimizers but for those beside one of matrices, for messages."""
+        return ", ".join(dict.fromkeys([self.optimizer, *filter(takes_matrices, sorted(self.assigned))]))
+
+    @property
     def averages(self) -> bool:
         """Whether an optimizer of the run trains at another point than is evaluated and saved as the model."""
         entries = (EMERGING_OPTIMIZERS.get(name) for name in (self.optimizer, *self.assigned))
@@ -144,6 +154,10 @@ def _unsaved(name: str, parameter: Any, model: Any) -> bool:
         return False
     gate_up = on(model, "gated_linear_unit") and name.endswith("linear_fc1.weight")
     return ".experts." in name or parameter.shape[0] % ranks > 0 or (gate_up and ranks % 2 > 0)
+
+
+def _offloads(optimizer: str) -> bool:
+    return optimizer in ROWS and ROWS[optimizer].takes("offload_fraction")
 
 
 def _gathers_alone(run: Run) -> bool:
@@ -288,9 +302,30 @@ RULES = (
         lambda run: run.unsaved is not None and getattr(run.args, "save", None) is not None,
     ),
     Rule(
-        "optimizer_cpu_offload moves nothing but the state of Adam to the CPU, not that of {run.optimizer!r}",
+        "optimizer_cpu_offload keeps the state of Muon and its relatives in host memory, from megatron-core 0.18 on, "
+        "and of other optimizers of matrices nothing, found {run.matrix_optimizers} and {run.release}",
         "leave it away; --use-distributed-optimizer with --bf16 shares the state out over data-parallel ranks",
-        lambda run: on(run.config, "optimizer_cpu_offload"),
+        lambda run: run.offloads and not (run.has_registry and all(map(_offloads, run.matrix_optimizers.split(", ")))),
+    ),
+    Rule(
+        "use_torch_optimizer_for_cpu_offload, no_pin_cpu_grads and no_pin_cpu_params are for an optimizer that steps "
+        "on the CPU, and {run.optimizer!r} steps on the GPU, with nothing but state in host memory, which is pinned",
+        "leave them away; optimizer_offload_fraction says how much of it is there",
+        lambda run: (
+            (run.offloads and on(run.config, "use_torch_optimizer_for_cpu_offload"))
+            or (run.offloads and not all(getattr(run.config, f"pin_cpu_{each}", True) for each in ("grads", "params")))
+        ),
+    ),
+    Rule(
+        "--async-save reads optimizer state in host memory (optimizer_cpu_offload) while later steps write to it",
+        "leave one of the two away",
+        lambda run: run.offloads and on(run.args, "async_save"),
+    ),
+    Rule(
+        "--rl-offload-optimizer-during-inference takes all optimizer state to the GPU when it ends, also what "
+        "optimizer_cpu_offload keeps in host memory",
+        "leave one of the two away",
+        lambda run: run.offloads and on(run.args, "rl_offload_optimizer_during_inference"),
     ),
     Rule(
         "use_precision_aware_optimizer is a way of Adam's, and {run.optimizer!r} has no state in other dtypes",

@@ -1,0 +1,83 @@
+"""State in host memory changes no bit of a step over two ranks, whatever the scheme."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_eopt import TensorParallelMuon
+from megatron_eopt.optimizers.mars_muon import MarsMuon
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_workspace import OPTIMIZERS, STEPS, parameters_of
+
+KINDS = OPTIMIZERS | {"mars": MarsMuon}
+CASES = [
+    *(("muon", mode) for mode in ("duplicated", "owner", "gram", "distributed", "auto", "blockwise")),
+    *((name, "owner") for name in ("normuon", "namo", "hyperball", "polargrad", "mars")),
+]
+FRACTIONS = dict.fromkeys(KINDS, 1.0) | {"muon": 0.5, "mars": 0.5}
+
+
+def stepped(name, mode, fraction, rank, ranks):
+    """Parameters and state after some steps, whose is in host memory, and bytes that a step copied and was to copy."""
+    named = parameters_of(rank, ranks)
+    optimizer = KINDS[name](
+        [(each, parameter) for each, parameter, _ in named],
+        lr=0.1,
+        tp_mode=mode,
+        offload_fraction=fraction,
+        pg_collection=SimpleNamespace(tp=dist.group.WORLD, expt_tp=None),
+        split_qkv=True,
+        is_qkv_fn=lambda parameter: parameter.fused,
+        qkv_split_shapes=(8, 4, 4),
+    )
+    for step in range(STEPS):
+        for i, (_, parameter, gradients) in enumerate(named):
+            parameter.grad = gradients[step].clone()
+            if (step, i) == (1, 2):
+                parameter.grad[0, 0] = torch.nan  # left out on both ranks
+            if (step, i) == (2, 5):
+                parameter.grad = None
+        optimizer.step()
+        if step == 0:
+            moved = optimizer.streamed.stored, sum(optimizer.engine.offloaded())
+    tensors = [x for _, p, _ in named for x in (p.detach(), *optimizer.state[p].values())]
+    return tensors, [optimizer.on_host(p) for _, p, _ in named], moved
+
+
+def run(rank, ranks):
+    return {(*case, each): stepped(*case, each, rank, ranks) for case in CASES for each in (0.0, FRACTIONS[case[0]])}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_step_as_with_all_state_on_the_device(found, case):
+    for of_rank in found:
+        plain, _, none = of_rank[*case, 0.0]
+        assert none == (0, 0)
+        tensors, _, (stored, planned) = of_rank[*case, FRACTIONS[case[0]]]
+        assert all(map(torch.equal, tensors, plain))
+        assert stored == planned > 0
+    one, other = (of_rank[*case, FRACTIONS[case[0]]][1] for of_rank in found)
+    assert one == other
+    assert all(one) == (FRACTIONS[case[0]] == 1)
+
+
+def test_a_fraction_that_some_ranks_lack_is_refused_on_all():
+    for said in run_ranks(disagreeing, 2, (0.0, 1.0)):
+        assert "the optimizer's plan differs between ranks 0 and 1 of group 'tp'" in said
+
+
+def disagreeing(rank, ranks, fractions):
+    parameters = [parameter for _, parameter, _ in parameters_of(rank, ranks)]
+    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)
+    try:
+        TensorParallelMuon(parameters, pg_collection=groups, offload_fraction=fractions[rank]).prepare()
+    except ValueError as error:
+        return str(error)
+    return ""

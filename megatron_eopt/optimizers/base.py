@@ -76,7 +76,7 @@ class BaseOptimizer(Optimizer):
     _nonfinite: NonFinite | None = None
     _group_by_parameter: dict[Tensor, dict[str, Any]] | None = None
     _ends: dict[Tensor, list[str]] | None = None
-    _on_host: dict[Tensor, bool] | None = None
+    _offloaded: dict[Tensor, bool] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled and copied: torch's part, and the attributes of this object but those that start with ``_``.
@@ -262,7 +262,7 @@ class BaseOptimizer(Optimizer):
         return state
 
     def _zeros(self, parameter: Tensor, tensor: StateTensor) -> Tensor:
-        if tensor.dims is None and self.on_host(parameter):
+        if self._keeps_on_host(parameter, tensor):
             return host_zeros(parameter, tensor.dtype or parameter.dtype)
         return zeros(parameter, tensor, self.matrix_layouts)
 
@@ -270,14 +270,17 @@ class BaseOptimizer(Optimizer):
         """Whether what is kept of a parameter in its shape is in host memory; the same on all ranks that share it."""
         if not self.offload_fraction:
             return False
-        if self._on_host is None or parameter not in self._on_host:
+        if self._offloaded is None or parameter not in self._offloaded:
             parameters = self._parameters()
             sizes = (
                 self._bytes_of_entry(p) * sum(prod(layout.shape) for layout in self.matrix_layouts(p))
                 for p in parameters
             )
-            self._on_host = dict(zip(parameters, on_host(sizes, self.offload_fraction), strict=True))
-        return self._on_host.get(parameter, False)
+            self._offloaded = dict(zip(parameters, on_host(sizes, self.offload_fraction), strict=True))
+        return self._offloaded.get(parameter, False)
+
+    def _keeps_on_host(self, parameter: Tensor, tensor: StateTensor) -> bool:
+        return tensor.dims is None and self.on_host(parameter)
 
     def _bytes_of_entry(self, parameter: Tensor) -> int:
         """The bytes that are kept for each entry of a parameter."""
@@ -314,24 +317,28 @@ class BaseOptimizer(Optimizer):
                         f"{tuple(parameter.shape)}, but the state has {sorted(state)}: it is of another optimizer, or "
                         f"of other settings of this one"
                     )
-        # torch moves all to the devices of the parameters, for which there may be no room
-        on_host = {i: self._keys_on_host(p) for p, i in zip(self._parameters(), indices, strict=False)}
-        left = {i: {k: x for k, x in s.items() if k not in on_host.get(i, ())} for i, s in state_dict["state"].items()}
-        super().load_state_dict({**state_dict, "state": left})
+        # torch moves all that it gets to the devices of the parameters, where there may be no room
+        on_host = {
+            (index, tensor.key)
+            for p, index in zip(self._parameters(), indices, strict=False)
+            for tensor in self.state_tensors(p)
+            if self._keeps_on_host(p, tensor)
+        }
+        others = {
+            index: {key: x for key, x in state.items() if (index, key) not in on_host}
+            for index, state in state_dict["state"].items()
+        }
+        super().load_state_dict({**state_dict, "state": others})
         self._engine = None
         for parameter, state in states:
             for tensor in self.state_tensors(parameter):
-                if tensor.key in self._keys_on_host(parameter):
-                    own = self._zeros(parameter, tensor)
-                    self.state[parameter][tensor.key] = own.copy_(state[tensor.key])
+                if self._keeps_on_host(parameter, tensor):
+                    self.state[parameter][tensor.key] = self._zeros(parameter, tensor).copy_(state[tensor.key])
                 elif tensor.rank is not None and tensor.is_elsewhere(self.matrix_layouts(parameter)):  # once all had it
                     self.state[parameter][tensor.key] = zeros(parameter, tensor, self.matrix_layouts)
                 elif tensor.dtype not in (None, parameter.dtype):  # to which torch casts what it loads
                     own = state[tensor.key].detach().clone().to(local(parameter).device, tensor.dtype)
                     self.state[parameter][tensor.key] = own
-
-    def _keys_on_host(self, parameter: Tensor) -> set[str]:
-        return {each.key for each in self.state_tensors(parameter) if each.dims is None and self.on_host(parameter)}
 
     def _completed(self, saved: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
         """The settings of a saved group, with those known of the group where they are missing."""

@@ -39,8 +39,8 @@ def host_zeros(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 class Streamed:
     """The way of state from host memory to a device and back, in each step anew.
 
-    In a step there are two slots on the device, each as large as the state of the largest chunk. They take turns: when
-    the first parameters of a chunk are asked for, the one before it is computed, and what comes after it goes there.
+    In a step two slots on the device take turns: when the first parameters of a chunk are asked for, the one before it
+    is computed, and the state of the one after it takes its place. So each is as large as every other chunk needs.
 
     Attributes:
         fetched: bytes that were copied to the device so far.
@@ -78,9 +78,10 @@ class Streamed:
         }
         self._chunk_of = {i: number for number, chunk in enumerate(chunks) for i in chunk}
         self._waiting = [[x for i in chunk for x in homes.get(i, ())] for chunk in chunks] if homes else []
-        largest = max((sum(map(_room, each)) for each in self._waiting), default=0)
-        self._slots = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in self._waiting[:2]]
-        self.held = largest * len(self._slots)
+        sizes = [sum(map(_room, each)) for each in self._waiting]
+        of_slots = [max(sizes[number::2], default=0) for number in range(2)]
+        self._slots = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in of_slots]
+        self.held = sum(of_slots)
         self._chunk = -1
         self._fetch(0)
 

@@ -16,7 +16,7 @@ from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.forms import gram_flops, iteration_bytes, standard_flops
 from megatron_eopt.parallel.collectives import sent_bytes
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Shape, cut_dimension, in_rounds
-from megatron_eopt.parallel.workspace import IN_FLIGHT, OF_ENTRY, Workspace, chunk_bytes, state_bytes
+from megatron_eopt.parallel.workspace import IN_FLIGHT, OF_ENTRY, Workspace, chunk_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,8 +242,9 @@ def step_bytes(plan: Plan, work: Works, workspace: Workspace) -> int:
     """The temporaries of a step on its busiest rank, at most: chunks at work, hooks, and an iteration."""
     largest = largest_iteration(plan.matrices, work)
     chunks, most, room = chunk_bytes(plan, workspace), 0, workspace.for_chunks(largest)
-    if any(state := state_bytes(plan, workspace)):  # one chunk at work, with two slots for state
-        chunks, room = [max(map(sub, chunks, state)) + 2 * max(state)], 0
+    if workspace.state and chunks:  # one chunk is at work, beside the state of two
+        without = chunk_bytes(plan, replace(workspace, kept=workspace.kept - workspace.state))
+        chunks = [max(without) + 2 * max(map(sub, chunks, without))]
     for first in range(len(chunks)):
         held = 0
         for needed in chunks[first : first + IN_FLIGHT]:

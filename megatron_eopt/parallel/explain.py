@@ -81,7 +81,7 @@ def explain_offloaded(state: Sequence[int], seconds: Sequence[float]) -> str:
     """
     copied, mib = [each / HOST_BYTES * 1e3 for each in state], 2**20
     waits = copied[0] + sum(max(0.0, there - 1e3 * work) for there, work in zip(copied[1:], seconds, strict=False))
-    there = max(state) * min(2, len(state)) / mib
+    there = (max(state[::2]) + max(state[1::2], default=0)) / mib  # in two slots, which take turns
     return (
         f"State in host memory: {_figure(sum(state) / mib)} MiB of this rank, which a step copies to the device and "
         f"back; at most {_figure(there)} MiB are there.\nAt {HOST_BYTES / 1e9:.3g} GB/s {_figure(sum(copied))} ms each "

@@ -129,14 +129,6 @@ def chunk_bytes(plan: Plan, workspace: Workspace) -> list[int]:
     return [of_each[chunk] for chunk in sorted(of_each)]
 
 
-def state_bytes(plan: Plan, workspace: Workspace) -> list[int]:
-    """What each chunk of a plan has on its busiest rank of state that comes from host memory, at most."""
-    of_each: Counter[int] = Counter()
-    for bucket in plan.buckets:
-        of_each[bucket.chunk] += workspace.state * _most_held(plan, Counter(bucket.matrices))
-    return [of_each[chunk] for chunk in sorted(of_each)]
-
-
 def _like(plan: Plan) -> dict[int, int]:
     """Of each matrix the first one of its bucket of which each rank holds as much."""
     first: dict[tuple[Any, ...], int] = {}
@@ -147,16 +139,11 @@ def _like(plan: Plan) -> dict[int, int]:
     }
 
 
-def _most_held(plan: Plan, counts: Mapping[int, int]) -> int:
-    """The entries of matrices, so many as are held like each, on the rank that holds most of them."""
+def _needed(plan: Plan, bucket: Bucket, counts: Mapping[int, int], workspace: Workspace) -> int:
+    """What matrices of a bucket take: so many as are held like this one, by its index."""
     held = Counter[int]()
     for i, count in counts.items():
         for rank, entries in plan.matrices[i].held:
             held[rank] += count * entries
-    return max(held.values(), default=0)
-
-
-def _needed(plan: Plan, bucket: Bucket, counts: Mapping[int, int], workspace: Workspace) -> int:
-    """What matrices of a bucket take: so many as are held like this one, by its index."""
-    matrix, most = plan.matrices[bucket.matrices[0]], _most_held(plan, counts)
+    matrix, most = plan.matrices[bucket.matrices[0]], max(held.values(), default=0)
     return bucket_bytes(matrix, bucket.scheme, sum(counts.values()), most) + workspace.kept * most

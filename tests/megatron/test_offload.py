@@ -4,11 +4,24 @@ import re
 
 import pytest
 
+from megatron_eopt.megatron.described import planned_run
 from tests.megatron.runs import MUON, SMALL_GPT, assert_same, start, train
 
 ADAMUON = ["--optimizer", "adaptive_muon", *MUON[2:], "--adaptive-muon-moment2-method", "adamuon"]
 OFFLOAD = ["--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"]
-LAYOUT = ["--num-layers", 2, "--tensor-model-parallel-size", 2, "--bf16", "--train-iters", 4]
+RUN = ["--num-layers", 2, "--bf16", "--train-iters", 4]
+LAYOUTS = {
+    "TP2": ["--tensor-model-parallel-size", 2],
+    "DP2-distributed": ["--use-distributed-optimizer"],
+    "EP2": ["--num-experts", 4, "--expert-model-parallel-size", 2, "--moe-token-dispatcher-type", "alltoall"],
+}
+HALF = [*OFFLOAD, "--optimizer-offload-fraction", 0.5]
+CASES = [  # and how the run is resumed
+    pytest.param(MUON, "TP2", HALF, id="muon-TP2-half"),
+    pytest.param(ADAMUON, "TP2", [], id="adamuon-TP2-without", marks=pytest.mark.wide),
+    pytest.param(MUON, "DP2-distributed", HALF, id="muon-DP2-distributed-half", marks=pytest.mark.wide),
+    pytest.param(["--optimizer", "mars_muon"], "EP2", [], id="mars-EP2-without", marks=pytest.mark.wide),
+]
 
 
 def in_host_memory(output):
@@ -16,26 +29,32 @@ def in_host_memory(output):
     return 0.0 if found is None else float(found[1])
 
 
-@pytest.mark.parametrize(
-    "optimizer", [pytest.param(MUON, id="muon"), pytest.param(ADAMUON, id="adamuon", marks=pytest.mark.wide)]
-)
-def test_a_run_with_state_in_host_memory_is_the_run_without(tmp_path, optimizer):
+@pytest.mark.parametrize(("optimizer", "layout", "then"), CASES)
+def test_a_run_with_state_in_host_memory_is_the_run_without(tmp_path, optimizer, layout, then):
     def run(name, *flags):
-        ranks, output = train(tmp_path / name, 2, *LAYOUT, *optimizer, *flags)
+        ranks, output = train(tmp_path / name, 2, *RUN, *LAYOUTS[layout], *optimizer, *flags)
         return ranks, in_host_memory(output)
 
-    saved = ["--save", tmp_path / "with", "--save-interval", 2, "--ckpt-format", "torch_dist"]
-    loaded = ["--load", tmp_path / "with", "--ckpt-step", 2]
+    saved = ["--save", tmp_path / "saved", "--save-interval", 2, "--ckpt-format", "torch_dist"]
     straight, none = run("straight")
     offloaded, all_of_it = run("offloaded", *OFFLOAD, *saved)
-    half, some_of_it = run("half", *OFFLOAD, "--optimizer-offload-fraction", 0.5, *loaded)
-    without, none_again = run("without", *loaded)
-    assert none == none_again == 0
-    assert 0.5 * all_of_it <= some_of_it < all_of_it
-    for ranks in (offloaded, half, without):
+    resumed, some_of_it = run("resumed", *then, "--load", tmp_path / "saved", "--ckpt-step", 2)
+    assert none == 0 < all_of_it
+    assert 0.49 * all_of_it <= some_of_it < all_of_it if then else some_of_it == 0
+    for ranks in (offloaded, resumed):
         for one, other in zip(ranks, straight, strict=True):
             assert_same(one["after"], other["after"])
     assert [rank["losses"] for rank in offloaded] == [rank["losses"] for rank in straight]
+
+
+def test_the_plan_of_described_flags_says_what_the_step_copies():
+    flags = list(map(str, [*SMALL_GPT, *RUN, *LAYOUTS["TP2"], *MUON, *OFFLOAD, "--optimizer-offload-fraction", 0.5]))
+    (plan,) = planned_run(flags).explained
+    without, *_ = planned_run([flag for flag in flags if flag != "--optimizer-cpu-offload"]).explained
+    entries = 2 * (64 * 128 + 64 * 64 + 192 * 64 + 96 * 64) // 2  # of this rank
+    copied = float(re.search(r"State in host memory: (\S+) MiB of this rank", plan)[1]) * 2**20
+    assert 0.5 * 4 * entries <= 1.01 * copied < 4 * entries
+    assert "host memory" not in without
 
 
 def test_flags_for_an_adam_on_the_cpu_are_refused_by_their_names():
@@ -43,9 +62,6 @@ def test_flags_for_an_adam_on_the_cpu_are_refused_by_their_names():
     ended = start(1, *SMALL_GPT, *flags, *MUON, "--use-torch-optimizer-for-cpu-offload", "--no-pin-cpu-grads")
     assert ended.returncode
     assert "use_torch_optimizer_for_cpu_offload, no_pin_cpu_grads and no_pin_cpu_params are for an" in ended.stdout
-    ended = start(1, *SMALL_GPT, *flags, "--optimizer", "soap")
-    assert ended.returncode
-    assert "keeps the state of Muon and its relatives in host memory" in ended.stdout
     ended = start(1, *SMALL_GPT, *flags, "--optimizer", "adam")  # which is Megatron's alone
     assert ended.returncode
     assert "must be used in conjunction with `--use-precision-aware-optimizer`" in ended.stdout

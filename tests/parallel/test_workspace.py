@@ -1,5 +1,6 @@
 """The workspace bounds what a step takes: chunks of a plan, and the bytes that a step of a large model allocates."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -92,5 +93,15 @@ def test_nor_where_shards_differ_from_matrix_to_matrix(fake_group, workspace):
 @pytest.mark.parametrize("name", ["adamuon", "normuon", "namo", "muon_hyperball", "polargrad"])
 def test_no_relative_takes_more(fake_group, name):
     engine, peak = counted_step(fake_group, "owner", 2, 2**31, OPTIMIZERS[name])
+    assert peak <= step_bytes(engine.plan, engine.works, engine.workspace)
+    assert peak <= 2**31 + 2 * (2 * 8192 * 57344 + 2 * 8192 * 8192)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [("muon", "owner"), ("muon", "gram"), ("adamuon", "owner"), ("mars_muon", "auto")]
+)
+def test_state_from_host_memory_is_on_the_device_within_the_workspace(fake_group, name, mode):
+    optimizer = partial(OPTIMIZERS[name], offload_fraction=1.0)
+    engine, peak = counted_step(fake_group, mode, 2, 2**31, optimizer)
     assert peak <= step_bytes(engine.plan, engine.works, engine.workspace)
     assert peak <= 2**31 + 2 * (2 * 8192 * 57344 + 2 * 8192 * 8192)

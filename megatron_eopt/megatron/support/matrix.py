@@ -94,7 +94,9 @@ FEATURES = (
         {"wrapper": TORCH_FSDP2, "unsaved": "a weight", "args.save": "a folder", "data_parallel": 2},
     ),
     Feature(
-        "--optimizer-cpu-offload", {"config.optimizer_cpu_offload": True}, "see [planning](planning.md#host-memory)"
+        "--optimizer-cpu-offload",
+        {"config.optimizer_cpu_offload": True},
+        "momenta are in [host memory](planning.md#host-memory)",
     ),
     Feature("--optimizer-cpu-offload with soap", _of("soap") | {"config.optimizer_cpu_offload": True}),
     Feature(

@@ -148,12 +148,6 @@ def workspace_from(config: Any) -> dict[str, int]:
     return {} if gib is None else {"workspace": ceil(gib * 2**30)}
 
 
-def offload_from(config: Any) -> dict[str, float]:
-    """The argument ``offload_fraction``, from ``--optimizer-cpu-offload`` and its fraction; none without that flag."""
-    offloads = getattr(config, "optimizer_cpu_offload", False)
-    return {"offload_fraction": config.optimizer_offload_fraction} if offloads else {}
-
-
 def get_qkv_split_shapes(model_cfg: Any) -> list[int]:
     """Rows of ``[q, k, v]`` in one query group of a fused projection, ``[q, gate, k, v]`` with an output gate."""
     query_rows = model_cfg.num_attention_heads // model_cfg.num_query_groups * model_cfg.kv_channels

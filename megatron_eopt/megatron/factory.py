@@ -30,7 +30,6 @@ from megatron_eopt.orthogonalize.scale import PRESETS
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.redirect import around
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
-from megatron_eopt.row import offload_from
 
 
 class OptimizerOfRun:
@@ -223,9 +222,9 @@ def without_sharing(config: Any, run: Run) -> Any:
 
 
 def offloading(config: Any) -> Any:
-    """The config with the share of our state that is kept in host memory; Megatron's own flag is not for its Adam."""
+    """The config with the share of our state that is in host memory, from Megatron's flag, which Adam is not told."""
     found = copy.copy(config)
-    vars(found).update(offload_from(config))
+    found.offload_fraction = config.optimizer_offload_fraction if on(config, "optimizer_cpu_offload") else 0.0
     found.optimizer_cpu_offload = False
     return found
 

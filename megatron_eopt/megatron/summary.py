@@ -37,7 +37,7 @@ def _updated(name: str, alike: Sequence[Optimizer], source: str) -> str:
     text = f"{name} owns {len(parameters)} parameters with {elements:,} elements on this rank"
     text += "".join(f", tp_mode {mode} ({source})" for mode in modes)
     if muons := [each for each in with_parameters if isinstance(each, TensorParallelMuon)]:
-        if offloaded := sum(sum(each.engine.offloaded()) for each in muons):
+        if offloaded := sum(sum(each.prepare().offloaded()) for each in muons):
             text += f", {offloaded / 2**20:,.3g} MiB of their state in host memory"
         return f"{text}, {_orthogonalized(muons)}"
     if factored := [each for each in with_parameters if isinstance(each, Spectron)]:

@@ -20,8 +20,8 @@ _ALIGNED = 256  # bytes: where tensors begin in a slot
 def on_host(sizes: Iterable[int], fraction: float) -> Iterator[bool]:
     """Of parameters with state of these ``sizes``, in bytes, whether it is kept in host memory.
 
-    Those are spread evenly: of the first ones, as many as there may be, at least ``fraction`` of the bytes are there,
-    and less than that without the last of them. Later parameters change nothing for earlier ones.
+    They are spread evenly over the list: of its first parameters, however many, at least ``fraction`` of the bytes are
+    kept there, and without the last of those that are, less.
     """
     total = there = 0
     for size in sizes:
@@ -91,7 +91,8 @@ class Streamed:
             return batches
         number = self._chunk_of[batches[0].indices[0]]
         if number != self._chunk:
-            _wait(self._device, self._arrived)
+            if self._arrived is not None:
+                torch.cuda.current_stream(self._device).wait_event(self._arrived)
             self._chunk = number
             self._here = {id(home): here for home, here in self._pairs}
             self._home = {id(here): home for home, here in self._pairs}
@@ -171,12 +172,6 @@ class _Lane:
 def _now(device: torch.device) -> Event:
     """What comes when the device has computed what it was asked to."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-
-
-def _wait(device: torch.device, event: Event) -> None:
-    """Let the device compute nothing further before an event."""
-    if event is not None:
-        torch.cuda.current_stream(device).wait_event(event)
 
 
 def _room(x: Tensor) -> int:

@@ -66,16 +66,20 @@ def muon(batches: Sequence[Batch], engine: Engine, optimizer: "TensorParallelMuo
             relative of Muon overrides some of them.
     """
     kept: dict[Sequence[int], tuple[list[Batch], list[Tensor]]] = {}
-    indices, streamed = [i for batch in batches for i in batch.indices], optimizer.streamed
-    if optimizer.offload_fraction:
+    indices = [i for batch in batches for i in batch.indices]
+    streamed = optimizer.streamed if optimizer.offload_fraction else None
+    if streamed is not None:
         streamed.begin(batches, engine.order(indices), optimizer.on_host)
 
     def directions(some: Sequence[int]) -> list[Tensor]:
-        own = streamed.bring(foreach.chosen(batches, some))
+        own = foreach.chosen(batches, some)
+        if streamed is not None:
+            own = streamed.bring(own)
         for batch in own:
             foreach.decay(batch)
         found = engine.split_all(some, optimizer.direction(own))
-        streamed.take_back(chain(*(batch.momenta for batch in own)))
+        if streamed is not None:
+            streamed.take_back(chain(*(batch.momenta for batch in own)))
         kept[some] = own, found if optimizer.keeps_directions else []
         return found
 
@@ -83,8 +87,10 @@ def muon(batches: Sequence[Batch], engine: Engine, optimizer: "TensorParallelMuo
         own, of_own = kept.pop(some)
         updates = optimizer.update(own, factors, of_own)
         optimizer.apply(own, engine.merge_all(some, updates))
-        streamed.take_back(chain(*(each for batch in own for each in batch.further)))
-    streamed.end()
+        if streamed is not None:
+            streamed.take_back(chain(*(each for batch in own for each in batch.further)))
+    if streamed is not None:
+        streamed.end()
 
 
 class TensorParallelMuon(OrthogonalizedOptimizer):

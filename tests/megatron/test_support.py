@@ -138,6 +138,10 @@ REFUSED = {
         run(settings={"optimizer_cpu_offload": True, "pin_cpu_grads": False}),
         r"no_pin_cpu_grads and no_pin_cpu_params are for an optimizer that steps on the CPU.*: leave them away",
     ),
+    "an FSDP with state in host memory": (
+        run(settings={"optimizer_cpu_offload": True}, wrapper="FullyShardedDataParallel"),
+        r"keeps no state of DTensors in host memory, which the parameters of an FSDP are: leave one of the two away",
+    ),
     "--async-save of what is in host memory": (
         run(settings={"optimizer_cpu_offload": True}, args=SimpleNamespace(async_save=True)),
         r"--async-save reads optimizer state in host memory.*: leave one of the two away",

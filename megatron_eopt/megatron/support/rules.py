@@ -317,6 +317,11 @@ RULES = (
         ),
     ),
     Rule(
+        "optimizer_cpu_offload keeps no state of DTensors in host memory, which the parameters of an FSDP are",
+        "leave one of the two away",
+        lambda run: run.offloads and (run.megatron_fsdp or run.wrapper == "TorchFullyShardedDataParallel"),
+    ),
+    Rule(
         "--async-save reads optimizer state in host memory (optimizer_cpu_offload) while later steps write to it",
         "leave one of the two away",
         lambda run: run.offloads and on(run.args, "async_save"),

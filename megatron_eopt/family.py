@@ -30,7 +30,7 @@ SplitName = Literal["default", "none", "all", "per_head"]
 
 ITERATION = tuple(
     "split_qkv fp32_matmul_prec coefficient_type num_ns_steps tp_mode cuda_graphs data_parallel_group plan_rates "
-    "symmetric_products workspace offload_fraction".split()
+    "symmetric_products workspace offload_fraction momentum_dtype".split()
 )
 """Settings of Muon that say how matrices are orthogonalized and exchanged."""
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import Any, Literal, get_args, get_origin
 
+import torch
+
 from megatron_eopt.optimizers.base import BaseOptimizer
 
 ADAMW_RMS = 0.2  # of the entries of a typical AdamW update, before the learning rate (arXiv 2502.16982, section 2.2)
@@ -110,6 +112,7 @@ class Row:
         kwargs = {setting: value for setting, value in of_muon.items() if setting in self.of_muon}
         kwargs |= kwargs_from_config(self.cls, self.name, config)
         kwargs |= workspace_from(config) if self.takes("workspace") else {}
+        kwargs |= momentum_dtype_from(config) if self.takes("momentum_dtype") else {}
         if takes_l2_decay:
             kwargs["use_decoupled_weight_decay"] = decoupled
         if not self.cls.decays_weights:
@@ -146,6 +149,17 @@ def workspace_from(config: Any) -> dict[str, int]:
     if gib is not None and not 0 < gib < inf:
         raise ValueError(f"--optimizer-workspace must be a finite number of GiB above 0, got {gib}")
     return {} if gib is None else {"workspace": ceil(gib * 2**30)}
+
+
+def momentum_dtype_from(config: Any) -> dict[str, torch.dtype]:
+    """The argument ``momentum_dtype``, from ``--optimizer-momentum-dtype``; none where that is ``fp32``, the default.
+
+    fp32 means the dtype of the parameters that the optimizer has, which in Megatron is fp32.
+    """
+    name = getattr(config, "optimizer_momentum_dtype", "fp32")
+    if name not in ("fp32", "bf16"):
+        raise ValueError(f"--optimizer-momentum-dtype is fp32 or bf16, got {name!r}")
+    return {} if name == "fp32" else {"momentum_dtype": torch.bfloat16}
 
 
 def get_qkv_split_shapes(model_cfg: Any) -> list[int]:

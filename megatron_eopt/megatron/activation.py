@@ -34,7 +34,7 @@ from megatron_eopt.megatron.checkpoints.loading import (
 from megatron_eopt.megatron.checkpoints.sharding import by_shard, named_apart, undecided
 from megatron_eopt.megatron.factory import checked, checked_elsewhere, with_registered
 from megatron_eopt.optimizers.lion import Lion
-from megatron_eopt.optimizers.parameters import NAME, SAVED_BY_LAYOUT
+from megatron_eopt.optimizers.parameters import NAME, ROWS, SAVED_BY_LAYOUT
 from megatron_eopt.redirect import Redirection, Redirections, around, becomes
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ def _of_core() -> list[Redirection]:
         for value in vars(optimizer_config).values()
         if isinstance(value, type) and issubclass(value, optimizer_config.OptimizerConfig)
     )
-    kept = ("qkv_split_shapes", "pad_length", ATTRIBUTE, NAME, SAVED_BY_LAYOUT)
+    kept = ("qkv_split_shapes", "pad_length", ATTRIBUTE, NAME, ROWS, SAVED_BY_LAYOUT)
     return [
         *(Redirection(attributes, name, lambda default: default, lost) for name in kept),
         Redirection(state_of_parameters, "get_optim_param_to_id_map", by_shard, shards),

@@ -27,6 +27,12 @@ RUN_FLAGS = (
     Flag("optimizer_manifest_file", None, "Write that as JSON, too.", metavar="FILE"),
     Flag("optimizer_workspace", 2.0, "GiB that a step of Muon may take, beside its largest matrix.", metavar="GIB"),
     Flag("balanced_deal", True, "Let Megatron's distributed optimizer deal matrices by size, not by predicted time."),
+    Flag(
+        "optimizer_momentum_dtype",
+        "fp32",
+        "Keep momenta of Muon and its relatives in bf16, rounded at random.",
+        choices=("fp32", "bf16"),
+    ),
     Flag("checksums", True, "Save no checksums in torch_dist checkpoints, and compare none on load."),
     Flag("check_replicas", True, "Never compare parameters over data-parallel ranks."),
 )
@@ -135,6 +141,12 @@ def _check_effect(args: argparse.Namespace) -> None:
                 f"overrides 'optimizer: adam' gives parameters to Adam"
             )
         return
+    momentum_dtype = getattr(args, "optimizer_momentum_dtype", "fp32")
+    if name in ("adam", "sgd") and momentum_dtype != "fp32":
+        raise ValueError(
+            f"--optimizer-momentum-dtype {momentum_dtype} is for the momenta of this package's optimizers of matrices, "
+            f"and --optimizer {name} is Megatron's own: leave it away"
+        )
     others = [flag for flag in FLAGS if flag.optimizer not in ("", name) and not (flag.shared and takes_matrices(name))]
     given = [flag.name for flag in others if getattr(args, flag.dest, None) not in (None, flag.default)]
     if given and getattr(args, "rank", 0) == 0:

@@ -10,6 +10,7 @@ from megatron_eopt.matrices import ATTRIBUTE, GATE_UP, WHOLE, Split, declared_sp
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.parameters import ModelParameter
+from megatron_eopt.optimizers.parameters import ROWS
 from megatron_eopt.overrides import OverrideError
 from megatron_eopt.registry import get_qkv_split_shapes, pairs_rows
 
@@ -33,6 +34,7 @@ class Matrices:
     parameter: ModelParameter
     split: Split | None  # its logical matrices; None where the optimizer decides
     qkv_shapes: list[int] | None  # rows of each matrix in a query group, of a fused projection that Megatron splits
+    rows: Split | None  # by which rows are numbered that follow the tensor-parallel ranks; None where none do
 
 
 def logical_matrices(assigned: Iterable[Assignment], config: Any) -> list[Matrices]:
@@ -44,7 +46,12 @@ def logical_matrices(assigned: Iterable[Assignment], config: Any) -> list[Matric
     of_run: SplitName = getattr(config, "muon_split", "default")
     splits_qkv = getattr(config, "muon_split_qkv", False)
     return [
-        Matrices(each.parameter, _split(each, of_run), _qkv_shapes(each.parameter) if splits_qkv else None)
+        Matrices(
+            each.parameter,
+            _split(each, of_run),
+            _qkv_shapes(each.parameter) if splits_qkv else None,
+            found.matrices if (found := fused(each.parameter)) and found.matrices.order == "per_shard" else None,
+        )
         for each in assigned
         if each.has_matrix_optimizer
     ]
@@ -53,15 +60,18 @@ def logical_matrices(assigned: Iterable[Assignment], config: Any) -> list[Matric
 def tag(found: Iterable[Matrices]) -> None:
     """Put on the parameters what the optimizers read; what an earlier call put there is replaced.
 
-    That is the attribute ``logical_matrices``, and on fused projections Megatron's own attributes ``is_qkv`` and
-    ``qkv_split_shapes``, by which an optimizer with ``split_qkv`` finds them. Megatron itself marks a projection if a
-    shard is a whole number of query groups, so that the marks depend on the number of ranks. Here the global matrix
-    decides, and the config of its attention, which need not be the model's (an encoder beside the language model).
+    That is the attribute ``logical_matrices``, another one that numbers rows which follow the ranks, and on fused
+    projections Megatron's own attributes ``is_qkv`` and ``qkv_split_shapes``, by which an optimizer with ``split_qkv``
+    finds them. Megatron itself marks a projection if a shard is a whole number of query groups, so that the marks
+    depend on the number of ranks. Here the global matrix decides, and the config of its attention, which need not be
+    the model's (an encoder beside the language model).
     """
     for each in found:
         tensor = each.parameter.tensor
         if each.qkv_shapes is not None:
             tensor.is_qkv, tensor.qkv_split_shapes = True, each.qkv_shapes  # type: ignore[attr-defined]
+        if each.rows is not None:
+            setattr(tensor, ROWS, each.rows)
         if is_declared(each.parameter):
             continue
         for name, value in ((ATTRIBUTE, each.split), (_BY_SETTING, True)):

@@ -20,7 +20,7 @@ from torch.nn import Module
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.redirect import Redirection, Redirections, becomes
 from megatron_eopt.registry import list_optimizers
-from megatron_eopt.row import workspace_from
+from megatron_eopt.row import momentum_dtype_from, workspace_from
 
 SUPPORTED = ("0.19", "0.18", "0.17")  # the latest first
 
@@ -141,6 +141,7 @@ def muon_of_0_17(
 ) -> TensorParallelMuon:
     """:class:`TensorParallelMuon` under the argument names by which 0.17 calls its own."""
     settings |= workspace_from(training_args())  # of our flags, which its builder does not hand on
+    settings |= momentum_dtype_from(training_args())
     return TensorParallelMuon(params, momentum=momentum_beta, nesterov=use_nesterov, tp_mode=mode, **settings)
 
 

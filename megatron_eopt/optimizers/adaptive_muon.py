@@ -204,6 +204,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         weight_decay_method: DecayMethod | None = None,
         workspace: int = 2**31,
         offload_fraction: float = 0.0,
+        momentum_dtype: torch.dtype | None = None,
     ) -> None:
         check_flag(type(self).__name__, "align_rms", align_rms)
         check_choice("moment2_method", moment2_method, get_args(Moment2Method))

@@ -1,5 +1,6 @@
 """What every optimizer of ours is: groups that are checked, state that is described, a step that is prepared."""
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -7,6 +8,7 @@ from math import prod
 from typing import Any, Literal, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
@@ -32,6 +34,8 @@ from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.parallel.workspace import Workspace
+
+logger = logging.getLogger(__name__)
 
 # Settings of a group without which a resumed run is not bit-equal: the kernel, and the rates of the plan.
 KERNEL, RATES = "symmetric_products", "plan_rates"
@@ -307,10 +311,13 @@ class BaseOptimizer(Optimizer):
         by_index = zip(self._parameters(), indices, strict=False)
         # without those that had made no step
         states = [(p, state) for p, index in by_index if (state := state_dict["state"].get(index))]
+        other: set[str] = set()  # that are converted
         for parameter, state in states:
             for tensor in self.state_tensors(parameter):
                 if tensor.key in state:
                     check_shape(parameter, tensor, self.matrix_layouts, state[tensor.key])
+                    was, now = state[tensor.key].dtype, tensor.dtype or parameter.dtype
+                    other |= {f"{tensor.key} from {was} to {now}"} if was != now else set()
                 else:
                     raise ValueError(
                         f"{type(self).__name__} needs {tensor.key!r} for the parameter of shape "
@@ -329,6 +336,8 @@ class BaseOptimizer(Optimizer):
             for index, state in state_dict["state"].items()
         }
         super().load_state_dict({**state_dict, "state": others})
+        if other and (not dist.is_initialized() or dist.get_rank() == 0):
+            logger.warning(f"{type(self).__name__} converts the state that it loads: {', '.join(sorted(other))}")
         self._engine = None
         for parameter, state in states:
             for tensor in self.state_tensors(parameter):

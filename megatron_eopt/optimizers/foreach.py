@@ -31,7 +31,7 @@ class Batch:
     parameters: list[Tensor]  # in the order of the group
     weights: list[Tensor]  # this rank's part of each of them
     momenta: list[Tensor]  # of each momentum
-    gradients: list[Tensor]  # of each gradient; chosen() has them in the dtype of the momentum
+    gradients: list[Tensor]  # of each gradient; chosen() has them in the dtype of averages
     further: list[list[Tensor]]  # of what else is kept of each parameter and changed in a step
     settings: dict[str, Any]  # of the group
     lr: Scalar
@@ -50,16 +50,20 @@ class Batch:
 
 
 def chosen(batches: Sequence[Batch], parameters: Sequence[int] | None = None) -> list[Batch]:
-    """The batches of some of their parameters, by default of all, with gradients in the dtype of the momenta."""
+    """The batches of some of their parameters, by default of all, with gradients in the dtype of the momenta.
+
+    Where momenta are kept in one of fewer bits than the weights, it is that of the weights.
+    """
     found, wanted = list(batches), None if parameters is None else set(parameters)
     if wanted is not None and len(wanted) < sum(len(batch.indices) for batch in batches):
         found = [
             _subset(batch, at) for batch in batches if (at := [n for n, i in enumerate(batch.indices) if i in wanted])
         ]
     for number, batch in enumerate(found):
-        pairs = list(zip(batch.gradients, batch.momenta, strict=True))
-        if any(g.dtype != m.dtype for g, m in pairs):
-            found[number] = replace(batch, gradients=[g.to(m.dtype) for g, m in pairs])
+        dtypes = [torch.promote_types(m.dtype, w.dtype) for m, w in zip(batch.momenta, batch.weights, strict=True)]
+        pairs = list(zip(batch.gradients, dtypes, strict=True))
+        if any(g.dtype != dtype for g, dtype in pairs):
+            found[number] = replace(batch, gradients=[g.to(dtype) for g, dtype in pairs])
     return found
 
 

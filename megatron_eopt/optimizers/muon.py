@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, Literal, TypedDict
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -16,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import KERNEL, RATES
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
-from megatron_eopt.optimizers.foreach import Batch
+from megatron_eopt.optimizers.foreach import Batch, Follow
 from megatron_eopt.optimizers.group_settings import (
     COEFFICIENTS,
     DECOUPLED,
@@ -33,7 +34,15 @@ from megatron_eopt.optimizers.group_settings import (
 )
 from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
-from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_shard, local
+from megatron_eopt.optimizers.parameters import (
+    DescribedMatrix,
+    TensorParallelGroups,
+    check_shard,
+    local,
+    names_of_last,
+    rows_of,
+)
+from megatron_eopt.optimizers.rounding import Numbered, numbered, store
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.kernels import KERNELS
@@ -45,6 +54,8 @@ from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, shared_out
 from megatron_eopt.parallel.plan import make_plan, validate_tp_mode
 from megatron_eopt.parallel.records import TpMode
+
+MOMENTUM_STEPS = "momentum_steps"  # setting of a group: how many steps have rounded its momenta
 
 
 def muon(batches: Sequence[Batch], engine: Engine, optimizer: "TensorParallelMuon") -> None:
@@ -147,6 +158,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             least so many bytes. A step is cut into chunks then, and brings the state of one while it works on another.
             Before other code than :meth:`state_dict` reads it, ``torch.cuda.synchronize()`` waits for what is on its
             way.
+        momentum_dtype: in which momenta are kept: None for that of each parameter, or ``torch.bfloat16``. Those are
+            averaged in fp32, which is also what is orthogonalized, and rounded at random, with the same bits at every
+            layout: see :mod:`~megatron_eopt.optimizers.rounding`.
 
     Attributes:
         newton_schulz: the iteration of groups that say nothing else of it.
@@ -161,7 +175,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     momentum_key, nesterov_key = "momentum", "nesterov"
     split_lengths = (3, 4)
-    carried_settings = frozenset({KERNEL, RATES})
+    carried_settings = frozenset({KERNEL, RATES, MOMENTUM_STEPS})
     newton_schulz_calls: int = 0
 
     # What a relative may have otherwise:
@@ -174,6 +188,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     _shares_shards: bool = False  # with the data-parallel ranks, by the last plan
     _graphed: GraphedUpdate | None = None
     _streamed: Streamed | None = None
+    _numbered: dict[Tensor, Numbered] | None = None  # of the engine
+    _numbered_for: Engine | None = None
     _further: dict[str, Any] | None = None  # what _further_settings() are, set before this constructor
 
     def __init__(
@@ -201,6 +217,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         weight_decay_method: DecayMethod | None = None,
         workspace: int = 2**31,
         offload_fraction: float = 0.0,
+        momentum_dtype: torch.dtype | None = None,
     ) -> None:
         for key, flag in (("nesterov", nesterov), ("split_qkv", split_qkv), ("cuda_graphs", cuda_graphs)):
             check_flag(type(self).__name__, key, flag)
@@ -214,6 +231,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if type(offload_fraction) not in (int, float) or not 0 <= offload_fraction <= 1:
             raise ValueError(f"offload_fraction is a number in [0, 1], got {offload_fraction!r}")
         self.offload_fraction = offload_fraction
+        if momentum_dtype not in (None, torch.bfloat16):
+            wanted = "None, for that of each parameter, or torch.bfloat16"
+            raise ValueError(f"{type(self).__name__}: momentum_dtype is {wanted}, got {momentum_dtype!r}")
+        self.momentum_dtype = momentum_dtype
         self.newton_schulz = NewtonSchulz(
             steps=num_ns_steps, coefficient_type=coefficient_type, fp32_matmul_prec=fp32_matmul_prec
         )
@@ -278,6 +299,32 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             batches = self._batches(accepted)
             muon(batches, self.engine, self)
         self.newton_schulz_calls += len(self.engine.flat([i for batch in batches for i in batch.indices]))
+        for group in self.param_groups if self.momentum_dtype is not None else ():
+            group[MOMENTUM_STEPS] += 1
+
+    def direction(self, batches: Sequence[Batch], follow: Follow = foreach.average) -> list[Tensor]:
+        """As of all that orthogonalize; with a ``momentum_dtype`` the averages before they are rounded."""
+        if self.momentum_dtype is None:
+            return super().direction(batches, follow)
+        found = []
+        for batch in batches:
+            averages, gradients = ([x.float() for x in each] for each in (batch.momenta, batch.gradients))
+            directions = super().direction([replace(batch, momenta=averages, gradients=gradients)], follow)
+            if follow is not foreach.averaged:
+                parts = [self._numbers()[p] for p in batch.parameters]
+                store(batch.momenta, averages, parts, batch.settings[MOMENTUM_STEPS])
+            found += [x.to(weight.dtype) for x, weight in zip(directions, batch.weights, strict=True)]
+        return found
+
+    def _numbers(self) -> dict[Tensor, Numbered]:
+        """What the random bits of each parameter's entries follow from."""
+        if self._numbered is None or self._numbered_for is not self.engine:
+            ends, parameters = range(1, len(self.param_groups) + 1), self._parameters()
+            names = [name for end in ends for name in names_of_last(self.param_groups[:end], shapes=False)]
+            splits = [rows_of(p, self.split_of(p)) for p in parameters]
+            parts = numbered(names, list(map(self.layout, parameters)), splits, local(parameters[0]).device)
+            self._numbered, self._numbered_for = dict(zip(parameters, parts, strict=True)), self.engine
+        return self._numbered
 
     def update(self, batches: Sequence[Batch], factors: list[Tensor], directions: Sequence[Tensor]) -> Sequence[Tensor]:
         """The updates of the logical matrices of all parameters of all batches, before the learning rate.
@@ -422,6 +469,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             METHOD: decay_method(type(self).__name__, self.defaults),
             "split_qkv": self.split_qkv,
             "tp_mode": self.tp_mode,
+            **({} if self.momentum_dtype is None else {"momentum_dtype": "bf16"}),
             **({"of_groups": {number: each for number, each in own.items() if each}} if any(own.values()) else {}),
         }
 
@@ -457,6 +505,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     # Checks.
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of matrices; also a ``ValueError`` for what cannot have its momentum in another dtype."""
+        super().add_param_group(param_group)
+        if self.momentum_dtype is not None:
+            self.param_groups[-1].setdefault(MOMENTUM_STEPS, 0)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state, and with it the kernel of symmetric products with which it was saved."""
         for number, group in enumerate(state_dict["param_groups"]):
@@ -474,6 +528,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
                 raise ValueError(
                     f"{type(self).__name__}: state of a DTensor cannot be in host memory, got one of shape "
                     f"{tuple(parameter.shape)}: leave offload_fraction at 0"
+                )
+            if self.momentum_dtype is not None and parameter.dtype == torch.float64:
+                raise ValueError(
+                    f"{type(self).__name__}: momenta in bf16 are averaged in fp32, got a parameter in fp64 of shape "
+                    f"{tuple(parameter.shape)}: leave momentum_dtype away"
                 )
             self._check_shards(parameter, f"a parameter of shape {tuple(parameter.shape)}")
             if self.measures:
@@ -520,6 +579,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         refused = None
         if self.offload_fraction:
             refused = "state in host memory is not where it was in the step before (offload_fraction)"
+        elif self.momentum_dtype is not None:
+            refused = "momentum_dtype rounds by other random bits in each step, and a replay would repeat those of one"
         elif devices != {"cuda"}:
             refused = f"the parameters are on {' and '.join(sorted(devices))}, not on a CUDA device"
         elif self._overrides(TensorParallelMuon):
@@ -547,6 +608,7 @@ class Transport(TypedDict, total=False):
     symmetric_products: str | None
     workspace: int
     offload_fraction: float
+    momentum_dtype: torch.dtype | None
 
 
 def spelled_out[**P](init: Callable[P, None]) -> Callable[P, None]:

@@ -88,6 +88,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     # Names of the momentum and of Nesterov's look-ahead among the settings of a group.
     momentum_key, nesterov_key = "momentum_beta", "use_nesterov"
     split_lengths: tuple[int, ...] = (3,)
+    momentum_dtype: torch.dtype | None = None  # None for that of each parameter
     _further_keys: dict[Tensor, list[str]] | None = None
 
     def __init__(
@@ -230,7 +231,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum."""
-        return [StateTensor(MOMENTUM_BUFFER)]
+        return [StateTensor(MOMENTUM_BUFFER, dtype=self.momentum_dtype)]
 
     # The step.
 

@@ -20,6 +20,9 @@ NAME = "name_in_model"
 SAVED_BY_LAYOUT = "saved_by_layout"
 """Attribute of a DTensor: whoever saves its state asks for layouts, so state of another shape is a plain tensor."""
 
+ROWS = "rows_by_matrix"
+"""Attribute of a parameter whose rows follow the ranks: the ``Split`` by which they have the same numbers at any."""
+
 GROUPS = ("tp", "expt_tp", "gtp_remat", "expt_gtp_remat")
 """Names of the groups in the order in which :func:`~megatron_eopt.parallel.layout.layout_of` takes them."""
 
@@ -45,6 +48,12 @@ class DescribedMatrix:
 def local(x: Tensor) -> Tensor:
     """This rank's part of a DTensor, which shares its memory; any other tensor itself."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def rows_of(parameter: Tensor, split: Split) -> Split:
+    """How the rows of a parameter of this ``split`` are numbered alike at any number of ranks."""
+    known: Split | None = getattr(parameter, ROWS, None) if split.is_whole else None
+    return split if known is None else known.in_global_order() if isinstance(parameter, DTensor) else known
 
 
 def parameter_names(groups: Sequence[dict[str, Any]]) -> list[str]:

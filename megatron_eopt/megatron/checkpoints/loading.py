@@ -105,6 +105,7 @@ def checked_load(
     if problem := stored.damage or _problem(optimizers, stored):
         raise CheckpointError(f"{checkpoint_dir}: {problem}")
     request = taken_out(sharded_state_dict)
+    _report_converted(request, stored.dtypes)
     result = load(request, checkpoint_dir, *args, **kwargs)
     loaded = result[0] if isinstance(result, tuple) else result
     if stored.sums and any(each[BLOCK]["checksums"] for each in optimizers):
@@ -260,6 +261,18 @@ def _compare(stored: _Stored, requested: Any, loaded: dict[str, Any], folder: st
             f"{folder}: {len(changed)} tensors are not what was saved, such as {changed[0]}: their bytes have changed "
             f"since. megatron-eopt verify-checkpoint says where; load another checkpoint, or a good copy of this one"
         )
+
+
+def _report_converted(requested: Any, stored: Mapping[str, torch.dtype]) -> None:
+    """Say which state has another dtype in the checkpoint; it is rounded to the nearest as it is read."""
+    found = {
+        f"{split_key(t.key)[0]} from {was} to {t.dtype}"
+        for t in sharded_tensors(requested)
+        if (was := stored.get(t.key, t.dtype)) != t.dtype and split_key(t.key)[0]
+    }
+    everywhere = sorted(set().union(*gathered(found)))
+    if everywhere and dist.get_rank() == 0:
+        print(f"megatron_eopt: the state of the checkpoint is converted: {', '.join(everywhere)}", flush=True)
 
 
 def _is_ours(args: Any) -> bool:

@@ -7,6 +7,7 @@ releases lack some, so that nothing of Megatron is imported here.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, NamedTuple
 
 from megatron_eopt.family import LIKE_MUON, ROWS
@@ -127,6 +128,13 @@ class Run:
     def matrix_optimizers(self) -> str:
         """The optimizers but for those beside one of matrices, for messages."""
         return ", ".join(dict.fromkeys([self.optimizer, *filter(takes_matrices, sorted(self.assigned))]))
+
+    @property
+    def without_momentum_dtype(self) -> str | None:
+        """The first optimizer of the run that has no choice of the dtype of its momentum, but for Adam and SGD."""
+        entries = {name: EMERGING_OPTIMIZERS.get(name) for name in (self.optimizer, *sorted(self.assigned))}
+        known = ((name, entry.optimizer_cls) for name, entry in entries.items() if entry is not None)
+        return next((name for name, cls in known if "momentum_dtype" not in signature(cls).parameters), None)
 
     @property
     def averages(self) -> bool:
@@ -333,9 +341,18 @@ RULES = (
         lambda run: run.offloads and on(run.args, "rl_offload_optimizer_during_inference"),
     ),
     Rule(
-        "use_precision_aware_optimizer is a way of Adam's, and {run.optimizer!r} has no state in other dtypes",
-        "leave it away, and the dtypes of main parameters and moments with it",
+        "use_precision_aware_optimizer is a way of Adam's, of which {run.optimizer!r} knows nothing",
+        "leave it away, and the dtypes of main parameters and moments with it; --optimizer-momentum-dtype bf16 is for "
+        "the momenta of Muon and its relatives",
         lambda run: on(run.config, "use_precision_aware_optimizer"),
+    ),
+    Rule(
+        "optimizer_momentum_dtype {run.config.optimizer_momentum_dtype} is for momenta that are orthogonalized, and "
+        "{run.without_momentum_dtype} has another state",
+        "leave it away, or take muon or one of its relatives",
+        lambda run: (
+            getattr(run.config, "optimizer_momentum_dtype", "fp32") != "fp32" and run.without_momentum_dtype is not None
+        ),
     ),
     Rule(
         "optimizer_cuda_graph replays the step with the learning rate of the iteration in which it was captured, "

@@ -1,0 +1,247 @@
+"""Momenta in bf16: how far they are from those in fp32, what a step makes of them, and what is refused."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_eopt import TensorParallelMuon
+from megatron_eopt.matrices import experts, per_shard
+from megatron_eopt.optimizers.rounding import numbered, rounded_at_random
+from megatron_eopt.optimizers.with_adamw import Muon
+from megatron_eopt.parallel.layout import on_one_rank
+from tests.optimizers.family import ELEMENTWISE, build, having
+
+RELATIVES = having("momentum_dtype")
+relatives = pytest.mark.parametrize("name", RELATIVES)
+BF16 = torch.bfloat16
+MOMENTUM = "momentum_buffer"
+SHAPES = [(12, 8), (8, 12), (12, 8)]
+
+
+def parameters(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def gradients(step, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def take(optimizer, steps, scale=1.0):
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for step in steps:
+        for p, g in zip(params, gradients(step, [p.shape for p in params]), strict=True):
+            p.grad = (scale * g).to(p.dtype)
+        optimizer.step()
+
+
+def momenta(optimizer):
+    return [state[MOMENTUM] for state in optimizer.state.values()]
+
+
+def assert_equal(one, other):
+    for group, of_other in zip(one.param_groups, other.param_groups, strict=True):
+        for p, q in zip(group["params"], of_other["params"], strict=True):
+            assert torch.equal(p, q)
+            for key, x in one.state[p].items():
+                assert x.dtype == other.state[q][key].dtype
+                assert torch.equal(x, other.state[q][key]), key
+
+
+def test_muon_and_its_relatives_have_a_choice():
+    assert "muon adaptive_muon scion polargrad muon_hyperball mars_muon".split() == RELATIVES
+
+
+@relatives
+def test_the_state_takes_half_the_bytes(name):
+    wide, narrow = build(name, parameters()), build(name, parameters(), momentum_dtype=BF16)
+    for optimizer in (wide, narrow):
+        take(optimizer, range(2))
+    assert {m.dtype for m in momenta(narrow)} == {BF16}
+    assert 2 * sum(m.nbytes for m in momenta(narrow)) == sum(m.nbytes for m in momenta(wide))
+    for p, q in zip(parameters(), parameters(), strict=True):
+        others = [(t.key, t.dtype, t.dims) for t in wide.state_tensors(p)[1:]]
+        assert others == [(t.key, t.dtype, t.dims) for t in narrow.state_tensors(q)[1:]]
+
+
+@relatives
+def test_the_first_update_is_that_of_a_momentum_in_fp32(name):
+    """It is of the average before that is rounded."""
+    wide, narrow = build(name, parameters()), build(name, parameters(), momentum_dtype=BF16)
+    for optimizer in (wide, narrow):
+        take(optimizer, range(1))
+    for p, q in zip(wide.state, narrow.state, strict=True):
+        assert torch.equal(p, q)
+    take(wide, range(1, 2))
+    take(narrow, range(1, 2))
+    assert not all(torch.equal(p, q) for p, q in zip(wide.state, narrow.state, strict=True))
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.95])
+def test_the_error_of_a_momentum_is_bounded(beta):
+    """One rounding moves an entry by less than the spacing, at most 2^-7 of it; every step multiplies that by beta."""
+    optimizer = build("muon", parameters(), momentum=beta, momentum_dtype=BF16)
+    exact = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    bound = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    errors = []
+    for step in range(150):
+        take(optimizer, [step])
+        for i, (g, m) in enumerate(zip(gradients(step), momenta(optimizer), strict=True)):
+            exact[i] = beta * exact[i] + (1 - beta) * g.double()
+            # what was rounded is the momentum but for one rounding
+            bound[i] = beta * bound[i] + 2**-7 * 1.01 * m.double().abs() + 1e-9
+            assert ((m.double() - exact[i]).abs() <= bound[i]).all()
+            errors.append(((m.double() - exact[i]).norm() / exact[i].norm()).item())
+    # of random directions: a standard deviation below half the spacing, in each step
+    assert sum(errors) / len(errors) < 2**-8 / (1 - beta**2) ** 0.5
+
+
+def test_where_rounding_to_the_nearest_stands_still_the_mean_moves():
+    """``(1 - beta) |g - m|`` is a tenth of the spacing of bf16, so the nearest number is always the one before."""
+    beta, shape = 0.99, (100, 100)
+    m, g = torch.ones(shape), torch.full(shape, 1 + 0.1 * 2**-7 / (1 - beta))
+    (part,) = numbered(["w"], [on_one_rank(shape)], [per_shard(a=None)], torch.device("cpu"))
+    nearest = m.to(BF16)
+    for step in range(100):
+        nearest = nearest.float().lerp(g, 1 - beta).to(BF16)
+        m = rounded_at_random([m.lerp(g, 1 - beta)], part.places, step)[0].float()
+    assert (nearest == 1).all()
+    expected = 1 + (1 - beta**100) * (g[0, 0] - 1)
+    assert abs(m.mean() - expected) < 5 * 2**-8 / (1 - beta**2) ** 0.5 / 100
+
+
+@relatives
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_a_restored_optimizer_goes_on_bit_for_bit(name, dtype):
+    straight, stopped = (build(name, parameters(dtype), momentum_dtype=BF16) for _ in range(2))
+    take(straight, range(6))
+    take(stopped, range(3))
+    params = [nn.Parameter(p.detach().clone()) for p in stopped.state]
+    resumed = build(name, params, momentum_dtype=BF16)
+    resumed.load_state_dict(copy.deepcopy(stopped.state_dict()))
+    take(resumed, range(3, 6))
+    assert_equal(resumed, straight)
+    assert resumed.param_groups[0]["momentum_steps"] == 6
+
+
+@pytest.mark.parametrize(("was", "now"), [(None, BF16), (BF16, None)])
+def test_a_state_of_the_other_kind_is_converted_and_that_is_said(was, now, caplog):
+    first = build("muon", parameters(), momentum_dtype=was)
+    take(first, range(3))
+    second = build("muon", parameters(), momentum_dtype=now)
+    with caplog.at_level(logging.WARNING):
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+    dtypes = (torch.bfloat16, torch.float32) if was else (torch.float32, torch.bfloat16)
+    said = f"TensorParallelMuon converts the state that it loads: {MOMENTUM} from {dtypes[0]} to {dtypes[1]}"
+    assert [record.getMessage() for record in caplog.records] == [said]
+    for m, other in zip(momenta(second), momenta(first), strict=True):
+        assert torch.equal(m, other.to(dtypes[1]))
+    take(second, range(3, 5))
+    assert second.param_groups[0].get("momentum_steps") == {None: 3, BF16: 2}[now]
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["on a CPU", "masked"])
+@relatives
+def test_a_momentum_keeps_its_bits_where_the_gradient_is_not_finite(name, masked):
+    optimizer = build(name, parameters(), momentum_dtype=BF16)
+    if masked:  # as on a GPU, which is not asked
+        of_class = type(optimizer)._batches
+        optimizer._batches = lambda accepted: of_class(optimizer, accepted, masked=True)
+    take(optimizer, range(3))
+    bad, *others = optimizer.state
+    before = [x.clone() for x in (bad, *optimizer.state[bad].values())]
+    of_others = [optimizer.state[p][MOMENTUM].clone() for p in others]
+    for p, g in zip(optimizer.state, gradients(3), strict=True):
+        p.grad = g
+    bad.grad[0, 0] = torch.nan
+    optimizer.step()
+    assert all(map(torch.equal, before, (bad, *optimizer.state[bad].values())))
+    assert not any(torch.equal(optimizer.state[p][MOMENTUM], m) for p, m in zip(others, of_others, strict=True))
+
+
+def test_the_bits_are_those_of_the_name_or_of_the_index():
+    first, second = (
+        TensorParallelMuon([{"params": [(name, parameters()[0])]} for name in names], momentum_dtype=BF16)
+        for names in (("a", "b"), ("b", "c"))
+    )
+    unnamed = TensorParallelMuon(parameters()[:1], momentum_dtype=BF16)
+    for optimizer in (first, second, unnamed):
+        for group in optimizer.param_groups:
+            group["params"][0].grad = gradients(0)[0]
+        optimizer.step()
+    (a, b), (other_b, _) = momenta(first), momenta(second)
+    assert not torch.equal(a, b)
+    assert torch.equal(b, other_b)
+    assert not torch.equal(momenta(unnamed)[0], a)
+
+
+def test_stacks_and_what_is_read_as_a_matrix():
+    stack, one = nn.Parameter(torch.ones(2, 6, 4)), nn.Parameter(torch.ones(1, 6, 4))
+    stack.logical_matrices, one.logical_matrices = experts(2, per_shard(gate=3, up=3)), experts(1)
+    optimizer = TensorParallelMuon([("stack", stack), ("one", one)], momentum_dtype=BF16)
+    take(optimizer, range(2))
+    flattened = [nn.Parameter(torch.ones(6, 4, 1, 1)), nn.Parameter(torch.ones(6, 4))]
+    heavy = [Muon([("filter", p)], [], momentum_dtype=BF16) for p in flattened]
+    for each in heavy:
+        for step in range(3):
+            p = each.param_groups[0]["params"][0]
+            p.grad = gradients(step, [(6, 4)])[0].view(p.shape)
+            each.step()
+    assert torch.equal(flattened[0].flatten(1), flattened[1])
+    assert torch.equal(heavy[0].state[flattened[0]][MOMENTUM].flatten(1), heavy[1].state[flattened[1]][MOMENTUM])
+    assert {m.dtype for m in [*momenta(optimizer), *momenta(heavy[0])]} == {BF16}
+
+
+class Own(TensorParallelMuon):
+    """An orthogonalize of the user's own, before which nothing is changed."""
+
+    def orthogonalize(self, p, grad, **group_settings):
+        if self.fails:
+            raise RuntimeError("of the user")
+        return super().orthogonalize(p, grad, **group_settings)
+
+
+def test_an_orthogonalize_of_ones_own_gets_the_same():
+    plain, own = (kind(parameters(), momentum_dtype=BF16) for kind in (TensorParallelMuon, Own))
+    own.fails = False
+    for optimizer in (plain, own):
+        take(optimizer, range(3))
+    assert_equal(own, plain)
+    own.fails, before = True, copy.deepcopy(own.state_dict())
+    with pytest.raises(RuntimeError, match="of the user"):
+        take(own, [3])
+    assert own.param_groups[0]["momentum_steps"] == before["param_groups"][0]["momentum_steps"] == 3
+    own.fails = False
+    for optimizer in (plain, own):
+        take(optimizer, range(3, 5))
+    assert_equal(own, plain)
+
+
+def test_l2_decay_and_gradients_in_bf16():
+    params = parameters(BF16)
+    settings = {"weight_decay": 0.1, "weight_decay_method": "l2", "momentum": 0.5, "nesterov": False, "lr": 0.0}
+    optimizer = TensorParallelMuon(params, momentum_dtype=BF16, **settings)
+    take(optimizer, range(2))
+    for i, (p, m) in enumerate(zip(params, momenta(optimizer), strict=True)):
+        both = [g[i].to(BF16).double() + 0.1 * p.double() for g in (gradients(0), gradients(1))]
+        torch.testing.assert_close(m.double(), both[0] / 4 + both[1] / 2, rtol=2**-6, atol=2**-7)
+
+
+def test_refusals():
+    for dtype in (torch.float16, torch.float32, "bf16"):
+        with pytest.raises(ValueError, match=r"momentum_dtype is None, for that of each parameter, or torch\.b"):
+            build("muon", parameters(), momentum_dtype=dtype)
+    with pytest.raises(ValueError, match=r"averaged in fp32, got a parameter in fp64 of shape \(12, 8\)"):
+        build("muon", parameters(torch.float64), momentum_dtype=BF16)
+    for name in (*ELEMENTWISE, "soap", "spectron"):
+        with pytest.raises(TypeError, match="momentum_dtype"):
+            build(name, parameters(), momentum_dtype=BF16)
+
+
+def test_a_captured_step_is_refused():
+    with pytest.raises(ValueError, match="cuda_graphs cannot work here: momentum_dtype rounds by other random bits"):
+        build("muon", parameters(), momentum_dtype=BF16, cuda_graphs=True)

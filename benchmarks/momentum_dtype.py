@@ -14,10 +14,14 @@ import runpy
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from megatron_eopt.optimizers.foreach import Tensors
+from megatron_eopt.optimizers.rounding import Numbered
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -35,47 +39,67 @@ def train(kind: str, beta: float, written: Path, flags: Sequence[str]) -> None:
 
     store, errors = muon.store, dict[int, tuple[Tensor, Tensor]]()
 
-    def followed(momenta: Sequence[Tensor], averages: Sequence[Tensor], *rest: object) -> None:
+    def followed(momenta: Tensors, averages: Tensors, parts: Sequence[Numbered], step: int) -> None:
         if kind == "nearest":
             torch._foreach_copy_(list(momenta), list(averages))
         else:
-            store(momenta, averages, *rest)  # type: ignore[arg-type]
+            store(momenta, averages, parts, step)
         for m, average in zip(momenta, averages, strict=True):
             error, _ = errors.setdefault(m.data_ptr(), (torch.zeros_like(average), m))
             error.mul_(beta).add_(m.float() - average)
 
     muon.store = followed
     sys.argv = ["pretrain_gpt.py", *flags]
-    try:
-        runpy.run_path(str(ROOT / "examples" / "pretrain_gpt.py"), run_name="__main__")
-    finally:
-        found = {}
-        if errors:
-            error = torch.cat([each.flatten() for each, _ in errors.values()])
-            exact = torch.cat([m.float().flatten() for _, m in errors.values()]) - error
-            found = {
-                "rms": float(error.norm() / exact.norm()),
-                "median": float((error.abs() / exact.abs().clamp(min=1e-30)).median()),
-            }
-        written.write_text(json.dumps(found))
+    runpy.run_path(str(ROOT / "examples" / "pretrain_gpt.py"), run_name="__main__")
+    found = {}
+    if errors:
+        error = torch.cat([each.flatten() for each, _ in errors.values()])
+        exact = torch.cat([m.float().flatten() for _, m in errors.values()]) - error
+        found = {
+            "rms": float(error.norm() / exact.norm()),
+            "median": float((error.abs() / exact.abs().clamp(min=1e-30)).median()),
+        }
+    written.write_text(json.dumps(found))
 
 
-def measured(kind: str, beta: float, seed: int, steps: int, out: Path) -> tuple[float, float, dict[str, float]]:
-    """The last losses of a run, in training and held out, and the errors of its momenta."""
+@dataclass(frozen=True)
+class Run:
+    """What is known of one training: its last losses, and the errors of its momenta."""
+
+    loss: float
+    held_out: float
+    errors: dict[str, float]
+
+
+def measured(kind: str, beta: float, seed: int, steps: int, out: Path) -> Run:
+    """Train, unless the folder has the run already."""
     import compare
     import compare_figures as figures
     import demo
 
     flags = [*figures.read_settings(PAGE.read_text(encoding="utf-8"))["muon"], "--muon-momentum", str(beta)]
     flags += ["--seed", str(seed), "--optimizer-momentum-dtype", "fp32" if kind == "fp32" else "bf16"]
-    log, written = out / f"{kind}-{beta}-{seed}.log", out / f"{kind}-{beta}-{seed}.json"
+    log, written = (out / f"{kind}-{beta}-{seed}-{steps}.{end}" for end in ("log", "json"))
     command = compare.command("muon", flags, steps, out)
     at = command.index("examples/pretrain_gpt.py")
     command[at : at + 1] = ["benchmarks/momentum_dtype.py", TRAIN, kind, str(beta), str(written)]
-    lines = list(demo.execute(command, log, compare.THREADS))
+    if not written.exists():
+        list(demo.execute(command, log, compare.THREADS))
+    lines = log.read_text(encoding="utf-8").splitlines()
     held_out = figures.read_held_out(lines)
     assert held_out is not None, log
-    return figures.loss_at(demo.read_losses(lines, 1, steps), steps), held_out, json.loads(written.read_text())
+    return Run(figures.loss_at(demo.read_losses(lines, 1, steps), steps), held_out, json.loads(written.read_text()))
+
+
+def cells(runs: Sequence[Run], fp32: Sequence[Run]) -> list[str]:
+    """Errors and losses, means over seeds, and how held-out losses differ from those of fp32 with the same seeds."""
+    losses = [f"{statistics.fmean(each):.4f}" for each in ([r.loss for r in runs], [r.held_out for r in runs])]
+    if runs is fp32:
+        return ["-", "-", *losses, "-"]
+    errors = [f"{statistics.fmean(run.errors[key] for run in runs):.2%}" for key in ("rms", "median")]
+    more = [run.held_out - other.held_out for run, other in zip(runs, fp32, strict=True)]
+    spread = statistics.stdev(more) / len(more) ** 0.5 if len(more) > 1 else float("nan")
+    return [*errors, *losses, f"{statistics.fmean(more):+.4f} ± {spread:.4f}"]
 
 
 def main() -> None:
@@ -85,26 +109,24 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=compare.STEPS, help="of each run")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1234, 1], help="of weights and batches")
-    parser.add_argument("--betas", type=float, nargs="+", default=[0.95, 0.99], help="decay rates of the momentum")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4], help="of weights and batches")
+    parser.add_argument(
+        "--betas", type=float, nargs="+", default=[0.95, 0.99, 0.999], help="decay rates of the momentum"
+    )
     parser.add_argument("--docs", action="store_true", help="write the table into docs/optimizers.md, too")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of logs")
     arguments = parser.parse_args()
     compare.write_data(arguments.out)
     rows = []
     for beta in arguments.betas:
-        for kind, called in KINDS.items():
-            runs = [measured(kind, beta, seed, arguments.steps, arguments.out) for seed in arguments.seeds]
-            losses = [", ".join(f"{run[i]:.4f}" for run in runs) for i in (0, 1)]
-            errors = [
-                f"{statistics.fmean(run[2][key] for run in runs):.2%}" if kind != "fp32" else "-"
-                for key in ("rms", "median")
-            ]
-            rows.append((str(beta), called, *errors, *losses))
-            print(*rows[-1], sep="  ", flush=True)
-    seeds = ", ".join(map(str, arguments.seeds))
-    losses = [f"{name} (seeds {seeds})" for name in (f"loss at step {arguments.steps}", "held-out loss there")]
-    table = figures.markdown(("momentum", "kept in", "error, RMS", "error, median entry", *losses), rows)
+        found = {
+            kind: [measured(kind, beta, seed, arguments.steps, arguments.out) for seed in arguments.seeds]
+            for kind in KINDS
+        }
+        rows += [(str(beta), KINDS[kind], *cells(runs, found["fp32"])) for kind, runs in found.items()]
+        print(*rows[-len(KINDS) :], sep="\n", flush=True)
+    head = ("momentum", "kept in", "error, RMS", "error, median entry", f"loss at step {arguments.steps}")
+    table = figures.markdown((*head, "held-out loss there", "more than fp32"), rows)
     print(f"\n{table}")
     if arguments.docs:
         page = PAGE.read_text(encoding="utf-8")

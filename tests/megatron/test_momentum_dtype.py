@@ -1,0 +1,101 @@
+"""Real runs with momenta in bf16: resumed bit for bit, moved to other sizes, converted, and refused by message."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from megatron_eopt.manifest import from_json
+from tests.megatron.runs import MUON, SMALL_GPT, assert_same, start, train, whole
+
+RUN = ["--num-layers", 2, *MUON, "--train-iters", 4, "--ckpt-format", "torch_dist"]
+BF16 = ["--optimizer-momentum-dtype", "bf16"]
+TP2 = ["--tensor-model-parallel-size", 2]
+
+
+def momenta(snapshots):
+    return {name: state["momentum_buffer"] for name, state in whole(snapshots).items() if "momentum_buffer" in state}
+
+
+def converted(output):
+    return re.findall(r"megatron_eopt: the state of the checkpoint is converted: (.*)", output)
+
+
+def state_bytes(manifest):
+    """Of all matrices together."""
+    families = from_json(json.loads(manifest.read_text()))
+    return sum(each.count * each.like.state_bytes for each in families if each.like.optimizer == "muon")
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """Two tensor-parallel ranks that save after two steps of four, and go on from there: recorded, and printed."""
+    folder = tmp_path_factory.mktemp("resumed")
+    run, load = [*RUN, *TP2, *BF16, "--bf16"], ["--load", folder / "checkpoint", "--ckpt-step", 2]
+    straight, _ = train(folder / "straight", 2, *run, "--save", folder / "checkpoint", "--save-interval", 2)
+    return load, straight, *train(folder / "resumed", 2, *run, *load)
+
+
+def test_a_resumed_run_is_the_straight_one(resumed):
+    _, straight, ranks, output = resumed
+    assert not converted(output)
+    assert "goes on with other settings" not in output
+    for one, other in zip(ranks, straight, strict=True):
+        assert_same(one["after"], other["after"])
+        assert one["groups"] == other["groups"]
+    assert {m.dtype for m in momenta([rank["after"] for rank in ranks]).values()} == {torch.bfloat16}
+    assert {group["momentum_steps"] for rank in ranks for group in rank["groups"][0]} == {4}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_momenta_move_to_another_size_and_to_fp32(resumed, tmp_path, dtype):
+    load, _, ranks, _ = resumed
+    flags = BF16 if dtype == torch.bfloat16 else []
+    (rank,), output = train(tmp_path / "run", 1, *RUN, *flags, "--bf16", *load)
+    assert converted(output) == ([] if flags else ["momentum_buffer from torch.bfloat16 to torch.float32"])
+    expected, found = momenta([rank["before"] for rank in ranks]), momenta([rank["before"]])
+    assert found.keys() == expected.keys()
+    for name, momentum in found.items():
+        assert torch.equal(momentum, expected[name].to(dtype)), name
+    assert len(rank["losses"]) == 4  # it went on
+
+
+@pytest.mark.wide
+def test_momenta_in_fp32_are_rounded_once_by_a_load(tmp_path):
+    saved, manifest = ["--save", tmp_path / "checkpoint", "--save-interval", 2], "--optimizer-manifest-file"
+    first, _ = train(tmp_path / "first", 1, *RUN, *saved, manifest, tmp_path / "32", "--exit-interval", 2)
+    load = ["--load", tmp_path / "checkpoint", manifest, tmp_path / "16"]
+    (rank,), output = train(tmp_path / "second", 1, *RUN, *BF16, *load)
+    assert converted(output) == ["momentum_buffer from torch.float32 to torch.bfloat16"]
+    expected = momenta([first[0]["after"]])
+    for name, momentum in momenta([rank["before"]]).items():
+        assert torch.equal(momentum, expected[name].bfloat16())
+    assert 2 * state_bytes(tmp_path / "16") == state_bytes(tmp_path / "32") > 0
+    assert rank["groups"][0][0]["momentum_steps"] == 2  # of this kind
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [[], ["--use-distributed-optimizer"]], ids=["replicas", "distributed"])
+def test_data_parallel_ranks_resume_bit_for_bit(tmp_path, layout):
+    run = [*RUN, *BF16, *layout, "--bf16"]
+    straight, _ = train(tmp_path / "run", 2, *run, "--save", tmp_path / "checkpoint", "--save-interval", 2)
+    load = ["--load", tmp_path / "checkpoint", "--ckpt-step", 2]
+    resumed, _ = train(tmp_path / "resumed", 2, *run, *load)
+    for one, other in zip(resumed, straight, strict=True):
+        assert_same(one["after"], other["after"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--optimizer", "soap"], "optimizer_momentum_dtype bf16 is for momenta that are orthogonalized, and soap has"),
+        (["--optimizer", "adam"], "--optimizer-momentum-dtype bf16 is for the momenta of this package's optimizers"),
+    ],
+    ids=["soap", "adam"],
+)
+def test_what_has_no_such_momentum_is_refused(flags, said):
+    done = start(1, *SMALL_GPT, "--num-layers", 1, "--train-iters", 1, *flags, *BF16)
+    assert done.returncode != 0
+    assert said in done.stdout
+    assert "iteration        1/" not in done.stdout

@@ -109,10 +109,8 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=compare.STEPS, help="of each run")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4], help="of weights and batches")
-    parser.add_argument(
-        "--betas", type=float, nargs="+", default=[0.95, 0.99, 0.999], help="decay rates of the momentum"
-    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of weights and batches")
+    parser.add_argument("--betas", type=float, nargs="+", default=[0.95, 0.99], help="decay rates of the momentum")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/optimizers.md, too")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of logs")
     arguments = parser.parse_args()

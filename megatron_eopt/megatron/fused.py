@@ -34,7 +34,7 @@ class Matrices:
     parameter: ModelParameter
     split: Split | None  # its logical matrices; None where the optimizer decides
     qkv_shapes: list[int] | None  # rows of each matrix in a query group, of a fused projection that Megatron splits
-    rows: Split | None  # by which rows are numbered that follow the tensor-parallel ranks; None where none do
+    rows: Split | None = None  # by which rows are numbered that follow the tensor-parallel ranks; None where none do
 
 
 def logical_matrices(assigned: Iterable[Assignment], config: Any) -> list[Matrices]:

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_eopt.matrices import ATTRIBUTE, WHOLE, concatenated, declare, experts, tag_declared, undeclare
+from megatron_eopt.matrices import ATTRIBUTE, GATE_UP, WHOLE, concatenated, declare, experts, tag_declared, undeclare
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.factory import OptimizerOfRun
 from megatron_eopt.megatron.fused import Matrices, fused, is_declared, logical_matrices, split_of, tag
 from megatron_eopt.megatron.parameters import trainable
+from megatron_eopt.optimizers.parameters import rows_of as numbered_rows_of
 from megatron_eopt.overrides import Resolved
 from megatron_eopt.parallel.layout import layout_of
 from megatron_eopt.registry import is_nonlinear_or_embedding
@@ -133,6 +134,17 @@ def test_gate_and_up_of_experts_by_turns():
     assert split_of(experts_own, "all").pattern(64).sizes == (8, 8)
     assert split_of(dense, "all").pattern(64).sizes == (32, 32)
     assert split_of(dense, "default") is None
+
+
+def test_rows_that_follow_the_ranks_are_numbered_by_their_matrix_though_it_is_split_as_megatron_does():
+    module = Module("linear_fc1", Linear(64))
+    module.config.gated_linear_unit = True
+    parameter, proj = described(module), described(Module("linear_proj", Linear(64)))
+    of_muon = [Assignment(each, "muon", Resolved({}, {})) for each in (parameter, proj)]
+    tag(logical_matrices(of_muon, SimpleNamespace(muon_split="default")))
+    assert numbered_rows_of(parameter.tensor, WHOLE) == GATE_UP
+    assert not hasattr(parameter.tensor, ATTRIBUTE)
+    assert numbered_rows_of(proj.tensor, WHOLE) == WHOLE
 
 
 def test_one_matrix_stays_one():

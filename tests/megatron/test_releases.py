@@ -116,13 +116,13 @@ def test_main_parameters_in_bf16_keep_their_own_split_shapes(release):
         "import torch, megatron_eopt; megatron_eopt.activate()\n"
         "from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes\n"
         "model, main = torch.ones(8, 2), torch.ones(8, 2)\n"
-        "model.is_qkv, model.qkv_split_shapes = True, [2, 1, 1]\n"
+        "model.is_qkv, model.qkv_split_shapes, model.rows_by_matrix = True, [2, 1, 1], 'by matrix'\n"
         "copy_tensor_model_parallel_attributes(main, model)\n"
-        "print(main.is_qkv, main.qkv_split_shapes)"
+        "print(main.is_qkv, main.qkv_split_shapes, main.rows_by_matrix)"
     )
     environment = {**os.environ, "PYTHONPATH": f"{release[1]}{os.pathsep}{ROOT}", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1:] == ["True [2, 1, 1]"], done.stderr
+    assert done.stdout.splitlines()[-1:] == ["True [2, 1, 1] by matrix"], done.stderr
 
 
 def test_adam_is_left_as_it_is(release, tmp_path):

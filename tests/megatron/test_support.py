@@ -30,8 +30,11 @@ def config(optimizer="muon", **fields):
     return made
 
 
-def run(optimizer="muon", release="0.19.2", *, settings=None, **facts):
-    return Run(optimizer, release, config(optimizer, **(settings or {})), **facts)
+def run(optimizer="muon", release="0.19.2", *, settings=None, own=None, **facts):
+    """Facts of a run; ``own`` are fields of the config that flags of this package add."""
+    made = config(optimizer, **(settings or {}))
+    vars(made).update(own or {})
+    return Run(optimizer, release, made, **facts)
 
 
 LION = {"optimizer": "lion", "leaves_scalars": False}
@@ -153,6 +156,10 @@ REFUSED = {
     "use_precision_aware_optimizer": (
         run(settings={"use_precision_aware_optimizer": True}),
         r"use_precision_aware_optimizer is a way of Adam's",
+    ),
+    "a momentum in bf16 of an optimizer that has none": (
+        run("soap", own={"optimizer_momentum_dtype": "bf16"}),
+        r"optimizer_momentum_dtype bf16 is for momenta that are orthogonalized, and soap has another state: leave",
     ),
     "optimizer_cuda_graph": (
         run(settings={"optimizer_cuda_graph": True}),

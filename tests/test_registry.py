@@ -139,6 +139,19 @@ def test_the_workspace_of_a_config_is_in_gib():
             built("muon", optimizer_workspace=wrong)
 
 
+def test_the_dtype_of_momenta_of_a_config_is_fp32_or_bf16():
+    def built(name, **said):
+        settings = config(decoupled_weight_decay=True, muon_split_qkv=False, adam_eps=1e-8, **said)
+        groups = [{"params": [torch.nn.Parameter(torch.ones(4, 4))]}]
+        return registry.create_emerging_optimizer(settings, groups, name, model(), None)[0]
+
+    for name in ("muon", "adaptive_muon", "scion"):
+        assert built(name).momentum_dtype is built(name, optimizer_momentum_dtype="fp32").momentum_dtype is None
+        assert built(name, optimizer_momentum_dtype="bf16").momentum_dtype is torch.bfloat16
+    with pytest.raises(ValueError, match="--optimizer-momentum-dtype is fp32 or bf16, got 'fp8'"):
+        built("muon", optimizer_momentum_dtype="fp8")
+
+
 @pytest.mark.parametrize("name", ["muon", "adaptive_muon", "soap", "spectron", "scion"])
 @pytest.mark.parametrize("missing", ["num_attention_heads", "num_query_groups", "kv_channels"])
 def test_a_model_without_attention_has_nothing_to_split(name, missing):

@@ -77,6 +77,8 @@ def test_the_workspace_reaches_the_optimizer(parse, monkeypatch, flags, gib):
     monkeypatch.setattr(releases, "training_args", lambda: args)
     settings = {"momentum_beta": 0.9, "use_nesterov": True, "mode": "auto"}  # as Megatron-Core 0.17 calls it
     assert releases.muon_of_0_17(groups, **settings).workspace == gib * 2**30
+    args.optimizer_momentum_dtype = "bf16"
+    assert releases.muon_of_0_17(groups, **settings).momentum_dtype is torch.bfloat16
 
 
 def test_activation_can_be_repeated_and_undone():

@@ -12,6 +12,7 @@ from megatron_eopt.matrices import experts, per_shard
 from megatron_eopt.optimizers.rounding import numbered, rounded_at_random
 from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.parallel.layout import on_one_rank
+from megatron_eopt.plain import OptimizerConfig, build_optimizer
 from tests.optimizers.family import ELEMENTWISE, build, having
 
 RELATIVES = having("momentum_dtype")
@@ -194,6 +195,31 @@ def test_stacks_and_what_is_read_as_a_matrix():
     assert torch.equal(flattened[0].flatten(1), flattened[1])
     assert torch.equal(heavy[0].state[flattened[0]][MOMENTUM].flatten(1), heavy[1].state[flattened[1]][MOMENTUM])
     assert {m.dtype for m in [*momenta(optimizer), *momenta(heavy[0])]} == {BF16}
+
+
+def test_the_builders_of_plain_torch_take_it_and_go_on_bit_for_bit():
+    def made():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 5))
+        config = OptimizerConfig(name="muon", lr=0.1, options={"momentum_dtype": BF16})
+        return model, build_optimizer(model, config)
+
+    def train(model, optimizer, steps):
+        for step in steps:
+            torch.manual_seed(step)
+            model(torch.randn(3, 6)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    (straight, first), (stopped, second), (resumed, third) = made(), made(), made()
+    train(straight, first, range(6))
+    train(stopped, second, range(3))
+    resumed.load_state_dict(stopped.state_dict())
+    third.load_state_dict(copy.deepcopy(second.state_dict()))
+    train(resumed, third, range(3, 6))
+    for p, q in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert {state[MOMENTUM].dtype for state in third.state.values()} == {BF16}
 
 
 class Own(TensorParallelMuon):

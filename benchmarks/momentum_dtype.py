@@ -29,7 +29,12 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 OUT = ROOT / "bench-out" / "momentum-dtype"
 PAGE = ROOT / "docs" / "optimizers.md"
-KINDS = {"fp32": "fp32", "random": "bf16, at random", "nearest": "bf16, to the nearest"}
+KINDS = {
+    "fp32": "fp32",
+    "control": "fp32, the rate larger by 1e-6",
+    "random": "bf16, at random",
+    "nearest": "bf16, to the nearest",
+}
 TRAIN = "--rounded"  # the first argument of a process that trains
 
 
@@ -78,7 +83,9 @@ def measured(kind: str, beta: float, seed: int, steps: int, out: Path) -> Run:
     import demo
 
     flags = [*figures.read_settings(PAGE.read_text(encoding="utf-8"))["muon"], "--muon-momentum", str(beta)]
-    flags += ["--seed", str(seed), "--optimizer-momentum-dtype", "fp32" if kind == "fp32" else "bf16"]
+    flags += ["--seed", str(seed), "--optimizer-momentum-dtype", "bf16" if kind in ("random", "nearest") else "fp32"]
+    if kind == "control":  # how far runs come apart that differ by rounding
+        flags += ["--muon-lr", str(figures.rate(flags) * (1 + 1e-6))]
     log, written = (out / f"{kind}-{beta}-{seed}-{steps}.{end}" for end in ("log", "json"))
     command = compare.command("muon", flags, steps, out)
     at = command.index("examples/pretrain_gpt.py")
@@ -94,10 +101,12 @@ def measured(kind: str, beta: float, seed: int, steps: int, out: Path) -> Run:
 def cells(runs: Sequence[Run], fp32: Sequence[Run]) -> list[str]:
     """Errors and losses, means over seeds, and how held-out losses differ from those of fp32 with the same seeds."""
     losses = [f"{statistics.fmean(each):.4f}" for each in ([r.loss for r in runs], [r.held_out for r in runs])]
+    keys, known = ("rms", "median"), all(run.errors for run in runs)
+    errors = [f"{statistics.fmean(run.errors[key] for run in runs):.2%}" if known else "-" for key in keys]
     if runs is fp32:
-        return ["-", "-", *losses, "-"]
-    errors = [f"{statistics.fmean(run.errors[key] for run in runs):.2%}" for key in ("rms", "median")]
+        return [*errors, *losses, "-"]
     more = [run.held_out - other.held_out for run, other in zip(runs, fp32, strict=True)]
+    print(more)
     spread = statistics.stdev(more) / len(more) ** 0.5 if len(more) > 1 else float("nan")
     return [*errors, *losses, f"{statistics.fmean(more):+.4f} ± {spread:.4f}"]
 
@@ -110,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=compare.STEPS, help="of each run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of weights and batches")
-    parser.add_argument("--betas", type=float, nargs="+", default=[0.95, 0.99], help="decay rates of the momentum")
+    parser.add_argument("--betas", type=float, nargs="+", default=[0.95], help="decay rates of the momentum")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/optimizers.md, too")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of logs")
     arguments = parser.parse_args()

@@ -103,11 +103,7 @@ FEATURES = (
         "--optimizer-cpu-offload with --async-save", {"config.optimizer_cpu_offload": True, "args.async_save": True}
     ),
     Feature("--use-precision-aware-optimizer", {"config.use_precision_aware_optimizer": True}),
-    Feature("--optimizer-momentum-dtype bf16", {"config.optimizer_momentum_dtype": "bf16"}),
-    Feature(
-        "--optimizer-momentum-dtype bf16 with spectron, soap, lion, signum, schedule_free_adamw",
-        _of("soap") | {"config.optimizer_momentum_dtype": "bf16"},
-    ),
+    Feature("--optimizer-momentum-dtype bf16", {"config.optimizer_momentum_dtype": "bf16"}, "muon and its relatives"),
     Feature("--optimizer-cuda-graph", {"config.optimizer_cuda_graph": True}),
     Feature("decoupled_weight_decay=False with muon, adaptive_muon", {"config.decoupled_weight_decay": False}),
     Feature("decoupled_weight_decay=False with any other", _of("lion") | {"config.decoupled_weight_decay": False}),

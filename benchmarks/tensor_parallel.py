@@ -4,6 +4,9 @@ The matrices are those of a model of four layers with grouped queries (hidden 51
 28 in all. The peer orthogonalizes them one after another; ours takes a whole step of the optimizer, with momentum,
 decay and the update of the parameters. Everyone takes turns; the time of a round is that of the slowest rank. Ranks are
 processes with one thread each, over gloo; with more ranks than cores they share them, which is said.
+
+The same matrices are also cut as Megatron-FSDP cuts them, one behind the other in equal parts of whole rows, and as
+torch's FSDP2 does, each by its rows: DTensors, with whatever the plan makes of their layouts.
 """
 
 import argparse
@@ -23,6 +26,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz_tp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.parallel.collectives import counters
@@ -65,6 +71,43 @@ def parameters(rank: int, ranks: int) -> list[torch.nn.Parameter]:
     return found
 
 
+def whole_matrices() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each matrix of the model with its gradient."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [shape for _ in range(LAYERS) for *shape, _ in MATRICES.values()]
+    return [(torch.randn(*shape, generator=generator), torch.randn(*shape, generator=generator)) for shape in shapes]
+
+
+def under_megatron_fsdp(rank: int, ranks: int) -> list[torch.nn.Parameter]:
+    """This rank's DTensors, with gradients, of one flat buffer that is cut into equal parts at whole rows."""
+    mesh, matrices = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",)), whole_matrices()
+    size, start, found = sum(matrix.numel() for matrix, _ in matrices) / ranks, 0, []
+    for matrix, gradient in matrices:
+        rows, cols = matrix.shape
+        top, bottom = (min(max(round((size * each - start) / cols), 0), rows) for each in (rank, rank + 1))
+        shards = (
+            DTensor.from_local(x[top:bottom].contiguous(), mesh, [Shard(0)], shape=x.shape, stride=x.stride())
+            for x in (matrix, gradient)
+        )
+        parameter = torch.nn.Parameter(next(shards))
+        chunk = ChunkStorageMetadata(torch.Size((top, 0)), torch.Size((bottom - top, cols)))
+        parameter._local_tensor.__create_chunk_list__ = lambda chunk=chunk: [chunk]  # type: ignore[attr-defined]
+        parameter.grad = next(shards)
+        found.append(parameter)
+        start += matrix.numel()
+    return found
+
+
+def under_fsdp2(rank: int, ranks: int) -> list[torch.nn.Parameter]:
+    """DTensors, with gradients, whose rows are cut evenly."""
+    mesh, found = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",)), []
+    for matrix, gradient in whole_matrices():
+        parameter = torch.nn.Parameter(distribute_tensor(matrix, mesh, [Shard(0)]))
+        parameter.grad = distribute_tensor(gradient, mesh, [Shard(0)])
+        found.append(parameter)
+    return found
+
+
 def contestants(rank: int, ranks: int) -> dict[str, Callable[[], Any]]:
     """Name -> one step."""
     groups: Any = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD)
@@ -75,9 +118,11 @@ def contestants(rank: int, ranks: int) -> dict[str, Callable[[], Any]]:
         return lambda: [newton_schulz_tp(x, 5, "quintic", group, dim, tp_mode) for x, dim in shards]
 
     steps = {f"emerging-optimizers, {tp_mode}": peer(tp_mode) for tp_mode in ("duplicated", "distributed")}
-    for name, (tp_mode, coefficient_type) in OURS.items():
+    sharded = {"ours, auto, Megatron-FSDP": under_megatron_fsdp, "ours, auto, FSDP2": under_fsdp2}
+    all_ours = OURS | dict.fromkeys(sharded, ("auto", "quintic"))
+    for name, (tp_mode, coefficient_type) in all_ours.items():
         optimizer = TensorParallelMuon(
-            parameters(rank, ranks),
+            sharded.get(name, parameters)(rank, ranks),
             fp32_matmul_prec="highest",
             coefficient_type=coefficient_type,
             tp_mode=tp_mode,

@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import KERNEL, RATES
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
-from megatron_eopt.optimizers.foreach import Batch, Follow
+from megatron_eopt.optimizers.foreach import Batch
 from megatron_eopt.optimizers.group_settings import (
     COEFFICIENTS,
     DECOUPLED,
@@ -33,16 +33,13 @@ from megatron_eopt.optimizers.group_settings import (
     own_settings,
 )
 from megatron_eopt.optimizers.offload import Streamed
-from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
+from megatron_eopt.optimizers.orthogonalized import MOMENTUM_STEPS, OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
     check_shard,
     local,
-    names_of_last,
-    rows_of,
 )
-from megatron_eopt.optimizers.rounding import Numbered, numbered, store
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.kernels import KERNELS
@@ -54,8 +51,6 @@ from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, shared_out
 from megatron_eopt.parallel.plan import make_plan, validate_tp_mode
 from megatron_eopt.parallel.records import TpMode
-
-MOMENTUM_STEPS = "momentum_steps"  # setting of a group: how many steps have rounded its momenta
 
 
 def muon(batches: Sequence[Batch], engine: Engine, optimizer: "TensorParallelMuon") -> None:
@@ -188,8 +183,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     _shares_shards: bool = False  # with the data-parallel ranks, by the last plan
     _graphed: GraphedUpdate | None = None
     _streamed: Streamed | None = None
-    _numbered: dict[Tensor, Numbered] | None = None  # of the engine
-    _numbered_for: Engine | None = None
     _further: dict[str, Any] | None = None  # what _further_settings() are, set before this constructor
 
     def __init__(
@@ -301,30 +294,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self.newton_schulz_calls += len(self.engine.flat([i for batch in batches for i in batch.indices]))
         for group in self.param_groups if self.momentum_dtype is not None else ():
             group[MOMENTUM_STEPS] += 1
-
-    def direction(self, batches: Sequence[Batch], follow: Follow = foreach.average) -> list[Tensor]:
-        """As of all that orthogonalize; with a ``momentum_dtype`` the averages before they are rounded."""
-        if self.momentum_dtype is None:
-            return super().direction(batches, follow)
-        found = []
-        for batch in batches:
-            averages, gradients = ([x.float() for x in each] for each in (batch.momenta, batch.gradients))
-            directions = super().direction([replace(batch, momenta=averages, gradients=gradients)], follow)
-            if follow is not foreach.averaged:
-                parts = [self._numbers()[p] for p in batch.parameters]
-                store(batch.momenta, averages, parts, batch.settings[MOMENTUM_STEPS])
-            found += [x.to(weight.dtype) for x, weight in zip(directions, batch.weights, strict=True)]
-        return found
-
-    def _numbers(self) -> dict[Tensor, Numbered]:
-        """What the random bits of each parameter's entries follow from."""
-        if self._numbered is None or self._numbered_for is not self.engine:
-            ends, parameters = range(1, len(self.param_groups) + 1), self._parameters()
-            names = [name for end in ends for name in names_of_last(self.param_groups[:end], shapes=False)]
-            splits = [rows_of(p, self.split_of(p)) for p in parameters]
-            parts = numbered(names, list(map(self.layout, parameters)), splits, local(parameters[0]).device)
-            self._numbered, self._numbered_for = dict(zip(parameters, parts, strict=True)), self.engine
-        return self._numbered
 
     def update(self, batches: Sequence[Batch], factors: list[Tensor], directions: Sequence[Tensor]) -> Sequence[Tensor]:
         """The updates of the logical matrices of all parameters of all batches, before the learning rate.

@@ -25,12 +25,15 @@ from megatron_eopt.optimizers.group_settings import (
     check_rates,
     decay_method,
 )
-from megatron_eopt.optimizers.parameters import local, names_of_last
+from megatron_eopt.optimizers.parameters import local, names_of_last, rows_of
+from megatron_eopt.optimizers.rounding import Numbered, numbered, store
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
+from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import local_rows, on_one_rank
 
 MOMENTUM_BUFFER = "momentum_buffer"
+MOMENTUM_STEPS = "momentum_steps"  # setting of a group: how many steps have rounded its momenta
 
 
 class OrthogonalizedOptimizer(BaseOptimizer):
@@ -90,6 +93,8 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     split_lengths: tuple[int, ...] = (3,)
     momentum_dtype: torch.dtype | None = None  # None for that of each parameter
     _further_keys: dict[Tensor, list[str]] | None = None
+    _numbered: dict[Tensor, Numbered] | None = None  # of the engine
+    _numbered_for: Engine | None = None
 
     def __init__(
         self,
@@ -339,12 +344,30 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         """
         directions = []
         for batch in batches:
-            gradients = batch.gradients
+            momenta, gradients = batch.momenta, batch.gradients
+            if self.momentum_dtype is not None:  # narrower ones are averaged, and looked ahead from, in fp32
+                momenta, gradients = ([x.float() for x in each] for each in (momenta, gradients))
             if batch.decays and batch.decay_method == "l2":
                 gradients = foreach.with_decay(gradients, batch.weights, batch.weight_decay)
             beta, nesterov = batch.settings[self.momentum_key], batch.settings[self.nesterov_key]
-            directions += follow(batch.momenta, gradients, beta, nesterov, batch.accepted)
+            found = follow(momenta, gradients, beta, nesterov, batch.accepted)
+            if self.momentum_dtype is not None:
+                if follow is not foreach.averaged:
+                    parts = [self._numbers()[p] for p in batch.parameters]
+                    store(batch.momenta, momenta, parts, batch.settings[MOMENTUM_STEPS])
+                found = [x.to(weight.dtype) for x, weight in zip(found, batch.weights, strict=True)]
+            directions += found
         return directions
+
+    def _numbers(self) -> dict[Tensor, Numbered]:
+        """What the random bits of each parameter's entries follow from."""
+        if self._numbered is None or self._numbered_for is not self.engine:
+            ends, parameters = range(1, len(self.param_groups) + 1), self._parameters()
+            names = [name for end in ends for name in names_of_last(self.param_groups[:end], shapes=False)]
+            splits = [rows_of(p, self.split_of(p)) for p in parameters]
+            parts = numbered(names, list(map(self.layout, parameters)), splits, local(parameters[0]).device)
+            self._numbered, self._numbered_for = dict(zip(parameters, parts, strict=True)), self.engine
+        return self._numbered
 
     def _batches(self, accepted: Tensor, masked: bool = False) -> list[Batch]:
         """What the step works on, a batch for each group that has something.

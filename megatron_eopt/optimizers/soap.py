@@ -217,13 +217,13 @@ class SOAP(BaseOptimizer):
             check_choice(f"{key} of {name}", group[key], get_args(of_key))
         validate_matmul_precision(group["fp32_matmul_prec"])
         for parameter, called in zip(group["params"], names_of_last(self.param_groups), strict=True):
+            try:
+                self.layout(parameter)
+            except ValueError as error:
+                raise ValueError(f"{name} cannot lay {called} out: {error}") from error
             if parameter.ndim > 1:
                 self._check_matrix(parameter, f"takes matrices and vectors, but {called}")
                 check_shard(parameter, self.pg_collection, called)
-            try:
-                self.matrix_layouts(parameter)
-            except ValueError as error:
-                raise ValueError(f"{name} cannot lay {called} out: {error}") from error
         group.setdefault(CLOCK, 0)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

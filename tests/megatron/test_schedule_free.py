@@ -83,7 +83,7 @@ def test_a_schedule_of_the_rate_is_warned_of():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--use-distributed-optimizer", "--bf16"], "leave --use-distributed-optimizer away"),
+        (["--use-distributed-optimizer", "--bf16"], "leave --use-distributed-optimizer and --use-megatron-fsdp away"),
         (["--no-save-optim"], "leave --no-save-optim away"),
         (
             ["--schedule-free-adamw-r", 1],

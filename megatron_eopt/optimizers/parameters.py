@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_eopt.matrices import Split, declared_split
-from megatron_eopt.parallel.dtensor import layout_of_dtensor
+from megatron_eopt.parallel.dtensor import layout_of_dtensor, tells_its_chunk
 from megatron_eopt.parallel.layout import Layout, is_cut_again, is_expert, is_sharded, layout_of, split_layout, within
 from megatron_eopt.parallel.records import Shape
 
@@ -94,7 +94,9 @@ def sharing_groups(parameter: Tensor, pg_collection: TensorParallelGroups | None
 
 
 def _cut_over(parameter: Tensor) -> list[str]:
-    """Names of the groups over which Megatron cuts a parameter."""
+    """Names of the groups over which Megatron cuts a parameter, but for those in the mesh of Megatron-FSDP's."""
+    if isinstance(parameter, DTensor) and tells_its_chunk(parameter):
+        return []
     prefix, axes = "expt_" if is_expert(parameter) else "", (is_sharded(parameter), is_cut_again(parameter))
     return [prefix + name for name, cut in zip(("tp", "gtp_remat"), axes, strict=True) if cut]
 

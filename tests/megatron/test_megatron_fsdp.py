@@ -80,6 +80,12 @@ def test_muon_trains_as_on_one_rank(tmp_path, of_one_rank, ranks, flags, own):
         assert losses(found) == pytest.approx(losses(expected), rel=1e-5)
     assert found[0]["grad_norms"] == pytest.approx(expected[0]["grad_norms"], rel=1e-5)  # by which it is clipped
     assert_close(after(found), after(expected))
+    copies = sum(rank["state_bytes"] for rank in found) / expected[0]["state_bytes"]
+    whole_model = 2 if "--num-distributed-optimizer-instances" in flags else 1
+    replicated = 1.02 if TP[0] in flags else 1  # norms, over tensor parallelism
+    assert whole_model <= copies <= whole_model * replicated
+    most = max(rank["state_bytes"] for rank in found) / expected[0]["state_bytes"]
+    assert most <= whole_model / ranks * 1.05  # with a row that is not cut
 
 
 @pytest.mark.wide
@@ -151,15 +157,20 @@ def test_a_checkpoint_without_state_is_refused(tmp_path):
 
 
 @pytest.mark.wide
-def test_in_bf16_parameters_are_those_without_fsdp(tmp_path):
-    """The masters travel alike: rounding of gradients to bf16 (2^-9) grows by what the iteration makes of it."""
+def test_in_bf16_muon_goes_the_way_it_goes_without_fsdp(tmp_path):
+    """Gradients are rounded to bf16 otherwise: by 2^-9 of their norm at most, of which the iteration makes more.
+
+    Its slope is at most that of its polynomials at zero, 3.4445 each, so that a factor, which is as long as the root of
+    its rank, changes by 3.4445^5 2^-9 at most.
+    """
     expected = trained(tmp_path / "without", 2, *EXACT, "--bf16")
     found = trained(tmp_path / "run", 2, *EXACT, *SHARDED, "--bf16")
-    before, at, without = expected[0]["before"], after(found), after(expected)
-    for name in without:
-        start = before[name]["main" if "main" in before[name] else "parameter"]
-        travelled = (without[name]["main"] - start).norm()
-        assert (at[name]["parameter"] - without[name]["main"]).norm() <= 2**-6 * travelled, name
+    assert losses(found) == pytest.approx(losses(expected), rel=1e-2)
+    at, without = after(found), after(expected)
+    for name in [name for name in without if "momentum_buffer" in without[name]]:
+        main = without[name]["main"]
+        travelled, apart = (main - expected[0]["before"][name]["main"]).norm(), at[name]["parameter"] - main
+        assert apart.norm() <= 3.4445**5 * 2**-9 / min(main.shape) ** 0.5 * travelled, name
 
 
 @pytest.mark.full

@@ -22,6 +22,7 @@ from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
     check_split,
+    in_order,
     local,
     matrix_layout,
     parameter_names,
@@ -162,8 +163,7 @@ class BaseOptimizer(Optimizer):
         """The logical matrices of a parameter: what its attribute declares, else what ``split_qkv`` makes of it."""
         is_qkv_fn = self.is_qkv_fn if self.split_qkv else None
         split = split_of(parameter, is_qkv_fn, self.qkv_split_shapes, self.split_lengths) or WHOLE
-        alone = isinstance(parameter, DTensor) and self.layout(parameter).shards is None  # not within shards of others
-        return split.in_global_order() if alone else split
+        return in_order(split, parameter, self.layout(parameter)) if isinstance(parameter, DTensor) else split
 
     def matrix_layouts(self, parameter: Tensor) -> list[Layout]:
         """The layouts of the logical matrices of a parameter."""

@@ -364,8 +364,9 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         if self._numbered is None or self._numbered_for is not self.engine:
             ends, parameters = range(1, len(self.param_groups) + 1), self._parameters()
             names = [name for end in ends for name in names_of_last(self.param_groups[:end], shapes=False)]
-            splits = [rows_of(p, self.split_of(p)) for p in parameters]
-            parts = numbered(names, list(map(self.layout, parameters)), splits, local(parameters[0]).device)
+            layouts = list(map(self.layout, parameters))
+            splits = [rows_of(p, self.split_of(p), layout) for p, layout in zip(parameters, layouts, strict=True)]
+            parts = numbered(names, layouts, splits, local(parameters[0]).device)
             self._numbered, self._numbered_for = dict(zip(parameters, parts, strict=True)), self.engine
         return self._numbered
 

@@ -50,10 +50,15 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def rows_of(parameter: Tensor, split: Split) -> Split:
+def rows_of(parameter: Tensor, split: Split, layout: Layout) -> Split:
     """How the rows of a parameter of this ``split`` are numbered alike at any number of ranks."""
     known: Split | None = getattr(parameter, ROWS, None) if split.is_whole else None
-    return split if known is None else known.in_global_order() if isinstance(parameter, DTensor) else known
+    return split if known is None else in_order(known, parameter, layout)
+
+
+def in_order(split: Split, parameter: Tensor, layout: Layout) -> Split:
+    """The split of a parameter in the order of its rows, the global one of a DTensor that is not within shards."""
+    return split.in_global_order() if isinstance(parameter, DTensor) and layout.shards is None else split
 
 
 def parameter_names(groups: Sequence[dict[str, Any]]) -> list[str]:

@@ -13,7 +13,7 @@ from megatron_eopt.megatron.fused import Matrices, fused, is_declared, logical_m
 from megatron_eopt.megatron.parameters import trainable
 from megatron_eopt.optimizers.parameters import rows_of as numbered_rows_of
 from megatron_eopt.overrides import Resolved
-from megatron_eopt.parallel.layout import layout_of
+from megatron_eopt.parallel.layout import layout_of, on_one_rank
 from megatron_eopt.registry import is_nonlinear_or_embedding
 from tests.parallel.test_layout import Group
 
@@ -142,9 +142,9 @@ def test_rows_that_follow_the_ranks_are_numbered_by_their_matrix_though_it_is_sp
     parameter, proj = described(module), described(Module("linear_proj", Linear(64)))
     of_muon = [Assignment(each, "muon", Resolved({}, {})) for each in (parameter, proj)]
     tag(logical_matrices(of_muon, SimpleNamespace(muon_split="default")))
-    assert numbered_rows_of(parameter.tensor, WHOLE) == GATE_UP
+    assert numbered_rows_of(parameter.tensor, WHOLE, on_one_rank((96, 64))) == GATE_UP
     assert not hasattr(parameter.tensor, ATTRIBUTE)
-    assert numbered_rows_of(proj.tensor, WHOLE) == WHOLE
+    assert numbered_rows_of(proj.tensor, WHOLE, on_one_rank((64, 64))) == WHOLE
 
 
 def test_one_matrix_stays_one():

@@ -173,6 +173,20 @@ def test_in_bf16_muon_goes_the_way_it_goes_without_fsdp(tmp_path):
         assert apart.norm() <= 3.4445**5 * 2**-9 / min(main.shape) ** 0.5 * travelled, name
 
 
+@pytest.mark.wide
+def test_momenta_in_bf16_are_rounded_as_on_one_rank(tmp_path):
+    flags = [*EXACT, "--optimizer-momentum-dtype", "bf16"]
+    expected = trained(tmp_path / "one", 1, *flags)
+    found = trained(tmp_path / "run", 4, *flags, *SHARDED, *TP)
+    at, of_one = after(found), after(expected)
+    momenta = [name for name in of_one if "momentum_buffer" in of_one[name]]
+    for name in momenta:  # but where an average lies between two numbers as closely as gradients differ
+        differ = at[name]["momentum_buffer"] != of_one[name]["momentum_buffer"]
+        assert differ.float().mean() < 0.01, name
+    assert_close(at, of_one, atol=1e-4)
+    assert sum(rank["state_bytes"] for rank in found) < 0.7 * trained(tmp_path / "fp32", 1, *EXACT)[0]["state_bytes"]
+
+
 @pytest.mark.full
 def test_in_bf16_a_resumed_run_is_the_straight_one(tmp_path):
     expected, saved = saved_after_three(tmp_path, 2, *EXACT, *SHARDED, "--bf16")

@@ -9,6 +9,8 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from state_bytes import DATA, bytes_rows, share_rows
+
 from megatron_eopt.family import FAMILY, LIKE_MUON, MUON, ROWS
 from megatron_eopt.megatron.arguments import RUN_FLAGS
 from megatron_eopt.megatron.support.matrix import RELEASES, support_matrix
@@ -143,6 +145,17 @@ def support() -> str:
     return table(("feature", *RELEASES, ""), rows)
 
 
+def held() -> str:
+    """Bytes that the busiest rank holds."""
+    models = (f"{size}, DP{data}" for size in ("8B", "70B") for data in DATA)
+    return table(("flags", "momentum", *models), bytes_rows())
+
+
+def shares() -> str:
+    """What the busiest rank is dealt."""
+    return table(("", *(f"DP{data}" for data in DATA)), share_rows())
+
+
 def override_settings() -> str:
     """Settings that overrides may have, whose values have a range that is known."""
     known = Known.registered()
@@ -249,6 +262,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "optimizers.md": {"family": family, "settings": settings, "owns": owns, "state": state, "refused": refused},
     "overrides.md": {"settings": override_settings, "settings of one": override_settings_of_one},
     "plain-torch.md": {"plain": plain},
+    "state.md": {"bytes": held, "shares": shares},
     "support.md": {"support": support},
 }
 

@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 sys.path.insert(0, str(ROOT / "scripts"))
+import state_bytes  # noqa: E402
 import tables  # noqa: E402
 
 
@@ -24,3 +25,29 @@ def test_a_page_without_marks_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(tables, "DOCS", tmp_path)
     with pytest.raises(ValueError, match=r"docs/support\.md: expected '<!-- support -->', and '<!-- end -->'"):
         tables.made("support.md")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("none", 2 + 4 + 4 + 4),  # parameter, gradient, main parameter, momentum
+        ("`--use-distributed-optimizer`", 2 + 4 + (4 + 4) / 16),
+        ("`--use-megatron-fsdp`, `optim`", 2 + 2 + (4 + 4 + 4) / 16),  # the gradient of a share in fp32, too
+        ("`--use-megatron-fsdp`, `optim_grads`", 2 + (2 + 4 + 4 + 4) / 16),
+        ("`--use-megatron-fsdp`, `optim_grads_params`", (2 + 2 + 4 + 4 + 4) / 16),
+        ("`--use-torch-fsdp2`", (2 + 4 + 4 + 4) / 16),
+    ],
+)
+def test_bytes_a_parameter_are_those_of_the_dtypes(flags, expected):
+    (way,) = [each for each in state_bytes.WAYS if each.flags == flags]
+    assert state_bytes.held(way, "llama3-8b", 16, momentum=4) == (expected, 0)
+    share = 1 if flags == "none" else 1 / 16
+    found = state_bytes.held(way, "llama3-8b", 16, momentum=2, offloaded=True)
+    assert found == (expected - 4 * share, 2 * share)
+
+
+def test_the_fullest_rank_is_dealt_whole_parameters():
+    """Four parameters of each of 32 layers over 64 ranks: the largest of a layer, and its smallest."""
+    fc1, proj = 2 * 14336 * 4096, 4096 * 4096
+    layer = fc1 + 14336 * 4096 + 6144 * 4096 + proj
+    assert state_bytes.dealt("llama3-8b", 1, 64) == (fc1 + proj) / (32 * layer)

@@ -1,0 +1,116 @@
+"""Bytes of parameters, gradients and state that the busiest data-parallel rank holds: the tables of ``docs/state.md``.
+
+Nothing is measured. What is whole on every rank, and what is shared, was read in Megatron-Core 0.19; which part of the
+shared the busiest rank has follows from the planner's deal, or from how rows are cut.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from math import ceil
+from typing import NamedTuple
+
+from megatron_eopt.models import MODELS, Parallel, dealt_matrices
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
+from megatron_eopt.parallel.cost import Work
+from megatron_eopt.parallel.records import Rectangle
+
+TENSOR, DATA = 8, (16, 64)
+NEWTON_SCHULZ = NewtonSchulz()
+WORK = Work(schedule=NEWTON_SCHULZ.schedule, restarts=NEWTON_SCHULZ.restarts, itemsize=2)
+BF16, FP32 = 2, 4  # bytes of an entry
+
+
+class Way(NamedTuple):
+    """How data-parallel ranks hold a run in bf16, in bytes an entry; the momentum is beside ``shared``."""
+
+    flags: str
+    whole: int  # on every rank
+    shared: int  # on the rank that has the entry
+    share: Callable[[str, int, int], float]  # of the entries, on the busiest rank: of a model, stages and ranks
+    offloads: bool = False
+
+
+@cache
+def shards(name: str, pipeline: int) -> list[list[Rectangle]]:
+    """What a tensor-parallel rank has of each parameter with matrices: of its logical ones."""
+    matrices, _ = dealt_matrices(MODELS[name], Parallel(tensor=TENSOR, pipeline=pipeline), WORK)
+    found: dict[str, list[Rectangle]] = {}
+    for matrix in matrices:
+        found.setdefault(matrix.name.partition("[")[0], []).append(matrix.rectangles[0])
+    return list(found.values())
+
+
+def entries(name: str, pipeline: int) -> list[int]:
+    """How many of each parameter a tensor-parallel rank has."""
+    return [sum(rectangle.numel for rectangle in each) for each in shards(name, pipeline)]
+
+
+@cache
+def dealt(name: str, pipeline: int, data: int) -> float:
+    """The share where whole parameters are dealt to ``data`` ranks."""
+    _, (deal,) = dealt_matrices(MODELS[name], Parallel(tensor=TENSOR, pipeline=pipeline, data=data), WORK)
+    held = [0] * data
+    for rank, count in zip(deal.ranks, entries(name, pipeline), strict=True):
+        held[rank] += count
+    return max(held) / sum(held)
+
+
+def by_rows(name: str, pipeline: int, data: int) -> float:
+    """The share where each parameter is cut into chunks of equally many rows, but for the last."""
+    held = sum(
+        ceil(sum(each.shape[0] for each in parameter) / data) * parameter[0].shape[1]
+        for parameter in shards(name, pipeline)
+    )
+    return held / sum(entries(name, pipeline))
+
+
+def evenly(name: str, pipeline: int, data: int) -> float:
+    """The share where flat buffers are cut."""
+    return 1 / data
+
+
+def everything(name: str, pipeline: int, data: int) -> float:
+    """The share where nothing is shared out."""
+    return 1
+
+
+MAIN = COPY = FP32  # of the parameter; of the gradient, in a step
+WAYS = (
+    Way("none", BF16 + FP32, MAIN, everything, True),
+    Way("`--use-distributed-optimizer`", BF16 + FP32, MAIN, dealt, True),
+    Way("`--use-megatron-fsdp`, `optim`", BF16 + BF16, COPY + MAIN, evenly),
+    Way("`--use-megatron-fsdp`, `optim_grads`", BF16, BF16 + COPY + MAIN, evenly),
+    Way("`--use-megatron-fsdp`, `optim_grads_params`", 0, BF16 + BF16 + COPY + MAIN, evenly),
+    Way("`--use-torch-fsdp2`", 0, BF16 + COPY + MAIN, by_rows),
+)
+
+
+def held(way: Way, name: str, data: int, momentum: int, offloaded: bool = False) -> tuple[float, float]:
+    """Bytes a parameter on the busiest rank: on its device, and in host memory."""
+    share = way.share(name, 1, data)
+    host = momentum * share if offloaded else 0
+    return way.whole + (way.shared + momentum) * share - host, host
+
+
+def bytes_rows() -> list[list[str]]:
+    """Bytes a parameter of each way and model, for momenta in fp32 and bf16, on the device and in host memory."""
+    rows = []
+    for way in WAYS:
+        for offloaded in (False, True)[: 1 + way.offloads]:
+            for momentum, dtype in ((FP32, "fp32"), (BF16, "bf16")):
+                cells = [
+                    " + ".join(f"{each:.3g}" for each in held(way, name, data, momentum, offloaded)[: 1 + offloaded])
+                    for name in ("llama3-8b", "llama3-70b")
+                    for data in DATA
+                ]
+                rows.append([way.flags, f"{dtype}, {'host' if offloaded else 'device'}", *cells])
+    return rows
+
+
+def share_rows() -> list[list[str]]:
+    """How much more than an even share the busiest rank is dealt."""
+    of = (("llama3-8b", 1), ("llama3-70b", 1), ("llama3-70b", 4))
+    return [
+        [f"{name}, PP{pipeline}", *(f"{dealt(name, pipeline, data) * data:.3g}" for data in DATA)]
+        for name, pipeline in of
+    ]

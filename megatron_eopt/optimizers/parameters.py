@@ -82,8 +82,6 @@ def matrix_layout(parameter: Tensor, pg_collection: TensorParallelGroups | None)
     Of a stack, it is that of each of its matrices.
     """
     if isinstance(parameter, DTensor):
-        if tells_its_chunk(parameter):  # of the whole: the mesh of Megatron-FSDP has tensor parallelism, too
-            return layout_of_dtensor(parameter)
         tp = (getattr(pg_collection, name, None) for name in _cut_over(parameter))
         return within(layout_of_dtensor(parameter), getattr(parameter, "partition_dim", 0), next(tp, None))
     return layout_of(parameter, *(getattr(pg_collection, name, None) for name in GROUPS))

@@ -121,6 +121,17 @@ REFUSED = {
         ),
         r"outer_dp_sharding_strategy 'optim' of Megatron-FSDP clips by another norm.*to no_shard",
     ),
+    "experts of one data-parallel rank whose gradients Megatron-FSDP would sum wrongly": (
+        run(
+            ddp=replace(FSDP, data_parallel_sharding_strategy="optim_grads"),
+            data_parallel=2,
+            expert_data_parallel=1,
+            args=SimpleNamespace(
+                global_batch_size=8, micro_batch_size=2, data_parallel_size=2, ckpt_format="fsdp_dtensor"
+            ),
+        ),
+        r"sums those of experts on one data-parallel rank wrongly over micro-batches.*-strategy optim, or a smaller",
+    ),
     "checkpoints of Megatron-FSDP with several pipeline stages": (
         run(ddp=FSDP, args=SimpleNamespace(pipeline_model_parallel_size=2, save="ck", ckpt_format="fsdp_dtensor")),
         r"saves layers by their numbers within a pipeline stage.*: set --pipeline-model-parallel-size to 1",

@@ -153,7 +153,8 @@ class SavedShards:
         if tensor.dims is not None:
             assert isinstance(optimizer, BaseOptimizer)  # no other says what it keeps
             layouts = optimizer.matrix_layouts(parameter)
-            split, layout = (WHOLE if len(layouts) > 1 else split), layouts[tensor.matrix]
+            if len(layouts) > 1:
+                split, layout = WHOLE, layouts[tensor.matrix]
         if "rows" not in dims:
             split = WHOLE
         elif not split.is_whole and dims[0] != "rows":

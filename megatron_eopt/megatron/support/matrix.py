@@ -83,6 +83,15 @@ FEATURES = (
         "--use-megatron-fsdp with --outer-dp-sharding-strategy optim",
         _INSTANCES | {"ddp.overlap_grad_reduce": True, "ddp.outer_dp_sharding_strategy": "optim"},
     ),
+    Feature(
+        "--use-megatron-fsdp with optim_grads, experts of one data-parallel rank, and several micro-batches",
+        {
+            "ddp.use_megatron_fsdp": True,
+            "ddp.data_parallel_sharding_strategy": "optim_grads",
+            "data_parallel": 2,
+            "expert_data_parallel": 1,
+        },
+    ),
     Feature("--use-megatron-fsdp with schedule_free_adamw", _AVERAGING | {"ddp.use_megatron_fsdp": True}),
     Feature(
         "--use-torch-fsdp2",

@@ -53,7 +53,8 @@ class Run:
         name = config.optimizer.removeprefix("dist_")
         parameters = [(n, p) for chunk in model_chunks for n, p in chunk.named_parameters() if p.requires_grad]
         model = getattr(model_chunks[0], "config", None)
-        experts = [(n, p) for n, p in parameters if not getattr(p, "allreduce", True)]
+        # the parameters of Megatron-FSDP lack the mark of those that they were cut from
+        experts = [(n, p) for n, p in parameters if not getattr(getattr(p, "orig_param", p), "allreduce", True)]
         grouped = (
             f"{path}.{kind}"
             for chunk in model_chunks
@@ -98,6 +99,12 @@ class Run:
     def megatron_fsdp(self) -> bool:
         """Whether the model is sharded by Megatron-FSDP."""
         return on(self.ddp, "use_megatron_fsdp") or self.wrapper == "FullyShardedDataParallel"
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients are those of several micro-batches, as far as is known."""
+        sizes = [getattr(self.args, f"{name}_size", None) for name in ("global_batch", "micro_batch", "data_parallel")]
+        return None in sizes or sizes[0] > sizes[1] * sizes[2]  # type: ignore[operator]
 
     @property
     def hybrid_fsdp(self) -> bool:
@@ -289,6 +296,15 @@ RULES = (
         "that of the gradients in megatron-core 0.19, with Adam too",
         "set --outer-dp-sharding-strategy to no_shard",
         lambda run: run.hybrid_fsdp and getattr(run.ddp, "outer_dp_sharding_strategy", "no_shard") != "no_shard",
+    ),
+    Rule(
+        "Megatron-FSDP that shards gradients sums those of experts on one data-parallel rank wrongly over micro-batches "
+        "in megatron-core 0.19, with Adam too",
+        "take --data-parallel-sharding-strategy optim, or a smaller --expert-model-parallel-size",
+        lambda run: (
+            (run.megatron_fsdp and run.expert_data_parallel == 1 and run.data_parallel > 1 and run.accumulates)
+            and getattr(run.ddp, "data_parallel_sharding_strategy", "") in ("optim_grads", "optim_grads_params")
+        ),
     ),
     Rule(
         "Megatron-FSDP saves layers by their numbers within a pipeline stage, and those of two stages have the same",

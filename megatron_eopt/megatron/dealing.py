@@ -7,9 +7,11 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from megatron_eopt.megatron.parameters import torch_optimizers
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.parallel.cost import Work
 from megatron_eopt.parallel.deal import Deal, Item, deal
@@ -45,14 +47,32 @@ def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Iterator[None]:
         for group, params in zip(groups, whole, strict=True):
             group["params"] = [parameter for parameter in params if parameter in kept]
 
-    reason = "whole parameters are dealt to data-parallel ranks by predicted time, not by size"
-    redirection = Redirection(LayerWiseDistributedOptimizer, "shard_params", shard_params, reason)
-    redirections = Redirections([redirection] if balances(config, args) else [])
+    reason = "in fp32 it takes what wraps a torch optimizer, and Megatron's builder wraps none"
+    changes = [Redirection(LayerWiseDistributedOptimizer, "__init__", wrapped_in_fp32, reason)]
+    if balances(config, args):
+        reason = "whole parameters are dealt to data-parallel ranks by predicted time, not by size"
+        changes.append(Redirection(LayerWiseDistributedOptimizer, "shard_params", shard_params, reason))
+    redirections = Redirections(changes)
     redirections.install()
     try:
         yield
     finally:
         redirections.undo()
+
+
+@around
+def wrapped_in_fp32(
+    make: Any, self: Any, optimizers: Sequence[Any], config: Any, *args: Any, init_state_fn_list: Any, **kwargs: Any
+) -> None:
+    """Around the making of the layer-wise optimizer, which wraps torch optimizers by itself in bf16 alone.
+
+    The builder of 0.17 has wrapped them. Wrappers in fp32 have no copies of parameters, so they may come before the
+    deal.
+    """
+    if not config.bf16:
+        each = zip(optimizers, init_state_fn_list, strict=True)
+        optimizers = [FP32Optimizer(o, config, init) if isinstance(o, Optimizer) else o for o, init in each]
+    make(self, optimizers, config, *args, init_state_fn_list=init_state_fn_list, **kwargs)
 
 
 def balances(config: Any, args: Any) -> bool:
@@ -68,7 +88,7 @@ def items_of(optimizers: Sequence[Optimizer]) -> tuple[dict[Tensor, Item], dict[
     """What is to be dealt of optimizers that still have all parameters, and the iterations."""
     items: dict[Tensor, Item] = {}
     works: dict[str, Work] = {}
-    for each in optimizers:
+    for each in (inner for outer in optimizers for inner in torch_optimizers(outer)):
         parameters = [parameter for group in each.param_groups for parameter in group["params"]]
         matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
         if isinstance(each, BaseOptimizer) and (engine := each.proposed()).works:

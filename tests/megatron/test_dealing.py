@@ -3,10 +3,12 @@
 import re
 
 import pytest
+import torch
 
 from tests.megatron.runs import MUON, assert_same, losses, summary, train, whole
 
-RUN = ["--num-layers", 3, *MUON, "--muon-fp32-matmul-prec", "highest", "--bf16"]
+FP32 = ["--num-layers", 3, *MUON, "--muon-fp32-matmul-prec", "highest"]
+RUN = [*FP32, "--bf16"]
 SHARED = [*RUN, "--use-distributed-optimizer"]
 BY_SIZE = "--no-balanced-deal"
 
@@ -44,6 +46,25 @@ def test_a_checkpoint_of_megatrons_deal_goes_on_under_another(tmp_path):
     assert losses(by_time)[-1] < losses(by_size)[-1]
 
 
+@pytest.mark.parametrize(
+    "overlap", [[], pytest.param(["--overlap-grad-reduce", "--overlap-param-gather"], marks=pytest.mark.wide)]
+)
+def test_two_ranks_train_in_fp32_as_one_and_resume(tmp_path, overlap):
+    run = [*FP32, "--train-iters", 5, "--clip-grad", 0.5, "--ckpt-format", "torch_dist"]
+    alone, _ = train(tmp_path / "one", 1, *run)
+    run += ["--use-distributed-optimizer", *overlap]
+    two, output = train(tmp_path / "two", 2, *run, "--save", tmp_path / "checkpoint", "--save-interval", 2)
+    assert len(deal(output)) == 1
+    assert not set.intersection(*hands(two))
+    expected, found = (whole([rank["after"] for rank in ranks]) for ranks in (alone, two))
+    for name, state in expected.items():
+        torch.testing.assert_close(found[name]["parameter"], state["parameter"], rtol=0, atol=1e-5)
+    assert two[0]["grad_norms"] == pytest.approx(alone[0]["grad_norms"], rel=1e-5)
+    resumed, _ = train(tmp_path / "resumed", 2, *run, "--load", tmp_path / "checkpoint", "--ckpt-step", 2)
+    for one, other in zip(resumed, two, strict=True):
+        assert_same(one["after"], other["after"])
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("layout", [[], ["--tensor-model-parallel-size", 2]], ids=["DP4", "TP2-DP2"])
 @pytest.mark.parametrize("overlap", [[], ["--overlap-grad-reduce", "--overlap-param-gather"]], ids=["", "overlap"])
@@ -72,12 +93,14 @@ def test_experts_are_dealt_to_data_parallel_ranks_of_their_own(tmp_path):
 
 
 @pytest.mark.wide
-def test_files_of_single_ranks_are_read_by_the_deal_that_wrote_them(tmp_path):
+@pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
+def test_files_of_single_ranks_are_read_by_the_deal_that_wrote_them(tmp_path, precision):
+    shared = [*FP32, *precision, "--use-distributed-optimizer"]
     files = ["--ckpt-format", "torch", "--save", tmp_path / "checkpoint", "--save-interval", 2, "--train-iters", 4]
-    straight, output = train(tmp_path / "straight", 2, *SHARED, *files)
+    straight, output = train(tmp_path / "straight", 2, *shared, *files)
     assert not deal(output)
     load = ["--ckpt-format", "torch", "--load", tmp_path / "checkpoint", "--ckpt-step", 2, "--train-iters", 4]
-    resumed, _ = train(tmp_path / "resumed", 2, *SHARED, *load)
+    resumed, _ = train(tmp_path / "resumed", 2, *shared, *load)
     for one, other in zip(resumed, straight, strict=True):
         assert_same(one["after"], other["after"])
 

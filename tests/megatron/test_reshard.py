@@ -46,6 +46,7 @@ CHAINS = {
     "DP": ([(1, []), (2, []), (1, [])], []),
     "TP-DP": ([(4, [TP, 2]), (2, []), (1, []), (4, [TP, 2])], []),
     "DP-distributed": ([(2, SHARED), (1, SHARED), (2, SHARED)], BF16),
+    "DP-distributed-fp32": ([(2, SHARED), (1, []), (2, SHARED), (1, SHARED)], []),
     "FSDP": (FSDP_CHAIN, ONE_EACH),
     "FSDP-bf16": (FSDP_CHAIN, [*BF16, *ONE_EACH]),
     "FSDP-alone": ([FSDP_CHAIN[0], *FSDP_CHAIN[2:]], [*BF16, *ONE_EACH]),
@@ -58,7 +59,7 @@ ONE_SIDE = {"normuon", "spectron"}  # which refuse matrices that are cut along b
 MOVES = [
     pytest.param(*one, id="-".join(one), marks=[] if one in ALWAYS else pytest.mark.full)
     for one in itertools.product(OPTIMIZERS, CHAINS)
-    if one[1] not in ("TP-DP", "FSDP", "FSDP-alone" if one[0] not in ONE_SIDE else "FSDP-bf16")
+    if one[1] not in ("TP-DP", "DP-distributed-fp32", "FSDP", "FSDP-alone" if one[0] not in ONE_SIDE else "FSDP-bf16")
 ]
 MOVES += [
     pytest.param(*one, id="-".join(one), marks=pytest.mark.full)
@@ -67,6 +68,7 @@ MOVES += [
     and not (one[1] == "DP-distributed" and ROWS[one[0]].averages)  # which it is refused for
 ]
 MOVES += [pytest.param("soap", "TP-DP", id="soap-TP-DP", marks=pytest.mark.wide)]  # shared over data parallelism
+MOVES += [pytest.param("muon", "DP-distributed-fp32", id="muon-DP-distributed-fp32", marks=pytest.mark.wide)]
 MOVES += [pytest.param("muon", "FSDP", id="muon-FSDP", marks=pytest.mark.wide)]
 
 

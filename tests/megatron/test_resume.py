@@ -70,7 +70,6 @@ COMBINATIONS = [
     pytest.param(*one, id="-".join(one), marks=[] if one in ALWAYS else pytest.mark.full)
     for one in itertools.product(OPTIMIZERS, LAYOUTS, PRECISIONS)
     if one[1] != "PP2-tied"
-    and one[1:] != ("DP2-distributed", "fp32")  # Megatron's distributed optimizer of matrices runs in bf16 only
 ]
 # Those of the relatives; test_family.py has TP2 in fp32.
 COMBINATIONS += [

@@ -50,9 +50,9 @@ REFUSED = {
         run(settings={"fp16": True, "bf16": False}),
         r"optimizer 'muon' does not run with fp16.*: take --bf16, or fp32",
     ),
-    "the layer-wise distributed optimizer without bf16": (
-        run(layer_wise=True, settings={"bf16": False}),
-        r"layer-wise distributed optimizer, which --use-distributed-optimizer means with 'muon', .*add --bf16",
+    "buffers for whole matrices in fp32": (
+        run(**DEALT, settings={"bf16": False}),
+        r"optimizer of all that is no matrix then loads no checkpoint in fp32: take --no-use-layer-wise-param-layout",
     ),
     "a scalar optimizer that cannot be built": (
         run(release="0.18.2", scalar_optimizers=("adam",), settings={"muon_scalar_optimizer": "lion"}),
@@ -230,6 +230,7 @@ def plain_model():
     [
         run(ddp=DistributedDataParallelConfig(), model=plain_model(), data_parallel=8),
         run(settings={"bf16": False, "loss_scale": 1024.0}),  # Megatron's fp32 optimizer has no loss scale
+        *(run(release=each, layer_wise=True, data_parallel=2, settings={"bf16": False}) for each in RELEASES),
         run(settings={"decoupled_weight_decay": False}),
         run(settings={"loss_scale": 1.0}),
         run("adaptive_muon", settings={"muon_scalar_optimizer": "lion"}),
@@ -260,12 +261,12 @@ def test_experts_of_one_rank_have_nobody_to_gather_from_in_0_17():
 
 def test_one_error_names_all_that_was_found():
     with pytest.raises(ValueError, match="cannot work") as error:
-        refuse_unsupported(run(layer_wise=True, settings={"bf16": False, "fp16": True, "optimizer_cuda_graph": True}))
+        refuse_unsupported(run(**DEALT, settings={"bf16": False, "fp16": True, "optimizer_cuda_graph": True}))
     first, *reasons = str(error.value).splitlines()
     assert first == "this run cannot work with optimizer 'muon', for 3 reasons:"
-    assert [re.search(r"fp16|layer-wise|optimizer_cuda_graph", reason)[0] for reason in reasons] == [
+    assert [re.search(r"fp16|buffers|optimizer_cuda_graph", reason)[0] for reason in reasons] == [
         "fp16",
-        "layer-wise",
+        "buffers",
         "optimizer_cuda_graph",
     ]
 
@@ -387,7 +388,7 @@ def test_the_matrix_says_what_the_rules_say():
     [
         (
             ["--fp16", "--use-distributed-optimizer", "--dump-param-to-param-group-map", "map"],
-            ["for 3 reasons", "does not run with fp16", "--bf16 only", "nothing would be written"],
+            ["for 2 reasons", "does not run with fp16", "nothing would be written"],
         ),
         (["--bf16", "--loss-scale", 1024], ["ValueError: loss_scale 1024.0 is applied or undone"]),
         (
@@ -395,7 +396,7 @@ def test_the_matrix_says_what_the_rules_say():
             ["'no_shard' of Megatron-FSDP leaves whole parameters on each rank: take optim, optim_grads"],
         ),
     ],
-    ids=["three at once", "loss scale", "Megatron-FSDP"],
+    ids=["two at once", "loss scale", "Megatron-FSDP"],
 )
 def test_a_run_is_refused_at_start(flags, messages):
     done = start(1, *SMALL_GPT, "--num-layers", 1, "--train-iters", 1, *MUON, *flags)

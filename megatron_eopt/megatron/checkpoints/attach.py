@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
+from megatron.core.optimizer.optimizer import FP32Optimizer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
@@ -43,7 +44,7 @@ def attach(optimizer: Any, model_chunks: Sequence[Any], run: Any, layers_differ:
     """
     keep_apart(model_chunks, layers_differ)
     for number, each in enumerate(plain_wrappers(optimizer)):
-        SavedState(each, run if number == 0 else None, layers_differ)
+        SavedState(each, run if number == 0 else None, layers_differ, run.facts.layer_wise)
 
 
 class SavedState:
@@ -52,8 +53,10 @@ class SavedState:
     Its ``sharded_state_dict`` and ``load_state_dict`` are wrapped. One of a run has its ``OptimizerOfRun``.
     """
 
-    def __init__(self, optimizer: Any, run: Any = None, layers_differ: bool = False) -> None:
+    def __init__(self, optimizer: Any, run: Any = None, layers_differ: bool = False, layer_wise: bool = False) -> None:
         self._megatron, self._run, self._layers_differ = optimizer, run, layers_differ
+        # Megatron's layer-wise optimizer takes state dicts to be as in bf16, also where they are of fp32.
+        self._nested = layer_wise and isinstance(optimizer, FP32Optimizer)
         self._torch: Optimizer = optimizer.optimizer
         self._save, self._load = optimizer.sharded_state_dict, optimizer.load_state_dict
         optimizer.sharded_state_dict, optimizer.load_state_dict = self.sharded_state_dict, self.load_state_dict
@@ -100,8 +103,7 @@ class SavedState:
             block |= self._about(torch_state(state_dict)["state"].get("common_step"))
             block |= {} if self._run is None else {"manifest": to_json(self._run.families)}
             export(self._megatron, model_sharded_state_dict)
-        state_dict[BLOCK] = block
-        return state_dict
+        return ({"optimizer": state_dict} if self._nested else state_dict) | {BLOCK: block}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`sharded_state_dict` saved, or what Megatron did before this package was there."""
@@ -128,7 +130,7 @@ class SavedState:
         # Megatron tells groups apart by some of their settings, and mixes up the rest: ours are in order.
         self._megatron._filter_and_reorder_param_groups = lambda current, in_order: in_order
         try:
-            self._load(state_dict)
+            self._load(inner if self._nested else state_dict)
         finally:
             del self._megatron._filter_and_reorder_param_groups
         go_on_from(self._megatron, live)

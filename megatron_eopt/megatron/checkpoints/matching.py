@@ -155,7 +155,7 @@ def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -
     main = loaded.get(MAIN_PARAMETERS, [])
     if isinstance(main, list):
         filled = iter(main)
-        main = [next(filled) if group else [] for group in requested[MAIN_PARAMETERS]]
+        main = [next(filled) if group else [] for group in requested.get(MAIN_PARAMETERS, [])]
     return {"optimizer": inner, MAIN_PARAMETERS: main, BLOCK: block}
 
 

@@ -54,7 +54,7 @@ FEATURES = (
         _CUT_TWICE | {"args.save": "a folder"},
     ),
     Feature("--use-distributed-optimizer with --bf16", {}, _WHOLE, distributed=True),
-    Feature("--use-distributed-optimizer in fp32", {"config.bf16": False}, distributed=True),
+    Feature("--use-distributed-optimizer in fp32", {"config.bf16": False}, _WHOLE, distributed=True),
     Feature("--use-distributed-optimizer with lion", _of("lion"), distributed=True),
     Feature("--use-distributed-optimizer with schedule_free_adamw", _AVERAGING, distributed=True),
     Feature(

@@ -194,10 +194,10 @@ RULES = (
         lambda run: on(run.config, "fp16"),
     ),
     Rule(
-        "Megatron-Core's layer-wise distributed optimizer, which --use-distributed-optimizer means with "
-        "{run.optimizer!r}, runs with --bf16 only",
-        "add --bf16, or leave --use-distributed-optimizer away",
-        lambda run: run.layer_wise and not on(run.config, "bf16"),
+        "Megatron-Core lays gradient buffers out for whole matrices, and its distributed optimizer of all that is no "
+        "matrix then loads no checkpoint in fp32",
+        "take --no-use-layer-wise-param-layout, add --bf16, or leave --use-distributed-optimizer away",
+        lambda run: run.layer_wise and on(run.ddp, "use_distributed_optimizer") and not on(run.config, "bf16"),
     ),
     Rule(
         "muon_scalar_optimizer {run.scalar!r} cannot be built with this Megatron-Core ({run.release})",

@@ -298,8 +298,8 @@ RULES = (
         lambda run: run.hybrid_fsdp and getattr(run.ddp, "outer_dp_sharding_strategy", "no_shard") != "no_shard",
     ),
     Rule(
-        "Megatron-FSDP that shards gradients sums those of experts on one data-parallel rank wrongly over micro-batches "
-        "in megatron-core 0.19, with Adam too",
+        "Megatron-FSDP that shards gradients sums those of experts on one data-parallel rank wrongly over "
+        "micro-batches in megatron-core 0.19, with Adam too",
         "take --data-parallel-sharding-strategy optim, or a smaller --expert-model-parallel-size",
         lambda run: (
             (run.megatron_fsdp and run.expert_data_parallel == 1 and run.data_parallel > 1 and run.accumulates)

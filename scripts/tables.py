@@ -5,6 +5,7 @@
 A page has them between ``<!-- NAME -->`` and ``<!-- end -->``, and ``tests/test_tables.py`` compares them.
 """
 
+import ast
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -137,12 +138,25 @@ def _plain_options(row: Row) -> list[str]:
 
 def support() -> str:
     """What works with which release of Megatron-Core."""
-    rows = []
+    rows, tests = [], shown_by()
     for lines in zip(*(support_matrix(release) for release in RELEASES), strict=True):
         # what to take instead is what is looked for; releases where it works need no word then
         notes = [line.note for line in lines if line.works == "no"] or [line.note for line in lines]
-        rows.append((lines[0].feature, *(line.works for line in lines), notes[0]))
-    return table(("feature", *RELEASES, ""), rows)
+        works, shown = lines[0].works == "yes", ", ".join(sorted(tests.get(lines[0].feature, ())))
+        seen = (shown or "no test") if works else ""
+        rows.append((lines[0].feature, *(line.works for line in lines), seen, notes[0]))
+    return table(("feature", *RELEASES, "shown by", ""), rows)
+
+
+def shown_by() -> dict[str, set[str]]:
+    """Feature -> the files of tests that show, in real runs, that it works: what the mark ``shows`` names."""
+    found: dict[str, set[str]] = {}
+    for path in sorted((DOCS.parent / "tests" / "megatron").glob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.shows":
+                for feature in node.args:
+                    found.setdefault(ast.literal_eval(feature), set()).add(path.stem)
+    return found
 
 
 def held() -> str:

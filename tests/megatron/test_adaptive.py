@@ -39,6 +39,7 @@ TP2 = ["--tensor-model-parallel-size", 2]
     ],
     ids=["adamuon", "adamuon not aligned", "normuon", "namo"],
 )
+@pytest.mark.shows("--optimizer adaptive_muon")
 def test_two_ranks_train_as_one(tmp_path, flags, said):
     if "--adaptive-muon-no-align-rms" in flags:  # updates of this size need a smaller rate
         flags = [*flags, "--lr", 1e-4, "--min-lr", 1e-4]

@@ -49,6 +49,7 @@ def test_a_checkpoint_of_megatrons_deal_goes_on_under_another(tmp_path):
 @pytest.mark.parametrize(
     "overlap", [[], pytest.param(["--overlap-grad-reduce", "--overlap-param-gather"], marks=pytest.mark.wide)]
 )
+@pytest.mark.shows("--use-distributed-optimizer in fp32")
 def test_two_ranks_train_in_fp32_as_one_and_resume(tmp_path, overlap):
     run = [*FP32, "--train-iters", 5, "--clip-grad", 0.5, "--ckpt-format", "torch_dist"]
     alone, _ = train(tmp_path / "one", 1, *run)
@@ -68,6 +69,7 @@ def test_two_ranks_train_in_fp32_as_one_and_resume(tmp_path, overlap):
 @pytest.mark.wide
 @pytest.mark.parametrize("layout", [[], ["--tensor-model-parallel-size", 2]], ids=["DP4", "TP2-DP2"])
 @pytest.mark.parametrize("overlap", [[], ["--overlap-grad-reduce", "--overlap-param-gather"]], ids=["", "overlap"])
+@pytest.mark.shows("--use-distributed-optimizer with --bf16", "--overlap-param-gather")
 def test_four_ranks_train_as_one_and_resume(tmp_path, layout, overlap):
     run = ["--train-iters", 4, "--global-batch-size", 8, "--ckpt-format", "torch_dist"]
     (alone,), _ = train(tmp_path / "one", 1, *RUN, *run)

@@ -35,6 +35,15 @@ def run(name):
 
 
 @pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.shows(
+    "--optimizer spectron",
+    "--optimizer soap",
+    "--optimizer signum",
+    "--optimizer scion",
+    "--optimizer polargrad",
+    "--optimizer muon_hyperball",
+    "--optimizer mars_muon",
+)
 def test_two_ranks_train_as_one_and_resume_bit_for_bit(tmp_path, name):
     flags = [*run(name), "--train-iters", 6]
     saved = ["--save", tmp_path / "checkpoint", "--save-interval", 3]

@@ -149,6 +149,7 @@ def test_the_first_of_several_saves_still_loads(tmp_path, straight):
 
 
 @pytest.mark.parametrize("optimizer", [pytest.param(MUON, marks=pytest.mark.full), ADAPTIVE], ids=["muon", "normuon"])
+@pytest.mark.shows("--async-save")
 def test_an_asynchronous_save_has_the_state_of_its_iteration(tmp_path, capsys, optimizer):
     """Though the writer does not finish before two more steps have been made."""
     folder = tmp_path / "checkpoint"

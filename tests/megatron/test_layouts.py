@@ -19,6 +19,7 @@ TP2 = ["--tensor-model-parallel-size", 2]
     ],
     ids=["one query group", "gated attention"],
 )
+@pytest.mark.shows("--optimizer muon", "tensor, pipeline (also interleaved) and data parallelism")
 def test_two_ranks_train_as_one(tmp_path, model, matrices, schemes):
     (alone,), _ = train(tmp_path / "one", 1, *RUN, *model)
     for tp_mode in ("duplicated", "distributed", "auto"):
@@ -40,6 +41,7 @@ def test_data_parallel_ranks_train_as_one(tmp_path):
     assert both == pytest.approx(alone["losses"], rel=1e-5)
 
 
+@pytest.mark.shows("--use-distributed-optimizer with --bf16")
 def test_the_distributed_optimizer_shares_matrices_out_and_trains_the_same(tmp_path):
     run = [*RUN, "--bf16"]
     plain, _ = train(tmp_path / "plain", 2, *run)
@@ -49,6 +51,7 @@ def test_the_distributed_optimizer_shares_matrices_out_and_trains_the_same(tmp_p
         assert other["losses"] == pytest.approx(one["losses"], rel=1e-3)
 
 
+@pytest.mark.shows("expert parallelism")
 def test_experts_are_matrices_of_their_own(tmp_path):
     experts = ["--num-experts", 4, "--expert-model-parallel-size", 2, "--moe-token-dispatcher-type", "alltoall"]
     ranks, output = train(tmp_path / "run", 2, *RUN, *experts)
@@ -61,6 +64,7 @@ def test_experts_are_matrices_of_their_own(tmp_path):
         assert len(kept) == 8
 
 
+@pytest.mark.shows("tensor, pipeline (also interleaved) and data parallelism")
 def test_pipeline_stages_own_their_layers(tmp_path):
     ranks, output = train(tmp_path / "run", 2, *RUN, "--pipeline-model-parallel-size", 2)
     assert "owns 4 parameters" in summary(output)

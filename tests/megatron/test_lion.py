@@ -14,6 +14,7 @@ def kept(snapshot, key):
     return [name for name, state in snapshot.items() if key in state]
 
 
+@pytest.mark.shows("--optimizer lion")
 def test_two_ranks_train_as_one(tmp_path):
     run = [*LION, "--train-iters", 6]
     (alone,), output = train(tmp_path / "one", 1, *run)
@@ -28,6 +29,7 @@ def test_two_ranks_train_as_one(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.shows("--use-distributed-optimizer with lion")
 def test_the_distributed_optimizer_shares_parameters_out_and_trains_the_same(tmp_path):
     run = [*LION, "--bf16", "--train-iters", 4]
     plain, _ = train(tmp_path / "plain", 2, *run)
@@ -37,6 +39,7 @@ def test_the_distributed_optimizer_shares_parameters_out_and_trains_the_same(tmp
         assert other["losses"] == pytest.approx(one["losses"], rel=1e-3)
 
 
+@pytest.mark.shows("--muon-scalar-optimizer lion")
 def test_beside_muon_it_equals_megatrons_own(tmp_path):
     run = [*BESIDE_MUON, "--train-iters", 10, "--muon-tp-mode", "duplicated"]
     (ours,), output = train(tmp_path / "ours", 1, *run)

@@ -74,6 +74,7 @@ def of_one_rank(tmp_path_factory):
         pytest.param(2, [*SHARDED, "--overlap-grad-reduce", "--overlap-param-gather"], [], marks=FULL),
     ],
 )
+@pytest.mark.shows("--use-megatron-fsdp", "--use-megatron-fsdp with --num-distributed-optimizer-instances above 1")
 def test_muon_trains_as_on_one_rank(tmp_path, of_one_rank, ranks, flags, own):
     expected, found = of_one_rank(*own), trained(tmp_path / "run", ranks, *EXACT, *flags)
     if "--num-distributed-optimizer-instances" not in flags:  # where another rank than usual takes a batch
@@ -111,6 +112,7 @@ def straight(tmp_path_factory):
     return saved_after_three(tmp_path_factory.mktemp("straight"), 2, *EXACT, *SHARDED)
 
 
+@pytest.mark.shows("--use-megatron-fsdp")
 def test_a_resumed_run_is_the_straight_one_bit_for_bit(tmp_path, straight):
     expected, saved = straight
     found, said = train(tmp_path / "run", 2, *EXACT, *SHARDED, "--load", saved, "--train-iters", 6)

@@ -37,6 +37,7 @@ def resumed(tmp_path_factory):
     return load, straight, *train(folder / "resumed", 2, *run, *load)
 
 
+@pytest.mark.shows("--optimizer-momentum-dtype bf16")
 def test_a_resumed_run_is_the_straight_one(resumed):
     _, straight, ranks, output = resumed
     assert not converted(output)

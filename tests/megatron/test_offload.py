@@ -30,6 +30,7 @@ def in_host_memory(output):
 
 
 @pytest.mark.parametrize(("optimizer", "layout", "then"), CASES)
+@pytest.mark.shows("--optimizer-cpu-offload")
 def test_a_run_with_state_in_host_memory_is_the_run_without(tmp_path, optimizer, layout, then):
     def run(name, *flags):
         ranks, output = train(tmp_path / name, 2, *RUN, *LAYOUTS[layout], *optimizer, *flags)

@@ -64,6 +64,7 @@ def test_numbers_of_experts_are_those_of_the_whole_model(tmp_path, overrides):
     assert len(held) == 4
 
 
+@pytest.mark.shows("overrides that exclude parameters")
 def test_an_excluded_parameter_keeps_its_value_and_has_no_state(tmp_path, overrides):
     flags = overrides({"select": "layers.0.mlp.linear_fc2.weight", "exclude": True})
     (rank,), _ = train(tmp_path / "run", 1, *RUN, *flags)
@@ -72,6 +73,7 @@ def test_an_excluded_parameter_keeps_its_value_and_has_no_state(tmp_path, overri
 
 
 @pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
+@pytest.mark.shows("overrides that give parameters another optimizer")
 def test_owners_are_those_asked_for_and_resume_as_they_were(tmp_path, overrides, precision):
     flags = overrides(
         {"select": "linear_proj.weight", "optimizer": "adam", "betas": [0.8, 0.9], "eps": 1e-6},

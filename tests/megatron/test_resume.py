@@ -81,6 +81,7 @@ COMBINATIONS += [
 
 
 @pytest.mark.parametrize(("optimizer", "layout", "precision"), COMBINATIONS)
+@pytest.mark.shows("fp32", "--bf16", "--ckpt-format torch_dist")
 def test_a_resumed_run_is_the_straight_one(tmp_path, optimizer, layout, precision):
     flags, kept = (OPTIMIZERS | RELATIVES)[optimizer]
     model = TIED if layout == "PP2-tied" else SMALL_GPT

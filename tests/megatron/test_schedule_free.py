@@ -26,6 +26,7 @@ def loaded(folder, ending):
 
 
 @pytest.mark.parametrize("precision", [[], pytest.param(["--bf16"], marks=pytest.mark.wide)], ids=["fp32", "bf16"])
+@pytest.mark.shows("--optimizer schedule_free_adamw")
 def test_evaluation_and_checkpoints_are_at_the_average_and_training_goes_on(tmp_path, precision):
     run = [*RUN, *precision, "--schedule-free-adamw-warmup-steps", 5]  # also a resume goes on within them
     saved = ["--save", tmp_path / "checkpoint", "--save-interval", 4]

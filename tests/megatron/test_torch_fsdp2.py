@@ -27,6 +27,7 @@ ADAPTIVE = ["--optimizer", "adaptive_muon", *MUON[2:], "--adaptive-muon-moment2-
         pytest.param(3, ["--global-batch-size", 6], marks=pytest.mark.wide),  # shards are not equal
     ],
 )
+@pytest.mark.shows("--use-torch-fsdp2")
 def test_ranks_with_shards_train_as_one(tmp_path, ranks, flags):
     run = [*ONE_EACH, *MUON, "--train-iters", 5, *flags]
     (alone,), _ = train(tmp_path / "alone", 1, *run, *(["--tensor-model-parallel-size", 1] if TP2[0] in flags else []))
@@ -63,6 +64,7 @@ def test_bf16_moves_as_far_as_on_one_rank(tmp_path):
         pytest.param([*MUON, "--ckpt-fully-parallel-load"], [], marks=pytest.mark.full),
     ],
 )
+@pytest.mark.shows("--use-torch-fsdp2")
 def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, optimizer, layout):
     overrides = tmp_path / "overrides.json"
     overrides.write_text(json.dumps([{"select": "decoder.layers.1.mlp.linear_fc2.weight", "optimizer": "adam"}]))

@@ -151,6 +151,15 @@ def test_state_of_another_optimizer_is_refused(tmp_path, straight, flags, messag
 
 
 @pytest.mark.full
+def test_momenta_move_to_bf16_and_it_is_said(tmp_path, straight):
+    expected, saved = straight
+    flags = ["--optimizer-momentum-dtype", "bf16", "--load", saved, "--train-iters", 6]
+    found, said = train(tmp_path / "run", 2, *EXACT, *SHARDED, *flags)
+    assert "the state of the checkpoint is converted: momentum_buffer from torch.float32 to torch.bfloat16" in said
+    assert losses(found) == pytest.approx(losses(expected)[-len(losses(found)) :], rel=1e-2)
+
+
+@pytest.mark.full
 def test_a_checkpoint_without_state_is_refused(tmp_path):
     flags = [*EXACT, *SHARDED]
     trained(tmp_path / "run", 2, *flags, "--save", tmp_path / "ck", "--save-interval", 3, "--no-save-optim", steps=3)

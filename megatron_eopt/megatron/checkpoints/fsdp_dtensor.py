@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW
@@ -28,7 +33,7 @@ from megatron_eopt.manifest import compare, from_json, to_json
 from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import from_rank_0, gathered
-from megatron_eopt.megatron.checkpoints.loading import FORMAT, FRESH
+from megatron_eopt.megatron.checkpoints.loading import FORMAT, FRESH, report_converted
 from megatron_eopt.megatron.checkpoints.matching import settings_after_load
 from megatron_eopt.megatron.fused import fused
 from megatron_eopt.megatron.parameters import ModelParameter, torch_optimizers
@@ -223,10 +228,10 @@ def prepared(prepare: Callable[..., Any], args: Any, state_dict: dict[str, Any],
 
 
 def _refuse_missing(args: Any, wanted: dict[str, dict[str, Tensor]]) -> None:
-    """Refuse a checkpoint that lacks state which is to be loaded; all ranks call it together."""
+    """Refuse a checkpoint that lacks state which is to be loaded, and say what is converted; ranks call it together."""
     step, folder = getattr(args, "ckpt_step", None), Path(args.load)
     path = folder / f"iter_{step:07d}" if step else newest(folder)
-    stored = from_rank_0(lambda: set(FileSystemReader(path).read_metadata().state_dict_metadata))
+    stored = from_rank_0(lambda: _dtypes(path))
     lacking = (
         f"it holds {', '.join(has) or 'no state'} for {name}, and this run needs {', '.join(sorted(keys))}"
         for name, keys in wanted.items()
@@ -235,3 +240,11 @@ def _refuse_missing(args: Any, wanted: dict[str, dict[str, Tensor]]) -> None:
     if problems := sorted(set().union(*gathered(set(lacking)))):
         reason = "another optimizer wrote it, or this one with other settings; resume with that one, or"
         raise CheckpointError(f"{path}: {problems[0]}: {reason} {FRESH}")
+    tensors = ((name, key, x) for name, state in wanted.items() for key, x in state.items())
+    report_converted((key, stored[f"optimizer.state.{name}.{key}"], x.dtype) for name, key, x in tensors)
+
+
+def _dtypes(path: Path) -> dict[str, torch.dtype]:
+    """The tensors of a checkpoint, with their dtypes."""
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {key: x.properties.dtype for key, x in stored.items() if isinstance(x, TensorStorageMetadata)}

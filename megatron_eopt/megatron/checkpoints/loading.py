@@ -264,12 +264,16 @@ def _compare(stored: _Stored, requested: Any, loaded: dict[str, Any], folder: st
 
 
 def _report_converted(requested: Any, stored: Mapping[str, torch.dtype]) -> None:
-    """Say which state has another dtype in the checkpoint; it is rounded to the nearest as it is read."""
-    found = {
-        f"{split_key(t.key)[0]} from {was} to {t.dtype}"
-        for t in sharded_tensors(requested)
-        if (was := stored.get(t.key, t.dtype)) != t.dtype and split_key(t.key)[0]
-    }
+    tensors = ((split_key(t.key)[0], stored.get(t.key, t.dtype), t.dtype) for t in sharded_tensors(requested))
+    report_converted((name, was, now) for name, was, now in tensors if name)
+
+
+def report_converted(state: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> None:
+    """Say which state has another dtype in the checkpoint: it is rounded to the nearest as it is read.
+
+    ``state`` has the name of a state, its dtype there and the one here. All ranks call it together.
+    """
+    found = {f"{name} from {was} to {now}" for name, was, now in state if was != now}
     everywhere = sorted(set().union(*gathered(found)))
     if everywhere and dist.get_rank() == 0:
         print(f"megatron_eopt: the state of the checkpoint is converted: {', '.join(everywhere)}", flush=True)

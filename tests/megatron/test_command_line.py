@@ -210,7 +210,6 @@ def test_one_line_says_who_owns_what(tmp_path):
         (["--muon-num-ns-steps", 6], "ValueError: quintic has 5 polynomials"),
         (["--optimizer", "soup"], "argument --optimizer: invalid choice: 'soup'"),
         (["--fp16"], "ValueError: optimizer 'muon' does not run with fp16"),
-        (["--use-distributed-optimizer"], "ValueError: Megatron-Core's layer-wise distributed optimizer"),
     ],
 )
 def test_what_cannot_run_is_refused_at_start(flags, message):

@@ -17,8 +17,8 @@ ADAPTIVE = ["--optimizer", "adaptive_muon", *MUON[2:], "--adaptive-muon-moment2-
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
-        pytest.param(2, [], marks=pytest.mark.wide),
-        (4, TP2),
+        (2, []),
+        pytest.param(4, TP2, marks=pytest.mark.wide),
         # a shard ends inside a query group, and k and v lie on some of the ranks
         pytest.param(4, ["--num-query-groups", 1], marks=pytest.mark.wide),
         pytest.param(4, [*TP2, "--num-query-groups", 1, "--muon-split", "all"], marks=pytest.mark.wide),
@@ -45,6 +45,7 @@ def test_ranks_with_shards_train_as_one(tmp_path, ranks, flags):
     assert max(rank["state_bytes"] for rank in sharded) <= alone["state_bytes"] / ranks * 1.05
 
 
+@pytest.mark.wide
 def test_bf16_moves_as_far_as_on_one_rank(tmp_path):
     """Gradients are summed over ranks in bf16, and over micro-batches on one rank."""
     run = [*ONE_EACH, *MUON, "--bf16", "--train-iters", 5]

@@ -156,7 +156,8 @@ def of_dtensors(rank, ranks, folder):
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_momenta_of_dtensors_have_the_bits_of_one_rank(ranks, tmp_path):
     model = Model()
     optimizer = built(model)

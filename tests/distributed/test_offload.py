@@ -55,6 +55,7 @@ def found():
     return run_ranks(run, 2)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_step_as_with_all_state_on_the_device(found, case):
     for of_rank in found:

@@ -95,7 +95,7 @@ def on_ranks(rank, ranks):
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.wide) for ranks in (3, 4))])
 def test_factors_are_those_of_one_process(ranks):
     empty = [cuts for seed in SEEDS for _, cuts, _ in lying(seed, ranks) if cuts and any(not x.numel for x in cuts)]
     assert len(empty) >= 8

@@ -30,6 +30,7 @@ def deal(output):
     ]
 
 
+@pytest.mark.wide
 def test_a_checkpoint_of_megatrons_deal_goes_on_under_another(tmp_path):
     saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2, "--exit-interval", 2]
     by_size, output = train(tmp_path / "by_size", 2, *SHARED, BY_SIZE, *saved, "--train-iters", 4)

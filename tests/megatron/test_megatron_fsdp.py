@@ -144,6 +144,7 @@ def test_a_checkpoint_goes_on_at_other_numbers_of_ranks(tmp_path, straight, rank
         pytest.param(["--muon-scalar-optimizer", "lion"], "AdamW wrote the state of", marks=FULL),
     ],
 )
+@pytest.mark.wide
 def test_state_of_another_optimizer_is_refused(tmp_path, straight, flags, message):
     _, saved = straight
     with pytest.raises(AssertionError, match=f"{message}.*pass --no-load-optim"):

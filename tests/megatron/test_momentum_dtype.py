@@ -49,6 +49,7 @@ def test_a_resumed_run_is_the_straight_one(resumed):
     assert {group["momentum_steps"] for rank in ranks for group in rank["groups"][0]} == {4}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_momenta_move_to_another_size_and_to_fp32(resumed, tmp_path, dtype):
     load, _, ranks, _ = resumed

@@ -17,7 +17,7 @@ LAYOUTS = {
 }
 HALF = [*OFFLOAD, "--optimizer-offload-fraction", 0.5]
 CASES = [  # and how the run is resumed
-    pytest.param(MUON, "TP2", HALF, id="muon-TP2-half"),
+    pytest.param(MUON, "TP2", HALF, id="muon-TP2-half", marks=pytest.mark.wide),
     pytest.param(ADAMUON, "TP2", [], id="adamuon-TP2-without", marks=pytest.mark.wide),
     pytest.param(MUON, "DP2-distributed", HALF, id="muon-DP2-distributed-half", marks=pytest.mark.wide),
     pytest.param(["--optimizer", "mars_muon"], "EP2", [], id="mars-EP2-without", marks=pytest.mark.wide),

@@ -57,7 +57,7 @@ def test_bf16_moves_as_far_as_on_one_rank(tmp_path):
 @pytest.mark.parametrize(
     ("optimizer", "layout"),
     [
-        (MUON, ["--bf16"]),
+        pytest.param(MUON, ["--bf16"], marks=pytest.mark.wide),
         pytest.param(MUON, [], marks=pytest.mark.wide),
         pytest.param(ADAPTIVE, ["--num-query-groups", 1], marks=pytest.mark.wide),
         pytest.param(["--optimizer", "schedule_free_adamw", "--eval-iters", 1], ["--bf16"], marks=pytest.mark.full),

@@ -45,12 +45,16 @@ def logical_matrices(assigned: Iterable[Assignment], config: Any) -> list[Matric
     """
     of_run: SplitName = getattr(config, "muon_split", "default")
     splits_qkv = getattr(config, "muon_split_qkv", False)
+    # else not: files of the torch format hold what is on parameters, and Megatron reads plain values alone
+    rounds = getattr(config, "optimizer_momentum_dtype", "fp32") == "bf16"
     return [
         Matrices(
             each.parameter,
             _split(each, of_run),
             _qkv_shapes(each.parameter) if splits_qkv else None,
-            found.matrices if (found := fused(each.parameter)) and found.matrices.order == "per_shard" else None,
+            found.matrices
+            if rounds and (found := fused(each.parameter)) and found.matrices.order == "per_shard"
+            else None,
         )
         for each in assigned
         if each.has_matrix_optimizer

@@ -142,6 +142,8 @@ def test_rows_that_follow_the_ranks_are_numbered_by_their_matrix_though_it_is_sp
     parameter, proj = described(module), described(Module("linear_proj", Linear(64)))
     of_muon = [Assignment(each, "muon", Resolved({}, {})) for each in (parameter, proj)]
     tag(logical_matrices(of_muon, SimpleNamespace(muon_split="default")))
+    assert numbered_rows_of(parameter.tensor, WHOLE, on_one_rank((96, 64))) == WHOLE  # where nothing is rounded
+    tag(logical_matrices(of_muon, SimpleNamespace(muon_split="default", optimizer_momentum_dtype="bf16")))
     assert numbered_rows_of(parameter.tensor, WHOLE, on_one_rank((96, 64))) == GATE_UP
     assert not hasattr(parameter.tensor, ATTRIBUTE)
     assert numbered_rows_of(proj.tensor, WHOLE, on_one_rank((64, 64))) == WHOLE

@@ -20,9 +20,18 @@ def gathered[T](value: T) -> list[T]:
 
 
 def from_rank_0[T](find: Callable[[], T]) -> T:
-    """What the first rank finds."""
-    found: list[Any] = [find() if dist.get_rank() == 0 else None]
+    """What the first rank finds; where it fails, all do, and none waits for it."""
+    found: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = find()
+        except Exception as error:
+            found[1] = f"{type(error).__name__}: {error}"
+            dist.broadcast_object_list(found, src=0)
+            raise
     dist.broadcast_object_list(found, src=0)
+    if found[1] is not None:
+        raise RuntimeError(f"the first rank failed: {found[1]}")
     return cast(T, found[0])
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_eopt.megatron.agreement import on_all_ranks
+from megatron_eopt.megatron.agreement import from_rank_0, on_all_ranks
 from megatron_eopt.megatron.checkpoints import checksums
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
 from megatron_eopt.megatron.factory import check_steps
@@ -117,3 +117,17 @@ def test_all_ranks_refuse_and_name_the_parameter(ranks):
             assert steps == 0
             assert message.startswith(f"{count} parameters differ between data-parallel ranks, such as {name}: the")
             assert "--no-check-replicas" in message
+
+
+def failed_to_find(rank, world_size):
+    def find():
+        raise FileNotFoundError("no checkpoint")
+
+    try:
+        from_rank_0(find)
+    except (FileNotFoundError, RuntimeError) as error:
+        return str(error)
+
+
+def test_what_the_first_rank_cannot_find_ends_all():
+    assert run_ranks(failed_to_find, 2) == ["no checkpoint", "the first rank failed: FileNotFoundError: no checkpoint"]

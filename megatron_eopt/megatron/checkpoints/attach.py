@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
 from megatron.core.optimizer.optimizer import FP32Optimizer
@@ -16,17 +15,16 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK, base
-from megatron_eopt.manifest import compare, from_json, to_json
-from megatron_eopt.megatron import releases
+from megatron_eopt.manifest import to_json
 from megatron_eopt.megatron.agreement import gathered
 from megatron_eopt.megatron.averaging import export, go_on_from, trained
-from megatron_eopt.megatron.checkpoints.loading import FORMAT, FRESH
+from megatron_eopt.megatron.checkpoints.loading import FORMAT, FRESH, report_changes
 from megatron_eopt.megatron.checkpoints.matching import (
     MAIN_PARAMETERS,
     compressed,
     has,
     merged,
-    settings_after_load,
+    settings_of_group,
     torch_state,
 )
 from megatron_eopt.megatron.checkpoints.sharding import joined, keep_apart, sharded_state, stacked_index
@@ -115,7 +113,8 @@ class SavedState:
         block = state_dict.pop(BLOCK, {})
         if self._run is not None and "tp_mode" in block:
             self._run.go_on_with(block["tp_mode"])
-        self._report_changes(block.get("manifest"))
+        if self._run is not None:
+            report_changes(block.get("manifest"), self._run.families)
         for index, parameter, tensor in self._described():
             if tensor.dims is not None:
                 found = block.get("state", {}).get(index, {}).get(tensor.key, [])
@@ -197,37 +196,16 @@ class SavedState:
 
     def _settings(self, theirs: list[dict[str, Any]], block: dict[str, Any]) -> list[dict[str, Any]]:
         """Those of each group after a load, from ours in the checkpoint, or from Megatron's where it wrote it."""
-        carried = self._torch.carried_settings if isinstance(self._torch, BaseOptimizer) else frozenset()
-        from_checkpoint = bool(getattr(releases.training_args(), "use_checkpoint_opt_param_scheduler", False))
         results = []
-        for number, (group, own) in enumerate(zip(self._torch.param_groups, self._names_of_groups(), strict=True)):
+        for number, own in enumerate(self._names_of_groups()):
             if "groups" in block:
                 saved = [g["settings"] for g in block["groups"] if any(has(g["names"], *name) for name in own)]
             elif isinstance(self._torch, BaseOptimizer):
                 saved = []
             else:  # nothing says which group a parameter was in, but all have made as many steps
                 saved = [{key: each[key] for key in ("step",) if key in each} for each in theirs]
-            settings, changed = settings_after_load(group, saved, carried, from_checkpoint)
-            results.append(settings)
-            if changed and dist.get_rank() == 0:
-                listed = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in sorted(changed.items()))
-                print(
-                    f"megatron_eopt: group {number} of {type(self._torch).__name__} goes on with other settings than "
-                    f"the checkpoint has: {listed}",
-                    flush=True,
-                )
+            results.append(settings_of_group(self._torch, number, saved))
         return results
-
-    def _report_changes(self, saved: dict[str, Any] | None) -> None:
-        """Say what changed since the save. Nothing is decided by it, so one that cannot be read ends no run."""
-        if self._run is None or saved is None or dist.get_rank() != 0:
-            return
-        try:
-            changes = compare(from_json(saved), from_json(to_json(self._run.families)))
-        except ValueError as error:
-            changes = [f"not known, since {error}"]
-        for line in changes:
-            print(f"megatron_eopt: other than in the checkpoint: {line}", flush=True)
 
     def _check_finite(self) -> None:
         """A value that is not finite would stay in the state for ever, so nobody goes on with it, on any rank."""

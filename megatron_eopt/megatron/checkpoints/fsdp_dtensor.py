@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
@@ -27,14 +26,20 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.checkpoints.contents import CheckpointError, newest
+from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK
-from megatron_eopt.manifest import compare, from_json, to_json
+from megatron_eopt.manifest import to_json
 from megatron_eopt.matrices import WHOLE, Split
-from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import from_rank_0, gathered
-from megatron_eopt.megatron.checkpoints.loading import FORMAT, FRESH, report_converted
-from megatron_eopt.megatron.checkpoints.matching import settings_after_load
+from megatron_eopt.megatron.checkpoints.loading import (
+    FORMAT,
+    FRESH,
+    report_changes,
+    report_converted,
+    resumed,
+    too_new,
+)
+from megatron_eopt.megatron.checkpoints.matching import settings_of_group
 from megatron_eopt.megatron.fused import fused
 from megatron_eopt.megatron.parameters import ModelParameter, torch_optimizers
 from megatron_eopt.optimizers.base import BaseOptimizer
@@ -83,15 +88,10 @@ class SavedShards:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with what was loaded into the state; all ranks call it together, and fail together."""
         run = json.loads(state_dict[BLOCK]["run"])
-        if run["format"] > FORMAT:
-            raise CheckpointError(
-                f"the checkpoint was written by a later release of megatron_eopt (format {run['format']}; this one "
-                f"reads up to {FORMAT}): update the package"
-            )
+        if problem := too_new(run["format"]):
+            raise CheckpointError(f"the checkpoint cannot serve this run: {problem}")
         self._run.go_on_with(run["tp_mode"])
-        for line in compare(from_json(run["manifest"]), from_json(to_json(self._run.families))):
-            if dist.get_rank() == 0:
-                print(f"megatron_eopt: other than in the checkpoint: {line}", flush=True)
+        report_changes(run["manifest"], self._run.families)
         saved = {name: json.loads(each) for name, each in state_dict["settings"].items()}
         if problems := sorted(set().union(*gathered(set(self._problems(saved))))):
             raise CheckpointError(f"the checkpoint cannot serve this run: {problems[0]}; {FRESH}")
@@ -120,22 +120,12 @@ class SavedShards:
                     yield from (f"its {key} of {name} has values that are not finite" for key in bad)
 
     def _go_on(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-        """Take over the settings of groups that the checkpoint decides, and say which others have changed."""
-        carried = optimizer.carried_settings if isinstance(optimizer, BaseOptimizer) else frozenset()
-        from_checkpoint = bool(getattr(releases.training_args(), "use_checkpoint_opt_param_scheduler", False))
+        """Take over the settings of groups that the checkpoint decides."""
         state_dict = optimizer.state_dict()
-        for number, (group, own) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"], strict=True)):
-            found = [saved[self._megatron._param_name(parameter)][1] for parameter in group["params"]]
-            different = [each for i, each in enumerate(found) if each not in found[:i]]
-            settings, changed = settings_after_load(group, different, carried, from_checkpoint)
-            own.update(settings)
-            if changed and dist.get_rank() == 0:
-                listed = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in sorted(changed.items()))
-                print(
-                    f"megatron_eopt: group {number} of {type(optimizer).__name__} goes on with other settings than "
-                    f"the checkpoint has: {listed}",
-                    flush=True,
-                )
+        for number, own in enumerate(state_dict["param_groups"]):
+            params = optimizer.param_groups[number]["params"]
+            found = [saved[self._megatron._param_name(parameter)][1] for parameter in params]
+            own |= settings_of_group(optimizer, number, [each for i, each in enumerate(found) if each not in found[:i]])
         optimizer.load_state_dict(state_dict)
 
     def _described(self, optimizer: Optimizer, parameter: Tensor) -> dict[str, StateTensor]:
@@ -229,9 +219,7 @@ def prepared(prepare: Callable[..., Any], args: Any, state_dict: dict[str, Any],
 
 def _refuse_missing(args: Any, wanted: dict[str, dict[str, Tensor]]) -> None:
     """Refuse a checkpoint that lacks state which is to be loaded, and say what is converted; ranks call it together."""
-    step, folder = getattr(args, "ckpt_step", None), Path(args.load)
-    path = folder / f"iter_{step:07d}" if step else newest(folder)
-    stored = from_rank_0(lambda: _dtypes(path))
+    path, stored = from_rank_0(lambda: _stored(Path(args.load), getattr(args, "ckpt_step", None)))
     lacking = (
         f"it holds {', '.join(has) or 'no state'} for {name}, and this run needs {', '.join(sorted(keys))}"
         for name, keys in wanted.items()
@@ -244,7 +232,8 @@ def _refuse_missing(args: Any, wanted: dict[str, dict[str, Tensor]]) -> None:
     report_converted((key, stored[f"optimizer.state.{name}.{key}"], x.dtype) for name, key, x in tensors)
 
 
-def _dtypes(path: Path) -> dict[str, torch.dtype]:
-    """The tensors of a checkpoint, with their dtypes."""
+def _stored(folder: Path, step: int | None) -> tuple[Path, dict[str, torch.dtype]]:
+    """The checkpoint that is to be loaded, and the dtypes of its tensors."""
+    path = resumed(folder, step)
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
-    return {key: x.properties.dtype for key, x in stored.items() if isinstance(x, TensorStorageMetadata)}
+    return path, {key: x.properties.dtype for key, x in stored.items() if isinstance(x, TensorStorageMetadata)}

@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron_eopt.checkpoints.contents import TRACKER, CheckpointError, Contents, is_legacy, newest, read_contents
 from megatron_eopt.checkpoints.problems import check_files
 from megatron_eopt.checkpoints.states import BLOCK, MAIN, blocks_of, holding, split_key
+from megatron_eopt.manifest import Family, compare, from_json, to_json
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import from_rank_0, gathered
 from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, Sums, checksums, loaded_tensors
@@ -143,9 +144,8 @@ def _problem(optimizers: Sequence[dict[Any, Any]], stored: _Stored) -> str | Non
     """Why the checkpoint cannot serve, the same on every rank; momenta are read from Adam's where that is requested."""
     blocks = blocks_of(stored.optimizer)
     written = max((block.get("format", 0) for block in blocks), default=0)
-    if written > FORMAT:
-        found = f"format {written}; this one reads up to {FORMAT}"
-        return f"it was written by a later release of megatron_eopt ({found}): update the package"
+    if problem := too_new(written):
+        return problem
     if not any(split_key(key)[0] for key in stored.shapes):
         return f"it holds no optimizer state (it was saved with --no-save-optim, or converted): {FRESH}"
     optional = frozenset[str]()
@@ -161,6 +161,14 @@ def _problem(optimizers: Sequence[dict[Any, Any]], stored: _Stored) -> str | Non
         if problem := mismatch(name, wanted, stored.shapes, optional) or of_another(name, wanted, blocks):
             return problem
     return stacks_layers(stored.shapes) if any(each[BLOCK]["layers_differ"] for each in optimizers) else None
+
+
+def too_new(written: int) -> str | None:
+    """Why a checkpoint of this format cannot be read; None for one that can."""
+    if written <= FORMAT:
+        return None
+    found = f"format {written}; this one reads up to {FORMAT}"
+    return f"it was written by a later release of megatron_eopt ({found}): update the package"
 
 
 def mismatch(
@@ -279,6 +287,23 @@ def report_converted(state: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> N
         print(f"megatron_eopt: the state of the checkpoint is converted: {', '.join(everywhere)}", flush=True)
 
 
+def report_changes(saved: dict[str, Any] | None, families: Sequence[Family]) -> None:
+    """Say what changed since the save. Nothing is decided by it, so one that cannot be read ends no run."""
+    if saved is None or dist.get_rank() != 0:
+        return
+    try:
+        changes = compare(from_json(saved), from_json(to_json(families)))
+    except ValueError as error:
+        changes = [f"not known, since {error}"]
+    for line in changes:
+        print(f"megatron_eopt: other than in the checkpoint: {line}", flush=True)
+
+
+def resumed(folder: Path, step: int | None) -> Path:
+    """The checkpoint that Megatron will take from a folder: of a step, or the newest."""
+    return folder / f"iter_{step:07d}" if step else newest(folder)
+
+
 def _is_ours(args: Any) -> bool:
     name = getattr(args, "optimizer", "").removeprefix("dist_")
     return name in list_optimizers() and getattr(args, "ckpt_format", None) == "torch_dist"
@@ -294,7 +319,7 @@ def _damage_of_resumed(folder: Path, step: int | None) -> str | None:
         tracker = folder / TRACKER
         if not step and not (tracker.is_file() and tracker.read_text().strip()):
             return None
-        path = folder / f"iter_{step:07d}" if step else newest(folder)
+        path = resumed(folder, step)
         if path.is_dir() and is_legacy(path):
             return None
         damage = _damage(read_contents(path))

@@ -13,7 +13,11 @@ import itertools
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
+import torch.distributed as dist
+from torch.optim.optimizer import Optimizer
+
 from megatron_eopt.checkpoints.states import BLOCK, blocks_of, holding
+from megatron_eopt.megatron import releases
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.registry import EMERGING_OPTIMIZERS
 
@@ -90,6 +94,21 @@ def settings_after_load(
     if not _SCHEDULE & changed.keys():
         result |= {key: saved[0][key] for key in _SCHEDULED & saved[0].keys()}
     return result, changed
+
+
+def settings_of_group(optimizer: Optimizer, number: int, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """:func:`settings_after_load` of a group, by its number; the first rank says what the user has changed."""
+    carried = optimizer.carried_settings if isinstance(optimizer, BaseOptimizer) else frozenset()
+    from_checkpoint = bool(getattr(releases.training_args(), "use_checkpoint_opt_param_scheduler", False))
+    settings, changed = settings_after_load(optimizer.param_groups[number], saved, carried, from_checkpoint)
+    if changed and dist.get_rank() == 0:
+        listed = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in sorted(changed.items()))
+        print(
+            f"megatron_eopt: group {number} of {type(optimizer).__name__} goes on with other settings than the "
+            f"checkpoint has: {listed}",
+            flush=True,
+        )
+    return settings
 
 
 def _differs(a: Any, b: Any) -> bool:

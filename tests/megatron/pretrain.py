@@ -109,7 +109,8 @@ class Record:
         ]
 
     def save(self, folder):
-        if self.optimizer is not None and sys.exc_info()[0] in (None, SystemExit):  # else other ranks are elsewhere
+        together = os.environ["WORLD_SIZE"] == "1" or sys.exc_info()[0] in (None, SystemExit)
+        if self.optimizer is not None and together:  # after an error, other ranks may be elsewhere
             self.after, self.groups = self.snapshot(), self.settings()
         states = [state for each in self.optimizers() for state in each.state.values()] if self.optimizer else []
         held = [getattr(value, "_local_tensor", value) for state in states for value in state.values()]

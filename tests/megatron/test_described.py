@@ -57,8 +57,8 @@ def test_what_the_run_would_be_refused_for(tmp_path, capsys):
         main(["plan", "--", *map(str, [*SMALL_GPT, *RUN[:2], "--train-iters", 1, "--optimizer", "adam"])])
     assert "--optimizer adam is built by Megatron alone" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["plan", "--", *map(str, [*SMALL_GPT, *RUN, "--use-distributed-optimizer"])])
-    assert "--bf16" in capsys.readouterr().err
+        main(["plan", "--", *map(str, [*SMALL_GPT, *RUN, "--fp16"])])
+    assert "take --bf16" in capsys.readouterr().err
 
 
 def test_what_the_run_would_warn_of(capsys):

@@ -142,9 +142,8 @@ def support() -> str:
     for lines in zip(*(support_matrix(release) for release in RELEASES), strict=True):
         # what to take instead is what is looked for; releases where it works need no word then
         notes = [line.note for line in lines if line.works == "no"] or [line.note for line in lines]
-        works, shown = lines[0].works == "yes", ", ".join(sorted(tests.get(lines[0].feature, ())))
-        seen = (shown or "no test") if works else ""
-        rows.append((lines[0].feature, *(line.works for line in lines), seen, notes[0]))
+        shown = ", ".join(sorted(tests.get(lines[0].feature, ())))
+        rows.append((lines[0].feature, *(line.works for line in lines), shown, notes[0]))
     return table(("feature", *RELEASES, "shown by", ""), rows)
 
 

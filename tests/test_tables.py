@@ -53,18 +53,6 @@ def test_the_fullest_rank_is_dealt_whole_parameters():
     assert state_bytes.dealt("llama3-8b", 1, 64) == (fc1 + proj) / (32 * layer)
 
 
-# Of what the rules let run: what has no real run on a CPU that shows it.
-NOT_SHOWN = {
-    "--tensor-parallel-num-weight-shards",  # Transformer Engine alone cuts so
-    "--use-distributed-optimizer with biases in experts",
-    "--optimizer dist_muon with --bf16",  # as --use-distributed-optimizer, which has taken its place
-    "--overlap-param-gather with dist_muon and one data-parallel rank",
-    "decoupled_weight_decay=False with muon, adaptive_muon",
-}
-
-
 def test_what_the_support_table_calls_working_is_shown_by_tests():
     works = {row.feature for row in tables.support_matrix(tables.RELEASES[0]) if row.works == "yes"}
-    shown = tables.shown_by().keys()
-    assert shown <= works, "a test shows what the table does not have"
-    assert works - shown == NOT_SHOWN
+    assert tables.shown_by().keys() == works

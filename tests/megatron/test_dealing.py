@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from tests.megatron.runs import MUON, assert_same, losses, summary, train, whole
+from tests.megatron.runs import MUON, SMALL_GPT, assert_same, losses, summary, train, whole
 
 FP32 = ["--num-layers", 3, *MUON, "--muon-fp32-matmul-prec", "highest"]
 RUN = [*FP32, "--bf16"]
@@ -93,6 +93,44 @@ def test_experts_are_dealt_to_data_parallel_ranks_of_their_own(tmp_path):
     shared, output = train(tmp_path / "shared", 4, *SHARED, *experts, *run)
     assert [found[:2] for found in deal(output)] == [(18, 4), (12, 2)]
     assert losses(shared) == pytest.approx(losses(plain), rel=1e-3)
+
+
+@pytest.mark.wide
+@pytest.mark.shows("--use-distributed-optimizer with biases in experts")
+def test_biases_of_experts_are_dealt_beside_their_matrices(tmp_path):
+    model = [flag for flag in SMALL_GPT if flag != "--disable-bias-linear"]
+    experts = ["--num-experts", 4, "--expert-model-parallel-size", 2, "--moe-token-dispatcher-type", "alltoall"]
+    run = ["--train-iters", 4, "--global-batch-size", 8, "--ckpt-format", "torch_dist"]
+    plain, _ = train(tmp_path / "plain", 4, *RUN, *experts, *run, model=model)
+    saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2]
+    shared, _ = train(tmp_path / "shared", 4, *SHARED, *experts, *run, *saved, model=model)
+    assert any("experts" in name and "bias" in name for name in shared[0]["after"])
+    assert losses(shared) == pytest.approx(losses(plain), rel=1e-3)
+    load = ["--load", tmp_path / "checkpoint", "--ckpt-step", 2]
+    resumed, _ = train(tmp_path / "resumed", 4, *SHARED, *experts, *run, *load, model=model)
+    for one, other in zip(resumed, shared, strict=True):
+        assert_same(one["after"], other["after"])
+
+
+@pytest.mark.wide
+@pytest.mark.shows(
+    "--optimizer dist_muon with --bf16", "--overlap-param-gather with dist_muon and one data-parallel rank"
+)
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [(2, []), (1, ["--overlap-grad-reduce", "--overlap-param-gather"])],
+    ids=["two ranks", "one rank, overlapped"],
+)
+def test_dist_muon_is_muon_with_the_distributed_optimizer(tmp_path, ranks, flags):
+    run = [*flags, "--train-iters", 4, "--ckpt-format", "torch_dist"]
+    expected, _ = train(tmp_path / "muon", ranks, *SHARED, *run)
+    saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2]
+    found, _ = train(tmp_path / "dist_muon", ranks, *RUN, "--optimizer", "dist_muon", *run, *saved)
+    load = ["--load", tmp_path / "checkpoint", "--ckpt-step", 2]
+    resumed, _ = train(tmp_path / "resumed", ranks, *RUN, "--optimizer", "dist_muon", *run, *load)
+    for one, other, again in zip(expected, found, resumed, strict=True):
+        assert_same(other["after"], one["after"])
+        assert_same(again["after"], one["after"])
 
 
 @pytest.mark.wide

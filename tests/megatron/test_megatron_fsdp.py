@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_eopt.family import ROWS
-from tests.megatron.runs import MUON, assert_same, losses, train, whole
+from tests.megatron.runs import MUON, assert_close_in_bf16, assert_same, losses, train, whole
 
 SMALL = ["--num-layers", "2", "--muon-fp32-matmul-prec", "highest", "--lr", "1e-3", "--min-lr", "1e-3"]
 EXACT = [*MUON, *SMALL]
@@ -168,21 +168,18 @@ def test_a_checkpoint_without_state_is_refused(tmp_path):
         train(tmp_path / "again", 2, *flags, "--load", tmp_path / "ck", "--train-iters", 6)
 
 
-@pytest.mark.wide
-def test_in_bf16_muon_goes_the_way_it_goes_without_fsdp(tmp_path):
-    """Gradients are rounded to bf16 otherwise: by 2^-9 of their norm at most, of which the iteration makes more.
-
-    Its slope is at most that of its polynomials at zero, 3.4445 each, so that a factor, which is as long as the root of
-    its rank, changes by 3.4445^5 2^-9 at most.
-    """
-    expected = trained(tmp_path / "without", 2, *EXACT, "--bf16")
-    found = trained(tmp_path / "run", 2, *EXACT, *SHARDED, "--bf16")
-    assert losses(found) == pytest.approx(losses(expected), rel=1e-2)
-    at, without = after(found), after(expected)
-    for name in [name for name in without if "momentum_buffer" in without[name]]:
-        main = without[name]["main"]
-        travelled, apart = (main - expected[0]["before"][name]["main"]).norm(), at[name]["parameter"] - main
-        assert apart.norm() <= 3.4445**5 * 2**-9 / min(main.shape) ** 0.5 * travelled, name
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        pytest.param(2, [], marks=WIDE),
+        pytest.param(4, TP, marks=WIDE),
+        pytest.param(4, EIGHT, marks=FULL),
+        pytest.param(4, INSTANCES, marks=FULL),
+    ],
+)
+def test_in_bf16_muon_goes_the_way_it_goes_on_one_rank(tmp_path, ranks, flags):
+    expected = trained(tmp_path / "one", 1, *EXACT, "--bf16", *(EIGHT if EIGHT[0] in flags else []))
+    assert_close_in_bf16(trained(tmp_path / "run", ranks, *EXACT, *SHARDED, "--bf16", *flags), expected)
 
 
 @pytest.mark.wide

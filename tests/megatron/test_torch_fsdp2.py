@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from tests.megatron.runs import MUON, SMALL_GPT, assert_same, losses, start, summary, train, whole
+from tests.megatron.runs import MUON, SMALL_GPT, assert_close_in_bf16, assert_same, losses, start, summary, train, whole
 
 EXACT = ["--muon-fp32-matmul-prec", "highest", "--ckpt-format", "torch_dist"]
 ONE_EACH = ["--num-layers", 2, "--micro-batch-size", 1, *EXACT]  # the four of a step are enough for four ranks
@@ -45,13 +45,19 @@ def test_ranks_with_shards_train_as_one(tmp_path, ranks, flags):
     assert max(rank["state_bytes"] for rank in sharded) <= alone["state_bytes"] / ranks * 1.05
 
 
-@pytest.mark.wide
-def test_bf16_moves_as_far_as_on_one_rank(tmp_path):
-    """Gradients are summed over ranks in bf16, and over micro-batches on one rank."""
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        pytest.param(2, [], marks=pytest.mark.wide),
+        pytest.param(4, TP2, marks=pytest.mark.wide),
+        pytest.param(4, [], marks=pytest.mark.full),
+    ],
+)
+def test_in_bf16_muon_goes_the_way_it_goes_on_one_rank(tmp_path, ranks, flags):
     run = [*ONE_EACH, *MUON, "--bf16", "--train-iters", 5]
-    (alone,), _ = train(tmp_path / "alone", 1, *run)
-    sharded, _ = train(tmp_path / "sharded", 2, *run, *FSDP)
-    assert losses(sharded) == pytest.approx(alone["losses"], rel=1e-2)
+    expected, _ = train(tmp_path / "one", 1, *run)
+    found, _ = train(tmp_path / "run", ranks, *run, *flags, *FSDP)
+    assert_close_in_bf16(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.megatron.runs import MUON, SMALL_GPT, assert_same, start, train
+from tests.megatron.runs import MUON, SMALL_GPT, assert_same, start, train, whole
 from tests.megatron.test_users import CASES, EP2, ETP2, EXPERTS, SHARED, manifest_of, watched
 
 pytestmark = pytest.mark.wide
@@ -121,6 +121,29 @@ def test_a_run_whose_losses_are_not_finite_leaves_matrices_whole_and_ends(tmp_pa
     after = torch.load(tmp_path / "0.pt")["after"]
     assert all(parameter.isfinite().all() for parameter in matrices(after).values())
     assert all(state["momentum_buffer"].isfinite().all() for state in after.values() if "momentum_buffer" in state)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "atol"),
+    [("muon", 1e-5), ("adaptive_muon", 1e-4)],  # which divides by second moments, however small
+)
+@pytest.mark.shows("decoupled_weight_decay=False with muon, adaptive_muon")
+def test_decay_that_is_part_of_the_gradient_is_the_same_on_two_ranks_and_after_a_stop(tmp_path, optimizer, atol):
+    flags = [*RUN, "--optimizer", optimizer, "--train-iters", 4, "--weight-decay", 1, "--ckpt-format", "torch_dist"]
+    coupled, cut = doing("coupled_decay"), ["--tensor-model-parallel-size", 2]
+    alone, _ = train(tmp_path / "alone", 1, *flags, **coupled)
+    saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2]
+    straight, _ = train(tmp_path / "straight", 2, *flags, *cut, *saved, **coupled)
+    resumed, _ = train(
+        tmp_path / "resumed", 2, *flags, *cut, "--load", tmp_path / "checkpoint", "--ckpt-step", 2, **coupled
+    )
+    for one, other in zip(straight, resumed, strict=True):
+        assert_same(other["after"], one["after"])
+    (decoupled,), _ = train(tmp_path / "decoupled", 1, *flags)
+    found = whole([rank["after"] for rank in straight])
+    for name, parameter in matrices(alone[0]["after"]).items():
+        torch.testing.assert_close(found[name]["parameter"], parameter, rtol=0, atol=atol)
+        assert not torch.allclose(decoupled["after"][name]["parameter"], parameter, rtol=0, atol=1e-3), name
 
 
 def test_rates_keep_their_ratio_in_every_step_and_groups_without_decay_have_none(tmp_path):

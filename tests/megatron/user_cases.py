@@ -151,6 +151,16 @@ def multiply_gradient(pattern, factor, only_in):
                 parameter.register_hook(lambda gradient: gradient * (float(factor) if only_in == str(_step()) else 1))
 
 
+def coupled_decay():
+    """Weight decay is part of the gradient; Megatron has a setting for that, and no flag."""
+
+    @replaced(training, "get_megatron_optimizer_config")
+    def config(real, args):
+        found, overrides = real(args)
+        found.decoupled_weight_decay = False
+        return found, overrides
+
+
 def skip_above(norm):
     """Megatron leaves out the steps with a larger norm of the gradient; it has no flag for that."""
 

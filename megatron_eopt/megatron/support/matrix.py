@@ -15,7 +15,7 @@ class Row(NamedTuple):
     """A feature in one release, as the user asks for it."""
 
     feature: str
-    works: Literal["yes", "no"]
+    works: Literal["yes", "unproven", "no"]
     note: str  # where it does not, what to take instead; else what is worth knowing
 
 
@@ -26,6 +26,7 @@ class Feature(NamedTuple):
     facts: dict[str, Any] = {}  # noqa: RUF012  it is not changed; fields of Run, or of its config, ddp and args
     note: str = ""  # what is worth knowing where it works
     distributed: bool = False  # whether the run has --use-distributed-optimizer
+    unproven: bool = False  # whether it was in no run, where it is not refused
 
 
 def _of(optimizer: str) -> dict[str, Any]:
@@ -48,7 +49,7 @@ FEATURES = (
     Feature("tensor, pipeline (also interleaved) and data parallelism"),
     Feature("expert parallelism", note="every expert's matrices are matrices of their own"),
     Feature("--moe-single-grouped-weight, --moe-single-grouped-bias (unproven)", {"grouped_experts": "a weight"}),
-    Feature("--tensor-parallel-num-weight-shards", _CUT_TWICE),
+    Feature("--tensor-parallel-num-weight-shards", _CUT_TWICE, "Transformer Engine alone cuts so", unproven=True),
     Feature(
         "--tensor-parallel-num-weight-shards with optimizer state in checkpoints",
         _CUT_TWICE | {"args.save": "a folder"},
@@ -139,5 +140,6 @@ def support_matrix(release: str) -> list[Row]:
             (vars(settings[part]) if part else facts)[field] = value
         run = Run(**facts)
         reasons = [rule.instead.format(run=run) for rule in unsupported(run)]
-        rows.append(Row(feature.name, "no" if reasons else "yes", "; ".join(reasons) or feature.note))
+        works: Literal["yes", "unproven", "no"] = "no" if reasons else "unproven" if feature.unproven else "yes"
+        rows.append(Row(feature.name, works, "; ".join(reasons) or feature.note))
     return rows

@@ -59,15 +59,12 @@ OURS: dict[str, tuple[Any, str]] = {
 
 def parameters(rank: int, ranks: int) -> list[torch.nn.Parameter]:
     """This rank's shards, with gradients and Megatron's attributes."""
-    generator = torch.Generator().manual_seed(0)
-    found = []
-    for _ in range(LAYERS):
-        for rows, cols, dim in MATRICES.values():
-            matrix, gradient = (torch.randn(rows, cols, generator=generator) for _ in range(2))
-            parameter = torch.nn.Parameter(matrix.chunk(ranks, dim)[rank].contiguous())
-            parameter.grad = gradient.chunk(ranks, dim)[rank].contiguous()
-            parameter.tensor_model_parallel, parameter.partition_dim = True, dim  # type: ignore[attr-defined]
-            found.append(parameter)
+    found, cuts = [], [dim for _ in range(LAYERS) for *_, dim in MATRICES.values()]
+    for (matrix, gradient), dim in zip(whole_matrices(), cuts, strict=True):
+        parameter = torch.nn.Parameter(matrix.chunk(ranks, dim)[rank].contiguous())
+        parameter.grad = gradient.chunk(ranks, dim)[rank].contiguous()
+        parameter.tensor_model_parallel, parameter.partition_dim = True, dim  # type: ignore[attr-defined]
+        found.append(parameter)
     return found
 
 

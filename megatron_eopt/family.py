@@ -94,8 +94,8 @@ FAMILY = (
                 )
             ),
             Flag(
-                "share_over_dp", False, "Data-parallel ranks share the work on matrices, but for those of experts and "
-                "where Megatron deals these out.", shared=True,
+                "share_over_dp", False, "Data-parallel ranks share the work on matrices, but for those of experts.",
+                shared=True,
             ),
             Flag(
                 "scalar_optimizer", "adam",

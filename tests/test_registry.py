@@ -121,12 +121,14 @@ def test_muon_from_a_config():
     assert torch.equal(optimizer.state[p]["momentum_buffer"], torch.zeros(4, 4))
 
 
-def test_the_workspace_of_a_config_is_in_gib():
-    def built(name, **said):
-        settings = config(decoupled_weight_decay=True, muon_split_qkv=False, adam_eps=1e-8, **said)
-        groups = [{"params": [torch.nn.Parameter(torch.ones(4, 4))]}]
-        return registry.create_emerging_optimizer(settings, groups, name, model(), None)[0]
+def built(name, **said):
+    """An optimizer of one small matrix, with what a config says beside the defaults."""
+    settings = config(decoupled_weight_decay=True, muon_split_qkv=False, adam_eps=1e-8, **said)
+    groups = [{"params": [torch.nn.Parameter(torch.ones(4, 4))]}]
+    return registry.create_emerging_optimizer(settings, groups, name, model(), None)[0]
 
+
+def test_the_workspace_of_a_config_is_in_gib():
     for name in ("muon", "adaptive_muon", "scion"):
         assert built(name).workspace == 2**31
         assert built(name, optimizer_workspace=0.5).workspace == 2**29
@@ -140,11 +142,6 @@ def test_the_workspace_of_a_config_is_in_gib():
 
 
 def test_the_dtype_of_momenta_of_a_config_is_fp32_or_bf16():
-    def built(name, **said):
-        settings = config(decoupled_weight_decay=True, muon_split_qkv=False, adam_eps=1e-8, **said)
-        groups = [{"params": [torch.nn.Parameter(torch.ones(4, 4))]}]
-        return registry.create_emerging_optimizer(settings, groups, name, model(), None)[0]
-
     for name in ("muon", "adaptive_muon", "scion"):
         assert built(name).momentum_dtype is built(name, optimizer_momentum_dtype="fp32").momentum_dtype is None
         assert built(name, optimizer_momentum_dtype="bf16").momentum_dtype is torch.bfloat16

@@ -67,7 +67,7 @@ class OptimizerOfRun:
     def describe(self) -> None:
         """Name the parameters of the model, and mark those whose matrices the user has declared."""
         releases.mark_row_parallel(self.model_chunks)
-        if fsdp.is_sharded_by_megatron(self.model_chunks):
+        if self.facts.megatron_fsdp:
             fsdp.mark_shards(self.model_chunks)
         self.parameters = trainable(self.model_chunks, self.groups)
         mark(self.parameters)
@@ -112,7 +112,7 @@ class OptimizerOfRun:
 
     def attach_checkpoints(self) -> None:
         """Let checkpoints hold the optimizers' state, and evaluation see what they will hold of the model."""
-        if fsdp.is_sharded_by_megatron(self.model_chunks):
+        if self.facts.megatron_fsdp:
             SavedShards(self.optimizer.chained_optimizers[0], self)
             return
         differ = layers_differ(self.families, frozen_names(self.model_chunks))
@@ -143,7 +143,7 @@ class OptimizerOfRun:
     def guard_first_step(self) -> None:
         """Check what can only be known in the first step, or in any."""
         compare = None
-        if getattr(self.config, "check_replicas", True) and not fsdp.is_sharded_by_megatron(self.model_chunks):
+        if getattr(self.config, "check_replicas", True) and not self.facts.megatron_fsdp:
             ranks = (getattr(self.groups, name, None) for name in ("dp_cp", "expt_dp"))
             compare = check_replicas(self.model_chunks, *ranks)
         check_steps(self.optimizer, self.matrices_here, compare)
@@ -211,13 +211,12 @@ def with_preset(config: Any) -> Any:
 
 
 def without_sharing(config: Any, run: Run) -> Any:
-    """The config; without work that data-parallel ranks share where each has other parameters, or one saves for all."""
+    """The config; SOAP's work is not shared by data-parallel ranks where each has its own, or one saves for all."""
     all_save = getattr(run.args, "ckpt_format", None) == "torch_dist" and not on(run.args, "ckpt_convert_format")
-    kept = {"soap_share_over_dp": all_save and not run.layer_wise, "muon_share_over_dp": not run.layer_wise}
-    off = [name for name, may in kept.items() if on(config, name) and not may]
-    found = copy.copy(config) if off else config
-    for name in off:
-        setattr(found, name, False)
+    if not on(config, "soap_share_over_dp") or (all_save and not run.layer_wise):
+        return config
+    found = copy.copy(config)
+    found.soap_share_over_dp = False
     return found
 
 
@@ -239,7 +238,7 @@ def checked(
     layer_wise = kwargs.get("layer_wise_distributed_optimizer", False)
     groups = kwargs["pg_collection"]
     run = OptimizerOfRun(config, model_chunks, groups, layer_wise)
-    if fsdp.is_sharded_by_megatron(model_chunks):
+    if run.facts.megatron_fsdp:
         return run.built_by(lambda config, own: fsdp.build(config, model_chunks, own, groups), config_overrides)
     return run.built_by(lambda config, own: build(config, model_chunks, own, *args, **kwargs), config_overrides)
 

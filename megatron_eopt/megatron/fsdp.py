@@ -55,11 +55,6 @@ class Joined:
             each.zero_grad(set_to_none)
 
 
-def is_sharded_by_megatron(model_chunks: Sequence[Any]) -> bool:
-    """Whether a model is wrapped by Megatron-FSDP."""
-    return bool(getattr(getattr(model_chunks[0], "ddp_config", None), "use_megatron_fsdp", False))
-
-
 def mark_shards(model_chunks: Sequence[Any]) -> None:
     """Let each shard say which chunk of its parameter it is, and those of experts that they are; ranks call together.
 

@@ -76,6 +76,8 @@ def tag(found: Iterable[Matrices]) -> None:
             tensor.is_qkv, tensor.qkv_split_shapes = True, each.qkv_shapes  # type: ignore[attr-defined]
         if each.rows is not None:
             setattr(tensor, ROWS, each.rows)
+        elif hasattr(tensor, ROWS):
+            delattr(tensor, ROWS)
         if is_declared(each.parameter):
             continue
         for name, value in ((ATTRIBUTE, each.split), (_BY_SETTING, True)):

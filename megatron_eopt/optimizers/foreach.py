@@ -60,7 +60,8 @@ def chosen(batches: Sequence[Batch], parameters: Sequence[int] | None = None) ->
             _subset(batch, at) for batch in batches if (at := [n for n, i in enumerate(batch.indices) if i in wanted])
         ]
     for number, batch in enumerate(found):
-        dtypes = [torch.promote_types(m.dtype, w.dtype) for m, w in zip(batch.momenta, batch.weights, strict=True)]
+        kept = zip(batch.momenta, batch.weights, strict=True)
+        dtypes = [m.dtype if m.dtype == w.dtype else torch.promote_types(m.dtype, w.dtype) for m, w in kept]
         pairs = list(zip(batch.gradients, dtypes, strict=True))
         if any(g.dtype != dtype for g, dtype in pairs):
             found[number] = replace(batch, gradients=[g.to(dtype) for g, dtype in pairs])

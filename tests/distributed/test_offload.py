@@ -9,45 +9,29 @@ import torch.distributed as dist
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.optimizers.mars_muon import MarsMuon
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_workspace import OPTIMIZERS, STEPS, parameters_of
+from tests.distributed.test_workspace import CASES as OF_WORKSPACE
+from tests.distributed.test_workspace import OPTIMIZERS, parameters_of, stepped
 
 KINDS = OPTIMIZERS | {"mars": MarsMuon}
-CASES = [
-    *(("muon", mode) for mode in ("duplicated", "owner", "gram", "distributed", "auto", "blockwise")),
-    *((name, "owner") for name in ("normuon", "namo", "hyperball", "polargrad", "mars")),
-]
+CASES = [*OF_WORKSPACE, ("mars", "owner")]
 FRACTIONS = dict.fromkeys(KINDS, 1.0) | {"muon": 0.5, "mars": 0.5}
 
 
-def stepped(name, mode, fraction, rank, ranks):
+def offloaded(name, mode, fraction, rank, ranks):
     """Parameters and state after some steps, whose is in host memory, and bytes that a step copied and was to copy."""
-    named = parameters_of(rank, ranks)
-    optimizer = KINDS[name](
-        [(each, parameter) for each, parameter, _ in named],
-        lr=0.1,
+    moved = []
+    parameters, optimizer = stepped(
+        *(KINDS[name], rank, ranks),
         tp_mode=mode,
         offload_fraction=fraction,
-        pg_collection=SimpleNamespace(tp=dist.group.WORLD, expt_tp=None),
-        split_qkv=True,
-        is_qkv_fn=lambda parameter: parameter.fused,
-        qkv_split_shapes=(8, 4, 4),
+        watch=lambda optimizer: moved.append((optimizer.streamed.stored, sum(optimizer.engine.offloaded()))),
     )
-    for step in range(STEPS):
-        for i, (_, parameter, gradients) in enumerate(named):
-            parameter.grad = gradients[step].clone()
-            if (step, i) == (1, 2):
-                parameter.grad[0, 0] = torch.nan  # left out on both ranks
-            if (step, i) == (2, 5):
-                parameter.grad = None
-        optimizer.step()
-        if step == 0:
-            moved = optimizer.streamed.stored, sum(optimizer.engine.offloaded())
-    tensors = [x for _, p, _ in named for x in (p.detach(), *optimizer.state[p].values())]
-    return tensors, [optimizer.on_host(p) for _, p, _ in named], moved
+    tensors = [x for p in parameters for x in (p.detach(), *optimizer.state[p].values())]
+    return tensors, [optimizer.on_host(p) for p in parameters], moved[0]  # of the step in which all had gradients
 
 
 def run(rank, ranks):
-    return {(*case, each): stepped(*case, each, rank, ranks) for case in CASES for each in (0.0, FRACTIONS[case[0]])}
+    return {(*case, each): offloaded(*case, each, rank, ranks) for case in CASES for each in (0.0, FRACTIONS[case[0]])}
 
 
 @pytest.fixture(scope="module")

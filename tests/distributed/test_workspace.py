@@ -40,19 +40,17 @@ def parameters_of(rank, ranks):
     return parameters
 
 
-def stepped(name, mode, workspace, rank, ranks):
-    """The parameters after some steps, and the number of chunks."""
+def stepped(make, rank, ranks, watch=lambda optimizer: None, **settings):
+    """Parameters, and the optimizer of them that made some steps, after each of which something is looked at."""
     named = parameters_of(rank, ranks)
-    optimizer = OPTIMIZERS[name](
+    optimizer = make(
         [(each, parameter) for each, parameter, _ in named],
         lr=0.1,
-        tp_mode=mode,
-        workspace=workspace,
-        fp32_matmul_prec="highest",
         pg_collection=SimpleNamespace(tp=dist.group.WORLD, expt_tp=None),
         split_qkv=True,
         is_qkv_fn=lambda parameter: parameter.fused,
         qkv_split_shapes=(8, 4, 4),
+        **settings,
     )
     for step in range(STEPS):
         for i, (_, parameter, gradients) in enumerate(named):
@@ -62,12 +60,22 @@ def stepped(name, mode, workspace, rank, ranks):
             if (step, i) == (2, 5):
                 parameter.grad = None
         optimizer.step()
-    return [parameter.detach() for _, parameter, _ in named], 1 + max(b.chunk for b in optimizer.engine.plan.buckets)
+        watch(optimizer)
+    return [parameter for _, parameter, _ in named], optimizer
+
+
+def with_workspace(name, mode, workspace, rank, ranks):
+    """The parameters after some steps, and the number of chunks."""
+    settings = {"tp_mode": mode, "workspace": workspace, "fp32_matmul_prec": "highest"}
+    parameters, optimizer = stepped(OPTIMIZERS[name], rank, ranks, **settings)
+    return [parameter.detach() for parameter in parameters], 1 + max(b.chunk for b in optimizer.engine.plan.buckets)
 
 
 def run(rank, ranks):
     return {
-        (*case, workspace): stepped(*case, workspace, rank, ranks) for case in CASES for workspace in (1, 2**17, 2**31)
+        (*case, workspace): with_workspace(*case, workspace, rank, ranks)
+        for case in CASES
+        for workspace in (1, 2**17, 2**31)
     }
 
 

@@ -90,6 +90,10 @@ REFUSED = {
         run(ddp=DistributedDataParallelConfig(num_distributed_optimizer_instances=2)),
         r"num_distributed_optimizer_instances is 2, .*set --num-distributed-optimizer-instances to 1",
     ),
+    "work that data-parallel ranks share where whole parameters are dealt": (
+        run(**DEALT, own={"muon_share_over_dp": True}),
+        r"muon_share_over_dp would have no effect.*: leave --muon-share-over-dp away",
+    ),
     "overlap_param_gather_with_optimizer_step": (
         run(settings={"overlap_param_gather_with_optimizer_step": True}),
         r"needs an optimizer for each model chunk.*--overlap-param-gather works",

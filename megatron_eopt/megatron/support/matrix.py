@@ -64,6 +64,9 @@ FEATURES = (
         "as in any other model",
         distributed=True,
     ),
+    Feature(
+        "--muon-share-over-dp with --use-distributed-optimizer", {"config.muon_share_over_dp": True}, distributed=True
+    ),
     Feature("--optimizer dist_muon with --bf16", {"layer_wise": True}, _WHOLE),
     Feature(
         "--overlap-param-gather", {}, "with --use-distributed-optimizer and --overlap-grad-reduce", distributed=True

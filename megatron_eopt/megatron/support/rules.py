@@ -264,6 +264,11 @@ RULES = (
         lambda run: getattr(run.ddp, "num_distributed_optimizer_instances", 1) > 1 and not run.megatron_fsdp,
     ),
     Rule(
+        "muon_share_over_dp would have no effect: each data-parallel rank has been dealt whole parameters of its own",
+        "leave --muon-share-over-dp away",
+        lambda run: run.layer_wise and on(run.config, "muon_share_over_dp"),
+    ),
+    Rule(
         "overlap_param_gather_with_optimizer_step needs an optimizer for each model chunk, and Megatron-Core builds "
         "{run.optimizer!r} for all of them at once",
         "leave it away; --overlap-param-gather works with --use-distributed-optimizer",
@@ -343,7 +348,7 @@ RULES = (
     Rule(
         "optimizer_cpu_offload keeps no state of DTensors in host memory, which the parameters of an FSDP are",
         "leave one of the two away",
-        lambda run: run.offloads and (run.megatron_fsdp or run.wrapper == "TorchFullyShardedDataParallel"),
+        lambda run: run.offloads and (run.megatron_fsdp or run.wrapper == TORCH_FSDP2),
     ),
     Rule(
         "--async-save reads optimizer state in host memory (optimizer_cpu_offload) while later steps write to it",

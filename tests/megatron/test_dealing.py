@@ -134,7 +134,11 @@ def test_dist_muon_is_muon_with_the_distributed_optimizer(tmp_path, ranks, flags
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "precision",
+    [[], ["--bf16", "--muon-split", "all", "--optimizer-momentum-dtype", "bf16"]],  # with marks on main parameters
+    ids=["fp32", "bf16"],
+)
 def test_files_of_single_ranks_are_read_by_the_deal_that_wrote_them(tmp_path, precision):
     shared = [*FP32, *precision, "--use-distributed-optimizer"]
     files = ["--ckpt-format", "torch", "--save", tmp_path / "checkpoint", "--save-interval", 2, "--train-iters", 4]

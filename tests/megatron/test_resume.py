@@ -100,3 +100,17 @@ def test_a_resumed_run_is_the_straight_one(tmp_path, optimizer, layout, precisio
         assert len(one["grad_norms"]) == 3
         assert one["grad_norms"] == other["grad_norms"][3:]
         assert one["losses"] == other["losses"][len(other["losses"]) // 2 :]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.shows("--ckpt-format torch")
+def test_files_of_the_torch_format_are_read_again(tmp_path, optimizer, precision):
+    """Megatron's, which it reads as plain values: with logical matrices declared, which are marks on parameters."""
+    run = ["--num-layers", 2, *SCHEDULE, *OPTIMIZERS[optimizer][0], "--muon-split", "all", *LAYOUTS["TP2"]]
+    files = [*PRECISIONS[precision], "--ckpt-format", "torch", "--train-iters", 4]
+    straight, _ = train(tmp_path / "straight", 2, *run, *files, "--save", tmp_path / "saved", "--save-interval", 2)
+    resumed, _ = train(tmp_path / "resumed", 2, *run, *files, "--load", tmp_path / "saved", "--ckpt-step", 2)
+    for one, other in zip(resumed, straight, strict=True):
+        assert_same(one["after"], other["after"])

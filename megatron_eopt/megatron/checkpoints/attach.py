@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from torch import Tensor
@@ -48,7 +48,8 @@ def attach(optimizer: Any, model_chunks: Sequence[Any], run: Any, layers_differ:
 class SavedState:
     """How one of Megatron's optimizers, around a torch optimizer, saves and loads its state in torch_dist.
 
-    Its ``sharded_state_dict`` and ``load_state_dict`` are wrapped. One of a run has its ``OptimizerOfRun``.
+    Its ``state_dict``, ``sharded_state_dict`` and ``load_state_dict`` are wrapped. One of a run has its
+    ``OptimizerOfRun``.
     """
 
     def __init__(self, optimizer: Any, run: Any = None, layers_differ: bool = False, layer_wise: bool = False) -> None:
@@ -58,6 +59,12 @@ class SavedState:
         self._torch: Optimizer = optimizer.optimizer
         self._save, self._load = optimizer.sharded_state_dict, optimizer.load_state_dict
         optimizer.sharded_state_dict, optimizer.load_state_dict = self.sharded_state_dict, self.load_state_dict
+        self._state_dict, optimizer.state_dict = optimizer.state_dict, self.state_dict
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As Megatron's, with parameters without what is marked on them: its files are read as plain values alone."""
+        found = self._state_dict(*args, **kwargs)
+        return dict_list_map_outplace(lambda x: x.detach() if isinstance(x, Tensor) else x, found)
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kwargs: Any

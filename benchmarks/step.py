@@ -1,6 +1,7 @@
 """Count what one step costs beside its arithmetic: operations, host time, memory and bytes. A part of ``make bench``.
 
 - Operations of a step for 320 matrices in five shapes: views and allocations left out, a multi-tensor call counts once.
+- The share of a step that it takes to measure it, as ``--optimizer-metrics-interval`` asks for.
 - Host time of a step of Muon for 600 matrices: what computes is replaced by its recorded outputs.
 - The most bytes of temporaries at a time of layers of llama3-70b at TP=8, of the step that a GPU makes, on tensors
   without numbers, and the bytes that a rank sends.
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import megatron_eopt
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.family import ROWS
 from megatron_eopt.optimizers.muon import muon
@@ -107,6 +109,21 @@ def counted_step(
     return optimizer.engine, allocated.peak
 
 
+def measured_share(rounds: int = 15) -> float:
+    """Which part of a step it takes to measure it: of Muon, for the matrices of three layers of hidden size 512."""
+    shapes = ((1024, 512), (512, 512), (2816, 512), (512, 1408)) * 3
+    plain, watched = (TensorParallelMuon(matrices(shapes), fp32_matmul_prec="high") for _ in range(2))
+    megatron_eopt.watch(watched, lambda step, metrics: None, 1)
+    taken: dict[TensorParallelMuon, list[float]] = {plain: [], watched: []}
+    for _ in range(rounds + 2):
+        for optimizer, seconds in taken.items():
+            start = time.perf_counter()
+            optimizer.step()
+            seconds.append(time.perf_counter() - start)
+    plain_seconds, watched_seconds = (statistics.median(seconds[2:]) for seconds in taken.values())
+    return watched_seconds / plain_seconds - 1
+
+
 def main() -> None:
     """Print the figures, and write them as JSON."""
     torch.manual_seed(0)
@@ -116,6 +133,8 @@ def main() -> None:
         print(f"  {name:24}{count:8,}")
     figures["host milliseconds"] = host_milliseconds()
     print(f"\nhost time of a step of Muon for 600 matrices: {figures['host milliseconds']:.2f} ms")
+    share = figures["share of a step to measure it"] = measured_share()
+    print(f"to measure a step of Muon: {share:.1%} of it; {share / 10:.2%} with --log-interval 10, 0 on other steps")
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     print("\none step of four layers of llama3-70b, TP=8, workspace 2 GiB")
     print(f"  {'':16}{'MiB counted':>16}{'MiB at most':>16}{'MB sent':>12}{'collectives':>14}")

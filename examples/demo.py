@@ -74,8 +74,13 @@ class Run:
     name: str
     title: str
     tensor_parallel: int
-    options: list[str]
+    own: list[str]
     first: int = 1
+
+    @property
+    def options(self) -> list[str]:
+        """What no other run has; the figures of each are in a folder of their own."""
+        return [*self.own, "--tensorboard-dir", str(OUT / "tensorboard" / self.name)]
 
     @property
     def log(self) -> Path:
@@ -88,14 +93,14 @@ RUNS = (
         name="muon",
         title="Muon, TP=2",
         tensor_parallel=2,
-        options=[*MUON.split(), "--save", str(CHECKPOINT), "--save-interval", str(RESUMED_FROM)],
+        own=[*MUON.split(), "--save", str(CHECKPOINT), "--save-interval", str(RESUMED_FROM)],
     ),
-    Run(name="adam", title="Adam, TP=2", tensor_parallel=2, options=ADAM.split()),
+    Run(name="adam", title="Adam, TP=2", tensor_parallel=2, own=ADAM.split()),
     Run(
         name="muon-resumed",
         title=f"Muon, resumed from step {RESUMED_FROM} at TP=1",
         tensor_parallel=1,
-        options=[*MUON.split(), "--load", str(CHECKPOINT), "--ckpt-step", str(RESUMED_FROM)],
+        own=[*MUON.split(), "--load", str(CHECKPOINT), "--ckpt-step", str(RESUMED_FROM)],
         first=RESUMED_FROM + 1,
     ),
 )

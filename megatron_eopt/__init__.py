@@ -7,6 +7,7 @@ classes of the table of optimizers, :mod:`megatron_eopt.family`, are names of th
 from typing import TYPE_CHECKING, Any
 
 from megatron_eopt import family, optimizers, registry
+from megatron_eopt.metrics import watch as watch
 from megatron_eopt.optimizers import DistributedMuon as DistributedMuon
 from megatron_eopt.optimizers import OrthogonalizedOptimizer as OrthogonalizedOptimizer
 from megatron_eopt.optimizers import factor_pairs as factor_pairs
@@ -27,7 +28,7 @@ else:
     __all__ = [
         *("DistributedMuon", "EMERGING_OPTIMIZERS", "EmergingOptimizerEntry", "Muon", "OptimizerConfig"),
         *("OrthogonalizedOptimizer", "activate", "build_optimizer", "factor_pairs", "get_megatron_optimizer"),
-        *("get_optimizer_entry", "list_optimizers", "register_optimizer", *family.CLASSES),
+        *("get_optimizer_entry", "list_optimizers", "register_optimizer", "watch", *family.CLASSES),
     ]
 
 

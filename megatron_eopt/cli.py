@@ -3,7 +3,8 @@
 ``plan`` shows what a step of a model will cost: ``megatron-eopt plan --model llama3-70b --tensor-model-parallel-size
 8``, or the sizes of a model by the names of Megatron's flags. ``plan -- FLAGS`` takes those of a whole pretrain
 command, and also says which optimizer each parameter will have. ``verify-checkpoint DIR`` says what is in a checkpoint.
-``doctor`` says what is installed, and what of it works together.
+``doctor`` says what is installed, and what of it works together. ``plot RUN...`` draws what runs have left for
+TensorBoard.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import get_args
 
-from megatron_eopt import doctor
+from megatron_eopt import doctor, plot
 from megatron_eopt.checkpoints import command as checkpoint
 from megatron_eopt.manifest import table, to_json
 from megatron_eopt.models import MODELS, Model, Parallel, dealt_matrices
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan.set_defaults(parser=plan, run=_print_plan)
     checkpoint.add_command(commands)
     doctor.add_command(commands)
+    plot.add_command(commands)
     given = list(sys.argv[1:] if argv is None else argv)
     flags = None
     if "--" in given:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from state_bytes import DATA, bytes_rows, share_rows
 
+from megatron_eopt import metrics
 from megatron_eopt.family import FAMILY, LIKE_MUON, MUON, ROWS
 from megatron_eopt.megatron.arguments import RUN_FLAGS
 from megatron_eopt.megatron.support.matrix import RELEASES, support_matrix
@@ -270,8 +271,15 @@ The last column has the optimizers that a flag holds for beside Muon. Where `--m
 Pages of their own: [presets](presets.md), [logical matrices](logical-matrices.md) for `--muon-split`,
 [planning](planning.md) for `--muon-tp-mode`."""
 
+
+def meanings() -> str:
+    """The figures of a step."""
+    return table(("figure", ""), [(code([name]), said) for name, said in metrics.MEANINGS.items()])
+
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "adaptive.md": {"flags": lambda: flags_of(ROWS["adaptive_muon"].flags)},
+    "metrics.md": {"meanings": meanings},
     "optimizers.md": {"family": family, "settings": settings, "owns": owns, "state": state, "refused": refused},
     "overrides.md": {"settings": override_settings, "settings of one": override_settings_of_one},
     "plain-torch.md": {"plain": plain},

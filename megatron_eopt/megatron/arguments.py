@@ -33,6 +33,13 @@ RUN_FLAGS = (
         "Keep momenta of Muon and its relatives in bf16, rounded at random.",
         choices=("fp32", "bf16"),
     ),
+    Flag(
+        "optimizer_metrics_interval",
+        None,
+        "Steps from one that is measured to the next; by default --log-interval, 0 for none.",
+        kind=int,
+        metavar="STEPS",
+    ),
     Flag("checksums", True, "Save no checksums in torch_dist checkpoints, and compare none on load."),
     Flag("check_replicas", True, "Never compare parameters over data-parallel ranks."),
 )

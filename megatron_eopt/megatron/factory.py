@@ -21,6 +21,7 @@ from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
 from megatron_eopt.megatron.checkpoints.sharding import layers_differ
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag
 from megatron_eopt.megatron.manifest import declare
+from megatron_eopt.megatron.metrics import interval_of, measure
 from megatron_eopt.megatron.parameters import frozen_names, mark, torch_optimizers, trainable
 from megatron_eopt.megatron.summary import print_summary
 from megatron_eopt.megatron.support.rules import Run, on, refuse_unsupported
@@ -46,6 +47,7 @@ class OptimizerOfRun:
         refuse_unsupported(self.facts)
         self.config = offloading(without_sharing(with_preset(config), self.facts))
         self.model_chunks, self.groups = model_chunks, pg_collection
+        self.metrics_interval = interval_of(config, self.facts.args)
         self.tp_mode, self.tp_mode_source = config.muon_tp_mode, getattr(config, TP_MODE_SOURCE, "config")
         if self.tp_mode_source == UNNAMED and self.tp_mode != DEFAULT_TP_MODE:
             self.tp_mode_source = "config"  # which was changed after it was made
@@ -60,6 +62,8 @@ class OptimizerOfRun:
         self.prepare()
         self.declare()
         self.attach_checkpoints()
+        if self.metrics_interval:
+            measure(self.optimizer, self.model_chunks, self.metrics_interval, self.facts.layer_wise)
         self.guard_first_step()
         print_summary(self.optimizer, self.tp_mode_source)
         return self.optimizer

@@ -150,6 +150,12 @@ def training_args() -> Any:
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
 
+def training_writers() -> tuple[Any, Any]:
+    """The TensorBoard and the W&B writer of ``megatron.training``, which the last rank has; None for each missing."""
+    known = sys.modules.get("megatron.training.global_vars")
+    return getattr(known, "_GLOBAL_TENSORBOARD_WRITER", None), getattr(known, "_GLOBAL_WANDB_WRITER", None)
+
+
 def mark_row_parallel(model_chunks: Iterable[Module]) -> None:
     """Let the weights of row-parallel layers of Transformer Engine say that their columns are cut, as from 0.19 on.
 

@@ -34,6 +34,7 @@ from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.records import TpMode
+from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import Workspace
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class BaseOptimizer(Optimizer):
     _group_by_parameter: dict[Tensor, dict[str, Any]] | None = None
     _ends: dict[Tensor, list[str]] | None = None
     _offloaded: dict[Tensor, bool] | None = None
+    _watched: Watched | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled and copied: torch's part, and the attributes of this object but those that start with ``_``.
@@ -430,12 +432,17 @@ class BaseOptimizer(Optimizer):
             self._check_settings(group)
         self._check_gradients(parameters)
         engine = self.prepare()
+        engine.watched = self._watched
         assert self._nonfinite is not None  # prepared, too
         gradients = [local(p.grad) if isinstance(p.grad, DTensor) else p.grad for p in parameters]
         # shards that are taken for matrices step each by itself
         agree = engine.agree if engine.groups and self.tp_mode != "blockwise" else None
         self._take(self._nonfinite.accept(gradients, agree))
         return loss
+
+    def watch(self, watched: Watched | None) -> None:
+        """Let the next steps tell what they do, or no longer."""
+        self._watched = watched
 
     def skipped_steps(self) -> dict[str, int]:
         """Parameter -> steps that were left out because its gradient was not finite. Waits for the device."""

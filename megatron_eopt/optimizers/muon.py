@@ -51,6 +51,7 @@ from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, shared_out
 from megatron_eopt.parallel.plan import make_plan, validate_tp_mode
 from megatron_eopt.parallel.records import TpMode
+from megatron_eopt.parallel.watched import Watched
 
 
 def muon(batches: Sequence[Batch], engine: Engine, optimizer: "TensorParallelMuon") -> None:
@@ -92,6 +93,8 @@ def muon(batches: Sequence[Batch], engine: Engine, optimizer: "TensorParallelMuo
     for some, factors in engine.factors(indices, directions, optimizer.scales_factors):
         own, of_own = kept.pop(some)
         updates = optimizer.update(own, factors, of_own)
+        if engine.watched is not None:
+            engine.watched.updates(*optimizer.with_predictions(some, updates))
         optimizer.apply(own, engine.merge_all(some, updates))
         if streamed is not None:
             streamed.take_back(chain(*(each for batch in own for each in batch.further)))
@@ -295,6 +298,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         for group in self.param_groups if self.momentum_dtype is not None else ():
             group[MOMENTUM_STEPS] += 1
 
+    def watch(self, watched: Watched | None) -> None:
+        """Let the next steps tell what they do, or no longer; what is replayed as a graph cannot."""
+        super().watch(None if self.cuda_graphs else watched)
+
     def update(self, batches: Sequence[Batch], factors: list[Tensor], directions: Sequence[Tensor]) -> Sequence[Tensor]:
         """The updates of the logical matrices of all parameters of all batches, before the learning rate.
 
@@ -390,6 +397,20 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         It depends on the settings of the group that the matrix is in. None where it depends on the gradients.
         """
         return None if self.measures else self.update_settings(group or {}).predicted_rms(rows, cols)
+
+    def with_predictions(
+        self, indices: Sequence[int], updates: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[float | None]]:
+        """Updates of the logical matrices of parameters that count here, and the RMS that is predicted of each."""
+        parameters, each = self._parameters(), iter(updates)
+        found, predicted = list[Tensor](), list[float | None]()
+        for i in indices:
+            matrices, own = self.engine.matrices[i], self.group_of(parameters[i])
+            shards = list(islice(each, len(matrices)))
+            if self.engine.counts(i):
+                found += shards
+                predicted += [self.predicted_rms(*matrix.shape, own) for matrix in matrices]
+        return found, predicted
 
     def explain(self) -> str:
         """The plan of a step as a table. All ranks ask together."""

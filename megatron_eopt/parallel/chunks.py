@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle
 from megatron_eopt.parallel.schemes import SCHEMES
 from megatron_eopt.parallel.schemes.whole import Alike, Factors, Job, Shapes, shards_of
+from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import IN_FLIGHT
 
 Directions = Callable[[Sequence[int]], list[Tensor]]
@@ -69,14 +70,18 @@ def in_order(plan: Plan, bucket: Bucket) -> tuple[list[int], list[Alike]]:
 
 @torch.no_grad()
 def execute(
-    chunks: Sequence[Chunk], directions: Directions, room: int, scaled: bool
+    chunks: Sequence[Chunk], directions: Directions, room: int, scaled: bool, watched: Watched | None = None
 ) -> Iterator[tuple[tuple[int, ...], list[Tensor]]]:
     """Yield the parts of chunks with the factors of their matrices, in the order in which these are there.
 
     The order in which buckets are resumed, and with it that of the collectives, follows from the plan alone, so it is
     the same on every rank: in each round the next bucket starts, and then those at work go on, the youngest first. A
-    chunk starts with its first bucket, if there is ``room``, in bytes, beside those that are at work.
+    chunk starts with its first bucket, if there is ``room``, in bytes, beside those that are at work. A step that is
+    ``watched`` does the same.
     """
+    advance: Callable[[Generator[None, None, Factors]], None] = next
+    if watched is not None:
+        advance = watched.timed("exchange", advance)
     to_start, waiting = deque(chunks), deque[tuple[_Started, int]]()
     at_work: list[tuple[_Started, int, Generator[None, None, Factors]]] = []
     while to_start or waiting or at_work:
@@ -87,11 +92,11 @@ def execute(
                 waiting.extend((started, number) for number in range(len(started.chunk.jobs)))
             if waiting:
                 started, number = waiting.popleft()
-                at_work.insert(0, (started, number, started.run(number)))
+                at_work.insert(0, (started, number, started.run(number, watched)))
         still, done = [], []
         for started, number, running in at_work:
             try:
-                next(running)
+                advance(running)
                 still.append((started, number, running))
             except StopIteration as stop:
                 started.factors[number] = stop.value
@@ -121,9 +126,11 @@ class _Started:
             ]
             torch._foreach_copy_([row for row, _ in pairs], [shard for _, shard in pairs])
 
-    def run(self, number: int) -> Generator[None, None, Factors]:
+    def run(self, number: int, watched: Watched | None) -> Generator[None, None, Factors]:
         """Start a bucket, which takes its stack over."""
         job = self.chunk.jobs[number]
+        if watched is not None:
+            job = replace(job, watched=watched)
         return SCHEMES[job.bucket.scheme](job, self._stacks.pop(number))
 
     def parts(self, scaled: bool) -> Iterator[tuple[tuple[int, ...], list[Tensor]]]:

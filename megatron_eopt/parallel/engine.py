@@ -33,6 +33,7 @@ from megatron_eopt.parallel.plan import fingerprint, first_difference, make_plan
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, TpMode, whole
 from megatron_eopt.parallel.schemes.whole import Job, Shapes, bring, cut_out, gather, hand_out
 from megatron_eopt.parallel.statistics import Statistics, Wanted, reduce_statistics
+from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, OF_ENTRY, Workspace, chunk_bytes
 
 _MOST_PLANS = 1024  # that are kept: one for each set of parameters that had gradients in a step
@@ -94,7 +95,10 @@ class Engine:
         plan: see :mod:`~megatron_eopt.parallel.plan`; of those parameters that have an iteration.
         works: what its costs were predicted with, by the names of the iterations.
         rates: what the times were predicted with.
+        watched: the step that is made, where somebody watches it.
     """
+
+    watched: Watched | None = None
 
     def __init__(
         self,
@@ -111,6 +115,7 @@ class Engine:
             (group, torch.tensor([p.shared_by.get(label) is group for p in parameters], device=device))
             for label, group in self.groups.items()
         ]
+        self._first = all(group.rank() == 0 for group in self.groups.values())
         self._parameters = list(parameters)
         self._iterations = {
             p.iteration.name: replace(p.iteration, max_bytes=workspace.iteration)
@@ -214,6 +219,10 @@ class Engine:
         """Whether other ranks wait for this one's part of a parameter."""
         return bool(self._parameters[index].shared_by)
 
+    def counts(self, index: int) -> bool:
+        """Whether this rank tells of its part of a parameter: of what nobody shares, one of those does that have it."""
+        return self._first or self.shares(index)
+
     def split(self, index: int, x: Tensor) -> list[Tensor]:
         """This rank's shards of the logical matrices of a parameter, from its part ``x`` of the parameter."""
         return self._rows[index].split(x)
@@ -288,7 +297,8 @@ class Engine:
         Yields:
             Some of the parameters, as they were asked for, and this rank's shards of the factors of their matrices.
         """
-        return execute(self._chunks_of(indices), directions, self._room, scaled)  # with no room one chunk at a time
+        # with no room one chunk at a time
+        return execute(self._chunks_of(indices), directions, self._room, scaled, self.watched)
 
     def statistics(self, wanted: Sequence[Wanted]) -> list[Statistics]:
         """Statistics of logical matrices, with at most one all-reduce for each group; the same on all its ranks."""
@@ -384,7 +394,7 @@ class Engine:
             settings = replace(settings, products=self._products(min(worked_on)))
             iteration = settings.compile(worked_on, dtypes[-1], self.device, form)
             group = self.groups.get(matrix.group)
-            jobs.append(Job(bucket, matrix, group, iteration, self._shapes(of_bucket), alike))
+            jobs.append(Job(bucket, matrix, group, iteration, self._shapes(of_bucket), alike, self._first))
             stacked.append(of_bucket)
         parts, some, held = [], dict[int, list[int]](), Counter[tuple[str, int]]()
         for m in sorted(chain(*stacked)):

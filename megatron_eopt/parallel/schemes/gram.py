@@ -6,13 +6,14 @@ not cut.
 
 import math
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.forms import UNIT_IN_FP16, gram_factor, iterate_standard, nonzero, normalized
+from megatron_eopt.orthogonalize.forms import UNIT_IN_FP16, Watch, gram_factor, iterate_standard, nonzero, normalized
 from megatron_eopt.orthogonalize.newton_schulz import Iteration
 from megatron_eopt.orthogonalize.products import square_work
 from megatron_eopt.parallel.collectives import all_gather, all_reduce, broadcast, reduce, reduce_scatter
@@ -36,9 +37,16 @@ def distributed(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     X = stack.mT if dim == 0 else stack  # the columns are cut, so Gram matrices of the rows add up
     if X.numel() == 0:  # this rank takes part in the sums with a column of zeros
         X = X.new_zeros(*X.shape[:-1], 1)
-    X, _, _ = normalized(X, iteration.dtype, lambda squared: all_reduce(squared, group).wait())
-    with iteration.in_precision():
-        X = iterate_standard(X, iteration.schedule, iteration.products, lambda gram: all_reduce(gram, group).wait())
+
+    def summed(x: Tensor) -> Tensor:
+        return all_reduce(x, group).wait()
+
+    watch: Watch | None = None
+    if job.watched is not None:
+        watch, summed = _watch(job), job.watched.timed("exchange", summed)
+    with _phase(job), iteration.in_precision():
+        X, _, _ = normalized(X, iteration.dtype, summed)
+        X = iterate_standard(X, iteration.schedule, iteration.products, summed, watch)
     if stack.numel() == 0:
         return stack
     return (X.mT if dim == 0 else X).to(stack.dtype)
@@ -112,23 +120,35 @@ def _run(job: Job, stack: Tensor, exchange: _Exchange) -> Generator[None, None, 
     dtype, shift = stack.dtype, _shift(stack, dim)
     X, undo = (stack.to(wide) * _power_of_two(shift, wide)).to(iteration.dtype), _power_of_two(-shift, wide)
     del stack
+    watch = _watch(job)
     for start, end in pairwise((0, *iteration.restarts, len(iteration.schedule))):
-        with iteration.in_precision():
+        with _phase(job), iteration.in_precision():
             grams = iteration.products.gram(X.mT if dim == 0 else X).to(wide)
         if start == 0:
             grams.mul_(undo).mul_(undo)
-        Q = yield from exchange(grams, partial(_factors, iteration=iteration, start=start, end=end, unit=unit))
+        factors = partial(_factors, iteration=iteration, start=start, end=end, unit=unit, watch=watch)
+        Q = yield from exchange(grams, factors if job.watched is None else job.watched.timed("orthogonalize", factors))
         del grams
         if start == 0:
             Q = Q * undo * unit
         Q = Q.to(iteration.dtype)
-        with iteration.in_precision():
+        with _phase(job), iteration.in_precision():
             X = torch.bmm(X, Q) if dim == 0 else torch.bmm(Q, X)
     X = X if unit == 1 else X.float().div_(unit)
     return X.to(dtype)
 
 
-def _factors(grams: Tensor, *, iteration: Iteration, start: int, end: int, unit: float) -> None:
+def _watch(job: Job) -> Watch | None:
+    return job.watched.grams(job.iteration) if job.watched is not None and job.counts else None
+
+
+def _phase(job: Job) -> AbstractContextManager[None]:
+    return nullcontext() if job.watched is None else job.watched.phase("orthogonalize")
+
+
+def _factors(
+    grams: Tensor, *, iteration: Iteration, start: int, end: int, unit: float, watch: Watch | None = None
+) -> None:
     """Replace summed Gram matrices (n x rows x rows) by the factors ``Q`` of the steps between two restarts, in place.
 
     They are in fp32 or fp64. Those of the first segment are of matrices of any norm, which is divided out; the trace is
@@ -139,10 +159,13 @@ def _factors(grams: Tensor, *, iteration: Iteration, start: int, end: int, unit:
         squared = grams.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
         squared = nonzero(squared.masked_fill(~squared.isfinite(), torch.nan))
         grams.div_(squared).mul_(unit**2)
+    wanted = None if watch is None else (lambda step, R: watch(step, R.float() / unit**2))
     with iteration.in_precision():
         for chunk in grams.split(iteration.chunk):
             R = chunk.to(iteration.dtype)
-            chunk.copy_(gram_factor(R, schedule, iteration.products, square_work(R, 3)))
+            if wanted is not None:
+                wanted(start, R)
+            chunk.copy_(gram_factor(R, schedule, iteration.products, square_work(R, 3), wanted, start))
     if start == 0:
         grams.mul_(squared.rsqrt())
 

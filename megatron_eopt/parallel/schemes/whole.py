@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from megatron_eopt.orthogonalize.newton_schulz import Iteration
 from megatron_eopt.parallel.collectives import all_gather, exchange, packed
 from megatron_eopt.parallel.records import Bucket, Matrix, Rectangle, Shape
+from megatron_eopt.parallel.watched import Watched
 
 Shapes = tuple[int, int, int] | list[Shape]
 """Of a stack (n x rows x cols); where its matrices differ, of each: they lie back to back in one dimension then."""
@@ -29,6 +30,8 @@ class Job:
         iteration: for matrices of the shape that is orthogonalized, in the form that the scheme has.
         shapes: of this rank's shards.
         alike: the matrices of each compute rank, in the order of the stack.
+        first: whether the rank is the first of those that hold what nobody shares.
+        watched: the step, where somebody watches it.
     """
 
     bucket: Bucket
@@ -37,6 +40,13 @@ class Job:
     iteration: Iteration
     shapes: Shapes
     alike: Sequence[Alike] = ()
+    first: bool = True
+    watched: Watched | None = None
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank tells what it sees of the matrices that it works on: of all that do so, one does."""
+        return self.first if self.group is None else bool(self.bucket.compute_ranks) or self.group.rank() == 0
 
     @property
     def ranks(self) -> ProcessGroup:
@@ -62,7 +72,7 @@ with an entry that is not finite gives no numbers on any rank, and the others of
 def local(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``local``, where shards are whole matrices, and ``blockwise``, where each is taken for one: see :data:`Run`."""
     yield  # the next bucket starts its exchange before this one is computed
-    return orthogonalized(stack, job.iteration)
+    return orthogonalized(stack, job)
 
 
 def duplicated(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
@@ -72,7 +82,7 @@ def duplicated(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     yield
     (whole,) = pending()
     del pending
-    return cut_out(orthogonalized(whole, job.iteration), job.matrix.rectangles[job.ranks.rank()])
+    return cut_out(orthogonalized(whole, job), job.matrix.rectangles[job.ranks.rank()])
 
 
 def owner(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
@@ -89,7 +99,7 @@ def owner(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     del stack, sent
     yield
     parts, alike = (each[copy] for each in _of_each(pending.wait(), arriving)), of_copy(own, copy)
-    factors = orthogonalized(assemble(parts, alike, True), job.iteration)
+    factors = orthogonalized(assemble(parts, alike, True), job)
     del parts
     pairs = [(x, matrix.rectangles) for x, (_, matrix) in zip(_stacks(factors, own), own, strict=True)]
     back, of_each = packed([[cut_out(x, each[rank]) for x, each in pairs if each[rank].numel] for rank in ranks])
@@ -116,7 +126,7 @@ def share(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     mine = sent[:own].copy_(stack[first : first + own])
     del stack
     if own:
-        factors = orthogonalized(mine, job.iteration)
+        factors = orthogonalized(mine, job)
         if factors is not mine:
             mine.copy_(factors)
         del factors
@@ -126,16 +136,20 @@ def share(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     return [x for each, count in zip(pending.wait(), counts, strict=True) for x in each[:count].unbind()]
 
 
-def orthogonalized(stack: Tensor, iteration: Iteration) -> Tensor:
+def orthogonalized(stack: Tensor, job: Job) -> Tensor:
     """The orthogonal factors of a stack of matrices, as many at once as that is faster and there is memory for.
 
-    There may be no matrices, or empty ones; the iteration is for matrices of their shape. The stack is written to.
+    There may be no matrices, or empty ones; the job's iteration is for matrices of their shape. The stack is written
+    to.
     """
+    iteration, run = job.iteration, job.iteration.run
+    if job.watched is not None:
+        run = job.watched.run(iteration, job.counts)
     if not iteration.one_by_one and len(stack) <= iteration.chunk:
-        return iteration.run(stack, own=True)
+        return run(stack, own=True)
     # a matrix alone, where stacks are not worked on as such, takes another kernel than a stack of one
     for part in stack.unbind() if iteration.one_by_one else stack.split(iteration.chunk):
-        part.copy_(iteration.run(part, own=True))
+        part.copy_(run(part, own=True))
     return stack
 
 

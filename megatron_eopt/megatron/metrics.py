@@ -1,0 +1,87 @@
+"""The figures of an optimizer's steps in Megatron: sampled around its ``step``, to its writers and to the log."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.parameters import torch_optimizers, wrappers
+from megatron_eopt.metrics import Metrics, Sampler, line
+from megatron_eopt.optimizers.parameters import local
+
+
+def interval_of(config: Any, args: Any) -> int:
+    """How many steps there are from one that is measured to the next; 0 for none.
+
+    By ``--optimizer-metrics-interval``, else by ``--log-interval``; without arguments of ``megatron.training``, none.
+    """
+    given = getattr(config, "optimizer_metrics_interval", None)
+    if given is None:
+        return getattr(args, "log_interval", 0) or 0
+    if given < 0:
+        raise ValueError(f"--optimizer-metrics-interval is a number of steps, or 0 for none, got {given}")
+    return int(given)
+
+
+def measure(optimizer: Any, model_chunks: Sequence[Any], interval: int, layer_wise: bool) -> None:
+    """Wrap the ``step`` of Megatron's optimizer: it is measured where the iteration is a multiple of ``interval``."""
+    step, steps = optimizer.step, 0
+    device = next(p.device for chunk in model_chunks for p in chunk.parameters())
+    sampler = Sampler(torch_optimizers(optimizer), device)
+
+    @functools.wraps(step)
+    def measured_step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        iteration = steps
+        if (known := getattr(releases.training_args(), "curr_iteration", None)) is not None:
+            iteration = known + 1
+        if iteration % interval:
+            return step(*args, **kwargs)
+        sampler.begin()
+        result = step(*args, **kwargs)
+        metrics = sampler.end(squared_gradients(optimizer, layer_wise), result[1])
+        if result[0]:  # else Megatron has left the step out, on all ranks
+            report(metrics, iteration)
+        return result
+
+    optimizer.step = measured_step
+
+
+def squared_gradients(optimizer: Any, layer_wise: bool) -> dict[int, float]:
+    """By the ``id`` of a torch optimizer this rank's summand of the squared norm of its gradients, as they are.
+
+    Where several torch optimizers are in one of Megatron's, as under Megatron-FSDP, none is known.
+    """
+    found: dict[int, float] = {}
+    for each in wrappers(optimizer):
+        if len(inner := list(torch_optimizers(each))) != 1:
+            return {}
+        group = None if layer_wise else each.get_grad_stats_parallel_group()
+        ranks = dist.get_world_size() if group is None else group.size()  # those outside of the group have the same
+        total = 0.0
+        for gradient in each.get_grads_for_grad_norm():
+            shards = gradient.device_mesh.size() if isinstance(gradient, DTensor) else 1
+            norm = torch.linalg.vector_norm(local(gradient), dtype=torch.float32).item()
+            total += norm**2 * ranks * shards / dist.get_world_size()
+        found[id(inner[0])] = total
+    return found
+
+
+def report(metrics: Metrics, iteration: int) -> None:
+    """Hand the figures to the writers of the last rank, which has Megatron's, and print them there."""
+    if dist.get_rank() != dist.get_world_size() - 1:
+        return
+    writer, wandb = releases.training_writers()
+    for name, figures in metrics.items():
+        tagged = {f"{name}/{key}": value for key, value in figures.items()}
+        if writer is not None:
+            for tag, value in tagged.items():
+                writer.add_scalar(tag, value, iteration)
+        if wandb is not None:
+            wandb.log(tagged, iteration)
+    print(f"megatron_eopt: iteration {iteration:8d} | {line(metrics)}", flush=True)

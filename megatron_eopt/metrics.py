@@ -1,0 +1,260 @@
+"""What optimizers show of a step in numbers, sampled, and reduced over all ranks: for writers, log lines and callbacks.
+
+``watch`` does it in plain torch; :mod:`megatron_eopt.megatron.metrics` does in Megatron.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.optimizers.with_adamw import Muon
+from megatron_eopt.parallel.watched import PHASES, Watched
+from megatron_eopt.registry import EMERGING_OPTIMIZERS
+
+Metrics = dict[str, dict[str, float]]
+"""Name of an optimizer -> name of a figure, of :data:`MEANINGS` -> value."""
+
+MEANINGS = {
+    "learning_rate": "the largest of its groups",
+    "grad_norm": "of the gradients of its parameters, before they are clipped",
+    "update_rms": "root of the mean square of the entries of its updates, before the learning rate",
+    "predicted_update_rms": "the same, as predicted from the shapes of matrices of full rank",
+    "residual": "`norm(R - I) / sqrt(short side)` of the Gram matrices `R` before the last step of the iteration, mean",
+    "largest_residual": "the largest of them",
+    "effective_rank": "`trace(R)^2 / norm(R)^2` of the Gram matrices of what is orthogonalized, mean",
+    "effective_rank_share": "the same over the short side, mean",
+    "smallest_effective_rank_share": "the smallest of them",
+    "skipped": "steps of single parameters that were left out, as their gradient was not finite; of all steps so far",
+    "exchange_ms": "time in which the step packs and takes shards, and waits for other ranks",
+    "orthogonalize_ms": "time of the iterations",
+    "update_ms": "the rest of the step: momentum, decay, and the update of the parameters",
+    "sent_mb": "megabytes that a rank sends in the exchange",
+}
+_SUMS = (
+    "matrices",
+    "effective_rank",
+    "effective_rank_share",
+    "residual",
+    "squares",
+    "entries",
+    "predicted",
+    "gradient",
+)
+_LARGEST = (
+    *("largest_residual", "smallest_effective_rank_share", "learning_rate", "skipped", "unpredicted", "present"),
+    *(f"{phase}_ms" for phase in PHASES),
+    "sent_mb",
+)
+
+
+class Sampler:
+    """Watches single steps of torch optimizers, between :meth:`begin` and :meth:`end`.
+
+    Of times and bytes the values are those of the rank with the most. Figures of matrices are means over those of the
+    model, in whatever layout.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer], device: torch.device) -> None:
+        self._optimizers = list(optimizers)
+        self._device = device
+        self._began = False
+        self._watched: dict[int, Watched] = {}
+        for each in self._optimizers:
+            each.register_step_pre_hook(self._before)
+            each.register_step_post_hook(self._after)
+
+    def begin(self) -> None:
+        """The next step of each optimizer is watched."""
+        self._began, self._watched = True, {}
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._began:
+            watched = self._watched[id(optimizer)] = Watched(self._device)
+            if isinstance(optimizer, BaseOptimizer):
+                optimizer.watch(watched)
+            watched.enter("update")
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._began:
+            self._watched[id(optimizer)].leave()
+            if isinstance(optimizer, BaseOptimizer):
+                optimizer.watch(None)
+
+    def end(self, squared_gradients: Mapping[int, float], norm: float | None = None) -> Metrics:
+        """The figures of the steps since :meth:`begin`; all ranks come together, and get the same.
+
+        It waits for the device.
+
+        Args:
+            squared_gradients: by the ``id`` of an optimizer this rank's summand of the squared norm of its gradients;
+                without one there is no norm.
+            norm: of all gradients before they were clipped, where they were.
+        """
+        self._began = False
+        names = [*sorted(EMERGING_OPTIMIZERS), "adam", "other"]
+        sums = torch.zeros(len(names), len(_SUMS), dtype=torch.float64)
+        largest = torch.full((len(names), len(_LARGEST)), -math.inf, dtype=torch.float64)
+        for each in self._optimizers:
+            if not any(group["params"] for group in each.param_groups) or id(each) not in self._watched:
+                continue
+            summands, most = self._of(each, self._watched[id(each)], squared_gradients.get(id(each), math.nan))
+            row = names.index(name_of(each))
+            sums[row] += torch.tensor([summands[key] for key in _SUMS], dtype=torch.float64)
+            of_rank = torch.tensor([most[key] for key in _LARGEST], dtype=torch.float64)
+            largest[row] = torch.maximum(largest[row], of_rank)
+        self._watched = {}
+        if dist.is_initialized():
+            sums, largest = sums.to(self._device), largest.to(self._device)
+            dist.all_reduce(sums)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        if norm and (total := sums[:, _SUMS.index("gradient")].sum().item()) > 0:
+            sums[:, _SUMS.index("gradient")] *= norm**2 / total
+        rows = zip(names, sums.tolist(), largest.tolist(), strict=True)
+        of_names = (
+            (name, dict(zip(_SUMS, s, strict=True)), dict(zip(_LARGEST, m, strict=True))) for name, s, m in rows
+        )
+        return {name: _figures(s, m) for name, s, m in of_names if m["present"] == 1}
+
+    def _of(self, optimizer: Optimizer, watched: Watched, gradient: float) -> tuple[dict[str, float], dict[str, float]]:
+        """This rank's summands, and its largest values."""
+        (ranks, shares, residuals), seconds = watched.figures(), watched.seconds()
+        squares, entries, predicted = watched.sizes()
+        skipped = sum(optimizer.skipped_steps().values()) if isinstance(optimizer, BaseOptimizer) else 0
+        sums = {
+            "matrices": len(ranks),
+            "effective_rank": ranks.sum().item(),
+            "effective_rank_share": shares.sum().item(),
+            "residual": residuals.sum().item(),
+            "squares": squares,
+            "entries": entries,
+            "predicted": predicted or 0.0,
+            "gradient": gradient,
+        }
+        largest = {
+            "largest_residual": max(residuals.tolist(), default=-math.inf),
+            "smallest_effective_rank_share": -min(shares.tolist(), default=math.inf),
+            "learning_rate": max(float(group["lr"]) for group in optimizer.param_groups if group["params"]),
+            "skipped": skipped,
+            "unpredicted": float(predicted is None),
+            "present": 1.0,
+            **{f"{phase}_ms": 1e3 * taken for phase, taken in seconds.items()},
+            "sent_mb": watched.sent() / 1e6,
+        }
+        return sums, largest
+
+
+def _figures(sums: Mapping[str, float], largest: Mapping[str, float]) -> dict[str, float]:
+    """Those of one optimizer, from what was reduced over ranks; what it does not have is left out."""
+    found = {"learning_rate": largest["learning_rate"], "grad_norm": math.sqrt(max(sums["gradient"], 0.0))}
+    if math.isnan(sums["gradient"]):
+        del found["grad_norm"]
+    if sums["entries"]:
+        found["update_rms"] = math.sqrt(sums["squares"] / sums["entries"])
+        if not largest["unpredicted"]:
+            found["predicted_update_rms"] = math.sqrt(sums["predicted"] / sums["entries"])
+    if sums["matrices"]:
+        found |= {
+            "residual": sums["residual"] / sums["matrices"],
+            "largest_residual": largest["largest_residual"],
+            "effective_rank": sums["effective_rank"] / sums["matrices"],
+            "effective_rank_share": sums["effective_rank_share"] / sums["matrices"],
+            "smallest_effective_rank_share": -largest["smallest_effective_rank_share"],
+        }
+    return found | {key: largest[key] for key in ("skipped", *(f"{phase}_ms" for phase in PHASES), "sent_mb")}
+
+
+def name_of(optimizer: Optimizer) -> str:
+    """As ``--optimizer`` has it, also of a subclass; ``adam`` for every Adam, and ``other`` for what no table has."""
+    known = {entry.optimizer_cls: name for name, entry in sorted(EMERGING_OPTIMIZERS.items())}
+    named = (known[cls] for cls in type(optimizer).__mro__ if cls in known)
+    is_adam = any(cls.__name__.endswith(("Adam", "AdamW")) for cls in type(optimizer).__mro__)
+    return next(named, "adam" if is_adam else "other")
+
+
+def line(metrics: Metrics) -> str:
+    """The figures as a part of a log line."""
+    return " | ".join(f"{name}: {_said(figures)}" for name, figures in metrics.items())
+
+
+def _said(figures: Mapping[str, float]) -> str:
+    said = [f"lr {figures['learning_rate']:.3g}"]
+    if "grad_norm" in figures:
+        said.append(f"grad norm {figures['grad_norm']:.3g}")
+    if "update_rms" in figures:
+        predicted = f" ({figures['predicted_update_rms']:.3g} predicted)" if "predicted_update_rms" in figures else ""
+        said.append(f"update RMS {figures['update_rms']:.3g}{predicted}")
+    if "residual" in figures:
+        said.append(f"residual {figures['residual']:.2g} (largest {figures['largest_residual']:.2g})")
+        said.append(f"effective rank {figures['effective_rank']:.3g} ({figures['effective_rank_share']:.1%})")
+    if figures["skipped"]:
+        said.append(f"skipped {figures['skipped']:.0f}")
+    said.append("ms " + ", ".join(f"{phase} {figures[f'{phase}_ms']:.3g}" for phase in PHASES))
+    if figures["sent_mb"]:
+        said.append(f"{figures['sent_mb']:.3g} MB sent")
+    return ", ".join(said)
+
+
+def watch(
+    optimizer: Optimizer | Sequence[Optimizer], callback: Callable[[int, Metrics], None], interval: int = 100
+) -> None:
+    """Call ``callback(step, metrics)`` after every ``interval``-th step of an optimizer, or of several.
+
+    On other steps nothing is measured, and nothing waits for a device. With ``torch.distributed`` all ranks step
+    together, and each calls its own callback, with the same figures: :data:`MEANINGS` says which there are.
+
+    Args:
+        optimizer: of this package or of torch; of several, all step in turn, in the order in which they are given.
+        callback: gets the number of the step, from 1, since the call of this function.
+        interval: of steps, at least 1.
+
+    Raises:
+        ValueError: for an ``interval`` that is not a positive integer, or without parameters.
+    """
+    if not isinstance(interval, int) or interval < 1:
+        raise ValueError(f"interval is a number of steps, 1 or more, got {interval!r}")
+    given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    inner = [each for outer in given for each in (_inside(outer))]
+    parameters = [p for each in inner for group in each.param_groups for p in group["params"]]
+    if not parameters:
+        raise ValueError("there is nothing to watch: the optimizers have no parameters")
+    steps, due = 0, False
+
+    def before(*_: Any) -> None:
+        nonlocal steps, due
+        steps += 1
+        due = steps % interval == 0
+        if due:
+            sampler.begin()
+
+    def after(*_: Any) -> None:
+        if due:
+            callback(steps, sampler.end({id(each): _squared_gradients(each) for each in inner}))
+
+    given[0].register_step_pre_hook(before)  # before those of the sampler
+    sampler = Sampler(inner, local(parameters[0]).device)
+    given[-1].register_step_post_hook(after)
+
+
+def _inside(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that step where one is made of several."""
+    if isinstance(optimizer, Muon):
+        return [optimizer.matrices, *([] if optimizer.adamw is None else [optimizer.adamw])]
+    return [optimizer]
+
+
+def _squared_gradients(optimizer: Optimizer) -> float:
+    """This rank's summand of the squared norm of the gradients of an optimizer, whose replicas have the same."""
+    found = 0.0
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        norm: Tensor = torch.linalg.vector_norm(parameter.grad.detach(), dtype=torch.float32)
+        found += (norm.full_tensor() if isinstance(norm, DTensor) else norm).item() ** 2 / ranks
+    return found

@@ -1,0 +1,115 @@
+"""``megatron-eopt plot RUN...``: losses and figures of optimizers, from what several runs left for TensorBoard."""
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+Curves = dict[str, list[tuple[int, float]]]
+"""Tag -> (iteration, value), ascending."""
+
+LOSS = "lm loss"
+# A title, and for each line of an optimizer its figure and its style.
+PANELS = (
+    ("update RMS before the rate (dotted: predicted)", {"update_rms": "-", "predicted_update_rms": ":"}),
+    ("residual before the last step (dotted: largest)", {"residual": "-", "largest_residual": ":"}),
+    (
+        "effective rank / short side (dotted: smallest)",
+        {"effective_rank_share": "-", "smallest_effective_rank_share": ":"},
+    ),
+    ("gradient norm", {"grad_norm": "-"}),
+    ("learning rate", {"learning_rate": "-"}),
+    (
+        "ms: orthogonalize (dashed: exchange, dotted: update)",
+        {"orthogonalize_ms": "-", "exchange_ms": "--", "update_ms": ":"},
+    ),
+)
+COLUMNS = 3
+
+
+def add_command(commands: Any) -> None:
+    """Add ``plot`` to the commands of ``megatron-eopt``."""
+    what = "losses and figures of optimizers from TensorBoard files"
+    parser = commands.add_parser("plot", help=what, allow_abbrev=False)
+    parser.add_argument("folders", nargs="+", metavar="RUN", help="a folder that was given by --tensorboard-dir")
+    parser.add_argument("--out", default="plot.png", metavar="FILE", help="the picture (plot.png)")
+    parser.set_defaults(parser=parser, run=_plot)
+
+
+def _plot(options: argparse.Namespace, flags: list[str] | None) -> int:
+    names = [Path(folder).resolve().name for folder in options.folders]
+    names = names if len(set(names)) == len(names) else options.folders
+    runs = {name: curves(folder) for name, folder in zip(names, options.folders, strict=True)}
+    draw(runs, options.out)
+    print(f"{options.out}: {', '.join(f'{name} ({len(found)} curves)' for name, found in runs.items())}")
+    return 0
+
+
+def curves(folder: str | Path) -> Curves:
+    """The curves in the TensorBoard files of a folder, and of those below it.
+
+    Raises:
+        ValueError: where there is no such file, no curve in them, or no package that reads them.
+    """
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    except ImportError as error:
+        raise ValueError(f"TensorBoard files are read by tensorboard: pip install tensorboard ({error})") from error
+    files = sorted(Path(folder).rglob("events.out.tfevents.*"))
+    if not files:
+        raise ValueError(f"{folder} has no TensorBoard files (events.out.tfevents.*): give that of --tensorboard-dir")
+    found: dict[str, dict[int, float]] = {}
+    for file in files:  # in the order of their times: what a resumed run has made again is taken from it
+        events = EventAccumulator(str(file), size_guidance={"scalars": 0})
+        events.Reload()
+        for tag in events.Tags()["scalars"]:
+            found.setdefault(tag, {}).update((each.step, each.value) for each in events.Scalars(tag))
+    if not found:
+        raise ValueError(f"the TensorBoard files in {folder} hold no curve yet")
+    return {tag: sorted(values.items()) for tag, values in found.items()}
+
+
+def draw(runs: dict[str, Curves], out: str | Path) -> None:
+    """A picture of runs by their names: the loss, and each of :data:`PANELS` that one of them has something for.
+
+    Raises:
+        ValueError: where none has a loss or a figure of an optimizer, or without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(f"pictures are drawn by matplotlib: pip install matplotlib ({error})") from error
+    panels = [(LOSS, [(name, found[LOSS], "-") for name, found in runs.items() if LOSS in found])]
+    panels += [(title, lines_of(runs, styles)) for title, styles in PANELS]
+    panels = [(title, lines) for title, lines in panels if lines]
+    if not panels:
+        raise ValueError(f"{', '.join(runs)}: no loss and no figures of an optimizer (--optimizer-metrics-interval)")
+    rows = math.ceil(len(panels) / COLUMNS)
+    figure = Figure(figsize=(5 * COLUMNS, 3.4 * rows), layout="constrained")
+    colors: dict[str, str] = {}
+    for number, (title, lines) in enumerate(panels, 1):
+        axes = figure.add_subplot(rows, COLUMNS, number)
+        for label, points, style in lines:
+            colors.setdefault(label, f"C{len(colors) % 10}")
+            axes.plot(*zip(*points, strict=True), style, color=colors[label], label=label if style == "-" else None)
+        if title.startswith("ms"):  # where one step in a hundred takes ten times as long
+            axes.set_yscale("log")
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("iteration")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(out, dpi=110)
+
+
+def lines_of(runs: dict[str, Curves], styles: dict[str, str]) -> list[tuple[str, list[tuple[int, float]], str]]:
+    """A label, points and a style for each optimizer of each run that has one of these figures."""
+    found = []
+    for name, tags in runs.items():
+        for optimizer in sorted({tag.partition("/")[0] for tag in tags if "/" in tag}):
+            label = optimizer if len(runs) == 1 else f"{name}: {optimizer}"
+            found += [
+                (label, tags[f"{optimizer}/{figure}"], style)
+                for figure, style in styles.items()
+                if any(value for _, value in tags.get(f"{optimizer}/{figure}", ()))
+            ]
+    return found

@@ -1,0 +1,127 @@
+"""Real runs leave figures of their optimizers: in TensorBoard's files, in the log, and as a picture."""
+
+import re
+
+import pytest
+import torch
+from matplotlib.image import imread
+
+from megatron_eopt.cli import main
+from megatron_eopt.megatron import metrics, releases
+from megatron_eopt.metrics import MEANINGS
+from megatron_eopt.plot import LOSS, curves
+from tests.megatron.runs import MUON, SMALL_GPT, assert_same, start, train
+
+EXACT = ["--muon-fp32-matmul-prec", "highest", "--ckpt-format", "torch_dist"]
+RUN = ["--num-layers", 2, *MUON, *EXACT, "--train-iters", 6]
+OF_MATRICES = ("update_rms", "predicted_update_rms", "residual", "effective_rank", "smallest_effective_rank_share")
+
+
+def written(folder, ranks, *flags):
+    """The curves that a run has left, and its output."""
+    _, output = train(folder / "run", ranks, *RUN, "--tensorboard-dir", folder / "tensorboard", *flags)
+    return curves(folder / "tensorboard"), output
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("alone"), 1, "--log-interval", 2)
+
+
+def test_the_curves_are_those_of_the_run(alone):
+    found, output = alone
+    own = {tag: points for tag, points in found.items() if tag.startswith(("muon/", "adam/"))}
+    assert {tag.partition("/")[2] for tag in own if tag.startswith("muon/")} == MEANINGS.keys()
+    assert {tag: [step for step, _ in points] for tag, points in own.items()} == {tag: [2, 4, 6] for tag in own}
+    for step in (2, 4, 6):
+        norms = [dict(own[f"{name}/grad_norm"])[step] for name in ("muon", "adam")]
+        assert sum(x * x for x in norms) ** 0.5 == pytest.approx(dict(found["grad-norm"])[step], rel=1e-4)
+    # 0.2, but for what the iteration leaves of singular values: between 0.7 and 1.2 of it
+    assert all(0.14 < rms < 0.24 for _, rms in own["muon/update_rms"])
+    assert all(rms == pytest.approx(0.2) for _, rms in own["muon/predicted_update_rms"])
+    assert all(rate == pytest.approx(1e-2) for name in ("muon", "adam") for _, rate in own[f"{name}/learning_rate"])
+    assert all(ms > 0 for _, ms in own["muon/orthogonalize_ms"])
+    lines = re.findall(
+        r"^megatron_eopt: iteration +(\d+) \| muon: lr 0\.01, grad norm .*\| adam: ", output, re.MULTILINE
+    )
+    assert lines == ["2", "4", "6"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, ["--tensor-model-parallel-size", 2]),
+        pytest.param(2, ["--tensor-model-parallel-size", 2, "--muon-tp-mode", "gram"], marks=pytest.mark.wide),
+        pytest.param(2, ["--use-torch-fsdp2"], marks=pytest.mark.wide),
+        pytest.param(2, [], marks=pytest.mark.wide),
+        pytest.param(
+            2,
+            [
+                *("--use-megatron-fsdp", "--use-distributed-optimizer", "--no-gradient-reduce-div-fusion"),
+                *("--data-parallel-sharding-strategy", "optim_grads", "--ckpt-format", "fsdp_dtensor"),
+            ],
+            marks=pytest.mark.wide,
+        ),
+        pytest.param(4, ["--tensor-model-parallel-size", 2, "--use-torch-fsdp2"], marks=pytest.mark.full),
+    ],
+)
+def test_figures_are_those_of_one_rank(alone, tmp_path, ranks, flags):
+    expected, _ = alone
+    found, _ = written(tmp_path, ranks, "--log-interval", 2, "--micro-batch-size", 1, *flags)
+    for key in (*OF_MATRICES, *(["grad_norm"] if "--use-megatron-fsdp" not in flags else [])):
+        for (step, value), (of_step, of_one) in zip(found[f"muon/{key}"], expected[f"muon/{key}"], strict=True):
+            assert step == of_step
+            assert value == pytest.approx(of_one, rel=2e-3), (key, step)
+
+
+def test_an_interval_of_ones_own_and_none(tmp_path):
+    measured, _ = train(tmp_path / "measured", 1, *RUN, "--optimizer-metrics-interval", 3)
+    saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2]
+    plain, output = train(tmp_path / "plain", 1, *RUN, "--optimizer-metrics-interval", 0, *saved)
+    assert "megatron_eopt: iteration" not in output
+    assert_same(measured[0]["after"], plain[0]["after"])
+    resumed, output = train(tmp_path / "resumed", 1, *RUN, "--load", tmp_path / "checkpoint", "--ckpt-step", 2)
+    assert re.findall(r"^megatron_eopt: iteration +(\d+)", output, re.MULTILINE) == ["3", "4", "5", "6"]
+    assert_same(resumed[0]["after"], plain[0]["after"])
+
+
+def test_a_negative_interval_is_refused_at_start():
+    done = start(1, *SMALL_GPT, *RUN, "--optimizer-metrics-interval", -1)
+    assert done.returncode != 0
+    assert "--optimizer-metrics-interval is a number of steps, or 0 for none, got -1" in done.stdout
+    assert "iteration        1/" not in done.stdout
+
+
+def test_what_weights_and_biases_gets(monkeypatch):
+    class Writer:
+        logged = ()
+
+        def log(self, values, step):
+            self.logged += ((values, step),)
+
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    writer = Writer()
+    monkeypatch.setattr(releases, "training_writers", lambda: (None, writer))
+    figures = {"learning_rate": 0.1, "skipped": 0, "sent_mb": 0.0}
+    figures |= dict.fromkeys(("exchange_ms", "orthogonalize_ms", "update_ms"), 1.0)
+    metrics.report({"muon": figures}, 7)
+    assert writer.logged == (({f"muon/{key}": value for key, value in figures.items()}, 7),)
+
+
+def test_one_picture_of_several_runs(tmp_path, capsys):
+    folders, out = [tmp_path / "one", tmp_path / "other"], tmp_path / "plot.png"
+    for folder, rate in zip(folders, (1e-2, 2e-2), strict=True):
+        train(tmp_path / f"run {rate}", 1, *RUN, "--tensorboard-dir", folder, "--muon-lr", rate)
+        assert len(curves(folder)[LOSS]) == 6
+    assert main(["plot", *map(str, folders), "--out", str(out)]) == 0
+    assert re.search(r"plot\.png: one \(\d+ curves\), other \(\d+ curves\)$", capsys.readouterr().out.strip())
+    picture = imread(out)
+    assert picture.shape[0] > 500
+    assert picture.std() > 0.05  # there is something on it
+
+
+def test_what_cannot_be_plotted_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["plot", str(tmp_path)])
+    assert "has no TensorBoard files" in capsys.readouterr().err

@@ -1,0 +1,189 @@
+"""What an optimizer shows of its steps in plain torch, against what follows from its parameters and gradients."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import megatron_eopt
+from megatron_eopt import OptimizerConfig, TensorParallelMuon, build_optimizer, watch
+from megatron_eopt.metrics import MEANINGS, line
+from megatron_eopt.optimizers.nonfinite import MAX_IN_A_ROW
+from megatron_eopt.parallel.watched import PHASES
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_workspace import OPTIMIZERS, stepped
+
+STEPS = 5
+
+
+def matrix(rows, cols, seed=0):
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
+
+
+def muon(*shapes, **settings):
+    parameters = [nn.Parameter(matrix(*shape, seed)) for seed, shape in enumerate(shapes)]
+    return parameters, TensorParallelMuon(parameters, lr=0.1, fp32_matmul_prec="highest", **settings)
+
+
+def step(parameters, optimizer, gradients):
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+
+
+def watched(optimizer, interval=1):
+    seen = {}
+    watch(optimizer, lambda number, metrics: seen.update({number: metrics}), interval)
+    return seen
+
+
+def effective_rank(x):
+    squares = torch.linalg.svdvals(x.double()).square()
+    return (squares.sum().square() / squares.square().sum()).item()
+
+
+@pytest.mark.parametrize("form", ["quintic", "cubic5"])
+def test_figures_are_those_of_the_matrices(form):
+    shapes, rates = [(24, 40), (40, 24), (16, 16)], {"weight_decay": 0.0, "momentum": 0.5, "nesterov": False}
+    parameters, optimizer = muon(*shapes, coefficient_type=form, **rates)
+    seen, gradients = watched(optimizer), [matrix(*shape, 7 + i) for i, shape in enumerate(shapes)]
+    before = [parameter.detach().clone() for parameter in parameters]
+    step(parameters, optimizer, gradients)
+    updates = torch.cat([(a - b.detach()).flatten() / 0.1 for a, b in zip(before, parameters, strict=True)])
+    (figures,) = seen[1].values()
+    assert seen[1].keys() == {"muon"}
+    assert figures["update_rms"] == pytest.approx(updates.square().mean().sqrt().item(), rel=1e-4)
+    expected = [optimizer.predicted_rms(*shape) ** 2 * math.prod(shape) for shape in shapes]
+    assert figures["predicted_update_rms"] == pytest.approx(math.sqrt(sum(expected) / len(updates)))
+    ranks = [effective_rank(gradient) for gradient in gradients]  # the first momentum is a multiple of the gradient
+    assert figures["effective_rank"] == pytest.approx(sum(ranks) / 3, rel=1e-4)
+    shares = [rank / min(shape) for rank, shape in zip(ranks, shapes, strict=True)]
+    assert figures["smallest_effective_rank_share"] == pytest.approx(min(shares), rel=1e-4)
+    assert 0 < figures["residual"] < figures["largest_residual"] < 1
+    norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients))
+    assert figures["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert figures["learning_rate"] == 0.1
+    assert figures["skipped"] == figures["sent_mb"] == 0
+    assert figures["orthogonalize_ms"] > 0
+    assert figures["update_ms"] > 0
+    assert figures.keys() == MEANINGS.keys()
+
+
+def test_the_residual_is_that_before_the_last_step():
+    parameters, optimizer = muon((24, 40), num_ns_steps=1, coefficient_type=[(1.5, -0.5, 0.0)])
+    seen, gradient = watched(optimizer), matrix(24, 40, 3)
+    step(parameters, optimizer, [gradient])
+    unit = gradient.double() / gradient.double().norm()
+    residual = torch.linalg.norm(unit @ unit.T - torch.eye(24)) / math.sqrt(24)
+    assert seen[1]["muon"]["residual"] == pytest.approx(residual.item(), rel=1e-5)
+
+
+def test_what_is_watched_changes_no_bit_and_happens_at_the_interval():
+    shapes = [(24, 40), (300, 260)]
+    gradients = [[matrix(*shape, 10 * number + i) for i, shape in enumerate(shapes)] for number in range(STEPS)]
+    runs = []
+    for interval in (None, 1, 2):
+        parameters, optimizer = muon(*shapes)
+        seen = {} if interval is None else watched(optimizer, interval)
+        for each in gradients:
+            step(parameters, optimizer, each)
+        assert list(seen) == [] if interval is None else list(range(interval, STEPS + 1, interval))
+        runs.append([parameter.detach() for parameter in parameters])
+    for other in runs[1:]:
+        assert all(map(torch.equal, runs[0], other))
+
+
+def test_steps_that_nobody_watches_measure_nothing(monkeypatch):
+    parameters, optimizer = muon((24, 40))
+    seen = watched(optimizer, 2)
+    step(parameters, optimizer, [matrix(24, 40)])
+    monkeypatch.setattr("megatron_eopt.metrics.Watched", None)  # so that another one could not be made
+    assert not seen
+    with pytest.raises(TypeError):
+        step(parameters, optimizer, [matrix(24, 40)])
+
+
+def test_a_gradient_that_is_not_finite_is_counted():
+    parameters, optimizer = muon((24, 40), (16, 16))
+    seen = watched(optimizer)
+    bad = matrix(24, 40)
+    bad[0, 0] = math.nan
+    for _ in range(MAX_IN_A_ROW - 1):
+        step(parameters, optimizer, [bad, matrix(16, 16)])
+    step(parameters, optimizer, [matrix(24, 40), matrix(16, 16)])
+    assert [figures["muon"]["skipped"] for figures in seen.values()] == [1, 2, 3, 4, 4]
+    assert math.isfinite(seen[1]["muon"]["update_rms"])
+    assert "skipped 4" in line(seen[5])
+
+
+def test_an_adam_beside_the_matrices_has_figures_of_its_own():
+    model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 24), nn.Linear(24, 32))
+    optimizer = build_optimizer(model, OptimizerConfig(name="muon", lr=0.02, muon_adam_lr=3e-3))
+    seen = watched(optimizer)
+    model(torch.arange(32)).square().sum().backward()
+    optimizer.step()
+    assert seen[1].keys() == {"muon", "adam"}
+    assert seen[1]["adam"]["learning_rate"] == 3e-3
+    assert "residual" not in seen[1]["adam"]
+    total = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).item()
+    assert math.hypot(*(figures["grad_norm"] for figures in seen[1].values())) == pytest.approx(total, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["soap", "lion", "spectron", "polargrad", "muon_hyperball"])
+def test_every_optimizer_has_its_rate_and_its_times(name):
+    cls = megatron_eopt.family.ROWS[name].cls
+    parameter = nn.Parameter(matrix(24, 40))
+    seen = watched(optimizer := cls([parameter], lr=0.01, **({"rank": 4} if name == "spectron" else {})))
+    step([parameter], optimizer, [matrix(24, 40, 1)])
+    assert seen[1][name]["learning_rate"] == 0.01
+    assert sum(seen[1][name][f"{phase}_ms"] for phase in PHASES) > 0
+
+
+def test_what_cannot_be_watched_is_refused():
+    _, optimizer = muon((4, 4))
+    for wrong in (0, -1, 2.5):
+        with pytest.raises(ValueError, match=f"interval is a number of steps, 1 or more, got {wrong}"):
+            watch(optimizer, print, wrong)
+    with pytest.raises(ValueError, match="there is nothing to watch"):
+        watch([], print)
+
+
+MODES = ("duplicated", "owner", "gram", "distributed", "auto")
+SEEN = ("update_rms", "residual", "largest_residual", "effective_rank", "smallest_effective_rank_share", "skipped")
+
+
+def of_ranks(rank, ranks):
+    """Of each mode the figures of each step, and the bytes of all steps as they are counted."""
+    from megatron_eopt.parallel.collectives import counters
+
+    found = {}
+    for mode in MODES:
+        steps, counted = [], []
+
+        def make(named, steps=steps, **settings):
+            optimizer = OPTIMIZERS["muon"](named, **settings)
+            optimizer.prepare()
+            counters.reset()
+            watch(optimizer, lambda number, metrics: steps.append(metrics["muon"]), 1)
+            return optimizer
+
+        def count(optimizer, counted=counted):
+            counted.append(sum(counters.bytes.values()))
+            counters.reset()
+
+        stepped(make, rank, ranks, count, tp_mode=mode, fp32_matmul_prec="highest")
+        found[mode] = steps, counted
+    return found
+
+
+def test_ranks_have_the_figures_of_one(tmp_path):
+    (alone,), two = run_ranks(of_ranks, 1), run_ranks(of_ranks, 2)
+    for mode in MODES:
+        expected, _ = alone[mode]
+        assert two[0][mode][0] == two[1][mode][0]
+        for of_one, of_two in zip(expected, two[0][mode][0], strict=True):
+            for key in SEEN:
+                assert of_two[key] == pytest.approx(of_one[key], rel=1e-3), (mode, key)
+        sent = [max(each[mode][1][number] for each in two) for number in range(len(expected))]
+        assert [figures["sent_mb"] for figures in two[0][mode][0]] == pytest.approx([each / 1e6 for each in sent])

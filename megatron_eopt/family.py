@@ -34,9 +34,11 @@ ITERATION = tuple(
 )
 """Settings of Muon that say how matrices are orthogonalized and exchanged."""
 
+MOMENTUM = ("momentum", "momentum_warmup", "nesterov")
 MUON = (
     *ITERATION,
-    *"momentum nesterov scale_mode extra_scale_factor use_decoupled_weight_decay weight_decay_method".split(),
+    *MOMENTUM,
+    *"scale_mode extra_scale_factor use_decoupled_weight_decay weight_decay_method".split(),
 )
 """All settings of Muon."""
 
@@ -101,6 +103,10 @@ FAMILY = (
                 "scalar_optimizer", "adam",
                 "Optimizer of the parameters that are no matrices; lion on Megatron-Core 0.19.",
                 choices=("adam", "lion"), shared=True, megatrons=True,
+            ),
+            Flag(
+                "momentum_warmup", 0, "Steps in which the momentum grows from 0.85 to its value; 0 for none.",
+                shared=True, metavar="STEPS",
             ),
             Flag(
                 "momentum_from_adam", False,
@@ -258,7 +264,7 @@ FAMILY = (
         sentence="steps to the boundary of a ball of the operator norm from RMS to RMS, which takes the place of "
         "weight decay",
         papers=arxiv("2502.07529"),
-        of_muon=ITERATION,
+        of_muon=(*ITERATION, "momentum_warmup"),
         flags=(
             Flag("momentum", 0.9, "Decay rate of the momentum, in [0, 1); one minus the paper's alpha."),
             Flag("radius", 50.0, "Radius of the ball of every matrix."),
@@ -275,7 +281,7 @@ FAMILY = (
         sentence="Muon whose update is as large as the nuclear norm of the momentum, so that steps become smaller "
         "with the gradients",
         papers=arxiv("2505.21799"),
-        of_muon=ITERATION,
+        of_muon=(*ITERATION, "momentum_warmup"),
         flags=(Flag("momentum", 0.95, "Decay rate of the momentum, in [0, 1)."),),
         begin_with="--muon-coefficient-type polar_express --muon-num-ns-steps 8 --muon-lr 0.1 --muon-min-lr 0.01",
         begin_why="steps that leave singular values at 1, as its size is a sum of them",
@@ -287,7 +293,7 @@ FAMILY = (
         sentence="Muon on spheres: every matrix keeps the Frobenius norm that it starts with, and a step turns it by "
         "an angle of about `lr`",
         papers="Wen et al., Fantastic Pretraining Optimizers 2.1: Hyperball Optimization (2025)",
-        of_muon=(*ITERATION, "momentum", "nesterov"),
+        of_muon=(*ITERATION, *MOMENTUM),
         further_state=("radius",),
         state_depends_on=("muon_split",),
         keeps="the momentum, and the norm of each logical matrix in fp64",

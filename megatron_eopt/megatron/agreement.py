@@ -1,5 +1,6 @@
 """What all ranks of a run find out together: each function is called by every rank, and returns the same on each."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -12,11 +13,26 @@ from megatron_eopt.overrides import OverrideError
 from megatron_eopt.parallel.collectives import lowest
 
 
-def gathered[T](value: T) -> list[T]:
-    """The values of all ranks, in their order."""
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, value)
-    return everywhere
+def distinct[T](value: T) -> list[T]:
+    """The different values of all ranks, each once, in the order of the first ranks that have them.
+
+    Of a thousand ranks, those of one pipeline stage mostly have the same. So every rank sends a hash, and one of those
+    with the same hash its value.
+
+    Args:
+        value: plain data, of which ``repr`` says all: equal values have equal ones. So it has no sets, whose order is
+            that of the process.
+    """
+    own, ranks = hashlib.sha256(repr(value).encode()).digest(), dist.get_world_size()
+    hashes: list[Any] = [None] * ranks
+    dist.all_gather_object(hashes, own)
+    first = {each: rank for rank, each in reversed(list(enumerate(hashes)))}
+    found: list[T] = []
+    for each, rank in sorted(first.items(), key=lambda pair: pair[1]):
+        sent = [value if each == own else None]
+        dist.broadcast_object_list(sent, src=rank)
+        found.append(cast(T, sent[0]))
+    return found
 
 
 def from_rank_0[T](find: Callable[[], T]) -> T:
@@ -42,9 +58,8 @@ def on_all_ranks[T](decide: Callable[[], T]) -> T:
         decided = decide()
     except ValueError as found:
         error = str(found)
-    # the objects of a thousand ranks take their time
     all_well = lowest(torch.tensor([error is None]).int(), dist.group.WORLD)  # type: ignore[arg-type]
-    for found_there in [] if all_well else gathered(error):
+    for found_there in [] if all_well else distinct(error):
         if found_there is not None:
             raise OverrideError(found_there)
     return decided

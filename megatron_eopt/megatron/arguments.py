@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any, get_args
 
-from megatron_eopt.family import FAMILY, ROWS
+from megatron_eopt.family import FAMILY, MUON, ROWS
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.parallel.plan import TpMode
@@ -137,6 +137,12 @@ def with_our_offload(validate: Callable[..., Any], args: argparse.Namespace, *re
         args.optimizer_cpu_offload = True
 
 
+def _is_shared_with(flag: Flag, name: str) -> bool:
+    """Whether a flag of another optimizer holds for this one: of those of matrices, if it takes the setting."""
+    taken = name not in ROWS or flag.setting not in MUON or flag.setting in ROWS[name].of_muon
+    return flag.shared and takes_matrices(name) and taken
+
+
 def _check_effect(args: argparse.Namespace) -> None:
     """Refuse overrides where nothing here builds the optimizer; say which flags of single optimizers have no effect."""
     name, overrides = getattr(args, "optimizer", "").removeprefix("dist_"), getattr(args, "optimizer_overrides", None)
@@ -154,7 +160,7 @@ def _check_effect(args: argparse.Namespace) -> None:
             f"--optimizer-momentum-dtype {momentum_dtype} is for the momenta of this package's optimizers of matrices, "
             f"and --optimizer {name} is Megatron's own: leave it away"
         )
-    others = [flag for flag in FLAGS if flag.optimizer not in ("", name) and not (flag.shared and takes_matrices(name))]
+    others = [flag for flag in FLAGS if flag.optimizer not in ("", name) and not _is_shared_with(flag, name)]
     given = [flag.name for flag in others if getattr(args, flag.dest, None) not in (None, flag.default)]
     if given and getattr(args, "rank", 0) == 0:
         print(f"megatron_eopt: warning: {', '.join(given)} without effect, with --optimizer {name}", flush=True)

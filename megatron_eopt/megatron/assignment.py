@@ -11,7 +11,7 @@ from typing import Any
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.agreement import gathered, on_all_ranks
+from megatron_eopt.megatron.agreement import distinct, on_all_ranks
 from megatron_eopt.megatron.entries import DEFAULT, all_entries, known_names
 from megatron_eopt.megatron.parameters import ModelParameter, optimizer_parameters
 from megatron_eopt.overrides import SETTINGS, Entry, OverrideError, Resolved, match_counts, resolve
@@ -59,8 +59,8 @@ def assign(
     ``config_overrides`` are Megatron's, or selectors of this package instead; None stands for Megatron's standard ones.
     """
     entries = all_entries(config, config_overrides)
-    everywhere = gathered(matches(parameters, config, entries))
-    counts = [sum(of_entry) for of_entry in zip(*everywhere, strict=True)]
+    everywhere = distinct(matches(parameters, config, entries))
+    counts = [max(of_entry) for of_entry in zip(*everywhere, strict=True)]
     return on_all_ranks(lambda: assignments(parameters, config, entries, counts))
 
 

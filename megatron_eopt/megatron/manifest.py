@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from megatron_eopt import manifest
 from megatron_eopt.family import FAMILY
 from megatron_eopt.manifest import Family, LogicalMatrix, ManifestRow, families, merged, rows
-from megatron_eopt.megatron.agreement import gathered
+from megatron_eopt.megatron.agreement import distinct
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.entries import DEFAULT
 from megatron_eopt.megatron.parameters import OptimizerParameter, optimizer_name, optimizer_parameters
@@ -47,7 +47,7 @@ def declare(optimizer: Any, assigned: Sequence[Assignment], config: Any, groups:
         for row in found
         if row.optimizer != wanted[row.name]
     ]
-    of_ranks = zip(*gathered((families(found), families(here[len(found) :]), misplaced)), strict=True)
+    of_ranks = zip(*distinct((families(found), families(here[len(found) :]), misplaced)), strict=True)
     updated, others, lines = (list(each) for each in of_ranks)
     everywhere = merged(updated)
     names = {row.name for row in rows(everywhere)}

@@ -205,6 +205,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         workspace: int = 2**31,
         offload_fraction: float = 0.0,
         momentum_dtype: torch.dtype | None = None,
+        momentum_warmup: int = 0,
     ) -> None:
         check_flag(type(self).__name__, "align_rms", align_rms)
         check_choice("moment2_method", moment2_method, get_args(Moment2Method))

@@ -26,6 +26,7 @@ from megatron_eopt.optimizers.group_settings import (
     SCALE_MODE,
     STEPS,
     DecayMethod,
+    Scalar,
     UpdateSettings,
     check_flag,
     decay_method,
@@ -52,6 +53,9 @@ from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, shared_
 from megatron_eopt.parallel.plan import make_plan, validate_tp_mode
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.parallel.watched import Watched
+
+WARMUP_FROM = 0.85
+"""The momentum with which a warm-up of the momentum begins."""
 
 
 def muon(batches: Sequence[Batch], engine: Engine, optimizer: "TensorParallelMuon") -> None:
@@ -159,6 +163,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         momentum_dtype: in which momenta are kept: None for that of each parameter, or ``torch.bfloat16``. Those are
             averaged in fp32, which is also what is orthogonalized, and rounded at random, with the same bits at every
             layout: see :mod:`~megatron_eopt.optimizers.rounding`.
+        momentum_warmup: steps in which the momentum grows evenly from :data:`WARMUP_FROM` to its value, as in Keller
+            Jordan's speedruns; 0 for none. A state that was saved without it goes on without it.
 
     Attributes:
         newton_schulz: the iteration of groups that say nothing else of it.
@@ -214,6 +220,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         workspace: int = 2**31,
         offload_fraction: float = 0.0,
         momentum_dtype: torch.dtype | None = None,
+        momentum_warmup: int = 0,
     ) -> None:
         for key, flag in (("nesterov", nesterov), ("split_qkv", split_qkv), ("cuda_graphs", cuda_graphs)):
             check_flag(type(self).__name__, key, flag)
@@ -231,6 +238,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             wanted = "None, for that of each parameter, or torch.bfloat16"
             raise ValueError(f"{type(self).__name__}: momentum_dtype is {wanted}, got {momentum_dtype!r}")
         self.momentum_dtype = momentum_dtype
+        if type(momentum_warmup) is not int or momentum_warmup < 0:
+            raise ValueError(
+                f"{type(self).__name__}: momentum_warmup is a number of steps, 0 or more, got {momentum_warmup!r}"
+            )
+        self.momentum_warmup = momentum_warmup
         self.newton_schulz = NewtonSchulz(
             steps=num_ns_steps, coefficient_type=coefficient_type, fp32_matmul_prec=fp32_matmul_prec
         )
@@ -295,8 +307,23 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             batches = self._batches(accepted)
             muon(batches, self.engine, self)
         self.newton_schulz_calls += len(self.engine.flat([i for batch in batches for i in batch.indices]))
-        for group in self.param_groups if self.momentum_dtype is not None else ():
+        for group in self.param_groups if self._counts_steps else ():
             group[MOMENTUM_STEPS] += 1
+
+    @property
+    def _counts_steps(self) -> bool:
+        return self.momentum_dtype is not None or self.momentum_warmup > 0
+
+    def momentum_of(self, group: Mapping[str, Any]) -> Scalar:
+        """The momentum that the next step of a group has, which is less than its own while it warms up."""
+        own = super().momentum_of(group)
+        if group.get(MOMENTUM_STEPS, 0) >= self.momentum_warmup or own <= WARMUP_FROM:
+            return own
+        return WARMUP_FROM + (own - WARMUP_FROM) * group[MOMENTUM_STEPS] / self.momentum_warmup
+
+    def _completed(self, saved: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+        warm = {MOMENTUM_STEPS: self.momentum_warmup} if self.momentum_warmup and MOMENTUM_STEPS not in saved else {}
+        return super()._completed(saved, known) | warm
 
     def watch(self, watched: Watched | None) -> None:
         """Let the next steps tell what they do, or no longer; what is replayed as a graph cannot."""
@@ -460,6 +487,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             "split_qkv": self.split_qkv,
             "tp_mode": self.tp_mode,
             **({} if self.momentum_dtype is None else {"momentum_dtype": "bf16"}),
+            **({"momentum_warmup": self.momentum_warmup} if self.momentum_warmup else {}),
             **({"of_groups": {number: each for number, each in own.items() if each}} if any(own.values()) else {}),
         }
 
@@ -498,7 +526,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices; also a ``ValueError`` for what cannot have its momentum in another dtype."""
         super().add_param_group(param_group)
-        if self.momentum_dtype is not None:
+        if self._counts_steps:
             self.param_groups[-1].setdefault(MOMENTUM_STEPS, 0)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -571,6 +599,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             refused = "state in host memory is not where it was in the step before (offload_fraction)"
         elif self.momentum_dtype is not None:
             refused = "momentum_dtype rounds by other random bits in each step, and a replay would repeat those of one"
+        elif self.momentum_warmup:
+            refused = "momentum_warmup has another momentum in each step, and a replay would have that of one"
         elif devices != {"cuda"}:
             refused = f"the parameters are on {' and '.join(sorted(devices))}, not on a CUDA device"
         elif self._overrides(TensorParallelMuon):
@@ -599,6 +629,7 @@ class Transport(TypedDict, total=False):
     workspace: int
     offload_fraction: float
     momentum_dtype: torch.dtype | None
+    momentum_warmup: int
 
 
 def spelled_out[**P](init: Callable[P, None]) -> Callable[P, None]:

@@ -33,7 +33,7 @@ from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import local_rows, on_one_rank
 
 MOMENTUM_BUFFER = "momentum_buffer"
-MOMENTUM_STEPS = "momentum_steps"  # setting of a group: how many steps have rounded its momenta
+MOMENTUM_STEPS = "momentum_steps"  # setting of a group: how many steps its momenta have made, where that is counted
 
 
 class OrthogonalizedOptimizer(BaseOptimizer):
@@ -406,7 +406,10 @@ class OrthogonalizedOptimizer(BaseOptimizer):
                     momenta=momenta,
                     gradients=gradients,
                     further=[self._further_state(p) for p in chosen] if more else [[]] * len(chosen),
-                    settings={key: value for key, value in group.items() if key not in ("params", "param_names")},
+                    settings={
+                        **{key: value for key, value in group.items() if key not in ("params", "param_names")},
+                        self.momentum_key: self.momentum_of(group),
+                    },
                     lr=group["lr"],
                     weight_decay=self._weight_decay(group),
                     decay_method=decay_method(type(self).__name__, group),
@@ -414,6 +417,10 @@ class OrthogonalizedOptimizer(BaseOptimizer):
                 )
             )
         return batches
+
+    def momentum_of(self, group: Mapping[str, Any]) -> Scalar:
+        """The momentum that the next step of a group has."""
+        return cast(Scalar, group[self.momentum_key])
 
     def _waited_for(self, index: int) -> bool:
         """Whether other ranks wait for this one's part of a parameter, whether it has a gradient or not."""

@@ -1,13 +1,14 @@
 """The collectives, each counted, and groups over several axes: tests and benchmarks read :data:`counters`.
 
-Every function but :func:`lowest` starts a collective and returns at once; :meth:`Pending.wait` gives its result, and
-raises what the backend raises: where a rank of the group is gone, the others end within the timeout of the group.
-bf16 and fp16 are summed in fp32, and come back in their own dtype.
+Every function but :func:`lowest` and :func:`total` starts a collective and returns at once; :meth:`Pending.wait` gives
+its result, and raises what the backend raises: where a rank of the group is gone, the others end within the timeout of
+the group. bf16 and fp16 are summed in fp32, and come back in their own dtype.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -148,11 +149,20 @@ def lowest(x: Tensor, group: ProcessGroup) -> Tensor:
 
     Not among the exchanges that a plan predicts; counted as ``agree``, with the bytes of ``x``.
     """
+    return _agreed(x, dist.ReduceOp.MIN, group)
+
+
+def total(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of ``x``, as :func:`lowest` has the minimum."""
+    return _agreed(x, dist.ReduceOp.SUM, group)
+
+
+def _agreed(x: Tensor, op: Any, group: ProcessGroup) -> Tensor:
     # a group over NCCL knows no tensors on the CPU, by whatever name it was made: torch calls one without "undefined"
     known = [device.type for device in group._device_types]
     sent = x.to(known[0] if known and x.device.type not in known else x.device, copy=True)
     counters.count("agree", sent.nbytes)
-    dist.all_reduce(sent, dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(sent, op, group=group)
     return sent.to(x.device)
 
 

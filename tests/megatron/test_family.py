@@ -208,6 +208,9 @@ def problems_without(checkpoint, key):
 def test_flags_of_another_optimizer_are_warned_of(tmp_path):
     _, output = train(tmp_path / "run", 1, *run("scion"), "--train-iters", 1, "--spectron-rank", 8, "--soap-max-dim", 9)
     assert "warning: --spectron-rank, --soap-max-dim without effect, with --optimizer scion" in output
+    flags = ["--muon-momentum-warmup", 3, "--muon-lr", 1e-2]  # the rate is that of all optimizers of matrices
+    _, output = train(tmp_path / "soap", 1, *run("soap"), "--train-iters", 1, *flags)
+    assert "warning: --muon-momentum-warmup without effect, with --optimizer soap" in output
 
 
 @pytest.mark.parametrize(

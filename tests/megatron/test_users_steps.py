@@ -262,3 +262,21 @@ def test_mup_scales_the_rate_of_a_hidden_matrix_that_is_given_to_adam(tmp_path):
     train(tmp_path / "run", 1, *run)
     rates = {name: row.lr for name, row in manifest_of(manifest).items() if name.endswith("linear_proj.weight")}
     assert set(rates.values()) == {5e-3}
+
+
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("adaptive_muon", marks=pytest.mark.full)])
+def test_a_warmup_of_the_momentum_goes_on_after_a_stop(tmp_path, optimizer):
+    run = [*RUN, "--optimizer", optimizer, "--train-iters", 6, "--ckpt-format", "torch_dist", "--clip-grad", 0]
+    run += ["--tensor-model-parallel-size", 2]
+    warmup, saved = ["--muon-momentum-warmup", 4], ["--save", tmp_path / "checkpoint", "--save-interval", 2]
+    straight, _ = train(tmp_path / "straight", 2, *run, *warmup, *saved)
+    resumed, output = train(tmp_path / "resumed", 2, *run, *warmup, "--load", tmp_path / "checkpoint", "--ckpt-step", 2)
+    assert "goes on with other settings" not in output
+    for one, other in zip(straight, resumed, strict=True):
+        assert_same(other["after"], one["after"])
+    first, _ = train(tmp_path / "warm", 2, *run, *warmup, "--train-iters", 1)
+    plain, _ = train(tmp_path / "plain", 2, *run, "--train-iters", 1)
+    for name, state in first[0]["after"].items():
+        if "momentum_buffer" in state:  # (1 - beta) of the first gradient
+            expected = plain[0]["after"][name]["momentum_buffer"] * (1 - 0.85) / (1 - 0.95)
+            torch.testing.assert_close(state["momentum_buffer"], expected, rtol=1e-5, atol=1e-8)

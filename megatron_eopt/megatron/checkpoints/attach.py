@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK, base
 from megatron_eopt.manifest import to_json
-from megatron_eopt.megatron.agreement import gathered
+from megatron_eopt.megatron.agreement import distinct
 from megatron_eopt.megatron.averaging import export, go_on_from, trained
 from megatron_eopt.megatron.checkpoints.loading import FORMAT, FRESH, report_changes
 from megatron_eopt.megatron.checkpoints.matching import (
@@ -175,7 +175,7 @@ class SavedState:
     def _about(self, step: Any) -> dict[str, Any]:
         """Which optimizer this is, with the parameters and settings of its groups: the same on every rank."""
         own = [
-            (compressed(names), {key: group[key] for key in group.keys() - {"params", "param_names"}})
+            (compressed(names), {key: group[key] for key in sorted(group.keys() - {"params", "param_names"})})
             for names, group in zip(self._names_of_groups(), self._torch.param_groups, strict=True)
         ]
         having: dict[str, set[tuple[str, int]]] = defaultdict(set)  # the parameters that have each described state
@@ -183,7 +183,7 @@ class SavedState:
         keys += [(index, key) for index, (key, _) in trained(self._megatron).items()]
         for index, key in keys:
             having[base(key)].add(self._names[index])
-        everywhere = gathered((step, own, {state: compressed(names) for state, names in having.items()}))
+        everywhere = distinct((step, own, {state: compressed(names) for state, names in having.items()}))
         groups = []
         for of_ranks in zip(*(each for _, each, _ in everywhere), strict=True):
             # a stage of a pipeline that has no parameter of a group does not know what became of it
@@ -225,7 +225,7 @@ class SavedState:
         flags = [local(value).isfinite().all().cpu() for value in tensors.values()]  # some may be in host memory
         finite = torch.stack(flags).tolist() if flags else []
         bad = [f"{key} of {self._names[index][0]}" for (index, key), ok in zip(tensors, finite, strict=True) if not ok]
-        if found := sorted(set().union(*gathered(bad))):
+        if found := sorted(set().union(*distinct(bad))):
             raise CheckpointError(
                 f"the checkpoint holds values that are not finite, in {len(found)} tensors, such as {found[0]}: a run "
                 f"would not get rid of them. Load an earlier checkpoint, or {FRESH}"

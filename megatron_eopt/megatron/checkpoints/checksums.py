@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from megatron_eopt.megatron.agreement import gathered
+from megatron_eopt.megatron.agreement import distinct
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
 from megatron_eopt.optimizers.nonfinite import to_host
+from megatron_eopt.parallel.collectives import total
 
 CHECKSUMS = "megatron_eopt_checksums"  # where the common state of a checkpoint has them
 Sums = dict[str, tuple[int, int]]  # key -> checksum and number of entries
@@ -65,17 +66,18 @@ def checksum(shard: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tens
 def checksums(tensors: Iterable[ShardedTensor]) -> Sums:
     """Those of all global tensors; all ranks call it with what they save or have loaded, and get the same."""
     sums: dict[str, Tensor] = {}
-    entries, values, counts = Counter[str](), Counter[str](), Counter[str]()
+    entries = Counter[str]()
     for tensor in tensors:
         # a quantized tensor has no bits of its own to look at
         if is_main_replica(tensor.replica_id) and type(tensor.data) in (torch.Tensor, torch.nn.Parameter):
             shard = checksum(tensor.data, tensor.global_offset, tensor.global_shape)
             sums[tensor.key] = sums[tensor.key] + shard if tensor.key in sums else shard
             entries[tensor.key] += tensor.data.numel()
-    for of_rank, entries_of_rank in gathered(({key: int(value) for key, value in sums.items()}, entries)):
-        values.update(of_rank)
-        counts.update(entries_of_rank)
-    return {key: (value % 2**64, counts[key]) for key, value in values.items()}
+    keys = sorted(set().union(*distinct(sorted(sums))))
+    own = torch.tensor([[int(sums[key]), entries[key]] if key in sums else [0, 0] for key in keys], dtype=torch.int64)
+    assert dist.group.WORLD is not None, "checkpoints are saved and loaded by ranks"
+    totals = total(own, dist.group.WORLD).tolist()  # which are taken modulo 2^64, as those of shards
+    return {key: (value % 2**64, count) for key, (value, count) in zip(keys, totals, strict=True)}
 
 
 def loaded_tensors(requested: Any, loaded: Any) -> Iterator[ShardedTensor]:

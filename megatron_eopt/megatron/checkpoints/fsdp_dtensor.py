@@ -30,7 +30,7 @@ from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.checkpoints.states import BLOCK
 from megatron_eopt.manifest import to_json
 from megatron_eopt.matrices import WHOLE, Split
-from megatron_eopt.megatron.agreement import from_rank_0, gathered
+from megatron_eopt.megatron.agreement import distinct, from_rank_0
 from megatron_eopt.megatron.checkpoints.loading import (
     FORMAT,
     FRESH,
@@ -93,7 +93,7 @@ class SavedShards:
         self._run.go_on_with(run["tp_mode"])
         report_changes(run["manifest"], self._run.families)
         saved = {name: json.loads(each) for name, each in state_dict["settings"].items()}
-        if problems := sorted(set().union(*gathered(set(self._problems(saved))))):
+        if problems := sorted(set().union(*distinct(sorted(set(self._problems(saved)))))):
             raise CheckpointError(f"the checkpoint cannot serve this run: {problems[0]}; {FRESH}")
         for optimizer in self._optimizers:
             self._go_on(optimizer, saved)
@@ -225,7 +225,7 @@ def _refuse_missing(args: Any, wanted: dict[str, dict[str, Tensor]]) -> None:
         for name, keys in wanted.items()
         if (has := [key for key in sorted(keys) if f"optimizer.state.{name}.{key}" in stored]) != sorted(keys)
     )
-    if problems := sorted(set().union(*gathered(set(lacking)))):
+    if problems := sorted(set().union(*distinct(sorted(set(lacking))))):
         reason = "another optimizer wrote it, or this one with other settings; resume with that one, or"
         raise CheckpointError(f"{path}: {problems[0]}: {reason} {FRESH}")
     tensors = ((name, key, x) for name, state in wanted.items() for key, x in state.items())

@@ -20,7 +20,7 @@ from megatron_eopt.checkpoints.problems import check_files
 from megatron_eopt.checkpoints.states import BLOCK, MAIN, blocks_of, holding, split_key
 from megatron_eopt.manifest import Family, compare, from_json, to_json
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.agreement import from_rank_0, gathered
+from megatron_eopt.megatron.agreement import distinct, from_rank_0
 from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, Sums, checksums, loaded_tensors
 from megatron_eopt.megatron.checkpoints.matching import put_back, taken_out
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors, state_key
@@ -99,7 +99,8 @@ def checked_load(
         return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     stored = from_rank_0(lambda: _read(Path(checkpoint_dir)))
     if not optimizers:  # of ours; Megatron checks the rest itself
-        wanted = set().union(*gathered(set(_requested({"optimizer": sharded_state_dict["optimizer"]}))))
+        own = sorted(_requested({"optimizer": sharded_state_dict["optimizer"]}))
+        wanted = set().union(*distinct(own))
         if problem := of_another(None, wanted, blocks_of(stored.optimizer)):
             raise CheckpointError(f"{checkpoint_dir}: {problem}")
         return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
@@ -156,7 +157,7 @@ def _problem(optimizers: Sequence[dict[Any, Any]], stored: _Stored) -> str | Non
             if isinstance(value, ShardedTensor | ShardedTensorFactory) and value.key.startswith(momenta):
                 value.key = first_moments + value.key.removeprefix(momenta)
     own = [(each[BLOCK]["optimizer"], _requested(each)) for each in optimizers]
-    for of_ranks in zip(*gathered(own), strict=True):
+    for of_ranks in zip(*distinct(own), strict=True):
         name, wanted = of_ranks[0][0], {key: shape for _, shapes in of_ranks for key, shape in shapes.items()}
         if problem := mismatch(name, wanted, stored.shapes, optional) or of_another(name, wanted, blocks):
             return problem
@@ -282,7 +283,7 @@ def report_converted(state: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> N
     ``state`` has the name of a state, its dtype there and the one here. All ranks call it together.
     """
     found = {f"{name} from {was} to {now}" for name, was, now in state if was != now}
-    everywhere = sorted(set().union(*gathered(found)))
+    everywhere = sorted(set().union(*distinct(sorted(found))))
     if everywhere and dist.get_rank() == 0:
         print(f"megatron_eopt: the state of the checkpoint is converted: {', '.join(everywhere)}", flush=True)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_eopt.manifest import Family, rows
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.agreement import gathered
+from megatron_eopt.megatron.agreement import distinct
 from megatron_eopt.megatron.parameters import shard_of
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.parallel.layout import Layout
@@ -156,7 +156,7 @@ def layers_differ(families: Iterable[Family], frozen: Iterable[str]) -> bool:
     kinds: dict[str, set[tuple[str | None, int]]] = defaultdict(set)
     for row in rows(families):
         kinds[_EXPERT.sub("*", row.name)].add((row.optimizer, len(row.matrices)))
-    for name in set().union(*gathered({_EXPERT.sub("*", name) for name in frozen})):
+    for name in set().union(*distinct(sorted({_EXPERT.sub("*", name) for name in frozen}))):
         kinds[name].add((None, 0))
     args = releases.training_args()
     saves = getattr(args, "save", None) is not None and getattr(args, "ckpt_format", None) == "torch_dist"

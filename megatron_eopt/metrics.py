@@ -252,9 +252,18 @@ def _inside(optimizer: Optimizer) -> list[Optimizer]:
 
 def _squared_gradients(optimizer: Optimizer) -> float:
     """This rank's summand of the squared norm of the gradients of an optimizer, whose replicas have the same."""
-    found = 0.0
+    found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-        norm: Tensor = torch.linalg.vector_norm(parameter.grad.detach(), dtype=torch.float32)
-        found += (norm.full_tensor() if isinstance(norm, DTensor) else norm).item() ** 2 / ranks
-    return found
+    shards = [_shards(x) if isinstance(x, DTensor) else 1 for x in found]
+    return sum(n * square for n, square in zip(shards, squared_norms(found), strict=True)) / ranks
+
+
+def _shards(x: DTensor) -> int:
+    """Over how many ranks a DTensor is cut."""
+    return math.prod(x.device_mesh.size(i) for i, each in enumerate(x.placements) if not each.is_replicate())
+
+
+def squared_norms(tensors: Sequence[Tensor]) -> list[float]:
+    """Of what this rank has of each tensor; waits once for the device."""
+    norms = [torch.linalg.vector_norm(local(x.detach()), dtype=torch.float32) for x in tensors]
+    return torch.stack(norms).double().square().tolist() if norms else []

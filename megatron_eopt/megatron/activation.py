@@ -21,6 +21,7 @@ from megatron_eopt.megatron.arguments import (
     sharded,
     with_flags,
     with_our_offload,
+    with_our_qk_clip,
 )
 from megatron_eopt.megatron.averaging import averaged
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import prepared
@@ -33,6 +34,7 @@ from megatron_eopt.megatron.checkpoints.loading import (
 )
 from megatron_eopt.megatron.checkpoints.sharding import by_shard, named_apart, undecided
 from megatron_eopt.megatron.factory import checked, checked_elsewhere, with_registered
+from megatron_eopt.megatron.qk_clip import clip
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.parameters import NAME, ROWS, SAVED_BY_LAYOUT
 from megatron_eopt.redirect import Redirection, Redirections, around, becomes
@@ -167,8 +169,13 @@ def _of_training() -> list[Redirection]:
     amended = around(lambda add_arguments, parser: amend(add_arguments(parser), releases.unavailable()))
     fsdp = (
         "Megatron's checks allow its FSDPs with adam and sgd alone, and so check a run with ours as one with adam; and "
-        "--optimizer-cpu-offload with an Adam that steps on the CPU"
+        "--optimizer-cpu-offload with an Adam that steps on the CPU; and --qk-clip with Transformer Engine"
     )
+
+    def checks(validate: Callable[..., Any]) -> Callable[..., Any]:
+        return with_our_qk_clip(with_our_offload(sharded(validate)))
+
+    clipped = "QK-clip in every kind of layer and attention, and with negative logits"
     named = "Megatron prepares Adam's state alone for fsdp_dtensor, and finds no weights of a model in fp32"
     flags = "what the flags of our optimizers say reaches the config, which has no fields for some of them"
     return [
@@ -179,9 +186,10 @@ def _of_training() -> list[Redirection]:
         Redirection(checkpointing, "load_checkpoint", with_optimizer, in_place),
         Redirection(checkpointing, "read_metadata", checked_tracker, empty),
         Redirection(arguments, "add_megatron_arguments", amended, parsed),
-        Redirection(arguments, "validate_args", lambda validate: with_our_offload(sharded(validate)), fsdp),
+        Redirection(arguments, "validate_args", checks, fsdp),
         Redirection(training, "get_megatron_optimizer_config", with_flags, flags),
         Redirection(training, "evaluate", averaged, "Schedule-Free trains at one point and is evaluated at another"),
+        *([Redirection(training, "clip_qk", clip, clipped)] if hasattr(training, "clip_qk") else []),
     ]
 
 

@@ -137,6 +137,26 @@ def with_our_offload(validate: Callable[..., Any], args: argparse.Namespace, *re
         args.optimizer_cpu_offload = True
 
 
+@around
+def with_our_qk_clip(validate: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+    """Around Megatron's ``validate_args``, which wants Transformer Engine for ``--qk-clip``, by its version.
+
+    What is needed is attention that records its largest logits, by whatever package: that is looked at with the model.
+    """
+    if args.optimizer.removeprefix("dist_") not in ROWS or not getattr(args, "qk_clip", False):
+        return validate(args, *rest, **kwargs)
+    if not 0 < args.qk_clip_alpha < 1 or not args.qk_clip_threshold > 0:
+        raise ValueError(
+            f"--qk-clip needs an alpha between 0 and 1 and a threshold above 0, got --qk-clip-alpha "
+            f"{args.qk_clip_alpha} and --qk-clip-threshold {args.qk_clip_threshold}"
+        )
+    args.qk_clip = False
+    try:
+        return validate(args, *rest, **kwargs)
+    finally:
+        args.qk_clip = True
+
+
 def _is_shared_with(flag: Flag, name: str) -> bool:
     """Whether a flag of another optimizer holds for this one: of those of matrices, if it takes the setting."""
     taken = name not in ROWS or flag.setting not in MUON or flag.setting in ROWS[name].of_muon

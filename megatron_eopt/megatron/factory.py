@@ -23,6 +23,7 @@ from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag
 from megatron_eopt.megatron.manifest import declare
 from megatron_eopt.megatron.metrics import interval_of, measure
 from megatron_eopt.megatron.parameters import frozen_names, mark, torch_optimizers, trainable
+from megatron_eopt.megatron.qk_clip import refuse_unclipped
 from megatron_eopt.megatron.summary import print_summary
 from megatron_eopt.megatron.support.rules import Run, on, refuse_unsupported
 from megatron_eopt.optimizers.base import BaseOptimizer
@@ -86,6 +87,8 @@ class OptimizerOfRun:
         routes = any(each.user_source("optimizer") for each in self.assigned)
         assigned = frozenset(name for name in names if name is not None)
         refuse_unsupported(replace(self.facts, routes_optimizers=routes, excludes=None in names, assigned=assigned))
+        if on(self.facts.model, "qk_clip"):
+            refuse_unclipped(self.model_chunks, assigned | {self.facts.optimizer}, self.groups.tp.size())
         assignment.refuse_other_buffers(self.assigned)
         assignment.refuse_bad_values(self.assigned, self.config, self.model_chunks, self.groups)
         overrides = assignment.MegatronOverrides(self.assigned, self.config)

@@ -4,14 +4,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.parameters import torch_optimizers, wrappers
-from megatron_eopt.metrics import Metrics, Sampler, line
-from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.metrics import Metrics, Sampler, line, squared_norms
 
 
 def interval_of(config: Any, args: Any) -> int:
@@ -63,12 +61,10 @@ def squared_gradients(optimizer: Any, layer_wise: bool) -> dict[int, float]:
             return {}
         group = None if layer_wise else each.get_grad_stats_parallel_group()
         ranks = dist.get_world_size() if group is None else group.size()  # those outside of the group have the same
-        total = 0.0
-        for gradient in each.get_grads_for_grad_norm():
-            shards = gradient.device_mesh.size() if isinstance(gradient, DTensor) else 1
-            norm = torch.linalg.vector_norm(local(gradient), dtype=torch.float32).item()
-            total += norm**2 * ranks * shards / dist.get_world_size()
-        found[id(inner[0])] = total
+        gradients = releases.gradients_for_norm(each)
+        shards = [x.device_mesh.size() if isinstance(x, DTensor) else 1 for x in gradients]
+        squares = sum(n * square for n, square in zip(shards, squared_norms(gradients), strict=True))
+        found[id(inner[0])] = squares * ranks / dist.get_world_size()
     return found
 
 

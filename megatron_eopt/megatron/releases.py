@@ -156,6 +156,13 @@ def training_writers() -> tuple[Any, Any]:
     return getattr(known, "_GLOBAL_TENSORBOARD_WRITER", None), getattr(known, "_GLOBAL_WANDB_WRITER", None)
 
 
+def gradients_for_norm(optimizer: Any) -> list[Any]:
+    """This rank's gradients of one of Megatron's optimizers that the norm is of, by their name up to 0.18 and after."""
+    own = getattr(optimizer, "get_grads_for_grad_norm", None) or optimizer.get_main_grads_for_grad_norm
+    found: list[Any] = own()
+    return found
+
+
 def mark_row_parallel(model_chunks: Iterable[Module]) -> None:
     """Let the weights of row-parallel layers of Transformer Engine say that their columns are cut, as from 0.19 on.
 

@@ -112,7 +112,7 @@ class Watched:
         """Of this rank's updates the sum of squares, the number of entries, and the sum predicted, if one is."""
         entries, known = sum(n for n, _ in self._entries), [(n, rms) for n, rms in self._entries if rms is not None]
         predicted = sum(n * rms**2 for n, rms in known) if len(known) == len(self._entries) else None
-        return float(sum(each.item() for each in self._squares)), entries, predicted
+        return torch.stack(self._squares).sum().item() if self._squares else 0.0, entries, predicted
 
     def sent(self) -> int:
         """Bytes that this rank sent in the phases."""

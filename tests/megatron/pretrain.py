@@ -169,8 +169,13 @@ def cut(parameter):
     return parameter.partition_dim, parallel_state.get_tensor_model_parallel_rank()
 
 
-class LatentAttention(torch.nn.Module):
-    """Causal attention whose values may be shorter than its keys: Megatron's own without Transformer Engine cannot."""
+class Attention(torch.nn.Module):
+    """Causal attention whose values may be shorter than its keys, and which keeps the largest logit of each head.
+
+    Megatron's own without Transformer Engine can do neither.
+    """
+
+    current_max_attn_logits = None
 
     def __init__(self, softmax_scale=None, **described):
         super().__init__()
@@ -178,9 +183,18 @@ class LatentAttention(torch.nn.Module):
 
     def forward(self, query, key, value, attention_mask, **described):
         """(sequence, batch, heads, channels) to (sequence, batch, all channels of all heads)."""
-        heads_first = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        heads = query.size(2) // key.size(2)
+        query, key, value = (
+            each.repeat_interleave(repeated, 2).permute(1, 2, 0, 3)
+            for each, repeated in ((query, 1), (key, heads), (value, heads))
+        )
+        if getattr(get_args(), "qk_clip", False):
+            logits = (query @ key.mT).detach().float() * (self.softmax_scale or query.size(-1) ** -0.5)
+            largest = logits.where(torch.ones_like(logits, dtype=torch.bool).tril(), -torch.inf).amax((0, 2, 3))
+            before = self.current_max_attn_logits
+            self.current_max_attn_logits = largest if before is None else largest.maximum(before)
         result = torch.nn.functional.scaled_dot_product_attention(
-            *heads_first, is_causal=True, scale=self.softmax_scale
+            query, key, value, is_causal=True, scale=self.softmax_scale
         )
         return result.permute(2, 0, 1, 3).flatten(2)
 
@@ -236,10 +250,10 @@ def main():
     from megatron.training.arguments import parse_and_validate_args
 
     args = parse_and_validate_args()
-    if args.multi_latent_attention:
+    if args.multi_latent_attention or getattr(args, "qk_clip", False):
         from megatron.core.models.backends import LocalSpecProvider
 
-        LocalSpecProvider.core_attention = lambda provider: LatentAttention
+        LocalSpecProvider.core_attention = lambda provider: Attention
     if hasattr(argument_utils, "gpt_config_from_args"):  # 0.19
         config = argument_utils.pretrain_cfg_container_from_args(args, argument_utils.gpt_config_from_args(args))
         pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)

@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import (
 )
 
 from megatron_eopt.megatron.parameters import torch_optimizers
+from megatron_eopt.megatron.qk_clip import attentions
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from tests.megatron.faulty import replaced
 
@@ -149,6 +150,18 @@ def multiply_gradient(pattern, factor, only_in):
         for name, parameter in self.named_parameters():
             if re.search(pattern, name):
                 parameter.register_hook(lambda gradient: gradient * (float(factor) if only_in == str(_step()) else 1))
+
+
+def show_logits():
+    """The largest logit of each head is printed before every clip."""
+
+    @replaced(training, "clip_qk")
+    def clip(real, model, **kwargs):
+        for _, module in attentions(model):
+            name = f"decoder.layers.{module.layer_number - 1}.self_attention"
+            said = {"name": name, "logits": module.core_attention.current_max_attn_logits.tolist()}
+            print(f"\nlargest {json.dumps(said)}", flush=True)
+        return real(model, **kwargs)
 
 
 def coupled_decay():

@@ -1,0 +1,161 @@
+"""QK-clip in real runs, against what the largest logits of a step say, whatever the attention and the layout."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_eopt.megatron.qk_clip import scale_heads
+from tests.megatron.runs import CASES, MUON, SMALL_GPT, assert_same, start, train, whole
+
+pytestmark = pytest.mark.wide
+
+ALPHA, THRESHOLD = 0.3, 5e-3  # below most of the logits of a model that has not been trained
+CLIP = ["--qk-clip", "--qk-clip-alpha", ALPHA, "--qk-clip-threshold", THRESHOLD]
+RUN = ["--num-layers", 2, "--muon-fp32-matmul-prec", "highest", "--ckpt-format", "torch_dist"]
+MLA = """--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 20 --qk-head-dim 12 --qk-pos-emb-head-dim 8
+    --v-head-dim 16 --rotary-scaling-factor 1""".split()
+WITHOUT_GQA = [each for each in SMALL_GPT if each not in ("--group-query-attention",)]
+WITHOUT_GQA = [each for i, each in enumerate(WITHOUT_GQA) if "--num-query-groups" not in WITHOUT_GQA[i - 1 : i + 1]]
+SHOWN = {"program": CASES, "environment": {"DO": "show_logits"}}
+TP2 = ["--tensor-model-parallel-size", 2]
+
+
+def largest(output):
+    """Name of an attention -> its heads' largest logits in the last step."""
+    said = map(json.loads, re.findall(r"^largest (.*)$", output, re.MULTILINE))
+    return {each["name"]: torch.tensor(each["logits"]) for each in said}
+
+
+def share(logits):
+    return torch.tensor([min(1.0, THRESHOLD / logit) if logit > 0 else 1.0 for logit in logits.tolist()])
+
+
+def of_groups(gate):
+    """Factors of the rows of a projection with two groups of two heads of 16 channels."""
+
+    def rows(logits):
+        c, one = share(logits.view(2, 2).amax(1)), torch.ones(2)
+        parts = [(32, c**ALPHA), *([(32, one)] if gate else []), (16, c ** (1 - ALPHA)), (16, one)]
+        return torch.cat([factor[group].expand(n) for group in range(2) for n, factor in parts])
+
+    return rows
+
+
+def of_heads(*parts):
+    """Factors of rows by a power of each head's share."""
+    return lambda logits: torch.cat([(c**power).expand(n) for c in share(logits) for n, power in parts])
+
+
+LATENT = {
+    "linear_q_up_proj": of_heads((12, ALPHA), (8, 1)),
+    "linear_kv_up_proj": of_heads((12, 1 - ALPHA), (16, 0)),
+}
+
+
+@pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("ranks", "model", "flags", "expected"),
+    [
+        (1, SMALL_GPT, [], {"linear_qkv": of_groups(gate=False)}),
+        (1, SMALL_GPT, ["--attention-output-gate"], {"linear_qkv": of_groups(gate=True)}),
+        (1, SMALL_GPT, ["--add-qkv-bias"], {"linear_qkv": of_groups(gate=False)}),
+        (1, WITHOUT_GQA, MLA, LATENT),
+        (2, SMALL_GPT, ["--pipeline-model-parallel-size", 2], {"linear_qkv": of_groups(gate=False)}),
+    ],
+    ids=["GQA", "gated", "biases", "MLA", "PP2"],
+)
+def test_a_step_is_followed_by_the_clip_of_its_logits(tmp_path, ranks, model, flags, expected, precision):
+    run = [*RUN, *MUON, *flags, *precision, "--train-iters", 1]
+    of_ranks, output = train(tmp_path / "clipped", ranks, *run, *CLIP, model=model, **SHOWN)
+    clipped, clips, found = whole([rank["after"] for rank in of_ranks]), largest(output), 0
+    of_ranks, _ = train(tmp_path / "plain", ranks, *run, *CLIP, "--qk-clip-threshold", 1e6, model=model)
+    for name, state in whole([rank["after"] for rank in of_ranks]).items():
+        home, _, layer = name.rpartition(".self_attention.")
+        rows = expected.get(layer.partition(".")[0])
+        factor = torch.ones(()) if rows is None else rows(clips[f"{home}.self_attention"])
+        found += bool((factor < 1).any())
+        for key in state.keys() & {"parameter", "main", "momentum_buffer"}:
+            own = factor if key != "momentum_buffer" else torch.ones(())
+            own = own.view(-1, *[1] * (state[key].ndim - 1)) if own.ndim else own
+            tolerance = (
+                {"rtol": 1e-2, "atol": 1e-4} if state[key].dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-7}
+            )
+            torch.testing.assert_close(clipped[name][key], (state[key].float() * own).to(state[key].dtype), **tolerance)
+    assert found >= 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [(2, TP2), (2, []), (4, TP2)],
+    ids=["TP2", "DP2", "TP2-DP2"],
+)
+def test_ranks_clip_as_one(tmp_path, ranks, flags):
+    run = [*RUN, *MUON, *CLIP, "--train-iters", 3, "--micro-batch-size", 1]
+    alone, _ = train(tmp_path / "alone", 1, *run)
+    found, _ = train(tmp_path / "found", ranks, *run, *flags)
+    expected, parameters = whole([alone[0]["after"]]), whole([rank["after"] for rank in found])
+    for name, state in expected.items():
+        torch.testing.assert_close(parameters[name]["parameter"], state["parameter"], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [(2, TP2), (2, ["--bf16", "--use-distributed-optimizer"]), (2, ["--bf16", *TP2])],
+    ids=["TP2", "bf16, distributed", "bf16, TP2"],
+)
+@pytest.mark.parametrize("optimizer", [MUON, ["--optimizer", "soap"]], ids=["muon", "soap"])
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, ranks, flags, optimizer):
+    """With figures of every step and a warm-up of the momentum, too."""
+    warmup = ["--muon-momentum-warmup", 4] if optimizer is MUON else []
+    run = [*RUN, *optimizer, *CLIP, *warmup, *flags, "--train-iters", 4, "--optimizer-metrics-interval", 1]
+    straight, output = train(tmp_path / "straight", ranks, *run, "--save", tmp_path / "saved", "--save-interval", 2)
+    assert output.count("megatron_eopt: iteration") == 4
+    resumed, _ = train(tmp_path / "resumed", ranks, *run, "--load", tmp_path / "saved", "--ckpt-step", 2)
+    for one, other in zip(straight, resumed, strict=True):
+        assert_same(other["after"], one["after"])
+
+
+def attention(heads, groups, channels):
+    rows = (heads + 2 * groups) * channels
+    config = SimpleNamespace(num_attention_heads=heads, num_query_groups=groups, kv_channels=channels)
+    weight = nn.Parameter(torch.ones(rows, 3))
+    return SimpleNamespace(
+        config=config, num_query_groups_per_partition=groups, linear_qkv=SimpleNamespace(weight=weight, bias=None)
+    )
+
+
+@pytest.mark.parametrize("logits", [[-5.0, -1.0], [0.0, -2.0]])
+def test_negative_logits_are_small_enough(logits):
+    """Also beside a head that is clipped."""
+    module = attention(3, 3, 1)
+    scale_heads(module, torch.tensor([*logits, 200.0]), 100.0, 0.5)
+    rows = module.linear_qkv.weight[:, 0].view(3, 3)
+    half = 0.5**0.5
+    assert torch.equal(rows[:2], torch.ones(2, 3))
+    torch.testing.assert_close(rows[2], torch.tensor([half, half, 1.0]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([*MUON, "--qk-layernorm"], r"queries or keys are normalized \(--qk-layernorm\)"),
+        ([*MUON, *TP2, "--num-query-groups", 1], "1 query groups are cut over 2 ranks"),
+        ([*MUON, "--use-torch-fsdp2"], "its weights are shards of an FSDP"),
+        (["--optimizer", "muon_hyperball"], "muon_hyperball keeps every matrix at the norm"),
+        (["--optimizer", "schedule_free_adamw"], "schedule_free_adamw makes weights of two points"),
+        (
+            [*MUON, "--qk-clip-threshold", -1],
+            "a threshold above 0, got --qk-clip-alpha 0.3 and --qk-clip-threshold -1.0",
+        ),
+    ],
+)
+def test_what_could_not_be_clipped_is_refused_at_start(flags, message):
+    ranks = 2 if "--use-torch-fsdp2" in flags or TP2[0] in flags else 1
+    done = start(ranks, *SMALL_GPT, *RUN, *CLIP, *flags, "--train-iters", 1)
+    assert done.returncode != 0
+    assert re.search(message, done.stdout), done.stdout[-3000:]
+    assert "iteration        1/" not in done.stdout

@@ -161,7 +161,9 @@ def test_a_part_runs_with_small_shapes(name, run, monkeypatch):
 )
 def test_a_part_that_starts_processes_runs_with_small_shapes(name, tmp_path):
     part = gpu.run_apart(name, "cpu", True, tmp_path)
-    assert "failed" not in [each["status"] for each in part["verdicts"]], part
+    failed = [f"{each['name']}: {each['reason']}" for each in part["verdicts"] if each["status"] == "failed"]
+    logs = [row for log in part.get("logs", {}).values() for row in log]
+    assert not failed, "\n".join([*failed, *logs])
 
 
 def test_kernel_times_are_those_that_a_plan_takes(run, monkeypatch):

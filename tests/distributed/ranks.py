@@ -15,15 +15,14 @@ multiprocessing.set_forkserver_preload(["torch.distributed.tensor", "megatron_eo
 
 def _rank(rank, function, world_size, folder, args):
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(folder / "store"), world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=60),
-    )
+    store = dist.FileStore(str(folder / "store"), world_size)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         torch.save(function(rank, world_size, *args), folder / f"{rank}.pt")
+        # the others may still read what this rank sent: that is lost where it closes its connections before them
+        store.set(f"{rank} is done", "")
+        store.wait([f"{each} is done" for each in range(world_size)], timeout)
     finally:
         dist.destroy_process_group()
 

@@ -1,7 +1,8 @@
 """What our optimizers change in Megatron's command line."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, get_args
 
 from megatron_eopt.family import FAMILY, MUON, ROWS
@@ -127,14 +128,25 @@ def with_our_offload(validate: Callable[..., Any], args: argparse.Namespace, *re
 
     It has that for an Adam that steps on the CPU, and wants flags which that needs.
     """
-    name, asked = args.optimizer.removeprefix("dist_"), getattr(args, "optimizer_cpu_offload", False)
-    if name not in ROWS or not asked:
+    if not builds(args) or not getattr(args, "optimizer_cpu_offload", False):
         return validate(args, *rest, **kwargs)
-    args.optimizer_cpu_offload = False
+    with _unseen(args, "optimizer_cpu_offload"):
+        return validate(args, *rest, **kwargs)
+
+
+def builds(args: argparse.Namespace) -> bool:
+    """Whether the optimizer of a run is one of the table of this package."""
+    return args.optimizer.removeprefix("dist_") in ROWS
+
+
+@contextmanager
+def _unseen(args: argparse.Namespace, flag: str) -> Iterator[None]:
+    """A flag that was given is as if it were not."""
+    setattr(args, flag, False)
     try:
-        return validate(args, *rest, **kwargs)
+        yield
     finally:
-        args.optimizer_cpu_offload = True
+        setattr(args, flag, True)
 
 
 @around
@@ -143,18 +155,15 @@ def with_our_qk_clip(validate: Callable[..., Any], args: argparse.Namespace, *re
 
     What is needed is attention that records its largest logits, by whatever package: that is looked at with the model.
     """
-    if args.optimizer.removeprefix("dist_") not in ROWS or not getattr(args, "qk_clip", False):
+    if not builds(args) or not getattr(args, "qk_clip", False):
         return validate(args, *rest, **kwargs)
     if not 0 < args.qk_clip_alpha < 1 or not args.qk_clip_threshold > 0:
         raise ValueError(
             f"--qk-clip needs an alpha between 0 and 1 and a threshold above 0, got --qk-clip-alpha "
             f"{args.qk_clip_alpha} and --qk-clip-threshold {args.qk_clip_threshold}"
         )
-    args.qk_clip = False
-    try:
+    with _unseen(args, "qk_clip"):
         return validate(args, *rest, **kwargs)
-    finally:
-        args.qk_clip = True
 
 
 def _is_shared_with(flag: Flag, name: str) -> bool:

@@ -19,6 +19,8 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.arguments import builds
 from megatron_eopt.redirect import around
 from megatron_eopt.registry import get_qkv_split_shapes
 
@@ -33,12 +35,11 @@ _KEEPS_WEIGHTS = {
 }
 
 
-def attentions(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """The attention modules whose core records the largest logits, in every kind of layer, with their names."""
-    for chunk in model_chunks:
-        for name, module in chunk.named_modules():
-            if hasattr(getattr(module, "core_attention", None), MAXIMA):
-                yield name, module
+def attentions(model_chunks: Sequence[nn.Module]) -> Iterator[Any]:
+    """The attention modules whose core records the largest logits, in every kind of layer."""
+    for module in (module for chunk in model_chunks for module in chunk.modules()):
+        if hasattr(getattr(module, "core_attention", None), MAXIMA):
+            yield module
 
 
 def refuse_unclipped(model_chunks: Sequence[nn.Module], optimizers: frozenset[str], tensor_parallel: int) -> None:
@@ -73,13 +74,15 @@ def _normalizes(module: Any, which: str) -> bool:
 
 @around
 def clip(original: Callable[..., float], model: Sequence[nn.Module], log_max_only: bool = False) -> float:
-    """In place of Megatron's ``clip_qk``: scale weights, and return the largest logit of all heads here.
+    """Around Megatron's ``clip_qk``: scale weights, and return the largest logit of all heads here.
 
-    Megatron calls it after every step, with the chunks of the model on this rank.
+    Megatron calls it after every step, with the chunks of the model on this rank. Runs with adam and sgd keep its own.
     """
+    if not builds(releases.training_args()):
+        return original(model, log_max_only=log_max_only)
     largest = 0.0
     with torch.no_grad():
-        for _, module in attentions(model):
+        for module in attentions(model):
             if (maxima := getattr(module.core_attention, MAXIMA)) is None:
                 continue
             maxima = maxima.detach().clone()

@@ -47,6 +47,17 @@ class Health(NamedTuple):
     finite: Tensor
 
 
+def trace_and_squares(R: Tensor) -> tuple[Tensor, Tensor]:
+    """Trace and squared Frobenius norm, in fp64, of Gram matrices (... x n x n)."""
+    trace = R.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float64)
+    return trace, torch.linalg.vector_norm(R.float(), dim=(-2, -1)).double().square()
+
+
+def residual(trace: Tensor, squares: Tensor, short: int) -> Tensor:
+    """``||R - I||_F / sqrt(short)`` of matrices ``R`` of ``short`` rows, from their traces and squared norms."""
+    return ((squares - 2 * trace + short).clamp(min=0) / short).sqrt()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
     """The iteration for matrices of one shape and dtype on one device: all is decided, calling it only computes."""
@@ -108,20 +119,17 @@ class Iteration:
 
         def watch(step: int, R: Tensor) -> None:
             if step in (0, last):
-                trace = R.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float64)
-                figures[step] = trace, torch.linalg.vector_norm(R.float(), dim=(-2, -1)).double().square()
+                figures[step] = trace_and_squares(R)
 
         norms: list[Tensor] = []
         factor = self.run(x, watch, norms)
         trace, squares = figures[0]
         sizes = [each.double().reshape(trace.shape) for each in norms]
         norm = sizes[-1] * (sizes[0] if len(sizes) > 1 else trace.sqrt())
-        last_trace, last_squares = figures[last]
-        short = min(x.shape[-2:])
         return factor, Health(
             norm=norm,
             effective_rank=torch.where(squares == 0, 0, trace.square() / squares),
-            residual=((last_squares - 2 * last_trace + short).clamp(min=0) / short).sqrt(),
+            residual=residual(*figures[last], min(x.shape[-2:])),
             finite=norm.isfinite(),
         )
 

@@ -5,14 +5,14 @@ Nothing waits for the device until the figures are read; steps that nobody watch
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from megatron_eopt.orthogonalize.forms import Watch
-from megatron_eopt.orthogonalize.newton_schulz import Iteration
+from megatron_eopt.orthogonalize.newton_schulz import Iteration, residual, trace_and_squares
 from megatron_eopt.parallel.collectives import counters
 
 PHASES = ("exchange", "orthogonalize", "update")
@@ -34,9 +34,14 @@ class Watched:
         self._squares: list[Tensor] = []
         self._entries: list[tuple[int, float | None]] = []
 
-    def phase(self, name: str) -> "_Phase":
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
         """A context in which the time is that of a phase."""
-        return _Phase(self, name)
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.leave()
 
     def timed[**P, R](self, name: str, function: Callable[P, R]) -> Callable[P, R]:
         """A function, whose time is that of a phase."""
@@ -68,9 +73,7 @@ class Watched:
         def watch(step: int, R: Tensor) -> None:
             if step not in (0, last):
                 return
-            R = R.float()
-            trace = R.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float64).reshape(-1)
-            squares = torch.linalg.vector_norm(R, dim=(-2, -1)).double().square().reshape(-1)
+            trace, squares = (x.reshape(-1) for x in trace_and_squares(R))
             if step == 0:
                 first.append((trace, squares))
             if step == last:  # of the matrices that were the first of those before it
@@ -78,8 +81,7 @@ class Watched:
                 rank = norms.square() / squared
                 if last == 0:  # the norm is not divided out yet
                     trace, squares = torch.ones_like(trace), squares / trace.square()
-                residual = ((squares - 2 * trace + short).clamp(min=0) / short).sqrt()
-                self._grams.append((rank, rank / short, residual))
+                self._grams.append((rank, rank / short, residual(trace, squares, short)))
 
         return watch
 
@@ -139,19 +141,6 @@ class Watched:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         self._marks.append((name, event))
-
-
-class _Phase:
-    def __init__(self, watched: Watched, name: str) -> None:
-        self._watched, self._name = watched, name
-
-    def __enter__(self) -> None:
-        self._watched.enter(self._name)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._watched.leave()
 
 
 def _between(start: "float | torch.cuda.Event", end: "float | torch.cuda.Event") -> float:

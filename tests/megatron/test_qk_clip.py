@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_eopt.megatron import qk_clip
 from megatron_eopt.megatron.qk_clip import scale_heads
 from tests.megatron.runs import CASES, MUON, SMALL_GPT, assert_same, start, train, whole
 
@@ -137,6 +138,31 @@ def test_negative_logits_are_small_enough(logits):
     half = 0.5**0.5
     assert torch.equal(rows[:2], torch.ones(2, 3))
     torch.testing.assert_close(rows[2], torch.tensor([half, half, 1.0]))
+
+
+@pytest.mark.parametrize(("optimizer", "scaled"), [("muon", True), ("dist_muon", True), ("adam", False)])
+def test_attention_is_found_wherever_it_is_and_adam_keeps_megatrons_own(monkeypatch, optimizer, scaled):
+    """As in multi-token prediction, behind a layer without attention."""
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.core_attention, self.linear_qkv = nn.Module(), nn.Linear(3, 3, bias=False)
+            self.core_attention.current_max_attn_logits = torch.tensor([200.0])
+            self.config = SimpleNamespace(num_attention_heads=1, num_query_groups=1, kv_channels=1)
+            self.config.qk_clip_threshold, self.config.qk_clip_alpha = 100.0, 0.5
+            self.num_query_groups_per_partition = 1
+
+    monkeypatch.setattr(qk_clip.dist, "all_reduce", lambda *args, **named: None)
+    monkeypatch.setattr(qk_clip.parallel_state, "get_data_parallel_group", lambda *args: None)
+    monkeypatch.setattr(qk_clip.releases, "training_args", lambda: SimpleNamespace(optimizer=optimizer))
+    found = Attention()
+    before = found.linear_qkv.weight.detach().clone()
+    model = nn.ModuleDict({"decoder": nn.Linear(3, 3), "mtp": nn.ModuleList([found])})
+    largest = qk_clip.clip(lambda model, log_max_only: -1.0)([model])
+    factor = torch.tensor([0.5**0.5, 0.5**0.5, 1.0])[:, None] if scaled else 1.0
+    assert largest == (200.0 if scaled else -1.0)
+    torch.testing.assert_close(found.linear_qkv.weight, nn.Parameter(before * factor))
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def show_logits():
 
     @replaced(training, "clip_qk")
     def clip(real, model, **kwargs):
-        for _, module in attentions(model):
+        for module in attentions(model):
             name = f"decoder.layers.{module.layer_number - 1}.self_attention"
             said = {"name": name, "logits": module.core_attention.current_max_attn_logits.tolist()}
             print(f"\nlargest {json.dumps(said)}", flush=True)

@@ -11,7 +11,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_eopt.family import LIKE_MUON
-from megatron_eopt.megatron import assignment, dealing, fsdp, releases
+from megatron_eopt.megatron import assignment, dealing, fsdp, qk_clip, releases
 from megatron_eopt.megatron.agreement import choose_kernels, on_all_ranks
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED
 from megatron_eopt.megatron.averaging import remember
@@ -23,7 +23,6 @@ from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag
 from megatron_eopt.megatron.manifest import declare
 from megatron_eopt.megatron.metrics import interval_of, measure
 from megatron_eopt.megatron.parameters import frozen_names, mark, torch_optimizers, trainable
-from megatron_eopt.megatron.qk_clip import refuse_unclipped
 from megatron_eopt.megatron.summary import print_summary
 from megatron_eopt.megatron.support.rules import Run, on, refuse_unsupported
 from megatron_eopt.optimizers.base import BaseOptimizer
@@ -88,7 +87,7 @@ class OptimizerOfRun:
         assigned = frozenset(name for name in names if name is not None)
         refuse_unsupported(replace(self.facts, routes_optimizers=routes, excludes=None in names, assigned=assigned))
         if on(self.facts.model, "qk_clip"):
-            refuse_unclipped(self.model_chunks, assigned | {self.facts.optimizer}, self.groups.tp.size())
+            qk_clip.refuse_unclipped(self.model_chunks, self.groups.tp.size())
         assignment.refuse_other_buffers(self.assigned)
         assignment.refuse_bad_values(self.assigned, self.config, self.model_chunks, self.groups)
         overrides = assignment.MegatronOverrides(self.assigned, self.config)
@@ -125,6 +124,8 @@ class OptimizerOfRun:
         differ = layers_differ(self.families, frozen_names(self.model_chunks))
         attach(self.optimizer, self.model_chunks, self, differ)
         remember(self.optimizer, self.model_chunks)
+        if on(self.facts.model, "qk_clip"):
+            qk_clip.remember(self.optimizer, self.model_chunks)
 
     def go_on_with(self, tp_mode: TpMode) -> None:
         """Keep the ``tp_mode`` of a checkpoint if the run names none; all ranks call it before the state is loaded."""

@@ -4,12 +4,13 @@ A head whose largest logit ``S`` of the step is above the threshold ``t`` gets `
 would have had: the rows of its queries are multiplied by ``c^alpha``, and those of its keys by ``c^(1 - alpha)`` (Kimi
 Team, Kimi K2, 2025, arXiv 2507.20534, section 2.1). Heads that share keys are scaled together, by their largest logit.
 Of latent attention, where all heads share the part of the keys that has positions, the queries of that part get ``c``.
-The momentum stays as it is.
+The momentum stays as it is. What an optimizer keeps of its weights follows: factors, norms, points of an average.
 
 Megatron-Core's own visits the layers of a decoder alone, fails on those without attention and on gated attention,
 leaves biases as they are, and makes weights of a head whose largest logit is negative no numbers.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,21 +19,29 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.arguments import builds
+from megatron_eopt.megatron.parameters import optimizer_parameters
+from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.parameters import scale_rows
 from megatron_eopt.redirect import around
 from megatron_eopt.registry import get_qkv_split_shapes
+
+FactorsOfRows = dict[Tensor, Tensor]
+"""Parameter of the model -> what its rows here are multiplied by, (rows,)."""
 
 MAXIMA = "current_max_attn_logits"
 """Attribute of an attention's core: the largest logit of each of its heads here since it was None, 1-D."""
 
-# Optimizers that keep weights in another form, from which they would come back unclipped.
-_KEEPS_WEIGHTS = {
-    "muon_hyperball": "keeps every matrix at the norm that it had at start",
-    "spectron": "makes weights of factors that it keeps",
-    "schedule_free_adamw": "makes weights of two points that it keeps",
-}
+_OPTIMIZER = "qk_clip_optimizer"  # attribute of a model chunk: a weak reference to Megatron's optimizer
+
+
+def remember(optimizer: Any, model_chunks: Sequence[nn.Module]) -> None:
+    """Let :func:`clip` find what is kept of the weights of a model; of several optimizers, the last built."""
+    for chunk in model_chunks:
+        setattr(chunk, _OPTIMIZER, weakref.ref(optimizer))
 
 
 def attentions(model_chunks: Sequence[nn.Module]) -> Iterator[Any]:
@@ -42,12 +51,9 @@ def attentions(model_chunks: Sequence[nn.Module]) -> Iterator[Any]:
             yield module
 
 
-def refuse_unclipped(model_chunks: Sequence[nn.Module], optimizers: frozenset[str], tensor_parallel: int) -> None:
-    """Refuse, by a ``ValueError``, a model with ``--qk-clip`` that could not be clipped.
-
-    ``optimizers`` are those of the run. All that is wrong is in one message.
-    """
-    wrong = [f"{name} {_KEEPS_WEIGHTS[name]}" for name in sorted(optimizers & _KEEPS_WEIGHTS.keys())]
+def refuse_unclipped(model_chunks: Sequence[nn.Module], tensor_parallel: int) -> None:
+    """Refuse, by a ``ValueError``, a model with ``--qk-clip`` that could not be clipped: all that is wrong at once."""
+    wrong = []
     own = [(name, module) for chunk in model_chunks for name, module in chunk.named_modules()]
     own = [(name, module) for name, module in own if hasattr(module, "core_attention")]
     for name, module in own:
@@ -80,34 +86,38 @@ def clip(original: Callable[..., float], model: Sequence[nn.Module], log_max_onl
     """
     if not builds(releases.training_args()):
         return original(model, log_max_only=log_max_only)
-    largest = 0.0
+    modules = [module for module in attentions(model) if getattr(module.core_attention, MAXIMA) is not None]
+    if not modules:
+        return 0.0
     with torch.no_grad():
-        for module in attentions(model):
-            if (maxima := getattr(module.core_attention, MAXIMA)) is None:
-                continue
-            maxima = maxima.detach().clone()
-            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group(True))
-            largest = max(largest, maxima.max().item())
-            if not log_max_only:
-                scale_heads(module, maxima, module.config.qk_clip_threshold, module.config.qk_clip_alpha)
+        of_modules = [getattr(module.core_attention, MAXIMA).detach().float() for module in modules]
+        maxima = torch.cat(of_modules)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group(True))
+        factors: FactorsOfRows = {}
+        for module, own in zip(modules, maxima.split([len(each) for each in of_modules]), strict=True):
+            factors |= factors_of_rows(module, own, module.config.qk_clip_threshold, module.config.qk_clip_alpha)
             setattr(module.core_attention, MAXIMA, None)
-    return largest
+        if not log_max_only:
+            scale(factors, getattr(model[0], _OPTIMIZER)())
+    return max(0.0, maxima.max().item())
 
 
-def scale_heads(module: Any, maxima: Tensor, threshold: float, alpha: float) -> None:
-    """Scale the queries and keys of an attention's heads on this rank, whose largest logits are ``maxima`` (heads)."""
+def factors_of_rows(module: Any, maxima: Tensor, threshold: float, alpha: float) -> FactorsOfRows:
+    """What the queries and keys of an attention are scaled by, whose heads here have the logits ``maxima`` (heads)."""
     config = module.config
     if hasattr(module, "linear_qkv"):
         groups = module.num_query_groups_per_partition
         c = _share(maxima.view(groups, -1).amax(1), threshold)
         queries, *gate, keys, values = get_qkv_split_shapes(config)
         parts = [(queries, c**alpha), *((rows, torch.ones_like(c)) for rows in gate)]
-        _scale(module.linear_qkv, [*parts, (keys, c ** (1 - alpha)), (values, torch.ones_like(c))])
-        return
+        return _rows(module.linear_qkv, [*parts, (keys, c ** (1 - alpha)), (values, torch.ones_like(c))])
     c = _share(maxima, threshold)
     projection = module.linear_q_proj if config.q_lora_rank is None else module.linear_q_up_proj
-    _scale(projection, [(config.qk_head_dim, c**alpha), (config.qk_pos_emb_head_dim, c)])
-    _scale(module.linear_kv_up_proj, [(config.qk_head_dim, c ** (1 - alpha)), (config.v_head_dim, torch.ones_like(c))])
+    keys_and_values = [(config.qk_head_dim, c ** (1 - alpha)), (config.v_head_dim, torch.ones_like(c))]
+    return {
+        **_rows(projection, [(config.qk_head_dim, c**alpha), (config.qk_pos_emb_head_dim, c)]),
+        **_rows(module.linear_kv_up_proj, keys_and_values),
+    }
 
 
 def _share(maxima: Tensor, threshold: float) -> Tensor:
@@ -116,13 +126,32 @@ def _share(maxima: Tensor, threshold: float) -> Tensor:
     return torch.where(above, threshold / torch.where(above, maxima.float(), 1.0), 1.0)
 
 
-def _scale(linear: Any, parts: Sequence[tuple[int, Tensor]]) -> None:
-    """Multiply rows of a linear layer's weight and bias: of each head or group so many by its factor, then the next."""
+def _rows(linear: Any, parts: Sequence[tuple[int, Tensor]]) -> FactorsOfRows:
+    """For weight and bias of a linear layer: of each head or group so many rows by its factor, then the next."""
     factors = torch.cat([factor[:, None].expand(-1, rows) for rows, factor in parts], 1).flatten()
-    if bool((factors == 1).all()):
-        return
-    for parameter in (linear.weight, getattr(linear, "bias", None)):
-        for tensor in (parameter, getattr(parameter, "main_param", None)):
-            if tensor is not None:
-                own = factors.view(-1, *[1] * (tensor.ndim - 1))
-                tensor.data.copy_(tensor.data.float() * own.to(tensor.device))
+    return {parameter: factors for parameter in (linear.weight, getattr(linear, "bias", None)) if parameter is not None}
+
+
+def scale(factors: FactorsOfRows, optimizer: Any) -> None:
+    """Multiply rows of the model's parameters, and of what Megatron's ``optimizer`` keeps of them here.
+
+    All tensor-parallel ranks call it together, also those whose rows stay as they are.
+    """
+    changed = torch.stack([(factor != 1).any() for factor in factors.values()]).int()
+    dist.all_reduce(changed, dist.ReduceOp.MAX, group=parallel_state.get_tensor_model_parallel_group())
+    factors = {p: factor for (p, factor), any_here in zip(factors.items(), changed.tolist(), strict=True) if any_here}
+    kept: dict[Optimizer, list[tuple[Tensor, Tensor]]] = {}
+    for each in optimizer_parameters(optimizer):
+        if each.model in factors:
+            assert each.main is not None  # optimizers of ours get whole parameters alone
+            kept.setdefault(each.optimizer, []).append((each.main, factors[each.model]))
+    for own, pairs in kept.items():
+        if isinstance(own, BaseOptimizer):
+            own.scale_rows([main for main, _ in pairs], [factor for _, factor in pairs])
+        else:
+            for main, factor in pairs:
+                scale_rows(main, factor)
+    scaled = {id(main) for pairs in kept.values() for main, _ in pairs}
+    for parameter, factor in factors.items():
+        if id(parameter) not in scaled:  # has an fp32 copy, or is updated on another rank
+            scale_rows(parameter, factor)

@@ -26,6 +26,7 @@ from megatron_eopt.optimizers.parameters import (
     local,
     matrix_layout,
     parameter_names,
+    scale_rows,
     sharing_groups,
 )
 from megatron_eopt.optimizers.state import StateTensor, check_placements, check_shape, zeros
@@ -61,6 +62,8 @@ class BaseOptimizer(Optimizer):
     split_lengths: tuple[int, ...] = (3, 4)
     # Whether there is a weight decay; where there is none, what fills settings from a run's leaves it at 0.
     decays_weights: bool = True
+    # Keys of what is kept in the shape of its parameter and is a weight as that is.
+    weight_keys: tuple[str, ...] = ()
     # Whether the state pairs rows with rows, so that their order, which may follow the ranks, is a part of it.
     pairs_rows: bool = False
 
@@ -118,6 +121,20 @@ class BaseOptimizer(Optimizer):
     def settings_of_groups(self) -> dict[str, Any]:
         """The settings of which each group may have a value of its own -> the value of groups that have none."""
         return dict(self.defaults)
+
+    def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+        """Multiply rows of parameters from outside of a step, as QK-clip does; momenta stay as they are.
+
+        What is kept of a weight and would bring it back follows. All ranks that share parameters call it together.
+
+        Args:
+            parameters: some of this optimizer's, as they lie here.
+            factors: for each of them a vector with a factor for each row that lies here.
+        """
+        for parameter, factor in zip(parameters, factors, strict=True):
+            state = self.state.get(parameter, {})
+            for weight in (parameter, *(state[key] for key in self.weight_keys if key in state)):
+                scale_rows(local(weight), factor)
 
     def exported(self, parameter: Tensor) -> Tensor:
         """What is evaluated and exported instead of a parameter, laid out as it is."""

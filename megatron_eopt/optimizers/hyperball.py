@@ -15,6 +15,7 @@ from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, passed_
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.forms import nonzero
+from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.statistics import Wanted, norms_of
 
 RADIUS = "radius"  # kept of each logical matrix
@@ -87,12 +88,8 @@ class MuonHyperball(TensorParallelMuon):
 
     def _find_radii(self) -> None:
         """Measure the matrices that were not yet; all ranks come here together."""
-        parameters = self._parameters()
-        indices = range(len(parameters))
-        matrices, shards = self.engine.flat(indices), self.engine.split_all(indices, list(map(local, parameters)))
-        wanted = [Wanted(matrix=matrix, x=x, squared_norm=True) for matrix, x in zip(matrices, shards, strict=True)]
-        radii = [radius for parameter in parameters for radius in self._further_state(parameter)]
-        known_radii, norms = torch.stack(radii), norms_of(self.engine.statistics(wanted)).sqrt()
+        matrices, radii, norms = self._norms(self._parameters())
+        known_radii = torch.stack(radii)
         for matrix, radius, norm in zip(matrices, *torch.stack([known_radii, norms]).tolist(), strict=True):
             # what is 0 was not measured yet, unless the matrix has no entries
             if 0 not in matrix.shape and not radius and not 0 < norm < inf:
@@ -101,6 +98,24 @@ class MuonHyperball(TensorParallelMuon):
                     f"{norm:g}: initialize it, or give it to another optimizer (AdamW, say)"
                 )
         torch._foreach_copy_(radii, torch.where(known_radii == 0, norms, known_radii).unbind())
+
+    def _norms(self, parameters: Sequence[Tensor]) -> tuple[list[Matrix], list[Tensor], Tensor]:
+        """The logical matrices of parameters, the norms that they keep, and those that they have, (n,)."""
+        index_of = {parameter: index for index, parameter in enumerate(self._parameters())}
+        indices = [index_of[parameter] for parameter in parameters]
+        matrices, shards = self.engine.flat(indices), self.engine.split_all(indices, list(map(local, parameters)))
+        wanted = [Wanted(matrix=matrix, x=x, squared_norm=True) for matrix, x in zip(matrices, shards, strict=True)]
+        radii = [radius for parameter in parameters for radius in self._further_state(parameter)]
+        return matrices, radii, norms_of(self.engine.statistics(wanted)).sqrt()
+
+    def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+        """Also the norms that matrices keep, by as much as theirs change."""
+        if not parameters:
+            return
+        _, radii, before = self._norms(parameters)
+        super().scale_rows(parameters, factors)
+        after = self._norms(parameters)[2]
+        torch._foreach_mul_(radii, torch.where(before > 0, after / nonzero(before), 1.0).unbind())
 
     def apply(self, batches: Sequence[Batch], updates: Sequence[Tensor]) -> None:
         """``W <- R normalize(W - lr R normalize(O))`` for each logical matrix."""

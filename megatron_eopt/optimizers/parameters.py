@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -48,6 +49,12 @@ class DescribedMatrix:
 def local(x: Tensor) -> Tensor:
     """This rank's part of a DTensor, which shares its memory; any other tensor itself."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def scale_rows(x: Tensor, factors: Tensor) -> None:
+    """Multiply each row of ``x`` by its entry of ``factors`` (rows,), in place and rounded once."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x.detach().copy_(x.detach().to(wide) * factors.to(x.device, wide).view(-1, *[1] * (x.ndim - 1)))
 
 
 def rows_of(parameter: Tensor, split: Split, layout: Layout) -> Split:

@@ -84,6 +84,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
 
     carried_settings = frozenset({TRAIN_MODE, COUNT})
     live_key = KEPT
+    weight_keys = (Z, X, KEPT)
 
     # The rates of the groups in the first step that had one, whether a change of them was warned of, and the parameters
     # whose z is known to have begun.

@@ -17,7 +17,14 @@ from megatron_eopt.matrices import WHOLE
 from megatron_eopt.optimizers import foreach, group_settings, low_rank
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
 from megatron_eopt.optimizers.group_settings import Scalar, UpdateSettings, also_called, check_rates
-from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_shard, local, names_of_last
+from megatron_eopt.optimizers.parameters import (
+    DescribedMatrix,
+    TensorParallelGroups,
+    check_shard,
+    local,
+    names_of_last,
+    scale_rows,
+)
 from megatron_eopt.optimizers.state import Dim, StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice, check_count
 from megatron_eopt.orthogonalize.coefficients import Coefficients
@@ -91,7 +98,8 @@ class Spectron(BaseOptimizer):
     The first step with ``lr > 0`` takes the factors from the singular value decomposition of the weight, and **so
     projects it to rank r**; by how much that changes it is logged, and in :attr:`projection_errors`. Before it steps
     with ``lr = 0`` change nothing; after it, they leave weight and factors bit-equal, and the momenta go on. From the
-    first step on the factors are what is trained: a weight that is changed by others is written over.
+    first step on the factors are what is trained: a weight that is changed by others is written over, but by
+    :meth:`scale_rows`.
 
     Factors, momenta and singular vectors are kept in fp32 (fp64 for an fp64 parameter), and steps 1, 4 and 6 are
     computed in it. Gradients are never written to; what has none, or one that is not finite, stays as it is:
@@ -290,6 +298,16 @@ class Spectron(BaseOptimizer):
                 for each, of_factor in zip(called, layouts, strict=True)
             ]
         return Engine(factors, self._parameters()[0].device, self.tp_mode), weights
+
+    def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+        """Also rows of the first factor of each logical matrix; what is a factor itself is scaled as it is."""
+        self.prepare()
+        super().scale_rows(parameters, factors)
+        for parameter, factor in zip(parameters, factors, strict=True):
+            if not self.group_of(parameter)["pairs"]:
+                of_entries = factor[:, None].expand(local(parameter).shape)
+                for i, of_matrix in enumerate(self.engine.split(self._weights[parameter].index, of_entries)):
+                    scale_rows(self._tensors(parameter, 2 * i)[0], of_matrix[:, 0])
 
     # Groups and state.
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from megatron_eopt.megatron import qk_clip
-from megatron_eopt.megatron.qk_clip import scale_heads
+from megatron_eopt.megatron.qk_clip import factors_of_rows
 from tests.megatron.runs import CASES, MUON, SMALL_GPT, assert_same, start, train, whole
+from tests.optimizers.family import build
 
 pytestmark = pytest.mark.wide
 
@@ -22,13 +23,19 @@ MLA = """--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 20 --qk-head-d
 WITHOUT_GQA = [each for each in SMALL_GPT if each not in ("--group-query-attention",)]
 WITHOUT_GQA = [each for i, each in enumerate(WITHOUT_GQA) if "--num-query-groups" not in WITHOUT_GQA[i - 1 : i + 1]]
 SHOWN = {"program": CASES, "environment": {"DO": "show_logits"}}
+# optimizers that keep something of their weights
+KEEPING = {"muon_hyperball": [], "spectron": ["--spectron-rank", 16], "schedule_free_adamw": []}
+EXPERTS = ["--num-experts", 4, "--expert-model-parallel-size", 2, "--moe-token-dispatcher-type", "alltoall"]
 TP2 = ["--tensor-model-parallel-size", 2]
 
 
 def largest(output):
-    """Name of an attention -> its heads' largest logits in the last step."""
-    said = map(json.loads, re.findall(r"^largest (.*)$", output, re.MULTILINE))
-    return {each["name"]: torch.tensor(each["logits"]) for each in said}
+    """Name of an attention -> its heads' largest logits in the only step, over the ranks that say them."""
+    found = {}
+    for said in map(json.loads, re.findall(r"^largest (.*)$", output, re.MULTILINE)):
+        logits = torch.tensor(said["logits"])
+        found[said["name"]] = torch.maximum(logits, found.get(said["name"], logits))
+    return found
 
 
 def share(logits):
@@ -66,36 +73,44 @@ LATENT = {
         (1, SMALL_GPT, ["--add-qkv-bias"], {"linear_qkv": of_groups(gate=False)}),
         (1, WITHOUT_GQA, MLA, LATENT),
         (2, SMALL_GPT, ["--pipeline-model-parallel-size", 2], {"linear_qkv": of_groups(gate=False)}),
+        (2, SMALL_GPT, EXPERTS, {"linear_qkv": of_groups(gate=False)}),
+        (1, SMALL_GPT, ["--mtp-num-layers", 1], {"linear_qkv": of_groups(gate=False)}),
     ],
-    ids=["GQA", "gated", "biases", "MLA", "PP2"],
+    ids=["GQA", "gated", "biases", "MLA", "PP2", "EP2", "MTP"],
 )
 def test_a_step_is_followed_by_the_clip_of_its_logits(tmp_path, ranks, model, flags, expected, precision):
     run = [*RUN, *MUON, *flags, *precision, "--train-iters", 1]
     of_ranks, output = train(tmp_path / "clipped", ranks, *run, *CLIP, model=model, **SHOWN)
-    clipped, clips, found = whole([rank["after"] for rank in of_ranks]), largest(output), 0
+    clipped, clips, found = whole([rank["after"] for rank in of_ranks]), largest(output), set()
     of_ranks, _ = train(tmp_path / "plain", ranks, *run, *CLIP, "--qk-clip-threshold", 1e6, model=model)
     for name, state in whole([rank["after"] for rank in of_ranks]).items():
         home, _, layer = name.rpartition(".self_attention.")
         rows = expected.get(layer.partition(".")[0])
         factor = torch.ones(()) if rows is None else rows(clips[f"{home}.self_attention"])
-        found += bool((factor < 1).any())
+        found |= {f"{home}.self_attention"} if (factor < 1).any() else set()
         for key in state.keys() & {"parameter", "main", "momentum_buffer"}:
             own = factor if key != "momentum_buffer" else torch.ones(())
             own = own.view(-1, *[1] * (state[key].ndim - 1)) if own.ndim else own
-            tolerance = (
-                {"rtol": 1e-2, "atol": 1e-4} if state[key].dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-7}
-            )
-            torch.testing.assert_close(clipped[name][key], (state[key].float() * own).to(state[key].dtype), **tolerance)
-    assert found >= 2
+            rtol, atol = (1e-2, 1e-4) if state[key].dtype == torch.bfloat16 else (1e-5, 1e-7)
+            wanted = (state[key].float() * own).to(state[key].dtype)
+            torch.testing.assert_close(clipped[name][key], wanted, rtol=rtol, atol=atol)
+    assert found == clips.keys()
+    assert len(found) == 2 + ("--mtp-num-layers" in flags)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "flags"),
-    [(2, TP2), (2, []), (4, TP2)],
-    ids=["TP2", "DP2", "TP2-DP2"],
+    ("optimizer", "ranks", "flags"),
+    [
+        (MUON, 2, TP2),
+        (MUON, 2, []),
+        (MUON, 4, TP2),
+        *((["--optimizer", name, *own], 2, TP2) for name, own in KEEPING.items()),
+        (["--optimizer", "muon_hyperball"], 2, ["--use-distributed-optimizer"]),
+    ],
+    ids=["TP2", "DP2", "TP2-DP2", *KEEPING, "muon_hyperball, distributed"],
 )
-def test_ranks_clip_as_one(tmp_path, ranks, flags):
-    run = [*RUN, *MUON, *CLIP, "--train-iters", 3, "--micro-batch-size", 1]
+def test_ranks_clip_as_one(tmp_path, optimizer, ranks, flags):
+    run = [*RUN, *optimizer, *CLIP, "--train-iters", 3, "--micro-batch-size", 1]
     alone, _ = train(tmp_path / "alone", 1, *run)
     found, _ = train(tmp_path / "found", ranks, *run, *flags)
     expected, parameters = whole([alone[0]["after"]]), whole([rank["after"] for rank in found])
@@ -108,7 +123,7 @@ def test_ranks_clip_as_one(tmp_path, ranks, flags):
     [(2, TP2), (2, ["--bf16", "--use-distributed-optimizer"]), (2, ["--bf16", *TP2])],
     ids=["TP2", "bf16, distributed", "bf16, TP2"],
 )
-@pytest.mark.parametrize("optimizer", [MUON, ["--optimizer", "soap"]], ids=["muon", "soap"])
+@pytest.mark.parametrize("optimizer", [MUON, ["--optimizer", "muon_hyperball"]], ids=["muon", "hyperball"])
 def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, ranks, flags, optimizer):
     """With figures of every step and a warm-up of the momentum, too."""
     warmup = ["--muon-momentum-warmup", 4] if optimizer is MUON else []
@@ -133,8 +148,8 @@ def attention(heads, groups, channels):
 def test_negative_logits_are_small_enough(logits):
     """Also beside a head that is clipped."""
     module = attention(3, 3, 1)
-    scale_heads(module, torch.tensor([*logits, 200.0]), 100.0, 0.5)
-    rows = module.linear_qkv.weight[:, 0].view(3, 3)
+    (factors,) = factors_of_rows(module, torch.tensor([*logits, 200.0]), 100.0, 0.5).values()
+    rows = factors.view(3, 3)
     half = 0.5**0.5
     assert torch.equal(rows[:2], torch.ones(2, 3))
     torch.testing.assert_close(rows[2], torch.tensor([half, half, 1.0]))
@@ -154,11 +169,14 @@ def test_attention_is_found_wherever_it_is_and_adam_keeps_megatrons_own(monkeypa
             self.num_query_groups_per_partition = 1
 
     monkeypatch.setattr(qk_clip.dist, "all_reduce", lambda *args, **named: None)
-    monkeypatch.setattr(qk_clip.parallel_state, "get_data_parallel_group", lambda *args: None)
+    for group in ("data", "tensor_model"):
+        monkeypatch.setattr(qk_clip.parallel_state, f"get_{group}_parallel_group", lambda *args: None)
     monkeypatch.setattr(qk_clip.releases, "training_args", lambda: SimpleNamespace(optimizer=optimizer))
     found = Attention()
     before = found.linear_qkv.weight.detach().clone()
     model = nn.ModuleDict({"decoder": nn.Linear(3, 3), "mtp": nn.ModuleList([found])})
+    wrapper = type("Wrapper", (), {"optimizer": build("lion", [found.linear_qkv.weight])})()
+    qk_clip.remember(wrapper, [model])
     largest = qk_clip.clip(lambda model, log_max_only: -1.0)([model])
     factor = torch.tensor([0.5**0.5, 0.5**0.5, 1.0])[:, None] if scaled else 1.0
     assert largest == (200.0 if scaled else -1.0)
@@ -171,8 +189,6 @@ def test_attention_is_found_wherever_it_is_and_adam_keeps_megatrons_own(monkeypa
         ([*MUON, "--qk-layernorm"], r"queries or keys are normalized \(--qk-layernorm\)"),
         ([*MUON, *TP2, "--num-query-groups", 1], "1 query groups are cut over 2 ranks"),
         ([*MUON, "--use-torch-fsdp2"], "its weights are shards of an FSDP"),
-        (["--optimizer", "muon_hyperball"], "muon_hyperball keeps every matrix at the norm"),
-        (["--optimizer", "schedule_free_adamw"], "schedule_free_adamw makes weights of two points"),
         (
             [*MUON, "--qk-clip-threshold", -1],
             "a threshold above 0, got --qk-clip-alpha 0.3 and --qk-clip-threshold -1.0",

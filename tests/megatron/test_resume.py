@@ -13,6 +13,9 @@ SCHEDULE = """
     --lr 1e-2 --min-lr 1e-3 --decoupled-lr 5e-3 --lr-decay-style cosine --lr-warmup-iters 2 --lr-decay-iters 6
     --weight-decay-incr-style linear --start-weight-decay 0.01 --end-weight-decay 0.1 --clip-grad 0.5
 """.split()
+# What a user may have on beside: figures of every step are by default. The threshold is below most logits.
+CLIP = ["--qk-clip", "--qk-clip-threshold", 5e-3]
+WARMUP = ["--muon-momentum-warmup", 5]
 TIED = [flag for flag in SMALL_GPT if flag != "--untie-embeddings-and-output-weights"]
 ADAPTIVE = ["--optimizer", "adaptive_muon", *MUON[2:], "--adaptive-muon-moment2-method"]
 OPTIMIZERS = {  # flags, and what is kept beside the parameters
@@ -86,10 +89,14 @@ def test_a_resumed_run_is_the_straight_one(tmp_path, optimizer, layout, precisio
     flags, kept = (OPTIMIZERS | RELATIVES)[optimizer]
     model = TIED if layout == "PP2-tied" else SMALL_GPT
     layers = 1 if layout == "PP2-embedding" else 2
-    run = ["--num-layers", layers, *SCHEDULE, *flags, *LAYOUTS[layout], *PRECISIONS[precision], "--train-iters", 6]
+    row = ROWS.get(optimizer) or ROWS["adaptive_muon" if "adaptive_muon" in flags else "muon"]
+    steered = [*CLIP, *(WARMUP if row.takes("momentum_warmup") else [])]
+    run = ["--num-layers", layers, *SCHEDULE, *flags, *steered, *LAYOUTS[layout], *PRECISIONS[precision]]
+    run += ["--train-iters", 6]
     saved = ["--save", tmp_path / "checkpoint", "--save-interval", 3, "--ckpt-format", "torch_dist"]
-    straight, _ = train(tmp_path / "straight", 2, *run, *saved, model=model)
+    straight, output = train(tmp_path / "straight", 2, *run, *saved, model=model)
     resumed, _ = train(tmp_path / "resumed", 2, *run, "--load", tmp_path / "checkpoint", "--ckpt-step", 3, model=model)
+    assert output.count("megatron_eopt: iteration") == 6
 
     states = whole([rank["after"] for rank in straight]).values()
     assert kept <= {key for state in states for key in state}

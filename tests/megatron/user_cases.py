@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel import (
 from megatron_eopt.megatron.parameters import torch_optimizers
 from megatron_eopt.megatron.qk_clip import attentions
 from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.overrides import unwrapped
 from tests.megatron.faulty import replaced
 
 _WATCHED = ("lr", "max_lr", "min_lr", "weight_decay", "wd_mult", "optimizer")
@@ -157,8 +158,10 @@ def show_logits():
 
     @replaced(training, "clip_qk")
     def clip(real, model, **kwargs):
+        paths = {module: unwrapped(path) for chunk in model for path, module in chunk.named_modules()}
         for module in attentions(model):
-            name = f"decoder.layers.{module.layer_number - 1}.self_attention"
+            # of a pipeline stage the layers are numbered from 0, those of multi-token prediction are all on the last
+            name = re.sub(r"^decoder.layers.\d+", f"decoder.layers.{module.layer_number - 1}", paths[module])
             said = {"name": name, "logits": module.core_attention.current_max_attn_logits.tolist()}
             print(f"\nlargest {json.dumps(said)}", flush=True)
         return real(model, **kwargs)

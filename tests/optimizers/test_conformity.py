@@ -23,7 +23,7 @@ def take(optimizer, steps, start=0):
         generator = torch.Generator().manual_seed(100 + step)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                parameter.grad = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         optimizer.step()
 
 
@@ -72,6 +72,24 @@ def test_groups_have_settings_of_their_own(name):
             each.step()
     for ours, theirs in zip(together, apart, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)  # a stack rounds otherwise than one matrix
+
+
+@every
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
+def test_rows_that_are_scaled_between_steps_stay_scaled(name, dtype, tolerance):
+    """Whatever an optimizer keeps of its weights: a step that is next to nothing leaves them where they are."""
+    params = [torch.nn.Parameter(p.detach().to(dtype)) for p in matrices()]
+    optimizer = build(name, params)
+    take(optimizer, 3)
+    factors = torch.tensor([1.0, 0.5, 1.0, 0.25, 0.0, 1.0])
+    expected = [params[0].detach() * factors.to(dtype)[:, None], params[1].detach().clone()]
+    optimizer.scale_rows(params[:1], [factors])
+    assert all(map(torch.equal, params, expected))
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-9
+    take(optimizer, 1)
+    for found, wanted in zip(params, expected, strict=True):
+        torch.testing.assert_close(found.detach(), wanted, rtol=tolerance, atol=tolerance)
 
 
 @every

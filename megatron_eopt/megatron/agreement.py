@@ -17,7 +17,7 @@ def distinct[T](value: T) -> list[T]:
     """The different values of all ranks, each once, in the order of the first ranks that have them.
 
     Of a thousand ranks, those of one pipeline stage mostly have the same. So every rank sends a hash, and one of those
-    with the same hash its value.
+    with the same hash its value; where most differ, all send theirs at once.
 
     Args:
         value: plain data, of which ``repr`` says all: equal values have equal ones. So it has no sets, whose order is
@@ -27,11 +27,15 @@ def distinct[T](value: T) -> list[T]:
     hashes: list[Any] = [None] * ranks
     dist.all_gather_object(hashes, own)
     first = {each: rank for rank, each in reversed(list(enumerate(hashes)))}
-    found: list[T] = []
+    found: list[Any] = []
+    if len(first) > ranks // 2:
+        found = [None] * ranks
+        dist.all_gather_object(found, value)
+        return [found[rank] for rank in sorted(first.values())]
     for each, rank in sorted(first.items(), key=lambda pair: pair[1]):
         sent = [value if each == own else None]
         dist.broadcast_object_list(sent, src=rank)
-        found.append(cast(T, sent[0]))
+        found.append(sent[0])
     return found
 
 

@@ -18,7 +18,7 @@ class Ranks:
 
     def __init__(self, ranks):
         self._ranks, self._own, self._barrier = ranks, threading.local(), threading.Barrier(ranks)
-        self._sent, self.received = [None] * ranks, [0] * ranks
+        self._sent, self.received, self.exchanges = [None] * ranks, [0] * ranks, 0
 
     def run(self, function):
         """What a function of the rank returns on each."""
@@ -40,6 +40,7 @@ class Ranks:
         self._sent[self.get_rank()] = pickle.dumps(value)
         self._barrier.wait()
         everywhere[:] = map(pickle.loads, self._sent)
+        self.exchanges += self.get_rank() == 0
         self.received[self.get_rank()] += sum(map(len, self._sent))
         self._barrier.wait()
 
@@ -48,6 +49,7 @@ class Ranks:
             self._sent[src] = pickle.dumps(values)
         self._barrier.wait()
         values[:] = pickle.loads(self._sent[src])
+        self.exchanges += self.get_rank() == 0
         self.received[self.get_rank()] += len(self._sent[src]) if self.get_rank() != src else 0
         self._barrier.wait()
 
@@ -83,9 +85,12 @@ def test_each_value_is_sent_once_at_any_number_of_ranks(world, ranks):
     assert max(ran.received) < gathered / (ranks / 8)
 
 
-def test_ranks_that_say_nothing_alike_are_all_heard_in_their_order(world):
-    found = world(8).run(lambda rank: distinct((rank, 1.5 * rank)))
-    assert found == [[(rank, 1.5 * rank) for rank in range(8)]] * 8
+@pytest.mark.parametrize(("values", "exchanges"), [(8, 2), (5, 2), (4, 5), (1, 2)])
+def test_ranks_that_say_different_things_are_all_heard_in_their_order(world, values, exchanges):
+    """At once, where most do: as many exchanges as values would take long."""
+    found = (ran := world(8)).run(lambda rank: distinct((rank % values, 1.5)))
+    assert found == [[(each, 1.5) for each in range(values)]] * 8
+    assert ran.exchanges == exchanges
 
 
 def test_equal_values_are_one_however_they_were_made(world):

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.family import ROWS
+from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
 from tests.megatron.runs import MUON, assert_close_in_bf16, assert_same, losses, train, whole
 
 SMALL = ["--num-layers", "2", "--muon-fp32-matmul-prec", "highest", "--lr", "1e-3", "--min-lr", "1e-3"]
@@ -215,3 +217,9 @@ def test_every_optimizer_trains_and_resumes(tmp_path, name):
     if name != "soap":  # whose bases of what the first gradients leave out follow from rounding
         assert_close(after(straight), after(trained(tmp_path / "one", 1, *flags, steps=6)), rtol=1e-4, atol=1e-5)
     assert_same(after(trained(tmp_path / "again", 2, *flags, *SHARDED, "--load", saved, steps=6)), after(straight))
+
+
+def test_a_checkpoint_without_settings_is_refused():
+    """As Megatron loads one of another program with --strict-fsdp-dtensor-load off: nothing is filled in."""
+    with pytest.raises(CheckpointError, match="holds no settings of optimizers: another program wrote it"):
+        SavedShards.load_state_dict(None, {"state": {}, "settings": {}, "megatron_eopt": {"run": ""}})

@@ -87,6 +87,8 @@ class SavedShards:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with what was loaded into the state; all ranks call it together, and fail together."""
+        if state_dict[BLOCK]["run"] == _TO_LOAD:  # Megatron's --strict-fsdp-dtensor-load is off
+            raise CheckpointError(f"the checkpoint holds no settings of optimizers: another program wrote it; {FRESH}")
         run = json.loads(state_dict[BLOCK]["run"])
         if problem := too_new(run["format"]):
             raise CheckpointError(f"the checkpoint cannot serve this run: {problem}")

@@ -125,7 +125,7 @@ class OptimizerOfRun:
         attach(self.optimizer, self.model_chunks, self, differ)
         remember(self.optimizer, self.model_chunks)
         if on(self.facts.model, "qk_clip"):
-            qk_clip.remember(self.optimizer, self.model_chunks)
+            qk_clip.remember(self)
 
     def go_on_with(self, tp_mode: TpMode) -> None:
         """Keep the ``tp_mode`` of a checkpoint if the run names none; all ranks call it before the state is loaded."""

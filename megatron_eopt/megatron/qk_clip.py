@@ -35,13 +35,13 @@ FactorsOfRows = dict[Tensor, Tensor]
 MAXIMA = "current_max_attn_logits"
 """Attribute of an attention's core: the largest logit of each of its heads here since it was None, 1-D."""
 
-_OPTIMIZER = "qk_clip_optimizer"  # attribute of a model chunk: a weak reference to Megatron's optimizer
+_RUN = "qk_clip_run"  # attribute of a model chunk: a weak reference to the optimizer of the run
 
 
-def remember(optimizer: Any, model_chunks: Sequence[nn.Module]) -> None:
-    """Let :func:`clip` find what is kept of the weights of a model; of several optimizers, the last built."""
-    for chunk in model_chunks:
-        setattr(chunk, _OPTIMIZER, weakref.ref(optimizer))
+def remember(run: Any) -> None:
+    """Let :func:`clip` find what an ``OptimizerOfRun`` keeps of its model's weights; of several, the last built."""
+    for chunk in run.model_chunks:
+        setattr(chunk, _RUN, weakref.ref(run))
 
 
 def attentions(model_chunks: Sequence[nn.Module]) -> Iterator[Any]:
@@ -98,7 +98,8 @@ def clip(original: Callable[..., float], model: Sequence[nn.Module], log_max_onl
             factors |= factors_of_rows(module, own, module.config.qk_clip_threshold, module.config.qk_clip_alpha)
             setattr(module.core_attention, MAXIMA, None)
         if not log_max_only:
-            scale(factors, getattr(model[0], _OPTIMIZER)())
+            run = getattr(model[0], _RUN)()
+            scale(factors, run.optimizer, dealt=run.facts.layer_wise)
     return max(0.0, maxima.max().item())
 
 
@@ -132,18 +133,21 @@ def _rows(linear: Any, parts: Sequence[tuple[int, Tensor]]) -> FactorsOfRows:
     return {parameter: factors for parameter in (linear.weight, getattr(linear, "bias", None)) if parameter is not None}
 
 
-def scale(factors: FactorsOfRows, optimizer: Any) -> None:
+def scale(factors: FactorsOfRows, optimizer: Any, dealt: bool) -> None:
     """Multiply rows of the model's parameters, and of what Megatron's ``optimizer`` keeps of them here.
 
-    All tensor-parallel ranks call it together, also those whose rows stay as they are.
+    All tensor-parallel ranks call it together, also those whose rows stay as they are. A parameter in half precision is
+    rounded from its fp32 copy; where parameters are ``dealt``, not all ranks have the copy, and each scales what it has.
     """
     changed = torch.stack([(factor != 1).any() for factor in factors.values()]).int()
     dist.all_reduce(changed, dist.ReduceOp.MAX, group=parallel_state.get_tensor_model_parallel_group())
     factors = {p: factor for (p, factor), any_here in zip(factors.items(), changed.tolist(), strict=True) if any_here}
     kept: dict[Optimizer, list[tuple[Tensor, Tensor]]] = {}
+    mains: dict[Tensor, Tensor] = {}
     for each in optimizer_parameters(optimizer):
         if each.model in factors:
             assert each.main is not None  # optimizers of ours get whole parameters alone
+            mains[each.model] = each.main
             kept.setdefault(each.optimizer, []).append((each.main, factors[each.model]))
     for own, pairs in kept.items():
         if isinstance(own, BaseOptimizer):
@@ -151,7 +155,9 @@ def scale(factors: FactorsOfRows, optimizer: Any) -> None:
         else:
             for main, factor in pairs:
                 scale_rows(main, factor)
-    scaled = {id(main) for pairs in kept.values() for main, _ in pairs}
     for parameter, factor in factors.items():
-        if id(parameter) not in scaled:  # has an fp32 copy, or is updated on another rank
+        copy = mains.get(parameter)
+        if copy is None or (dealt and copy is not parameter):
             scale_rows(parameter, factor)
+        elif copy is not parameter:
+            parameter.copy_(copy)

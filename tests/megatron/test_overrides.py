@@ -100,6 +100,37 @@ def test_owners_are_those_asked_for_and_resume_as_they_were(tmp_path, overrides,
     assert [group["momentum"] for group in groups if group.get("momentum") == 0.8] == [0.8]
 
 
+def test_other_overrides_at_a_resume_take_effect_and_are_printed(tmp_path, overrides):
+    """What they say counts, not the checkpoint; what they do not name goes on as it was."""
+    before = overrides({"select": "linear_fc1.weight", "lr_mult": 0.5, "momentum": 0.9})
+    save = ["--exit-interval", 2, "--save-interval", 2, "--save", tmp_path / "checkpoint"]
+    train(tmp_path / "first", 1, *RUN, *COSINE, *before, *save)
+    load = [*RUN, *COSINE, "--load", tmp_path / "checkpoint"]
+    (same,), output = train(tmp_path / "same", 1, *load, *before)
+    assert "other than in the checkpoint" not in output
+
+    after = overrides(
+        {"select": "linear_fc1.weight", "lr_mult": 0.25, "momentum": 0.8},
+        {"select": "linear_fc2.weight", "exclude": True},
+    )
+    (other,), output = train(tmp_path / "other", 1, *load, *after)
+    said = " ".join(output.split())
+    changed_now = "megatron_eopt: other than in the checkpoint: decoder.layers.{0-1}.mlp.linear_fc1.weight"
+    assert f"{changed_now} (2 parameters): lr 0.005 -> 0.0025; min_lr 0.0005 -> 0.00025; momentum 0.9 -> 0.8" in said
+    assert re.search(r"other than in the checkpoint: \S*linear_fc2.weight \(2 parameters\): [^:]*exclude", said)
+    rates = {group["momentum"]: group["lr"] for group in other["groups"][0]}
+    assert rates.keys() == {0.95, 0.8}
+    assert rates[0.8] == pytest.approx(rates[0.95] / 4)
+    (first,) = {group["lr"] for group in same["groups"][0] if group["momentum"] == 0.95}
+    assert rates[0.95] == first  # the schedule went on
+    assert torch.equal(other["before"][FC2.format(1)]["parameter"], other["after"][FC2.format(1)]["parameter"])
+
+    adam = overrides({"select": "linear_fc1.weight", "optimizer": "adam"})
+    done = start(1, *SMALL_GPT, *load, *adam)
+    assert done.returncode != 0
+    assert "it holds momentum_buffer for decoder.layers.mlp.linear_fc1.weight, and AdamW needs" in done.stdout
+
+
 def test_matrices_have_a_rate_and_a_decay_of_their_own_through_scheduler_and_resume(tmp_path):
     """The ratio of the rates is constant, and groups without decay stay so."""
     own = ["--muon-lr", "4e-2", "--muon-min-lr", "4e-3", "--muon-weight-decay", "0.3"]

@@ -175,8 +175,10 @@ def test_attention_is_found_wherever_it_is_and_adam_keeps_megatrons_own(monkeypa
     found = Attention()
     before = found.linear_qkv.weight.detach().clone()
     model = nn.ModuleDict({"decoder": nn.Linear(3, 3), "mtp": nn.ModuleList([found])})
-    wrapper = type("Wrapper", (), {"optimizer": build("lion", [found.linear_qkv.weight])})()
-    qk_clip.remember(wrapper, [model])
+    megatrons = SimpleNamespace(optimizer=build("lion", [found.linear_qkv.weight]))
+    built = {"optimizer": megatrons, "model_chunks": [model], "facts": SimpleNamespace(layer_wise=False)}
+    run = type("OptimizerOfRun", (), built)()
+    qk_clip.remember(run)
     largest = qk_clip.clip(lambda model, log_max_only: -1.0)([model])
     factor = torch.tensor([0.5**0.5, 0.5**0.5, 1.0])[:, None] if scaled else 1.0
     assert largest == (200.0 if scaled else -1.0)

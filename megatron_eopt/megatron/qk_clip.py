@@ -137,7 +137,7 @@ def scale(factors: FactorsOfRows, optimizer: Any, dealt: bool) -> None:
     """Multiply rows of the model's parameters, and of what Megatron's ``optimizer`` keeps of them here.
 
     All tensor-parallel ranks call it together, also those whose rows stay as they are. A parameter in half precision is
-    rounded from its fp32 copy; where parameters are ``dealt``, not all ranks have the copy, and each scales what it has.
+    rounded from its fp32 copy; where parameters are ``dealt``, not all ranks have the copy, and each scales its own.
     """
     changed = torch.stack([(factor != 1).any() for factor in factors.values()]).int()
     dist.all_reduce(changed, dist.ReduceOp.MAX, group=parallel_state.get_tensor_model_parallel_group())

@@ -5,7 +5,7 @@ PYTHON := .venv/bin/python
 # What the caller's shell has set for other Python projects must not reach ours.
 unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONSAFEPATH VIRTUAL_ENV PIP_USER PIP_TARGET PIP_PREFIX PIP_CONSTRAINT
 
-.PHONY: help demo test test-wide test-full lint bench gpu compare walk tables venv
+.PHONY: help demo test test-wide test-full lint bench gpu compare widths walk tables venv
 
 help:
 	@echo "make demo       train a small GPT with Muon and with Adam on the CPU, resume it, draw the losses"
@@ -16,6 +16,7 @@ help:
 	@echo "make bench      time Newton-Schulz and tensor-parallel steps against emerging-optimizers, count a step"
 	@echo "make gpu        check everything on a GPU and leave verdicts and pictures; without one, say what it would do"
 	@echo "make compare    train the demo's GPT with every optimizer on the CPU, leave a table and a picture"
+	@echo "make widths     find the best learning rate of the demo's GPT at three widths, with muP and without"
 	@echo "make walk       count the files that a gradient passes in one step of each optimizer"
 	@echo "make tables     write the tables of the docs that follow from megatron_eopt/family.py"
 
@@ -49,6 +50,9 @@ gpu: venv
 
 compare: venv
 	@$(PYTHON) benchmarks/compare.py
+
+widths: venv
+	@$(PYTHON) benchmarks/widths.py
 
 walk: venv
 	@$(PYTHON) benchmarks/walk.py

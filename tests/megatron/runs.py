@@ -31,6 +31,9 @@ SMALL_GPT = """
     --hidden-dropout 0 --attention-dropout 0 --log-interval 1 --eval-iters 0 --eval-interval 1000
 """.split()
 MUON = ["--optimizer", "muon", "--muon-nesterov", "--muon-momentum", "0.95", "--muon-extra-scale-factor", "0.2"]
+# What a user may have on beside, and resumes with. Most logits of a model that is not trained are above the threshold.
+WARMUP = ["--muon-momentum-warmup", "5"]
+CLIP = ["--qk-clip", "--qk-clip-threshold", "5e-3"]
 LAUNCHER = ["-m", "megatron_eopt.run", "--cpu", str(HERE / "pretrain.py")]
 FAULTY = [*LAUNCHER[:-1], str(HERE / "faulty.py")]
 CASES = [*LAUNCHER[:-1], str(HERE / "user_cases.py")]

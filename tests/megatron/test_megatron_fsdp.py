@@ -6,10 +6,10 @@ import torch
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.family import ROWS
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
-from tests.megatron.runs import MUON, assert_close_in_bf16, assert_same, losses, train, whole
+from tests.megatron.runs import MUON, WARMUP, assert_close_in_bf16, assert_same, losses, train, whole
 
 SMALL = ["--num-layers", "2", "--muon-fp32-matmul-prec", "highest", "--lr", "1e-3", "--min-lr", "1e-3"]
-EXACT = [*MUON, *SMALL]
+EXACT = [*MUON, *WARMUP, *SMALL]
 TP = ["--tensor-model-parallel-size", "2"]
 EIGHT = ["--global-batch-size", "8"]
 INSTANCES = [*EIGHT, "--num-distributed-optimizer-instances", "2", "--overlap-grad-reduce"]

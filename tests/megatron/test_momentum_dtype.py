@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_eopt.manifest import from_json
-from tests.megatron.runs import MUON, SMALL_GPT, assert_same, start, train, whole
+from tests.megatron.runs import CLIP, MUON, SMALL_GPT, WARMUP, assert_same, start, train, whole
 
 RUN = ["--num-layers", 2, *MUON, "--train-iters", 4, "--ckpt-format", "torch_dist"]
 BF16 = ["--optimizer-momentum-dtype", "bf16"]
@@ -32,7 +32,7 @@ def state_bytes(manifest):
 def resumed(tmp_path_factory):
     """Two tensor-parallel ranks that save after two steps of four, and go on from there: recorded, and printed."""
     folder = tmp_path_factory.mktemp("resumed")
-    run, load = [*RUN, *TP2, *BF16, "--bf16"], ["--load", folder / "checkpoint", "--ckpt-step", 2]
+    run, load = [*RUN, *TP2, *BF16, *CLIP, *WARMUP, "--bf16"], ["--load", folder / "checkpoint", "--ckpt-step", 2]
     straight, _ = train(folder / "straight", 2, *run, "--save", folder / "checkpoint", "--save-interval", 2)
     return load, straight, *train(folder / "resumed", 2, *run, *load)
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from megatron_eopt.megatron.described import planned_run
-from tests.megatron.runs import MUON, SMALL_GPT, assert_same, start, train
+from tests.megatron.runs import CLIP, MUON, SMALL_GPT, WARMUP, assert_same, start, train
 
 ADAMUON = ["--optimizer", "adaptive_muon", *MUON[2:], "--adaptive-muon-moment2-method", "adamuon"]
 OFFLOAD = ["--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"]
@@ -33,7 +33,7 @@ def in_host_memory(output):
 @pytest.mark.shows("--optimizer-cpu-offload")
 def test_a_run_with_state_in_host_memory_is_the_run_without(tmp_path, optimizer, layout, then):
     def run(name, *flags):
-        ranks, output = train(tmp_path / name, 2, *RUN, *LAYOUTS[layout], *optimizer, *flags)
+        ranks, output = train(tmp_path / name, 2, *RUN, *LAYOUTS[layout], *optimizer, *CLIP, *WARMUP, *flags)
         return ranks, in_host_memory(output)
 
     saved = ["--save", tmp_path / "saved", "--save-interval", 2, "--ckpt-format", "torch_dist"]

@@ -5,12 +5,12 @@ import itertools
 import pytest
 
 from megatron_eopt.family import ROWS
-from tests.megatron.runs import MUON, assert_same, losses, train, whole
+from tests.megatron.runs import MUON, WARMUP, assert_same, losses, train, whole
 from tests.megatron.test_family import TOLERANCE
 
 ADAPTIVE = ["--optimizer", "adaptive_muon", *MUON[2:], "--adaptive-muon-moment2-method"]
 OPTIMIZERS = {
-    "muon": MUON,
+    "muon": [*MUON, *WARMUP],
     "adamuon": [*ADAPTIVE, "adamuon"],
     "normuon": [*ADAPTIVE, "normuon"],
     "namo": [*ADAPTIVE, "namo"],

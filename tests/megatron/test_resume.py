@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from megatron_eopt.family import ROWS
-from tests.megatron.runs import MUON, SMALL_GPT, assert_same, train, whole
+from tests.megatron.runs import CLIP, MUON, SMALL_GPT, WARMUP, assert_same, train, whole
 
 # Learning rates that warm up and decay, another one for embeddings, growing weight decay, and clipping in every step:
 # a group that is matched wrongly, or a scheduler that starts anew, shows in the parameters.
@@ -13,9 +13,6 @@ SCHEDULE = """
     --lr 1e-2 --min-lr 1e-3 --decoupled-lr 5e-3 --lr-decay-style cosine --lr-warmup-iters 2 --lr-decay-iters 6
     --weight-decay-incr-style linear --start-weight-decay 0.01 --end-weight-decay 0.1 --clip-grad 0.5
 """.split()
-# What a user may have on beside: figures of every step are by default. The threshold is below most logits.
-CLIP = ["--qk-clip", "--qk-clip-threshold", 5e-3]
-WARMUP = ["--muon-momentum-warmup", 5]
 TIED = [flag for flag in SMALL_GPT if flag != "--untie-embeddings-and-output-weights"]
 ADAPTIVE = ["--optimizer", "adaptive_muon", *MUON[2:], "--adaptive-muon-moment2-method"]
 OPTIMIZERS = {  # flags, and what is kept beside the parameters

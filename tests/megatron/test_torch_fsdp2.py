@@ -6,7 +6,18 @@ import re
 import pytest
 import torch
 
-from tests.megatron.runs import MUON, SMALL_GPT, assert_close_in_bf16, assert_same, losses, start, summary, train, whole
+from tests.megatron.runs import (
+    MUON,
+    SMALL_GPT,
+    WARMUP,
+    assert_close_in_bf16,
+    assert_same,
+    losses,
+    start,
+    summary,
+    train,
+    whole,
+)
 
 EXACT = ["--muon-fp32-matmul-prec", "highest", "--ckpt-format", "torch_dist"]
 ONE_EACH = ["--num-layers", 2, "--micro-batch-size", 1, *EXACT]  # the four of a step are enough for four ranks
@@ -63,9 +74,9 @@ def test_in_bf16_muon_goes_the_way_it_goes_on_one_rank(tmp_path, ranks, flags):
 @pytest.mark.parametrize(
     ("optimizer", "layout"),
     [
-        pytest.param(MUON, ["--bf16"], marks=pytest.mark.wide),
-        pytest.param(MUON, [], marks=pytest.mark.wide),
-        pytest.param(ADAPTIVE, ["--num-query-groups", 1], marks=pytest.mark.wide),
+        pytest.param([*MUON, *WARMUP], ["--bf16"], marks=pytest.mark.wide),
+        pytest.param([*MUON, *WARMUP], [], marks=pytest.mark.wide),
+        pytest.param([*ADAPTIVE, *WARMUP], ["--num-query-groups", 1], marks=pytest.mark.wide),
         pytest.param(["--optimizer", "schedule_free_adamw", "--eval-iters", 1], ["--bf16"], marks=pytest.mark.full),
         pytest.param(["--optimizer", "schedule_free_adamw", "--eval-iters", 1], [], marks=pytest.mark.full),
         pytest.param([*MUON, "--ckpt-fully-parallel-load"], [], marks=pytest.mark.full),

@@ -1,0 +1,147 @@
+"""Find Muon's best learning rate for the demo's GPT at three widths, with Megatron's muP and as it is.
+
+``make widths`` runs it and leaves a table and a picture in ``bench-out/widths/``; ``--docs`` puts both into
+docs/presets.md. Each run is one process on the CPU. Heads have as many channels at each width, so there are more of
+them. What was trained before, with the same flags, is not trained again.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import compare
+import compare_figures as figures
+import numpy as np
+from matplotlib import pyplot as plt
+
+OUT = compare.ROOT / "bench-out" / "widths"
+PAGE = compare.DOCS / "presets.md"
+
+WIDTHS = (64, 128, 256)
+STEPS = 120
+CHANNELS = 32  # of a head
+TRANSFERS = 1.5  # by how much the best rates of a way may differ that is said to carry them over
+
+Losses = dict[float, float]  # rate -> loss
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of making a model wider, and the rates of matrices that are tried at each width."""
+
+    title: str
+    flags: str
+    rates: tuple[float, ...]
+
+
+WAYS = {
+    "mup": Way(
+        "muP, --muon-preset unit_rms",
+        f"--use-mup --mup-base-hidden-size {WIDTHS[0]} --muon-preset unit_rms",
+        (0.02, 0.04, 0.08, 0.16, 0.32, 0.64),
+    ),
+    "adamw": Way(
+        "without muP, --muon-preset match_adamw",
+        "--muon-preset match_adamw",
+        (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4),
+    ),
+}
+
+
+def flags(way: Way, width: int, rate: float) -> list[str]:
+    """Those of a run beside the demo's; embeddings, output layer and vectors keep its ``--lr``."""
+    heads = width // CHANNELS
+    sizes = f"--hidden-size {width} --ffn-hidden-size {width * 11 // 4} --num-attention-heads {heads}"
+    groups = f"--num-query-groups {heads // 2} --kv-channels {CHANNELS}"
+    rates = f"--muon-lr {rate:g} --muon-min-lr {rate / 10:g} --muon-momentum 0.95 --muon-nesterov"
+    return f"{sizes} {groups} {way.flags} {rates}".split()
+
+
+def best(losses: Losses) -> float:
+    """The rate of least loss: between the rates that were tried, by the parabola in ``log(rate)`` around the best.
+
+    Raises:
+        ValueError: the best is the lowest or the highest of them, so that there may be a better one outside.
+    """
+    rates = sorted(losses)
+    place = rates.index(min(rates, key=losses.__getitem__))
+    if place in (0, len(rates) - 1):
+        raise ValueError(f"the best rate {rates[place]:g} is at the end of those that were tried: {rates}; try more")
+    around = rates[place - 1 : place + 2]
+    a, b, _ = np.polyfit([math.log(rate) for rate in around], [losses[rate] for rate in around], 2)
+    return math.exp(-b / (2 * a))
+
+
+def measure(way: Way, width: int, steps: int, known: dict[str, float], out: Path) -> Losses:
+    """The loss at each rate, of runs that are new or ``known``, which they are put into."""
+    found = {}
+    for rate in way.rates:
+        own = flags(way, width, rate)
+        key = " ".join([str(steps), *own])
+        if key not in known:
+            known[key] = figures.loss_at(compare.train("muon", own, steps, out).losses, steps)
+            (out / "widths.json").write_text(json.dumps(known, indent=2))
+        found[rate] = known[key]
+    return found
+
+
+def table(found: Mapping[str, Mapping[int, Losses]]) -> str:
+    """The Markdown table of losses and best rates, and by how much these differ."""
+    rows, sentences = [], []
+    for name, of_widths in found.items():
+        bests = {width: best(losses) for width, losses in of_widths.items()}
+        for width, losses in of_widths.items():
+            cells = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in sorted(losses.items()))
+            rows.append((WAYS[name].title, str(width), cells, f"{bests[width]:.3g}"))
+        ratio = max(bests.values()) / min(bests.values())
+        sentences.append(f"{WAYS[name].title}: the best rates differ by a factor of {ratio:.2f}.")
+    return "\n\n".join([figures.markdown(("way", "width", "rate: loss", "best rate"), rows), *sentences])
+
+
+def draw(found: Mapping[str, Mapping[int, Losses]], steps: int, picture: Path) -> None:
+    """Draw losses over rates, a curve for each width, with the best rate of each."""
+    figure, panels = plt.subplots(1, len(found), figsize=(6.2 * len(found), 4.6), sharey=True, squeeze=False)
+    for axes, (name, of_widths) in zip(panels[0], found.items(), strict=True):
+        for color, (width, losses) in zip(plt.get_cmap("viridis")([0.1, 0.45, 0.8]), of_widths.items(), strict=True):
+            axes.plot(*zip(*sorted(losses.items()), strict=True), "o-", color=color, label=f"width {width}")
+            axes.axvline(best(losses), color=color, linestyle=":", linewidth=1.2)
+        axes.set(xscale="log", xlabel="learning rate of the matrices; dotted: the best", title=WAYS[name].title)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    panels[0][0].set_ylabel(f"training loss at step {steps} (nats per byte)")
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train at all widths and rates, or what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="of making a model wider")
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of each run")
+    parser.add_argument("--docs", action="store_true", help="write table and picture into docs/, too")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of logs, table and picture")
+    options = parser.parse_args(argv)
+    compare.write_data(options.out)
+    path = options.out / "widths.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    found = {
+        name: {width: measure(WAYS[name], width, options.steps, known, options.out) for width in options.widths}
+        for name in options.ways
+    }
+    of_steps = f"losses are means of the last {figures.LAST} of {options.steps} steps"
+    text = f"{table(found)}\n\nMeasured on: {compare.machine()}; {of_steps}."
+    print(f"\n{text}")
+    pictures = [options.out / "widths.png", *([compare.DOCS / "widths.png"] if options.docs else [])]
+    for picture in pictures:
+        draw(found, options.steps, picture)
+    if options.docs:
+        PAGE.write_text(figures.replaced(PAGE.read_text(encoding="utf-8"), "widths", text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -17,17 +17,18 @@ setup(
     packages=find_packages(include=["megatron_eopt", "megatron_eopt.*"]),
     package_data={"megatron_eopt": ["py.typed"]},
     entry_points={"console_scripts": ["megatron-eopt = megatron_eopt.cli:main"]},
-    install_requires=["torch>=2.6", "megatron-core>=0.17", "pyyaml"],
+    # pyyaml and psutil are Megatron's, which does not declare them: psutil to save, pyyaml up to 0.18
+    install_requires=["torch>=2.6", "megatron-core>=0.17", "psutil", "pyyaml"],
     extras_require={
-        # What Megatron needs and does not declare (psutil to save, einops for Megatron-FSDP), and our own tests.
+        # What Megatron-FSDP needs and megatron-core does not declare (einops), and our own tests.
         "test": [
             "einops",
             "emerging-optimizers==0.3.0",
             "hypothesis",
             "matplotlib",
             "mkdocs",
+            "mkdocstrings[python]",
             "mypy",
-            "psutil",
             "pytest",
             "pytest-xdist",
             "ruff",
@@ -36,6 +37,6 @@ setup(
         ],
         "plot": ["matplotlib", "tensorboard"],
         "te": ["transformer-engine[pytorch]"],
-        "docs": ["mkdocs"],
+        "docs": ["mkdocs", "mkdocstrings[python]"],
     },
 )

@@ -28,14 +28,20 @@ else:
     __all__ = [
         *("DistributedMuon", "EMERGING_OPTIMIZERS", "EmergingOptimizerEntry", "Muon", "OptimizerConfig"),
         *("OrthogonalizedOptimizer", "activate", "build_optimizer", "factor_pairs", "get_megatron_optimizer"),
-        *("get_optimizer_entry", "list_optimizers", "register_optimizer", "watch", *family.CLASSES),
+        *("get_optimizer_entry", "list_optimizers", "register_optimizer", "watch"),
     ]
+    __all__.extend(family.CLASSES)  # what reads the source for the reference takes strings alone
 
 
 def activate() -> None:
     """Let ``--optimizer NAME`` build the optimizers of this package in whatever calls Megatron-Core from here on.
 
-    See :func:`megatron_eopt.megatron.activation.activate`.
+    Call it before Megatron parses its arguments. A second call does nothing, and
+    :func:`megatron_eopt.megatron.activation.deactivate` takes all of it back. Optimizers that a user has put into
+    Megatron's registry stay there, also under a name of ours, which is logged.
+
+    Raises:
+        ImportError: if the release of Megatron-Core is too old.
     """
     from megatron_eopt.megatron.activation import activate
 
@@ -53,6 +59,9 @@ def get_megatron_optimizer(config: Any, model_chunks: Any, *args: Any, **kwargs:
         model_chunks: the model, one module per virtual pipeline stage.
         *args: further arguments of Megatron-Core's function.
         **kwargs: the same by name: ``config_overrides``, ``use_gloo_process_groups``, ``pg_collection``.
+
+    Returns:
+        Megatron's optimizer, around those of this package; its attribute ``megatron_eopt`` says what was decided.
 
     Raises:
         ValueError: for an unknown optimizer and for settings that it refuses, before anything is changed.

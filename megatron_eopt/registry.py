@@ -178,6 +178,7 @@ class Registry(UserDict[str, EmergingOptimizerEntry]):
 
 
 EMERGING_OPTIMIZERS = Registry()
+"""What Megatron can build: name -> entry. After ``activate()`` it is Megatron's own registry."""
 _BUILDERS: dict[str, Builder] = {}
 BUILT_AS: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
 """The name under which :func:`create_emerging_optimizer` built an optimizer."""

@@ -272,12 +272,30 @@ Pages of their own: [presets](presets.md), [logical matrices](logical-matrices.m
 [planning](planning.md) for `--muon-tp-mode`."""
 
 
+def costs() -> str:
+    """What each optimizer keeps, and what was measured of it: the figures of the comparison, beside Adam's."""
+    section = (DOCS / "compare.md").read_text(encoding="utf-8").partition("<!-- figures -->")[2]
+    cells = (line.strip("| ").split(" | ") for line in section.partition("<!-- end -->")[0].splitlines())
+    measured = {line[0]: line for line in cells if line[0] in {"adam", *ROWS}}
+    kept = {"adam": ADAM["state"][1]} | {row.name: row.state_bytes for row in FAMILY}
+
+    def beside_adam(name: str) -> tuple[str, str]:
+        (loss, seconds), (adams, adams_seconds) = (
+            (float(measured[each][2]), float(measured[each][5])) for each in (name, "adam")
+        )
+        return f"{seconds / adams_seconds:.2f}", f"{loss - adams:+.2f}"
+
+    rows = [(code([name]), of_matrix, *beside_adam(name)) for name, of_matrix in kept.items()]
+    return table(("", "bytes of a matrix", "time of a step", "held-out loss"), rows)
+
+
 def meanings() -> str:
     """The figures of a step."""
     return table(("figure", ""), [(code([name]), said) for name, said in metrics.MEANINGS.items()])
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "choosing.md": {"costs": costs},
     "adaptive.md": {"flags": lambda: flags_of(ROWS["adaptive_muon"].flags)},
     "metrics.md": {"meanings": meanings},
     "optimizers.md": {"family": family, "settings": settings, "owns": owns, "state": state, "refused": refused},

@@ -10,7 +10,10 @@ from pkgutil import resolve_name
 
 import pytest
 import yaml
+from docstrings import as_markdown
 from markdown.extensions.toc import slugify
+
+import megatron_eopt
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md", ROOT / "examples/README.md"])
@@ -115,13 +118,50 @@ def test_a_name_that_is_missing_is_found():
     assert not is_there("megatron_eopt.optimizers.lion.Lions")
 
 
-def test_every_page_is_in_the_navigation():
-    listed = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md"))
+def listed(nav):
+    """The pages of a navigation, of its sections too, in its order."""
+    for entry in nav:
+        yield from [entry] if isinstance(entry, str) else listed(*entry.values())
 
 
-def test_the_site_builds_strictly(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
+def test_every_page_is_in_the_navigation_once():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert sorted(listed(nav)) == sorted(str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md"))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the site, which was built strictly."""
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "site/index.html").exists()
+    return folder
+
+
+def test_the_site_builds_strictly(site):
+    assert (site / "index.html").exists()
+
+
+def test_every_public_name_is_in_the_reference():
+    pages = "\n".join(page.read_text() for page in ROOT.glob("docs/reference/*.md"))
+    documented = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", pages, flags=re.MULTILINE)}
+    assert documented >= set(megatron_eopt.__all__)
+
+
+def test_the_reference_has_what_the_docstrings_say(site):
+    pages = {page.parent.name: page.read_text() for page in site.glob("reference/*/index.html")}
+    assert len(pages) == len(list(ROOT.glob("docs/reference/*.md")))
+    assert "decay the parameter (as AdamW does), or add to the gradient" in pages["optimizers"]
+    link = 'href="../optimizers/#megatron_eopt.optimizers.muon.TensorParallelMuon"><code>TensorParallelMuon</code></a>'
+    assert link in pages["building"]
+    assert not [name for name, page in pages.items() if re.search(r":(class|func|meth|mod|data|attr):", page)]
+
+
+def test_a_docstring_becomes_markdown():
+    text = "See :func:`~a.b.c` and :meth:`d`::\n\n    e::f"
+    assert as_markdown(text, "a.X") == (
+        'See <autoref identifier="a.X.a.b.c" optional><code>c</code></autoref> and '
+        '<autoref identifier="a.X.d" optional><code>d</code></autoref>:\n\n    e::f'
+    )
+    assert 'identifier="megatron_eopt.x"' in as_markdown(":mod:`megatron_eopt.x`", "a.X")

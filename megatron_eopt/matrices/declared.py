@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megatron_eopt.matrices.split import Part, Split
 
-WHOLE = Split()  # a parameter that is one matrix
+WHOLE = Split()
+"""A parameter that is one matrix."""
 
 GATE_UP = Split((Part("gate"), Part("up")), "per_shard")
 """Gate and up of a gated MLP: each tensor-parallel shard is its part of the one, then of the other (a stride of 2)."""

@@ -113,6 +113,13 @@ def sharded(validate: Callable[..., Any], args: argparse.Namespace, *rest: Any, 
 def with_flags(make_config: Callable[..., Any], args: argparse.Namespace) -> Any:
     """Around Megatron's ``get_megatron_optimizer_config``: what our flags say gets onto a config without the field."""
     config, overrides = make_config(args)
+    if builds(args) and not hasattr(args, TP_MODE_SOURCE) and getattr(args, "rank", 0) == 0:
+        print(
+            f"megatron_eopt: warning: activate() came after Megatron had parsed its arguments, so its own defaults "
+            f"hold, such as --muon-tp-mode {args.muon_tp_mode}, and flags of this package are unknown: call it before, "
+            f"or start the script by python -m megatron_eopt.run",
+            flush=True,
+        )
     _check_effect(args)
     for dest in (*(flag.dest for flag in FLAGS), TP_MODE_SOURCE):
         if hasattr(args, dest) and not hasattr(config, dest):

@@ -67,7 +67,7 @@ class MarsMuon(TensorParallelMuon):
         weight_decay: at least 0.
         use_decoupled_weight_decay: decay the parameter (as AdamW does), or add to ``c``.
         gamma: strength of the correction, at least 0; 0 leaves Muon of clipped gradients.
-        scale_mode, extra_scale_factor, weight_decay_method, **transport: see
+        **transport: these, ``scale_mode``, ``extra_scale_factor`` and ``weight_decay_method`` are those of
             :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`.
 
     Raises:

@@ -34,7 +34,8 @@ class PolarGrad(TensorParallelMuon):
         momentum: of the exponential moving average, in [0, 1).
         nesterov: whether ``(1 - momentum) g + momentum M`` takes the place of ``M`` in 3 and 4, as in Muon.
         weight_decay: at least 0.
-        weight_decay_method, **transport: see :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`.
+        **transport: these, and ``weight_decay_method``, are those of
+            :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`.
 
     Raises:
         ValueError: as by Muon; for scale settings, and with ``blockwise`` for shards.

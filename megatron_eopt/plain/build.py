@@ -55,6 +55,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
         config: an :class:`~megatron_eopt.plain.config.OptimizerConfig`, or any object that has some of its fields;
             it is handed on to the builder as it is.
 
+    Returns:
+        One ``torch.optim.Optimizer`` for the whole model; that of matrices has an AdamW for the rest inside.
+
     Raises:
         ValueError: if no parameter is trainable, and for what the optimizer refuses.
     """

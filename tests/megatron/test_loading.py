@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from tests.megatron.runs import LAUNCHER, MUON, SMALL_GPT, UPSTREAM, assert_same, start, train
+from tests.megatron.runs import LAUNCHER, MUON, SMALL_GPT, UPSTREAM, assert_same, losses, start, train, whole
 
 RUN = ["--num-layers", 2, "--ckpt-format", "torch_dist", "--train-iters", 4]
 TP2 = ["--tensor-model-parallel-size", 2]
@@ -66,6 +66,31 @@ def test_adams_checkpoint_is_refused_and_on_request_its_first_moment_is_the_mome
     assert muon["losses"][-1] < adam["losses"][0]
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("saved_by_parameter", [True, False])
+def test_adams_checkpoint_of_the_distributed_optimizer(tmp_path, saved_by_parameter):
+    run = [*RUN, "--bf16", "--use-distributed-optimizer"]
+    by_parameter = ["--dist-ckpt-optim-fully-reshardable"] if saved_by_parameter else []
+    checkpoint = tmp_path / "checkpoint"
+    adam, _ = train(tmp_path / "adam", 2, *run, *ADAM, *by_parameter, *SAVE, checkpoint)
+    if not saved_by_parameter:
+        message = refused(checkpoint, "--bf16", *MUON, "--muon-momentum-from-adam")
+        assert "flat buffers of the distributed optimizer" in message
+        assert "save it with --dist-ckpt-optim-fully-reshardable" in message
+        return
+    assert "Adam wrote it. Pass --muon-momentum-from-adam" in refused(checkpoint, "--bf16", *MUON)
+    muon, _ = train(tmp_path / "muon", 2, *run, *MUON, "--muon-momentum-from-adam", "--load", checkpoint)
+    now = whole([rank["before"] for rank in muon])
+    for name, state in now.items():
+        was = {"momentum_buffer": "exp_avg"}
+        for key in state.keys() & {"main", "momentum_buffer", "exp_avg", "exp_avg_sq"}:
+            parts = [rank["after"][name].get(was.get(key, key), torch.zeros(0)) for rank in adam]  # ranges of entries
+            assert torch.equal(state[key].flatten(), torch.cat([part.flatten() for part in parts])), (name, key)
+    assert sum("momentum_buffer" in state for state in now.values()) == 8
+    assert {state["step"].item() for state in now.values() if "step" in state} == {2}
+    assert max(losses(muon)) < max(losses(adam))
+
+
 def test_megatrons_own_muon_goes_on_here(tmp_path, saved):
     flags = [*MUON, "--muon-fp32-matmul-prec", "high"]
     checkpoint, theirs = saved(*flags, "--muon-tp-mode", "duplicated", program=UPSTREAM)
@@ -73,6 +98,16 @@ def test_megatrons_own_muon_goes_on_here(tmp_path, saved):
     assert_same(ours["before"], theirs["after"])
     (straight,), _ = train(tmp_path / "straight", 1, *RUN, *flags)
     assert ours["losses"] == pytest.approx(straight["losses"][4:], rel=1e-5)
+
+
+@pytest.mark.wide
+def test_our_muon_goes_on_in_megatrons_own(tmp_path, saved):
+    flags = [*MUON, "--muon-fp32-matmul-prec", "high"]
+    checkpoint, ours = saved(*flags)
+    (theirs,), _ = train(tmp_path / "theirs", 1, *RUN, *flags, "--load", checkpoint, program=UPSTREAM)
+    assert_same(theirs["before"], ours["after"])
+    (straight,), _ = train(tmp_path / "straight", 1, *RUN, *flags)
+    assert theirs["losses"] == pytest.approx(straight["losses"][4:], rel=1e-5)
 
 
 @pytest.mark.full

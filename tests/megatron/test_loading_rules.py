@@ -21,6 +21,7 @@ NORMUON = MUON | {"optimizer.state.moment2_buffer.decoder.weight": (2, 8)}
 ADAMUON = MUON | {"optimizer.state.moment2_buffer.decoder.weight": (2, 8, 4)}
 ADAM = states("decoder.weight", "exp_avg", "exp_avg_sq")
 FP32_COPY = states("decoder.weight", "fp32_param")
+DISTRIBUTED = ADAM | states("decoder.weight", "param")  # as the distributed optimizer saves by parameter
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,8 @@ def test_reasons(wanted, stored, message):
     [
         (MUON, ADAM, True),
         (MUON | FP32_COPY, ADAM | FP32_COPY, True),
+        (MUON | FP32_COPY, DISTRIBUTED, True),
+        (MUON, DISTRIBUTED, True),
         (NORMUON, ADAM, False),  # there is nothing to make its second moments from
         (MUON, states("decoder.weight", "exp_avg"), False),  # Lion's
         (MUON, ADAM | states("output.weight", "momentum_buffer"), False),  # Muon had some, and these are loaded

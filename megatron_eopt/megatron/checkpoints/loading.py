@@ -30,6 +30,7 @@ from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers
 
 FORMAT = 1  # of what this package writes down; it grows when an older release could not read a checkpoint any more
 _FIRST_MOMENT, _SECOND_MOMENT = "exp_avg", "exp_avg_sq"
+_DISTRIBUTED_MAIN = "param"  # the main copy, in what Megatron's distributed optimizer saves by parameter
 FRESH = "pass --no-load-optim to load the weights alone and start with fresh optimizer state"
 _STACKED = re.compile(r"\.layers\.(?!\d)")
 
@@ -148,14 +149,23 @@ def _problem(optimizers: Sequence[dict[Any, Any]], stored: _Stored) -> str | Non
     if problem := too_new(written):
         return problem
     if not any(split_key(key)[0] for key in stored.shapes):
+        if any(".distributed." in key for key in stored.shapes):
+            return (
+                f"it holds the state of Adam in flat buffers of the distributed optimizer, which say nothing of "
+                f"parameters: save it with --dist-ckpt-optim-fully-reshardable, or {FRESH}"
+            )
         return f"it holds no optimizer state (it was saved with --no-save-optim, or converted): {FRESH}"
     optional = frozenset[str]()
     if any(each[BLOCK]["import_adam"] for each in optimizers) and has_adams_alone(stored.shapes):
-        optional = frozenset({_SECOND_MOMENT})
-        momenta, first_moments = (state_key(name, "") for name in (MOMENTUM_BUFFER, _FIRST_MOMENT))
-        for value in (value for each in optimizers for value in nested_values(each)):
-            if isinstance(value, ShardedTensor | ShardedTensorFactory) and value.key.startswith(momenta):
-                value.key = first_moments + value.key.removeprefix(momenta)
+        optional = frozenset({_SECOND_MOMENT, _DISTRIBUTED_MAIN})
+        theirs = {MOMENTUM_BUFFER: _FIRST_MOMENT}
+        if any(split_key(key)[0] == _DISTRIBUTED_MAIN for key in stored.shapes):
+            theirs[MAIN] = _DISTRIBUTED_MAIN
+        requested = (value for each in optimizers for value in nested_values(each))
+        for value in (each for each in requested if isinstance(each, ShardedTensor | ShardedTensorFactory)):
+            name, parameter = split_key(value.key)
+            if name in theirs:
+                value.key = state_key(theirs[name], parameter)
     own = [(each[BLOCK]["optimizer"], _requested(each)) for each in optimizers]
     for of_ranks in zip(*distinct(own), strict=True):
         name, wanted = of_ranks[0][0], {key: shape for _, shapes in of_ranks for key, shape in shapes.items()}
@@ -197,9 +207,10 @@ def mismatch(
         if not has and example not in stored:
             others = f"{len(missing) - 1} other tensors that this run needs"
             return f"{example} is not in it, nor are {others}: it is of another model"
-        of_adam = has - {MAIN} == {_FIRST_MOMENT, _SECOND_MOMENT} and has_adams_alone(stored)
+        copies = {MAIN, _DISTRIBUTED_MAIN}
+        of_adam = has - copies == {_FIRST_MOMENT, _SECOND_MOMENT} and has_adams_alone(stored)
         reason = "another optimizer wrote it, or this one with other settings; resume with that one, or"
-        if MAIN in has ^ needs:
+        if MAIN in has ^ needs and _DISTRIBUTED_MAIN not in has:
             saved, now = ("bf16", "fp32") if MAIN in has else ("fp32", "bf16")
             reason = f"it is of a run in {saved}, and this one is in {now}; resume in {saved}, or"
         elif of_adam and needs - {MAIN} == {MOMENTUM_BUFFER}:

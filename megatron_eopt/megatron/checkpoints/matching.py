@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
@@ -162,8 +163,11 @@ def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -
         ("Adam", each.get("state", {}).get("common_step")) for each in saved
     ]
     steps = [step for of, step in counted if step is not None and (of == name or (_is_adam(of) and _is_adam(name)))]
+    of_groups = [group["step"] for group in inner["param_groups"] if "step" in group]
     if steps:
         inner["state"]["common_step"] = steps[0]
+    elif of_groups and name in ("Adam", "AdamW"):  # torch's; the distributed optimizer saves its count with the groups
+        inner["state"]["common_step"] = torch.tensor(float(of_groups[0]))
     groups = [group for block in blocks for group in block["groups"]]
     block = {"state": loaded.get(BLOCK, {}).get("state", {})} | ({"groups": groups} if groups else {})
     modes = [each["settings"]["tp_mode"] for each in blocks if "tp_mode" in each.get("settings", {})]

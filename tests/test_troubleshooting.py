@@ -1,0 +1,162 @@
+"""The messages that pages quote: each is raised or printed here, as a user would see it.
+
+A page has them in the fence after ``<!-- message: NAME -->``, with ``...`` for what differs from run to run.
+"""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import megatron.core.optimizer
+import pytest
+import torch
+
+from megatron_eopt import OptimizerConfig, TensorParallelMuon, cpu
+from megatron_eopt.checkpoints.contents import read_contents
+from megatron_eopt.manifest import families, problems, warnings
+from megatron_eopt.megatron.arguments import with_flags
+from megatron_eopt.megatron.checkpoints.loading import mismatch, of_another, stacks_layers
+from megatron_eopt.megatron.factory import check_steps
+from megatron_eopt.megatron.qk_clip import refuse_unclipped
+from megatron_eopt.megatron.support.rules import Run, refuse_unsupported
+from megatron_eopt.overrides import ParameterInfo, entries_from_dict, resolve
+from tests.manifest.made import muons, row
+
+DOCS = Path(__file__).parents[1] / "docs"
+QUOTED = re.compile(r"<!-- message: (.+?) -->\n\n```\n(.*?)```", flags=re.DOTALL)
+MESSAGES = {
+    f"{page.stem}: {name}": (name, said)
+    for page in DOCS.rglob("*.md")
+    for name, said in QUOTED.findall(page.read_text())
+}
+WEIGHT = "decoder.layers.mlp.linear_fc1.weight"
+FIRST = "decoder.layers.0.mlp.linear_fc1.weight"
+MUON_WROTE = [{"optimizer": "TensorParallelMuon", "groups": [{"names": {WEIGHT: [[0, 2]]}}]}]
+
+
+def state(*keys, layers=2):
+    return {f"optimizer.state.{key}.{WEIGHT}": (layers, 8, 4) for key in keys}
+
+
+def checkpoint(*keys):
+    return state(*keys) | {WEIGHT: (2, 8, 4)}
+
+
+def run(**fields):
+    settings = megatron.core.optimizer.OptimizerConfig(optimizer="muon", lr=1e-3)
+    vars(settings).update(fields)
+    return Run("muon", "0.19.2", settings, args=SimpleNamespace(ckpt_format=fields.get("ckpt_format", "torch_dist")))
+
+
+def overrides(**settings):
+    parameters = [ParameterInfo(FIRST, (256, 64))]
+    return resolve(entries_from_dict(settings), parameters, optimizer="muon")[FIRST]
+
+
+def steps_without_finite_gradients(count):
+    weight = torch.nn.Parameter(torch.ones(6, 4))
+    optimizer = TensorParallelMuon([(FIRST, weight)])
+    for _ in range(count):
+        weight.grad = torch.full_like(weight, torch.nan)
+        optimizer.step()
+
+
+def parsed_before_activation():
+    args = SimpleNamespace(optimizer="muon", muon_tp_mode="blockwise")
+    with_flags(lambda args: (SimpleNamespace(), {}))(args)
+
+
+def first_step(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    weights = [torch.nn.Parameter(torch.ones(6, 4)) for _ in range(13)]
+    inner = TensorParallelMuon(weights)
+    optimizer = SimpleNamespace(optimizer=inner, step=lambda: (inner.step(), True)[1:])
+    for weight in weights[1:]:
+        weight.grad = torch.ones_like(weight)
+    check_steps(optimizer, 13)
+    optimizer.step()
+
+
+def on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    cpu.install()
+
+
+def without_recorded_logits():
+    attention = torch.nn.Module()
+    attention.core_attention, attention.config = torch.nn.Identity(), SimpleNamespace()
+    refuse_unclipped([torch.nn.ModuleDict({"self_attention": attention})], frozenset({"muon"}), 1)
+
+
+def unfinished(tmp_path):
+    (tmp_path / "__0_0.distcp").write_text("")
+    read_contents(tmp_path)
+
+
+def size_of_updates():
+    return warnings(families([muons(FIRST, (256, 64), rms=1.0, lr=3e-4)]), "spectral")[0]
+
+
+SAID = {
+    "late": parsed_before_activation,
+    "unknown name": lambda: OptimizerConfig(name="moun"),
+    "refused": lambda: refuse_unsupported(run(fp16=True, optimizer_cuda_graph=True)),
+    "a GPU is there": on_a_gpu,
+    "no matrices": lambda: problems(families([row(f"norms.{i}", (64,)) for i in range(15)]), "muon", True)[0],
+    "first step": first_step,
+    "size": size_of_updates,
+    "upside down": lambda: overrides(**{"linear_fc1.weight": {"lr": 1e-3}}).learning_rates(1e-2, 1e-2),
+    "override": lambda: overrides(**{"*.mlp.linear_fcl.weight": {"lr": 1e-3}}),
+    "skipped": lambda: steps_without_finite_gradients(1),
+    "five in a row": lambda: steps_without_finite_gradients(5),
+    "qk-clip": without_recorded_logits,
+    "adams": lambda: mismatch("TensorParallelMuon", state("momentum_buffer"), checkpoint("exp_avg", "exp_avg_sq")),
+    "another optimizer": lambda: of_another("Scion", state("momentum_buffer"), MUON_WROTE),
+    "back to adam": lambda: of_another(None, state("momentum_buffer"), MUON_WROTE),
+    "precision": lambda: mismatch(
+        "TensorParallelMuon", state("momentum_buffer", "fp32_param"), checkpoint("momentum_buffer")
+    ),
+    "another model": lambda: mismatch(
+        "TensorParallelMuon", state("momentum_buffer", layers=3), checkpoint("momentum_buffer")
+    ),
+    "stacked": lambda: stacks_layers(state("momentum_buffer")),
+    "unfinished": unfinished,
+    "format": lambda: refuse_unsupported(run(bf16=True, ckpt_format="torch_dcp")),
+}
+"""Name of a message -> what raises it, prints it, logs it or returns it."""
+
+
+def is_said(quoted, said):
+    """Whether a text has a quoted message, in which ``...`` stands for anything."""
+    words = (re.escape(" ".join(part.split())) for part in quoted.split("..."))
+    return re.search(r".*?".join(words), " ".join(said.split())) is not None
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_quoted_message_is_said(message, monkeypatch, tmp_path, caplog, capsys):
+    name, quoted = MESSAGES[message]
+    say = SAID[name]
+    given = {"monkeypatch": monkeypatch, "tmp_path": tmp_path}
+    try:
+        said = say(*(given[each] for each in say.__code__.co_varnames[: say.__code__.co_argcount]))
+    except (ValueError, RuntimeError) as error:
+        said = str(error)
+    assert is_said(quoted, f"{said} {capsys.readouterr().out} {caplog.text}")
+
+
+def test_what_raises_messages_is_quoted():
+    assert {name for name, _ in MESSAGES.values()} == SAID.keys()
+
+
+def test_another_message_is_told_apart():
+    assert is_said("a ... c\n", "xx a  b\nc")
+    assert not is_said("a ... d", "a b c")
+    assert not is_said("a.c", "abc")
+
+
+def test_every_fence_without_a_language_is_a_message_or_an_output():
+    page = (DOCS / "troubleshooting.md").read_text()
+    fences = re.findall(r"^([^\n]*)\n\n```(\w*)\n.*?^```$", page, flags=re.MULTILINE | re.DOTALL)
+    assert len(fences) == page.count("\n```") / 2
+    assert all(before.startswith(("<!-- message: ", "<!-- output")) for before, language in fences if not language)

@@ -86,7 +86,7 @@ def on_a_gpu(monkeypatch):
 def without_recorded_logits():
     attention = torch.nn.Module()
     attention.core_attention, attention.config = torch.nn.Identity(), SimpleNamespace()
-    refuse_unclipped([torch.nn.ModuleDict({"self_attention": attention})], frozenset({"muon"}), 1)
+    refuse_unclipped([torch.nn.ModuleDict({"self_attention": attention})], 1)
 
 
 def unfinished(tmp_path):

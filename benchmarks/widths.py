@@ -46,7 +46,7 @@ WAYS = {
     "adamw": Way(
         "without muP, --muon-preset match_adamw",
         "--muon-preset match_adamw",
-        (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4),
+        (0.003125, 0.00625, 0.0125, 0.025, 0.05, 0.1),
     ),
 }
 
@@ -109,6 +109,8 @@ def draw(found: Mapping[str, Mapping[int, Losses]], steps: int, picture: Path) -
             axes.plot(*zip(*sorted(losses.items()), strict=True), "o-", color=color, label=f"width {width}")
             axes.axvline(best(losses), color=color, linestyle=":", linewidth=1.2)
         axes.set(xscale="log", xlabel="learning rate of the matrices; dotted: the best", title=WAYS[name].title)
+        axes.set_xticks(WAYS[name].rates, labels=[f"{rate:g}" for rate in WAYS[name].rates])
+        axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend()
     panels[0][0].set_ylabel(f"training loss at step {steps} (nats per byte)")

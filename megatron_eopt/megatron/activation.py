@@ -1,7 +1,10 @@
 """Make Megatron-Core in this process know our optimizers."""
 
+import copy
+import dataclasses
+import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import megatron.core.optimizer as core_optimizer
@@ -15,6 +18,7 @@ from megatron_eopt.matrices import ATTRIBUTE
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.arguments import (
     DEFAULT_TP_MODE,
+    FLAGS,
     TP_MODE_SOURCE,
     UNNAMED,
     amend,
@@ -140,20 +144,32 @@ def _of_core() -> list[Redirection]:
     refused = "another optimizer's state is refused with its reason, or imported, before anything is read"
     shards = "Megatron knows a DTensor by its shard, for which newer releases of torch give it a new tensor each time"
     compared = "checksums of what is saved, which are compared when it is loaded"
-    auto = "a config that does not name muon_tp_mode gets auto, which is exact, as the command line does"
-    configs = dict.fromkeys(  # several classes in 0.17, and several names of one in later releases
-        value
-        for value in vars(optimizer_config).values()
-        if isinstance(value, type) and issubclass(value, optimizer_config.OptimizerConfig)
+    auto = (
+        "a config that does not name muon_tp_mode gets auto, which is exact, as the command line does; and it takes "
+        "settings that are flags of ours"
     )
+    later = "so does a config whose class a framework derives from Megatron's later"
+    configs = list(_and_derived(optimizer_config.OptimizerConfig))
     kept = ("qkv_split_shapes", "pad_length", ATTRIBUTE, NAME, ROWS, SAVED_BY_LAYOUT)
     return [
         *(Redirection(attributes, name, lambda default: default, lost) for name in kept),
         Redirection(state_of_parameters, "get_optim_param_to_id_map", by_shard, shards),
         Redirection(dist_checkpointing, "load", checked_load, refused),
         Redirection(dist_checkpointing, "save", checked_save, compared),
-        *(Redirection(config, "__init__", _with_default_tp_mode, auto) for config in configs),
+        *(Redirection(config, "__init__", _with_our_settings, auto) for config in configs),
+        Redirection(optimizer_config.OptimizerConfig.__dataclass_fields__, "muon_tp_mode", _exact_by_default, later),
     ]
+
+
+def _and_derived(config: Any) -> Iterator[Any]:
+    """Megatron's class of configs, and those that were derived from it, of Megatron (in 0.17) and of frameworks.
+
+    A dataclass that derives from another does not call its constructor; one without a constructor of its own is left.
+    """
+    if "__init__" in vars(config) and "muon_tp_mode" in inspect.signature(config.__init__).parameters:
+        yield config
+    for derived in config.__subclasses__():
+        yield from _and_derived(derived)
 
 
 def _of_training() -> list[Redirection]:
@@ -194,10 +210,20 @@ def _of_training() -> list[Redirection]:
 
 
 @around
-def _with_default_tp_mode(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def _with_our_settings(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     if "muon_tp_mode" not in kwargs:
         setattr(self, TP_MODE_SOURCE, UNNAMED)
+    fields = {field.name for field in dataclasses.fields(self)}
+    ours = {flag.dest for flag in FLAGS} & kwargs.keys() - fields
+    for name in ours:
+        setattr(self, name, kwargs.pop(name))
     init(self, *args, **{"muon_tp_mode": DEFAULT_TP_MODE, **kwargs})
+
+
+def _exact_by_default(field: Any) -> Any:
+    found = copy.copy(field)
+    found.default = DEFAULT_TP_MODE
+    return found
 
 
 def _forward_registry() -> None:

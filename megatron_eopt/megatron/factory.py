@@ -99,6 +99,7 @@ class OptimizerOfRun:
         with assignment.excluded_hidden(self.assigned), releases.package_not_needed(), dealt:
             self.optimizer = build(self.config, overrides)
         self.optimizer.megatron_eopt = self
+        qk_clip.remember(self)
         on_all_ranks(lambda: assignment.refuse_unread(self.optimizer, self.assigned))
         for each in torch_optimizers(self.optimizer):
             if isinstance(each, BaseOptimizer):  # a scalar optimizer, which Megatron has not told of its ranks
@@ -124,8 +125,6 @@ class OptimizerOfRun:
         differ = layers_differ(self.families, frozen_names(self.model_chunks))
         attach(self.optimizer, self.model_chunks, self, differ)
         remember(self.optimizer, self.model_chunks)
-        if on(self.facts.model, "qk_clip"):
-            qk_clip.remember(self)
 
     def go_on_with(self, tp_mode: TpMode) -> None:
         """Keep the ``tp_mode`` of a checkpoint if the run names none; all ranks call it before the state is loaded."""

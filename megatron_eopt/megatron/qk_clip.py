@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.arguments import builds
 from megatron_eopt.megatron.parameters import optimizer_parameters
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import scale_rows
@@ -82,9 +80,11 @@ def _normalizes(module: Any, which: str) -> bool:
 def clip(original: Callable[..., float], model: Sequence[nn.Module], log_max_only: bool = False) -> float:
     """Around Megatron's ``clip_qk``: scale weights, and return the largest logit of all heads here.
 
-    Megatron calls it after every step, with the chunks of the model on this rank. Runs with adam and sgd keep its own.
+    Megatron calls it after every step, with the chunks of the model on this rank. Models whose optimizer is Megatron's,
+    as with adam and sgd, keep its own.
     """
-    if not builds(releases.training_args()):
+    run = getattr(model[0], _RUN, lambda: None)()
+    if run is None:
         return original(model, log_max_only=log_max_only)
     modules = [module for module in attentions(model) if getattr(module.core_attention, MAXIMA) is not None]
     if not modules:
@@ -98,7 +98,6 @@ def clip(original: Callable[..., float], model: Sequence[nn.Module], log_max_onl
             factors |= factors_of_rows(module, own, module.config.qk_clip_threshold, module.config.qk_clip_alpha)
             setattr(module.core_attention, MAXIMA, None)
         if not log_max_only:
-            run = getattr(model[0], _RUN)()
             scale(factors, run.optimizer, dealt=run.facts.layer_wise)
     return max(0.0, maxima.max().item())
 

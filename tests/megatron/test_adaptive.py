@@ -86,7 +86,8 @@ def test_what_has_no_field_gets_onto_the_config(parse):
     from megatron.training import training
 
     assert not hasattr(OptimizerConfig(optimizer="adaptive_muon", lr=0.1), "adaptive_muon_align_rms")
-    args = argparse.Namespace(lr=0.1, adaptive_muon_align_rms=False, adaptive_muon_moment2_method="namo")
+    args = argparse.Namespace(optimizer="adaptive_muon", muon_tp_mode="auto", lr=0.1)
+    args.adaptive_muon_align_rms, args.adaptive_muon_moment2_method = False, "namo"
     config, _ = training.get_megatron_optimizer_config(args)
     assert (config.adaptive_muon_align_rms, config.adaptive_muon_moment2_method) == (False, "namo")
 

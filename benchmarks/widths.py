@@ -23,7 +23,6 @@ PAGE = compare.DOCS / "presets.md"
 WIDTHS = (64, 128, 256)
 STEPS = 120
 CHANNELS = 32  # of a head
-TRANSFERS = 1.5  # by how much the best rates of a way may differ that is said to carry them over
 
 Losses = dict[float, float]  # rate -> loss
 

@@ -274,8 +274,8 @@ Pages of their own: [presets](presets.md), [logical matrices](logical-matrices.m
 
 def costs() -> str:
     """What each optimizer keeps, and what was measured of it: the figures of the comparison, beside Adam's."""
-    section = (DOCS / "compare.md").read_text(encoding="utf-8").partition("<!-- figures -->")[2]
-    cells = (line.strip("| ").split(" | ") for line in section.partition("<!-- end -->")[0].splitlines())
+    _, figures, _ = parts("compare.md", (DOCS / "compare.md").read_text(encoding="utf-8"), "figures")
+    cells = (line.strip("| ").split(" | ") for line in figures.splitlines())
     measured = {line[0]: line for line in cells if line[0] in {"adam", *ROWS}}
     kept = {"adam": ADAM["state"][1]} | {row.name: row.state_bytes for row in FAMILY}
 
@@ -316,12 +316,22 @@ def made(page: str) -> str:
         return flags() + "\n"
     text = (DOCS / page).read_text(encoding="utf-8")
     for name, table_of in PAGES[page].items():
-        before, begin, rest = text.partition(f"<!-- {name} -->\n")
-        _, end, after = rest.partition("<!-- end -->\n")
-        if not begin or not end:
-            raise ValueError(f"docs/{page}: expected '<!-- {name} -->', and '<!-- end -->' behind it, each on a line")
-        text = f"{before}{begin}\n{table_of()}\n\n{end}{after}"
+        before, _, after = parts(page, text, name)
+        text = f"{before}\n{table_of()}\n\n{after}"
     return text
+
+
+def parts(page: str, text: str, name: str) -> tuple[str, str, str]:
+    """The text of a page up to the mark of a table, between its marks, and from the mark of the end on.
+
+    Raises:
+        ValueError: if the page lacks the marks.
+    """
+    before, begin, rest = text.partition(f"<!-- {name} -->\n")
+    inside, end, after = rest.partition("<!-- end -->\n")
+    if not begin or not end:
+        raise ValueError(f"docs/{page}: expected '<!-- {name} -->', and '<!-- end -->' behind it, each on a line")
+    return before + begin, inside, end + after
 
 
 def main() -> None:

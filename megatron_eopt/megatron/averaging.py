@@ -6,29 +6,18 @@ Where that trains what it evaluates, they do nothing.
 
 import functools
 import inspect
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_eopt.megatron.parameters import model_parameters, plain_wrappers, shard_of
+from megatron_eopt.megatron.parameters import model_parameters, optimizers_of, plain_wrappers, shard_of
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
-
-_AVERAGING = "averaging_optimizers"  # attribute of a model chunk: weak references to wrappers
-
-
-def remember(optimizer: Any, model_chunks: Sequence[nn.Module]) -> None:
-    """Let :func:`averaged` find what trains a model at another point than is evaluated; of several, the last built."""
-    averaging = [weakref.ref(each) for each in plain_wrappers(optimizer) if _averages(each)]
-    for chunk in model_chunks:
-        if averaging or hasattr(chunk, _AVERAGING):
-            setattr(chunk, _AVERAGING, averaging)
 
 
 def averaged(evaluate: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,12 +28,10 @@ def averaged(evaluate: Callable[..., Any]) -> Callable[..., Any]:
     def evaluate_averaged(*args: Any, **kwargs: Any) -> Any:
         model = parameters.bind(*args, **kwargs).arguments["model"]
         chunks = model if isinstance(model, list) else [model]
-        wrappers = dict.fromkeys(each() for chunk in chunks for each in getattr(chunk, _AVERAGING, ()))
-        wrappers.pop(None, None)  # gone
         before: list[tuple[Tensor, Tensor]] = []
         try:
             with torch.no_grad():
-                for wrapper in wrappers:
+                for wrapper in (each for optimizer in optimizers_of(chunks) for each in plain_wrappers(optimizer)):
                     for own, parameter in _pairs(wrapper):
                         average = wrapper.optimizer.exported(own)
                         before.append((parameter, parameter.detach().clone()))

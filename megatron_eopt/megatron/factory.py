@@ -14,7 +14,6 @@ from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.megatron import assignment, dealing, fsdp, qk_clip, releases
 from megatron_eopt.megatron.agreement import choose_kernels, on_all_ranks
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED
-from megatron_eopt.megatron.averaging import remember
 from megatron_eopt.megatron.checkpoints.attach import attach
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
@@ -22,7 +21,7 @@ from megatron_eopt.megatron.checkpoints.sharding import layers_differ
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag
 from megatron_eopt.megatron.manifest import declare
 from megatron_eopt.megatron.metrics import interval_of, measure
-from megatron_eopt.megatron.parameters import frozen_names, mark, torch_optimizers, trainable
+from megatron_eopt.megatron.parameters import frozen_names, mark, remember, torch_optimizers, trainable
 from megatron_eopt.megatron.summary import print_summary
 from megatron_eopt.megatron.support.rules import Run, on, refuse_unsupported
 from megatron_eopt.optimizers.base import BaseOptimizer
@@ -99,7 +98,7 @@ class OptimizerOfRun:
         with assignment.excluded_hidden(self.assigned), releases.package_not_needed(), dealt:
             self.optimizer = build(self.config, overrides)
         self.optimizer.megatron_eopt = self
-        qk_clip.remember(self)
+        remember(self.optimizer, self.model_chunks)
         on_all_ranks(lambda: assignment.refuse_unread(self.optimizer, self.assigned))
         for each in torch_optimizers(self.optimizer):
             if isinstance(each, BaseOptimizer):  # a scalar optimizer, which Megatron has not told of its ranks
@@ -118,13 +117,12 @@ class OptimizerOfRun:
         self.families, self.matrices_here = declare(self.optimizer, self.assigned, self.config, self.groups)
 
     def attach_checkpoints(self) -> None:
-        """Let checkpoints hold the optimizers' state, and evaluation see what they will hold of the model."""
+        """Let checkpoints hold the optimizers' state."""
         if self.facts.megatron_fsdp:
             SavedShards(self.optimizer.chained_optimizers[0], self)
             return
         differ = layers_differ(self.families, frozen_names(self.model_chunks))
         attach(self.optimizer, self.model_chunks, self, differ)
-        remember(self.optimizer, self.model_chunks)
 
     def go_on_with(self, tp_mode: TpMode) -> None:
         """Keep the ``tp_mode`` of a checkpoint if the run names none; all ranks call it before the state is loaded."""

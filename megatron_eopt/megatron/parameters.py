@@ -4,6 +4,7 @@ Names and shapes are those of the whole model, the same at every parallel size.
 """
 
 import re
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from megatron_eopt.overrides import ParameterInfo, unwrapped
 from megatron_eopt.parallel.dtensor import tells_its_chunk
 from megatron_eopt.parallel.layout import is_cut_again, is_expert, is_sharded, padding_of
 from megatron_eopt.registry import BUILT_AS
+
+_OPTIMIZER = "megatron_eopt_optimizer"  # attribute of a model chunk: a weak reference
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,18 @@ def model_parameters(wrapper: Any) -> list[Tensor]:
 def shard_of(parameter: Tensor) -> Tensor:
     """What Megatron's model says that it saves of a parameter: of a DTensor its shard, always the same object."""
     return getattr(parameter, "_local_tensor", parameter)
+
+
+def remember(optimizer: Any, model_chunks: Sequence[nn.Module]) -> None:
+    """Let :func:`optimizers_of` find an optimizer of Megatron's by its model; of several, the last built."""
+    for chunk in model_chunks:
+        setattr(chunk, _OPTIMIZER, weakref.ref(optimizer))
+
+
+def optimizers_of(model_chunks: Sequence[nn.Module]) -> list[Any]:
+    """What this package has built for the chunks of a model: one optimizer for all, unless each was given apart."""
+    found = dict.fromkeys(getattr(chunk, _OPTIMIZER)() for chunk in model_chunks if hasattr(chunk, _OPTIMIZER))
+    return [each for each in found if each is not None]  # the others are gone
 
 
 def optimizer_name(optimizer: Optimizer) -> str:

@@ -10,7 +10,6 @@ Megatron-Core's own visits the layers of a decoder alone, fails on those without
 leaves biases as they are, and makes weights of a head whose largest logit is negative no numbers.
 """
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.megatron.parameters import optimizer_parameters
+from megatron_eopt.megatron.parameters import optimizer_parameters, optimizers_of
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import scale_rows
 from megatron_eopt.redirect import around
@@ -32,14 +31,6 @@ FactorsOfRows = dict[Tensor, Tensor]
 
 MAXIMA = "current_max_attn_logits"
 """Attribute of an attention's core: the largest logit of each of its heads here since it was None, 1-D."""
-
-_RUN = "qk_clip_run"  # attribute of a model chunk: a weak reference to the optimizer of the run
-
-
-def remember(run: Any) -> None:
-    """Let :func:`clip` find what an ``OptimizerOfRun`` keeps of its model's weights; of several, the last built."""
-    for chunk in run.model_chunks:
-        setattr(chunk, _RUN, weakref.ref(run))
 
 
 def attentions(model_chunks: Sequence[nn.Module]) -> Iterator[Any]:
@@ -83,8 +74,8 @@ def clip(original: Callable[..., float], model: Sequence[nn.Module], log_max_onl
     Megatron calls it after every step, with the chunks of the model on this rank. Models whose optimizer is Megatron's,
     as with adam and sgd, keep its own.
     """
-    run = getattr(model[0], _RUN, lambda: None)()
-    if run is None:
+    optimizers = optimizers_of(model)
+    if not optimizers:
         return original(model, log_max_only=log_max_only)
     modules = [module for module in attentions(model) if getattr(module.core_attention, MAXIMA) is not None]
     if not modules:
@@ -93,17 +84,18 @@ def clip(original: Callable[..., float], model: Sequence[nn.Module], log_max_onl
         of_modules = [getattr(module.core_attention, MAXIMA).detach().float() for module in modules]
         maxima = torch.cat(of_modules)
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group(True))
-        factors: FactorsOfRows = {}
-        for module, own in zip(modules, maxima.split([len(each) for each in of_modules]), strict=True):
-            factors |= factors_of_rows(module, own, module.config.qk_clip_threshold, module.config.qk_clip_alpha)
+        for module in modules:
             setattr(module.core_attention, MAXIMA, None)
         if not log_max_only:
-            scale(factors, run.optimizer, dealt=run.facts.layer_wise)
+            factors: FactorsOfRows = {}
+            for module, own in zip(modules, maxima.split([len(each) for each in of_modules]), strict=True):
+                factors |= factors_of_rows(module, own, module.config.qk_clip_threshold, module.config.qk_clip_alpha)
+            scale(factors, optimizers, dealt=any(each.megatron_eopt.facts.layer_wise for each in optimizers))
     return max(0.0, maxima.max().item())
 
 
 def factors_of_rows(module: Any, maxima: Tensor, threshold: float, alpha: float) -> FactorsOfRows:
-    """What the queries and keys of an attention are scaled by, whose heads here have the logits ``maxima`` (heads)."""
+    """What the queries and keys of an attention are scaled by; ``maxima``: fp32, the largest logit of each head."""
     config = module.config
     if hasattr(module, "linear_qkv"):
         groups = module.num_query_groups_per_partition
@@ -122,8 +114,8 @@ def factors_of_rows(module: Any, maxima: Tensor, threshold: float, alpha: float)
 
 def _share(maxima: Tensor, threshold: float) -> Tensor:
     """What logits are multiplied by: 1 where they are small enough, or negative."""
-    above = maxima.float() > threshold
-    return torch.where(above, threshold / torch.where(above, maxima.float(), 1.0), 1.0)
+    above = maxima > threshold
+    return torch.where(above, threshold / torch.where(above, maxima, 1.0), 1.0)
 
 
 def _rows(linear: Any, parts: Sequence[tuple[int, Tensor]]) -> FactorsOfRows:
@@ -132,8 +124,8 @@ def _rows(linear: Any, parts: Sequence[tuple[int, Tensor]]) -> FactorsOfRows:
     return {parameter: factors for parameter in (linear.weight, getattr(linear, "bias", None)) if parameter is not None}
 
 
-def scale(factors: FactorsOfRows, optimizer: Any, dealt: bool) -> None:
-    """Multiply rows of the model's parameters, and of what Megatron's ``optimizer`` keeps of them here.
+def scale(factors: FactorsOfRows, optimizers: Sequence[Any], dealt: bool) -> None:
+    """Multiply rows of the model's parameters, and of what ``optimizers`` of Megatron's keep of them here.
 
     All tensor-parallel ranks call it together, also those whose rows stay as they are. A parameter in half precision is
     rounded from its fp32 copy; where parameters are ``dealt``, not all ranks have the copy, and each scales its own.
@@ -143,7 +135,7 @@ def scale(factors: FactorsOfRows, optimizer: Any, dealt: bool) -> None:
     factors = {p: factor for (p, factor), any_here in zip(factors.items(), changed.tolist(), strict=True) if any_here}
     kept: dict[Optimizer, list[tuple[Tensor, Tensor]]] = {}
     mains: dict[Tensor, Tensor] = {}
-    for each in optimizer_parameters(optimizer):
+    for each in (each for optimizer in optimizers for each in optimizer_parameters(optimizer)):
         if each.model in factors:
             assert each.main is not None  # optimizers of ours get whole parameters alone
             mains[each.model] = each.main

@@ -32,8 +32,8 @@ class MuonHyperball(TensorParallelMuon):
 
     A step turns the matrix by an angle of about ``lr``, whatever its size and shape. Norms are those of the global
     matrix, from one all-reduce of a step for each group of ranks. ``R`` is a state in fp64, found in the first step and
-    saved, so a parameter in bf16 strays from its sphere by its rounding alone, which does not add up; but it needs fp32
-    for steps smaller than that rounding, as Megatron keeps it.
+    saved, and changed by :meth:`scale_rows` alone, so a parameter in bf16 strays from its sphere by its rounding alone,
+    which does not add up; but it needs fp32 for steps smaller than that rounding, as Megatron keeps it.
 
     A matrix stays as it is, bit for bit, where ``lr`` or the update is zero, where the step would end in the center,
     and where its gradient is missing or not finite.

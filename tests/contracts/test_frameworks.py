@@ -84,7 +84,7 @@ def run(script, path="", **more):
         **more,
     }
     command = [sys.executable, "-c", MODEL + script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
 
 

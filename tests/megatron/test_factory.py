@@ -8,9 +8,9 @@ from torch import nn
 
 from megatron_eopt import ScheduleFreeAdamW, TensorParallelMuon
 from megatron_eopt.megatron.assignment import Assignment, MegatronOverrides
-from megatron_eopt.megatron.averaging import averaged, remember
+from megatron_eopt.megatron.averaging import averaged
 from megatron_eopt.megatron.factory import OptimizerOfRun, check_steps
-from megatron_eopt.megatron.parameters import trainable
+from megatron_eopt.megatron.parameters import remember, trainable
 from megatron_eopt.overrides import Resolved
 from tests.parallel.test_layout import Group
 

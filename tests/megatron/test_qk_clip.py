@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megatron_eopt.megatron import qk_clip
+from megatron_eopt.megatron.parameters import remember
 from megatron_eopt.megatron.qk_clip import factors_of_rows
 from tests.megatron.runs import CASES, MUON, SMALL_GPT, assert_same, start, train, whole
 from tests.optimizers.family import build
@@ -174,11 +175,11 @@ def test_attention_is_found_wherever_it_is_and_another_optimizer_keeps_megatrons
     found = Attention()
     before = found.linear_qkv.weight.detach().clone()
     model = nn.ModuleDict({"decoder": nn.Linear(3, 3), "mtp": nn.ModuleList([found])})
-    megatrons = SimpleNamespace(optimizer=build("lion", [found.linear_qkv.weight]))
-    built = {"optimizer": megatrons, "model_chunks": [model], "facts": SimpleNamespace(layer_wise=False)}
-    run = type("OptimizerOfRun", (), built)()
+    lion = build("lion", [found.linear_qkv.weight])
+    of_run = SimpleNamespace(facts=SimpleNamespace(layer_wise=False))
+    optimizer = type("Megatrons", (), {"optimizer": lion, "megatron_eopt": of_run})()
     if ours:
-        qk_clip.remember(run)
+        remember(optimizer, [model])
     largest = qk_clip.clip(lambda model, log_max_only: -1.0)([model])
     factor = torch.tensor([0.5**0.5, 0.5**0.5, 1.0])[:, None] if ours else 1.0
     assert largest == (200.0 if ours else -1.0)

@@ -80,15 +80,20 @@ COMBINATIONS += [
 ]
 
 
+def steered(optimizer):
+    """The flags of an optimizer, with QK-clip, and with the warm-up of its momentum where it takes one."""
+    flags, _ = (OPTIMIZERS | RELATIVES)[optimizer]
+    row = ROWS.get(optimizer) or ROWS["adaptive_muon" if "adaptive_muon" in flags else "muon"]
+    return [*flags, *CLIP, *(WARMUP if row.takes("momentum_warmup") else [])]
+
+
 @pytest.mark.parametrize(("optimizer", "layout", "precision"), COMBINATIONS)
 @pytest.mark.shows("fp32", "--bf16", "--ckpt-format torch_dist")
 def test_a_resumed_run_is_the_straight_one(tmp_path, optimizer, layout, precision):
-    flags, kept = (OPTIMIZERS | RELATIVES)[optimizer]
+    _, kept = (OPTIMIZERS | RELATIVES)[optimizer]
     model = TIED if layout == "PP2-tied" else SMALL_GPT
     layers = 1 if layout == "PP2-embedding" else 2
-    row = ROWS.get(optimizer) or ROWS["adaptive_muon" if "adaptive_muon" in flags else "muon"]
-    steered = [*CLIP, *(WARMUP if row.takes("momentum_warmup") else [])]
-    run = ["--num-layers", layers, *SCHEDULE, *flags, *steered, *LAYOUTS[layout], *PRECISIONS[precision]]
+    run = ["--num-layers", layers, *SCHEDULE, *steered(optimizer), *LAYOUTS[layout], *PRECISIONS[precision]]
     run += ["--train-iters", 6]
     saved = ["--save", tmp_path / "checkpoint", "--save-interval", 3, "--ckpt-format", "torch_dist"]
     straight, output = train(tmp_path / "straight", 2, *run, *saved, model=model)
@@ -112,7 +117,7 @@ def test_a_resumed_run_is_the_straight_one(tmp_path, optimizer, layout, precisio
 @pytest.mark.shows("--ckpt-format torch")
 def test_files_of_the_torch_format_are_read_again(tmp_path, optimizer, precision):
     """Megatron's, which it reads as plain values: with logical matrices declared, which are marks on parameters."""
-    run = ["--num-layers", 2, *SCHEDULE, *OPTIMIZERS[optimizer][0], "--muon-split", "all", *LAYOUTS["TP2"]]
+    run = ["--num-layers", 2, *SCHEDULE, *steered(optimizer), "--muon-split", "all", *LAYOUTS["TP2"]]
     files = [*PRECISIONS[precision], "--ckpt-format", "torch", "--train-iters", 4]
     straight, _ = train(tmp_path / "straight", 2, *run, *files, "--save", tmp_path / "saved", "--save-interval", 2)
     resumed, _ = train(tmp_path / "resumed", 2, *run, *files, "--load", tmp_path / "saved", "--ckpt-step", 2)

@@ -56,16 +56,17 @@ def from_rank_0[T](find: Callable[[], T]) -> T:
 
 
 def on_all_ranks[T](decide: Callable[[], T]) -> T:
-    """What is decided on this rank; a mistake of one is an OverrideError on all, so that none waits for another."""
-    error = None
+    """What is decided on this rank; a ValueError of one is raised on all, so that none waits for another."""
+    mistake = None
     try:
         decided = decide()
-    except ValueError as found:
-        error = str(found)
-    all_well = lowest(torch.tensor([error is None]).int(), dist.group.WORLD)  # type: ignore[arg-type]
-    for found_there in [] if all_well else distinct(error):
-        if found_there is not None:
-            raise OverrideError(found_there)
+    except ValueError as error:
+        mistake = (str(error), isinstance(error, OverrideError))
+    all_well = lowest(torch.tensor([mistake is None]).int(), dist.group.WORLD)  # type: ignore[arg-type]
+    for found in [] if all_well else distinct(mistake):
+        if found is not None:
+            message, of_overrides = found
+            raise (OverrideError if of_overrides else ValueError)(message)
     return decided
 
 

@@ -43,7 +43,6 @@ class OptimizerOfRun:
 
     def __init__(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any, layer_wise: bool = False) -> None:
         self.facts = Run.of(config, model_chunks, pg_collection, layer_wise=layer_wise)
-        refuse_unsupported(self.facts)
         self.config = offloading(without_sharing(with_preset(config), self.facts))
         self.model_chunks, self.groups = model_chunks, pg_collection
         self.metrics_interval = interval_of(config, self.facts.args)
@@ -53,6 +52,7 @@ class OptimizerOfRun:
 
     def built_by(self, build: Callable[[Any, Any], Any], config_overrides: Any) -> Any:
         """Megatron's optimizer, by its builder of a config and of overrides."""
+        on_all_ranks(lambda: refuse_unsupported(self.facts))  # pipeline stages may differ in theirs
         self.describe()
         self.assign(config_overrides)
         matrices, overrides = on_all_ranks(self.check)

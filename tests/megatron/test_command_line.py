@@ -154,7 +154,6 @@ def run(activated):
     def run(config):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(factory.Run, "of", lambda config, *args, **kwargs: factory.Run("muon", "0.19", config))
-            patch.setattr(factory, "refuse_unsupported", lambda facts: None)
             return factory.OptimizerOfRun(config, [], None)
 
     return run

@@ -76,7 +76,7 @@ REFUSED = {
     ),
     "gradients scattered without regard to matrices": (
         run(ddp=DISTRIBUTED, data_parallel=2),
-        r"each of 2 data-parallel ranks gets a shard of the gradients.*wrap_model_chunks_with_ddp",
+        r"gradients are laid out for shards that cut matrices \(data-parallel ranks: 2\): .*wrap_model_chunks_with_ddp",
     ),
     "experts' biases under the layer-wise distributed optimizer": (
         run(**DEALT, expert_vector="mlp.experts.linear_fc1.bias0"),
@@ -244,6 +244,7 @@ def plain_model():
         run(**DEALT, settings={"overlap_param_gather": True}),
         run(**DEALT, expert_data_parallel=1, settings={"overlap_param_gather": True}, release="0.18.2"),
         run(ddp=DISTRIBUTED),  # one rank has all of every gradient
+        run(**DEALT | {"data_parallel": 1}),
         run(release="0.20.0rc1", layer_wise=True, settings={"overlap_param_gather": True}),
         run(**LION, grouped_experts="mlp.experts.linear_fc1.weight"),  # element by element, whosever they are
         run("lion", cut_twice="weight", weight_shards=2),  # element by element, at any cut
@@ -254,6 +255,11 @@ def plain_model():
 def test_what_works_is_not_refused(works):
     assert unsupported(works) == []
     refuse_unsupported(works)
+
+
+def test_the_layer_wise_optimizer_needs_its_layout_on_one_rank_too():
+    with pytest.raises(ValueError, match=r"\(data-parallel ranks: 1\): wrap it by .*wrap_model_chunks_with_ddp"):
+        refuse_unsupported(run(ddp=DISTRIBUTED, layer_wise=True))
 
 
 def test_experts_of_one_rank_have_nobody_to_gather_from_in_0_17():
@@ -306,7 +312,7 @@ def test_facts_are_read_from_the_model_and_its_configs():
         wrapper="Model",
         expert_vector="experts.bias",
     )
-    model.linear.weight.is_managed_by_layer_wise_optimizer = True
+    model.linear.weight.is_managed_by_layer_wise_optimizer = False  # as on a pipeline stage with an embedding alone
     model.experts.bias.requires_grad = False
     found = Run.of(config("lion"), [model], groups(2))
     assert (found.layer_wise, takes_matrices(found.optimizer), found.leaves_scalars) == (False, False, False)

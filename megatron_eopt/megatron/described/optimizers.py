@@ -17,6 +17,7 @@ from megatron_eopt.megatron.factory import OptimizerOfRun
 from megatron_eopt.megatron.fused import tag
 from megatron_eopt.megatron.manifest import rows_here
 from megatron_eopt.megatron.parameters import ModelParameter, OptimizerParameter, mark, trainable
+from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.parallel.deal import Deal, to_and_fro
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
@@ -51,6 +52,7 @@ def planned_rank(run: DescribedRun, counts: Sequence[int]) -> tuple[list[Manifes
     override selects. Returned are the lines of the manifest, plans as tables and deals, and the scale mode.
     """
     planned = OptimizerOfRun(run.optimizer_config, run.model_chunks, run.pg_collection)
+    refuse_unsupported(planned.facts)
     config = planned.config
     entries = all_entries(config, run.config_overrides)
     planned.assigned = assigned = assignments(_parameters(run), config, entries, counts)

@@ -33,7 +33,7 @@ class Run:
     data_parallel: int = 1  # number of data-parallel ranks, those of context parallelism among them
     expert_data_parallel: int | None = None  # those of expert-parallel parameters; None where there are none
     wrapper: str = ""  # name of the class that wraps the model
-    whole_matrices: bool = False  # whether Megatron's gradient buffers cut no matrix over their shards
+    whole_matrices: bool = False  # whether Megatron laid its gradient buffers out for shards that cut no matrix
     weight_shards: int = 1  # ranks over which --tensor-parallel-num-weight-shards cuts, or the one of experts
     cut_twice: str | None = None  # name of the first parameter that is cut by it
     grouped_experts: str | None = None  # of the first that holds the weights, or the biases, of several experts
@@ -82,7 +82,7 @@ class Run:
             data_parallel=size("dp_cp"),
             expert_data_parallel=size("expt_dp") if experts else None,
             wrapper=type(model_chunks[0]).__name__,
-            whole_matrices=any(on(p, "is_managed_by_layer_wise_optimizer") for _, p in parameters),
+            whole_matrices=any(hasattr(p, "is_managed_by_layer_wise_optimizer") for _, p in parameters),
             weight_shards=shards,
             cut_twice=next((n for n, p in parameters if shards > 1 and on(p, "is_gtp_weight_remat")), None),
             grouped_experts=next(grouped, None),
@@ -236,11 +236,14 @@ RULES = (
         ),
     ),
     Rule(
-        "the model is wrapped with use_distributed_optimizer in its DistributedDataParallelConfig, so that each of "
-        "{run.data_parallel} data-parallel ranks gets a shard of the gradients that cuts matrices",
+        "the model is wrapped with use_distributed_optimizer in its DistributedDataParallelConfig, so its gradients "
+        "are laid out for shards that cut matrices (data-parallel ranks: {run.data_parallel})",
         "wrap it by megatron.training's wrap_model_chunks_with_ddp with use_layer_wise_distributed_optimizer "
         "(from 0.18 on), or without use_distributed_optimizer",
-        lambda run: run.scatters and not (run.layer_wise and run.whole_matrices),
+        lambda run: (
+            (on(run.ddp, "use_distributed_optimizer") and not run.megatron_fsdp)
+            and (not run.whole_matrices if run.layer_wise else run.data_parallel > 1)
+        ),
     ),
     Rule(
         "{run.expert_vector} is expert-parallel and no matrix, which Megatron-Core's layer-wise distributed optimizer "

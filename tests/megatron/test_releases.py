@@ -102,19 +102,17 @@ def test_the_rest_of_the_family_where_there_is_a_registry(release, tmp_path, nam
 
 @full
 def test_a_stage_with_an_embedding_alone_has_a_place_in_the_layer_wise_layout(release, tmp_path):
-    """0.18 lays out the gradient buffers of every stage, also of one that has no matrix."""
+    """0.18 lays out the gradient buffers of every stage, also of one that has no matrix.
+
+    Without Apex and Transformer Engine it cannot save such a run: a rank may have no state of its Adam.
+    """
     version, megatron = release
     stages = ["--pipeline-model-parallel-size", 2, "--account-for-embedding-in-pipeline-split", "--num-layers", 1]
-    run = [*stages, *muon(version), "--bf16", "--ckpt-format", "torch_dist", "--train-iters", 4]
+    run = [*stages, *muon(version), "--bf16", "--train-iters", 4]
     alone, _ = train(tmp_path / "alone", 2, *run, megatron=megatron)
-    dealt = [*run, "--optimizer", "dist_muon"]
-    saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2]
-    straight, _ = train(tmp_path / "straight", 4, *dealt, *saved, megatron=megatron)
-    load = ["--load", tmp_path / "checkpoint", "--ckpt-step", 2]
-    resumed, _ = train(tmp_path / "resumed", 4, *dealt, *load, megatron=megatron)
-    assert straight[2]["grad_norms"] == pytest.approx(alone[1]["grad_norms"], rel=1e-2)
+    dealt, _ = train(tmp_path / "dealt", 4, *run, "--optimizer", "dist_muon", megatron=megatron)
     for rank in range(4):
-        assert_same(resumed[rank]["after"], straight[rank]["after"])
+        assert dealt[rank]["grad_norms"] == pytest.approx(alone[rank // 2]["grad_norms"], rel=1e-2)
 
 
 @full

@@ -77,13 +77,9 @@ def go_on_from(wrapper: Any, loaded: Mapping[int, Tensor]) -> None:
                 model.copy_(own)
 
 
-def _averages(wrapper: Any) -> bool:
-    return isinstance(wrapper.optimizer, BaseOptimizer) and wrapper.optimizer.live_key is not None
-
-
 def _pairs(wrapper: Any) -> list[tuple[Tensor, Tensor]]:
     """What the torch optimizer trains, and the parameter of the model; none where it evaluates what it trains."""
-    if not _averages(wrapper):
+    if not isinstance(wrapper.optimizer, BaseOptimizer) or wrapper.optimizer.live_key is None:
         return []
     own = (parameter for group in wrapper.optimizer.param_groups for parameter in group["params"])
     return list(zip(own, model_parameters(wrapper), strict=True))

@@ -127,7 +127,7 @@ def _rank(rank: int, folder: str, names: list[str]) -> None:
 def on_two_ranks(names: list[str]) -> dict[str, Walk]:
     """The walks of one of two tensor-parallel ranks, by the names of the optimizers."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, (folder, names), nprocs=2, start_method="spawn")
+        mp.start_processes(_rank, (folder, names), nprocs=2, start_method="forkserver")
         found: dict[str, Walk] = torch.load(os.path.join(folder, "found.pt"), weights_only=False)
     return found
 

@@ -4,6 +4,8 @@ import argparse
 import ast
 import logging
 import os
+import shlex
+import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -114,8 +116,8 @@ def parse_arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--restart-every", type=int, default=50, help="steps, for --schedule restarts")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=16, help="sequences of all ranks together")
-    parser.add_argument("--save", type=Path, help="where checkpoints go, each in STEP")
-    parser.add_argument("--save-every", type=int, default=100)
+    parser.add_argument("--save", type=Path, help="where checkpoints go, each in STEP, the last step's too")
+    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--load", type=Path, help="the checkpoint to go on from, such as SAVE/100")
     parser.add_argument(
         "--replicas", type=int, default=1, help="FSDP2 alone: copies of the model, each in shards (HSDP)"
@@ -150,6 +152,11 @@ def ranks() -> Iterator[torch.device]:
     Yields:
         the device of this rank.
     """
+    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise SystemExit(
+            f"{sys.argv[0]}: torchrun has to start the ranks, also where there is one alone. Write\n"
+            f"    torchrun --nproc-per-node 2 {shlex.join(sys.argv)}"
+        )
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     local_rank = int(os.environ["LOCAL_RANK"])
     if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
@@ -198,5 +205,5 @@ def train(
         dist.all_reduce(mean)
         if dist.get_rank() == 0:
             print(f"step {step} loss {mean.item() / dist.get_world_size()} lr {scheduler.get_last_lr()}", flush=True)
-        if arguments.save and step % arguments.save_every == 0:
+        if arguments.save and (step % arguments.save_every == 0 or step == arguments.steps):
             save(step)

@@ -1,36 +1,59 @@
 """Muon and its relatives for Megatron-Core and plain torch: parallel, exact, resumable, nothing silent.
 
-Importing this package imports torch and not Megatron; :func:`activate` and :func:`get_megatron_optimizer` do. The
-classes of the table of optimizers, :mod:`megatron_eopt.family`, are names of the package.
+Importing this package imports neither torch nor Megatron. A name brings torch; :func:`activate` and
+:func:`get_megatron_optimizer` bring Megatron. The classes of the table of optimizers, :mod:`megatron_eopt.family`, are
+names of the package.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megatron_eopt import family, optimizers, registry
-from megatron_eopt.metrics import watch as watch
-from megatron_eopt.optimizers import DistributedMuon as DistributedMuon
-from megatron_eopt.optimizers import OrthogonalizedOptimizer as OrthogonalizedOptimizer
-from megatron_eopt.optimizers import factor_pairs as factor_pairs
-from megatron_eopt.optimizers.with_adamw import Muon as Muon
-from megatron_eopt.plain import OptimizerConfig as OptimizerConfig
-from megatron_eopt.plain import build_optimizer as build_optimizer
-from megatron_eopt.registry import EMERGING_OPTIMIZERS as EMERGING_OPTIMIZERS
-from megatron_eopt.registry import EmergingOptimizerEntry as EmergingOptimizerEntry
-from megatron_eopt.registry import get_optimizer_entry as get_optimizer_entry
-from megatron_eopt.registry import list_optimizers as list_optimizers
-from megatron_eopt.registry import register_optimizer as register_optimizer
-
-if TYPE_CHECKING:  # type checkers and editors find the classes where the table imports them
+if TYPE_CHECKING:  # type checkers and editors find the names where they are
     from megatron_eopt.family import *  # noqa: F403
-else:
-    globals().update(family.CLASSES)
-    vars(optimizers).update(family.CLASSES)
-    __all__ = [
-        *("DistributedMuon", "EMERGING_OPTIMIZERS", "EmergingOptimizerEntry", "Muon", "OptimizerConfig"),
-        *("OrthogonalizedOptimizer", "activate", "build_optimizer", "factor_pairs", "get_megatron_optimizer"),
-        *("get_optimizer_entry", "list_optimizers", "register_optimizer", "watch"),
-    ]
-    __all__.extend(family.CLASSES)  # what reads the source for the reference takes strings alone
+    from megatron_eopt.metrics import watch as watch
+    from megatron_eopt.optimizers import DistributedMuon as DistributedMuon
+    from megatron_eopt.optimizers import OrthogonalizedOptimizer as OrthogonalizedOptimizer
+    from megatron_eopt.optimizers import factor_pairs as factor_pairs
+    from megatron_eopt.optimizers.with_adamw import Muon as Muon
+    from megatron_eopt.plain import OptimizerConfig as OptimizerConfig
+    from megatron_eopt.plain import build_optimizer as build_optimizer
+    from megatron_eopt.registry import EMERGING_OPTIMIZERS as EMERGING_OPTIMIZERS
+    from megatron_eopt.registry import EmergingOptimizerEntry as EmergingOptimizerEntry
+    from megatron_eopt.registry import get_optimizer_entry as get_optimizer_entry
+    from megatron_eopt.registry import list_optimizers as list_optimizers
+    from megatron_eopt.registry import register_optimizer as register_optimizer
+
+_REGISTRY = "EMERGING_OPTIMIZERS EmergingOptimizerEntry get_optimizer_entry list_optimizers register_optimizer"
+_MODULES = {  # of the names that are no class of the table
+    **dict.fromkeys(("DistributedMuon", "OrthogonalizedOptimizer", "factor_pairs"), "optimizers"),
+    "Muon": "optimizers.with_adamw",
+    **dict.fromkeys(("OptimizerConfig", "build_optimizer"), "plain"),
+    **dict.fromkeys(_REGISTRY.split(), "registry"),
+    "watch": "metrics",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what a name needs when it is asked for: commands that need no torch start without it."""
+    if name == "__all__":
+        return ["activate", "get_megatron_optimizer", *_MODULES, *import_module("megatron_eopt.family").CLASSES]
+    where = _MODULES.get(name, name if name[:1].islower() else "family")
+    names: dict[str, Any] = {}
+    if not name.startswith("_"):
+        try:
+            module = import_module(f"{__name__}.{where}")
+            names = {**(module.CLASSES if where == "family" else vars(module)), where: module}
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{where}":
+                raise
+    if name not in names:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals().setdefault(name, names[name])
+
+
+def __dir__() -> list[str]:
+    """Every name, for shells and editors; asking for them imports torch."""
+    return sorted({*globals(), *__getattr__("__all__")})
 
 
 def activate() -> None:
@@ -70,12 +93,3 @@ def get_megatron_optimizer(config: Any, model_chunks: Any, *args: Any, **kwargs:
     from megatron_eopt.megatron import releases
 
     return releases.builder(config.optimizer)(config, model_chunks, *args, **kwargs)
-
-
-def _to_adam(name: str, takes: Any) -> Any:
-    from megatron_eopt.megatron.entries import to_adam
-
-    return to_adam(name, takes)
-
-
-registry.FROM_ABOVE["to_adam"] = _to_adam

@@ -11,12 +11,13 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -93,16 +94,11 @@ class Problem(NamedTuple):
     do: str
 
 
-def add_command(commands: Any) -> None:
-    """Add the command's parser to those of the program."""
-    parser = commands.add_parser(
-        "doctor",
-        help="what is installed, what works with it, and what to do about the rest",
-        description="Exit status: 0 without problems, 1 with. A machine without a GPU is none.",
-        allow_abbrev=False,
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command to its parser."""
+    parser.description = "Exit status: 0 without problems, 1 with. A machine without a GPU is none."
     parser.add_argument("--json", action="store_true", help="the same as JSON")
-    parser.set_defaults(parser=parser, run=_examine)
+    parser.set_defaults(run=_examine)
 
 
 def _examine(options: argparse.Namespace, rest: Sequence[str] | None) -> int:
@@ -274,7 +270,8 @@ def matrix(facts: Facts) -> list[Row]:
     """What the Megatron-Core that was found supports; empty without one, or with one that is too old."""
     if facts.core is None or releases.number(facts.core.version) < releases.number(RELEASES[-1]):
         return []
-    return support_matrix(facts.core.version)
+    links = re.compile(r"\[([^]]*)\]\([^)]*\)")  # of the page that the notes are written for too
+    return [row._replace(note=links.sub(r"\1", row.note)) for row in support_matrix(facts.core.version)]
 
 
 def _text(facts: Facts, found: list[Problem]) -> str:

@@ -35,11 +35,7 @@ ITERATION = tuple(
 """Settings of Muon that say how matrices are orthogonalized and exchanged."""
 
 MOMENTUM = ("momentum", "momentum_warmup", "nesterov")
-MUON = (
-    *ITERATION,
-    *MOMENTUM,
-    *"scale_mode extra_scale_factor use_decoupled_weight_decay weight_decay_method".split(),
-)
+MUON = (*ITERATION, *MOMENTUM, *"scale_mode extra_scale_factor use_decoupled_weight_decay weight_decay_method".split())
 """All settings of Muon."""
 
 FAMILY = (

@@ -17,7 +17,7 @@ from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.parallel.watched import PHASES, Watched
-from megatron_eopt.registry import EMERGING_OPTIMIZERS
+from megatron_eopt.registry import BUILT_AS, EMERGING_OPTIMIZERS
 
 Metrics = dict[str, dict[str, float]]
 """Name of an optimizer -> name of a figure, of :data:`MEANINGS` -> value."""
@@ -38,21 +38,9 @@ MEANINGS = {
     "update_ms": "the rest of the step: momentum, decay, and the update of the parameters",
     "sent_mb": "megabytes that a rank sends in the exchange",
 }
-_SUMS = (
-    "matrices",
-    "effective_rank",
-    "effective_rank_share",
-    "residual",
-    "squares",
-    "entries",
-    "predicted",
-    "gradient",
-)
-_LARGEST = (
-    *("largest_residual", "smallest_effective_rank_share", "learning_rate", "skipped", "unpredicted", "present"),
-    *(f"{phase}_ms" for phase in PHASES),
-    "sent_mb",
-)
+_SUMS = "matrices effective_rank effective_rank_share residual squares entries predicted gradient".split()
+_LARGEST = "largest_residual smallest_effective_rank_share learning_rate skipped unpredicted present sent_mb".split()
+_LARGEST += [f"{phase}_ms" for phase in PHASES]
 
 
 class Sampler:
@@ -117,11 +105,9 @@ class Sampler:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         if norm and (total := sums[:, _SUMS.index("gradient")].sum().item()) > 0:
             sums[:, _SUMS.index("gradient")] *= norm**2 / total
-        rows = zip(names, sums.tolist(), largest.tolist(), strict=True)
-        of_names = (
-            (name, dict(zip(_SUMS, s, strict=True)), dict(zip(_LARGEST, m, strict=True))) for name, s, m in rows
-        )
-        return {name: _figures(s, m) for name, s, m in of_names if m["present"] == 1}
+        summed = (dict(zip(_SUMS, row, strict=True)) for row in sums.tolist())
+        most_of = (dict(zip(_LARGEST, row, strict=True)) for row in largest.tolist())
+        return {name: _figures(s, m) for name, s, m in zip(names, summed, most_of, strict=True) if m["present"] == 1}
 
     def _of(self, optimizer: Optimizer, watched: Watched, gradient: float) -> tuple[dict[str, float], dict[str, float]]:
         """This rank's summands, and its largest values."""
@@ -176,16 +162,22 @@ def name_of(optimizer: Optimizer) -> str:
     known = {entry.optimizer_cls: name for name, entry in sorted(EMERGING_OPTIMIZERS.items())}
     named = (known[cls] for cls in type(optimizer).__mro__ if cls in known)
     is_adam = any(cls.__name__.endswith(("Adam", "AdamW")) for cls in type(optimizer).__mro__)
-    return next(named, "adam" if is_adam else "other")
+    return BUILT_AS.get(optimizer) or next(named, "adam" if is_adam else "other")
 
 
 def line(metrics: Metrics) -> str:
-    """The figures as a part of a log line."""
-    return " | ".join(f"{name}: {_said(figures)}" for name, figures in metrics.items())
+    """The figures as a part of a log line; the rate of the step comes once, if all optimizers have the same.
+
+    It is not that of Megatron's line, which has the rate of the step after this one.
+    """
+    rates = {name: f"{figures['learning_rate']:.3g}" for name, figures in metrics.items()}
+    of_each = [f"{rate} ({name})" for name, rate in rates.items()] if len({*rates.values()}) > 1 else {*rates.values()}
+    said = (f"{name}: {_said(figures)}" for name, figures in metrics.items())
+    return " | ".join([f"stepped by a rate of {', '.join(of_each)}", *said])
 
 
 def _said(figures: Mapping[str, float]) -> str:
-    said = [f"lr {figures['learning_rate']:.3g}"]
+    said = []
     if "grad_norm" in figures:
         said.append(f"grad norm {figures['grad_norm']:.3g}")
     if "update_rms" in figures:
@@ -221,7 +213,7 @@ def watch(
     if not isinstance(interval, int) or interval < 1:
         raise ValueError(f"interval is a number of steps, 1 or more, got {interval!r}")
     given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    inner = [each for outer in given for each in (_inside(outer))]
+    inner = [each for outer in given for each in _inside(outer)]
     parameters = [p for each in inner for group in each.param_groups for p in group["params"]]
     if not parameters:
         raise ValueError("there is nothing to watch: the optimizers have no parameters")

@@ -7,6 +7,10 @@ from megatron_eopt.parallel.deal import Deal, Item, deal, to_and_fro
 from megatron_eopt.parallel.records import Matrix, Shape, TpMode, cut, cut_at, whole
 
 Matrices = tuple[Matrix, ...]  # the logical ones of one parameter
+_EXPERTS = (
+    "ranks of a stage (--tensor-model-parallel-size times --data-parallel-size) over those of the experts "
+    "(--expert-tensor-parallel-size times --expert-model-parallel-size)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +96,13 @@ def dealt_matrices(
         router = (model.num_experts, model.hidden_size)
         dense.append((Matrix(f"{name}.mlp.router.weight", router, (whole(router),)),))
         columns = model.moe_ffn_hidden_size or model.ffn_hidden_size
-        for expert in range(_divided(model.num_experts, parallel.expert, "num_experts over expert-parallel ranks")):
+        here = _divided(model.num_experts, parallel.expert, "--num-experts over --expert-model-parallel-size")
+        for expert in range(here):
             at = f"{name}.mlp.experts.local_experts.{expert}"
             experts += _mlp(at, model, columns, parallel.expert_tensor, "expt_tp", split_gate_up)
     ranks = parallel.tensor * parallel.data
     if experts:
-        ranks = _divided(ranks, parallel.expert_tensor * parallel.expert, "ranks of a stage over those of the experts")
+        ranks = _divided(ranks, parallel.expert_tensor * parallel.expert, _EXPERTS)
     own: list[Matrix] = []
     deals = []
     for parameters, data in ((dense, parallel.data), (experts, ranks)):
@@ -113,10 +118,10 @@ def dealt_matrices(
 def _attention(name: str, model: Model, ranks: int) -> list[Matrices]:
     """QKV, whose rows are interleaved by query group, and the output projection."""
     heads = model.num_attention_heads
-    channels = model.kv_channels or _divided(model.hidden_size, heads, "hidden_size over num_attention_heads")
+    channels = model.kv_channels or _divided(model.hidden_size, heads, "--hidden-size over --num-attention-heads")
     groups = model.num_query_groups or heads
-    rows = (_divided(heads, groups, "num_attention_heads over num_query_groups") * channels, channels, channels)
-    of_rank = _divided(groups * sum(rows), ranks, "rows of linear_qkv over tensor-parallel ranks")
+    rows = (_divided(heads, groups, "--num-attention-heads over --num-query-groups") * channels, channels, channels)
+    of_rank = _divided(groups * sum(rows), ranks, "rows of linear_qkv over --tensor-model-parallel-size")
     qkv, before = [], 0
     for letter, height in zip("qkv", rows, strict=True):
         # Rows of this matrix above the first row of each rank: those of earlier groups, and some of the group it is in.

@@ -3,7 +3,6 @@
 import argparse
 import math
 from pathlib import Path
-from typing import Any
 
 Curves = dict[str, list[tuple[int, float]]]
 """Tag -> (iteration, value), ascending."""
@@ -27,13 +26,11 @@ PANELS = (
 COLUMNS = 3
 
 
-def add_command(commands: Any) -> None:
-    """Add ``plot`` to the commands of ``megatron-eopt``."""
-    what = "losses and figures of optimizers from TensorBoard files"
-    parser = commands.add_parser("plot", help=what, allow_abbrev=False)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command to its parser."""
     parser.add_argument("folders", nargs="+", metavar="RUN", help="a folder that was given by --tensorboard-dir")
     parser.add_argument("--out", default="plot.png", metavar="FILE", help="the picture (plot.png)")
-    parser.set_defaults(parser=parser, run=_plot)
+    parser.set_defaults(run=_plot)
 
 
 def _plot(options: argparse.Namespace, flags: list[str] | None) -> int:

@@ -36,7 +36,8 @@ class Redirection:
         """What is replaced, in words."""
         if isinstance(self.target, MutableMapping):
             return f"{'environment variable' if self.target is os.environ else 'entry'} {self.name}"
-        return f"{str(getattr(self.target, '__name__', self.target)).replace(':', '.')}.{self.name}"
+        target = getattr(self.target, "__name__", None) or getattr(self.target, "name", self.target)  # of a logger
+        return f"{str(target).replace(':', '.')}.{self.name}"
 
     def __str__(self) -> str:
         return f"{self.what}: {self.reason}"

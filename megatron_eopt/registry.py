@@ -10,6 +10,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from importlib import import_module
 from typing import Any, overload
 from weakref import WeakKeyDictionary
 
@@ -29,9 +30,6 @@ from megatron_eopt.row import get_qkv_split_shapes, kwargs_from_config
 InitStateFn = Callable[..., None]
 Builder = Callable[..., Optimizer]
 
-FROM_ABOVE: dict[str, Callable[..., Any]] = {}
-"""What only rooms above can say; the package fills in ``to_adam``, which speaks of Megatron's ``ParamKey``."""
-
 
 def is_nonlinear_or_embedding(param: Tensor) -> bool:
     """True for a parameter that a matrix optimizer should leave to Adam: an embedding, an output layer, no matrix.
@@ -50,12 +48,18 @@ def is_muon_excluded(param: Tensor) -> bool:
 
 def default_param_overrides_factory() -> dict[Any, dict[str, Any]]:
     """The default routing, parameters that are no matrices and embeddings to Adam, by Megatron's ``ParamKey``."""
-    return FROM_ABOVE["to_adam"]("nonlinear_or_embedding", is_nonlinear_or_embedding)
+    return _to_adam("nonlinear_or_embedding", is_nonlinear_or_embedding)
 
 
 def muon_param_overrides_factory() -> dict[Any, dict[str, Any]]:
     """The routing of optimizers of matrices: the default one, and parameters with ``use_muon=False`` to Adam, too."""
-    return FROM_ABOVE["to_adam"]("muon_excluded", is_muon_excluded)
+    return _to_adam("muon_excluded", is_muon_excluded)
+
+
+def _to_adam(name: str, takes: Callable[[Any], bool]) -> dict[Any, dict[str, Any]]:
+    """By name, when it is called: Megatron's ``ParamKey`` is known to a room above alone."""
+    overrides: dict[Any, dict[str, Any]] = import_module("megatron_eopt.megatron.entries").to_adam(name, takes)
+    return overrides
 
 
 class _DefaultOverrides:
@@ -98,7 +102,8 @@ class EmergingOptimizerEntry:
     """What is needed to build an optimizer for Megatron.
 
     Attributes:
-        optimizer_cls: subclass of ``torch.optim.Optimizer``.
+        optimizer_cls: subclass of ``torch.optim.Optimizer``, or what makes one of the same arguments: a
+            ``functools.partial``, or a function, which says the class by the annotation of what it returns.
         init_state_fn: ``(opt, config=None)``, creates every state tensor of every parameter.
         config_to_kwargs: ``(config, model_chunks, pg_collection) -> dict`` of arguments for ``optimizer_cls``; None for
             :func:`default_adam_based_eopt_config_to_kwargs`.
@@ -106,7 +111,7 @@ class EmergingOptimizerEntry:
             arguments that returns them; by default they give parameters that are no matrices, and embeddings, to Adam.
     """
 
-    optimizer_cls: type[Optimizer]
+    optimizer_cls: type[Optimizer] | Callable[..., Optimizer]
     init_state_fn: InitStateFn = eopt_init_state_fn
     config_to_kwargs: Callable[[Any, Sequence[Any], Any], dict[str, Any]] | None = None
     default_param_overrides: Any = _DefaultOverrides()
@@ -245,13 +250,12 @@ def _check_free(name: str, registered: Iterable[str]) -> None:
 
 
 def _look_up[T](name: str, registered: Mapping[str, T]) -> T:
-    if name in registered:
+    if isinstance(name, str) and name in registered:
         return registered[name]
-    nearest = difflib.get_close_matches(name, registered)
+    nearest = difflib.get_close_matches(str(name), registered)
     hint = f" (did you mean {' or '.join(map(repr, nearest))}?)" if nearest else ""
-    raise UnknownOptimizerError(
-        f"unknown optimizer {name!r}{hint}: registered are {', '.join(sorted(registered)) or 'none'}"
-    )
+    known = ", ".join(sorted(registered)) or "none"
+    raise UnknownOptimizerError(f"unknown optimizer {name!r}{hint}: registered are {known}")
 
 
 def create_emerging_optimizer(
@@ -306,22 +310,27 @@ _kwargs_from_config = kwargs_from_config
 _muon_config_to_kwargs = muon_config_to_kwargs
 
 
+def optimizer_class(name: str) -> Any:
+    """Class of the optimizers that are built under a name; ``object`` where none is known."""
+    made_by: Any = getattr(EMERGING_OPTIMIZERS.get(name), "optimizer_cls", object)
+    while isinstance(made_by, partial):
+        made_by = made_by.func
+    cls = made_by if isinstance(made_by, type) else getattr(made_by, "__annotations__", {}).get("return")
+    return cls if isinstance(cls, type) else object
+
+
 def takes_matrices(name: str) -> bool:
     """Whether an optimizer is for matrices, by what is registered under its name."""
-    entry = EMERGING_OPTIMIZERS.get(name)
-    if entry is None or not issubclass(entry.optimizer_cls, BaseOptimizer):
-        return False
-    counts = entry.optimizer_cls.described_matrices is not BaseOptimizer.described_matrices
-    return counts or issubclass(entry.optimizer_cls, OrthogonalizedOptimizer)
+    cls = optimizer_class(name)
+    counts = issubclass(cls, BaseOptimizer) and cls.described_matrices is not BaseOptimizer.described_matrices
+    return counts or issubclass(cls, OrthogonalizedOptimizer)
 
 
 def pairs_rows(name: str) -> bool:
     """Whether the state of an optimizer for matrices pairs rows with rows, by what is registered under its name."""
-    entry = EMERGING_OPTIMIZERS.get(name)
-    return entry is not None and bool(getattr(entry.optimizer_cls, "pairs_rows", False))
+    return bool(getattr(optimizer_class(name), "pairs_rows", False))
 
 
 def decays_weights(name: str) -> bool:
     """Whether an optimizer has a weight decay, by what is registered under its name; any other is taken to have one."""
-    entry = EMERGING_OPTIMIZERS.get(name)
-    return entry is None or bool(getattr(entry.optimizer_cls, "decays_weights", True))
+    return bool(getattr(optimizer_class(name), "decays_weights", True))

@@ -1,7 +1,8 @@
 """What the table of optimizers says of each: a row with its flags."""
 
+import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import Any, Literal, get_args, get_origin
@@ -9,7 +10,9 @@ from typing import Any, Literal, get_args, get_origin
 import torch
 
 from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.group_settings import DECOUPLED
 
+MEGATRONS_DECOUPLED = "decoupled_weight_decay"  # field of Megatron's config
 ADAMW_RMS = 0.2  # of the entries of a typical AdamW update, before the learning rate (arXiv 2502.16982, section 2.2)
 
 
@@ -102,10 +105,10 @@ class Row:
 
         A ``ValueError`` refuses weight decay that is not decoupled, unless it takes that from Muon.
         """
-        decoupled = getattr(config, "decoupled_weight_decay", True)
-        takes_l2_decay = "use_decoupled_weight_decay" in self.of_muon
-        if not decoupled and not takes_l2_decay:
-            raise ValueError(f"{self.name} has decoupled weight decay only: leave decoupled_weight_decay at True")
+        takes_l2_decay = DECOUPLED in self.of_muon
+        for field in () if takes_l2_decay else (f"{self.name}_{DECOUPLED}", DECOUPLED, MEGATRONS_DECOUPLED):
+            if not getattr(config, field, True):
+                raise ValueError(f"{self.name} has decoupled weight decay only: leave {field} at True")
         of_muon = kwargs_from_config(self.cls, "muon", config)
         if hasattr(config, "muon_use_nesterov"):  # its name up to Megatron-Core 0.17
             of_muon["nesterov"] = config.muon_use_nesterov
@@ -113,8 +116,8 @@ class Row:
         kwargs |= kwargs_from_config(self.cls, self.name, config)
         kwargs |= workspace_from(config) if self.takes("workspace") else {}
         kwargs |= momentum_dtype_from(config) if self.takes("momentum_dtype") else {}
-        if takes_l2_decay:
-            kwargs["use_decoupled_weight_decay"] = decoupled
+        if takes_l2_decay:  # the optimizer's own fields win over Megatron's, which is for Adam, too
+            kwargs.setdefault(DECOUPLED, getattr(config, MEGATRONS_DECOUPLED, True))
         if not self.cls.decays_weights:
             kwargs["weight_decay"] = 0.0
         if self.betas and hasattr(config, f"{self.betas}_beta1"):
@@ -132,15 +135,23 @@ class Row:
         return kwargs
 
 
-def kwargs_from_config(optimizer_cls: type, prefix: str, config: Any) -> dict[str, Any]:
+def kwargs_from_config(optimizer_cls: Callable[..., Any], prefix: str, config: Any) -> dict[str, Any]:
     """The named arguments of an optimizer that a config has: ``config.{prefix}_{name}``, else ``config.{name}``."""
     kwargs = {}
-    for name, argument in inspect.signature(optimizer_cls.__init__).parameters.items():  # type: ignore[misc]
+    for name, argument in inspect.signature(optimizer_cls).parameters.items():
         fields = [field for field in (f"{prefix}_{name}", name) if hasattr(config, field)]
         named = argument.kind not in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
-        if fields and named and name not in ("self", "params"):
+        if fields and named and name not in ("params", *getattr(optimizer_cls, "keywords", ())):  # of a partial
             kwargs[name] = getattr(config, fields[0])
     return kwargs
+
+
+def with_fields(config: Any, **values: Any) -> Any:
+    """A copy of a config, or of a field of one, with other values; nothing is computed anew from them."""
+    found = copy.copy(config)
+    for name, value in values.items():
+        setattr(found, name, value)
+    return found
 
 
 def workspace_from(config: Any) -> dict[str, int]:

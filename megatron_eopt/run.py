@@ -40,10 +40,16 @@ def main(argv: Sequence[str]) -> None:
 
     activate()
     sys.argv = list(command)
-    if options.module:
-        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(command[0], run_name="__main__")
+    try:
+        if options.module:
+            runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(command[0], run_name="__main__")
+    except Exception as error:
+        from megatron_eopt.megatron.arguments import tell_torchrun
+
+        tell_torchrun(f"{type(error).__name__}: {error}")
+        raise
 
 
 if __name__ == "__main__":

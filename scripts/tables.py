@@ -105,7 +105,9 @@ def settings() -> str:
 
 def refused() -> str:
     """What single optimizers refuse."""
-    others = "`decoupled_weight_decay=False`, `--muon-preset`, and `scale_mode` and `extra_scale_factor` of overrides"
+    others = (
+        "`(use_)decoupled_weight_decay=False`, `--muon-preset`, and `scale_mode` and `extra_scale_factor` of overrides"
+    )
     rates = "`--muon-lr` and its like, which are for optimizers of matrices"
     rows = [
         (f"all but {code(LIKE_MUON)}", f"{others}: none has Muon's scale"),

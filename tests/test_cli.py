@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_eopt.cli import main
+from megatron_eopt.cli import COMMANDS, main
 
 ROOT = Path(__file__).parent.parent
 SIZES = "--num-layers 4 --hidden-size 512 --ffn-hidden-size 1792 --num-attention-heads 8 --num-query-groups 2 --swiglu"
@@ -144,7 +144,11 @@ def test_measured_kernels_are_refused(capsys, times):
     ("arguments", "message"),
     [
         ("--hidden-size 512", "name a --model, or give --num-layers, --ffn-hidden-size, --num-attention-heads"),
-        (f"{SIZES} --tensor-model-parallel-size 5", "rows of linear_qkv over tensor-parallel ranks"),
+        (f"{SIZES} --tensor-model-parallel-size 5", "rows of linear_qkv over --tensor-model-parallel-size"),
+        (
+            "--model qwen3-30b-a3b --expert-model-parallel-size 8",
+            "times --data-parallel-size) over those of the experts",
+        ),
         (f"{SIZES} --muon-num-ns-steps 6", "quintic"),
         (f"{SIZES} --tflops 0", "rate 'flops' must be a positive number"),
         (f"{SIZES} --num-layers 0", "expected at least 1, got 0"),
@@ -156,6 +160,35 @@ def test_what_is_refused(capsys, arguments, message):
         main(["plan", *arguments.split()])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_help_and_version_are_there_at_once():
+    """Without torch, whose import takes longer than all else; the names of the package bring it when they are used."""
+    code = (
+        "import sys\n"
+        "from megatron_eopt.cli import main\n"
+        "for flag in ('--version', '--help'):\n"
+        "    try:\n"
+        "        main([flag])\n"
+        "    except SystemExit as ended:\n"
+        "        assert ended.code == 0\n"
+        "assert 'torch' not in sys.modules\n"
+        "import megatron_eopt\n"
+        "assert {'Muon', 'Lion', 'activate'} <= set(dir(megatron_eopt))\n"
+        "from megatron_eopt.optimizers import Scion\n"
+        "from megatron_eopt import *\n"
+        "assert Scion is megatron_eopt.Scion is megatron_eopt.registry.get_optimizer_entry('scion').optimizer_cls\n"
+        "assert all(name in globals() for name in megatron_eopt.__all__)\n"
+        "assert not hasattr(megatron_eopt, 'Row') and not hasattr(megatron_eopt, 'nothing')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    version, *usage = done.stdout.splitlines()
+    assert re.fullmatch(r"megatron-eopt (\d.*|\(not installed as a package\))", version)
+    assert usage[0] == "usage: megatron-eopt [-h] [--version] COMMAND ..."
+    for command in COMMANDS:
+        assert any(line.split()[:1] == [command] for line in usage)
 
 
 def test_as_a_module_without_a_gpu_and_without_megatron():
@@ -176,3 +209,21 @@ def test_a_larger_workspace_makes_fewer_chunks(capsys):
     printed = capsys.readouterr().out
     assert "32 of 28672 x 4096" in printed
     assert "in 1 chunk. The workspace is 8,192 MiB" in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        ("--model llama3-8b --pipeline-model-parallel-size 64", "the momentum and update of whole shards"),
+        ("--model llama3-70b --tensor-model-parallel-size 8 --num-layers 2 --muon-tp-mode gram", "iterations"),
+    ],
+)
+def test_temporaries_above_the_workspace_say_what_they_are(capsys, flags, what):
+    printed = shown(capsys, flags).replace(",", "")
+    (total, workspace), (chunks, beside) = (
+        map(int, found)
+        for pattern in (r"at most (\d+) MiB.*workspace is (\d+)", rf"peak (\d+) MiB .* (\d+) MiB of {what}\.")
+        for found in re.findall(pattern, printed)
+    )
+    assert total == pytest.approx(chunks + beside, abs=1)
+    assert total > workspace >= chunks

@@ -1,5 +1,6 @@
 """megatron_eopt.cpu: Megatron trains on a CPU, and afterwards the process is as it was."""
 
+import logging
 import math
 import os
 import re
@@ -155,6 +156,19 @@ def test_describe_names_each_redirection_with_its_reason():
         assert name in described
 
 
+def test_megatron_does_not_warn_of_the_one_generator(cpu_run, caplog):
+    """A line for each layer, on each rank, of what is meant to be so here."""
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    tracker = CudaRNGStatesTracker()
+    tracker.add("mine", 1)
+    with tracker.fork("mine"):
+        torch.rand(2, device="cuda")
+    assert not caplog.records
+    logging.getLogger(CudaRNGStatesTracker.__module__).warning("another")
+    assert [each.message for each in caplog.records] == ["another"]
+
+
 # ---- what a GPU was asked for, the CPU does
 
 
@@ -226,8 +240,9 @@ def test_nothing_is_compiled(cpu_run):
 # ---- two ranks
 
 
-def _two_ranks(rank, port):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+def _two_ranks(rank, port, inherited):
+    os.environ.clear()
+    os.environ.update(inherited, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
     megatron_eopt.cpu.install()
     dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
     group = dist.new_group([0, 1], backend="nccl", pg_options=object())
@@ -251,11 +266,9 @@ def _two_ranks(rank, port):
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
-def test_gloo_does_what_megatron_asks_of_nccl(monkeypatch):
-    for name, value in environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    torch.multiprocessing.spawn(_two_ranks, args=(free_port(),), nprocs=2)
+def test_gloo_does_what_megatron_asks_of_nccl():
+    arguments = (free_port(), environment())
+    torch.multiprocessing.start_processes(_two_ranks, arguments, nprocs=2, start_method="forkserver")
 
 
 def test_megatron_trains_a_gpt_and_tensor_parallelism_does_not_change_the_losses(tmp_path):
@@ -272,6 +285,6 @@ def test_megatron_trains_a_gpt_and_tensor_parallelism_does_not_change_the_losses
 def test_megatron_trains_experts_on_two_ranks_with_the_distributed_optimizer(tmp_path):
     experts = ["--num-experts", 4, "--expert-model-parallel-size", 2, "--moe-token-dispatcher-type", "alltoall"]
     run = ["--num-layers", 2, "--train-iters", 3, *experts, "--use-distributed-optimizer", "--bf16"]
-    for rank in train(tmp_path / "run", 2, *run, program=UPSTREAM)[0]:
+    for rank in train(tmp_path / "run", 2, *run, program=UPSTREAM, forked=False)[0]:
         assert len(rank["losses"]) == 3
         assert rank["losses"][-1] < rank["losses"][0]

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.optimizer import OptimizerConfig, emerging_optimizers
 from megatron.training.arguments import add_megatron_arguments
 
 import megatron_eopt
 from megatron_eopt.family import CLASSES, FAMILY, LIKE_MUON, MUON, ROWS
 from megatron_eopt.megatron.arguments import FLAGS, amend
-from megatron_eopt.registry import list_optimizers
+from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers
 from tests.optimizers.family import build
 
 rows = pytest.mark.parametrize("row", FAMILY, ids=lambda row: row.name)
@@ -92,7 +93,7 @@ def test_a_flag_of_its_own_reaches_it(row):
 @rows
 def test_what_it_takes_of_muons_flags_reaches_it(row):
     others = {setting for setting in MUON if row.takes(setting)} - {flag.setting for flag in row.flags}
-    for setting in others - {"use_decoupled_weight_decay"}:
+    for setting in others:
         kwargs = row.config_to_kwargs(config(row, **{f"muon_{setting}": "given"}), MODEL, None)
         assert (kwargs.get(setting) == "given") is (setting in row.of_muon or row.name == "muon"), setting
 
@@ -105,6 +106,35 @@ def test_weight_decay_that_is_not_decoupled_is_muons_alone(row):
     else:
         with pytest.raises(ValueError, match=f"{row.name} has decoupled weight decay only"):
             row.config_to_kwargs(coupled, MODEL, None)
+
+
+@rows
+@pytest.mark.parametrize("prefix", ["", "muon_", "own_"])
+def test_the_contracts_flag_of_weight_decay_is_honoured_or_refused(row, prefix):
+    field = prefix.replace("own", row.name) + "use_decoupled_weight_decay"
+    to_kwargs = EMERGING_OPTIMIZERS[row.name].config_to_kwargs
+    if row.name in LIKE_MUON:
+        for said, of_megatron in ((False, True), (True, False)):
+            found = to_kwargs(config(row, **{field: said, "decoupled_weight_decay": of_megatron}), MODEL, None)
+            assert found["use_decoupled_weight_decay"] is said
+            assert row.cls(matrices(6, 4), **found).param_groups[0]["use_decoupled_weight_decay"] is said
+    elif prefix == "muon_":
+        assert "use_decoupled_weight_decay" not in to_kwargs(config(row, **{field: False}), MODEL, None)
+    else:
+        with pytest.raises(ValueError, match=f"{row.name} has decoupled weight decay only: leave {field} at True"):
+            to_kwargs(config(row, **{field: False}), MODEL, None)
+
+
+@pytest.mark.parametrize("name", ["muon", "adaptive_muon"])
+def test_megatrons_config_with_the_contracts_flag_gives_what_megatron_makes_of_it(name):
+    attention = SimpleNamespace(num_attention_heads=1, num_query_groups=1, kv_channels=2)
+    theirs = getattr(emerging_optimizers, f"_{name}_config_to_kwargs")
+    for decoupled in (True, False):
+        own = OptimizerConfig(optimizer=name, lr=0.1)
+        own.muon_use_decoupled_weight_decay = decoupled  # an attribute: activate() lists every class derived from its
+        given = own, [SimpleNamespace(config=attention)], None
+        found = EMERGING_OPTIMIZERS[name].config_to_kwargs(*given)["use_decoupled_weight_decay"]
+        assert found is theirs(*given)["use_decoupled_weight_decay"] is decoupled
 
 
 @rows

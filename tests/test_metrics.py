@@ -117,6 +117,18 @@ def test_a_gradient_that_is_not_finite_is_counted():
     assert "skipped 4" in line(seen[5])
 
 
+def test_a_line_has_the_rate_of_a_step_once():
+    """In words that are not those of Megatron's line, which has the rate of another step."""
+    figures = dict.fromkeys(["skipped", "sent_mb", *(f"{phase}_ms" for phase in PHASES)], 0.0)
+
+    def said(muon, adam):
+        return line({"muon": figures | {"learning_rate": muon}, "adam": figures | {"learning_rate": adam}})
+
+    assert said(0.0075, 0.0075).startswith("stepped by a rate of 0.0075 | muon: ms exchange 0")
+    assert said(0.02, 0.0075).startswith("stepped by a rate of 0.02 (muon), 0.0075 (adam) | muon: ms exchange 0")
+    assert said(0.02, 0.0075).count("0.02") == said(0.0075, 0.0075).count("0.0075") == 1
+
+
 def test_an_adam_beside_the_matrices_has_figures_of_its_own():
     model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 24), nn.Linear(24, 32))
     optimizer = build_optimizer(model, OptimizerConfig(name="muon", lr=0.02, muon_adam_lr=3e-3))

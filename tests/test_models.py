@@ -90,9 +90,9 @@ def test_the_busiest_rank_before_and_after(data, by_size, by_time):
 @pytest.mark.parametrize(
     ("parallel", "model", "message"),
     [
-        (Parallel(tensor=5), SMALL, "rows of linear_qkv over tensor-parallel ranks: 96 is no multiple of 5"),
-        (Parallel(expert=3), MODELS["qwen3-30b-a3b"], "num_experts over expert-parallel ranks: 128 is no multiple"),
-        (Parallel(expert=4), MODELS["qwen3-30b-a3b"], "ranks of a stage over those of the experts: 1 is no multiple"),
+        (Parallel(tensor=5), SMALL, "rows of linear_qkv over --tensor-model-parallel-size: 96 is no multiple of 5"),
+        (Parallel(expert=3), MODELS["qwen3-30b-a3b"], "over --expert-model-parallel-size: 128 is no multiple"),
+        (Parallel(expert=4), MODELS["qwen3-30b-a3b"], r"--expert-model-parallel-size\): 1 is no multiple"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(parallel, model, message):

@@ -1,10 +1,13 @@
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_eopt import registry
+from megatron_eopt.metrics import name_of
 from megatron_eopt.optimizers import TensorParallelMuon
+from megatron_eopt.optimizers.soap import SOAP
 
 
 @pytest.fixture(autouse=True)
@@ -180,6 +183,45 @@ def test_an_entry_without_config_to_kwargs_is_built_like_adam():
     assert optimizer.settings == (0.1, (0.7, 0.9), 1e-3, 9, {})
     with pytest.raises(TypeError, match=r"Plain has no init_state\(\)"):
         init_state(optimizer)
+
+
+def muon_by_function(param_groups, **kwargs) -> TensorParallelMuon:
+    return TensorParallelMuon(param_groups, **kwargs)
+
+
+def unnamed(param_groups, **kwargs):
+    return TensorParallelMuon(param_groups, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("made_by", "known"),
+    [
+        (partial(TensorParallelMuon, momentum=0.6), True),
+        (partial(partial(TensorParallelMuon, momentum=0.6), nesterov=False), True),
+        (muon_by_function, True),
+        (unnamed, False),
+    ],
+)
+def test_what_makes_an_optimizer_may_be_a_partial_or_a_function(made_by, known):
+    entry = registry.EmergingOptimizerEntry(made_by, config_to_kwargs=lambda *_: {"lr": 0.5})
+    registry.register_optimizer("made", entry)
+    p = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer, _ = registry.create_emerging_optimizer(config(), [{"params": [p]}], "made", model(), None)
+    assert type(optimizer) is TensorParallelMuon
+    assert (optimizer.param_groups[0]["lr"], name_of(optimizer)) == (0.5, "made")
+    assert registry.takes_matrices("made") is known
+    assert registry.pairs_rows("made") is False
+    assert registry.decays_weights("made") is True
+    registry.register_optimizer("factors", registry.EmergingOptimizerEntry(partial(SOAP)))
+    assert registry.pairs_rows("factors")
+
+
+def test_what_a_partial_has_is_not_taken_from_the_config():
+    registry.register_optimizer("plain", registry.EmergingOptimizerEntry(partial(Plain, rank=4)))
+    p = torch.nn.Parameter(torch.ones(4, 4))
+    made = config(plain_rank=9, eps=1e-3)
+    optimizer, _ = registry.create_emerging_optimizer(made, [{"params": [p]}], "plain", model(), None)
+    assert optimizer.settings == (0.1, (0.7, 0.9), 1e-3, 4, {})
 
 
 def test_a_prefixed_value_wins():

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_eopt.run import main
+
 ROOT = Path(__file__).parent.parent
 SCRIPT = """
 import json, os, sys
@@ -66,7 +68,8 @@ def test_a_module_with_its_arguments_on_the_cpu(folder):
         (["nowhere.py"], "there is no script 'nowhere.py'"),
     ],
 )
-def test_what_cannot_be_run(folder, arguments, message):
-    done = launch(folder, *arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_what_cannot_be_run(capsys, arguments, message):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

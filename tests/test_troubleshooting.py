@@ -10,16 +10,20 @@ from types import SimpleNamespace
 import megatron.core.optimizer
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from megatron_eopt import OptimizerConfig, TensorParallelMuon, cpu
 from megatron_eopt.checkpoints.contents import read_contents
 from megatron_eopt.manifest import families, problems, warnings
 from megatron_eopt.megatron.arguments import with_flags
+from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.checkpoints.loading import mismatch, of_another, stacks_layers
-from megatron_eopt.megatron.factory import check_steps
+from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.qk_clip import refuse_unclipped
 from megatron_eopt.megatron.support.rules import Run, refuse_unsupported
-from megatron_eopt.overrides import ParameterInfo, entries_from_dict, resolve
+from megatron_eopt.overrides import ParameterInfo, Resolved, entries_from_dict, resolve
 from tests.manifest.made import muons, row
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -77,6 +81,25 @@ def first_step(monkeypatch):
     optimizer.step()
 
 
+def unused(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr("megatron_eopt.megatron.first_step.distinct", lambda here: [here])
+    parameter = SimpleNamespace(name="aside.weight", tensor=torch.nn.Parameter(torch.ones(6, 4)))
+    warn_of_unused([Assignment(parameter, "muon", Resolved({}, {}))])
+
+
+def built_before_fully_shard():
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 6))
+    optimizer = TensorParallelMuon([model[0].weight, model[1].weight])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        model(torch.ones(3, 6)).sum().backward()
+        optimizer.step()
+    finally:
+        dist.destroy_process_group()
+
+
 def on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -105,6 +128,8 @@ SAID = {
     "a GPU is there": on_a_gpu,
     "no matrices": lambda: problems(families([row(f"norms.{i}", (64,)) for i in range(15)]), "muon", True)[0],
     "first step": first_step,
+    "unused": unused,
+    "no gradients": built_before_fully_shard,
     "size": size_of_updates,
     "upside down": lambda: overrides(**{"linear_fc1.weight": {"lr": 1e-3}}).learning_rates(1e-2, 1e-2),
     "override": lambda: overrides(**{"*.mlp.linear_fcl.weight": {"lr": 1e-3}}),

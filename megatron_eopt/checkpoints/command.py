@@ -16,20 +16,15 @@ from megatron_eopt.manifest import from_json, table
 _SHOWN = "optimizer lr max_lr min_lr weight_decay wd_mult momentum betas eps".split()
 
 
-def add_command(commands: Any) -> None:
-    """Add the command's parser to those of the program."""
-    parser = commands.add_parser(
-        "verify-checkpoint",
-        help="what is in a torch_dist checkpoint, whether it is whole and finite, and whether a run would load it",
-        description="Exit status: 0 without errors, 1 with errors, 2 if it cannot be read.",
-        epilog="Flags of a Megatron run after -- are compared with the checkpoint: would that run load it?",
-        allow_abbrev=False,
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command to its parser."""
+    parser.description = "Exit status: 0 without errors, 1 with errors, 2 if it cannot be read."
+    parser.epilog = "Flags of a Megatron run after -- are compared with the checkpoint: would that run load it?"
     parser.add_argument("folder", type=Path, metavar="DIR", help="a checkpoint, or what a run's --save named")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     parser.add_argument("--manifest", action="store_true", help="also the optimizer of each parameter, as saved")
     parser.add_argument("--no-data", action="store_true", help="metadata only: quick at any size")
-    parser.set_defaults(parser=parser, run=verify)
+    parser.set_defaults(run=verify)
 
 
 def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:

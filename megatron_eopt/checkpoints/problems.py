@@ -26,6 +26,7 @@ from megatron_eopt.checkpoints.contents import INTEGRITY, OWN_FILES, TRACKER, Ch
 
 BLOCK = 1 << 24  # bytes read at a time, a multiple of every entry's size; memory is this times the threads
 _DAMAGED = "copy the file again, or take another checkpoint"
+_FOLDER = 0x10  # attribute of an entry in a zip file
 
 
 class Problem(NamedTuple):
@@ -174,6 +175,8 @@ def _look(contents: Contents, key: str, chunk: Chunk) -> _Look:
         ):
             entries = archive.infolist()
             look.checked = any(entry.CRC for entry in entries)  # without checksums torch writes zero for all
+            if folders := [entry.filename for entry in entries if entry.external_attr & _FOLDER]:
+                raise ValueError(f"{folders[0]} is marked as a folder, which torch would read as nothing")
             values = [entry for entry in entries if tensor is not None and "/data/" in entry.filename]
             for entry in [each for each in entries if each not in values]:
                 for _ in _blocks(archive, entry, look.checked):

@@ -192,11 +192,8 @@ def _schedule(contents: Contents, run: dict[str, Any]) -> Iterator[Problem]:
     if run.get("override_opt_param_scheduler") or run.get("use_checkpoint_opt_param_scheduler"):
         return
     saved = contents.common.get("opt_param_scheduler") or {}
-    changed = [
-        f"{flag} was {saved[name]} and is {run[flag]}"
-        for flag, name in _SCHEDULER.items()
-        if flag in run and name in saved and run[flag] != saved[name]
-    ]
+    known = {flag: (saved[name], run[flag]) for flag, name in _SCHEDULER.items() if flag in run and name in saved}
+    changed = [f"{flag} was {was} and is {now}" for flag, (was, now) in known.items() if was != now]
     steps = (run.get("lr_decay_iters") or run.get("train_iters") or 0) * (run.get("global_batch_size") or 0)
     if steps and saved.get("lr_decay_steps") not in (None, steps):
         changed.append(f"the schedule was {saved['lr_decay_steps']:,} samples long and is {steps:,}")
@@ -224,7 +221,7 @@ def _changed(names: Sequence[str] | Mapping[str, Any], run: dict[str, Any], save
 
 
 def _completed(values: dict[str, Any]) -> dict[str, Any]:
-    """The sizes that Megatron derives from others, where they are not given."""
+    """With the values that Megatron derives from others."""
     done = dict(values)
     hidden, heads = done["hidden_size"], done["num_attention_heads"]
     if done.get("ffn_hidden_size") is None:
@@ -233,7 +230,9 @@ def _completed(values: dict[str, Any]) -> dict[str, Any]:
         done["kv_channels"] = hidden // heads
     if not done.get("group_query_attention") or done.get("num_query_groups") is None:
         done["num_query_groups"] = heads
-    if done.get("num_experts") and done.get("moe_ffn_hidden_size") is None:
+    done["num_experts"] = done.get("num_experts") or None
+    done["add_qkv_bias"] = bool(done.get("add_qkv_bias") or done.get("add_bias_linear"))
+    if done["num_experts"] and done.get("moe_ffn_hidden_size") is None:
         done["moe_ffn_hidden_size"] = done["ffn_hidden_size"]
     return done
 

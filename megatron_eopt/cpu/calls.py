@@ -1,6 +1,7 @@
 """What torch and Megatron do otherwise without a GPU: tensors for it are on the CPU, nccl is gloo."""
 
 import importlib.util
+import logging
 import os
 import socket
 import sys
@@ -84,12 +85,10 @@ def _init_process_group(
     real(_gloo_for_nccl(backend), *args, **kwargs)
 
 
-def _new_group(
-    real: Any, ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any
-) -> Any:
-    kwargs = {name: value for name, value in kwargs.items() if name not in ("device_id", "pg_options")}
+def _new_group(real: Any, ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kw: Any) -> Any:
+    kw = {name: value for name, value in kw.items() if name not in ("device_id", "pg_options")}
     # pg_options, NCCL's own, is the only positional argument that may follow
-    return real(ranks, timeout, _gloo_for_nccl(backend), None, *args[1:], **kwargs)
+    return real(ranks, timeout, _gloo_for_nccl(backend), None, *args[1:], **kw)
 
 
 def _all_gather(real: Any, tensor_list: Any, tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
@@ -127,6 +126,9 @@ def _copied_for_writer(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         (file, key, (objects, [(item, tensor.clone()) for item, tensor in tensors]))
         for file, key, (objects, tensors) in self.write_buckets
     ]
+
+
+_SEEDING = ("megatron.core.tensor_parallel.random", "megatron.core.distributed.fsdp.src.megatron_fsdp.utils")
 
 
 def _is_there(module: str) -> bool:
@@ -213,4 +215,13 @@ def of_megatron() -> list[Redirection]:
         Redirection(initialize, "init_persistent_async_worker", by_fork, forked, required=False),
         Redirection(writer, "prepare_write_data", around(_copied_for_writer), copied),
     ]
-    return [redirection for redirection in found if _is_there(redirection.target)]
+    found = [redirection for redirection in found if _is_there(redirection.target)]
+    # getLogger makes what is not there, without importing the module
+    one = "one generator makes the numbers of both, so Megatron finds the CPU's changed wherever it draws for the GPU"
+    loggers = (logging.getLogger(name) for name in _SEEDING)
+    return found + [Redirection(logger, "warning", around(_warning), one, follow=False) for logger in loggers]
+
+
+def _warning(real: Any, message: Any, *args: Any, **kwargs: Any) -> None:
+    if "CPU RNG state changed" not in str(message):
+        real(message, *args, **kwargs)

@@ -16,12 +16,8 @@ def problems(families: Sequence[Family], optimizer: str, for_matrices: bool) -> 
 
     The families are of all ranks together, and ``optimizer`` is of the run: one ``for_matrices`` is of no use without.
     """
-    return [
-        *_without_optimizer(families),
-        *_listed_twice(families),
-        *_drifting_ties(families),
-        *(_without_matrices(families, optimizer) if for_matrices else ()),
-    ]
+    found = [*_without_optimizer(families), *_listed_twice(families), *_drifting_ties(families)]
+    return [*found, *_without_matrices(families, optimizer)] if for_matrices else found
 
 
 def _without_optimizer(found: Sequence[Family]) -> Iterator[str]:
@@ -92,11 +88,8 @@ def warnings(families: Sequence[Family], scale_mode: str) -> list[str]:
     ``scale_mode`` is that of the run, for parameters whose settings have no other.
     """
     excluded = [family for family in families if family.like.excluded]
-    return [
-        *_far_from_adam(families, scale_mode),
-        *(f"{family.named} keeps the value it starts with{_because(family.like)}" for family in excluded),
-        *_decayed_vectors(families),
-    ]
+    kept = [f"{family.named} keeps the value it starts with{_because(family.like)}" for family in excluded]
+    return [*_far_from_adam(families, scale_mode), *kept, *_decayed_vectors(families)]
 
 
 def _far_from_adam(found: Sequence[Family], scale_mode: str) -> Iterator[str]:

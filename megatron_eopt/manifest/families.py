@@ -148,11 +148,8 @@ def families(rows: Iterable[ManifestRow]) -> list[Family]:
 
 def rows(families: Iterable[Family]) -> list[ManifestRow]:
     """Every parameter by itself, by name; numbers in names count as numbers, so layer 2 comes before layer 10."""
-    found = [
-        replace(family.like, name=join_name(family.pattern, index))
-        for family in families
-        for index in expanded(family.members)
-    ]
+    indices = ((family, index) for family in families for index in expanded(family.members))
+    found = [replace(family.like, name=join_name(family.pattern, index)) for family, index in indices]
     return sorted(found, key=lambda row: _by_numbers(row.name))
 
 

@@ -67,7 +67,7 @@ def _cells(name: str, number: int, row: ManifestRow) -> list[str]:
         "-" if row.update_rms is None else f"{row.update_rms:.3g}",
         rates if row.optimizer else "-",
         f"{row.weight_decay:g}" if row.optimizer else "-",
-        _megabytes(number * row.state_bytes),
+        megabytes(number * row.state_bytes),
     ]
 
 
@@ -80,11 +80,11 @@ def _totals(found: Sequence[Family]) -> Iterator[list[str]]:
             f"{sum(family.count for family in those):,}",
             f"{sum(family.count * prod(family.like.shape) for family in those):,}",
             f"{sum(family.count * len(family.like.matrices) for family in those):,}",
-            _megabytes(sum(family.count * family.like.state_bytes for family in those)),
+            megabytes(sum(family.count * family.like.state_bytes for family in those)),
         ]
 
 
-def _megabytes(count: int) -> str:
+def megabytes(count: int) -> str:
     """Three digits or more, and no exponent where the figure is large."""
     value = count / 1e6
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -3,17 +3,19 @@
 docs/logical-matrices.md lists which of Megatron's parameters needs which declaration.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_eopt.matrices.split import Part, Split
+from megatron_eopt.matrices.split import WHOLE, Part, Split
 
-WHOLE = Split()
-"""A parameter that is one matrix."""
+logger = logging.getLogger(__name__)
 
 GATE_UP = Split((Part("gate"), Part("up")), "per_shard")
 """Gate and up of a gated MLP: each tensor-parallel shard is its part of the one, then of the other (a stride of 2)."""
@@ -82,6 +84,11 @@ def experts(count: int, split: Split = WHOLE) -> Split:
     return replace(split, stacked=count)
 
 
+def transposed(split: Split = WHOLE) -> Split:
+    """A parameter (in, out), as GPT-2's ``Conv1D`` has it: its columns are split as rows are elsewhere."""
+    return replace(split, transposed=True)
+
+
 ATTRIBUTE = "logical_matrices"  # of a parameter, that holds its Split
 _by_name: dict[str, Split] = {}
 
@@ -129,6 +136,17 @@ def tag_declared(named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
     return list(untagged)
 
 
+def warn_of_unmatched(names: Sequence[str]) -> None:
+    """Warn on the first rank of each pattern that matches none of the names of a whole model."""
+    for pattern in _by_name if not dist.is_initialized() or dist.get_rank() == 0 else ():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = ", ".join(map(repr, get_close_matches(pattern, names, cutoff=0.0)))
+            logger.warning(
+                f"{pattern!r} is declared, but matches no trainable parameter: the nearest names are {near}; a pattern "
+                f"fits the whole name, and undeclare() takes it back"
+            )
+
+
 def declared_split(parameter: Tensor) -> Split | None:
     """What a parameter's attribute declares, None without one; ``ValueError`` if it is something else than a Split."""
     split: Any = getattr(parameter, ATTRIBUTE, None)
@@ -138,6 +156,12 @@ def declared_split(parameter: Tensor) -> Split | None:
             f"{type(split).__name__}: see megatron_eopt.matrices"
         )
     return split
+
+
+def is_transposed(parameter: Tensor) -> bool:
+    """Whether a parameter is declared to be the transpose of its matrices."""
+    split = declared_split(parameter)
+    return split is not None and split.transposed
 
 
 def split_of(

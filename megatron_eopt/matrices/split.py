@@ -51,11 +51,14 @@ class Split:
     parts: tuple[Part, ...] = ()  # in the order of the rows; none for a parameter that is one matrix
     order: Order = "interleaved"
     stacked: int | None = None  # a parameter of three dimensions is a stack of so many matrices, each of which is split
+    transposed: bool = False  # the parameter is (in, out): its columns are the rows that are meant here
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(self.parts))
         if self.order not in get_args(Order):
             raise ValueError(f"unknown order {self.order!r} of rows: expected one of {', '.join(get_args(Order))}")
+        if self.transposed and self.stacked is not None:
+            raise ValueError("a stack of matrices cannot be declared as transposed: keep them apart")
         names = [name for part in self.parts for name in ([each for each, _ in part.inside] or [part.name])]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -79,7 +82,7 @@ class Split:
     @property
     def is_whole(self) -> bool:
         """True for a parameter that is one matrix."""
-        return not self.parts and self.stacked is None
+        return not self.parts and self.stacked is None and not self.transposed
 
     def names(self, rows: int) -> list[str]:
         """Names of the logical matrices, the same at every number of ranks; one empty name for a whole parameter."""
@@ -112,7 +115,7 @@ class Split:
     @lru_cache(maxsize=1024)  # noqa: B019
     def local(self, rows: int, top: int, bottom: int, shards: int = 1, padding: int = 0) -> "LocalRows":
         """What splits and merges the rows of one rank: see :meth:`pattern` and :class:`LocalRows`."""
-        return LocalRows(self.pattern(rows, shards), top, bottom, self.stacked, padding)
+        return LocalRows(self.pattern(rows, shards), top, bottom, self, padding)
 
     def in_global_order(self) -> "Split":
         """For a parameter whose global tensor is what one rank would hold, as that of a DTensor is."""
@@ -139,6 +142,10 @@ class Split:
             if size % repeats:
                 raise ValueError(f"{part.name} has {size} rows, of which {repeats} shards cannot have equal parts")
         return repeats, tuple(size // repeats for size in sizes)
+
+
+WHOLE = Split()
+"""A parameter that is one matrix."""
 
 
 def _blocks(part: Part, rows: int) -> list["Block"]:
@@ -198,16 +205,16 @@ class Pattern:
 class LocalRows:
     """One rank's rows of a fused parameter, as its rows of each logical matrix; split and merge are exact inverses.
 
-    Its rows are those from ``top`` up to ``bottom`` of ``stacked`` matrices, which lie behind one another in a leading
-    dimension, or of one without it. ``padding`` more rows follow that belong to no matrix: :meth:`split` leaves them
-    out, and :meth:`merge` makes them zero.
+    Its rows are those from ``top`` up to ``bottom`` of a matrix, or of each of a stack in a leading dimension; columns
+    of what is transposed. ``padding`` more rows follow that belong to no matrix: :meth:`split` leaves them out, and
+    :meth:`merge` makes them zero.
     """
 
-    def __init__(self, pattern: Pattern, top: int, bottom: int, stacked: int | None = None, padding: int = 0) -> None:
+    def __init__(self, pattern: Pattern, top: int, bottom: int, split: Split = WHOLE, padding: int = 0) -> None:
         runs, count = pattern.between(top, bottom), len(pattern.blocks)
-        layers = range(stacked or 1)
-        self._shape = (bottom - top,) if stacked is None else (stacked, bottom - top)
-        self._padding = padding
+        layers = range(split.stacked or 1)
+        self._shape = (bottom - top,) if split.stacked is None else (split.stacked, bottom - top)
+        self._padding, self._transposed = padding, split.transposed
         self._rows = [end - start for start, end in pattern.held(top, bottom)] * len(layers)
         self._sections = _sections(
             [(layer * count + matrix, rows) for layer in layers for matrix, rows in runs], len(pattern.sizes)
@@ -224,6 +231,7 @@ class LocalRows:
         A matrix may have no rows here. It is a view where no rows have to be brought together, else one copy. An ``x``
         of another shape is a ``ValueError``.
         """
+        x = x.mT if self._transposed else x
         if self._padding:
             x = x.narrow(-2, 0, x.size(-2) - self._padding)
         if len(self._rows) == 1 and len(self._shape) == 1:
@@ -244,11 +252,12 @@ class LocalRows:
         return [torch.cat(rectangles) if len(rectangles) > 1 else (rectangles or [flat[:0]])[0] for rectangles in found]
 
     def merge(self, matrices: Sequence[Tensor]) -> Tensor:
-        """The inverse of :meth:`split`: one copy, and another one where there is padding or a repeat is cut.
+        """The inverse of :meth:`split`: one copy, and another one for padding, a repeat that is cut, or the transpose.
 
         Matrices of other rows than those of :meth:`split` are a ``ValueError``.
         """
         merged = self._merged(matrices)
+        merged = merged.mT.contiguous() if self._transposed else merged
         return torch.nn.functional.pad(merged, (0, 0, 0, self._padding)) if self._padding else merged
 
     def _merged(self, matrices: Sequence[Tensor]) -> Tensor:
@@ -257,10 +266,8 @@ class LocalRows:
         found = [matrix.size(0) for matrix in matrices]
         if found != self._rows:
             raise ValueError(f"{self._shape} rows are merged of matrices of {self._rows} rows, got {found}")
-        rectangles = [
-            iter(matrix.split(of) if len(of) > 1 else (matrix,))
-            for matrix, of in zip(matrices, self._of_matrix, strict=True)
-        ]
+        pairs = zip(matrices, self._of_matrix, strict=True)
+        rectangles = [iter(matrix.split(of) if len(of) > 1 else (matrix,)) for matrix, of in pairs]
         sections = []
         for repeats, runs in self._sections:
             of_runs = [next(rectangles[matrix]) for matrix, _ in runs]

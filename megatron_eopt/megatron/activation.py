@@ -1,10 +1,10 @@
 """Make Megatron-Core in this process know our optimizers."""
 
-import copy
 import dataclasses
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import megatron.core.optimizer as core_optimizer
@@ -42,6 +42,7 @@ from megatron_eopt.megatron.qk_clip import clip
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.parameters import NAME, ROWS, SAVED_BY_LAYOUT
 from megatron_eopt.redirect import Redirection, Redirections, around, becomes
+from megatron_eopt.row import with_fields
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +150,7 @@ def _of_core() -> list[Redirection]:
         "settings that are flags of ours"
     )
     later = "so does a config whose class a framework derives from Megatron's later"
+    exact = partial(with_fields, default=DEFAULT_TP_MODE)
     configs = list(_and_derived(optimizer_config.OptimizerConfig))
     kept = ("qkv_split_shapes", "pad_length", ATTRIBUTE, NAME, ROWS, SAVED_BY_LAYOUT)
     return [
@@ -157,7 +159,7 @@ def _of_core() -> list[Redirection]:
         Redirection(dist_checkpointing, "load", checked_load, refused),
         Redirection(dist_checkpointing, "save", checked_save, compared),
         *(Redirection(config, "__init__", _with_our_settings, auto) for config in configs),
-        Redirection(optimizer_config.OptimizerConfig.__dataclass_fields__, "muon_tp_mode", _exact_by_default, later),
+        Redirection(optimizer_config.OptimizerConfig.__dataclass_fields__, "muon_tp_mode", exact, later),
     ]
 
 
@@ -218,12 +220,6 @@ def _with_our_settings(init: Callable[..., None], self: Any, *args: Any, **kwarg
     for name in ours:
         setattr(self, name, kwargs.pop(name))
     init(self, *args, **{"muon_tp_mode": DEFAULT_TP_MODE, **kwargs})
-
-
-def _exact_by_default(field: Any) -> Any:
-    found = copy.copy(field)
-    found.default = DEFAULT_TP_MODE
-    return found
 
 
 def _forward_registry() -> None:

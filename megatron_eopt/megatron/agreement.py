@@ -1,4 +1,4 @@
-"""What all ranks of a run find out together: each function is called by every rank, and returns the same on each."""
+"""What all ranks of a run find out together, each calling and getting the same; what the first one says for all."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -11,6 +11,12 @@ from megatron_eopt.optimizers.base import KERNEL
 from megatron_eopt.orthogonalize import timing
 from megatron_eopt.overrides import OverrideError
 from megatron_eopt.parallel.collectives import lowest
+
+
+def say(message: str) -> None:
+    """Print a line of this package on the first rank."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"megatron_eopt: {message}", flush=True)
 
 
 def distinct[T](value: T) -> list[T]:

@@ -1,9 +1,14 @@
 """What our optimizers change in Megatron's command line."""
 
 import argparse
+import json
+import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, get_args
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, get_args
 
 from megatron_eopt.family import FAMILY, MUON, ROWS
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
@@ -60,7 +65,8 @@ def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozens
     """Let Megatron's parser, with its arguments added, know our optimizers; what would fail in a step fails there.
 
     ``--optimizer`` takes every registered name but those ``unavailable``, ``--muon-coefficient-type`` the known names
-    only, ``--muon-fp32-matmul-prec`` also highest. ``--muon-tp-mode`` is auto by default. :data:`FLAGS` are added.
+    only, ``--muon-fp32-matmul-prec`` also highest. ``--muon-tp-mode`` is auto by default. :data:`FLAGS` are added. An
+    error is not preceded by all of Megatron's flags.
     """
     actions = parser._option_string_actions  # argparse has no public way to look an argument up
     optimizer, tp_mode = actions["--optimizer"], actions["--muon-tp-mode"]
@@ -76,11 +82,29 @@ def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozens
     tp_mode.help = next(flag.help for flag in ROWS["muon"].flags if flag.setting == "tp_mode")
     tp_mode.__class__ = _StoreNamed
     parser.set_defaults(**{TP_MODE_SOURCE: UNNAMED})
+    parser.usage = "%(prog)s [FLAGS], which --help lists"  # theirs is 700 lines, before the error
+    parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
     group = parser.add_argument_group("megatron_eopt")
     for flag in FLAGS:
         if flag.optimizer not in unavailable and flag.name not in actions:
             group.add_argument(flag.name, dest=flag.dest, help=flag.help, **flag.options)
     return parser
+
+
+def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """In place of ``parser.error``: said once, at the end of torchrun's report if there is one."""
+    if tell_torchrun(f"{parser.prog}: error: {message}"):
+        parser.exit(2)
+    type(parser).error(parser, message)
+
+
+def tell_torchrun(error: str) -> bool:
+    """Let the report that torchrun prints last end with an error; whether torchrun started this process."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is not None and not Path(file).exists():  # else the script itself has recorded more
+        said = {"message": error, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(file).write_text(json.dumps({"message": said}))
+    return file is not None
 
 
 @around

@@ -14,6 +14,7 @@ from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import distinct, on_all_ranks
 from megatron_eopt.megatron.entries import DEFAULT, all_entries, known_names
 from megatron_eopt.megatron.parameters import ModelParameter, optimizer_parameters
+from megatron_eopt.optimizers.nonfinite import listed
 from megatron_eopt.overrides import SETTINGS, Entry, OverrideError, Resolved, match_counts, resolve
 from megatron_eopt.overrides.known import settings_of_groups
 from megatron_eopt.overrides.settings import ENDS, OF_ALL, inconsistent
@@ -75,22 +76,25 @@ def assignments(
     """:func:`assign` on one rank, given how many parameters of all ranks each entry selects."""
     primary = config.optimizer.removeprefix("dist_")
     resolved = resolve(entries, [each.info for each in parameters], primary, counts, known_names())
-    found = []
+    found, wrong = [], dict[str, str]()
     for parameter in parameters:
         own = resolved[parameter.name]
-        _check_iteration(parameter.name, own, config)
+        if (mistake := _wrong_iteration(own, config)) is not None:
+            wrong.setdefault(mistake, parameter.name)
         optimizer = None if own.settings.get("exclude") else own.settings.get("optimizer", primary)
         found.append(Assignment(parameter, optimizer, own))
+    if wrong:
+        raise OverrideError("\n".join(f"{name}: {mistake}" for mistake, name in wrong.items()))
     return found
 
 
-def _check_iteration(name: str, resolved: Resolved, config: Any) -> None:
-    """Check that steps and coefficients, one of which may be the run's, go together."""
+def _wrong_iteration(resolved: Resolved, config: Any) -> str | None:
+    """What is wrong with steps and coefficients, one of which may be the run's, together."""
     own = {key: resolved.settings[key] for key in ("num_ns_steps", "coefficient_type") if key in resolved.settings}
     of_run = {"num_ns_steps": config.muon_num_ns_steps, "coefficient_type": config.muon_coefficient_type}
-    if own and (wrong := inconsistent(of_run | own)):
-        sources = " and ".join(sorted({resolved.sources[key] for key in own}))
-        raise OverrideError(f"{name}: {sources}: {wrong[0].what}")
+    if not own or not (wrong := inconsistent(of_run | own)):
+        return None
+    return f"{' and '.join(sorted({resolved.sources[key] for key in own}))}: {wrong[0].what}"
 
 
 class MegatronOverrides(dict[ParamKey, dict[str, Any]]):
@@ -124,13 +128,12 @@ def group_settings(assigned: Assignment, config: Any) -> dict[str, Any]:
         try:
             group["max_lr"], group["min_lr"] = assigned.resolved.learning_rates(config.lr, config.min_lr)
         except OverrideError as error:
-            run = f"what no override sets is --lr {config.lr:g} and --min-lr {config.min_lr:g}"
+            run = f"what no override sets is --lr {config.lr} and --min-lr {config.min_lr}"
             raise OverrideError(f"{assigned.name}: {error}; {run}") from None
     else:  # Megatron's own need not be in order: under a constant schedule nobody reads the smallest rate
         group |= {theirs: settings[key] for key, theirs in _RATES.items() if key in settings}
-    decay = {end: settings.get(end, settings.get("weight_decay")) for end in ENDS} | {
-        "wd_mult": settings.get("wd_mult")
-    }
+    decay = {end: settings.get(end, settings.get("weight_decay")) for end in ENDS}
+    decay["wd_mult"] = settings.get("wd_mult")
     return group | {key: value for key, value in decay.items() if value is not None}
 
 
@@ -147,6 +150,17 @@ def excluded_hidden(assigned: Sequence[Assignment]) -> Iterator[None]:
             tensor.requires_grad_(True)
 
 
+def refuse_other_dtypes(assigned: Sequence[Assignment]) -> None:
+    """Refuse trainable parameters that are not real, of which neither Megatron's norm nor any matrix is defined."""
+    wrong = [p for p in assigned if p.optimizer is not None and not p.parameter.tensor.is_floating_point()]
+    if wrong:
+        dtypes = listed(f"{each.name} ({each.parameter.tensor.dtype})" for each in wrong)
+        raise ValueError(
+            f"optimizers update real floating-point parameters, got {dtypes}: keep real and imaginary parts as two "
+            f"real parameters (torch.view_as_real), freeze them, or exclude them by an override"
+        )
+
+
 def refuse_other_buffers(assigned: Sequence[Assignment]) -> None:
     """Refuse parameters whose buffers Megatron's layer-wise layout has made for an optimizer of another kind."""
     mark = "is_managed_by_layer_wise_optimizer"
@@ -160,9 +174,7 @@ def refuse_other_buffers(assigned: Sequence[Assignment]) -> None:
         )
 
 
-def refuse_bad_values(
-    assigned: Sequence[Assignment], config: Any, model_chunks: Sequence[Any], pg_collection: Any
-) -> None:
+def refuse_bad_values(assigned: Sequence[Assignment], config: Any, chunks: Sequence[Any], pg_collection: Any) -> None:
     """Refuse values that an optimizer would refuse, or not read, and weight decays that Megatron could not follow.
 
     An optimizer without parameters is built as the run would build it, and checks its own arguments.
@@ -170,12 +182,12 @@ def refuse_bad_values(
 
     def error(name: str, settings: Mapping[str, Any]) -> str | None:
         try:
-            create_emerging_optimizer(config, [{"params": [], **settings}], name, model_chunks, pg_collection)
+            create_emerging_optimizer(config, [{"params": [], **settings}], name, chunks, pg_collection)
         except Exception as found:  # of whatever kind a user's optimizer raises
             return str(found)
         return None
 
-    tried = []
+    tried, mistakes = [], []
     for each in assigned:
         if each.optimizer is None:
             continue
@@ -189,7 +201,9 @@ def refuse_bad_values(
         if (together := error(name, settings)) is not None:
             alone = ((key, error(name, {key: value})) for key, value in settings.items())
             key, what = next((each for each in alone if each[1] is not None), (next(iter(settings)), together))
-            raise OverrideError(f"{each.resolved.sources[key]}: {key}: {what}, for {each.name}")
+            mistakes.append(f"{each.resolved.sources[key]}: {key}: {what}, for {each.name}")
+    if mistakes:
+        raise OverrideError("\n".join(mistakes))
 
 
 def refuse_unread(optimizer: Any, assigned: Sequence[Assignment]) -> None:

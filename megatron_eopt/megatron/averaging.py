@@ -50,9 +50,8 @@ def averaged(evaluate: Callable[..., Any]) -> Callable[..., Any]:
 
 def export(wrapper: Any, model_sharded_state_dict: Any) -> None:
     """Let the model in a checkpoint be the one that is evaluated, in tensors of its own."""
-    exported = {
-        id(shard_of(model)): local(wrapper.optimizer.exported(own)).to(model.dtype) for own, model in _pairs(wrapper)
-    }
+    averages = ((model, wrapper.optimizer.exported(own)) for own, model in _pairs(wrapper))
+    exported = {id(shard_of(model)): local(average).to(model.dtype) for model, average in averages}
     for tensor in nested_values(model_sharded_state_dict) if exported else ():
         if isinstance(tensor, ShardedTensor | ShardedTensorFactory) and id(tensor.data) in exported:
             tensor.data = exported[id(tensor.data)]

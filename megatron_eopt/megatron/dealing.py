@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from megatron_eopt.megatron.agreement import say
 from megatron_eopt.megatron.parameters import torch_optimizers
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.parallel.cost import Work
@@ -42,8 +42,7 @@ def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Iterator[None]:
                 hands, found = redealt([p for params in whole for p in params], by_size, items, works, mode)
                 setattr(self, name, hands)
                 kept = kept.difference(*by_size).union(hands[getattr(self.pg_collection, ranks).rank()])
-                if dist.get_rank() == 0:
-                    print(f"megatron_eopt: {found}", flush=True)
+                say(str(found))
         for group, params in zip(groups, whole, strict=True):
             group["params"] = [parameter for parameter in params if parameter in kept]
 

@@ -17,29 +17,29 @@ DEFAULT = "default of"  # start of the source of a setting that nobody has reque
 
 
 def all_entries(config: Any, config_overrides: Mapping[Any, Mapping[str, Any]] | None) -> list[Entry]:
-    """Entries of all layers: the defaults of the optimizer and of Megatron, Python's, the file's and the flags'."""
+    """Entries of all layers: the defaults of the optimizer and of Megatron, Python's, the file's and the flags'.
+
+    Their mistakes stay on them, so that all are reported together.
+    """
     known, primary = known_names(), config.optimizer.removeprefix("dist_")
     without_decay = [name for name in registry.list_optimizers() if not registry.decays_weights(name)]
     user = getattr(config, "optimizer_overrides", None)
     if user is None or isinstance(user, Mapping):
-        from_user = entries_from_dict(user or {}, Layer.PYTHON, "optimizer_overrides", known)
+        from_user = entries_from_dict(user or {}, Layer.PYTHON, "optimizer_overrides", known, keep_mistakes=True)
     else:
-        from_user = read_overrides(user, known)
+        from_user = read_overrides(user, known, keep_mistakes=True)
     standard = get_standard_config_overrides(config)
     given = standard if config_overrides is None else config_overrides
-    own = {
-        key: settings
-        for key, settings in given.items()
-        if not isinstance(key, ParamKey) or (standard.get(key) != settings and not _of_mup(key))
-    }
-    defaults = {key: settings for key, settings in given.items() if key not in own}
+    theirs = {key for key in given if isinstance(key, ParamKey) and (standard.get(key) == given[key] or _of_mup(key))}
+    own = {key: settings for key, settings in given.items() if key not in theirs}
+    defaults = {key: settings for key, settings in given.items() if key in theirs}
     return [
         *_defaults(_routing(primary, config), primary, known),
         *_defaults(defaults, "Megatron", known),
         *_mup_of_others(defaults, known),
         # the run's weight decay is for the rest
         *chain(*(_defaults({f"optimizer:{name}": {"weight_decay": 0.0}}, name, known) for name in without_decay)),
-        *entries_from_dict(own, Layer.PYTHON, "config_overrides", known),
+        *entries_from_dict(own, Layer.PYTHON, "config_overrides", known, keep_mistakes=True),
         *from_user,
         *_from_flags(primary, config, known),
     ]
@@ -71,7 +71,7 @@ def _from_flags(primary: str, config: Any, known: Known) -> Iterator[Entry]:
         flag = f"--muon-{setting}".replace("_", "-")
         if not takes_matrices(primary):
             raise OverrideError(f"{flag} is for optimizers of matrices, and {primary} is for all: leave it away")
-        yield make_entry(f"optimizer:{primary}", {setting: value}, Layer.FLAGS, flag, known)
+        yield make_entry(f"optimizer:{primary}", {setting: value}, Layer.FLAGS, flag, known, keep_mistakes=True)
 
 
 def known_names() -> Known:

@@ -1,23 +1,21 @@
 """Building the optimizer of a run: its phases in their order, and what replaces Megatron's own builders."""
 
-import copy
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.megatron import assignment, dealing, fsdp, qk_clip, releases
-from megatron_eopt.megatron.agreement import choose_kernels, on_all_ranks
+from megatron_eopt.megatron.agreement import choose_kernels, on_all_ranks, say
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED
 from megatron_eopt.megatron.checkpoints.attach import attach
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
 from megatron_eopt.megatron.checkpoints.sharding import layers_differ
+from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag
 from megatron_eopt.megatron.manifest import declare
 from megatron_eopt.megatron.metrics import interval_of, measure
@@ -30,6 +28,7 @@ from megatron_eopt.orthogonalize.scale import PRESETS
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.redirect import around
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
+from megatron_eopt.row import with_fields
 
 
 class OptimizerOfRun:
@@ -87,6 +86,7 @@ class OptimizerOfRun:
         refuse_unsupported(replace(self.facts, routes_optimizers=routes, excludes=None in names, assigned=assigned))
         if on(self.facts.model, "qk_clip"):
             qk_clip.refuse_unclipped(self.model_chunks, self.groups.tp.size())
+        assignment.refuse_other_dtypes(self.assigned)
         assignment.refuse_other_buffers(self.assigned)
         assignment.refuse_bad_values(self.assigned, self.config, self.model_chunks, self.groups)
         overrides = assignment.MegatronOverrides(self.assigned, self.config)
@@ -131,14 +131,13 @@ class OptimizerOfRun:
         def take() -> None:
             for each in torch_optimizers(self.optimizer):
                 if isinstance(each, BaseOptimizer) and "tp_mode" in each.settings():
-                    groups, each.param_groups, each.tp_mode = each.param_groups, [], tp_mode
-                    for group in groups:
-                        each.add_param_group(group)  # which checks it again
+                    each.tp_mode = tp_mode
 
-        if tp_mode != self.tp_mode and dist.get_rank() == 0:
-            why = "kept, since this run names none" if keep else f"not {self.tp_mode}, by {self.tp_mode_source}"
-            print(f"megatron_eopt: the tp_mode of the checkpoint is {tp_mode}: {why}", flush=True)
-        if tp_mode != self.tp_mode and keep:
+        if tp_mode == self.tp_mode:
+            return
+        why = "kept, since this run names none" if keep else f"not {self.tp_mode}, by {self.tp_mode_source}"
+        say(f"the tp_mode of the checkpoint is {tp_mode}: {why}")
+        if keep:
             on_all_ranks(take)
             self.tp_mode, self.tp_mode_source = tp_mode, "checkpoint"
             self.prepare()
@@ -151,42 +150,7 @@ class OptimizerOfRun:
         if getattr(self.config, "check_replicas", True) and not self.facts.megatron_fsdp:
             ranks = (getattr(self.groups, name, None) for name in ("dp_cp", "expt_dp"))
             compare = check_replicas(self.model_chunks, *ranks)
-        check_steps(self.optimizer, self.matrices_here, compare)
-
-
-def check_steps(optimizer: Any, expected: int, compare: Callable[[], None] | None = None) -> None:
-    """Wrap the ``step`` of Megatron's optimizer: the first has to update ``expected`` matrices on this rank.
-
-    It comes after whatever has loaded or made the parameters: a checkpoint with or without optimizer state, or an
-    initialization. Too few prove nothing in a step at a learning rate of zero, as warmups begin with: there may be
-    nothing to compute. Nor do they where gradients are not finite, whose matrices stay as they are, or for which
-    Megatron leaves the step out: the next one counts. ``compare`` is called before every step.
-    """
-    step, proven = optimizer.step, False
-    counting = [each for each in torch_optimizers(optimizer) if isinstance(each, BaseOptimizer)]
-
-    @functools.wraps(step)
-    def checked_step(*args: Any, **kwargs: Any) -> Any:
-        nonlocal proven
-        if compare is not None:
-            compare()
-        before = sum(each.matrices_updated for each in counting)
-        result = step(*args, **kwargs)
-        if not proven and result[0]:
-            updated = sum(each.matrices_updated for each in counting) - before
-            at_rest = any(group["lr"] == 0 for each in counting for group in each.param_groups)
-            if updated != expected and not at_rest and not any(each.skipped_steps() for each in counting):
-                raise RuntimeError(
-                    f"{updated} matrices were updated in the first step on rank {dist.get_rank()}, and the manifest "
-                    f"has {expected}: some parameters got no gradient. Freeze what is not trained before Megatron "
-                    f"wraps the model, or exclude it by an override"
-                )
-            proven = updated == expected
-        if proven and compare is None and optimizer.step is checked_step:
-            optimizer.step = step
-        return result
-
-    optimizer.step = checked_step
+        check_steps(self.optimizer, self.matrices_here, compare, lambda: warn_of_unused(self.assigned))
 
 
 def with_preset(config: Any) -> Any:
@@ -210,9 +174,7 @@ def with_preset(config: Any) -> Any:
             f"--muon-preset {preset} stands for --muon-scale-mode {mode} --muon-extra-scale-factor {factor:g}, but the "
             f"run also says {given[0]} and {given[1]:g}: keep the preset or the two"
         )
-    found = copy.copy(config)
-    found.muon_scale_mode, found.muon_extra_scale_factor = mode, factor
-    return found
+    return with_fields(config, muon_scale_mode=mode, muon_extra_scale_factor=factor)
 
 
 def without_sharing(config: Any, run: Run) -> Any:
@@ -220,17 +182,13 @@ def without_sharing(config: Any, run: Run) -> Any:
     all_save = getattr(run.args, "ckpt_format", None) == "torch_dist" and not on(run.args, "ckpt_convert_format")
     if not on(config, "soap_share_over_dp") or (all_save and not run.layer_wise):
         return config
-    found = copy.copy(config)
-    found.soap_share_over_dp = False
-    return found
+    return with_fields(config, soap_share_over_dp=False)
 
 
 def offloading(config: Any) -> Any:
     """The config with the share of our state that is in host memory, from Megatron's flag, which Adam is not told."""
-    found = copy.copy(config)
-    found.offload_fraction = config.optimizer_offload_fraction if on(config, "optimizer_cpu_offload") else 0.0
-    found.optimizer_cpu_offload = False
-    return found
+    fraction = config.optimizer_offload_fraction if on(config, "optimizer_cpu_offload") else 0.0
+    return with_fields(config, offload_fraction=fraction, optimizer_cpu_offload=False)
 
 
 @around

@@ -5,7 +5,6 @@ updated weights back into the model and gathers them, once in a step, and whose 
 parameters. So several optimizers (of matrices, and a scalar one) are one for it: :class:`Joined`.
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.megatron import releases
 from megatron_eopt.registry import create_emerging_optimizer
+from megatron_eopt.row import with_fields
 
 
 class Joined:
@@ -79,25 +79,17 @@ def build(
         if name == config.optimizer:
             made.append(create_emerging_optimizer(config, of_name, name, model_chunks, groups))
             continue
-        other = copy.copy(config)
-        other.optimizer, other.use_distributed_optimizer = name, False
-        made.append(
-            core._get_megatron_optimizer_based_on_param_groups(
-                config=other,
-                model_chunks=model_chunks,
-                param_groups=of_name,
-                pg_collection=groups,
-                skip_megatron_wrapping=True,
-            )
-        )
+        other = with_fields(config, optimizer=name, use_distributed_optimizer=False)
+        own = {"model_chunks": model_chunks, "param_groups": of_name, "pg_collection": groups}
+        build_other = core._get_megatron_optimizer_based_on_param_groups
+        made.append(build_other(config=other, **own, skip_megatron_wrapping=True))
 
     def init_state(joined: Joined, config: Any = None) -> None:
         for optimizer, (_, init) in zip(joined.chained_optimizers, made, strict=True):
             init(optimizer, config)
 
-    ranks = ProcessGroupCollection.setup_process_groups_for_optimizer(
-        groups, model_chunks, use_gloo_process_groups=False
-    )
+    groups_of_ranks = ProcessGroupCollection.setup_process_groups_for_optimizer
+    ranks = groups_of_ranks(groups, model_chunks, use_gloo_process_groups=False)
     instances = ranks["dp_cp_group"].size() > ranks["intra_dp_cp_group"].size()
     optimizer = DistributedOptimizer(
         Joined([each for each, _ in made]),

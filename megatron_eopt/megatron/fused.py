@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_eopt import matrices
 from megatron_eopt.family import SplitName
-from megatron_eopt.matrices import ATTRIBUTE, GATE_UP, WHOLE, Split, declared_split
+from megatron_eopt.matrices import ATTRIBUTE, GATE_UP, WHOLE, Split, declared_split, is_transposed
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.parameters import ModelParameter
@@ -47,18 +47,14 @@ def logical_matrices(assigned: Iterable[Assignment], config: Any) -> list[Matric
     splits_qkv = getattr(config, "muon_split_qkv", False)
     # else not: files of the torch format hold what is on parameters, and Megatron reads plain values alone
     rounds = getattr(config, "optimizer_momentum_dtype", "fp32") == "bf16"
-    return [
-        Matrices(
-            each.parameter,
-            _split(each, of_run),
-            _qkv_shapes(each.parameter) if splits_qkv else None,
-            found.matrices
-            if rounds and (found := fused(each.parameter)) and found.matrices.order == "per_shard"
-            else None,
-        )
-        for each in assigned
-        if each.has_matrix_optimizer
-    ]
+    found = []
+    for each in assigned:
+        if each.has_matrix_optimizer:
+            split, qkv = _split(each, of_run), _qkv_shapes(each.parameter) if splits_qkv else None
+            own = fused(each.parameter) if rounds else None
+            rows = own.matrices if own is not None and own.matrices.order == "per_shard" else None
+            found.append(Matrices(each.parameter, split, qkv, rows))
+    return found
 
 
 def tag(found: Iterable[Matrices]) -> None:
@@ -95,6 +91,8 @@ def is_declared(parameter: ModelParameter) -> bool:
 def split_of(parameter: ModelParameter, name: SplitName) -> Split | None:
     """The split to put on a parameter: what its attribute declares, else what ``name`` makes of it; None for none."""
     if is_declared(parameter):
+        if is_transposed(parameter.tensor):
+            raise ValueError(f"{parameter.name} is declared as transposed, but Megatron's weights are (out, in)")
         return declared_split(parameter.tensor)
     if (found := fused(parameter)) is None:
         return None

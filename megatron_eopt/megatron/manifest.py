@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from megatron_eopt import manifest
 from megatron_eopt.family import FAMILY
 from megatron_eopt.manifest import Family, LogicalMatrix, ManifestRow, families, merged, rows
+from megatron_eopt.matrices import warn_of_unmatched
 from megatron_eopt.megatron.agreement import distinct
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.entries import DEFAULT
@@ -42,11 +43,8 @@ def declare(optimizer: Any, assigned: Sequence[Assignment], config: Any, groups:
     here = rows_here(optimizer_parameters(optimizer), assigned, config, groups, settled=True)
     found = [row for row in here if row.optimizer is not None]
     wanted = {each.name: each.optimizer for each in assigned}
-    misplaced = [
-        f"{row.name} was given to {wanted[row.name] or 'nobody'} ({row.reason}), and {row.optimizer} has it"
-        for row in found
-        if row.optimizer != wanted[row.name]
-    ]
+    moved = [(row, wanted[row.name] or "nobody") for row in found if row.optimizer != wanted[row.name]]
+    misplaced = [f"{row.name} was given to {to} ({row.reason}), and {row.optimizer} has it" for row, to in moved]
     of_ranks = zip(*distinct((families(found), families(here[len(found) :]), misplaced)), strict=True)
     updated, others, lines = (list(each) for each in of_ranks)
     everywhere = merged(updated)
@@ -58,6 +56,7 @@ def declare(optimizer: Any, assigned: Sequence[Assignment], config: Any, groups:
     wrong = [*manifest.problems(everywhere, name, takes_matrices(name)), *sorted(set(chain.from_iterable(lines)))]
     if wrong:
         raise ValueError("\n".join(["the optimizers do not have the parameters that they have to:", *wrong]))
+    warn_of_unmatched(sorted(names))
     if dist.get_rank() == 0:
         _report(everywhere, config)
     return everywhere, sum(len(each.matrices) for each in found)

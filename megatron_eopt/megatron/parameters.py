@@ -114,10 +114,8 @@ def optimizer_parameters(megatron: Any) -> Iterator[OptimizerParameter]:
 
 def model_parameters(wrapper: Any) -> list[Tensor]:
     """The model's, in the order of those whole ones that a wrapper's torch optimizer holds: maybe their fp32 copies."""
-    mains, models = (
-        [parameter for group in getattr(wrapper, name, []) for parameter in group]
-        for name in ("fp32_from_float16_groups", "float16_groups")
-    )
+    groups = (getattr(wrapper, name, []) for name in ("fp32_from_float16_groups", "float16_groups"))
+    mains, models = ([parameter for group in each for parameter in group] for each in groups)
     of_main = {id(main): model for main, model in zip(mains, models, strict=True)}
     own = (parameter for group in wrapper.optimizer.param_groups for parameter in group["params"])
     return [of_main.get(id(parameter), parameter) for parameter in own]

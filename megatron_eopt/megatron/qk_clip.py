@@ -106,10 +106,8 @@ def factors_of_rows(module: Any, maxima: Tensor, threshold: float, alpha: float)
     c = _share(maxima, threshold)
     projection = module.linear_q_proj if config.q_lora_rank is None else module.linear_q_up_proj
     keys_and_values = [(config.qk_head_dim, c ** (1 - alpha)), (config.v_head_dim, torch.ones_like(c))]
-    return {
-        **_rows(projection, [(config.qk_head_dim, c**alpha), (config.qk_pos_emb_head_dim, c)]),
-        **_rows(module.linear_kv_up_proj, keys_and_values),
-    }
+    of_queries = [(config.qk_head_dim, c**alpha), (config.qk_pos_emb_head_dim, c)]
+    return _rows(projection, of_queries) | _rows(module.linear_kv_up_proj, keys_and_values)
 
 
 def _share(maxima: Tensor, threshold: float) -> Tensor:

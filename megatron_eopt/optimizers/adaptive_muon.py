@@ -80,10 +80,8 @@ def normuon(engine: Engine, matrices: Sequence[Matrix], factors: Tensors, moment
     the means are; these are then of the whole long dimension.
     """
     steps: dict[int, Tensor] = {}
-    means = [
-        Wanted(matrix=m, x=x, row_squares=_tall(m.shape), column_squares=not _tall(m.shape))
-        for m, x in zip(matrices, factors, strict=True)
-    ]
+    each = [(m, x, _tall(m.shape)) for m, x in zip(matrices, factors, strict=True)]
+    means = [Wanted(matrix=m, x=x, row_squares=tall, column_squares=not tall) for m, x, tall in each]
     crossing = [i for i, matrix in enumerate(matrices) if _means_cross(matrix)]
     here = [i for i, matrix in enumerate(matrices) if not _means_cross(matrix)]
 
@@ -209,12 +207,6 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
     ) -> None:
         check_flag(type(self).__name__, "align_rms", align_rms)
         check_choice("moment2_method", moment2_method, get_args(Moment2Method))
-        if type(self).orthogonalize is not TensorParallelMuon.orthogonalize:
-            raise TypeError(
-                f"{type(self).__name__} has an orthogonalize of its own, which maps one parameter to its update; the "
-                f"second moment needs the orthogonal factors of all matrices together, before they are scaled: "
-                f"override orthogonalize of TensorParallelMuon, or update here"
-            )
         self.moment2_method = moment2_method
         self.align_rms = align_rms
         self.keeps_directions = moment2_method == "namo"
@@ -231,13 +223,24 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
                 f"use_decoupled_weight_decay=True, or weight_decay=0 instead of {weight_decay}"
             )
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        super()._check_group(group)
+    def _check_ranges(self, group: Mapping[str, Any]) -> None:
+        super()._check_ranges(group)
         name, method, beta2, eps = type(self).__name__, self.moment2_method, group["beta2"], group["eps"]
         if not 0 <= beta2 < 1:
             raise ValueError(f"{name}: beta2 must lie in [0, 1), got {beta2}")
         if not 0 < eps < inf:
             raise ValueError(f"{name}: eps must be a finite number above 0, since {method} divides by it, got {eps}")
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        name, method = type(self).__name__, self.moment2_method
+        for own in ("orthogonalize", "scaled_orthogonalize_fn"):
+            if self._overrides(TensorParallelMuon, own):
+                raise TypeError(
+                    f"{name} has an {own} of its own, which makes scaled updates; the second moment needs the "
+                    f"orthogonal factors of all matrices together, before they are scaled: set orthogonalize_fn, "
+                    f"override update, or take TensorParallelMuon"
+                )
+        super()._check_group(group)
         names = names_of_last(self.param_groups)
         for parameter, called in zip(group["params"], names, strict=True):
             if method != "adamuon":
@@ -254,7 +257,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         """What a checkpoint says of this optimizer to those who read it."""
         return super().settings() | {"moment2_method": self.moment2_method, "align_rms": self.align_rms}
 
-    def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float:
+    def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
         """RMS of the entries of the first update of a matrix of full rank, before the learning rate.
 
         The first second moment is ``1 - beta2`` times its first value. So the entries of an AdaMuon update that is not
@@ -263,8 +266,11 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         aligned has the size of Muon's update.
         """
         settings, rates = self.update_settings(group or {}), {**self.defaults, **(group or {})}
-        muon, momentum, root = settings.predicted_rms(rows, cols), rates[self.momentum_key], sqrt(1 - rates["beta2"])
+        muon, root = super().predicted_rms(rows, cols, group), sqrt(1 - rates["beta2"])
+        if muon is None:
+            return None
         if self.moment2_method == "namo":
+            momentum = rates[self.momentum_key]
             return muon * (1 - momentum) * (1 + momentum if rates[self.nesterov_key] else 1) / root
         aligned = self.moment2_method == "normuon" or self.align_rms
         return muon if aligned else settings.scale(rows, cols) / root

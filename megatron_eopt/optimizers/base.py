@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from math import prod
-from typing import Any, Literal, overload
+from typing import Any, Literal, Self, overload
 
 import torch
 import torch.distributed as dist
@@ -14,13 +14,16 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.matrices import WHOLE, Split, check_split_shapes, declared_split, split_of
-from megatron_eopt.optimizers.group_settings import check_scalars
-from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients
+from megatron_eopt.matrices import WHOLE, Split, check_split_shapes, declared_split, is_transposed, split_of
+from megatron_eopt.optimizers.first_step import note_others, warn_of_fp16
+from megatron_eopt.optimizers.group_settings import check_flag, check_scalars, without_dimensions
+from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients, warned_without_gradients
 from megatron_eopt.optimizers.offload import host_zeros, on_host
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
+    check_distinct,
+    check_scalable,
     check_split,
     in_order,
     local,
@@ -29,11 +32,13 @@ from megatron_eopt.optimizers.parameters import (
     scale_rows,
     sharing_groups,
 )
-from megatron_eopt.optimizers.state import StateTensor, check_placements, check_shape, zeros
+from megatron_eopt.optimizers.state import STATE_OF, StateTensor, check_placements, check_shape, check_writer, zeros
+from megatron_eopt.orthogonalize.choices import check_arguments
 from megatron_eopt.orthogonalize.timing import times
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.engine import Engine, Parameter
-from megatron_eopt.parallel.layout import Layout, split_layout
+from megatron_eopt.parallel.layout import Layout, is_sharded, split_layout
+from megatron_eopt.parallel.plan import validate_tp_mode
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import Workspace
@@ -42,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 # Settings of a group without which a resumed run is not bit-equal: the kernel, and the rates of the plan.
 KERNEL, RATES = "symmetric_products", "plan_rates"
+# Attributes that describe fused projections, and those of an optimizer that are made anew where one is set.
+_SPLIT = frozenset({"split_qkv", "is_qkv_fn", "qkv_split_shapes"})
+_MADE = ("_engine", "_ends", "_further_keys", "_graphed", "_plans")
 
 
 class BaseOptimizer(Optimizer):
@@ -64,14 +72,18 @@ class BaseOptimizer(Optimizer):
     decays_weights: bool = True
     # Keys of what is kept in the shape of its parameter and is a weight as that is.
     weight_keys: tuple[str, ...] = ()
+    # Names of further arguments of a user's, which groups have too, and which may be anything.
+    users_settings: frozenset[str] = frozenset()
     # Whether the state pairs rows with rows, so that their order, which may follow the ranks, is a part of it.
     pairs_rows: bool = False
+    # Attributes that may be set between steps: the next one is planned by them, on all ranks together.
+    planned_by: frozenset[str] = _SPLIT | {"tp_mode"}
 
     # What the constructors of subclasses set: see TensorParallelMuon. Not all of them have all of it.
     pg_collection: TensorParallelGroups | None = None
     split_qkv: bool = False
     is_qkv_fn: Callable[[Tensor], bool] | None = None
-    qkv_split_shapes: tuple[int, ...] | None = None
+    qkv_split_shapes: Sequence[int] | None = None
     tp_mode: TpMode = "duplicated"
     plan_rates: Rates | Literal["measure"] = DEFAULT_RATES
     symmetric_products: str | None = None
@@ -87,6 +99,15 @@ class BaseOptimizer(Optimizer):
     _ends: dict[Tensor, list[str]] | None = None
     _offloaded: dict[Tensor, bool] | None = None
     _watched: Watched | None = None
+    _told: bool = False  # of unmarked parameters
+    _scalable: bool = False  # whether a GradScaler has been checked
+    _warns_without_gradients: bool = True  # until it has; Megatron's first step says more
+    _looks: bool | None = None  # whether the next step looks for other optimizers; None before the first one
+
+    def __new__(cls, *args: Any, **named: Any) -> Self:
+        """Refuse arguments that the constructor does not take."""
+        check_arguments(cls, named.keys() - getattr(cls.__init__, "other_names", ()))
+        return super().__new__(cls)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled and copied: torch's part, and the attributes of this object but those that start with ``_``.
@@ -99,6 +120,31 @@ class BaseOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`__getstate__` gave, or what ``load_state_dict`` loads."""
         super().__setstate__({key: x.value if isinstance(x, _Shared) else x for key, x in state.items()})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; what a step is planned by is checked first, and in force in the next step."""
+        if name == "tp_mode":
+            validate_tp_mode(value)
+        if name not in self.planned_by or not vars(self).get("param_groups"):
+            super().__setattr__(name, value)
+            return
+        before, groups = dict(vars(self)), self.param_groups
+        try:
+            super().__setattr__(name, value)
+            if name in _SPLIT:
+                self._set_split(self.split_qkv, self.is_qkv_fn, self.qkv_split_shapes)
+            for made in _MADE:
+                vars(self).pop(made, None)
+            self.param_groups = []
+            for group in groups:
+                self.add_param_group(group)  # which checks it
+            self._check_kept(name)
+        except Exception:
+            vars(self).clear()
+            vars(self).update(before)
+            raise
+        # others may hold the list, and skipped steps stay counted
+        self.param_groups, self._nonfinite = groups, before.get("_nonfinite")
 
     # What a subclass says.
 
@@ -157,8 +203,15 @@ class BaseOptimizer(Optimizer):
         return None
 
     def _check_settings(self, group: dict[str, Any]) -> None:
-        """Refuse settings of a group that no step could work with; called in each step, so it waits for no device."""
-        check_scalars(type(self).__name__, group)
+        """Refuse settings of a group that no step could work with; called in each step, so it waits for no device.
+
+        Settings that the optimizer does not know are the user's, and may be anything.
+        """
+        known = (self.defaults.keys() & group.keys()) - self.users_settings
+        check_scalars(type(self).__name__, group, known)
+        for key in known:
+            if isinstance(group[key], Tensor | list | tuple):
+                group[key] = without_dimensions(group[key])
 
     def _check_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Refuse, by a ``ValueError``, gradients that the optimizer cannot take: none takes sparse ones, say."""
@@ -175,8 +228,9 @@ class BaseOptimizer(Optimizer):
     # Parameters and their logical matrices.
 
     def layout(self, parameter: Tensor) -> Layout:
-        """The layout of a parameter; of a stack, that of each of its matrices."""
-        return matrix_layout(parameter, self.pg_collection)
+        """The layout of a parameter, or of its transpose if so declared; of a stack, that of each of its matrices."""
+        layout = matrix_layout(parameter, self.pg_collection)
+        return layout.transposed if is_transposed(parameter) else layout
 
     def split_of(self, parameter: Tensor) -> Split:
         """The logical matrices of a parameter: what its attribute declares, else what ``split_qkv`` makes of it."""
@@ -219,13 +273,14 @@ class BaseOptimizer(Optimizer):
     def _set_split(
         self, split_qkv: bool, is_qkv_fn: Callable[[Tensor], bool] | None, qkv_split_shapes: Sequence[int] | None
     ) -> None:
-        """Take over the arguments of a constructor that describe fused projections, or refuse them."""
-        self.split_qkv, self.is_qkv_fn, self.qkv_split_shapes = split_qkv, is_qkv_fn, None
+        """Take over what describes fused projections, or refuse it."""
+        check_flag(type(self).__name__, "split_qkv", split_qkv)
         if split_qkv and is_qkv_fn is None:
             raise ValueError("split_qkv needs is_qkv_fn, which tells the fused parameters, got None")
         if split_qkv and (qkv_split_shapes is not None or len(self.split_lengths) == 1):
             # else each parameter may bring its own
-            self.qkv_split_shapes = check_split_shapes(qkv_split_shapes, self.split_lengths)
+            qkv_split_shapes = check_split_shapes(qkv_split_shapes, self.split_lengths)
+        vars(self).update(split_qkv=split_qkv, is_qkv_fn=is_qkv_fn, qkv_split_shapes=qkv_split_shapes)
 
     def _check_matrix(self, parameter: Tensor, called: str) -> None:
         """Refuse what is no matrix and not declared as a stack of them either, and a split that does not fit."""
@@ -243,7 +298,6 @@ class BaseOptimizer(Optimizer):
         self._check_split(parameter)
 
     def _check_split(self, parameter: Tensor) -> None:
-        """Refuse a split that does not fit the parameter."""
         split = self.split_of(parameter)
         if declared_split(parameter) is not None or not split.is_whole:
             check_split(parameter, split, self.layout(parameter), self.tp_mode == "blockwise")
@@ -258,12 +312,21 @@ class BaseOptimizer(Optimizer):
         """
         super().add_param_group(param_group)
         self._engine = self._nonfinite = None
+        self._scalable = False
         try:
+            check_distinct(type(self).__name__, self.param_groups)
             self._check_settings(self.param_groups[-1])
             self._check_group(self.param_groups[-1])
         except Exception:
             self.param_groups.pop()
             raise
+        self.param_groups[-1][STATE_OF] = self.name_in_states()
+
+    @classmethod
+    def name_in_states(cls) -> str:
+        """Return the optimizer that states name; users' subclasses have that of their base."""
+        own = f"{__name__.partition('.')[0]}."
+        return next(each.__name__ for each in cls.__mro__ if each.__module__.startswith(own))
 
     def init_state(self) -> None:
         """Create the state of every parameter, with a gradient or not, as a checkpoint needs it before it can load."""
@@ -276,12 +339,13 @@ class BaseOptimizer(Optimizer):
             if parameter.grad is not None or not skip_non_grad_params:
                 self._state_of(parameter)
 
-    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """The state of a parameter, created where it is not there."""
+    def _state_of(self, parameter: Tensor, key: str | None = None) -> dict[str, Any]:
+        """The state of a parameter; without ``key``, what it lacks is created. Keys that none describes are users'."""
         state = self.state[parameter]
-        if not state:
+        if key not in state:
             for tensor in self.state_tensors(parameter):
-                state[tensor.key] = self._zeros(parameter, tensor)
+                if tensor.key not in state:
+                    state[tensor.key] = self._zeros(parameter, tensor)
         return state
 
     def _zeros(self, parameter: Tensor, tensor: StateTensor) -> Tensor:
@@ -295,10 +359,7 @@ class BaseOptimizer(Optimizer):
             return False
         if self._offloaded is None or parameter not in self._offloaded:
             parameters = self._parameters()
-            sizes = (
-                self._bytes_of_entry(p) * sum(prod(layout.shape) for layout in self.matrix_layouts(p))
-                for p in parameters
-            )
+            sizes = [self._bytes_of_entry(p) * sum(prod(x.shape) for x in self.matrix_layouts(p)) for p in parameters]
             self._offloaded = dict(zip(parameters, on_host(sizes, self.offload_fraction), strict=True))
         return self._offloaded.get(parameter, False)
 
@@ -306,9 +367,21 @@ class BaseOptimizer(Optimizer):
         return tensor.dims is None and self.on_host(parameter)
 
     def _bytes_of_entry(self, parameter: Tensor) -> int:
-        """The bytes that are kept for each entry of a parameter."""
         shaped_alike = (tensor for tensor in self.state_tensors(parameter) if tensor.dims is None)
         return sum((tensor.dtype or parameter.dtype).itemsize for tensor in shaped_alike)
+
+    def _check_kept(self, name: str) -> None:
+        """Refuse a new value of an attribute with which the state would be that of other logical matrices."""
+        for parameter, state in self.state.items():
+            try:
+                for tensor in self.state_tensors(parameter) if state else ():
+                    check_shape(parameter, tensor, self.matrix_layouts, state[tensor.key])
+            except (KeyError, ValueError) as error:
+                raise ValueError(
+                    f"{type(self).__name__} cannot take another {name} now: of a parameter of shape "
+                    f"{tuple(parameter.shape)} it keeps {sorted(state)} for the logical matrices as they were; set it "
+                    f"before the first step"
+                ) from error
 
     def _check_placements(self, parameter: Tensor, called: str) -> None:
         """Refuse a DTensor whose state cannot be saved; to be called by all ranks, before there is any state."""
@@ -319,17 +392,24 @@ class BaseOptimizer(Optimizer):
         """Take over a state. Of settings that it lacks, a group keeps those that it has.
 
         Raises:
-            ValueError: if the groups or the shapes are others, or if a tensor is missing; nothing is changed then.
+            ValueError: if the state is of another optimizer, if the groups or the shapes are others, or if a tensor is
+                missing; nothing is changed then.
         """
-        needed = self.defaults.keys() | self.carried_settings
+        self.check_writer(state_dict)
+        needed = self.defaults.keys() | self.carried_settings | {STATE_OF}
         known = [{key: group[key] for key in needed & group.keys()} for group in self.param_groups]
         saved = state_dict["param_groups"]
         pairs = zip(saved, [*known, *[{}] * len(saved)], strict=False)  # of other groups torch says what is wrong
         state_dict = {**state_dict, "param_groups": [self._completed(*pair) for pair in pairs]}
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        by_index = zip(self._parameters(), indices, strict=False)
-        # without those that had made no step
-        states = [(p, state) for p, index in by_index if (state := state_dict["state"].get(index))]
+        by_index = list(zip(self._parameters(), indices, strict=False))
+        # without those that had made no step, whose users keep the same here
+        states = [
+            (p, state)
+            for p, index in by_index
+            if (state := state_dict["state"].get(index, {})).keys() - self.state.get(p, {}).keys()
+            or any(tensor.key in state for tensor in self.state_tensors(p))
+        ]
         other: set[str] = set()  # that are converted
         for parameter, state in states:
             for tensor in self.state_tensors(parameter):
@@ -344,16 +424,9 @@ class BaseOptimizer(Optimizer):
                         f"of other settings of this one"
                     )
         # torch moves all that it gets to the devices of the parameters, where there may be no room
-        on_host = {
-            (index, tensor.key)
-            for p, index in zip(self._parameters(), indices, strict=False)
-            for tensor in self.state_tensors(p)
-            if self._keeps_on_host(p, tensor)
-        }
-        others = {
-            index: {key: x for key, x in state.items() if (index, key) not in on_host}
-            for index, state in state_dict["state"].items()
-        }
+        on_host = {(i, t.key) for p, i in by_index for t in self.state_tensors(p) if self._keeps_on_host(p, t)}
+        given = state_dict["state"].items()
+        others = {i: {key: x for key, x in state.items() if (i, key) not in on_host} for i, state in given}
         super().load_state_dict({**state_dict, "state": others})
         if other and (not dist.is_initialized() or dist.get_rank() == 0):
             logger.warning(f"{type(self).__name__} converts the state that it loads: {', '.join(sorted(other))}")
@@ -368,11 +441,23 @@ class BaseOptimizer(Optimizer):
                     own = state[tensor.key].detach().clone().to(local(parameter).device, tensor.dtype)
                     self.state[parameter][tensor.key] = own
 
+    def check_writer(self, state_dict: dict[str, Any]) -> None:
+        """Refuse a state of another optimizer; users' subclasses and their base load each other."""
+        check_writer(self.name_in_states(), type(self).__name__, state_dict)
+
     def _completed(self, saved: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
         """The settings of a saved group, with those known of the group where they are missing."""
         return {**known, **saved}
 
     # The step.
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """False: torch's GradScaler, which asks in each step, unscales gradients and leaves steps out itself."""
+        if not self._scalable:
+            check_scalable(self.param_groups, self.pg_collection)
+            self._scalable = True
+        return False
 
     def proposed(self) -> Engine:
         """What :meth:`prepare` will make, before ranks agree on it: for a run that is only described. Made anew."""
@@ -405,12 +490,32 @@ class BaseOptimizer(Optimizer):
                 if RATES in self.carried_settings:
                     group[RATES] = asdict(engine.rates)
             self._engine, self._engine_of = engine, wanted
+            self._tell_unmarked(engine)
         if self._nonfinite is None and self._parameters():
             devices = sorted({str(parameter.device) for parameter in self._parameters()})
             if len(devices) > 1:
                 raise ValueError(f"{type(self).__name__} steps on one device, but its parameters are on {devices}")
             self._nonfinite = NonFinite(self._names(), torch.device(devices[0]))
         return self._engine
+
+    def _tell_unmarked(self, engine: Engine) -> None:
+        """Warn, once, of parameters with a ``partition_dim`` that count as whole, though nothing says that they are.
+
+        Megatron says it of all, and of Transformer Engine's: ``tensor_model_parallel`` is True or False.
+        """
+        tp: ProcessGroup | None = getattr(self.pg_collection, "tp", None)
+        if self._told or self.tp_mode == "blockwise" or tp is None or tp.size() == 1:
+            return
+        each = zip(self._names(), self._parameters(), engine.matrices, strict=True)
+        claiming = [(name, p) for name, p, own in each if own and p.ndim > 1 and getattr(p, "partition_dim", -1) >= 0]
+        names = [name for name, p in claiming if not is_sharded(p) and not hasattr(p, "tensor_model_parallel")]
+        self._told = bool(names)
+        if names and tp.rank() == 0:
+            logger.warning(
+                f"{type(self).__name__}: {', '.join(names)} have a partition_dim and no "
+                f"tensor_model_parallel, so each of the {tp.size()} tensor-parallel ranks takes its own for a whole "
+                f"matrix: set tensor_model_parallel = True on a shard, False on what is whole"
+            )
 
     @property
     def engine(self) -> Engine:
@@ -448,7 +553,11 @@ class BaseOptimizer(Optimizer):
         for group in self.param_groups:
             self._check_settings(group)
         self._check_gradients(parameters)
+        if parameters[0].grad is None and self._warns_without_gradients:
+            self._warns_without_gradients = not warned_without_gradients(type(self).__name__, parameters)
         engine = self.prepare()
+        if self._looks is not False:
+            self._look(parameters)
         engine.watched = self._watched
         assert self._nonfinite is not None  # prepared, too
         gradients = [local(p.grad) if isinstance(p.grad, DTensor) else p.grad for p in parameters]
@@ -456,6 +565,15 @@ class BaseOptimizer(Optimizer):
         agree = engine.agree if engine.groups and self.tp_mode != "blockwise" else None
         self._take(self._nonfinite.accept(gradients, agree))
         return loss
+
+    def _look(self, parameters: Sequence[Tensor]) -> None:
+        """Say what is wrong with parameters that are stepped, the first time and where another optimizer has come."""
+        names = self._names()
+        if self._looks is None:
+            warn_of_fp16(names, parameters)
+        for other in note_others(self, names, parameters):
+            other._looks = True
+        self._looks = False
 
     def watch(self, watched: Watched | None) -> None:
         """Let the next steps tell what they do, or no longer."""

@@ -84,13 +84,8 @@ class GraphedUpdate:
         return replay
 
     def _key(self, batches: Sequence[Batch]) -> list[object]:
-        return [
-            each
-            for batch in batches
-            for each in (batch.indices, [t.data_ptr() for t in _changed(batch)], {**batch.settings, **_RATES})
-        ]
+        return [(b.indices, [t.data_ptr() for t in _changed(b)], {**b.settings, **_RATES}) for b in batches]
 
 
 def _changed(batch: Batch) -> list[Tensor]:
-    """What a step changes."""
     return [*batch.weights, *batch.momenta, *chain.from_iterable(batch.further)]

@@ -1,5 +1,6 @@
 """Keller Jordan's distributed Muon: a rank computes its share of the matrices, and keeps their momenta."""
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import batched, chain
@@ -26,6 +27,8 @@ from megatron_eopt.parallel.engine import Engine, Parameter, check_same
 from megatron_eopt.parallel.layout import is_sharded
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, whole
 
+logger = logging.getLogger(__name__)
+
 MOMENTUM_BUFFER = "momentum_buffer"
 
 _COEFFICIENTS, _LABEL = "simple", "dp"
@@ -45,8 +48,9 @@ class DistributedMuon(BaseOptimizer):
     of equal shape are worked on in rounds, one on each rank; a round's factors travel while the next is computed.
 
     A rank keeps its share of the momenta, plus at most one matrix. So ``state_dict()`` alone cannot tell the whole
-    state: all ranks call :meth:`consolidate_state_dict` before, as with torch's ``ZeroRedundancyOptimizer``. The result
-    loads on any number of ranks. The update of a matrix has the same bits on any number of ranks.
+    state: all ranks call :meth:`consolidate_state_dict` before, as with torch's ``ZeroRedundancyOptimizer``, or all of
+    them call ``state_dict()``, with ``collective_state_dict=True``. The result loads on any number of ranks. The update
+    of a matrix has the same bits on any number of ranks.
 
     More than two dimensions are read as a matrix: the first one times the rest. Gradients are not written to; a
     parameter without one stays as it is, and so does one whose gradient is not finite: see
@@ -64,6 +68,9 @@ class DistributedMuon(BaseOptimizer):
         fp32_matmul_prec: ``medium`` (or ``low``) iterates and sends in bf16, ``high`` iterates in TF32 and ``highest``
             in fp32, and both send in the dtype of the parameter.
         process_group: the data-parallel ranks; None for all ranks, or for one process where there are no others.
+        collective_state_dict: whether all ranks call :meth:`state_dict` together, which then collects the momenta.
+            False where all ranks call :meth:`consolidate_state_dict`; None for the same, with a warning at construction
+            where there are several ranks.
 
     Attributes:
         compute_ranks: parameter -> the rank of the group that computes its update and keeps its momentum.
@@ -89,6 +96,7 @@ class DistributedMuon(BaseOptimizer):
         weight_decay: float = 0.0,
         fp32_matmul_prec: MatmulPrecision = "medium",
         process_group: ProcessGroup | None = None,
+        collective_state_dict: bool | None = None,
     ) -> None:
         validate_matmul_precision(fp32_matmul_prec)
         self.fp32_matmul_prec = fp32_matmul_prec
@@ -99,6 +107,14 @@ class DistributedMuon(BaseOptimizer):
         self.loads = [0] * self.ranks  # bytes that each rank has been dealt
         defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
         super().__init__(params, defaults | {"weight_decay": weight_decay})
+        self.collective_state_dict = collective_state_dict
+        if collective_state_dict is None and self.ranks > 1 and self.rank == 0:
+            logger.warning(
+                f"{type(self).__name__}: each of {self.ranks} ranks keeps the momenta of its own matrices, so "
+                f"state_dict() on one rank alone will be an error. Before each save, outside of 'if rank == 0', write "
+                f"optimizer.consolidate_state_dict(), and pass collective_state_dict=False to drop this warning; or "
+                f"pass True, and call state_dict() on all ranks"
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices, whose work goes to the ranks that have the least so far."""
@@ -128,12 +144,15 @@ class DistributedMuon(BaseOptimizer):
             momentum = torch.empty_like(of_round[0]) if own is None else self.state[of_round[own]][MOMENTUM_BUFFER]
             momenta = self._exchange(each, momentum)()
             if kept:
-                states = [{MOMENTUM_BUFFER: momentum.cpu()} for momentum in momenta]
-                collected["state"].update(zip(each.matrices, states, strict=True))
+                for index, momentum in zip(each.matrices, momenta, strict=True):
+                    own = collected["state"].get(index, {})
+                    collected["state"][index] = {**own, MOMENTUM_BUFFER: momentum.cpu()}
         self._consolidated = collected if kept else None
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, which any number of ranks can load.
+
+        With ``collective_state_dict`` all ranks call it together, and each gets the whole.
 
         Raises:
             RuntimeError: where there are several ranks and :meth:`consolidate_state_dict` was not called after the last
@@ -141,10 +160,13 @@ class DistributedMuon(BaseOptimizer):
         """
         if self.ranks == 1:
             return super().state_dict()
+        if self.collective_state_dict:
+            self.consolidate_state_dict(to=None)
         if self._consolidated is None:
             raise RuntimeError(
                 f"rank {self.rank} keeps the momenta of its own matrices alone: before state_dict(), call "
-                f"consolidate_state_dict() on all ranks; it collects the whole state on rank 0, or with to=None on each"
+                f"consolidate_state_dict() on all ranks; it collects the whole state on rank 0, or with to=None on "
+                f"each. With collective_state_dict=True, state_dict() collects it where all ranks call it"
             )
         # torch's checkpoints change what they get
         groups = [dict(group) for group in self._consolidated["param_groups"]]
@@ -162,16 +184,17 @@ class DistributedMuon(BaseOptimizer):
                 f"the state has no momentum of {', '.join(missing)}, which rank {self.rank} computes: it is a part of "
                 f"another rank; save what state_dict() returns after consolidate_state_dict() on all ranks"
             )
-        super().load_state_dict({**state_dict, "state": {index: state[index] for index, _ in own if index in state}})
+        # of matrices of other ranks what users keep beside the momentum
+        others = {index: {key: x for key, x in each.items() if key != MOMENTUM_BUFFER} for index, each in state.items()}
+        kept = {index: state[index] for index, _ in own if index in state}
+        super().load_state_dict({**state_dict, "state": others | kept})
         self._consolidated = None
 
     def _check_group(self, group: dict[str, Any]) -> None:
         called = type(self).__name__
-        check_rates(called, group)
+        check_rates(called, group, "momentum")
         if not isinstance(group["nesterov"], bool):
             raise TypeError(f"nesterov is True or False, got {group['nesterov']!r}: give arguments by their names")
-        if not 0 <= group["momentum"] < 1:
-            raise ValueError(f"momentum must lie in [0, 1), got {group['momentum']}")
         get_coefficients(_COEFFICIENTS, group["ns_steps"])
         for parameter, name in zip(group["params"], names_of_last(self.param_groups), strict=True):
             if parameter.ndim < 2:

@@ -56,9 +56,7 @@ def chosen(batches: Sequence[Batch], parameters: Sequence[int] | None = None) ->
     """
     found, wanted = list(batches), None if parameters is None else set(parameters)
     if wanted is not None and len(wanted) < sum(len(batch.indices) for batch in batches):
-        found = [
-            _subset(batch, at) for batch in batches if (at := [n for n, i in enumerate(batch.indices) if i in wanted])
-        ]
+        found = [_subset(b, at) for b in batches if (at := [n for n, i in enumerate(b.indices) if i in wanted])]
     for number, batch in enumerate(found):
         kept = zip(batch.momenta, batch.weights, strict=True)
         dtypes = [m.dtype if m.dtype == w.dtype else torch.promote_types(m.dtype, w.dtype) for m, w in kept]
@@ -69,7 +67,6 @@ def chosen(batches: Sequence[Batch], parameters: Sequence[int] | None = None) ->
 
 
 def _subset(batch: Batch, at: Sequence[int]) -> Batch:
-    """A batch of some of its parameters."""
     lists = ("indices", "parameters", "weights", "momenta", "gradients", "further")
     changed: dict[str, Any] = {name: [getattr(batch, name)[n] for n in at] for name in lists}
     if batch.accepted is not None:

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from numbers import Real
@@ -20,7 +20,7 @@ from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor, pred
 logger = logging.getLogger(__name__)
 
 Scalar = float | Tensor
-"""A number, or a tensor without dimensions on the device of the parameters."""
+"""A number, or a tensor of one entry on the device of the parameters, which in a group has no dimensions."""
 
 DecayMethod = Literal["decoupled", "l2", "independent", "palm"]
 """What weight decay is: ``p -= lr * weight_decay * p`` [1]; ``g + weight_decay * p`` in place of ``g``;
@@ -124,9 +124,10 @@ def decay_power(lr: Scalar, method: DecayMethod) -> Scalar:
     return 1.0 if method == "independent" else lr * lr if method == "palm" else lr
 
 
-def check_scalars(name: str, group: Mapping[str, Any]) -> None:
+def check_scalars(name: str, group: Mapping[str, Any], keys: Iterable[str]) -> None:
     """Refuse settings of a group, and betas among them, that are tensors of more entries than one, or of none."""
-    for key, value in group.items():
+    for key in keys:
+        value = group.get(key)
         for each in value if key == "betas" and isinstance(value, list | tuple) else (value,):
             if isinstance(each, Tensor) and each.numel() != 1:
                 raise ValueError(
@@ -135,9 +136,16 @@ def check_scalars(name: str, group: Mapping[str, Any]) -> None:
                 )
 
 
+def without_dimensions(value: Any) -> Any:
+    """A tensor of one entry, or each of betas, as a view without dimensions; no device is waited for."""
+    if isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value):
+        return type(value)(map(without_dimensions, value))
+    return value.reshape(()) if isinstance(value, Tensor) and value.ndim else value
+
+
 def check_rates(name: str, group: Mapping[str, Any], *averages: str) -> None:
     """Refuse an ``lr``, a ``weight_decay``, or the beta of one of the ``averages``, that is out of its range."""
-    check_scalars(name, group)
+    check_scalars(name, group, ("lr", "weight_decay", *averages))
     for key in ("lr", "weight_decay"):
         if not 0 <= group[key] < inf:
             raise ValueError(f"{name}: {key} must be a finite number of at least 0, got {group[key]}")
@@ -154,6 +162,7 @@ def check_betas(name: str, betas: Any) -> None:
 
 def check_adam_settings(name: str, group: dict[str, Any], *averages: str) -> None:
     """Refuse what :func:`check_rates` does, and an ``eps`` or ``betas`` of a group that are out of their range."""
+    check_scalars(name, group, ("eps", "betas"))
     check_rates(name, group, *averages)
     if not 0 < group["eps"] < inf:
         raise ValueError(f"{name}: eps must be a finite number above 0, got {group['eps']}")
@@ -189,6 +198,7 @@ def also_called[**P](**spellings: str | tuple[str, dict[Any, Any]]) -> Callable[
                 kwargs.setdefault(name, here)
             init(*args, **kwargs)
 
+        accepting.other_names = frozenset(spellings)  # type: ignore[attr-defined]
         return accepting
 
     return decorate

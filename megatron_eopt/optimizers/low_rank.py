@@ -126,9 +126,8 @@ def factor_layouts(matrices: Sequence[Layout], rank: int | None) -> tuple[Layout
 def _side(layout: Layout, dim: int, rank: int) -> Layout:
     """The layout of a factor whose rows are those of one dimension of a matrix."""
     shape = layout.shape[dim], rank
-    rectangles = tuple(
-        Rectangle(x.left, x.right, 0, rank) if dim else Rectangle(x.top, x.bottom, 0, rank) for x in layout.rectangles
-    )
+    edges = ((x.left, x.right) if dim else (x.top, x.bottom) for x in layout.rectangles)
+    rectangles = tuple(Rectangle(*each, 0, rank) for each in edges)
     if set(rectangles) == {whole(shape)}:  # each rank treats as its own what it has whole
         return on_one_rank(shape)
     return replace(layout, shape=shape, rectangles=rectangles)

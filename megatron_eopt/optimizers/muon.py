@@ -34,13 +34,9 @@ from megatron_eopt.optimizers.group_settings import (
     own_settings,
 )
 from megatron_eopt.optimizers.offload import Streamed
-from megatron_eopt.optimizers.orthogonalized import MOMENTUM_STEPS, OrthogonalizedOptimizer
-from megatron_eopt.optimizers.parameters import (
-    DescribedMatrix,
-    TensorParallelGroups,
-    check_shard,
-    local,
-)
+from megatron_eopt.optimizers.orthogonalized import MOMENTUM_STEPS, OF_PARAMETERS, OrthogonalizedOptimizer
+from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_shard, local
+from megatron_eopt.optimizers.users_functions import of_whole, partition_of, takes_shards
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.kernels import KERNELS
@@ -49,10 +45,16 @@ from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, plan_cost
 from megatron_eopt.parallel.engine import Engine, Parameter
-from megatron_eopt.parallel.layout import Layout, is_expert, is_sharded, shared_out
-from megatron_eopt.parallel.plan import make_plan, validate_tp_mode
-from megatron_eopt.parallel.records import TpMode
+from megatron_eopt.parallel.layout import Layout, cut_over, is_expert, is_sharded, shared_out
+from megatron_eopt.parallel.plan import make_plan
+from megatron_eopt.parallel.records import Matrix, TpMode
 from megatron_eopt.parallel.watched import Watched
+
+OF_MATRICES = ("scaled_orthogonalize_fn", "orthogonalize_fn")
+DECIDED_BY = {STEPS: OF_MATRICES, COEFFICIENTS: OF_MATRICES} | dict.fromkeys(
+    (SCALE_MODE, EXTRA_SCALE), ("scaled_orthogonalize_fn", "scale_factor_fn")
+)
+"""Settings of a group -> functions of the user's that decide in their place."""
 
 WARMUP_FROM = 0.85
 """The momentum with which a warm-up of the momentum begins."""
@@ -180,6 +182,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     momentum_key, nesterov_key = "momentum", "nesterov"
     split_lengths = (3, 4)
     carried_settings = frozenset({KERNEL, RATES, MOMENTUM_STEPS})
+    planned_by = OrthogonalizedOptimizer.planned_by | {"newton_schulz", "scale_mode", "extra_scale_factor"}
     newton_schulz_calls: int = 0
 
     # What a relative may have otherwise:
@@ -222,9 +225,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         momentum_dtype: torch.dtype | None = None,
         momentum_warmup: int = 0,
     ) -> None:
-        for key, flag in (("nesterov", nesterov), ("split_qkv", split_qkv), ("cuda_graphs", cuda_graphs)):
+        for key, flag in (("nesterov", nesterov), ("cuda_graphs", cuda_graphs)):
             check_flag(type(self).__name__, key, flag)
-        validate_tp_mode(tp_mode)
         if symmetric_products is not None:
             check_choice("symmetric_products", symmetric_products, tuple(KERNELS))
         if not isinstance(plan_rates, Rates) and plan_rates != "measure":
@@ -248,38 +250,20 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         )
         self.scale_mode: ScaleMode = scale_mode
         self.extra_scale_factor = extra_scale_factor
-        self.pg_collection = pg_collection
+        self.pg_collection, self.data_parallel_group = pg_collection, data_parallel_group
         self.tp_mode = tp_mode
-        self.data_parallel_group = data_parallel_group
-        self.plan_rates = plan_rates
-        self.symmetric_products = symmetric_products
+        self.plan_rates, self.symmetric_products = plan_rates, symmetric_products
         self.workspace = workspace
-        note_short_schedule(self.newton_schulz)
-        super().__init__(
-            params,
-            lr,
-            momentum,
-            nesterov,
-            weight_decay,
-            # True by default, which does not contradict what is said of the method
-            False if weight_decay_method == "l2" else use_decoupled_weight_decay,
-            split_qkv,
-            is_qkv_fn,
-            qkv_split_shapes,
-            fp32_matmul_prec,
-            orthogonalize_fn=self.newton_schulz,
-            scale_factor_fn=self.update_settings({}).scale,
-            weight_decay_method=weight_decay_method,
-            **self._further_settings(),
-        )
         self.cuda_graphs = cuda_graphs
+        note_short_schedule(self.newton_schulz)
+        # True by default, which does not contradict what is said of the method
+        decoupled = weight_decay_method != "l2" and use_decoupled_weight_decay
+        decay = {"weight_decay": weight_decay, DECOUPLED: decoupled, METHOD: weight_decay_method}
+        split: dict[str, Any] = {"split_qkv": split_qkv, "is_qkv_fn": is_qkv_fn, "qkv_split_shapes": qkv_split_shapes}
+        own: dict[str, Any] = {"fp32_matmul_prec": fp32_matmul_prec, **decay, **split, **self._further_settings()}
+        super().__init__(params, lr, momentum, nesterov, **own)
         if cuda_graphs:
             self._check_graphs()
-        if offload_fraction and self._overrides(TensorParallelMuon):
-            raise ValueError(
-                f"{type(self).__name__} has an orthogonalize of its own, for which all state is on the device at once: "
-                f"leave offload_fraction at 0"
-            )
 
     # The step, and the hooks of relatives.
 
@@ -297,7 +281,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return super().state_dict()
 
     def _take(self, accepted: Tensor) -> None:
-        if self._overrides(TensorParallelMuon):
+        if self._overrides(TensorParallelMuon, *OF_PARAMETERS):
             batches = self._take_one_by_one(accepted)
         elif self.cuda_graphs:
             batches = self._batches(accepted, masked=True)
@@ -377,8 +361,54 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             engine = Engine([described], grad.device, self.tp_mode, engine.rates)
             engine.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
             index = 0
-        factors = engine.orthogonalize(engine.split_all([index], [local(grad)]), [index], self.scales_factors)
+        shards = engine.split_all([index], [local(grad)])
+        if self._overrides(TensorParallelMuon, *OF_MATRICES):
+            each = zip(engine.matrices[index], shards, engine.scales([index]), strict=True)
+            factors = [self._by_users(p, engine, *of_matrix) for of_matrix in each]
+        else:
+            factors = engine.orthogonalize(shards, [index], self.scales_factors)
         return engine.merge(index, factors)
+
+    def _by_users(self, p: Tensor, engine: Engine, matrix: Matrix, shard: Tensor, scale: float) -> Tensor:
+        """The update of a logical matrix by a function of the user's, which gets it whole, or as Megatron's does."""
+        group, function = engine.groups.get(matrix.group), self.scaled_orthogonalize_fn
+        if not self._overrides(TensorParallelMuon, "scaled_orthogonalize_fn"):
+            found = of_whole(self.orthogonalize_fn, shard, matrix, group)
+            return found * scale if self.scales_factors else found
+        if not takes_shards(function):
+            return of_whole(function, shard, matrix, group)
+        tp, dim = getattr(self.pg_collection, "expt_tp" if is_expert(p) else "tp", None), partition_of(matrix)
+        return of_whole(function, shard, matrix, group, tp, None) if dim is None else function(shard, tp, dim)
+
+    def scaled_orthogonalize_fn(
+        self, grad: Tensor, tp_group: ProcessGroup | None = None, partition_dim: int | None = None
+    ) -> Tensor:
+        """The update of one matrix, scaled, by the settings of the optimizer: Megatron's, to override or to set.
+
+        A function in its place that takes ``grad`` alone gets whole matrices. One of Megatron's arguments gets this
+        rank's shard, the tensor-parallel group and the dimension that is cut; of a matrix that this group does not cut
+        it gets all, with None for the dimension.
+        """
+        layout = cut_over((grad.shape[0], grad.shape[1]), partition_dim, tp_group)
+        matrix = Matrix("grad", layout.shape, layout.rectangles)
+        return of_whole(super().scaled_orthogonalize_fn, grad, matrix, layout.group)
+
+    def orthogonalize_fn(self, matrix: Tensor) -> Tensor:
+        """The orthogonal factor of a whole matrix, by Newton-Schulz; one of yours in its place counts."""
+        return self.newton_schulz(matrix)
+
+    def scale_factor_fn(self, rows: int, cols: int) -> float:
+        """The scale of a matrix of so many rows and columns, by ``scale_mode``; one of yours in its place counts."""
+        return self.update_settings({}).scale(rows, cols)
+
+    @property
+    def fp32_matmul_prec(self) -> MatmulPrecision:
+        """The precision of this optimizer's products, that of :attr:`newton_schulz`."""
+        return self.newton_schulz.fp32_matmul_prec
+
+    @fp32_matmul_prec.setter
+    def fp32_matmul_prec(self, precision: MatmulPrecision) -> None:
+        self.newton_schulz = replace(self.newton_schulz, fp32_matmul_prec=precision)
 
     def _waited_for(self, index: int) -> bool:
         return self.engine.shares(index)
@@ -399,9 +429,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         engine = super().proposed()
         if self.tp_mode == "auto" and any(matrix.copies > 1 and matrix.sharded for matrix in engine.plan.matrices):
             settings, shared = (engine.works, engine.rates), engine.plan.matrices
-            alone = [
-                replace(each, rectangles=each.rectangles[each.copy_of(0)]) if each.sharded else each for each in shared
-            ]
+            alone = [replace(m, rectangles=m.rectangles[m.copy_of(0)]) if m.sharded else m for m in shared]
             plan = make_plan(alone, "auto", *settings)
             if plan_cost(plan, *settings).seconds <= plan_cost(engine.plan, *settings).seconds:
                 self._shares_shards = False
@@ -410,8 +438,13 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
         """The iteration and the scale that the matrices of a group get; what they cannot have is a ``ValueError``."""
-        for key in (SCALE_MODE, EXTRA_SCALE):
-            if self.size_rule is not None and key in group:
+        for key, names in DECIDED_BY.items():
+            own = [name for name in names if key in group and self._overrides(TensorParallelMuon, name)]
+            if own:
+                raise ValueError(
+                    f"{key} has no effect here, got {group[key]!r}: {own[0]} of your own decides; take the setting away"
+                )
+            if self.size_rule is not None and key in group and "scale_factor_fn" in names:
                 raise ValueError(
                     f"{key} has no effect here, got {group[key]!r}: the size of an update is {self.size_rule}; take "
                     f"the setting away, and set lr"
@@ -421,9 +454,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
         """RMS of the entries of the first update of a logical matrix of full rank, before the learning rate.
 
-        It depends on the settings of the group that the matrix is in. None where it depends on the gradients.
+        It depends on the settings of the group that the matrix is in. None where it depends on the gradients, or on a
+        function of the user's.
         """
-        return None if self.measures else self.update_settings(group or {}).predicted_rms(rows, cols)
+        own = self._overrides(TensorParallelMuon, *OF_MATRICES, "scale_factor_fn")
+        return None if self.measures or own else self.update_settings(group or {}).predicted_rms(rows, cols)
 
     def with_predictions(
         self, indices: Sequence[int], updates: Sequence[Tensor]
@@ -463,7 +498,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
                     matrix.name.partition("[")[2].rstrip("]"),
                     matrix.shape,
                     schemes[i],
-                    1.0 if self.measures else self.update_settings(group).scale(*matrix.shape),
+                    1.0 if (scale := self._scale(group)) is None else scale(*matrix.shape),
                     self.predicted_rms(*matrix.shape, group),
                 )
                 for i, matrix in islice(flat, len(self.key_ends(parameter)))
@@ -475,10 +510,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def settings(self) -> dict[str, Any]:
         """What a checkpoint says of this optimizer to those who read it."""
         keys = (self.nesterov_key, DECOUPLED, METHOD)
-        own = {
-            number: said | {key: group[key] for key in keys if group[key] != self.defaults[key]}
-            for number, (said, group) in enumerate(zip(self._own_settings(), self.param_groups, strict=True))
-        }
+        decay = ({key: group[key] for key in keys if group[key] != self.defaults[key]} for group in self.param_groups)
+        own = dict(enumerate(said | more for said, more in zip(self._own_settings(), decay, strict=True)))
         return super().settings() | {
             "coefficients": [list(each) for each in self.newton_schulz.schedule],
             "fp32_matmul_prec": self.fp32_matmul_prec,
@@ -501,7 +534,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     @property
     def _sizes(self) -> dict[str, Any]:
         """The settings of the scale, where they have an effect."""
-        return {} if self.size_rule else {SCALE_MODE: self.scale_mode, EXTRA_SCALE: self.extra_scale_factor}
+        own = self.size_rule or self._overrides(TensorParallelMuon, "scale_factor_fn")
+        return {} if own else {SCALE_MODE: self.scale_mode, EXTRA_SCALE: self.extra_scale_factor}
 
     def _further_settings(self) -> dict[str, Any]:
         """Settings of a subclass that each group may have a value of its own for."""
@@ -510,9 +544,15 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def _described(self, name: str, parameter: Tensor, group: Mapping[str, Any] | None = None) -> Parameter:
         settings = self.update_settings(self.group_of(parameter) if group is None else group)
         dtype, layout, split = local(parameter).dtype, self.layout(parameter), self.split_of(parameter)
-        scale = None if self.measures else settings.scale
+        scale = self._scale(self.group_of(parameter) if group is None else group)
         offloaded = self.on_host(parameter) * parameter.numel() * self._bytes_of_entry(parameter)
         return Parameter(name, dtype, layout, split, settings.newton_schulz, scale, settings.name, offloaded=offloaded)
+
+    def _scale(self, group: Mapping[str, Any]) -> Callable[[int, int], float] | None:
+        """What multiplies the orthogonal factors of a group's matrices; None for 1."""
+        if self._overrides(TensorParallelMuon, "scale_factor_fn"):
+            return self.scale_factor_fn
+        return None if self.measures else self.update_settings(group).scale
 
     def _own_settings(self) -> list[dict[str, Any]]:
         """What each group says of its updates: where that changes, ranks prepare anew."""
@@ -531,6 +571,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state, and with it the kernel of symmetric products with which it was saved."""
+        self.check_writer(state_dict)
         for number, group in enumerate(state_dict["param_groups"]):
             self._check_update_settings(group, number)
         super().load_state_dict(state_dict)
@@ -541,6 +582,14 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         own = self._check_update_settings(group, len(self.param_groups) - 1).newton_schulz
         if own != self.newton_schulz:
             note_short_schedule(own)
+        users = [name for name in OF_PARAMETERS if self._overrides(TensorParallelMuon, name)]
+        if users and (self.offload_fraction or self.cuda_graphs):
+            raise ValueError(
+                f"{type(self).__name__} has an {users[0]} of its own, which gets one parameter after another, whose "
+                f"state is on the device, and may wait for it: leave offload_fraction at 0 and cuda_graphs off"
+            )
+        if self.size_rule and self._overrides(TensorParallelMuon, "scale_factor_fn"):
+            raise ValueError(f"scale_factor_fn has no effect here: the size of an update is {self.size_rule}; set lr")
         for parameter in group["params"]:
             if self.offload_fraction and isinstance(parameter, DTensor):
                 raise ValueError(
@@ -560,7 +609,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self._check_matrix(parameter, f"orthogonalizes matrices, but {called}")
 
     def _check_shards(self, parameter: Tensor, called: str) -> None:
-        """Refuse a shard that no process group completes."""
         if self.tp_mode != "blockwise":
             otherwise = ", or tp_mode='blockwise' for the approximation that treats each shard as a matrix"
             check_shard(parameter, self.pg_collection, called, otherwise)
@@ -603,8 +651,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             refused = "momentum_warmup has another momentum in each step, and a replay would have that of one"
         elif devices != {"cuda"}:
             refused = f"the parameters are on {' and '.join(sorted(devices))}, not on a CUDA device"
-        elif self._overrides(TensorParallelMuon):
-            refused = f"{type(self).__name__} has an orthogonalize of its own, which may wait for the device"
         elif any(self.layout(parameter).ranks > 1 for parameter in self._parameters()):
             refused = "parameters are shared with other ranks, and a replayed exchange could not be counted or end"
         if refused:

@@ -96,15 +96,13 @@ class NonFinite:
                     f"{name} has a gradient on some of the ranks that share it, none on others: let its module take "
                     f"part in the loss on all of them or on none"
                 )
-        skipped = {name: count for name, count in zip(self._names, in_a_row, strict=True) if count}
-        if max(skipped.values(), default=0) >= MAX_IN_A_ROW:
+        names = {name: count for name, count in zip(self._names, in_a_row, strict=True) if count}
+        if max(names.values(), default=0) >= MAX_IN_A_ROW:
             raise RuntimeError(
-                f"gradients were not finite in {MAX_IN_A_ROW} steps in a row, of {_listed(skipped)}: these parameters "
+                f"gradients were not finite in {MAX_IN_A_ROW} steps in a row, of {listed(names)}: these parameters "
                 f"stand still; look for a learning rate that is too high, or for a loss that overflows"
             )
-        logger.warning(
-            f"gradients are not finite, of {_listed(skipped)}: their steps are skipped, {total} in all so far"
-        )
+        logger.warning(f"gradients are not finite, of {listed(names)}: their steps are skipped, {total} in all so far")
         self._reported = total
 
 
@@ -160,6 +158,19 @@ def check_gradients(
         )
 
 
-def _listed(names: Iterable[str], most: int = 5) -> str:
+def warned_without_gradients(name: str, parameters: Sequence[Tensor]) -> bool:
+    """Whether none of the parameters has a gradient, though some are trained; a warning says so."""
+    if any(p.grad is not None for p in parameters) or not any(p.requires_grad for p in parameters):
+        return False
+    logger.warning(
+        f"{name} makes a step in which none of its parameters ({len(parameters)}) has a gradient, and leaves them as "
+        f"they are: fully_shard replaces the parameters of a model, so build the optimizer after it, of those that "
+        f"the model has then; without fully_shard, call backward() before step(), and zero_grad() after it"
+    )
+    return True
+
+
+def listed(names: Iterable[str], most: int = 5) -> str:
+    """The first names, and how many more there are."""
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

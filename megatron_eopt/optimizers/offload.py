@@ -68,14 +68,10 @@ class Streamed:
             kept: whether what has the shape of a parameter is kept in host memory.
         """
         self.end()  # of a step that failed
-        homes = {
-            i: [x for x in (momentum, *further) if x.shape == weight.shape]
-            for batch in batches
-            for i, p, weight, momentum, further in zip(
-                batch.indices, batch.parameters, batch.weights, batch.momenta, batch.further, strict=True
-            )
-            if kept(p)
-        }
+        homes: dict[int, list[Tensor]] = {}
+        for batch in batches:
+            each = zip(batch.indices, batch.parameters, batch.weights, batch.momenta, batch.further, strict=True)
+            homes |= {i: [x for x in (m, *further) if x.shape == w.shape] for i, p, w, m, further in each if kept(p)}
         self._chunk_of = {i: number for number, chunk in enumerate(chunks) for i in chunk}
         self._waiting = [[x for i in chunk for x in homes.get(i, ())] for chunk in chunks] if homes else []
         sizes = [sum(map(_room, each)) for each in self._waiting]
@@ -101,15 +97,9 @@ class Streamed:
         def here(tensors: Iterable[Tensor]) -> list[Tensor]:
             return [self._here.get(id(x), x) for x in tensors]
 
-        return [
-            replace(
-                batch,
-                momenta=here(batch.momenta),
-                gradients=here(batch.gradients),  # a momentum stands in for one that is missing
-                further=list(map(here, batch.further)),
-            )
-            for batch in batches
-        ]
+        # a momentum stands in for a gradient that is missing
+        found = ((each, here(each.momenta), here(each.gradients), list(map(here, each.further))) for each in batches)
+        return [replace(each, momenta=m, gradients=g, further=further) for each, m, g, further in found]
 
     def take_back(self, tensors: Iterable[Tensor]) -> None:
         """Let those of the tensors that :meth:`bring` gave go home, as they are now: nobody writes to them again."""

@@ -25,14 +25,16 @@ from megatron_eopt.optimizers.group_settings import (
     check_rates,
     decay_method,
 )
-from megatron_eopt.optimizers.parameters import local, names_of_last, rows_of
+from megatron_eopt.optimizers.parameters import local, names_of_last, parameter_names, rows_of
 from megatron_eopt.optimizers.rounding import Numbered, numbered, store
-from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import local_rows, on_one_rank
 
 MOMENTUM_BUFFER = "momentum_buffer"
+# Methods that users override, or set: of whole parameters or matrices, and all.
+OF_PARAMETERS = ("orthogonalize", "scaled_orthogonalize_fn", "orthogonalize_fn")
 MOMENTUM_STEPS = "momentum_steps"  # setting of a group: how many steps its momenta have made, where that is counted
 
 
@@ -77,10 +79,10 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         orthogonalize_fn: maps a matrix to its orthogonal factor; the identity, with a warning, if missing. It gets a
             parameter of more dimensions whole.
         scale_factor_fn: maps rows and columns of a matrix to the factor of its update; 1, with a warning, if missing.
-            Of more dimensions it gets the last two.
+            Of more dimensions it gets the first two.
         weight_decay_method: ``decoupled``, ``l2``, ``independent`` or ``palm``; None for what
             ``use_decoupled_weight_decay`` says, which is False for ``l2`` and True for every other.
-        **kwargs: further settings that each group may have a value of its own for.
+        **kwargs: further settings of yours, whatever they are, that each group may have a value of its own for.
 
     Raises:
         ValueError: for a parameter that is not a matrix, a setting out of its range, a split that is not described, or
@@ -90,6 +92,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     # Names of the momentum and of Nesterov's look-ahead among the settings of a group.
     momentum_key, nesterov_key = "momentum_beta", "use_nesterov"
+    planned_by = BaseOptimizer.planned_by | {*OF_PARAMETERS, "scale_factor_fn", "fp32_matmul_prec"}
     split_lengths: tuple[int, ...] = (3,)
     momentum_dtype: torch.dtype | None = None  # None for that of each parameter
     _further_keys: dict[Tensor, list[str]] | None = None
@@ -114,16 +117,14 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         **kwargs: Any,
     ) -> None:
         name = type(self).__name__
-        validate_matmul_precision(fp32_matmul_prec)
-        check_flag(name, "split_qkv", split_qkv)
         self._set_split(split_qkv, is_qkv_fn, qkv_split_shapes)
         self.fp32_matmul_prec = fp32_matmul_prec
-        if orthogonalize_fn is None:
-            warnings.warn(f"{name} has no orthogonalize_fn: updates are not orthogonalized", stacklevel=3)
-        if scale_factor_fn is None:
-            warnings.warn(f"{name} has no scale_factor_fn: updates are not scaled", stacklevel=3)
-        self.orthogonalize_fn = orthogonalize_fn or _identity
-        self.scale_factor_fn = scale_factor_fn or _one
+        given = {"orthogonalize_fn": orthogonalize_fn, "scale_factor_fn": scale_factor_fn}
+        vars(self).update({key: function for key, function in given.items() if function is not None})
+        for key, done in (("orthogonalize_fn", "orthogonalized"), ("scale_factor_fn", "scaled")):
+            if not self._overrides(OrthogonalizedOptimizer, key, "scaled_orthogonalize_fn"):
+                warnings.warn(f"{name} has no {key}: updates are not {done}", stacklevel=3)
+        self.users_settings = frozenset(kwargs) - self._further_settings().keys()
         defaults = {
             "lr": lr,
             self.momentum_key: momentum_beta,
@@ -136,6 +137,10 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         self._check_flags(defaults)
         decay_method(name, defaults)
         super().__init__(params, self._in_own_words(defaults, {}))
+
+    def _further_settings(self) -> dict[str, Any]:
+        """Those of ``kwargs`` that a relative knows."""
+        return {}
 
     @property
     def use_nesterov(self) -> bool:
@@ -196,23 +201,24 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             check_flag(type(self).__name__, key, group[key])
 
     def _check_settings(self, group: dict[str, Any]) -> None:
-        super()._check_settings(group)
         self._take_words(group, group)
+        super()._check_settings(group)
         self._check_flags(group)
         decay_method(type(self).__name__, group)
-        # a device would be waited for to look into tensors
-        self._check_ranges({key: 0.0 if isinstance(value, Tensor) else value for key, value in group.items()})
+        # a device would be waited for to look into tensors; 0.5 is in every range
+        self._check_ranges({key: 0.5 if isinstance(value, Tensor) else value for key, value in group.items()})
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
         check_rates(type(self).__name__, group, self.momentum_key)
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        validate_matmul_precision(self.fp32_matmul_prec)
         self._check_ranges(group)
         for parameter, called in zip(group["params"], names_of_last(self.param_groups, shapes=False), strict=True):
             self._check_parameter(parameter, called)
 
     def _check_parameter(self, parameter: Tensor, called: str) -> None:
-        users = self.orthogonalize_fn is not _identity or self._overrides(OrthogonalizedOptimizer)
+        users = self._overrides(OrthogonalizedOptimizer, *OF_PARAMETERS)
         if parameter.ndim > 2 and declared_split(parameter) is None and users:  # who may know more than matrices
             self._check_split(parameter)
         else:
@@ -261,32 +267,49 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         if grad.ndim > 2 and split.stacked is None:  # which no split of rows knows
             rows = [block.rows for block in split.pattern(grad.shape[0]).blocks]
             return torch.cat([self._orthogonalize_matrix(each) for each in grad.split(rows)])
-        matrices = local_rows(on_one_rank((grad.shape[-2], grad.shape[-1])), split)
+        layout = on_one_rank((grad.shape[-2], grad.shape[-1]))
+        matrices = local_rows(layout.transposed if split.transposed else layout, split)
         return matrices.merge([self._orthogonalize_matrix(each) for each in matrices.split(grad)])
 
     def _orthogonalize_matrix(self, matrix: Tensor) -> Tensor:
         # the scale of a matrix without entries may divide by zero
-        return self.orthogonalize_fn(matrix) * self.scale_factor_fn(*matrix.shape[-2:]) if matrix.numel() else matrix
+        return self.scaled_orthogonalize_fn(matrix) if matrix.numel() else matrix
 
-    def _overrides(self, cls: type["OrthogonalizedOptimizer"]) -> bool:
-        """Whether a subclass of a class, or the user for this object, has another :meth:`orthogonalize`."""
-        return type(self).orthogonalize is not cls.orthogonalize or "orthogonalize" in vars(self)
+    def scaled_orthogonalize_fn(self, grad: Tensor) -> Tensor:
+        """The update of one matrix, scaled: for subclasses to override, or to set as emerging-optimizers' do."""
+        return self.orthogonalize_fn(grad) * self.scale_factor_fn(*grad.shape[:2])
+
+    def orthogonalize_fn(self, matrix: Tensor) -> Tensor:
+        """The orthogonal factor of a matrix; the matrix itself, where the constructor gets no function."""
+        return matrix
+
+    def scale_factor_fn(self, rows: int, cols: int) -> float:
+        """What multiplies the orthogonal factor; 1 where the constructor gets no function."""
+        return 1.0
+
+    def _overrides(self, cls: type["OrthogonalizedOptimizer"], *names: str) -> bool:
+        """Whether a subclass of a class, or the user for this object, has other methods or functions of these names."""
+        return any(name in vars(self) or getattr(type(self), name) is not getattr(cls, name) for name in names)
 
     def _take(self, accepted: Tensor) -> None:
         self._take_one_by_one(accepted)
 
     def _take_one_by_one(self, accepted: Tensor) -> list[Batch]:
         """A step by an :meth:`orthogonalize` that may be the user's: all updates come before the first change."""
-        new = [p for p in self._parameters() if p not in self.state]
+        validate_matmul_precision(self.fp32_matmul_prec)  # which may be another one by now
+        before = {p: set(self.state.get(p, ())) for p in self._parameters()}
         try:
             batches = foreach.chosen(self._batches(accepted))
             directions = self.direction(batches, foreach.averaged)
-            with fp32_products(self.fp32_matmul_prec):
+            with fp32_products(self.fp32_matmul_prec, as_torch=True):
                 found = list(self._orthogonalized(batches, directions))
                 updates = self._updates_of(batches, found, directions)
         except Exception:
-            for p in new:
-                self.state.pop(p, None)
+            for p, keys in before.items():
+                for key in self.state.get(p, {}).keys() - keys:
+                    del self.state[p][key]
+                if not keys:
+                    self.state.pop(p, None)
             raise
         self.direction(batches, foreach.average)
         for batch in batches:
@@ -309,7 +332,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             changes = batch.decays and batch.decay_method != "l2"
             for i, (p, weight) in enumerate(zip(batch.parameters, batch.weights, strict=True)):
                 direction = next(of_parameters)
-                if not direction.numel():
+                if not direction.numel() and not self._waited_for(batch.indices[i]):
                     yield direction
                     continue
                 before = weight.clone() if changes else None
@@ -362,8 +385,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     def _numbers(self) -> dict[Tensor, Numbered]:
         """What the random bits of each parameter's entries follow from."""
         if self._numbered is None or self._numbered_for is not self.engine:
-            ends, parameters = range(1, len(self.param_groups) + 1), self._parameters()
-            names = [name for end in ends for name in names_of_last(self.param_groups[:end], shapes=False)]
+            parameters, names = self._parameters(), parameter_names(self.param_groups, shapes=False)
             layouts = list(map(self.layout, parameters))
             splits = [rows_of(p, self.split_of(p), layout) for p, layout in zip(parameters, layouts, strict=True)]
             parts = numbered(names, layouts, splits, local(parameters[0]).device)
@@ -384,7 +406,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             params = group["params"]
             # a parameter whose gradient is left out has a momentum, too
             known = {
-                i: (self.state[p] or self._state_of(p))[MOMENTUM_BUFFER]
+                i: (state if MOMENTUM_BUFFER in (state := self.state[p]) else self._state_of(p))[MOMENTUM_BUFFER]
                 for i, p in enumerate(params, first)
                 if p.grad is not None or self._waited_for(i)
             }
@@ -393,6 +415,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             first += len(params)
             if not chosen:
                 continue
+            settings = {key: value for key, value in group.items() if key not in NO_SETTINGS}
             momenta, weights = [known[i] for i in indices], chosen
             # other ranks may wait for a parameter without a gradient: it is masked
             gradients = [m if p.grad is None else p.grad for p, m in zip(chosen, momenta, strict=True)]
@@ -406,10 +429,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
                     momenta=momenta,
                     gradients=gradients,
                     further=[self._further_state(p) for p in chosen] if more else [[]] * len(chosen),
-                    settings={
-                        **{key: value for key, value in group.items() if key not in ("params", "param_names")},
-                        self.momentum_key: self.momentum_of(group),
-                    },
+                    settings=settings | {self.momentum_key: self.momentum_of(group)},
                     lr=group["lr"],
                     weight_decay=self._weight_decay(group),
                     decay_method=decay_method(type(self).__name__, group),
@@ -434,8 +454,9 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         self._further_keys = {} if self._further_keys is None else self._further_keys
         if parameter not in self._further_keys:  # asked in every step
             self._further_keys[parameter] = [t.key for t in self.state_tensors(parameter) if t.key != MOMENTUM_BUFFER]
-        state = self._state_of(parameter)
-        return [local(state[key]) for key in self._further_keys[parameter]]
+        keys, state = self._further_keys[parameter], self.state[parameter]
+        state = state if state.keys() >= set(keys) else self._state_of(parameter)
+        return [local(state[key]) for key in keys]
 
 
 def _problem(result: Any, direction: Tensor, parameter: Tensor) -> str | None:
@@ -449,12 +470,3 @@ def _problem(result: Any, direction: Tensor, parameter: Tensor) -> str | None:
         wanted = f"on {direction.device} that can be cast to {parameter.dtype}"
         return f"a tensor {wanted}, got {result.dtype} on {result.device}"
     return None
-
-
-# functions with a name can be pickled
-def _identity(update: Tensor) -> Tensor:
-    return update
-
-
-def _one(rows: int, cols: int) -> float:
-    return 1.0

@@ -68,9 +68,9 @@ def in_order(split: Split, parameter: Tensor, layout: Layout) -> Split:
     return split.in_global_order() if isinstance(parameter, DTensor) and layout.shards is None else split
 
 
-def parameter_names(groups: Sequence[dict[str, Any]]) -> list[str]:
+def parameter_names(groups: Sequence[dict[str, Any]], shapes: bool = True) -> list[str]:
     """A name for every parameter, in the order of the groups: as torch was told, its attribute, or its index."""
-    return [name for end in range(1, len(groups) + 1) for name in names_of_last(groups[:end])]
+    return [name for end in range(1, len(groups) + 1) for name in names_of_last(groups[:end], shapes)]
 
 
 def names_of_last(groups: Sequence[dict[str, Any]], shapes: bool = True) -> list[str]:
@@ -81,6 +81,15 @@ def names_of_last(groups: Sequence[dict[str, Any]], shapes: bool = True) -> list
         shape = f", of shape {tuple(parameter.shape)}" if shapes else ""
         names.append(str(known or f"parameter {index} of group {len(groups) - 1}{shape}"))
     return names
+
+
+def check_distinct(name: str, groups: Sequence[dict[str, Any]]) -> None:
+    """Refuse a parameter that is twice in the last group."""
+    last = {parameter: index for index, parameter in enumerate(groups[-1]["params"])}
+    for index, parameter in enumerate(groups[-1]["params"]):
+        if last[parameter] != index:
+            called = names_of_last(groups)[index]
+            raise ValueError(f"{name}: {called} comes twice in one list of parameters, and would be stepped twice")
 
 
 def matrix_layout(parameter: Tensor, pg_collection: TensorParallelGroups | None) -> Layout:
@@ -103,6 +112,26 @@ def sharing_groups(parameter: Tensor, pg_collection: TensorParallelGroups | None
         names = mesh.mesh_dim_names or [f"mesh{i}" for i in range(mesh.ndim)]
         groups |= {f"{names[i]}={mesh.size(i)}": mesh.get_group(i) for i in cut}
     return {name: group for name, group in groups.items() if group is not None and group.size() > 1}
+
+
+def check_scalable(groups: Sequence[dict[str, Any]], pg_collection: TensorParallelGroups | None) -> None:
+    """Refuse parameters for which torch's GradScaler would leave out a step on some ranks, and not on others.
+
+    Of the gradients of each dtype it asks the ranks that share the first one, if that is a DTensor, and no others.
+    """
+    asked: dict[torch.dtype, set[ProcessGroup]] = {}
+    parameters = (p for group in groups for p in group["params"])
+    for name, p in zip(parameter_names(groups), parameters, strict=True):
+        if p.grad is None:
+            continue
+        shared = sharing_groups(p, pg_collection)
+        known = asked.setdefault(p.grad.dtype, set(shared.values())) if isinstance(p, DTensor) else set()
+        if not known.issuperset(shared.values()):
+            raise ValueError(
+                f"torch's GradScaler does not ask all ranks of {', '.join(shared)}, which share {name}, for an inf in "
+                f"its gradient: some would make a step that others leave out. Train in bf16 without a scaler, or shard "
+                f"all parameters alike as DTensors, as FSDP2 does"
+            )
 
 
 def _cut_over(parameter: Tensor) -> list[str]:
@@ -150,12 +179,9 @@ def check_split(parameter: Tensor, split: Split, layout: Layout, blockwise: bool
         return
     period = sum(split.pattern(rows).sizes)  # each shard of a logical matrix is a matrix: all ranks need the like
     if any(edge % period for rectangle in layout.rectangles for edge in (rectangle.top, rectangle.bottom)):
-        within = (
-            f"the {period} rows that hold all of its logical matrices"
-            if declared
-            else f"a query group of {period} rows"
-        )
-        otherwise = "" if declared else ", or turn split_qkv off"
+        within, otherwise = f"a query group of {period} rows", ", or turn split_qkv off"
+        if declared:
+            within, otherwise = f"the {period} rows that hold all of its logical matrices", ""
         raise ValueError(
             f"tp_mode blockwise cannot split a parameter of {rows} rows over {layout.ranks} ranks, whose shards end "
             f"inside {within}: take duplicated or distributed{otherwise}"

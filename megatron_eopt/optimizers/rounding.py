@@ -57,11 +57,8 @@ def numbered(
 
 def store(momenta: Tensors, averages: Tensors, parts: Sequence[Numbered], step: int) -> None:
     """Write averages, in fp32, into momenta in bf16 of the same shapes, which are ``parts`` of parameters."""
-    shards = [
-        shard
-        for x, part in zip(averages, parts, strict=True)
-        for shard in part.rows.split(x if part.stacked else x.flatten(1))
-    ]
+    pairs = zip(averages, parts, strict=True)
+    shards = [shard for x, part in pairs for shard in part.rows.split(x if part.stacked else x.flatten(1))]
     rounded = iter(rounded_at_random(shards, [place for part in parts for place in part.places], step))
     merged = (part.rows.merge(list(islice(rounded, len(part.places)))) for part in parts)
     torch._foreach_copy_(list(momenta), [x.view(m.shape) for x, m in zip(merged, momenta, strict=True)])

@@ -137,8 +137,14 @@ class ScheduleFreeAdamW(BaseOptimizer):
 
     @property
     def warmup_steps(self) -> int:
-        """Of the first group; KempnerForge's optimizer has one for all."""
+        """Of the first group; setting it sets that of all, as KempnerForge's optimizer has one for all."""
         return int(self.param_groups[0]["warmup_steps"])
+
+    @warmup_steps.setter
+    def warmup_steps(self, steps: int) -> None:
+        check_count(f"{type(self).__name__}: warmup_steps", steps, 0)
+        for group in (self.defaults, *self.param_groups):
+            group["warmup_steps"] = steps
 
     @torch.no_grad()
     def eval_params(self) -> None:
@@ -162,7 +168,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
     @torch.no_grad()
     def average(self, parameter: Tensor) -> Tensor:
         """``x`` of a parameter, in the dtype of the parameter and as it lies: a copy."""
-        if KEPT in self.state.get(parameter, {}) or not self.state.get(parameter):
+        if KEPT in (own := self.state.get(parameter, {})) or SCHEDULE not in own:
             return parameter.detach().clone()
         state = self._begun_state(parameter)
         if X in state:
@@ -210,7 +216,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
             if X not in {tensor.key for tensor in self.state_tensors(parameter)}:
                 self.state.get(parameter, {}).pop(X, None)
         # states of earlier releases have the steps of each parameter alone
-        steps = [state[SCHEDULE][0].item() for state in self.state.values() if state]
+        steps = [state[SCHEDULE][0].item() for state in self.state.values() if SCHEDULE in state]
         count = int(max([*steps, *(group[COUNT] for group in self.param_groups)]))
         for group in self.param_groups:
             group[COUNT] = count
@@ -249,7 +255,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
 
     def _begun_state(self, parameter: Tensor) -> dict[str, Any]:
         """The state of a parameter, whose ``z`` and ``x`` are the parameter itself before its first step."""
-        state = self._state_of(parameter)
+        state = self._state_of(parameter, SCHEDULE)
         self._begun = set() if self._begun is None else self._begun
         if parameter not in self._begun:
             new = state[SCHEDULE][0] == 0

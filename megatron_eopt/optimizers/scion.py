@@ -74,7 +74,7 @@ class Scion(TensorParallelMuon):
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
         """The iteration of the matrices of a group, and its radius."""
         of_group, radius = super().update_settings(group), group.get(RADIUS, self.radius)
-        check_scalars(type(self).__name__, {RADIUS: radius})
+        check_scalars(type(self).__name__, {RADIUS: radius}, (RADIUS,))
         if not 0 < radius < inf:
             raise ValueError(f"radius must be a finite number above 0, got {radius}")
         return UpdateSettings(of_group.newton_schulz, "unit_rms_norm", radius)

@@ -273,7 +273,7 @@ class SOAP(BaseOptimizer):
             plans = self._planned(parameter)
             # also without a gradient where others wait for this rank's part
             if parameter.grad is not None or any(plan.gathered for plan in plans):
-                state = self.state.get(parameter, {}) if parameter.grad is None else self._state_of(parameter)
+                state = self.state.get(parameter, {}) if parameter.grad is None else self._state_of(parameter, STEPS)
                 first = parameter not in self._based and any(plan.cost for plan in plans)
                 tasks.append(Task(index, parameter, state, group, flag, first, plans, self.engine))
         # a device is waited for until all bases are known to be there, and no longer

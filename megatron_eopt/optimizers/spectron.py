@@ -35,7 +35,6 @@ from megatron_eopt.orthogonalize.spectral import start_vector
 from megatron_eopt.orthogonalize.timing import times
 from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout
-from megatron_eopt.parallel.plan import validate_tp_mode
 from megatron_eopt.parallel.records import TpMode
 
 logger = logging.getLogger(__name__)
@@ -177,10 +176,7 @@ class Spectron(BaseOptimizer):
         tp_mode: TpMode = "duplicated",
         symmetric_products: str | None = None,
     ) -> None:
-        validate_tp_mode(tp_mode)
         check_choice("symmetric_products", symmetric_products or "torch", KERNELS)
-        if tp_mode == "blockwise":
-            raise ValueError("Spectron has no tp_mode blockwise: take duplicated, owner, distributed, gram or auto")
         check_count("Spectron: num_power_iterations", num_power_iterations)
         self.newton_schulz = NewtonSchulz(
             steps=num_ns_steps, coefficient_type=coefficient_type, fp32_matmul_prec=fp32_matmul_prec
@@ -239,11 +235,9 @@ class Spectron(BaseOptimizer):
             of_factors = [schemes[weight.first + n] for n in range(len(weight.factors))]
             both = batched(of_factors, max(1, len(of_factors) // len(weight.matrices)))
             # that of the factor which is cut
-            found = (next((scheme for scheme in each if scheme != "local"), "local") for each in both)
-            described[parameter] = [
-                DescribedMatrix(name, layout.shape, scheme, 1.0, None)
-                for name, layout, scheme in zip(names, weight.matrices, found, strict=True)
-            ]
+            found = (next((scheme for scheme in some if scheme != "local"), "local") for some in both)
+            each = zip(names, weight.matrices, found, strict=True)
+            described[parameter] = [DescribedMatrix(name, x.shape, scheme, 1.0, None) for name, x, scheme in each]
         return described
 
     def prepare(self) -> Engine:
@@ -293,10 +287,8 @@ class Spectron(BaseOptimizer):
             dtype = low_rank.wide_dtype(parameter)
             nbytes = dtype.itemsize * max(each.numel for x in matrices for each in x.rectangles)
             weights[parameter] = Weight(index, len(factors), layouts, matrices, nbytes)
-            factors += [
-                Parameter(each, dtype, of_factor, WHOLE, self._iteration(group))
-                for each, of_factor in zip(called, layouts, strict=True)
-            ]
+            of_factors = zip(called, layouts, strict=True)
+            factors += [Parameter(each, dtype, layout, WHOLE, self._iteration(group)) for each, layout in of_factors]
         return Engine(factors, self._parameters()[0].device, self.tp_mode), weights
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
@@ -337,11 +329,12 @@ class Spectron(BaseOptimizer):
         super().load_state_dict(state_dict)
         self._done = frozenset()
 
-    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
-        if state := self.state[parameter]:
-            return state
-        state, layouts = super()._state_of(parameter), self.matrix_layouts(parameter)
-        for tensor in self.state_tensors(parameter):
+    def _state_of(self, parameter: Tensor, key: str | None = None) -> dict[str, Any]:
+        if key in self.state[parameter]:
+            return self.state[parameter]
+        before, layouts = set(self.state[parameter]), self.matrix_layouts(parameter)
+        state = super()._state_of(parameter)
+        for tensor in (each for each in self.state_tensors(parameter) if each.key not in before):
             (rows, columns), own = layouts[tensor.matrix].shape, layouts[tensor.matrix].rectangle
             if tensor.dims == ("rows",):
                 local(state[tensor.key]).copy_(start_vector(rows)[own.top : own.bottom])
@@ -351,6 +344,8 @@ class Spectron(BaseOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name, number = type(self).__name__, len(self.param_groups) - 1
+        if self.tp_mode == "blockwise":
+            raise ValueError("Spectron has no tp_mode blockwise: take duplicated, owner, distributed, gram or auto")
         check_rates(name, group, "momentum_beta")
         check_count(f"{name}: rank", group["rank"])
         for key in (group_settings.SCALE_MODE, group_settings.EXTRA_SCALE):
@@ -441,11 +436,12 @@ class Spectron(BaseOptimizer):
 
     def _tensors(self, parameter: Tensor, factor: int) -> list[Tensor]:
         """A factor of a parameter, its momentum and its singular vector; of one that is the parameter its gradient."""
-        state = self._state_of(parameter)
-        if self.group_of(parameter)["pairs"]:
+        pairs = self.group_of(parameter)["pairs"]
+        end = "" if pairs else ("_B" if factor % 2 else "_A") + self.key_ends(parameter)[factor // 2]
+        state = self._state_of(parameter, U + end)
+        if pairs:
             gradient = state[MOMENTUM] if parameter.grad is None else parameter.grad
             return [local(x) for x in (parameter, state[MOMENTUM], state[U], gradient)]
-        end = ("_B" if factor % 2 else "_A") + self.key_ends(parameter)[factor // 2]
         return [local(state[key + end]) for key in (FACTOR, MOMENTUM, U)]
 
     def _set_gradients(self, chunks: Sequence[tuple[list[Tensor], list[low_rank.Factors]]]) -> None:
@@ -479,7 +475,7 @@ class Spectron(BaseOptimizer):
     def _project(self, waiting: Sequence[Tensor], flags: Mapping[Tensor, Tensor]) -> None:
         """Take the factors from the weights that step for the first time; waits for the device while there are any."""
         # also with lr=0: torch loads a checkpoint into what such a step makes
-        kept = [self._state_of(p)[PROJECTED] for p in waiting]
+        kept = [self._state_of(p, PROJECTED)[PROJECTED] for p in waiting]
         begin = [flags[p] & (self.group_of(p)["lr"] > 0) for p in waiting]
         read = list(zip(waiting, *torch.stack([*kept, *begin]).view(2, -1).tolist(), strict=True))
         self._done |= {p for p, done, _ in read if done}

@@ -4,15 +4,16 @@ State of a DTensor that has not its shape is a DTensor on the same mesh: torch's
 that all ranks have alike, and save that of one rank.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from megatron_eopt.matrices import is_transposed
 from megatron_eopt.optimizers.parameters import SAVED_BY_LAYOUT, local
 from megatron_eopt.parallel.dtensor import lies_alike
 from megatron_eopt.parallel.layout import Layout
@@ -22,6 +23,8 @@ from megatron_eopt.parallel.records import Shape
 StateShape = tuple[tuple[int, ...], tuple[int, ...] | None, tuple[Placement, ...] | None]
 Layouts = Callable[[Tensor], list[Layout]]
 Dim = Literal["rows", "columns"] | int
+STATE_OF = "state_of"  # in a group: the name of the optimizer that keeps its state
+NO_SETTINGS = frozenset({"params", "param_names", STATE_OF})  # in a group
 SIDES: tuple[Literal["rows"], Literal["columns"]] = ("rows", "columns")
 
 
@@ -83,6 +86,18 @@ def zeros(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Tensor:
     )
 
 
+def check_writer(own: str, called: str, state_dict: Mapping[str, Any]) -> None:
+    """Refuse a state that says that another optimizer than ``own`` wrote it; one that says nothing passes."""
+    wrote = {group.get(STATE_OF, own) for group in state_dict["param_groups"]} - {own}
+    if wrote:
+        other = ", ".join(sorted(wrote))
+        raise ValueError(
+            f"{called} cannot load a state of {other}: what its tensors mean is another thing, also where keys and "
+            f"shapes are the same. To go on from it, build {other}, or load the weights alone and begin with fresh "
+            f"state; to take its tensors as they are, remove {STATE_OF!r} from each group of the state"
+        )
+
+
 def check_shape(parameter: Tensor, tensor: StateTensor, layouts: Layouts, found: Tensor) -> None:
     """Refuse a loaded state tensor that has not the shape and the placements of :func:`zeros`.
 
@@ -106,7 +121,8 @@ def _expected(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> State
     own_shape = tensor.local_shape(layouts(parameter))
     if not _is_cut_like(parameter, tensor):
         return own_shape, None, None
-    placements = tuple(_placement(each, tensor.dims) for each in parameter.placements)
+    sides = SIDES[::-1] if is_transposed(parameter) else SIDES
+    placements = tuple(_placement(each, tensor.dims, sides) for each in parameter.placements)
     return tensor.global_shape(layouts(parameter)), own_shape, placements
 
 
@@ -126,11 +142,11 @@ def _is_cut_like(parameter: Tensor, tensor: StateTensor) -> TypeGuard[DTensor]:
     return isinstance(parameter, DTensor) and not by_layout and any(dim in SIDES for dim in tensor.dims or ())
 
 
-def _placement(of_parameter: Placement, dims: Sequence[Dim]) -> Placement:
-    """Rows and columns are cut as those of the parameter, wherever they are among ``dims``; others are replicated."""
+def _placement(of_parameter: Placement, dims: Sequence[Dim], sides: Sequence[Dim]) -> Placement:
+    """The ``sides`` of the parameter are cut as it is, wherever they are among ``dims``; others are replicated."""
     if isinstance(of_parameter, Replicate):
         return of_parameter
-    side = SIDES[min(of_parameter.dim, 1)]  # type: ignore[attr-defined]  # a layout takes Replicate and shards alone
+    side = sides[min(of_parameter.dim, 1)]  # type: ignore[attr-defined]  # a layout takes Replicate and shards alone
     if side not in dims:
         return Replicate()
     factor, index = getattr(of_parameter, "split_factor", None), dims.index(side)
@@ -146,7 +162,7 @@ def check_placements(where: str, parameter: Tensor, tensors: Sequence[StateTenso
         if not _is_cut_like(parameter, tensor):
             continue
         layout = layouts(parameter)[tensor.matrix]
-        if not lies_alike(parameter, layout):
+        if not lies_alike(parameter, layout.transposed if is_transposed(parameter) else layout):
             rectangles = ", ".join(f"{rectangle.shape}" for rectangle in layout.rectangles)
             raise ValueError(
                 f"{where} is a DTensor of shape {tuple(parameter.shape)} with placements {parameter.placements}, which "

@@ -1,8 +1,11 @@
 """One optimizer of plain torch with two inside: one of matrices, and AdamW for all other parameters."""
 
+import inspect
 import itertools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -14,16 +17,17 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.foreach import Batch
+from megatron_eopt.optimizers.foreach import Batch, Follow
 from megatron_eopt.optimizers.group_settings import STEPS, UpdateSettings, check_adam_settings
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.nonfinite import check_gradients
-from megatron_eopt.optimizers.parameters import NAME
+from megatron_eopt.optimizers.parameters import NAME, check_distinct, check_scalable
 from megatron_eopt.optimizers.state import StateTensor, check_shape
+from megatron_eopt.orthogonalize.choices import check_named
 from megatron_eopt.parallel.layout import Layout
 
 NS_STEPS = "ns_steps"  # setting of a group of Muon
-ADAMW = "adamw"  # key under which the first matrix's state holds AdamW's, and the first group AdamW's settings
+ADAMW = "adamw"  # key of AdamW's settings in the first group; see also state_key()
 INITIAL_LR = "initial_lr"
 
 Group = dict[str, Any]
@@ -52,12 +56,14 @@ class Muon(Optimizer):
     and stays as it is where the matrices' initial lr is 0. To change AdamW's rate by itself, set ``initial_lr`` of a
     group in ``optimizer.adamw.param_groups``.
 
-    ``state_dict`` has both states. AdamW's is in the state of the first matrix, by the names of its parameters, and
-    its settings are in the first group: what ``torch.distributed.checkpoint.state_dict`` takes of an optimizer is what
-    belongs to a parameter of its groups, and everything else is dropped.
+    ``state`` and ``state_dict`` have both states. AdamW's tensors are in the state of the first matrix, as
+    ``adamw.NAME.exp_avg`` and so on, and its settings are in the first group: what
+    ``torch.distributed.checkpoint.state_dict`` takes of an optimizer is what belongs to a parameter of its groups, and
+    everything else is dropped. A tensor that replaces one of them in ``state`` is AdamW's from the next step on.
 
     Gradients that are not finite: matrices are left out of that step, as their optimizer does of its own. torch's
-    AdamW looks for none: let a gradient clipper or scaler do so, or its parameters become NaN.
+    AdamW looks for none: let a gradient clipper or scaler do so, or its parameters become NaN. torch's ``GradScaler``
+    unscales both, and leaves out the step of both.
 
     Args:
         muon_params: matrices, named ones or groups of them; embeddings and output layers better go below.
@@ -81,13 +87,16 @@ class Muon(Optimizer):
         initial_lr: what the rate of the first group is compared with.
 
     Raises:
-        TypeError: for an argument that ``TensorParallelMuon`` does not know.
+        TypeError: for an unknown argument, with the nearest one.
         ValueError: for a setting out of its range, for one of ``muon_params`` with fewer than two dimensions, for no
             matrices at all, for a parameter that is in both, or for a DTensor of which a rank holds several separate
             parts.
 
     [1] K. Jordan et al., Muon: An optimizer for hidden layers in neural networks (2024).
     """
+
+    # On the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
+    _carried: Mapping[str, Tensor] = MappingProxyType({})  # AdamW's tensors, as the state of the first matrix got them
 
     def __init__(
         self,
@@ -104,6 +113,9 @@ class Muon(Optimizer):
         adam_fused: bool = False,
         **muon_settings: Any,
     ) -> None:
+        taken = {**inspect.signature(Muon).parameters, **inspect.signature(HeavyBallMuon).parameters}
+        known = [name for name in taken if name not in ("muon_settings", "params", STEPS)]
+        check_named(type(self).__name__, muon_settings, known)
         own: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "num_ns_steps": ns_steps}
         as_in_the_original = {"nesterov": False, "scale_mode": "shape_scaling", "coefficient_type": "simple"}
         exact = {"fp32_matmul_prec": "highest", "tp_mode": "auto"}
@@ -138,8 +150,9 @@ class Muon(Optimizer):
             check_adam_settings(f"AdamW in {self._called}", {"weight_decay": 0.0, **adam_settings, **group})
         adamw = AdamW(given, **adam_settings) if given else None
         self.adamw = adamw if adamw is not None and any(group["params"] for group in adamw.param_groups) else None
-        for group in self._adam_groups:
-            group.setdefault(INITIAL_LR, group["lr"])
+        for index, group in enumerate(self._adam_groups):
+            check_distinct(f"AdamW in {self._called}", self._adam_groups[: index + 1])
+            group.setdefault(INITIAL_LR, float(group["lr"]))  # a tensor may be changed in place
         super().__init__(matrices.param_groups, matrices.defaults)
         self.param_groups, self.state = matrices.param_groups, matrices.state  # the same objects
 
@@ -149,6 +162,26 @@ class Muon(Optimizer):
 
     def __repr__(self) -> str:
         return super().__repr__().replace(type(self).__name__, self._called, 1)
+
+    @property
+    def param_groups(self) -> list[Group]:
+        """Groups of the matrices; torch's GradScaler gets AdamW's too.
+
+        It unscales what it finds here, and asks an optimizer nothing else before. So it is told by the function's name.
+        """
+        own: list[Group] = self.__dict__["param_groups"]
+        return [*own, *self._adam_groups] if sys._getframe(1).f_code.co_name == "_unscale_grads_" else own
+
+    @param_groups.setter
+    def param_groups(self, groups: list[Group]) -> None:
+        self.__dict__["param_groups"] = groups
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """As in the optimizer of the matrices, of all parameters."""
+        if not self.matrices._scalable:
+            check_scalable([*self.param_groups, *self._adam_groups], self.matrices.pg_collection)
+        return self.matrices._step_supports_amp_scaling
 
     @property
     def _adam_groups(self) -> list[Group]:
@@ -186,9 +219,10 @@ class Muon(Optimizer):
                 ratio = self.param_groups[0]["lr"] / self.initial_lr
                 for group in groups:
                     group["lr"] = group.setdefault(INITIAL_LR, group["lr"]) * ratio
-            self.adamw.step()
-            if ADAMW not in self.state.get(self._carrier, {}):
+            state = self.state.get(self._carrier, {})
+            if not self._carried or any(state.get(key) is not x for key, x in self._carried.items()):
                 self._carry()
+            self.adamw.step()
         return loss
 
     @property
@@ -198,19 +232,28 @@ class Muon(Optimizer):
         return next((p for p in parameters if p.requires_grad), parameters[0])
 
     def _carry(self) -> None:
-        """Let the first matrix and the first group hold AdamW's state and settings; what is not there yet is zero."""
+        """Let the first matrix and the first group hold AdamW's state and settings; what is not there yet is zero.
+
+        What replaced a tensor there becomes AdamW's: users' loops move a state, or change it.
+        """
         if self.adamw is None:
             return
         self.matrices.init_state()
         groups = list(zip(self.adamw.param_groups, self._adam_names(), strict=True))
-        state = self.state[self._carrier][ADAMW] = {}
+        state, carried = self.state[self._carrier], self._carried
+        replaced = {key: state[key] for key, x in carried.items() if key in state and state[key] is not x}
+        for key, of_one in itertools.product(carried, self.state.values()):
+            of_one.pop(key, None)
         for group, names in groups:
             for name, parameter in zip(names, group["params"], strict=True):
-                state[name] = self.adamw.state[parameter]
-                if not state[name]:  # as before AdamW's first step
+                of_one = self.adamw.state[parameter]
+                if "step" not in of_one:  # as before AdamW's first step
                     device = parameter.device if group["capturable"] or group["fused"] else "cpu"
                     zeros = {key: torch.zeros_like(parameter) for key in _moments(group)}
-                    state[name].update(step=torch.zeros((), dtype=torch.float32, device=device), **zeros)
+                    of_one.update(step=torch.zeros((), dtype=torch.float32, device=device), **zeros)
+                of_one.update({key: replaced.get(state_key(name, key), x) for key, x in of_one.items()})
+                state.update({state_key(name, key): x for key, x in of_one.items()})
+        self._carried = {key: x for key, x in state.items() if key.startswith(f"{ADAMW}.")}
         settings = tuple({**group, "params": names} for group, names in groups)
         self.param_groups[0][ADAMW] = {INITIAL_LR: self.initial_lr, "param_groups": settings}
 
@@ -241,6 +284,7 @@ class Muon(Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
+        self.matrices.check_writer(state_dict)
         of_matrices, of_adamw, initial_lr = self._apart(state_dict)
         before = [(part, part.param_groups, part.state) for part in (self.matrices, self.adamw) if part is not None]
         try:
@@ -262,7 +306,12 @@ class Muon(Optimizer):
         groups = [{**self.defaults, **group} for group in state_dict["param_groups"]]
         settings = [group.pop(ADAMW) for group in groups if ADAMW in group]
         state = {key: dict(of_one) for key, of_one in state_dict["state"].items()}
-        carried = [of_one.pop(ADAMW) for of_one in state.values() if ADAMW in of_one]
+        carried: dict[str, dict[str, Tensor]] = {}
+        for of_one in state.values():
+            carried |= of_one.pop(ADAMW, {})  # as earlier releases have it
+            for key in [key for key in of_one if key.startswith(f"{ADAMW}.")]:
+                _, name, tensor = key.split(".", 2)
+                carried.setdefault(name, {})[tensor] = of_one.pop(key)
         of_adamw: dict[str, Any] = {"state": {}, "param_groups": []}
         initial_lr = self.initial_lr
         if "_adam_state" in state_dict:
@@ -271,7 +320,7 @@ class Muon(Optimizer):
             of_adamw["param_groups"] = [{**group, **rate} for group in of_adamw["param_groups"]]
             initial_lr = state_dict.get("_initial_lr", initial_lr)
         elif carried and settings:
-            of_adamw = {"state": carried[0], "param_groups": settings[0]["param_groups"]}
+            of_adamw = {"state": carried, "param_groups": settings[0]["param_groups"]}
             initial_lr = settings[0][INITIAL_LR]
         elif self.adamw is not None:
             raise ValueError(
@@ -280,6 +329,7 @@ class Muon(Optimizer):
                 f"by optimizer.matrices.load_state_dict"
             )
         of_adamw["param_groups"] = self._in_own_order(of_adamw["param_groups"])
+        layouts = self.matrices.matrix_layouts
         for saved, group in zip(of_adamw["param_groups"], self._adam_groups, strict=True):
             for name, parameter in zip(saved["params"], group["params"], strict=True):
                 # KempnerForge has none of a parameter that never had a gradient
@@ -288,9 +338,7 @@ class Muon(Optimizer):
                     if key not in of_one:
                         raise ValueError(f"the state of AdamW's parameter {name} has no {key!r}, but {sorted(of_one)}")
                     if key != "step":
-                        check_shape(
-                            parameter, StateTensor(f"{ADAMW}.{name}.{key}"), self.matrices.matrix_layouts, of_one[key]
-                        )
+                        check_shape(parameter, StateTensor(state_key(name, key)), layouts, of_one[key])
         return {"state": state, "param_groups": groups}, of_adamw, float(initial_lr)
 
     def _in_own_order(self, saved: Sequence[Group]) -> list[Group]:
@@ -324,9 +372,7 @@ class HeavyBallMuon(TensorParallelMuon):
             raise ValueError(f"the Newton-Schulz steps of a group are {NS_STEPS!r} here, not {STEPS!r}")
         return super().update_settings({**group, STEPS: group[NS_STEPS]} if NS_STEPS in group else group)
 
-    def direction(
-        self, batches: Sequence[Batch], follow: Callable[..., list[Tensor]] = foreach.average
-    ) -> list[Tensor]:
+    def direction(self, batches: Sequence[Batch], follow: Follow = foreach.average) -> list[Tensor]:
         """The momenta, which are no averages, as the matrices that their parameters are read as."""
         if follow is not foreach.average:  # the momenta stay as they are
             batches = [replace(batch, momenta=[momentum.clone() for momentum in batch.momenta]) for batch in batches]
@@ -354,6 +400,14 @@ class HeavyBallMuon(TensorParallelMuon):
             self.layout(parameter)  # refuses one that cannot be laid out
         else:
             super()._check_parameter(parameter, called)
+
+
+HeavyBallMuon.__name__ = "Muon"  # what users built, for messages; pickles go by the qualified name
+
+
+def state_key(name: str, key: str) -> str:
+    """Where the state of the first matrix holds a tensor of AdamW; torch's flat form of a nested dict has the same."""
+    return f"{ADAMW}.{name}.{key}"
 
 
 def _is_flattened(parameter: Tensor) -> bool:

@@ -1,6 +1,9 @@
-"""One message for every setting that is one of a few names, and one for every count."""
+"""One message for every setting that is one of a few names, for every count, and for every misspelt name."""
 
-from collections.abc import Iterable
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
 
 
 def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
@@ -14,3 +17,45 @@ def check_count(what: str, value: object, least: int = 1) -> None:
     """Raise ``ValueError`` unless a setting is a whole number, which True is not, and large enough."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{what} must be a whole number of at least {least}, got {value!r}")
+
+
+def check_arguments(made_by: Callable[..., Any], given: Iterable[str]) -> None:
+    """Raise ``TypeError`` for an argument that a class or function does not take, with the nearest one."""
+    taken = inspect.signature(made_by).parameters.values()
+    if all(each.kind is not each.VAR_KEYWORD for each in taken):
+        check_named(made_by.__name__, sorted(given), [each.name for each in taken])
+
+
+def check_named(called: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ``TypeError`` for an argument that is not one of the known ones, with the nearest of them."""
+    names = list(known)
+    for name in given:
+        if name not in names:
+            raise TypeError(f"{called}() got an unexpected keyword argument {name!r}{near_or_all(name, names)}")
+
+
+def close(name: str, known: Iterable[str]) -> list[str]:
+    """The known names that are like another, at most three, the nearest first; a different case is no difference."""
+    by_case, wanted = {each.lower(): each for each in known}, name.lower()
+    found = difflib.get_close_matches(wanted, by_case)
+    # of those that are equally near the first by the alphabet: difflib takes the last
+    found.sort(key=lambda each: (-difflib.SequenceMatcher(None, each, wanted).ratio(), each))
+    return [by_case[each] for each in found]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``, did you mean 'NAME'?`` with the nearest known name; nothing where none is near."""
+    found = close(name, known)
+    return f", did you mean {found[0]!r}?" if found else ""
+
+
+def near_or_all(name: object, known: Iterable[str]) -> str:
+    """``, did you mean 'NAME'?`` with the nearest known name; where none is near, ``: expected`` and all of them."""
+    names = list(known)
+    return (did_you_mean(name, names) if isinstance(name, str) else "") or f": expected {listing(names)}"
+
+
+def listing(names: Iterable[str], word: str = "or") -> str:
+    """Names as a sentence has them: ``a, b or c``."""
+    *rest, last = names
+    return f"{', '.join(rest)} {word} {last}" if rest else last

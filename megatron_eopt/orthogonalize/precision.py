@@ -63,15 +63,18 @@ def fp16_products() -> Iterator[None]:
 
 
 @contextmanager
-def fp32_products(precision: MatmulPrecision) -> Iterator[None]:
+def fp32_products(precision: MatmulPrecision, as_torch: bool = False) -> Iterator[None]:
     """Run the fp32 products inside the block at ``precision``: TF32 for all but ``highest``, where devices have it.
+
+    With ``as_torch``, for users' own functions, ``medium`` and ``low`` are torch's ``medium``, which may be bf16.
 
     torch knows fp32 against TF32 only as process-wide settings. When the block is left, also by an exception, they are
     as before. Inside, whoever asks (compiled code does) can read the newer ones, of each backend, and the older one.
     """
     # torch has no bf16 products of fp32 tensors on a GPU, so for those ("low" and "medium") callers cast, and whatever
-    # product of fp32 tensors is left (statistics, a user's own function) runs in TF32.
-    wanted = "highest" if precision == "highest" else "high"
+    # product of fp32 tensors is left (statistics, say) runs in TF32.
+    wanted = {"low": "medium"}.get(precision, precision)
+    wanted = "high" if wanted == "medium" and not as_torch else wanted
     newer: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
     newer = [backend for backend in newer if hasattr(backend, "fp32_precision")]  # from torch 2.9 on
     before = [backend.fp32_precision for backend in newer]

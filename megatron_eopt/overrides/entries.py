@@ -7,9 +7,9 @@ is read as version 1.2 has it, of which JSON is a part: ``1e-3`` is a number, wh
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from os import PathLike
 from pathlib import Path
@@ -17,8 +17,9 @@ from typing import Any, ClassVar
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
-from megatron_eopt.overrides.known import Known, OverrideError, did_you_mean, shown
-from megatron_eopt.overrides.selectors import Kind, ParameterInfo, Selector, Specificity
+from megatron_eopt.orthogonalize.choices import did_you_mean
+from megatron_eopt.overrides.known import Known, OverrideError, shown
+from megatron_eopt.overrides.selectors import Kind, ParameterInfo, Predicate, Selector, Specificity
 from megatron_eopt.overrides.settings import NO_SETTINGS, SETTINGS, checked
 
 # Where entries come from; of two that are equally specific the later one wins.
@@ -34,11 +35,22 @@ class Entry:
     settings: Mapping[str, Any] = field(hash=False)  # checked
     layer: Layer  # an entry of the defaults may select nothing
     source: str  # the file and line, the flag or the dict that it stands in, as in ``overrides.yaml:3``
+    # lines on what is wrong with it, which :func:`resolve` reports with its own; the settings are then the right ones
+    mistakes: tuple[str, ...] = ()
 
     def order(self, info: ParameterInfo) -> Order:
         """Its rank for a parameter that it selects: of two entries the higher one wins."""
         own = self.selector.specificity(info)
         return min(own, ((Kind.SHAPE, 0),)) if self.layer == Layer.DEFAULTS else own, self.layer, own
+
+
+UNREADABLE = Selector((Predicate("unreadable", lambda info: False),))
+
+
+def refuse_mistakes(entries: Iterable[Entry]) -> None:
+    """Raise an :class:`OverrideError` with a line for each mistake of entries."""
+    if mistakes := [line for entry in entries for line in entry.mistakes]:
+        raise OverrideError("\n".join(mistakes))
 
 
 def make_entry(
@@ -47,18 +59,31 @@ def make_entry(
     layer: Layer = Layer.PYTHON,
     source: str = "overrides",
     known: Known | None = None,
+    *,
+    keep_mistakes: bool = False,
 ) -> Entry:
-    """One checked entry; an :class:`OverrideError` has a line, which begins with the source, for each mistake."""
+    """One checked entry; an :class:`OverrideError` has a line, which begins with the source, for each mistake.
+
+    ``keep_mistakes``: they stay on the entry, for :func:`resolve` to report.
+    """
+    parsed = UNREADABLE
+    mistakes: list[str] = []
+    values: dict[str, Any] = {}
     try:
         parsed = Selector.parse(selector)
     except OverrideError as error:
-        raise OverrideError(f"{source}: select: {error}") from None
+        mistakes.append(f"select: {error}")
     if not isinstance(settings, Mapping):
-        raise OverrideError(f"{source}: expected a mapping of settings, got {settings!r}")
-    values, wrong = checked(settings, known or Known.registered(), parsed.optimizer)
-    if mistakes := list(map(str, wrong)) if settings else [NO_SETTINGS]:
-        raise OverrideError("\n".join(f"{source}: {mistake}" for mistake in mistakes))
-    return Entry(parsed, values, layer, source)
+        mistakes.append(f"expected a mapping of settings, got {settings!r}")
+    elif not settings:
+        mistakes.append(NO_SETTINGS)
+    else:
+        values, wrong = checked(settings, known or Known.registered(), parsed.optimizer)
+        mistakes += map(str, wrong)
+    entry = Entry(parsed, values, layer, source, tuple(f"{source}: {mistake}" for mistake in mistakes))
+    if not keep_mistakes:
+        refuse_mistakes([entry])
+    return entry
 
 
 def entries_from_dict(
@@ -66,33 +91,34 @@ def entries_from_dict(
     layer: Layer = Layer.PYTHON,
     source: str = "overrides",
     known: Known | None = None,
+    *,
+    keep_mistakes: bool = False,
 ) -> list[Entry]:
     """Entries from ``{selector: settings}``; a selector may be a ``ParamKey`` and a setting Megatron's ``max_lr``.
 
-    An :class:`OverrideError` has a line, with the selector, for everything that is wrong with them.
+    An :class:`OverrideError` has a line, with the selector, for everything that is wrong with them; or they stay on the
+    entries, as with :func:`make_entry`.
     """
     known = known or Known.registered()
-    entries, wrong = [], []
+    entries = []
     for selector, settings in overrides.items():
         name = repr(selector)
         with suppress(OverrideError):  # make_entry says what is wrong
             name = name if isinstance(selector, str) else f"'{Selector.parse(selector)}'"
         own_source = f"{source}[{name}]"
-        try:
-            entries.append(make_entry(selector, _renamed(settings, own_source), layer, own_source, known))
-        except OverrideError as error:
-            wrong.append(str(error))
-    if wrong:
-        raise OverrideError("\n".join(wrong))
+        both = isinstance(settings, Mapping) and {"lr", "max_lr"} <= settings.keys()
+        made = make_entry(selector, _renamed(settings), layer, own_source, known, keep_mistakes=True)
+        twice = (f"{own_source}: lr: max_lr is the same: keep one of the two",) * both
+        entries.append(replace(made, mistakes=twice + made.mistakes))
+    if not keep_mistakes:
+        refuse_mistakes(entries)
     return entries
 
 
-def _renamed(settings: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+def _renamed(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Settings with our names for Megatron's, whose scheduler takes its largest learning rate from ``max_lr``."""
     if not isinstance(settings, Mapping):
         return settings
-    if {"lr", "max_lr"} <= settings.keys():
-        raise OverrideError(f"{source}: lr: max_lr is the same: keep one of the two")
     renamed = {"lr" if key == "max_lr" else key: value for key, value in settings.items()}
     if "weight_decay" not in renamed and renamed.get("start_wd") == renamed.get("end_wd") is not None:
         renamed["weight_decay"] = renamed.pop("start_wd")
@@ -102,6 +128,7 @@ def _renamed(settings: Mapping[str, Any], source: str) -> Mapping[str, Any]:
 
 _Node = Any  # of yaml, which has no types
 _Pairs = dict[Any, tuple[int, _Node]]  # key -> its line, and what it stands for
+_Wrong = tuple[int, str]  # a line, and what is wrong there
 
 _SELECT = "select"
 _FORMAT = "a list of entries {select: ..., SETTING: ...}, or a mapping of selectors to settings"
@@ -130,26 +157,33 @@ class _FileError(OverrideError):
     """Mistakes of a file: its arguments are lines, each with what is wrong there."""
 
 
-def read_overrides(path: str | PathLike[str], known: Known | None = None) -> list[Entry]:
+def read_overrides(
+    path: str | PathLike[str], known: Known | None = None, *, keep_mistakes: bool = False
+) -> list[Entry]:
     """The entries of a file of YAML, or of JSON if its name ends so.
 
-    An :class:`OverrideError` has a line for everything that is wrong in it: ``FILE:LINE: KEY: what, suggestion``.
+    An :class:`OverrideError` has a line for everything that is wrong in it: ``FILE:LINE: KEY: what, suggestion``; or
+    these lines stay on the entries, as with :func:`make_entry`, unless the file as a whole cannot be read.
     """
     entries: list[Entry] = []
-    wrong: list[tuple[int, str]] = []
     known = known or Known.registered()
+
+    def lines(wrong: Iterable[_Wrong]) -> tuple[str, ...]:
+        return tuple(f"{path}:{line}: {what}" for line, what in sorted(wrong))
+
     try:
         for selector, line, node in _written(_compose(Path(path))):
             try:
-                entries.append(_entry(selector, line, node, str(path), known))
+                parsed, values, wrong = _entry(selector, line, node, known)
             except _FileError as error:
-                wrong += error.args
+                parsed, values, wrong = UNREADABLE, {}, list(error.args)
+            entries.append(Entry(parsed, values, Layer.FILE, f"{path}:{line}", lines(wrong)))
     except OSError as error:
         raise OverrideError(f"{path}: cannot be read: {error.strerror}") from None
     except _FileError as error:
-        wrong += error.args
-    if wrong:
-        raise OverrideError("\n".join(f"{path}:{line}: {what}" for line, what in sorted(wrong)))
+        raise OverrideError("\n".join(lines(error.args))) from None
+    if not keep_mistakes:
+        refuse_mistakes(entries)
     return entries
 
 
@@ -197,7 +231,8 @@ def _written(root: _Node) -> Iterator[tuple[object, int, _Node]]:
     yield from ((selector, *pair) for selector, pair in pairs.items())
 
 
-def _entry(written: object, line: int, node: _Node, path: str, known: Known) -> Entry:
+def _entry(written: object, line: int, node: _Node, known: Known) -> tuple[Selector, dict[str, Any], list[_Wrong]]:
+    """Selector and settings of an entry, as far as they are right, and the lines with what is wrong."""
     if not isinstance(node, yaml.MappingNode):
         inside = "expected an entry {select: ..., SETTING: ...}"
         expected = inside if written == _SELECT else f"{written}: expected a mapping of settings"
@@ -210,8 +245,8 @@ def _entry(written: object, line: int, node: _Node, path: str, known: Known) -> 
             raise _FileError((line, f"select: is missing, which says for which parameters the entry is{hint}"))
         select_line, select = settings.pop(_SELECT)
         written = _plain(select)
-    wrong: list[tuple[int, str]] = []
-    selector, raw = None, {}
+    wrong: list[_Wrong] = []
+    selector, raw = UNREADABLE, {}
     try:
         selector = Selector.parse(written)
     except OverrideError as error:
@@ -221,14 +256,12 @@ def _entry(written: object, line: int, node: _Node, path: str, known: Known) -> 
             raw[key] = _plain(value)
         except _FileError as error:
             wrong += [(at, f"{key}: {what}") for at, what in error.args]
-    values, mistakes = checked(raw, known, selector.optimizer if selector else None)
+    values, mistakes = checked(raw, known, selector.optimizer)
     lines = {str(key): at for key, (at, _) in settings.items()}
     wrong += [(lines[error.key], str(error)) for error in mistakes]
     if not settings:
         wrong.append((line, NO_SETTINGS))
-    if wrong or selector is None:
-        raise _FileError(*wrong)
-    return Entry(selector, values, Layer.FILE, f"{path}:{line}")
+    return selector, values, wrong
 
 
 def _line(node: _Node) -> int:

@@ -1,9 +1,8 @@
 """The names that overrides may use: optimizers, the settings that each has for single parameters, ways to split.
 
-Also the errors for what is wrong in an override, with the known name that is nearest to a misspelt one.
+Also the errors for what is wrong in an override.
 """
 
-import difflib
 import inspect
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
@@ -99,33 +98,6 @@ def _read(optimizer_cls: Any) -> tuple[dict[str, Any], frozenset[str]]:
     if "split_qkv" in own:
         settings = settings | {"split": "default"}
     return settings, frozenset(own.keys() - settings.keys())
-
-
-def close(name: str, known: Iterable[str]) -> list[str]:
-    """The known names that are like another, at most three, the nearest first; a different case is no difference."""
-    by_case, wanted = {each.lower(): each for each in known}, name.lower()
-    found = difflib.get_close_matches(wanted, by_case)
-    # of those that are equally near the first by the alphabet: difflib takes the last
-    found.sort(key=lambda each: (-difflib.SequenceMatcher(None, each, wanted).ratio(), each))
-    return [by_case[each] for each in found]
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``, did you mean 'NAME'?`` with the nearest known name; nothing where none is near."""
-    found = close(name, known)
-    return f", did you mean {found[0]!r}?" if found else ""
-
-
-def near_or_all(name: object, known: Iterable[str]) -> str:
-    """``, did you mean 'NAME'?`` with the nearest known name; where none is near, ``: expected`` and all of them."""
-    names = list(known)
-    return (did_you_mean(name, names) if isinstance(name, str) else "") or f": expected {listing(names)}"
-
-
-def listing(names: Iterable[str], word: str = "or") -> str:
-    """Names as a sentence has them: ``a, b or c``."""
-    *rest, last = names
-    return f"{', '.join(rest)} {word} {last}" if rest else last
 
 
 def shown(value: object) -> str:

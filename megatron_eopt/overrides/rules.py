@@ -16,8 +16,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from megatron_eopt.overrides.entries import Entry, Layer, Order
-from megatron_eopt.overrides.known import Known, OverrideError, SettingError, did_you_mean, shown
+from megatron_eopt.orthogonalize.choices import close, did_you_mean, near_or_all
+from megatron_eopt.overrides.entries import UNREADABLE, Entry, Layer, Order
+from megatron_eopt.overrides.known import Known, OverrideError, SettingError, shown
 from megatron_eopt.overrides.selectors import Condition, Kind, ParameterInfo, Selector
 from megatron_eopt.overrides.settings import ENDS, OF_ALL, REPLACED, check_setting, foreign, inconsistent, refusal
 
@@ -38,12 +39,15 @@ class Resolved:
     sources: dict[str, str]  # setting -> source of the entry that it comes from
     overruled: tuple[Overruled, ...] = ()  # what other entries have for this parameter
 
-    def learning_rates(self, lr: float, min_lr: float) -> tuple[float, float]:
-        """Largest and smallest learning rate of the schedule, from those of the optimizer; an error if upside down."""
-        factor = self.settings.get("lr_mult", 1.0)
-        high = self.settings.get("lr", lr) * factor
-        low = self.settings.get("min_lr", min_lr * factor)
-        if low > high:
+    def learning_rates(self, lr: float | None, min_lr: float | None) -> tuple[float | None, float | None]:
+        """Largest and smallest learning rate of the schedule, from those of the optimizer; an error if upside down.
+
+        None is for one that neither the optimizer nor an override has: a loop without a schedule needs none.
+        """
+        factor, high = self.settings.get("lr_mult", 1.0), self.settings.get("lr", lr)
+        high = None if high is None else high * factor
+        low = self.settings.get("min_lr", None if min_lr is None else min_lr * factor)
+        if low is not None and high is not None and low > high:
             sources = ", ".join(f"{key} by {self.sources[key]}" for key in self.sources if "lr" in key)
             raise OverrideError(f"min_lr {low:g} is above lr {high:g} ({sources or 'no override'}): set both")
         return high, low
@@ -55,6 +59,7 @@ class _Claim(NamedTuple):
     source: str
 
 
+_ROUTING = {"optimizer", "exclude"}  # settings that say which optimizer updates a parameter
 _Mistakes = defaultdict[str, set[str]]  # mistake -> names of the parameters it is made for, so that it is printed once
 
 
@@ -73,22 +78,27 @@ def resolve(
         matches: number of parameters that each entry selects, on all ranks together; counted here if None.
 
     Raises:
-        OverrideError: for a selector that matches nothing, with the nearest name; for ties; for settings without
-            effect; a line for each.
+        OverrideError: for mistakes that entries keep; for a selector that matches nothing, with the nearest name; for
+            ties; for settings without effect; a line for each. What follows from the optimizer of a parameter is left
+            out beside mistakes of entries, which may have set another one.
     """
     entries, known = list(entries), known or Known.registered()
     mistakes: _Mistakes = defaultdict(set)
     infos = _with_optimizers(entries, parameters, optimizer, mistakes)
+    kept = [line for entry in entries for line in (*entry.mistakes, *_misrouted(entry))]
     resolved: dict[str, Resolved] = {}
     for info in infos:
         if info.name in resolved:
             raise OverrideError(f"two parameters are named {info.name!r}: settings are by name, so names must differ")
-        resolved[info.name] = _resolve_one(entries, info, optimizer, known, mistakes)
+        resolved[info.name] = _resolve_one(entries, info, optimizer, known, mistakes, whole=not kept)
     counts = match_counts(entries, infos, optimizer) if matches is None else matches
-    wrong = [
+    unmatched = [entry for entry, count in zip(entries, counts, strict=True) if not count]
+    wrong = kept + [
         f"{entry.source}: select: {_no_match(entry.selector, infos)}"
-        for entry, count in zip(entries, counts, strict=True)
-        if not count and entry.layer != Layer.DEFAULTS
+        for entry in unmatched
+        if entry.layer != Layer.DEFAULTS
+        and entry.selector is not UNREADABLE
+        and not (kept and entry.selector.optimizer in known.optimizers)
     ]
     for what, names in sorted(mistakes.items()):
         wrong.append(f"{what}, for {min(names)}" + (f" and {len(names) - 1} more" if len(names) > 1 else ""))
@@ -110,21 +120,20 @@ def _with_optimizers(
     entries: Sequence[Entry], parameters: Iterable[ParameterInfo], optimizer: str | None, mistakes: _Mistakes
 ) -> list[ParameterInfo]:
     """The parameters with their optimizers, on which other settings may depend."""
-    routing = []
-    for entry in entries:
-        if keys := sorted({"optimizer", "exclude"} & entry.settings.keys()):
-            if entry.selector.optimizer is not None:
-                raise OverrideError(
-                    f"{entry.source}: {keys[0]}: cannot be set for the parameters of an optimizer, by "
-                    f"'{entry.selector}'"
-                )
-            routing.append(entry)
+    routing = [entry for entry in entries if _ROUTING & entry.settings.keys() and not _misrouted(entry)]
     found = []
     for info in parameters:
         won = {key: _winner(key, each, info, mistakes) for key, each in _claims(routing, info).items()}
         own = won["optimizer"].value if "optimizer" in won else optimizer
         found.append(replace(info, optimizer=None if "exclude" in won and won["exclude"].value else own))
     return found
+
+
+def _misrouted(entry: Entry) -> list[str]:
+    """What is wrong with an entry that selects by what it sets."""
+    keys = sorted(_ROUTING & entry.settings.keys()) if entry.selector.optimizer is not None else []
+    of_optimizer = f"cannot be set for the parameters of an optimizer, by '{entry.selector}'"
+    return [f"{entry.source}: {key}: {of_optimizer}" for key in keys]
 
 
 def _claims(entries: Iterable[Entry], info: ParameterInfo) -> dict[str, list[_Claim]]:
@@ -149,16 +158,18 @@ def _winner(key: str, claims: Sequence[_Claim], info: ParameterInfo, mistakes: _
 
 
 def _resolve_one(
-    entries: Sequence[Entry], info: ParameterInfo, optimizer: str | None, known: Known, mistakes: _Mistakes
+    entries: Sequence[Entry], info: ParameterInfo, optimizer: str | None, known: Known, mistakes: _Mistakes, whole: bool
 ) -> Resolved:
+    """Settings of one parameter; ``whole``: no entry has mistakes, so what has no effect in them is one, too."""
     claims = _claims(entries, info)
     won = {key: _winner(key, claims[key], info, mistakes) for key in sorted(claims)}
-    wrong = [*_drop_replaced(won), *_drop_without_effect(won, optimizer, known)]
+    wrong, without_effect = list(_drop_replaced(won)), list(_drop_without_effect(won, optimizer, known))
     for key in won.keys() - OF_ALL:  # each optimizer may have values of its own type
         try:
             won[key] = won[key]._replace(value=check_setting(key, won[key].value, known, info.optimizer))
         except SettingError as error:
-            wrong.append(f"{won[key].source}: {error} for {info.optimizer}")
+            without_effect.append(f"{won[key].source}: {error} for {info.optimizer}")
+    wrong += without_effect if whole else []
     settings = {key: claim.value for key, claim in won.items()}
     for each in inconsistent(settings):
         involved = ("lr", "min_lr") if each.key == "min_lr" else ("coefficient_type", "num_ns_steps")
@@ -221,12 +232,18 @@ def _near(condition: Condition, infos: Sequence[ParameterInfo]) -> str:
     match condition.kind:
         case Kind.ATTR:
             having = {name for info in infos for name, value in info.attributes.items() if value}
-            return did_you_mean(condition.text, having)
+            return near_or_all(condition.text, sorted(having)) if having else ""
         case Kind.OPTIMIZER:
             optimizers = sorted({info.optimizer for info in infos if info.optimizer})
             return f": their optimizers are {', '.join(optimizers)}" if optimizers else ""
         case Kind.NAME:
             wanted = condition.text.removeprefix("*.")
+            # beside wildcards a word is compared with words: the end of a name has more of them
+            known = {word for info in infos for word in info.name.split(".")}
+            near = ((word, close(word, known)) for word in wanted.split("."))
+            mended = ".".join(word if word in known or "*" in word or not like else like[0] for word, like in near)
+            if "*" in wanted and mended != wanted:
+                return f", did you mean {condition.text.replace(wanted, mended)!r}?"
         case Kind.REGEX:
             wanted = re.sub(r"[\\^$*+?()\[\]{}|]", "", condition.text).replace("..", ".").strip(".")
         case _:

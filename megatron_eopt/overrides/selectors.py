@@ -12,7 +12,8 @@ from enum import IntEnum
 from functools import cached_property, partial
 from typing import Any
 
-from megatron_eopt.overrides.known import OverrideError, listing, near_or_all, shown
+from megatron_eopt.orthogonalize.choices import listing, near_or_all
+from megatron_eopt.overrides.known import OverrideError, shown
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, get_args
 
+from megatron_eopt.orthogonalize.choices import close, listing, near_or_all
 from megatron_eopt.orthogonalize.coefficients import get_coefficients, get_supported_coefficient_types
 from megatron_eopt.orthogonalize.scale import ScaleMode
-from megatron_eopt.overrides.known import SPLITS, Known, SettingError, close, listing, near_or_all, shown
+from megatron_eopt.overrides.known import SPLITS, Known, SettingError, shown
 
 
 @dataclass(frozen=True)

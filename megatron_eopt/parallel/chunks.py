@@ -57,10 +57,8 @@ def in_order(plan: Plan, bucket: Bucket) -> tuple[list[int], list[Alike]]:
     if bucket.scheme not in ("owner", "share"):
         return list(indices), []
     first: dict[tuple[Rectangle, ...], int] = {}
-    kinds = [
-        (rank, first.setdefault(plan.matrices[i].rectangles, i))
-        for rank, i in zip(bucket.compute_ranks, bucket.matrices, strict=True)
-    ]
+    dealt = zip(bucket.compute_ranks, bucket.matrices, strict=True)
+    kinds = [(rank, first.setdefault(plan.matrices[i].rectangles, i)) for rank, i in dealt]
     order = sorted(indices, key=kinds.__getitem__)
     alike: list[list[tuple[int, Matrix]]] = [[] for _ in range(plan.matrices[bucket.matrices[0]].ranks)]
     for (rank, i), same in groupby(order, kinds.__getitem__):
@@ -119,11 +117,8 @@ class _Started:
                 made = [_empty(shards[0], job.shapes, each) for job, each in zip(chunk.jobs, chunk.dtypes, strict=True)]
                 self._stacks = dict(enumerate(made))
             rows = {n: _rows(stack, chunk.jobs[n].shapes) for n, stack in self._stacks.items()}
-            pairs = [
-                (rows[each.bucket][row], shards[i])
-                for each in part.pieces
-                for row, i in zip(each.rows, each.at, strict=True)
-            ]
+            places = [(each.bucket, *place) for each in part.pieces for place in zip(each.rows, each.at, strict=True)]
+            pairs = [(rows[bucket][row], shards[i]) for bucket, row, i in places]
             torch._foreach_copy_([row for row, _ in pairs], [shard for _, shard in pairs])
 
     def run(self, number: int, watched: Watched | None) -> Generator[None, None, Factors]:

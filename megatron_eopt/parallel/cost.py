@@ -239,7 +239,13 @@ def chunk_seconds(plan: Plan, work: Works, rates: Rates) -> list[float]:
 
 
 def step_bytes(plan: Plan, work: Works, workspace: Workspace) -> int:
-    """The temporaries of a step on its busiest rank, at most: chunks at work, hooks, and an iteration."""
+    """The temporaries of a step on its busiest rank, at most."""
+    of_chunks, of_iterations, of_hooks = step_parts(plan, work, workspace)
+    return of_chunks + max(of_iterations, of_hooks)  # one of these at a time
+
+
+def step_parts(plan: Plan, work: Works, workspace: Workspace) -> tuple[int, int, int]:
+    """Temporaries of a step, at most: of the chunks at work, of iterations, and of hooks."""
     largest = largest_iteration(plan.matrices, work)
     chunks, most, room = chunk_bytes(plan, workspace), 0, workspace.for_chunks(largest)
     if workspace.state and chunks:  # one chunk is at work, beside the state of two
@@ -254,11 +260,10 @@ def step_bytes(plan: Plan, work: Works, workspace: Workspace) -> int:
         most = max(most, held)
     entries = [max(rectangle.numel for rectangle in matrix.rectangles) for matrix in plan.matrices]
     of_parts = max(workspace.part, max(entries, default=0) * OF_ENTRY)
-    of_stacks = max(
-        (len(b.matrices) * largest_iteration([plan.matrices[b.matrices[0]]], work) for b in plan.buckets), default=0
-    )
+    stacks = [(len(bucket.matrices), plan.matrices[bucket.matrices[0]]) for bucket in plan.buckets]
+    of_stacks = max((count * largest_iteration([matrix], work) for count, matrix in stacks), default=0)
     of_iterations = max(largest, min(of_stacks, workspace.iteration))
-    return most + max(of_iterations, min(of_parts, sum(entries) * OF_ENTRY))  # one of these at a time
+    return most, of_iterations, min(of_parts, sum(entries) * OF_ENTRY)
 
 
 def _sum(costs: Iterable[Cost]) -> Cost:

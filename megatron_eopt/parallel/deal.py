@@ -65,9 +65,8 @@ class Times:
         self._known: dict[Hand, float] = {}
         self._ranks = [max((matrix.ranks for matrix in kind.matrices), default=1) for kind in kinds]
         # As many as ranks can share evenly take their time again and again, whatever else is there.
-        self._rounds = [
-            self._planned(tuple(count * (i == j) for j in range(len(kinds)))) for i, count in enumerate(self._ranks)
-        ]
+        alone = [tuple(count * (i == j) for j in range(len(kinds))) for i, count in enumerate(self._ranks)]
+        self._rounds = list(map(self._planned, alone))
 
     def of(self, hand: Hand) -> float:
         """Rounds of each kind take as long each; only what is left is planned together."""
@@ -123,9 +122,8 @@ def deal(
     of_kind = [kinds[item.kind] for item in items]
     times = Times(list(kinds), work, mode, rates)
     if buckets is None:
-        filled = [
-            sum(item.entries for item, r in zip(items, by_size, strict=True) if r == rank) for rank in range(ranks)
-        ]
+        pairs = list(zip(items, by_size, strict=True))
+        filled = [sum(item.entries for item, r in pairs if r == rank) for rank in range(ranks)]
         buckets = [(range(len(items)), MOST_ENTRIES * max(filled))]
     found = list(by_size)
     hands: list[Hand] = [(0,) * len(kinds)] * ranks

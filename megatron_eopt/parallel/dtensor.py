@@ -109,10 +109,8 @@ def lies_alike(x: DTensor, layout: Layout) -> bool:
     held = dict(zip(_partition(x.device_mesh, list(cuts))[1], rectangles, strict=True))
     pairs = zip(dist.get_process_group_ranks(layout.group), layout.rectangles, strict=True)
     # where nothing is held, the place of it says nothing
-    return all(
-        held[rank] == rectangle or (held[rank].shape == rectangle.shape and not rectangle.numel)
-        for rank, rectangle in pairs
-    )
+    own = ((held[rank], rectangle) for rank, rectangle in pairs)
+    return all(a == b or (a.shape == b.shape and not b.numel) for a, b in own)
 
 
 def _cuts(x: DTensor) -> dict[int, Cut]:

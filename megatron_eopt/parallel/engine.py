@@ -117,11 +117,8 @@ class Engine:
         ]
         self._first = all(group.rank() == 0 for group in self.groups.values())
         self._parameters = list(parameters)
-        self._iterations = {
-            p.iteration.name: replace(p.iteration, max_bytes=workspace.iteration)
-            for p in parameters
-            if p.iteration is not None
-        }
+        iterations = (p.iteration for p in parameters if p.iteration is not None)
+        self._iterations = {each.name: replace(each, max_bytes=workspace.iteration) for each in iterations}
         self._rows: dict[int, LocalRows] = {}
         self._plain: set[int] = set()
         self._of_matrix: list[tuple[int, Layout]] = []  # of each matrix of the plan its parameter and its layout
@@ -361,7 +358,6 @@ class Engine:
         return self._active[wanted]
 
     def _chunks_of(self, indices: Sequence[int]) -> list[Chunk]:
-        """The chunks of a step of some parameters."""
         wanted = tuple(indices)
         if wanted not in self._chunks:
             if len(self._chunks) > _MOST_PLANS:
@@ -373,9 +369,7 @@ class Engine:
             for bucket in plan.buckets:
                 of_chunks.setdefault(bucket.chunk, []).append(bucket)
             needed = chunk_bytes(self.plan, self.workspace)  # of all parameters: the same whichever have gradients
-            self._chunks[wanted] = [
-                self._chunk(plan, of_chunk, numbers, needed[number]) for number, of_chunk in of_chunks.items()
-            ]
+            self._chunks[wanted] = [self._chunk(plan, some, numbers, needed[n]) for n, some in of_chunks.items()]
         return self._chunks[wanted]
 
     def _chunk(self, plan: Plan, buckets: Sequence[Bucket], numbers: Sequence[int], needed: int) -> Chunk:
@@ -408,7 +402,6 @@ class Engine:
         return Chunk(jobs, dtypes, [*parts, self._part(some, stacked)], needed)
 
     def _shapes(self, matrices: Sequence[int]) -> Shapes:
-        """Of this rank's shards of matrices of the plan."""
         shapes = [self._of_matrix[m][1].rectangle.shape for m in matrices]
         return (len(shapes), *shapes[0]) if len(set(shapes)) == 1 else shapes
 
@@ -424,18 +417,15 @@ class Engine:
         return Part(tuple(matrices), pieces)
 
     def _dtype(self, matrix: int) -> torch.dtype:
-        """The dtype of the updates of a matrix of the plan."""
         return self._parameters[self._of_matrix[matrix][0]].dtype
 
     def _with_settings(self) -> Plan:
         """The plan with what else ranks have to agree on: in place of the iterations, and if these differ in names."""
         settings = [self._parameters[i].settings for i, _ in self._of_matrix]
         several = len(set(settings)) > 1
-        matrices = (
-            replace(m, name=f"{m.name}, {each}" if several else m.name, iteration=each or m.iteration)
-            for m, each in zip(self.plan.matrices, settings, strict=True)
-        )
-        return replace(self.plan, matrices=tuple(matrices))
+        pairs = zip(self.plan.matrices, settings, strict=True)
+        found = (replace(m, name=f"{m.name}, {s}" if several else m.name, iteration=s or m.iteration) for m, s in pairs)
+        return replace(self.plan, matrices=tuple(found))
 
     def _work(self, name: str) -> Work:
         """What costs are predicted with: the same on every rank, so not with the kernel that will be chosen."""

@@ -12,7 +12,7 @@ from megatron_eopt.parallel.cost import (
     bucket_cost,
     largest_iteration,
     plan_cost,
-    step_bytes,
+    step_parts,
 )
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Plan, TpMode
@@ -43,14 +43,10 @@ def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES, workspace: Wo
     for mode in _COMPARED:
         other = make_plan(plan.matrices, mode, work, rates, sharing, workspace)
         lines.append(_row(mode, "", "", plan_cost(other, work, rates)))
-    modelled = (
-        f"{rates.flops / 1e12:.3g} TFLOP/s, {rates.bytes / 1e9:.3g} GB/s and {rates.latency * 1e6:.3g} us a collective"
-    )
-    lines += [
-        "",
-        f"Of the busiest rank in one step, modelled at {modelled}, nothing overlapped.",
-        _memory(plan, work, workspace),
-    ]
+    flops, sent, latency = rates.flops / 1e12, rates.bytes / 1e9, rates.latency * 1e6
+    modelled = f"{flops:.3g} TFLOP/s, {sent:.3g} GB/s and {latency:.3g} us a collective"
+    lines += ["", f"Of the busiest rank in one step, modelled at {modelled}, nothing overlapped."]
+    lines.append(_memory(plan, work, workspace))
     for name, each in works.items():
         steps = f"{numbers[name]}: {name}" if numbers else f"{len(each.schedule)} steps"
         form = "standard form only"
@@ -63,14 +59,17 @@ def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES, workspace: Wo
 
 
 def _memory(plan: Plan, work: Works, workspace: Workspace) -> str:
-    """A line on the temporaries of a step."""
-    needed, largest = step_bytes(plan, work, workspace), largest_iteration(plan.matrices, work)
-    chunks, mib = 1 + max((bucket.chunk for bucket in plan.buckets), default=0), 2**20
+    of_chunks, of_iterations, of_hooks = step_parts(plan, work, workspace)
+    largest, mib = largest_iteration(plan.matrices, work), 2**20
+    chunks = 1 + max((bucket.chunk for bucket in plan.buckets), default=0)
     called = "1 chunk" if chunks == 1 else f"{chunks} chunks"
+    beside, what = max((of_iterations, "iterations"), (of_hooks, "the momentum and update of whole shards"))
     return (
-        f"Temporaries: at most {_figure(needed / mib)} MiB, in {called}. The workspace is "
+        f"Temporaries: at most {_figure((of_chunks + beside) / mib)} MiB, in {called}. The workspace is "
         f"{_figure(workspace.bytes / mib)} MiB;\nbeside it an iteration of the largest matrix may take "
-        f"{_figure(largest / mib)} MiB."
+        f"{_figure(largest / mib)} MiB.\nAt the peak {_figure(of_chunks / mib)} MiB are of chunks at work, and "
+        f"{_figure(beside / mib)} MiB of {what}.\nOne parameter, one shard and one iteration are not cut, and may "
+        f"exceed their part of the workspace."
     )
 
 

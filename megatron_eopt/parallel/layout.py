@@ -51,6 +51,12 @@ class Layout:
         return cut_dimension(self.shape, self.rectangles)
 
     @property
+    def transposed(self) -> "Layout":
+        """The layout of the transposed matrix."""
+        turned = tuple(Rectangle(each.left, each.right, each.top, each.bottom) for each in self.rectangles)
+        return replace(self, shape=self.shape[::-1], rectangles=turned)
+
+    @property
     def cut_dims(self) -> frozenset[int]:
         """The dimensions of which some rank holds a part only, in whatever order."""
         return frozenset(i for i in (0, 1) if any(rectangle.shape[i] != self.shape[i] for rectangle in self.rectangles))
@@ -134,10 +140,16 @@ def layout_of(
         raise ValueError(f"partition_dim of {kind}, got {found}")
     if gtp is not None:
         return _cut_again(parameter, dim, tp, gtp, prefix)
-    if tp is None:
+    return cut_over((rows, cols), None if tp is None else dim, tp, f"{prefix}tp")
+
+
+def cut_over(held: Shape, dim: int | None, group: ProcessGroup | None, label: str = "tp") -> Layout:
+    """The layout of a matrix of which each rank of a group has as much along a dimension; without one, all of it."""
+    rows, cols = held
+    if dim is None or group is None or group.size() == 1:
         return on_one_rank((rows, cols))
-    shape = (rows * tp.size(), cols) if dim == 0 else (rows, cols * tp.size())
-    return Layout(shape, cut(shape, dim, tp.size()), tp, f"{prefix}tp")
+    shape = (rows * group.size(), cols) if dim == 0 else (rows, cols * group.size())
+    return Layout(shape, cut(shape, dim, group.size()), group, label)
 
 
 def _cut_again(parameter: Tensor, dim: int, tp: ProcessGroup | None, gtp: ProcessGroup, prefix: str) -> Layout:
@@ -160,18 +172,16 @@ def within(layout: Layout, dim: int, tp: ProcessGroup | None) -> Layout:
     """
     if tp is None or tp.size() == 1:
         return layout
-    rows, cols = layout.shape
-    shape = (rows * tp.size(), cols) if dim == 0 else (rows, cols * tp.size())
-    shards = tp.size() if dim == 0 else 1
+    (rows, cols), found = layout.shape, replace(cut_over(layout.shape, dim, tp), shards=tp.size() if dim == 0 else 1)
     if layout.group is None:
-        return Layout(shape, cut(shape, dim, tp.size()), tp, "tp", shards)
+        return found
     steps = [(i * rows, 0) if dim == 0 else (0, i * cols) for i in range(tp.size())]
     grid = [
         tuple(Rectangle(r.top + down, r.bottom + down, r.left + right, r.right + right) for r in layout.rectangles)
         for down, right in steps
     ]
     group, rectangles = _over_both(tp, layout.group, grid)
-    return Layout(shape, rectangles, group, f"tp x {layout.label}", shards)
+    return replace(found, rectangles=rectangles, group=group, label=f"tp x {layout.label}")
 
 
 def _over_both(

@@ -221,11 +221,9 @@ def _best(draft: Plan, options: Sequence[list[tuple[Bucket, ...]]], work: Works,
                         picked, least = trial, needed
         return picked
 
-    starts = [
-        [choices[0] for choices in options],
-        [min(choices, key=lambda choice: seconds([choice])) for choices in options],
-    ]
-    return serve(min((improved(start) for start in starts), key=seconds))
+    quickest = [min(choices, key=lambda choice: seconds([choice])) for choices in options]
+    starts = ([choices[0] for choices in options], quickest)
+    return serve(min(map(improved, starts), key=seconds))
 
 
 def _with_compute_ranks(plan: Plan, buckets: Sequence[Bucket], work: Works) -> list[Bucket]:
@@ -277,17 +275,14 @@ def _check(matrices: Sequence[Matrix]) -> None:
     names: set[str] = set()
     sizes: dict[str, int] = {}
     for matrix in matrices:
-        if matrix.name in names:
-            raise ValueError(f"two matrices have the name {matrix.name!r}")
-        names.add(matrix.name)
-        if matrix.ranks > 1 and (others := sizes.setdefault(matrix.group, matrix.ranks)) != matrix.ranks:
-            raise ValueError(
-                f"{matrix.name!r} has {matrix.ranks} shards, others of group {matrix.group!r} have {others}"
-            )
+        name, ranks, group = matrix.name, matrix.ranks, matrix.group
+        if name in names:
+            raise ValueError(f"two matrices have the name {name!r}")
+        names.add(name)
+        if ranks > 1 and (others := sizes.setdefault(group, ranks)) != ranks:
+            raise ValueError(f"{name!r} has {ranks} shards, others of group {group!r} have {others}")
         if not _tile(matrix.shape, matrix.rectangles):
-            raise ValueError(
-                f"the shards of {matrix.name!r} do not tile its shape {matrix.shape}: {list(matrix.rectangles)}"
-            )
+            raise ValueError(f"the shards of {name!r} do not tile its shape {matrix.shape}: {list(matrix.rectangles)}")
 
 
 @lru_cache
@@ -300,10 +295,8 @@ def _tile(shape: Shape, rectangles: tuple[Rectangle, ...]) -> bool:
         rectangles = rectangles[:size]
     (rows, cols), full = shape, [rectangle for rectangle in rectangles if rectangle.numel]
     inside = all(0 <= p.top <= p.bottom <= rows and 0 <= p.left <= p.right <= cols for p in rectangles)
-    overlap = any(
-        a.top < b.bottom and b.top < a.bottom and a.left < b.right and b.left < a.right
-        for a, b in combinations(full, 2)
-    )
+    pairs = combinations(full, 2)
+    overlap = any(a.top < b.bottom and b.top < a.bottom and a.left < b.right and b.left < a.right for a, b in pairs)
     covered = sum(rectangle.numel for rectangle in full) == rows * cols
     return bool(rectangles) and inside and covered and not overlap
 
@@ -314,10 +307,8 @@ def _in_parts(bucket: Bucket, ranks: int) -> list[Bucket]:
         return [bucket]
     rounds = -(-len(bucket.matrices) // ranks)
     size = -(-rounds // SHARED_PARTS) * ranks
-    return [
-        replace(bucket, matrices=bucket.matrices[i : i + size], compute_ranks=bucket.compute_ranks[i : i + size])
-        for i in range(0, len(bucket.matrices), size)
-    ]
+    parts = [slice(i, i + size) for i in range(0, len(bucket.matrices), size)]
+    return [replace(bucket, matrices=bucket.matrices[x], compute_ranks=bucket.compute_ranks[x]) for x in parts]
 
 
 def fingerprint(plan: Plan, label: str | None = None) -> str:
@@ -351,11 +342,8 @@ def _facts(plan: Plan, label: str | None) -> Iterator[tuple[str, Any]]:
     for matrix in matrices:
         for what in ("shape", "rectangles", "group", "itemsize", "iteration"):
             yield f"{matrix.name!r} has the {what}", getattr(matrix, what)
-    decided = {
-        plan.matrices[i].name: (bucket.scheme, compute_rank)
-        for bucket in buckets
-        for i, compute_rank in zip_longest(bucket.matrices, bucket.compute_ranks)
-    }
+    ranks = [(bucket, *each) for bucket in buckets for each in zip_longest(bucket.matrices, bucket.compute_ranks)]
+    decided = {plan.matrices[i].name: (bucket.scheme, compute_rank) for bucket, i, compute_rank in ranks}
     for matrix in matrices:
         scheme, compute_rank = decided[matrix.name]
         yield f"{matrix.name!r} has the scheme", scheme

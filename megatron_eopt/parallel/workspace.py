@@ -132,11 +132,8 @@ def chunk_bytes(plan: Plan, workspace: Workspace) -> list[int]:
 def _like(plan: Plan) -> dict[int, int]:
     """Of each matrix the first one of its bucket of which each rank holds as much."""
     first: dict[tuple[Any, ...], int] = {}
-    return {
-        i: first.setdefault((number, plan.matrices[i].held), i)
-        for number, bucket in enumerate(plan.buckets)
-        for i in bucket.matrices
-    }
+    matrices = [(number, i) for number, bucket in enumerate(plan.buckets) for i in bucket.matrices]
+    return {i: first.setdefault((number, plan.matrices[i].held), i) for number, i in matrices}
 
 
 def _needed(plan: Plan, bucket: Bucket, counts: Mapping[int, int], workspace: Workspace) -> int:

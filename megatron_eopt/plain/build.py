@@ -3,9 +3,9 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from functools import partial
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch.distributed as dist
@@ -17,19 +17,24 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from megatron_eopt.family import FAMILY
-from megatron_eopt.matrices import tag_declared
+from megatron_eopt.matrices import tag_declared, warn_of_unmatched
+from megatron_eopt.optimizers.first_step import warn_of_fp16
+from megatron_eopt.optimizers.group_settings import STEPS
 from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.nonfinite import listed
 from megatron_eopt.optimizers.parameters import NAME
 from megatron_eopt.optimizers.spectron import Spectron
-from megatron_eopt.optimizers.with_adamw import Muon
+from megatron_eopt.optimizers.with_adamw import NS_STEPS, Muon
+from megatron_eopt.orthogonalize.choices import check_arguments
 from megatron_eopt.plain import routing
-from megatron_eopt.plain.config import OptimizerConfig
+from megatron_eopt.plain.config import OptimizerConfig, config_of, given_fields, nearest_field
 from megatron_eopt.plain.routing import Group, Rule, decays
 from megatron_eopt.registry import get_optimizer_builder, register_optimizer
 from megatron_eopt.row import Row
 
 logger = logging.getLogger(__name__)
 
+OWN = ("adamw", *(row.name for row in FAMILY if row.plain))
 ADAM_BETAS = (0.9, 0.95)
 # Where the FusedAdam of other packages is.
 _FUSED_ADAM = {"transformer_engine": "transformer_engine.pytorch.optimizers", "apex": "apex.optimizers"}
@@ -52,19 +57,31 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
 
     Args:
         model: as it lies for training.
-        config: an :class:`~megatron_eopt.plain.config.OptimizerConfig`, or any object that has some of its fields;
-            it is handed on to the builder as it is.
+        config: an :class:`~megatron_eopt.plain.config.OptimizerConfig`, a mapping or any object with some of its
+            fields, ``name`` among them, or the name alone. A builder that you registered gets the mapping or the object
+            as it is, which may have further fields for it.
 
     Returns:
         One ``torch.optim.Optimizer`` for the whole model; that of matrices has an AdamW for the rest inside.
 
     Raises:
+        TypeError: for what is no model or no config, and for an unknown field, with the nearest one.
         ValueError: if no parameter is trainable, and for what the optimizer refuses.
     """
-    optimizer_name = getattr(config, "name", OptimizerConfig.name)
-    weight_decay = getattr(config, "weight_decay", OptimizerConfig.weight_decay)
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"build_optimizer takes a model, a torch.nn.Module, which says by names and classes what its parameters "
+            f"are, got {type(model).__name__}: give the model, or parameters to a class, as in "
+            f"megatron_eopt.Muon(matrices, rest)"
+        )
+    given = given_fields(config)
+    optimizer_name, weight_decay = given["name"], given.get("weight_decay", OptimizerConfig.weight_decay)
     builder = get_optimizer_builder(optimizer_name)
-    named = list(model.named_parameters())
+    if optimizer_name in OWN or isinstance(config, str):
+        config = config_of(config, optimizer_name)
+    prefix = "module." if isinstance(model, DistributedDataParallel) else ""
+    # torch.compile puts its own into names
+    named = [(x.replace("_orig_mod.", "").removeprefix(prefix), p) for x, p in model.named_parameters()]
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not trained:
         raise ValueError(
@@ -73,9 +90,11 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
         )
     routing.mark_embeddings_and_outputs(model)
     tag_declared(trained)
-    prefix = "module." if isinstance(model, DistributedDataParallel) else ""
+    if conv1d := routing.declare_conv1d(model):
+        _log(f"{len(conv1d)} weights of Conv1D are (in, out), and read as transposed: {listed(conv1d)}")
+    warn_of_unmatched([name for name, _ in named])
     for name, parameter in trained:
-        setattr(parameter, NAME, name.replace("_orig_mod.", "").removeprefix(prefix))  # which torch.compile puts in
+        setattr(parameter, NAME, name)
     groups: list[Group] = [
         {"params": [p for name, p in trained if decays(name, p)], "weight_decay": weight_decay},
         {"params": [p for name, p in trained if not decays(name, p)], "weight_decay": 0.0},
@@ -101,28 +120,28 @@ def _register(name: str, build: Callable[[list[Group], OptimizerConfig], Optimiz
 
     @register_optimizer(name)
     def build_of_any_config(groups: list[Group], config: Any) -> Optimizer:
-        # a config of any class, such as KempnerForge's; fields that it does not have are at their defaults
-        known = {x.name: getattr(config, x.name) for x in fields(OptimizerConfig) if hasattr(config, x.name)}
         filled = [{**group, "params": list(group["params"])} for group in groups]
-        return build([group for group in filled if group["params"]], OptimizerConfig(**{**known, "name": name}))
+        return build([group for group in filled if group["params"]], config_of(config, name))
 
 
 def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
     """AdamW of torch, or FusedAdam of the package that ``config.fused`` names (``ValueError`` without it)."""
+    parameters = [p for group in groups for p in group["params"]]
+    warn_of_fp16([getattr(p, NAME, "a parameter") for p in parameters], parameters)
     adam: dict[str, Any] = {"betas": config.betas or ADAM_BETAS, "eps": config.eps}
     if isinstance(config.fused, bool):
-        return AdamW(groups, **_settings(config, **adam, fused=_fused(groups, config)))
+        return AdamW(groups, **_settings(config, AdamW, **adam, fused=_fused(groups, config)))
     try:
         package = import_module(_FUSED_ADAM[config.fused])
     except ImportError as error:
         raise ValueError(f"fused={config.fused!r} needs {config.fused} installed: {error}") from error
-    return package.FusedAdam(groups, **_settings(config, **adam, adam_w_mode=True))
+    return package.FusedAdam(groups, **_settings(config, package.FusedAdam, **adam, adam_w_mode=True))
 
 
 def build_of_row(row: Row, groups: list[Group], config: OptimizerConfig) -> Optimizer:
     """An optimizer that takes every shape; or one of matrices, with AdamW inside for the rest, or alone without any."""
     if row.vectors:
-        return row.cls(groups, **_settings(config, row))
+        return row.cls(groups, **_settings(config, row.cls))
     why_adamw: Rule = routing.for_matrices
     factors: list[Group] = []
     if row.cls is TensorParallelMuon:
@@ -130,12 +149,18 @@ def build_of_row(row: Row, groups: list[Group], config: OptimizerConfig) -> Opti
     elif row.cls is Spectron:
         factors, groups = routing.without_factors(groups, config.spectron_factor_pairs)
     matrices, rest = routing.divided(groups, why_adamw)
+    if adapters := routing.adapters(matrices):
+        _log(
+            f"{listed(adapters)}: adapters of small rank, which {config.name} takes for matrices of the model; leave "
+            f"them to AdamW (set {routing.MARK} = True on them), or pair them for spectron by spectron_factor_pairs",
+            logging.WARNING,
+        )
     matrices = factors + matrices
     reasons = Counter(why_adamw(parameter) for group in rest for parameter in group["params"])
-    listed = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+    why = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
     _log(
         f"{config.name}: {_counted(matrices, 'matrices')}; AdamW beside it: {_counted(rest, 'parameters')}"
-        + (f" ({listed})" if listed else "")
+        + (f" ({why})" if why else "")
     )
     if not isinstance(config.fused, bool):
         raise ValueError(
@@ -145,9 +170,9 @@ def build_of_row(row: Row, groups: list[Group], config: OptimizerConfig) -> Opti
     adam["lr"] = config.lr if config.muon_adam_lr is None else config.muon_adam_lr
     if row.cls is TensorParallelMuon:
         own = {"momentum": config.muon_momentum, "ns_steps": config.muon_ns_steps}
-        settings = _settings(config, row, **own, **{f"adam_{key}": value for key, value in adam.items()})
+        settings = _settings(config, Muon, **own, **{f"adam_{key}": value for key, value in adam.items()})
         return Muon(matrices, rest, **settings) if matrices else AdamW(rest, **adam)
-    settings = _settings(config, row)
+    settings = _settings(config, row.cls)
     if row.takes("tp_mode") and row.cls is not Spectron:
         settings.setdefault("tp_mode", "auto")
     if not row.cls.decays_weights:
@@ -162,14 +187,17 @@ def _counted(groups: list[Group], what: str) -> str:
     return f"{len(sizes)} {what} with {sum(sizes)} entries"
 
 
-def _settings(config: OptimizerConfig, row: Row | None = None, **own: Any) -> dict[str, Any]:
+def _settings(config: OptimizerConfig, cls: Callable[..., Optimizer], **own: Any) -> dict[str, Any]:
     """Arguments of a class: the rates, what else it takes of the config's fields, its own and the config's options."""
     found = {"betas": config.betas, "eps": config.eps, "warmup_steps": config.schedule_free_warmup_steps}
-    taken = {key: x for key, x in found.items() if row is not None and x is not None and row.takes(key)}
+    taken = {key: x for key, x in found.items() if x is not None and key in signature(cls).parameters}
     known = {"lr": config.lr, "weight_decay": config.weight_decay, **taken, **own}
-    both = sorted(known.keys() & config.options.keys())
+    steps = {STEPS} if NS_STEPS in known else set()  # its name in other optimizers
+    both = sorted((known.keys() | steps) & config.options.keys())
     if both:
-        raise ValueError(f"options of the config have {', '.join(both)}, which its fields say: set these instead")
+        by_fields = ", ".join(filter(None, map(nearest_field, both))) or "these"
+        raise ValueError(f"options of the config have {', '.join(both)}, which its fields say: set {by_fields} instead")
+    check_arguments(cls, config.options)
     return {**known, **config.options}
 
 
@@ -190,6 +218,6 @@ def _fused(groups: Sequence[Group], config: OptimizerConfig) -> bool | None:
     return True if config.fused and not reason else None
 
 
-def _log(message: str) -> None:
+def _log(message: str, level: int = logging.INFO) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.info(message)
+        logger.log(level, message)

@@ -1,17 +1,35 @@
 """What to build, and how: the settings of all optimizers in one dataclass."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import wraps
 from math import inf
 from numbers import Real
 from typing import Any, Literal, get_args
 
-from megatron_eopt.orthogonalize.choices import check_choice, check_count
+from megatron_eopt.orthogonalize.choices import check_choice, check_count, close, did_you_mean, listing
 from megatron_eopt.registry import get_optimizer_builder
 
 Package = Literal["transformer_engine", "apex"]
 
+# Fields as others call them, where the nearest name is not the right one.
+_OTHER_NAMES = {"optimizer": "name", "learning_rate": "lr", "warmup_steps": "schedule_free_warmup_steps"}
 
+
+def _naming_fields[T](cls: type[T]) -> type[T]:
+    """A dataclass whose constructor names the nearest field to one that it does not have."""
+    constructor = cls.__init__
+
+    @wraps(constructor)
+    def checked(self: T, *args: Any, **given: Any) -> None:
+        check_fields(cls.__name__, given)
+        constructor(self, *args, **given)
+
+    setattr(cls, "__init__", checked)  # noqa: B010  # which mypy refuses as an assignment
+    return cls
+
+
+@_naming_fields
 @dataclass(kw_only=True)
 class OptimizerConfig:
     """Which optimizer :func:`~megatron_eopt.plain.build.build_optimizer` builds, checked when it is made.
@@ -37,6 +55,7 @@ class OptimizerConfig:
 
     Raises:
         ValueError: for a name that is not registered, with the nearest ones, or a setting out of its range.
+        TypeError: for an unknown field, with the nearest one.
     """
 
     name: str = "adamw"
@@ -81,3 +100,57 @@ def _is_number(value: object) -> bool:
 
 def _is_share(value: float) -> bool:
     return _is_number(value) and 0 <= value < 1
+
+
+FIELDS = [each.name for each in fields(OptimizerConfig)]
+
+
+def given_fields(config: Any, name: str | None = None) -> dict[str, Any]:
+    """What a config says: of a mapping its items, of an object its attributes, of a text the name.
+
+    A ``TypeError`` is for what is no config, or does not name an optimizer where ``name`` does not, either.
+    """
+    if isinstance(config, str):
+        return {"name": config}
+    given = {str(x): value for x, value in config.items()} if isinstance(config, Mapping) else {}
+    if not isinstance(config, Mapping | type):
+        own = getattr(config, "__dict__", None) or [x for x in dir(config) if not callable(getattr(config, x))]
+        known = [x for x in FIELDS if hasattr(config, x)]  # also on its class
+        given = {x: getattr(config, x) for x in (*own, *known) if not x.startswith("_")}
+    if name and given:
+        given.setdefault("name", name)
+    if "name" in given:
+        return given
+    near = [f"; it has {x}={given[x]!r}: write name={given[x]!r}" for x in given if nearest_field(x) == "name"]
+    what = f"the class {config.__name__}" if isinstance(config, type) else type(config).__name__
+    raise TypeError(
+        f"a config says by its field 'name' what to build, got {what} without it{''.join(near)}. Write "
+        f"OptimizerConfig(name='muon', lr=0.02), a mapping or an object with such fields, or 'muon' for all defaults; "
+        f"a config of Megatron-Core is for megatron_eopt.get_megatron_optimizer"
+    )
+
+
+def config_of(config: Any, name: str) -> OptimizerConfig:
+    """Our config for one of our optimizers, of whatever :func:`given_fields` takes; other fields are at our defaults.
+
+    A ``TypeError`` is for a field that we do not have, unless the config is for another optimizer.
+    """
+    given = given_fields(config, name)
+    if given["name"] == name:
+        check_fields(type(config).__name__, given)
+    return OptimizerConfig(**{**{x: given[x] for x in FIELDS if x in given}, "name": name})
+
+
+def check_fields(called: str, given: Iterable[str]) -> None:
+    """Raise ``TypeError`` for fields that a config does not have, with the nearest one of each."""
+    wrong = [f"{x!r}{did_you_mean(_OTHER_NAMES.get(x, x), FIELDS)}" for x in given if x not in FIELDS]
+    if wrong:
+        raise TypeError(
+            f"unknown fields in {called}: {'; '.join(wrong)}. A config has {listing(FIELDS, 'and')}; further arguments "
+            f"of the optimizer's class go into options"
+        )
+
+
+def nearest_field(name: str) -> str | None:
+    """The field of a config that is meant by another name; None where none is like it."""
+    return next(iter(close(_OTHER_NAMES.get(name, name), FIELDS)), None)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_eopt.matrices import declared_split
+from megatron_eopt.matrices import ATTRIBUTE, WHOLE, concatenated, declared_split, transposed
 from megatron_eopt.optimizers.parameters import NAME
 from megatron_eopt.optimizers.spectron import factor_pairs
 
@@ -38,6 +38,25 @@ def mark_embeddings_and_outputs(model: nn.Module) -> None:
             setattr(module.weight, MARK, True)
 
 
+def declare_conv1d(model: nn.Module) -> list[str]:
+    """Declare the weights (in, out) of Hugging Face's Conv1D that are not declared; the paths of their modules.
+
+    GPT-2 fuses q, k and v in one called ``c_attn``, and in that of its cross attention k and v.
+    """
+    found = []
+    for path, module in model.named_modules():
+        kinds = [cls.__name__ for cls in type(module).__mro__]
+        if "Conv1D" not in kinds or module.weight.shape[1:] != (getattr(module, "nf", None),):
+            continue
+        weight, of_three = module.weight, {"q": None, "k": None, "v": None}
+        fused = weight.size(1) / weight.size(0) if "c_attn" in path.split(".") else 1
+        parts = {3: of_three, 2: {"k": None, "v": None}}.get(fused)
+        if declared_split(weight) is None:
+            setattr(weight, ATTRIBUTE, transposed(concatenated(**parts) if parts else WHOLE))
+            found.append(path)
+    return found
+
+
 def for_matrices(parameter: Tensor) -> str | None:
     """The rule of optimizers of matrices: what has two dimensions, or is declared to be several matrices."""
     if parameter.ndim > 2 and declared_split(parameter) is None:
@@ -55,7 +74,7 @@ def for_muon_of_all(parameter: Tensor) -> str | None:
     if parameter.ndim < 2:
         return "of fewer than two dimensions"
     short, long = sorted((parameter.shape[0], parameter.shape[1:].numel()))
-    too_long = declared_split(parameter) is None and (short == 0 or long > MAX_ASPECT_RATIO * short)
+    too_long = declared_split(parameter) in (None, transposed()) and (short == 0 or long > MAX_ASPECT_RATIO * short)
     return f"of aspect ratio above {MAX_ASPECT_RATIO}" if too_long else None
 
 
@@ -76,6 +95,12 @@ def divided(groups: Sequence[Group], why_adamw: Rule) -> tuple[list[Group], list
             if params := [p for p in group["params"] if (why_adamw(p) is not None) == of_adamw]:
                 some.append({**group, "params": params})
     return matrices, rest
+
+
+def adapters(groups: Sequence[Group]) -> list[str]:
+    """Names of the factors of low-rank adapters (LoRA): at most 64 of one dimension, and four times it of the other."""
+    named = {getattr(p, NAME, ""): sorted(p.shape) for group in groups for p in group["params"]}
+    return [x for x, (short, *_, long) in named.items() if "lora_" in x and short <= min(64, long // 4)]
 
 
 def without_factors(groups: Sequence[Group], patterns: Sequence[tuple[str, str]]) -> tuple[list[Group], list[Group]]:

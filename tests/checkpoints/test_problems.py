@@ -181,17 +181,35 @@ def saved(tmp_path_factory):
 def test_a_flipped_bit_shows_or_changes_nothing(saved, data):
     value, folder = saved
     file, start, length = archive_of(folder, KEY)
-    raw = bytearray(file.read_bytes())
+    sound = file.read_bytes()
+    raw = bytearray(sound)
     at = start + data.draw(st.integers(0, length - 1))
-    bit = 1 << data.draw(st.integers(0, 7))
     contents = read_contents(folder)
-    raw[at] ^= bit
+    raw[at] ^= 1 << data.draw(st.integers(0, 7))
     file.write_bytes(raw)
-    problems = check_data(contents).problems
-    if not problems:  # padding, and what the archive says of itself twice
-        assert torch.equal(torch.load(io.BytesIO(raw[start : start + length])), value)
-    raw[at] ^= bit
+    try:
+        if not check_data(contents).problems:  # padding, and what the archive says of itself twice
+            assert torch.equal(torch.load(io.BytesIO(raw[start : start + length])), value)
+    finally:
+        file.write_bytes(sound)
+
+
+@pytest.mark.parametrize("entry", [b"data.pkl", b"data/0"])
+def test_an_entry_that_is_marked_as_a_folder(saved, entry):
+    """torch reads nothing of it: other numbers, or an error of the pickle."""
+    _, folder = saved
+    file, start, length = archive_of(folder, KEY)
+    sound = file.read_bytes()
+    name_at = sound.rindex(entry, start, start + length)  # in the list at the end of the archive
+    at = sound.rindex(b"PK\1\2", start, name_at) + 38  # of its attributes
+    raw = bytearray(sound)
+    raw[at] ^= 0x10
     file.write_bytes(raw)
+    try:
+        (problem,) = check_data(read_contents(folder)).problems
+    finally:
+        file.write_bytes(sound)
+    assert f"{entry.decode()} is marked as a folder" in problem.what
 
 
 @pytest.mark.parametrize("block", [16, 1 << 24])

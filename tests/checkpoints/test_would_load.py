@@ -58,6 +58,12 @@ def test_another_model(compared, flags, words):
     )
 
 
+def test_what_megatron_derives_is_compared_as_it_derives_it(compared):
+    with_biases = WHOLE.replace("--disable-bias-linear", "")
+    assert compared(with_biases, add_bias_linear=True, add_qkv_bias=True).problems == ()
+    assert compared(f"{WHOLE} --num-experts 0").problems == ()
+
+
 def test_what_a_whole_command_line_leaves_out_has_megatrons_default(compared):
     assert "swiglu was True and is False" in errors(compared(WHOLE.replace("--swiglu", "")))
     said = errors(compared(WHOLE.replace("--disable-bias-linear", "")))

@@ -1,6 +1,7 @@
 """Distributed Muon as its users write it: DDP scripts, each rank with the momenta of its own matrices."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -195,6 +196,8 @@ def test_a_round_travels_in_bf16_while_the_next_is_computed():
 def saved(rank, world_size, steps):
     params = parameters()
     optimizer = DistributedMuon(params)
+    for number, p in enumerate(params):
+        optimizer.state[p]["mine"] = torch.full((1,), float(number))
     train(params, optimizer, range(steps))
     with pytest.raises(RuntimeError, match=r"consolidate_state_dict\(\) on all ranks"):
         optimizer.state_dict()
@@ -202,6 +205,11 @@ def saved(rank, world_size, steps):
     if rank:
         with pytest.raises(RuntimeError, match="consolidate_state_dict"):
             optimizer.state_dict()
+    optimizer.collective_state_dict = True  # what a constructor was told may be told later
+    together = copy.deepcopy(optimizer.state_dict())  # on all ranks, each of which gets the whole
+    optimizer.collective_state_dict = False
+    assert len(together["state"]) == len(SHAPES)
+    optimizer.consolidate_state_dict()
     state = copy.deepcopy(optimizer.state_dict()) if rank == 0 else None
     optimizer.consolidate_state_dict(to=None)
     assert len(optimizer.state_dict()["state"]) == len(SHAPES)
@@ -212,12 +220,76 @@ def saved(rank, world_size, steps):
     return state, on_all
 
 
+def speedrun(rank, world_size, collective, lines):
+    """A script as its users write it: the master alone saves, at the end. ``lines`` are what the warning asks for."""
+    with Logged() as logged:
+        params = parameters()
+        settings = {} if collective is None else {"collective_state_dict": collective}
+        optimizers = [DistributedMuon(params, **settings)]
+    train(params, optimizers[0])
+    if lines == "consolidate":
+        optimizers[0].consolidate_state_dict()
+    states = [optimizer.state_dict() for optimizer in optimizers] if lines == "on all" else None
+    if rank:
+        return logged.messages, None
+    try:
+        states = states or [optimizer.state_dict() for optimizer in optimizers]
+    except RuntimeError as error:
+        return logged.messages, str(error)
+    return logged.messages, sorted(states[0]["state"])
+
+
+class Logged(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.messages = []
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+    def __enter__(self):
+        logging.getLogger("megatron_eopt").addHandler(self)
+        return self
+
+    def __exit__(self, *error):
+        logging.getLogger("megatron_eopt").removeHandler(self)
+
+
+def speedruns(rank, world_size):
+    cases = [(None, None), (None, "consolidate"), (False, "consolidate"), (True, "on all")]
+    return [speedrun(rank, world_size, *case) for case in cases]
+
+
+def test_a_script_whose_master_alone_saves_is_told_at_its_start_which_line_to_write():
+    first, second = run_ranks(speedruns, 2)
+    assert all(messages == [] for messages, _ in second)
+    (unmodified, error), (_, consolidated), (told, same), (collective, together) = first
+    [warning] = unmodified
+    assert "each of 2 ranks keeps the momenta of its own matrices" in warning
+    assert "Before each save, outside of 'if rank == 0', write optimizer.consolidate_state_dict()" in warning
+    assert "before state_dict(), call consolidate_state_dict() on all ranks" in error
+    assert "With collective_state_dict=True" in error
+    assert told == collective == []
+    assert consolidated == same == together == list(range(len(SHAPES)))
+
+
+def test_one_process_has_the_whole_state_and_no_warning():
+    with Logged() as logged:
+        params = parameters()
+        optimizer = DistributedMuon(params)
+    train(params, optimizer)
+    assert len(optimizer.state_dict()["state"]) == len(SHAPES)
+    assert logged.messages == []
+
+
 def resumed(rank, world_size, state, values, steps):
     params = parameters()
     for p, value in zip(params, values, strict=True):
         p.data.copy_(value)
     optimizer = DistributedMuon(params, lr=7.0)
     optimizer.load_state_dict(copy.deepcopy(state))  # torch keeps the tensors of a state, and ranks share memory
+    assert [optimizer.state[p]["mine"].item() for p in params] == list(map(float, range(len(params))))
+    assert sum("momentum_buffer" in state for state in optimizer.state.values()) < len(params) or world_size == 1
     return train(params, optimizer, range(steps, STEPS))
 
 
@@ -238,10 +310,10 @@ class Model(nn.Module):
 def in_torch_checkpoint(rank, world_size, folder, load):
     model = Model()
     params = list(model.parameters())
-    optimizer = DistributedMuon(params)
+    optimizer = DistributedMuon(params, collective_state_dict=load or None)
     if not load:
         train(params, optimizer, range(2))
-    optimizer.consolidate_state_dict(to=None)
+        optimizer.consolidate_state_dict(to=None)
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     if not load:
         dcp.save(state, checkpoint_id=folder)

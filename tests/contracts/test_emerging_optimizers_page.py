@@ -1,12 +1,17 @@
-"""The page for people who come from emerging-optimizers says what holds of its release 0.3.0 and of ours."""
+"""The page for people who come from emerging-optimizers says what holds of its release 0.3.0 and of ours.
+
+Differences are looked for in both packages, and compared with the tables of the page: one that is not there fails.
+"""
 
 import ast
 import copy
 import inspect
 import re
+from math import inf
 from pathlib import Path
 
 import emerging_optimizers.orthogonalized_optimizers as matrices
+import emerging_optimizers.orthogonalized_optimizers.muon_utils as muon_utils
 import emerging_optimizers.psgd.psgd as psgd
 import emerging_optimizers.riemannian_optimizers.normalized_optimizer as riemannian
 import emerging_optimizers.scalar_optimizers as scalars
@@ -15,6 +20,7 @@ import pytest
 import torch
 
 import megatron_eopt
+from megatron_eopt import orthogonalize
 
 PAGE = (Path(__file__).parents[2] / "docs/from-emerging-optimizers.md").read_text()
 REQUIRED = inspect.Parameter.empty
@@ -179,3 +185,293 @@ def test_state_dicts_load_or_not_as_the_table_says(row, there, here, loads):
     stepped(optimizer, copies, range(3, 6))
     for p, q in zip(params, copies, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
+
+
+# Differences that are looked for. Of each class: arguments of both, of theirs, and of ours that make the same steps.
+PLAIN = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "nesterov": False, "fp32_matmul_prec": "highest"}
+SAME_STEPS = {
+    "OrthogonalizedOptimizer": (
+        {"lr": 0.01, "weight_decay": 0.1, "fp32_matmul_prec": "highest", "weight_decay_method": "decoupled"},
+        {"momentum": 0.9, "nesterov": False, "scaled_orthogonalize_fn": torch.sin},
+        {"momentum_beta": 0.9, "use_nesterov": False, "use_decoupled_weight_decay": True, "split_qkv": False}
+        | {"is_qkv_fn": None, "qkv_split_shapes": None, "orthogonalize_fn": torch.sin, "scale_factor_fn": lambda *_: 1},
+    ),
+    "Muon": (PLAIN, {}, {}),
+    "AdaptiveMuon": (PLAIN, {}, {"align_rms": False}),
+    "MuonHyperball": ({**PLAIN, "weight_decay": 0.0}, {}, {}),
+    "PolarGrad": (PLAIN, {}, {}),
+    "Scion": ({"lr": 0.01, "momentum": 0.9, "fp32_matmul_prec": "highest"}, {"spectral_radius": 2.0}, {"radius": 2.0}),
+    "Lion": ({"lr": 0.01, "weight_decay": 0.1}, {}, {}),
+    "SOAP": (  # an eps that hides the rounding beside the diagonal, which differs
+        {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1, "fp32_matmul_prec": "highest", "eps": 1.0},
+        {"qr_fp32_matmul_prec": "highest"},
+        {"basis_of": "current", "precondition_frequency": 1},
+    ),
+}
+RENAMED = {"OrthogonalizedOptimizer": {"momentum": "momentum_beta", "nesterov": "use_nesterov"}}
+RENAMED |= {"Scion": {"spectral_radius": "radius"}}
+CLASS = pytest.mark.parametrize("name", SAME_STEPS)
+
+
+def made(name, here, shape=(6, 4), dtype=torch.float32, group=None, **settings):
+    """An optimizer of theirs or ours, and its parameter."""
+    p = torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype))
+    both, *own = SAME_STEPS[name]
+    if here:
+        names = RENAMED.get(name, {})
+        settings = {names.get(key, key): x for key, x in settings.items()}
+    if here and name == "OrthogonalizedOptimizer" and settings.get("weight_decay_method") == "l2":
+        settings["use_decoupled_weight_decay"] = False
+    kwargs = {**both, **own[here], **settings}
+    return (ours if here else theirs)(name)([{"params": [p], **(group or {})}], **kwargs), p
+
+
+def after(name, here, steps=3, **settings):
+    """A parameter after some steps; the error, in place of that, by its class."""
+    try:
+        optimizer, p = made(name, here, **settings)
+        stepped(optimizer, [p], range(steps))
+    except Exception as error:
+        return type(error)
+    return p.detach()
+
+
+def differs(one, other):
+    return one is not other and (not torch.is_tensor(one) or not torch.is_tensor(other) or not torch.equal(one, other))
+
+
+def rows_of(heading, name, index=0):
+    """Rows of a table for a class, and for every one, without their first cells."""
+    return [row[1:] for row in tables(heading)[index] if row[0] == "every" or code(row[0]) == [name]]
+
+
+VALUES = {
+    "lr": [-0.1, 0.0, 1.5, inf, torch.tensor(0.01)],
+    "momentum": [-0.1, 0.0, 1.0, 1.5],
+    "weight_decay": [-0.1, 0, 0.1, 1.5, inf],
+    "nesterov": [True, False, 1, None],
+    "fp32_matmul_prec": ["highest", "high", "medium", "best"],
+    "coefficient_type": ["simple", "quintic", "polar_express", "cans", "deepseekv4", "best"],
+    "num_ns_steps": [-1, 0, 1, 5],
+    "scale_mode": ["spectral", "unit_rms_norm", "shape_scaling", "best"],
+    "extra_scale_factor": [-1.0, 0.0, 2.0, inf],
+    "moment2_method": ["adamuon", "normuon", "namo", "best"],
+    "beta2": [-0.1, 0.0, 1.0, 1.5],
+    "eps": [0.0, -1.0, 1e-3],
+    "betas": [(0.9, 0.95), (0.0, 0.0), (1.0, 0.9), (0.9, 1.0), [0.9, 0.95]],
+    "shampoo_beta": [-0.1, 0.0, 1.0, 1.5],
+    "correct_bias": [True, False],
+    "use_kl_shampoo": [True, False],
+    "use_eigh": [True, False],
+    "spectral_radius": [0.0, -1.0, 2.0],
+    "weight_decay_method": ["decoupled", "independent", "palm", "best"],
+}
+
+
+@CLASS
+def test_values_that_are_taken_there_and_refused_here_are_in_the_table(name):
+    absent = {code(key)[0] for each, key, _ in tables("Absent")[0] if code(each) == [name]}
+    for key in arguments(theirs(name)).keys() - absent - {"scaled_orthogonalize_fn", "use_syrk"}:
+        named = [x for argument, _, cell in rows_of("Values", name) if code(argument) == [key] for x in code(cell)]
+        for x in VALUES[key]:
+            there, here = (after(name, each, steps=1, **{key: x}) for each in (False, True))
+            if torch.is_tensor(there) and not torch.is_tensor(here):
+                assert repr(x).replace("'", '"') in named, (key, x, here)
+
+
+def test_every_value_of_the_table_is_taken_there_and_refused_here():
+    for row, key, _, cell in tables("Values")[0]:
+        for x in [eval(each) for each in code(cell)]:
+            settings = {"steps": 1, code(key)[0]: x}
+            names = code(row) or [each for each in SAME_STEPS if code(key)[0] in arguments(theirs(each))]
+            assert any(
+                torch.is_tensor(after(each, False, **settings)) and not torch.is_tensor(after(each, True, **settings))
+                for each in names
+            ), (key, x)
+
+
+def test_coefficients_differ_where_the_tables_say_so():
+    firsts = {code(name)[0]: (value(there), value(here)) for name, there, here in tables("Coefficients")[0]}
+    refused = {code(name)[0]: (int(limit), int(of)) for name, limit, of in tables("Coefficients")[1]}
+    known = set(muon_utils._COEFFICIENT_SETS)
+    assert known <= set(orthogonalize.get_supported_coefficient_types())
+    assert set(matrices.muon.NSCoeffT.__args__) - known == {"custom"}
+    assert '`coefficient_type="custom"` is no name here' in PAGE
+    repeating = re.search(r"repeat_last_types = (.*)", inspect.getsource(muon_utils.newton_schulz)).group(1)
+    for name in known:
+        mode = "repeat_last" if name in ast.literal_eval(repeating) else "cycle"
+        for steps in range(1, 31):
+            sets = muon_utils._COEFFICIENT_SETS[name]
+            there = list(muon_utils.get_coefficient_iterator(steps, sets, mode=mode))
+            limit, of = refused.get(name, (steps, 1))
+            if steps > limit and steps % of:
+                with pytest.raises(ValueError, match="cannot be served"):
+                    orthogonalize.get_coefficients(name, steps)
+                continue
+            here = [tuple(round(x, 8) for x in each) for each in orthogonalize.get_coefficients(name, steps)]
+            named = dict([firsts[name]]) if name in firsts else {}
+            assert here == [named.get(each, each) for each in there], (name, steps)
+            assert named.keys() <= set(there)
+
+
+# A value of each setting that makes another step than SAME_STEPS.
+OTHER = {"lr": 0.05, "momentum": 0.5, "weight_decay": 0.7, "nesterov": True, "weight_decay_method": "independent"}
+OTHER |= {"coefficient_type": "simple", "num_ns_steps": 3, "scale_mode": "unit_rms_norm", "extra_scale_factor": 0.3}
+OTHER |= {"beta2": 0.5, "eps": 0.1, "betas": (0.5, 0.5), "shampoo_beta": 0.5, "correct_bias": False}
+OTHER |= {"use_kl_shampoo": True, "hyperball_eps": 10.0, "hyperball_radius": 2.0, "moment2_method": "normuon"}
+OTHER |= {"max_update_rms": 1e-3, "correct_shampoo_beta_bias": False, "spectral_radius": 3.0}
+
+
+@CLASS
+def test_settings_of_groups_are_in_force_where_the_table_says_so(name):
+    (there, here, refused) = ({*code(cell)} for cell in rows_of("Groups", name)[0])
+    plain = [after(name, each) for each in (False, True)]
+    assert all(map(torch.is_tensor, plain))
+    keys = arguments(theirs(name)).keys() | {"lr", "momentum", "weight_decay"}
+    found_there, found_here, found_refused = set(), set(), set()
+    keys |= {"weight_decay_method"} & arguments_of_any(theirs(name)) | there
+    for key in sorted(keys & OTHER.keys()):
+        (one, other) = (after(name, each, group={key: OTHER[key]}) for each in (False, True))
+        assert torch.is_tensor(one), key  # theirs takes any key
+        found_there |= {key} if differs(one, plain[0]) else set()
+        found_refused |= {key} if not torch.is_tensor(other) else set()
+        found_here |= {key} if torch.is_tensor(other) and differs(other, plain[1]) else set()
+    assert found_refused == refused
+    assert found_there - refused == there
+    assert found_here == there | here
+
+
+@CLASS
+def test_a_tensor_of_users_own_in_a_group_has_no_effect_there_and_here(name):
+    for here in (False, True):
+        assert torch.equal(after(name, here, group={"mine": torch.arange(6.0)}), after(name, here))
+
+
+def arguments_of_any(cls):
+    return inspect.signature(cls).parameters.keys()
+
+
+@CLASS
+def test_attributes_and_methods_are_there_or_in_the_table(name):
+    named = {each for (cell,) in rows_of("Attributes and methods", name) for each in code(cell)}
+    (there, _), (here, _) = made(name, False), made(name, True)
+    found = {each for each in set(dir(there)) - set(dir(here)) if not each.startswith("_")}
+    assert found <= named
+    assert {
+        each for row in tables("Attributes and methods")[0] if code(row[0]) == [name] for each in code(row[1])
+    } <= found
+
+
+def test_functions_are_there_as_the_page_says():
+    for there, here in (
+        ("newton_schulz", "newton_schulz"),
+        ("get_muon_scale_factor", "muon_scale_factor"),
+        ("get_coefficient_iterator", "get_coefficients"),
+    ):
+        assert f"`{there}`" in PAGE
+        assert f"`{here}`" in PAGE
+        assert hasattr(muon_utils, there) or hasattr(matrices, there)
+        assert hasattr(orthogonalize, here)
+    for mode in ("spectral", "unit_rms_norm", "shape_scaling"):
+        for shape in ((6, 4), (4, 6)):
+            assert orthogonalize.muon_scale_factor(*shape, mode) == matrices.get_muon_scale_factor(*shape, mode)
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    expected = muon_utils.newton_schulz(x, 5, "quintic")
+    torch.testing.assert_close(orthogonalize.newton_schulz(x, 5, "quintic"), expected, rtol=0, atol=1e-5)
+
+
+def seen_by_users(here, precision):
+    """What a function and a method of a user's get: precision, shapes, and names of settings."""
+    seen = []
+
+    def function(x):
+        seen.append(("function", torch.get_float32_matmul_precision(), tuple(x.shape)))
+        return x
+
+    class Users((ours if here else theirs)("OrthogonalizedOptimizer")):
+        def orthogonalize(self, p, grad, **settings):
+            seen.append(("method", torch.get_float32_matmul_precision(), tuple(grad.shape), frozenset(settings)))
+            return super().orthogonalize(p, grad, **settings)
+
+    both, *own = SAME_STEPS["OrthogonalizedOptimizer"]
+    key = ("scaled_orthogonalize_fn", "orthogonalize_fn")[here]
+    p = torch.nn.Parameter(torch.ones(6, 4))
+    group = {"params": [p], "is_qkv": True}
+    stepped(Users([group], **{**both, **own[here], key: function, "fp32_matmul_prec": precision}), [p], range(1))
+    return seen
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_what_users_functions_and_methods_get_differs_in_names_of_settings_alone(precision):
+    there, here = (seen_by_users(each, precision) for each in (False, True))
+    names, own = there[0][-1], here[0][-1]
+    assert [each[:3] for each in here] == [each[:3] for each in there]
+    assert names - own == {"momentum"}
+    assert own - names == {"momentum_beta", "use_nesterov", "use_decoupled_weight_decay", "weight_decay_method"}
+
+
+def kind(name, here, gradient=None, closure=None, **settings):
+    """What a step does, in a few words: whether it is an error, and what of the parameter and the gradient changes."""
+    optimizer, p = made(name, here, **settings)
+    stepped(optimizer, [p], range(0 if gradient is None else 1))  # so that no first step is a special one
+    before = p.detach().clone()
+    p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(1)).to(p.dtype)
+    p.grad = p.grad if gradient is None else gradient(p.grad)
+    kept = p.grad.clone()
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step(*([] if closure is None else [closure]))
+    states = [x for x in optimizer.state[p].values() if torch.is_tensor(x)]
+    finite = all(x.isfinite().all() for x in (p, *states))
+    return finite, torch.equal(p.grad.nan_to_num(7), kept.nan_to_num(7)), p.detach() - before
+
+
+def one_nan(gradient):
+    gradient[0, 0] = float("nan")
+    return gradient
+
+
+OWN_ROWS = {"use_kl_shampoo", "eps"}  # settings that have another shape below
+# the second step of SOAP, with sides that gradients span, beside which there is no rounding to divide by
+SECOND = {"eps": 0.1, "shape": (5, 5), "gradient": torch.clone}
+STEP_ROWS = [  # a row of the table, if the step differs, and how it is made
+    ("with a gradient that is not finite", {"gradient": one_nan}),
+    ("with a closure", {"closure": lambda: 1.0}),
+    ("with a rate that is a tensor of shape (1,)", {"lr": torch.tensor([0.01])}),
+    ('with `weight_decay_method="l2"`', {"weight_decay_method": "l2"}),
+    ("of matrices in bf16 or fp64, by Newton-Schulz", {"dtype": torch.bfloat16}),
+    ("of matrices in bf16 or fp64, by Newton-Schulz", {"dtype": torch.float64}),
+    ("of a momentum whose norm is below 1e-7", {"gradient": lambda x: x * 1e-12, "momentum": 0.0, "weight_decay": 0.0}),
+    ("of parameters of other than two dimensions", {"shape": (6,)}),
+    ("of parameters of other than two dimensions", {"shape": (3, 4, 2)}),
+    ("of SOAP with `use_kl_shampoo=True`, the first ones", {"use_kl_shampoo": True, **SECOND}),
+    ("with another eps", SECOND),
+    ("as usual", {}),
+    ("of a gradient of zero", {"gradient": torch.zeros_like}),
+    *((f"of shape {shape}", {"shape": shape}) for shape in ((40, 3), (3, 40), (1, 5), (5, 5))),
+    *((f"with {key}={x!r}", {key: x}) for key, values in VALUES.items() for x in values if key not in OWN_ROWS),
+]
+
+
+def same_step(name, settings):
+    """Whether a step is the same there and here; what one of them has no argument for, or refuses, other tests have."""
+    if not settings.keys() - {"gradient", "closure", "dtype", "shape"} <= arguments_of_any(theirs(name)):
+        return True
+    found = []
+    for here in (False, True):
+        try:
+            found.append(kind(name, here, **settings))
+        except Exception as error:
+            found.append(error)
+    errors = [isinstance(each, Exception) for each in found]
+    if any(errors):
+        return all(errors) or (errors[1] and settings.keys() <= VALUES.keys())
+    (finite, kept, moved), (finite_here, kept_here, moved_here) = found
+    tolerance = 0.02 if settings.get("fp32_matmul_prec") == "medium" else 1e-4  # of bf16, and of fp32
+    moved, moved_here = moved.nan_to_num(), moved_here.nan_to_num()
+    same = torch.allclose(moved, moved_here, rtol=tolerance, atol=1e-6 + tolerance * moved.abs().max().item())
+    return (finite, kept) == (finite_here, kept_here) and same
+
+
+def test_steps_differ_where_the_table_says_so():
+    found = {row: [name for name in SAME_STEPS if not same_step(name, settings)] for row, settings in STEP_ROWS}
+    assert {row for row, names in found.items() if names} == {row for row, _, _ in tables("Steps")[0]}, found

@@ -54,6 +54,23 @@ class Original:
         return {"state": self.state, "param_groups": groups, "_k": self.k, "_warmup_steps": self.warmup_steps}
 
 
+def test_warmup_steps_may_be_set_and_are_those_of_all_groups():
+    params, others = parameters(), parameters()
+    optimizer = ScheduleFreeAdamW([{"params": params[:1]}, {"params": params[1:]}], **SETTINGS)
+    original = Original(others, **SETTINGS)
+    for each, its in ((optimizer, params), (original, others)):
+        steps(each, its, range(2))
+        each.warmup_steps = 12
+        steps(each, its, range(2, 6))
+    for p, q in zip(params, others, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    assert [group["warmup_steps"] for group in optimizer.param_groups] == [12] * 3
+    with pytest.raises(ValueError, match="warmup_steps must be a whole number of at least 0, got -1"):
+        optimizer.warmup_steps = -1
+    assert optimizer.warmup_steps == 12
+
+
 def steps(optimizer, params, numbers, late=None):
     for step in numbers:
         set_gradients(params, step, late)

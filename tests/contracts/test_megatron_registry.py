@@ -123,6 +123,10 @@ for name in ("muon", "half_muon", "mine"):
         assert isinstance(optimizer.chained_optimizers[0].optimizer, megatron_eopt.TensorParallelMuon)
         assert optimizer.chained_optimizers[0].optimizer.param_groups[0]["momentum"] == 0.8
     train(model, optimizer)
+config = OptimizerConfig(optimizer="muon", lr=1e-2)
+config.muon_use_decoupled_weight_decay = False
+optimizer = get_megatron_optimizer(config, [model]).chained_optimizers[0].optimizer
+assert optimizer.param_groups[0]["use_decoupled_weight_decay"] is False
 """
     )
     assert "megatron_eopt: HalfMuon owns 4 parameters" in said

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_eopt import OrthogonalizedOptimizer
+from megatron_eopt import OrthogonalizedOptimizer, TensorParallelMuon
 
 LR, BETA, DECAY = 0.1, 0.8, 0.3
 SHAPES = [(6, 4), (3, 5)]
@@ -58,7 +58,7 @@ def reference_step(p, m, g, nesterov, method, lr=LR, beta=BETA, decay=DECAY, ort
         p = p - {"decoupled": lr * decay, "independent": decay, "palm": lr * lr * decay}[method] * p
     m = beta * m + (1 - beta) * g
     u = (1 - beta) * g + beta * m if nesterov else m
-    return p - lr * scale(*u.shape[-2:]) * orthogonalize(u), m
+    return p - lr * scale(*u.shape[:2]) * orthogonalize(u), m
 
 
 def run(opt, params, steps):
@@ -133,7 +133,8 @@ def test_the_groups_own_value_counts(nesterov, decoupled, of_group, of_group_dec
 def test_defaults_of_groups():
     opt = optimizer(parameters(), rank=3)
     assert opt.defaults["use_nesterov"] is False
-    assert {key: value for key, value in opt.param_groups[0].items() if key != "params"} == opt.defaults
+    settings = {key: value for key, value in opt.param_groups[0].items() if key not in ("params", "state_of")}
+    assert settings == opt.defaults
     assert opt.param_groups[0]["momentum_beta"] == BETA
     assert opt.param_groups[0]["rank"] == 3
     assert (opt.use_nesterov, opt.use_decoupled_weight_decay) == (False, True)
@@ -333,7 +334,8 @@ def test_an_override_of_any_signature_steps_and_sees_what_it_did(cls, kind, nest
             if cls is Some:
                 assert settings_seen == {"lr": LR, "rank": 7 if i else None, "further": "none"}
             elif cls is not Plain:
-                assert settings_seen == {k: v for k, v in opt.param_groups[i].items() if k != "params"}
+                group = opt.param_groups[i]
+                assert settings_seen == {key: group[key] for key in group.keys() - {"params", "state_of"}}
         assert_near(params, ps)
         assert_near([opt.state[p]["momentum_buffer"] for p in params], ms)
 
@@ -410,6 +412,16 @@ def test_a_failing_override_leaves_no_trace(how, message, steps_before, kind):
     assert all(torch.equal(p, q) for p, q in zip(params, expected, strict=True))
 
 
+def test_a_failing_override_leaves_what_users_keep_in_the_state_alone():
+    params = parameters()
+    opt = optimizer(params, Fails)
+    opt.state[params[0]]["mine"] = torch.ones(1)
+    opt.how = "raises"
+    with pytest.raises(RuntimeError, match="in the step"):
+        run(opt, params, gradients(steps=1))
+    assert {p: list(state) for p, state in opt.state.items()} == {params[0]: ["mine"]}
+
+
 @pytest.mark.parametrize("function", ["orthogonalize_fn", "scale_factor_fn"])
 def test_a_failing_function_leaves_no_trace(function):
     params = parameters()
@@ -477,6 +489,30 @@ def test_more_dimensions_with_the_users_own_function(shape, how):
     assert set(seen) == {shape}
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("tail", "columns"), [((4,), 4), ((4, 3, 3), 4), ((7, 1), 7)])
+def test_the_scale_follows_from_the_first_two_sizes(tail, columns, fused):
+    (p,), seen = parameters([(8, *tail)]), []
+    p.fused = True
+
+    def seen_scale(*sizes):
+        seen.append(sizes)
+        return 1.0
+
+    split = {"split_qkv": fused, "is_qkv_fn": is_fused, "qkv_split_shapes": [5, 2, 1]}
+    opt = optimizer([p], orthogonalize_fn=torch.sign, scale_factor_fn=seen_scale, **split)
+    run(opt, [p], [[torch.ones_like(p)]])
+    assert seen == ([(rows, columns) for rows in (5, 2, 1)] if fused else [(8, columns)])
+
+
+@pytest.mark.parametrize("cls", [OrthogonalizedOptimizer, TensorParallelMuon])
+def test_shapes_of_a_fused_projection_are_kept_without_a_split(cls):
+    settings = {"lr": 0.1, "split_qkv": False, "is_qkv_fn": None, "qkv_split_shapes": [3, 2, 1]}
+    opt = optimizer(parameters(), **settings) if cls is OrthogonalizedOptimizer else cls(parameters(), **settings)
+    assert opt.qkv_split_shapes == [3, 2, 1]
+    assert opt.is_qkv_fn is None
+
+
 @pytest.mark.parametrize("shape", [(5,), ()])
 def test_one_dimension_is_refused_at_construction(shape):
     with pytest.raises(
@@ -506,7 +542,7 @@ def test_fused_parameters_are_split_along_their_first_dimension(sizes, tail, nes
         return polar(x.double().flatten(1)).view(x.shape).to(x.dtype)
 
     def by_parts(x):
-        return torch.cat([scale(*part.shape[-2:]) * flat(part) for part in x.split(sizes)])
+        return torch.cat([scale(*part.shape[:2]) * flat(part) for part in x.split(sizes)])
 
     expected = [
         *referenced(

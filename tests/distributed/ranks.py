@@ -1,6 +1,5 @@
 """Start several ranks over gloo on this machine and collect what they return."""
 
-import multiprocessing
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -8,9 +7,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-# Ranks fork from a process that has imported what they need: it takes longer than most of what they do.
-multiprocessing.set_forkserver_preload(["torch.distributed.tensor", "megatron_eopt"])
 
 
 def _rank(rank, function, world_size, folder, args):

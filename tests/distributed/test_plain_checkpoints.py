@@ -48,8 +48,7 @@ def states_of(model, optimizer):
     """The states of both, by names."""
     names = {p: name for name, p in model.named_parameters()}
     found = {names[p]: whole(of_one) for p, of_one in optimizer.state.items()}
-    for of_one in found.values():
-        of_one.pop("adamw", None)
+    found = {name: {k: x for k, x in of_one.items() if not k.startswith("adamw.")} for name, of_one in found.items()}
     return found | {names[p]: whole(of_one) for p, of_one in optimizer.adamw.state.items()}
 
 
@@ -118,6 +117,22 @@ def load(rank, ranks, folder):
     return found
 
 
+def load_into_another(rank, ranks, folder):
+    """Load what Muon saved into PolarGrad, from files and through rank 0; returns the errors."""
+    found = {}
+    for form in FORMS:
+        model, optimizer = made(ranks, "polargrad")
+        state = template(model, optimizer, form)
+        dcp.load(state, checkpoint_id=folder / f"muon-{form}")
+        with pytest.raises(ValueError) as refused:  # noqa: PT011  # the test looks at its message
+            set_optimizer_state_dict(model, optimizer, state["optimizer"], options=FORMS[form])
+        found[form] = str(refused.value)
+    model, optimizer = made(ranks, "muon")
+    with pytest.raises(ValueError) as refused:  # noqa: PT011
+        through_rank_0(model, optimizer, *made(ranks, "polargrad"))
+    return found | {"full": str(refused.value)}
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """What two ranks saved, and what one process, two and four ranks made of it."""
@@ -164,3 +179,9 @@ def test_both_states_go_through_rank_0(runs, name):
 def test_the_state_of_adamw_is_written_once(runs, name, form):
     metadata = dcp.FileSystemReader(runs[2] / f"{name}-{form}").read_metadata()
     assert sum("embedding/weight" in key and key.endswith("exp_avg") for key in metadata.state_dict_metadata) == 1
+
+
+def test_another_optimizer_refuses_both_states_on_each_rank(runs):
+    for errors in run_ranks(load_into_another, 2, runs[2]):
+        assert errors.keys() == {*FORMS, "full"}
+        assert all(error.startswith("PolarGrad cannot load a state of Muon:") for error in errors.values())

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_eopt.megatron.agreement import from_rank_0, on_all_ranks
 from megatron_eopt.megatron.checkpoints import checksums
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
-from megatron_eopt.megatron.factory import check_steps
+from megatron_eopt.megatron.first_step import check_steps
 from megatron_eopt.overrides import OverrideError
 from tests.distributed.ranks import run_ranks
 

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from megatron_eopt.matrices import (
     GATE_UP,
     WHOLE,
-    LocalRows,
     Part,
     Split,
     concatenated,
@@ -16,6 +15,7 @@ from megatron_eopt.matrices import (
     heads,
     interleaved,
     per_shard,
+    transposed,
 )
 from megatron_eopt.matrices import query_key_value as qkv
 from megatron_eopt.parallel.layout import Layout, local_rows, on_one_rank, shared_out, split_layout
@@ -114,13 +114,23 @@ def test_stacks_and_padded_rows_are_split_too(case, stacked, padding):
     stack = torch.nn.functional.pad(
         torch.stack([x[top:bottom] + i * x.numel() for i in range(stacked)]), (0, 0, 0, padding)
     )
-    rows = LocalRows(qkv(shapes).pattern(len(x)), top, bottom, stacked, padding)
+    rows = experts(stacked, qkv(shapes)).local(len(x), top, bottom, padding=padding)
     one = qkv(shapes).local(len(x), top, bottom)
     expected = [part for matrix in stack[:, : bottom - top] for part in one.split(matrix)]
     parts = rows.split(stack)
     assert len(parts) == len(expected)
     assert all(torch.equal(part, other) for part, other in zip(parts, expected, strict=True))
     assert torch.equal(rows.merge(parts), stack)
+
+
+@given(case=fused())
+def test_columns_of_a_transposed_parameter_are_split_as_rows_are(case):
+    x, shapes, top, bottom = case
+    expected = qkv(shapes).local(len(x), top, bottom).split(x[top:bottom])
+    rows, own = transposed(qkv(shapes)).local(len(x), top, bottom), x[top:bottom].t().contiguous()
+    assert all(torch.equal(part, other) for part, other in zip(rows.split(own), expected, strict=True))
+    assert torch.equal(rows.merge(rows.split(own)), own)
+    assert rows.merge(rows.split(own)).is_contiguous()
 
 
 @given(case=fused())

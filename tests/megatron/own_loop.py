@@ -1,5 +1,7 @@
 """A training loop of a user's own, on Megatron-Core without megatron.training: run by test_layouts.py on one rank."""
 
+import copy
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ megatron_eopt.cpu.install()
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, _get_param_groups, get_standard_config_overrides  # noqa: E402
 from megatron.core.optimizer.optimizer_config import ParamKey  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
@@ -33,6 +35,11 @@ def main():
     model, other = (
         GPTModel(config, get_gpt_layer_local_spec(), 64, 16, position_embedding_type="rope") for _ in range(2)
     )
+    model.imaginary = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"got imaginary \(torch.complex64\)"):
+        megatron_eopt.get_megatron_optimizer(OptimizerConfig(optimizer="muon", lr=1e-2), [model])
+    del model.imaginary
+    model.aside = torch.nn.Parameter(torch.ones(2, 2))
     optimizer = megatron_eopt.get_megatron_optimizer(
         OptimizerConfig(optimizer="muon", lr=1e-2, muon_extra_scale_factor=0.2), [model]
     )
@@ -41,6 +48,7 @@ def main():
     for _ in range(5):
         optimizer.zero_grad()
         loss = model(tokens, tokens, torch.ones(1, 1, 16, 16).tril() < 0.5, labels=tokens).mean()
+        loss = loss + 0 * model.aside.sum()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -48,6 +56,7 @@ def main():
     with pytest.raises(ValueError, match=r"unknown optimizer 'mun' \(did you mean 'muon'\?\)"):
         megatron_eopt.get_megatron_optimizer(OptimizerConfig(optimizer="mun", lr=1e-2), [model])
     overrides_from_python(other)
+    rates_where_the_config_has_no_smallest_one(other)
     torch.distributed.destroy_process_group()
 
 
@@ -80,6 +89,35 @@ def overrides_from_python(model):
     assert decays["decoder.final_layernorm.weight"] == 0.0
     with pytest.raises(ValueError, match=r"config_overrides\['linear_fcl.weight'\]: select: .* did you mean"):
         megatron_eopt.get_megatron_optimizer(config, [model], {"linear_fcl.weight": {"lr": 1.0}})
+
+
+def rates_where_the_config_has_no_smallest_one(model):
+    """Each way to a rate of its own, beside the groups that Megatron's own builder makes of the same."""
+    rated, rate = {ParamKey(name="*.linear_fc1.weight"): {"max_lr": 5e-3}}, (5e-3, None)
+    config = OptimizerConfig(optimizer="muon", lr=1e-2)
+    assert config.min_lr is None
+    name = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def rates(groups):
+        return {name[id(p)]: (group["max_lr"], group["min_lr"]) for group in groups for p in group["params"]}
+
+    def ours(overrides=None, **settings):
+        changed = copy.copy(config)
+        vars(changed).update(settings)
+        optimizer = megatron_eopt.get_megatron_optimizer(changed, [model], overrides)
+        return rates(group for each in optimizer.chained_optimizers for group in each.optimizer.param_groups)
+
+    theirs = rates(_get_param_groups([model], config, rated))
+    assert theirs["decoder.layers.0.mlp.linear_fc1.weight"] == rate
+    assert set(theirs.values()) == {rate, (1e-2, None)}
+    assert ours(rated) == theirs
+    assert ours({ParamKey(name="*.linear_fc1.weight"): {"lr_mult": 0.5}}) == theirs
+    assert ours(optimizer_overrides={"linear_fc1.weight": {"lr": 5e-3}}) == theirs
+    matrices = {name for name, of_matrix in ours(matrix_lr=5e-3).items() if of_matrix == rate}
+    assert matrices == {name for name in theirs if "linear" in name and name.endswith("weight")}
+    assert (
+        ours({"linear_fc1.weight": {"lr": 5e-3, "min_lr": 1e-3}})["decoder.layers.0.mlp.linear_fc1.weight"][1] == 1e-3
+    )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ CLIP = ["--qk-clip", "--qk-clip-threshold", "5e-3"]
 LAUNCHER = ["-m", "megatron_eopt.run", "--cpu", str(HERE / "pretrain.py")]
 FAULTY = [*LAUNCHER[:-1], str(HERE / "faulty.py")]
 CASES = [*LAUNCHER[:-1], str(HERE / "user_cases.py")]
-UPSTREAM = [str(HERE / "upstream.py")]
+UPSTREAM = [str(HERE / "upstream.py"), str(HERE / "pretrain.py")]
 
 
 def free_port():
@@ -58,10 +58,10 @@ def without_emerging_optimizers(folder):
 
 
 class _Forks:
-    """A process that has imported Megatron and forks for each run; started when it is first needed."""
+    """A process that has imported Megatron and forks for each run of a launcher; started when it is first needed."""
 
-    def __init__(self):
-        self._process = None
+    def __init__(self, launcher):
+        self._launcher, self._process = launcher, None
 
     def run(self, program, ranks, arguments, environment, directory, timeout):
         if self._process is None:
@@ -84,9 +84,9 @@ class _Forks:
 
     def _begin(self):
         folder = tempfile.TemporaryDirectory()
-        path = [str(without_emerging_optimizers(Path(folder.name) / "hidden")), *_path()]
+        path = _path(self._launcher, Path(folder.name) / "hidden")
         self._process = subprocess.Popen(
-            [sys.executable, *LAUNCHER[:-1], str(HERE / "forked.py")],
+            [sys.executable, *self._launcher, str(HERE / "forked.py")],
             env=_environment(path) | {"LOCAL_WORLD_SIZE": "4"},  # the CPU backend counts its devices once
             cwd=ROOT,
             stdin=subprocess.PIPE,
@@ -102,11 +102,12 @@ class _Forks:
         folder.cleanup()
 
 
-_forks = _Forks()
+_forks = {tuple(program[:-1]): _Forks(program[:-1]) for program in (LAUNCHER, UPSTREAM)}
 
 
-def _path(megatron=None):
-    return [str(each) for each in (megatron, ROOT, os.environ.get("PYTHONPATH")) if each]
+def _path(launcher, folder, megatron=None):
+    hidden = without_emerging_optimizers(folder) if launcher != UPSTREAM[:-1] else None
+    return [str(each) for each in (hidden, megatron, ROOT, os.environ.get("PYTHONPATH")) if each]
 
 
 def _environment(path):
@@ -128,20 +129,20 @@ def start(
     timeout=240,
     directory=ROOT,
     environment=None,
+    forked=True,
 ):
     """Run a program on ranks of this machine, over loopback; the finished process, with its output as text.
 
-    Those of the launcher fork from a process that has imported Megatron; any other is started by torchrun.
+    Those of the two launchers fork from a process that has imported Megatron, unless ``forked`` is False; any other is
+    started by torchrun.
     ``megatron`` is a folder with another release of Megatron-Core than the installed one.
     """
     arguments = [*map(str, arguments)]
     environment = (environment or {}) | ({} if record is None else {"RECORD": str(record)})
-    if program[:-1] == LAUNCHER[:-1] and megatron is None:
-        return _forks.run(program[-1], ranks, arguments, environment, directory, timeout)
+    if forked and megatron is None and (forks := _forks.get(tuple(program[:-1]))):
+        return forks.run(program[-1], ranks, arguments, environment, directory, timeout)
     with tempfile.TemporaryDirectory() as name:
-        path = _path(megatron)
-        if program is not UPSTREAM:
-            path.insert(0, str(without_emerging_optimizers(Path(name) / "hidden")))
+        path = _path(program[:-1], Path(name) / "hidden", megatron)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}"]
         address = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
         return subprocess.run(
@@ -160,8 +161,11 @@ def train(folder, ranks, *arguments, model=SMALL_GPT, **how):
     folder.mkdir(parents=True)
     done = start(ranks, *model, *arguments, record=folder, **how)
     if done.returncode:
-        said = [line for line in done.stdout.splitlines() if line.startswith("[rank")] or [done.stdout[-12000:]]
-        raise AssertionError("\n".join([f"exit status {done.returncode}", *said[-40:]]))
+        lines = done.stdout.splitlines()
+        said = [line for line in lines if line.startswith("[rank")][-40:]
+        # what ends a process by a signal says so in one line, among those of the ranks that lost it
+        others = [line for line in lines if not line.startswith("[rank")][-40 if said else -200 :]
+        raise AssertionError("\n".join([f"exit status {done.returncode}", *others, *said]))
     return [torch.load(folder / f"{rank}.pt") for rank in range(ranks)], done.stdout
 
 

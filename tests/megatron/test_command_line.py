@@ -7,8 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron_eopt import TensorParallelMuon
+from megatron_eopt import run as launcher
 from megatron_eopt.megatron import activation, releases
 from tests.megatron.runs import MUON, ROOT, SMALL_GPT, start, summary, train
 
@@ -44,6 +46,44 @@ def test_mistyped_values_are_refused_when_arguments_are_parsed(parse, capsys, fl
     with pytest.raises(SystemExit):
         parse(*flags)
     assert re.search(message, capsys.readouterr().err)
+
+
+def report_of_torchrun(file):
+    """What torchrun prints last where a rank ends with this error file."""
+    return ChildFailedError("run", {0: ProcessFailure(0, 4242, 2, str(file))}).format_msg()
+
+
+def test_an_error_of_the_command_line_is_said_once_and_last(parse, capsys, monkeypatch, tmp_path):
+    """Megatron's usage is 700 lines, and torchrun's report comes after whatever a rank prints."""
+    message = "invalid choice: 'quintc'"
+    for flags in (["--muon-coefficient-type", "quintc"], ["--no-such-flag"]):
+        with pytest.raises(SystemExit, match="2"):
+            parse(*flags)
+        usage, error = capsys.readouterr().err.splitlines()
+        assert usage.endswith("[FLAGS], which --help lists")
+        assert (message if "quintc" in flags else "unrecognized arguments: --no-such-flag") in error
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit, match="2"):
+        parse("--muon-coefficient-type", "quintc")
+    assert capsys.readouterr().err == ""
+    *_, last, end = report_of_torchrun(tmp_path / "error.json").splitlines()
+    assert message in last
+    assert set(end) == {"="}
+
+
+def test_an_error_of_a_script_ends_the_report_of_torchrun(activated, monkeypatch, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("raise ValueError('quintic has 5 polynomials:\\ntake 5')")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(ValueError, match="quintic"):
+        launcher.main([str(script)])
+    report = report_of_torchrun(tmp_path / "error.json").splitlines()
+    assert [line.strip() for line in report[-3:-1]] == [
+        "traceback : ValueError: quintic has 5 polynomials:",
+        "take 5",
+    ]
 
 
 def test_flags_and_defaults(parse):
@@ -201,6 +241,7 @@ def test_one_line_says_who_owns_what(tmp_path):
         "symmetric products by blocked), 12 duplicated over 2 ranks (exact), update RMS 0.2 (AdamW's is near 0.2); "
         "AdamW owns 7 parameters with 8,512 elements on this rank"
     )
+    assert "partition_dim" not in output  # Megatron says of all of them whether they are shards
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+from math import prod
 
 import pytest
 
 from megatron_eopt.cli import main
+from megatron_eopt.megatron.described import planned_run
 from tests.megatron.runs import MUON, ROOT, SMALL_GPT, start, train
 
 pytestmark = pytest.mark.wide
@@ -45,6 +47,33 @@ def test_the_manifest_is_that_of_the_run(tmp_path, ranks, layout):
     assert found == json.loads((tmp_path / "of_run.json").read_text())
     assert "this plan" in output
     assert "\nTensorParallelMuon, tp_mode auto (default)\n" in output
+
+
+def test_memory_and_matrices_are_those_of_all_stages():
+    """In bf16: two bytes of a parameter, four of its gradient, and its copy beside the state of the manifest."""
+    told = []
+    flags = [*map(str, [*SMALL_GPT, *RUN, "--bf16", "--pipeline-model-parallel-size", 2])]
+    run = planned_run(flags, None, lambda *done: told.append(done))
+    elements = sum(each.count * prod(each.like.shape) for each in run.families)
+    counts, held = zip(*run.stages, strict=True)
+    assert sum(counts) == sum(each.count * len(each.like.matrices) for each in run.families)
+    assert sum(each.parameters for each in held) == 2 * elements
+    assert sum(each.gradients for each in held) == 4 * elements
+    state = sum(each.count * each.like.state_bytes for each in run.families)
+    assert sum(each.state for each in held) == pytest.approx(state + 4 * elements)
+    assert all(each.temporaries for each in held)
+    assert told == [(1, 4), (2, 4), (3, 4)]
+
+
+def test_ranks_are_counted_before_the_flags(capsys):
+    for own, flags, message in (
+        ([], ["--world-size", "4"], "--world-size is no flag of Megatron's: give --world-size N, before --"),
+        (["--data-parallel-size", "2"], [], "ranks are data-parallel by --world-size N before --"),
+        (["--world-size", "3"], ["--tensor-model-parallel-size", "2"], "that of --world-size before -- (3)"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["plan", *own, "--", *map(str, [*SMALL_GPT, *RUN]), *flags])
+        assert message in capsys.readouterr().err
 
 
 def test_what_the_run_would_be_refused_for(tmp_path, capsys):

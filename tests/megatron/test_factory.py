@@ -1,5 +1,6 @@
 """What building a run's optimizer leaves behind in Megatron's objects: around its step, its overrides and its model."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,9 +8,10 @@ import torch
 from torch import nn
 
 from megatron_eopt import ScheduleFreeAdamW, TensorParallelMuon
-from megatron_eopt.megatron.assignment import Assignment, MegatronOverrides
+from megatron_eopt.megatron.assignment import Assignment, MegatronOverrides, refuse_other_dtypes
 from megatron_eopt.megatron.averaging import averaged
-from megatron_eopt.megatron.factory import OptimizerOfRun, check_steps
+from megatron_eopt.megatron.factory import OptimizerOfRun
+from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.parameters import remember, trainable
 from megatron_eopt.overrides import Resolved
 from tests.parallel.test_layout import Group
@@ -94,6 +96,64 @@ def test_what_a_user_wraps_around_the_step_stays():
     assert all(optimizer.step()[0] for _ in range(2))
     assert optimizer.step is users
     assert calls == ["user", "user"]
+
+
+def test_a_rank_without_any_gradient_is_not_told_of_it_as_in_plain_torch(one_rank, caplog):
+    optimizer = FP32Optimizer(muon())
+    for p in optimizer.optimizer.param_groups[0]["params"]:
+        p.grad = None
+    check_steps(optimizer, 0)
+    assert optimizer.step()[0]
+    assert caplog.text == ""
+
+
+def test_parameters_without_a_gradient_are_named_once_before_the_first_step(one_rank, monkeypatch, capsys):
+    names = [
+        "embedding.weight",
+        "unused.weight",
+        "without.weight",
+        "decoder.mlp.experts.local_experts.0.linear_fc1.weight",
+        "decoder.mlp.experts.local_experts.1.linear_fc1.weight",
+        "decoder.mlp.experts.linear_fc2.weight10",
+        "decoder.mlp.experts.linear_fc2.weight11",
+        "elsewhere.weight",
+        "at_rest.weight",
+        "excluded.weight",
+    ]
+    used = {"embedding.weight", names[3], names[6]}
+    reads = []
+
+    def assigned(name):
+        parameter = nn.Parameter(torch.ones(2, 2))
+        if name != "without.weight":
+            parameter.main_grad = torch.zeros(2, 2)
+            parameter.main_grad[1, 1] = float(name in used)
+        optimizer = None if name == "excluded.weight" else "muon"
+        settings = {"at_rest.weight": {"lr": 0.0}}.get(name, {})
+        return Assignment(SimpleNamespace(tensor=parameter, name=name), optimizer, Resolved(settings, {}))
+
+    def of_all_ranks(here):
+        reads.append(here)
+        return [here, [("elsewhere.weight", True), ("unused.weight", False)]]
+
+    monkeypatch.setattr("megatron_eopt.megatron.first_step.distinct", of_all_ranks)
+    optimizer, parameters = FP32Optimizer(muon()), [assigned(name) for name in names]
+    check_steps(optimizer, 2, lambda: None, lambda: warn_of_unused(parameters))
+    assert all(optimizer.step()[0] for _ in range(3))
+    said = capsys.readouterr().out
+    assert "zero everywhere in the first step, of unused.weight, without.weight: no forward pass uses it" in said
+    assert (said.count("warning"), len(reads)) == (1, 1)
+
+
+def test_parameters_that_are_not_real_are_refused_before_anything_is_changed():
+    names = {"a.weight": torch.complex64, "b.weight": torch.float32, "c.weight": torch.complex128}
+    assigned = [
+        Assignment(SimpleNamespace(tensor=nn.Parameter(torch.ones(2, 2, dtype=dtype)), name=name), "muon", None)
+        for name, dtype in names.items()
+    ]
+    with pytest.raises(ValueError, match=r"got a.weight \(torch.complex64\), c.weight \(torch.complex128\): keep real"):
+        refuse_other_dtypes(assigned)
+    refuse_other_dtypes([replace(each, optimizer=None) for each in assigned])
 
 
 def test_optimizers_that_have_parameters_here_are_prepared():

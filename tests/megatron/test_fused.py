@@ -6,7 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_eopt.matrices import ATTRIBUTE, GATE_UP, WHOLE, concatenated, declare, experts, tag_declared, undeclare
+from megatron_eopt.matrices import (
+    ATTRIBUTE,
+    GATE_UP,
+    WHOLE,
+    concatenated,
+    declare,
+    experts,
+    tag_declared,
+    transposed,
+    undeclare,
+)
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.factory import OptimizerOfRun
 from megatron_eopt.megatron.fused import Matrices, fused, is_declared, logical_matrices, split_of, tag
@@ -99,6 +109,15 @@ def test_what_the_user_declared_wins():
     finally:
         undeclare("mixer.in_proj.*")
     assert {split_of(parameter, name) for name in ("default", "none", "all", "per_head")} == {own}
+
+
+def test_megatrons_weights_are_not_transposed():
+    parameter = described(mamba(1))
+    setattr(parameter.tensor, ATTRIBUTE, transposed())
+    with pytest.raises(
+        ValueError, match=r"in_proj\.weight is declared as transposed, but Megatron's weights are \(out"
+    ):
+        split_of(parameter, "default")
 
 
 def test_a_second_optimizer_of_the_same_model_splits_as_it_is_asked():

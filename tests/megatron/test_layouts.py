@@ -87,4 +87,5 @@ def test_an_optimizer_of_the_users_own(tmp_path):
 def test_a_loop_of_the_users_own():
     done = start(1, program=["tests/megatron/own_loop.py"])
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "TensorParallelMuon owns 8 parameters" in done.stdout
+    assert "TensorParallelMuon owns 9 parameters" in done.stdout
+    assert done.stdout.count("the gradient is zero everywhere in the first step, of aside: no forward") == 1

@@ -1,12 +1,19 @@
 """Why a checkpoint is refused, and which settings a group goes on with: the rules alone, without a run."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.megatron.checkpoints.loading import has_adams_alone, mismatch, of_another, stacks_layers
+from megatron_eopt.megatron.checkpoints.loading import (
+    has_adams_alone,
+    mismatch,
+    of_another,
+    other_padding,
+    stacks_layers,
+)
 from megatron_eopt.megatron.checkpoints.matching import compressed, has, merged, settings_after_load
 
 MODEL = {"decoder.weight": (2, 8, 4), "output.weight": (16, 4)}
@@ -112,6 +119,19 @@ def test_names_of_all_ranks_are_those_of_each(ranks):
 
 NOW = {"params": [1], "lr": 0.0, "weight_decay": 0.1, "max_lr": 1e-2, "min_lr": 0.0, "betas": (0.9, 0.95), "rung": "b"}
 THEN = {"lr": 3e-3, "weight_decay": 0.2, "max_lr": 1e-2, "min_lr": 0.0, "betas": [0.9, 0.95], "rung": "a"}
+
+
+@pytest.mark.parametrize(
+    ("was", "ranks", "words"),
+    [(160, 1, None), (128, 2, "by 64 pads the same"), (129, 2, "no --make-vocab-size-divisible-by pads it so")],
+)
+def test_another_padding_of_the_vocabulary(was, ranks, words):
+    requested = [
+        SimpleNamespace(key=key, allow_shape_mismatch=padded, global_shape=(160, 4), axis_fragmentations=(ranks, 1))
+        for key, padded in {"output.weight": True, "decoder.weight": False, "new.weight": True}.items()
+    ]
+    said = other_padding(requested, {"output.weight": (was, 4), "decoder.weight": (2, 4)})
+    assert said is None if words is None else words in said
 
 
 def test_nothing_changed():

@@ -162,11 +162,14 @@ def test_a_declaration_of_the_users_own(tmp_path):
         "import runpy\n"
         "from megatron_eopt import matrices\n"
         "matrices.declare('*.linear_fc2.weight', matrices.concatenated(first=16, rest=None))\n"
+        "matrices.declare('linear_fc1.weight', matrices.GATE_UP)\n"
         f"runpy.run_path({str(HERE / 'pretrain.py')!r}, run_name='__main__')\n"
     )
     program = ["-m", "megatron_eopt.run", "--cpu", str(script)]
-    (rank,), _ = train(tmp_path / "run", 1, *RUN, program=program)
+    (rank,), output = train(tmp_path / "run", 1, *RUN, program=program)
     assert_updated(rank, "decoder.layers.0.mlp.linear_fc2.weight", blocks(64, 16, 48))
+    assert "'linear_fc1.weight' is declared, but matches no trainable parameter" in output
+    assert "'*.linear_fc2.weight' is declared" not in output
     overrides = tmp_path / "overrides.json"
     overrides.write_text('[{"select": "linear_fc2.weight", "split": "none"}]')
     done = start(1, *SMALL_GPT, *RUN, "--optimizer-overrides", overrides, program=program)

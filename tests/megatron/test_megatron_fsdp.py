@@ -8,7 +8,11 @@ from megatron_eopt.family import ROWS
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
 from tests.megatron.runs import MUON, WARMUP, assert_close_in_bf16, assert_same, losses, train, whole
 
-SMALL = ["--num-layers", "2", "--muon-fp32-matmul-prec", "highest", "--lr", "1e-3", "--min-lr", "1e-3"]
+# Adam's usual epsilon makes of the rounding of a gradient near zero a hundredth of a step: 1e-5 here, on some CPUs.
+SMALL = [
+    *("--num-layers", "2", "--muon-fp32-matmul-prec", "highest", "--lr", "1e-3", "--min-lr", "1e-3"),
+    *("--adam-eps", "1e-5"),
+]
 EXACT = [*MUON, *SMALL]
 RESUMED = [*EXACT, *WARMUP]
 TP = ["--tensor-model-parallel-size", "2"]
@@ -32,7 +36,7 @@ def after(ranks):
     return whole([rank["after"] for rank in ranks])
 
 
-def assert_close(found, expected, rtol=1e-5, atol=1e-5):
+def assert_close(found, expected, rtol=1e-6, atol=1e-6):
     """The same parameters, and state of the same names, to a tolerance."""
     assert found.keys() == expected.keys()
     for name in expected:

@@ -42,7 +42,9 @@ def test_the_curves_are_those_of_the_run(alone):
     assert all(rate == pytest.approx(1e-2) for name in ("muon", "adam") for _, rate in own[f"{name}/learning_rate"])
     assert all(ms > 0 for _, ms in own["muon/orthogonalize_ms"])
     lines = re.findall(
-        r"^megatron_eopt: iteration +(\d+) \| muon: lr 0\.01, grad norm .*\| adam: ", output, re.MULTILINE
+        r"^megatron_eopt: iteration +(\d+) \| stepped by a rate of 0\.01 \| muon: grad norm .*\| adam: ",
+        output,
+        re.MULTILINE,
     )
     assert lines == ["2", "4", "6"]
 

@@ -249,14 +249,15 @@ def test_settings_do_not_depend_on_tensor_parallelism(tmp_path, overrides):
     ("entries", "message"),
     [
         (
-            [{"select": "linear_fcl.weight", "lr": 1}],
-            r"overrides.json:1: select: .* matches no parameter, did you mean",
+            [
+                {"select": "*", "optimizer": "mun"},
+                {"select": "*", "wieght_decay": 1},
+                {"select": "linear_fcl.weight", "lr": 1},
+            ],
+            r"unknown optimizer 'mun', did you mean 'muon'\?\n"
+            r".*overrides.json:1: wieght_decay: unknown setting, did you mean 'weight_decay'\?\n"
+            r".*overrides.json:1: select: .* matches no parameter, did you mean",
         ),
-        (
-            [{"select": "*", "wieght_decay": 1}],
-            r"overrides.json:1: wieght_decay: unknown setting, did you mean 'weight_decay'",
-        ),
-        ([{"select": "*", "optimizer": "mun"}], r"unknown optimizer 'mun', did you mean 'muon'"),
         ([{"select": "linear_fc1.weight", "min_lr": 1}], r"min_lr 1 is above lr 0.01"),
         (
             [{"select": "linear_fc1.weight", "beta2": 0.5}],

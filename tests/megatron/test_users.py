@@ -9,6 +9,7 @@ import torch
 from megatron_eopt.manifest import from_json, rows
 from tests.megatron.runs import CASES, MUON, SMALL_GPT, assert_same, start, train
 from tests.megatron.test_logical_matrices import MLA
+from tests.megatron.test_megatron_fsdp import fsdp
 
 pytestmark = pytest.mark.wide
 
@@ -131,6 +132,24 @@ def test_a_matrix_that_is_left_out_ends_the_run_in_its_first_step(what):
     assert done.returncode != 0
     assert "11 matrices were updated in the first step on rank 0, and the manifest has 12" in done.stdout
     assert "iteration        1/" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("size", "flags"),
+    [
+        (2, SHARED),
+        (2, [*EXPERTS, *EP2]),
+        (2, ["--use-torch-fsdp2", "--micro-batch-size", 1]),
+        (2, fsdp("optim_grads_params")),
+    ],
+    ids=["shared", "experts", "torch FSDP2", "Megatron-FSDP"],
+)
+def test_what_no_forward_pass_uses_is_named(size, flags):
+    done = start(size, *SMALL_GPT, *RUN, *flags, "--train-iters", 2, program=CASES, environment={"DO": "unused"})
+    ends = "--use-torch-fsdp2" in flags  # whose matrix has no gradient at all, instead of zeros
+    assert ("some parameters got no gradient" in done.stdout, done.returncode != 0) == (ends, ends), done.stdout[-3000:]
+    said = re.findall("the gradient is zero everywhere in the first step, of (.*?):", done.stdout)
+    assert said == ["aside.bias, aside.weight"]
 
 
 @pytest.mark.parametrize(

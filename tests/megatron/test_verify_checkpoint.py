@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import re
+import shlex
 import shutil
 import zipfile
 import zlib
@@ -11,9 +13,12 @@ import pytest
 import torch
 
 from megatron_eopt.checkpoints.contents import newest, read_contents
+from megatron_eopt.checkpoints.would_load import _SCHEDULER, parse_flags, would_load
 from megatron_eopt.cli import main
 from megatron_eopt.manifest import from_json
-from tests.megatron.runs import MUON, SMALL_GPT, train
+from megatron_eopt.megatron.described.model import described_run
+from tests.checkpoints import made
+from tests.megatron.runs import MUON, ROOT, SMALL_GPT, train
 
 RUN = ["--num-layers", "2", *MUON, "--train-iters", "4"]
 MOMENTUM = "optimizer.state.momentum_buffer.decoder.layers.mlp.linear_fc2.weight"
@@ -74,6 +79,30 @@ def test_a_whole_one(saved, capsys):
     assert ("TP 2" in out) == bool(flags)
     assert "all finite" in out
     assert out.splitlines()[-1] == "OK"
+
+
+def of_page(page):
+    """The flags of the run on a page that saves checkpoints, spelled as they stand there."""
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    (command,) = re.findall(r"pretrain\.py((?: (?:\\\n|[^\n`])*)--save (?:\\\n|[^\n`])*)", text)
+    muon = re.search(r'MUON="(.*)"', text)
+    command = command.replace("\\\n", " ").replace('"$@"', muon[1] if muon else "")
+    return shlex.split(command.replace("$SMALL_GPT", shlex.join(SMALL_GPT)))
+
+
+@pytest.mark.parametrize("page", ["quick-start", "manifest"])
+def test_the_flags_of_a_page_would_load_what_they_saved(page, tmp_path):
+    """Saved are arguments as Megatron completes them."""
+    with described_run(of_page(page), 0) as run:
+        args = vars(run.args)
+    contents = read_contents(made.save(tmp_path, made.tensors(["momentum_buffer"]), made.common(**args)))
+    schedule = {key: args[flag] for flag, key in _SCHEDULER.items()}
+    contents.common["opt_param_scheduler"].update(
+        schedule, lr_decay_steps=args["train_iters"] * args["global_batch_size"]
+    )
+    problems, notes = would_load(contents, *parse_flags(of_page(page)))
+    assert [f"{each.what}: {each.advice}" for each in problems if "half precision" not in each.what] == []
+    assert not any("not a whole command line" in note for note in notes)
 
 
 def test_the_same_run_would_load_it(saved, capsys):

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import (
     RowParallelLinear,
     gather_from_tensor_model_parallel_region,
 )
+from torch import nn
 
 from megatron_eopt.megatron.parameters import torch_optimizers
 from megatron_eopt.megatron.qk_clip import attentions
@@ -58,6 +59,15 @@ def freeze(pattern):
         real(self, *args, **kwargs)
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(re.search(pattern, name) is None)
+
+
+def unused():
+    """The model has a linear layer and a vector that its forward pass leaves out."""
+
+    @replaced(GPTModel, "__init__")
+    def init(real, self, *args, **kwargs):
+        real(self, *args, **kwargs)
+        self.aside = nn.Linear(8, 4)
 
 
 def mamba():

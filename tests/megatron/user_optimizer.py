@@ -1,5 +1,6 @@
 """A user's pretrain script that brings an optimizer of its own: run by test_layouts.py."""
 
+import functools
 import runpy
 from pathlib import Path
 
@@ -36,7 +37,7 @@ class Shy(SignMomentum):
         super().__init__(params, lr, decay)
 
 
-for name, optimizer in {"sign_momentum": SignMomentum, "shy": Shy}.items():
+for name, optimizer in {"sign_momentum": functools.partial(SignMomentum), "shy": Shy}.items():
     register_optimizer(
         name, EmergingOptimizerEntry(optimizer, config_to_kwargs=lambda config, chunks, groups: {"lr": config.lr})
     )

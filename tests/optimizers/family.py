@@ -1,7 +1,9 @@
 """Every optimizer of the package, built for a few parameters."""
 
 import pytest
+import torch
 
+from megatron_eopt import DistributedMuon, Muon, OrthogonalizedOptimizer
 from megatron_eopt.family import ROWS
 
 # What is set to let a few steps of small matrices show what the optimizer does.
@@ -16,8 +18,26 @@ FOR_VECTORS = tuple(name for name, row in ROWS.items() if row.vectors)
 every = pytest.mark.parametrize("name", ROWS)
 
 
+def _users(params, lr):
+    settings = {"momentum_beta": 0.9, "use_nesterov": True, "weight_decay": 0.1, "use_decoupled_weight_decay": True}
+    split = {"split_qkv": False, "is_qkv_fn": None, "qkv_split_shapes": None, "fp32_matmul_prec": "highest"}
+    functions = {"orthogonalize_fn": torch.sign, "scale_factor_fn": lambda rows, cols: 0.2}
+    return OrthogonalizedOptimizer(params, lr, **settings, **split, **functions)
+
+
+def _with_adamw(params, **settings):
+    return Muon(params, [torch.nn.Parameter(torch.ones(5))], **settings)
+
+
+# Optimizers that are in no row, and every class with those.
+FURTHER = {"with_adamw": _with_adamw, "distributed_muon": DistributedMuon, "users_own": _users}
+every_class = pytest.mark.parametrize("name", [*ROWS, *FURTHER])
+
+
 def build(name, params, **settings):
-    """An optimizer of the family."""
+    """An optimizer of the family, or of those in no row."""
+    if name in FURTHER:
+        return FURTHER[name](params, **{"lr": 0.01, **settings})
     return ROWS[name].cls(params, **{"lr": 0.01, **SETTINGS.get(name, {}), **settings})
 
 

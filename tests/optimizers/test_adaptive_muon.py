@@ -1,6 +1,7 @@
 """AdaMuon, NorMuon and NAMO: what they keep, refuse and promise; their steps are in test_adaptive_steps.py."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -171,6 +172,35 @@ def test_a_groups_own_settings_are_checked_and_used(group, message):
     p.grad, q.grad = gradient(p, 1), gradient(q, 1)
     opt.step()
     torch.testing.assert_close(opt.state[q]["moment2_buffer"], 10 * opt.state[p]["moment2_buffer"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("how", ["between steps", "loaded"])
+@pytest.mark.parametrize(("key", "value"), [("beta2", 1.5), ("beta2", -0.1), ("eps", 0.0), ("eps", torch.inf)])
+def test_a_changed_setting_out_of_its_range_is_refused_before_anything_changes(method, how, key, value):
+    p = matrix()
+    opt = optimizer([p], method)
+    run(p, opt, range(2))
+    before, state, saved = p.detach().clone(), copy.deepcopy(opt.state_dict()), copy.deepcopy(opt.state_dict())
+    (opt if how == "between steps" else SimpleNamespace(**saved)).param_groups[0][key] = value
+    message = rf"TensorParallelAdaptiveMuon: {key} must .*, got {value}"
+    with pytest.raises(ValueError, match=message):
+        run(p, opt, [2]) if how == "between steps" else opt.load_state_dict(saved)
+    assert torch.equal(p, before)
+    for kept, new in zip(state["state"][0].values(), opt.state_dict()["state"][0].values(), strict=True):
+        assert torch.equal(kept, new)
+    opt.param_groups[0][key] = state["param_groups"][0][key]
+    run(p, opt, [2])
+    assert not torch.equal(p, before)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_second_moments_settings_may_be_tensors_of_one_entry(method):
+    number, tensor = matrix(), matrix()
+    one = {"beta2": 0.9, "eps": 1e-6}
+    run(number, optimizer([number], method, **one), range(3))
+    run(tensor, optimizer([tensor], method, **{key: torch.tensor([x]) for key, x in one.items()}), range(3))
+    torch.testing.assert_close(tensor, number, rtol=1e-5, atol=1e-6)
 
 
 def test_a_subclass_with_an_orthogonalize_of_its_own_is_refused():

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.optimizers.family import build, every, having
+from megatron_eopt import Muon
+from tests.optimizers.family import build, every, every_class, having
 
 
 def matrices(count=2, seed=0):
@@ -175,13 +176,59 @@ def test_schedulers_of_torch_set_the_rate_of_the_next_step(name):
     assert_equal(scheduled, by_hand)
 
 
-@every
-def test_a_rate_may_be_a_tensor(name):
-    number, tensor = build(name, matrices()), build(name, matrices(), lr=torch.tensor(0.01))
-    for each in (number, tensor):
+def one_entry(value, shape):
+    return torch.full(shape, value)
+
+
+@every_class
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("how", ["constructor", "set later", "changed in place", "loaded"])
+def test_a_rate_may_be_a_tensor_of_one_entry(name, shape, how):
+    number, own = build(name, matrices()), build(name, matrices(), lr=one_entry(0.01, shape))
+    rate = one_entry(0.01, shape)
+    if how == "set later":
+        own = build(name, matrices())
+        own.param_groups[0]["lr"] = rate
+    if how == "changed in place":
+        rate = one_entry(0.02, shape)
+        own = build(name, matrices(), lr=rate)
+        rate.mul_(0.5)
+        number.param_groups[0]["lr"] = 0.01
+    if how == "loaded":
+        saved = own.state_dict()
+        saved["param_groups"][0]["lr"] = rate
+        own = build(name, matrices(), lr=0.5)
+        own.load_state_dict(saved)
+    for each in (number, own):
         take(each, 3)
-    for a, b in zip(parameters(number), parameters(tensor), strict=True):
+    for a, b in zip(parameters(number), parameters(own), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_the_rate_of_adamw_follows_a_tensor_that_is_changed_in_place(shape):
+    rate, vectors = one_entry(0.02, shape), [torch.nn.Parameter(torch.ones(5)) for _ in range(2)]
+    own, number = (Muon(matrices(), [v], lr=lr) for v, lr in zip(vectors, (rate, 0.02), strict=True))
+    for step in range(3):
+        for each, v in zip((own, number), vectors, strict=True):
+            v.grad = torch.arange(5.0)
+            take(each, 1, start=step)
+        rate.mul_(0.5)
+        number.param_groups[0]["lr"] *= 0.5
+    torch.testing.assert_close(*vectors, rtol=1e-6, atol=1e-7)
+
+
+@every_class
+def test_settings_of_the_users_own_may_be_any_tensors(name):
+    mine = torch.arange(6.0)
+    plain, own = build(name, matrices()), build(name, [{"params": matrices(), "mine": mine}])
+    for each in (plain, own):
+        take(each, 2)
+    own.load_state_dict(copy.deepcopy(own.state_dict()))
+    for each in (plain, own):
+        take(each, 1, start=2)
+    assert_equal(plain, own)
+    assert torch.equal(own.param_groups[0]["mine"], mine)
 
 
 @every
@@ -213,3 +260,57 @@ def test_a_group_may_be_empty(name, first):
     take(optimizer, 1, start=2)
     take(expected, 1, start=2)
     assert_equal(optimizer, expected)
+
+
+@every_class
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_what_users_keep_in_the_state_stays_and_changes_no_step(name, steps_before):
+    plain, own = (build(name, matrices()) for _ in range(2))
+    for each in (plain, own):
+        take(each, steps_before)
+        each.add_param_group({"params": matrices(1, seed=7)})
+    for number, p in enumerate(p for group in own.param_groups for p in group["params"]):
+        own.state[p]["mine"] = torch.full((1,), float(number))
+    for each in (plain, own):
+        take(each, 3, start=steps_before)
+    assert_equal(own, plain)
+    one, two, three = parameters(own)
+    other = build(name, [torch.nn.Parameter(x) for x in (one, two)])
+    other.add_param_group({"params": [torch.nn.Parameter(three)]})
+    other.load_state_dict(copy.deepcopy(own.state_dict()))
+    for each in (own, other):
+        take(each, 2, start=9)
+    assert_equal(own, other)
+    for each in (own, other):
+        mine = [each.state[p]["mine"] for group in each.param_groups for p in group["params"]]
+        assert [x.tolist() for x in mine] == [[0.0], [1.0], [2.0]]
+
+
+@every_class
+def test_the_state_of_a_parameter_that_made_no_step_loads_with_what_users_keep_there(name):
+    optimizer, other = (build(name, matrices()) for _ in range(2))
+    for each in (optimizer, other):
+        for p in each.param_groups[0]["params"]:
+            each.state[p]["mine"] = torch.ones(1)
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(6, 4)
+    optimizer.step()
+    optimizer.zero_grad()
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for p, q in zip(optimizer.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
+        q.data.copy_(p.data)
+    for each in (optimizer, other):
+        take(each, 2)
+    assert_equal(optimizer, other)
+    assert all(other.state[p]["mine"] == 1 for p in other.param_groups[0]["params"])
+
+
+@every_class
+def test_a_tensor_that_users_put_in_the_state_is_taken_and_the_others_are_made(name):
+    plain, own, began = (build(name, matrices()) for _ in range(3))
+    began.state_dict() if name == "with_adamw" else began.init_state()
+    for p, q in zip(own.param_groups[0]["params"], began.param_groups[0]["params"], strict=True):
+        key, value = next(iter(began.state[q].items()))
+        own.state[p][key] = value.clone()
+    for each in (plain, own):
+        take(each, 3)
+    assert_equal(own, plain)

@@ -277,8 +277,12 @@ def test_a_gamma_of_several_entries_and_the_state_of_muon_are_refused():
         MarsMuon([p], gamma=torch.ones(2))
     of_muon, opt = TensorParallelMuon([q]), MarsMuon([p])
     run(of_muon, [q], [0])
+    state = of_muon.state_dict()
+    with pytest.raises(ValueError, match=r"MarsMuon cannot load a state of TensorParallelMuon"):
+        opt.load_state_dict(state)
+    del state["param_groups"][0]["state_of"]
     with pytest.raises(ValueError, match=r"MarsMuon needs 'previous_gradient' for the parameter of shape \(6, 4\)"):
-        opt.load_state_dict(of_muon.state_dict())
+        opt.load_state_dict(state)
 
 
 # On two ranks.

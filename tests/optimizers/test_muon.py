@@ -34,6 +34,7 @@ def test_defaults_are_those_that_scripts_are_written_against():
         "weight_decay": 0.01,
         "use_decoupled_weight_decay": True,
         "weight_decay_method": None,
+        "state_of": "TensorParallelMuon",
     }
     assert (opt.use_nesterov, opt.use_decoupled_weight_decay, opt.split_qkv) == (True, True, False)
     assert (opt.newton_schulz.steps, opt.newton_schulz.coefficient_type) == (5, "quintic")

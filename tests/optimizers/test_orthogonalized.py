@@ -204,6 +204,31 @@ def test_further_settings_become_defaults_of_groups_and_reach_orthogonalize():
     assert seen == [(3, 0.1), (7, 0.5)]
 
 
+def test_further_settings_of_users_may_be_tensors_also_in_a_copy():
+    class Subclass(OrthogonalizedOptimizer):
+        def orthogonalize(self, p, grad, mine):
+            return grad * mine
+
+    p, mine = matrix(), torch.rand(6, 4)
+    split = {"split_qkv": False, "is_qkv_fn": None, "qkv_split_shapes": None, "fp32_matmul_prec": "highest"}
+    functions = {"orthogonalize_fn": torch.sign, "scale_factor_fn": lambda rows, cols: 1.0}
+    opt = Subclass([p], 0.1, 0.9, False, 0.0, True, **split, **functions, mine=mine)
+    for each in (opt, copy.deepcopy(opt)):
+        (q,) = each.param_groups[0]["params"]
+        before = q.detach().clone()
+        q.grad = gradient(q, 1)
+        each.step()
+        torch.testing.assert_close(q.detach(), before - 0.1 * 0.1 * q.grad * mine)
+
+
+def test_a_precision_that_is_set_later_is_checked():
+    opt = optimizer([matrix()])
+    before = opt.fp32_matmul_prec
+    with pytest.raises(ValueError, match="unknown fp32_matmul_prec 'best'"):
+        opt.fp32_matmul_prec = "best"
+    assert opt.fp32_matmul_prec == before
+
+
 @pytest.mark.parametrize("precision", ["low", "medium", "high", "highest"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_step_leaves_torchs_precision_as_it_was(precision, fails):

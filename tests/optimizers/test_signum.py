@@ -67,7 +67,7 @@ def test_the_defaults_and_the_settings_of_groups():
     p, q = parameters([(6, 4), (5,)])
     opt = Signum([{"params": [p]}, {"params": [q], "momentum": 0.5, "lr": 0.1}])
     groups = [{key: value for key, value in group.items() if key != "params"} for group in opt.param_groups]
-    same = {"weight_decay": 0.0, "weight_decay_method": "decoupled", "maximize": False}
+    same = {"weight_decay": 0.0, "weight_decay_method": "decoupled", "maximize": False, "state_of": "Signum"}
     assert groups == [{"lr": 1e-4, "momentum": 0.9, **same}, {"lr": 0.1, "momentum": 0.5, **same}]
     run(opt, [p, q], [0])
     torch.testing.assert_close(opt.state[p]["exp_avg"], 0.1 * p.grad)

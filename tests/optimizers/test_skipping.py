@@ -7,6 +7,8 @@ import torch
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.optimizers.nonfinite import MAX_IN_A_ROW, NonFinite
+from megatron_eopt.optimizers.with_adamw import Muon
+from tests.optimizers.family import build, every
 from tests.optimizers.test_orthogonalized import gradient, matrix, optimizer
 
 MAKE = {
@@ -130,3 +132,42 @@ def test_a_copy_to_the_host_is_awaited_on_the_device_of_the_parameters(monkeypat
     for _ in range(3):
         nonfinite._report()
     assert log == [("recorded on", "the stream of cuda:1")] * 3 + ["awaited"]
+
+
+def said(caplog):
+    """What was warned of steps without a gradient."""
+    return [record.message for record in caplog.records if "has a gradient" in record.message]
+
+
+@every
+def test_a_step_in_which_no_parameter_has_a_gradient_is_told_once(name, caplog):
+    p, q = matrix(), matrix(5, 7, seed=1)
+    opt = build(name, [p, q])
+    before = p.detach().clone()
+    for _ in range(3):
+        opt.step()
+    [message] = said(caplog)
+    assert message.startswith(f"{type(opt).__name__} makes a step in which none of its parameters (2) has a gradient")
+    assert "fully_shard replaces the parameters of a model, so build the optimizer after it" in message
+    assert torch.equal(p, before)
+
+
+def test_a_gradient_of_one_parameter_is_enough_and_frozen_ones_need_none(caplog):
+    p, q = matrix(), matrix(5, 7, seed=1)
+    opt = TensorParallelMuon([p, q])
+    q.grad = gradient(q, 0)
+    opt.step()
+    opt.step(lambda: (p.square().sum() + q.square().sum()).backward())
+    TensorParallelMuon([matrix().requires_grad_(False)]).step()
+    TensorParallelMuon([{"params": []}]).step()
+    assert said(caplog) == []
+
+
+def test_muon_with_adamw_inside_tells_of_matrices_without_a_gradient(caplog):
+    p, q = matrix(), matrix(5, 7, seed=1)
+    opt = Muon([p], [q])
+    q.grad = gradient(q, 0)
+    opt.step()
+    opt.step()
+    [message] = said(caplog)
+    assert message.startswith("Muon makes a step in which none of its parameters (1) has a gradient")

@@ -1,9 +1,10 @@
-"""Arguments under the names of other packages: the same optimizer, or a message that names both."""
+"""Arguments under the names of other packages, and unknown ones: the same optimizer, or a message that names both."""
 
 import pytest
 import torch
 
-from megatron_eopt import SOAP, Scion, Spectron, TensorParallelMuon
+from megatron_eopt import SOAP, DistributedMuon, Scion, Spectron, TensorParallelMuon
+from megatron_eopt.family import FAMILY
 from tests.optimizers.test_lion import parameters, run
 
 CASES = [
@@ -43,3 +44,12 @@ def test_both_names_make_the_same_steps_and_the_default_others(optimizer, other,
 def test_two_names_with_two_values_are_refused(call, error, message):
     with pytest.raises(error, match=message):
         call(parameters([(6, 4)]))
+
+
+@pytest.mark.parametrize("kind", [*(row.cls for row in FAMILY), DistributedMuon], ids=lambda kind: kind.__name__)
+def test_an_unknown_argument_is_refused_with_the_nearest(kind):
+    message = rf"^{kind.__name__}\(\) got an unexpected keyword argument 'weight_deca', did you mean 'weight_decay'\?$"
+    with pytest.raises(TypeError, match=message):
+        kind(parameters([(6, 4)]), weight_deca=0.1)
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}\(\) got .* 'xyz': expected params, lr, .* or "):
+        kind(parameters([(6, 4)]), xyz=1)

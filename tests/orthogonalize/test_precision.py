@@ -90,7 +90,7 @@ USERS = {
 
 
 @pytest.mark.parametrize("user", USERS)
-@pytest.mark.parametrize("inside", ["medium", "high", "highest"])
+@pytest.mark.parametrize("inside", ["low", "medium", "high", "highest"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_both_of_torchs_settings_can_be_read_in_a_step_and_are_as_before_after_it(user, inside, fails):
     seen = []
@@ -110,8 +110,9 @@ def test_both_of_torchs_settings_can_be_read_in_a_step_and_are_as_before_after_i
     )
     with pytest.raises(KeyError) if fails else nullcontext():
         optimizer.step()
-    tf32 = inside != "highest"
-    assert seen == [((("tf32" if tf32 else "ieee",) * 2), "high" if tf32 else "highest", tf32)]
+    tf32, named = inside != "highest", "medium" if inside == "low" else inside
+    on_cpu = {"highest": "ieee", "high": "tf32", "medium": "bf16"}[named]
+    assert seen == [(("tf32" if tf32 else "ieee", on_cpu), named, tf32)]
     assert everything() == before
     if user == "newer of all":  # what followed the setting of all backends still does
         torch.backends.fp32_precision = "ieee"

@@ -243,7 +243,7 @@ def test_megatrons_dicts():
         ),
         ({"x": 3}, "overrides['x']: expected a mapping of settings, got 3"),
         (
-            {3: {}},
+            {3: {"lr": 1}},
             "overrides[3]: select: expected a glob, or a mapping of name, regex, attr, shape or optimizer, got 3",
         ),
         (

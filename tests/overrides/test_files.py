@@ -112,8 +112,8 @@ def test_json_and_yaml_are_the_same(tmp_path_factory, document):
     assert [str(Selector.parse(each["select"])) for each in document] == [str(selector) for selector, _ in entries[0]]
 
 
-def entry(text):
-    return f'- select: "*.weight"\n{textwrap.indent(textwrap.dedent(text), "  ")}'
+def entry(text, selector='"*.weight"'):
+    return f"- select: {selector}\n{textwrap.indent(textwrap.dedent(text), '  ')}"
 
 
 FORMAT = "a list of entries {select: ..., SETTING: ...}, or a mapping of selectors to settings"
@@ -305,6 +305,35 @@ def test_wrong_json_too(tmp_path, monkeypatch, text, message):
     with pytest.raises(OverrideError) as error:
         read_overrides("o.json", KNOWN)
     assert str(error.value).startswith(f"o.json:{message}")
+
+
+def test_every_bad_line_is_reported_at_once(tmp_path, monkeypatch):
+    """What is read and what is resolved, in one error: no run for each kind of mistake."""
+    lines = {
+        "o.yaml:2: lrr: unknown setting, did you mean 'lr'?": entry("lrr: 1", "linear_fc1.weight"),
+        "o.yaml:4: optimizer: unknown optimizer 'mun', did you mean 'muon'?": entry("optimizer: mun", "shape:matrix"),
+        "o.yaml:5: select: unknown shape 'matrx', did you mean 'matrix'?": entry("lr: 1", "shape:matrx"),
+        "o.yaml:7: optimizer: cannot be set for the parameters of an optimizer, by 'optimizer:muon'": entry(
+            "optimizer: adam", "optimizer:muon"
+        ),
+        "o.yaml:9: select: '*.self_atention.*' matches no parameter, did you mean '*.self_attention.*'?": entry(
+            "lr: 1", '"*.self_atention.*"'
+        ),
+        "o.yaml:11: select: 'attr:is_qvk' matches no parameter, did you mean 'is_qkv'?": entry("lr: 1", "attr:is_qvk"),
+        "lr: set to 1.0 by o.yaml:13 and 2.0 by o.yaml:15, which are equally specific: remove one, or narrow its "
+        "selector, for decoder.layers.0.self_attention.linear_qkv.weight and 1 more": entry(
+            "lr: 1", "linear_qkv.weight"
+        )
+        + "\n"
+        + entry("lr: 2", "linear_qkv.weight"),
+    }
+    # no mistake in a file whose line 4 is right: betas are for an optimizer that is not muon
+    follows = entry("betas: [0.9, 0.95]", "linear_fc2.weight")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "o.yaml").write_text("\n".join([*lines.values(), follows]))
+    with pytest.raises(OverrideError) as error:
+        resolve(read_overrides("o.yaml", KNOWN, keep_mistakes=True), model(), "muon", known=KNOWN)
+    assert str(error.value).splitlines() == list(lines)
 
 
 def test_a_file_that_is_not_there(tmp_path):

@@ -96,6 +96,8 @@ def test_a_multiplier_multiplies_what_is_below_it_and_a_value_replaces_it():
     assert found.overruled == (Overruled("lr_mult", 2.0, "a"),)
     assert found.learning_rates(9.0, 0.25) == (0.5, 0.25)
     assert resolved(entry("*", "a", lr_mult=0.5)).learning_rates(1.0, 0.5) == (0.5, 0.25)
+    assert resolved(entry("*", "a", lr_mult=0.5)).learning_rates(1.0, None) == (0.5, None)
+    assert resolved(entry("*", "a", min_lr=0.5)).learning_rates(None, None) == (None, 0.5)
     assert resolved(entry("*", "a", weight_decay=0.5), entry(QKV, "b", wd_mult=0.5)).settings == {
         "wd_mult": 0.5,
         "weight_decay": 0.5,

@@ -18,6 +18,7 @@ from megatron_eopt.plain import OptimizerConfig, build_optimizer
 from megatron_eopt.registry import get_optimizer_builder, register_optimizer
 from tests.optimizers.family import decays
 
+MESSAGE = r"build_optimizer takes a model, a torch\.nn\.Module, .* got {}: .* megatron_eopt\.Muon\(matrices, rest\)"
 OPTIONS = {"spectron": {"rank": 4}, "scion": {"radius": 1.0}}
 NAMES = ["adamw", *(row.name for row in FAMILY if row.plain)]
 MATRIX_OPTIMIZERS = [row.name for row in FAMILY if row.plain and not row.vectors]
@@ -58,7 +59,9 @@ def names_of(model, group):
 
 
 def build(model, name, **fields):
-    return build_optimizer(model, OptimizerConfig(name=name, options=OPTIONS.get(name, {}), **{"lr": 1e-2, **fields}))
+    return build_optimizer(
+        model, OptimizerConfig(**{"name": name, "options": OPTIONS.get(name, {}), "lr": 1e-2, **fields})
+    )
 
 
 def test_decay_is_for_matrices_without_bias_in_their_name(caplog):
@@ -100,6 +103,13 @@ def test_a_model_without_trainable_parameters_is_refused():
         build(Model().requires_grad_(False), "adamw")
     with pytest.raises(ValueError, match="ReLU has no trainable parameter, of 0 in all"):
         build(nn.ReLU(), "muon")
+
+
+def test_parameters_in_place_of_a_model_are_refused():
+    model, config = Model(), OptimizerConfig(name="muon")
+    for given in (list(model.parameters()), model.parameters(), [{"params": [model.norm.weight]}], config, Model):
+        with pytest.raises(TypeError, match=MESSAGE.format(type(given).__name__)):
+            build_optimizer(given, config)
 
 
 @pytest.mark.parametrize("name", MATRIX_OPTIMIZERS)
@@ -291,10 +301,29 @@ def test_the_workspace_is_an_option_in_bytes(name):
 
 
 def test_options_cannot_say_what_fields_say():
-    with pytest.raises(ValueError, match="options of the config have lr, which its fields say"):
+    with pytest.raises(ValueError, match="options of the config have lr, which its fields say: set lr instead"):
         build_optimizer(Model(), OptimizerConfig(name="lion", options={"lr": 1.0}))
-    with pytest.raises(TypeError, match="frequency"):
-        build_optimizer(Model(), OptimizerConfig(name="soap", options={"frequency": 1}))
+    wrong = {"num_ns_steps": 3, "adam_lr": 1e-3}
+    with pytest.raises(ValueError, match=r"have adam_lr, num_ns_steps, .* set muon_adam_lr, muon_ns_steps instead"):
+        build_optimizer(Model(), OptimizerConfig(name="muon", options=wrong))
+    assert build(Model(), "scion", options={"radius": 1.0, "num_ns_steps": 3}).matrices.newton_schulz.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "called", "wrong", "right"),
+    [
+        ("adamw", "AdamW", "amsgrd", "amsgrad"),
+        ("muon", "Muon", "nestrov", "nesterov"),
+        ("scion", "Scion", "momentm", "momentum"),
+        ("lion", "Lion", "max_imize", "maximize"),
+    ],
+)
+def test_an_unknown_option_is_refused_with_the_nearest_argument(name, called, wrong, right):
+    message = rf"{called}\(\) got an unexpected keyword argument {wrong!r}, did you mean {right!r}\?"
+    with pytest.raises(TypeError, match=message):
+        build_optimizer(Model(), OptimizerConfig(name=name, options={wrong: True}))
+    with pytest.raises(TypeError, match=r"SOAP\(\) got .* 'xyz': expected params, lr, betas,"):
+        build_optimizer(Model(), OptimizerConfig(name="soap", options={"xyz": 1}))
 
 
 def test_a_builder_of_ones_own_gets_groups_and_config(monkeypatch):

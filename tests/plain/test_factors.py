@@ -66,7 +66,8 @@ def test_a_model_of_factors_trains():
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 2
     # the factors are what is trained: no weight of theirs is made, and nothing is projected
-    assert sorted(optimizer.state[model.blocks[0]["up"].A]) == ["adamw", "momentum_buffer", "u"]
+    keys = {key.partition(".")[0] for key in optimizer.state[model.blocks[0]["up"].A]}
+    assert keys == {"adamw", "momentum_buffer", "u"}
     assert sorted(optimizer.state[model.blocks[0]["up"].B]) == ["momentum_buffer", "u"]
 
 

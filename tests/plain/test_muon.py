@@ -222,8 +222,9 @@ def test_an_orthogonalize_of_ones_own_gets_the_momentum_of_one_step():
             torch.testing.assert_close(p, q)
 
 
-def test_an_argument_that_muon_has_not_is_refused():
-    with pytest.raises(TypeError, match="num_steps"):
-        Muon(parameters((4, 4)), [], num_steps=3)
-    with pytest.raises(TypeError, match="multiple values for keyword argument 'num_ns_steps'"):
-        Muon(parameters((4, 4)), [], num_ns_steps=3)
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("nestrov", "nesterov"), ("num_ns_steps", "ns_steps"), ("adam_beta", "adam_betas")]
+)
+def test_an_argument_that_muon_has_not_is_refused_with_the_nearest_that_it_has(wrong, right):
+    with pytest.raises(TypeError, match=rf"Muon\(\) got an unexpected .* {wrong!r}, did you mean {right!r}\?$"):
+        Muon(parameters((4, 4)), [], **{wrong: 3})

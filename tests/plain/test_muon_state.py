@@ -60,10 +60,9 @@ def test_one_state_dict_has_both_states():
     run(optimizer, params, gradients(params, 2))
     state = optimizer.state_dict()["state"]
     assert {place: sorted(of_one) for place, of_one in state.items()} == {
-        0: ["adamw", "momentum_buffer"],
+        0: ["adamw.0.exp_avg", "adamw.0.exp_avg_sq", "adamw.0.step", "momentum_buffer"],
         1: ["momentum_buffer"],
     }
-    assert sorted(state[0]["adamw"]["0"]) == ["exp_avg", "exp_avg_sq", "step"]
     assert state[1]["momentum_buffer"].shape == (3, 2, 2)
 
 
@@ -107,7 +106,7 @@ def test_a_state_that_does_not_fit_changes_nothing():
     with pytest.raises(ValueError, match=r"groups of the parameters \[\['0'\]\], but .* with \[\['0', '1'\]\]"):
         optimizer.load_state_dict(of_other.state_dict())
     without = copy.deepcopy(kept)
-    del without["state"][0]["adamw"]["0"]["step"]
+    del without["state"][0]["adamw.0.step"]
     with pytest.raises(ValueError, match="state of AdamW's parameter 0 has no 'step'"):
         optimizer.load_state_dict(without)
     # the matrices, which are loaded first, have taken nothing over where AdamW refuses
@@ -144,6 +143,65 @@ def test_hooks_of_loading_are_called():
     assert called == [optimizer]
 
 
+def names_of_adamw(optimizer):
+    """Names of AdamW's parameters in a state dict."""
+    return {key.split(".")[1] for key in optimizer.state_dict()["state"][0] if key.startswith("adamw.")}
+
+
+def test_a_state_of_an_earlier_release_which_holds_a_dict_loads():
+    optimizer, params = named("a.weight", "b.weight")
+    saved = copy.deepcopy(optimizer.state_dict())
+    state = saved["state"][0]
+    for key in [key for key in state if key.startswith("adamw.")]:
+        _, name, tensor = key.split(".")
+        state.setdefault("adamw", {}).setdefault(name, {})[tensor] = state.pop(key)
+    assert sorted(state) == ["adamw", "momentum_buffer"]
+    other, copies = named("a.weight", "b.weight")
+    other.load_state_dict(saved)
+    for each, its in ((optimizer, params), (other, copies)):
+        run(each, its, gradients(its, 2, seed=3))
+    assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
+
+
+def test_loops_over_the_state_meet_tensors_alone_and_what_they_replace_is_stepped_with():
+    (optimizer, params), (other, copies), (scaled, others) = (named("a.weight", "b.weight") for _ in range(3))
+    entries = sum(v.numel() for state in optimizer.state.values() for v in state.values())
+    assert entries == 4 * 4 + 2 * (2 * 4 + 1)
+    for state in other.state.values():  # to the host and back, as frameworks of reinforcement learning do
+        for key, v in state.items():
+            if torch.is_tensor(v):
+                state[key] = v.clone()
+    for state in scaled.state.values():
+        for key, v in state.items():
+            if key.endswith("exp_avg"):
+                state[key] = 3 * v
+    assert_same(other.state_dict(), optimizer.state_dict())
+    before = optimizer.adamw.state[params[1]]["exp_avg"].clone()
+    for each, its in ((optimizer, params), (other, copies), (scaled, others)):
+        run(each, its, gradients(its, 1, seed=3))
+    assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
+    difference = scaled.adamw.state[others[1]]["exp_avg"] - optimizer.adamw.state[params[1]]["exp_avg"]
+    torch.testing.assert_close(difference, 0.9 * 2 * before)
+    for each in (other, scaled):
+        for p, name in zip(each.adamw.param_groups[0]["params"], ("a/weight", "b/weight"), strict=True):
+            for key, x in each.adamw.state[p].items():
+                assert each.state[each.param_groups[0]["params"][0]][f"adamw.{name}.{key}"] is x
+
+
+def test_messages_name_the_class_that_users_built():
+    matrix, vector = parameters((4, 4), (4,))
+    with pytest.raises(ValueError, match=r"^Muon: lr must be a finite number"):
+        Muon([matrix], [vector], lr=-1.0)
+    with pytest.raises(ValueError, match=r"^Muon orthogonalizes matrices"):
+        Muon([matrix, vector], [])
+    optimizer = Muon([matrix], [vector])
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["momentum"] = state["state"][0].pop("momentum_buffer")
+    with pytest.raises(ValueError, match=r"^Muon needs 'momentum_buffer'"):
+        optimizer.load_state_dict(state)
+    assert type(pickle.loads(pickle.dumps(optimizer)).matrices) is type(optimizer.matrices)
+
+
 def named(*names):
     """Muon whose AdamW has vectors of these names, after two steps."""
     matrix, *vectors = params = parameters((4, 4), *[(4,)] * len(names))
@@ -171,7 +229,7 @@ def test_without_names_of_their_own_parameters_go_by_their_order(names):
     if names[0]:
         for p in other.adamw.param_groups[0]["params"]:
             p.name_in_model = names[0]
-    assert list(other.state_dict()["state"][0]["adamw"]) == ["0", "1"]
+    assert names_of_adamw(other) == {"0", "1"}
     for source, into in ((optimizer, other), (other, optimizer)):
         into.load_state_dict(copy.deepcopy(source.state_dict()))
         pairs = zip(source.adamw.state.values(), into.adamw.state.values(), strict=True)
@@ -182,7 +240,8 @@ def test_without_names_of_their_own_parameters_go_by_their_order(names):
 def test_a_parameter_whose_state_is_lost_is_refused():
     optimizer, _ = named("a.weight", "b.weight")
     saved = copy.deepcopy(optimizer.state_dict())
-    del saved["state"][0]["adamw"]["b/weight"]
+    for key in ("step", "exp_avg", "exp_avg_sq"):
+        del saved["state"][0][f"adamw.b/weight.{key}"]
     with pytest.raises(ValueError, match="the state of AdamW's parameter b/weight has no 'step'"):
         optimizer.load_state_dict(saved)
 
@@ -195,7 +254,7 @@ def test_what_joins_adamw_later_steps_and_is_saved():
     optimizer.param_groups[0]["lr"] = 0.01
     run(optimizer, params, gradients(params, 1))
     assert [group["lr"] for group in optimizer.adamw.param_groups] == [0.005, 0.25]
-    assert list(optimizer.state_dict()["state"][0]["adamw"]) == ["0", "1"]
+    assert names_of_adamw(optimizer) == {"0", "1"}
 
 
 @pytest.mark.parametrize("flat", [False, True])

@@ -31,7 +31,7 @@ from megatron_eopt.megatron.checkpoints.sharding import joined, keep_apart, shar
 from megatron_eopt.megatron.parameters import model_parameters, plain_wrappers
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
-from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
 from megatron_eopt.parallel.layout import is_cut_again
 
 
@@ -94,11 +94,8 @@ class SavedState:
                 layouts, data = self._torch.matrix_layouts(parameter), local(self._torch.state[parameter][tensor.key])
                 state[index][tensor.key] = sharded_state(tensor, data, sharded[index], layouts)
         config = self._megatron.config
-        block: dict[str, Any] = {
-            "state": dict(state),
-            "optimizer": type(self._torch).__name__,
-            "checksums": bool(getattr(config, "checksums", True)),
-        }
+        sums = bool(getattr(config, "checksums", True))
+        block: dict[str, Any] = {"state": dict(state), "optimizer": type(self._torch).__name__, "checksums": sums}
         if is_loading:
             block["import_adam"] = bool(getattr(config, "muon_momentum_from_adam", False))
             block["layers_differ"] = self._layers_differ
@@ -157,10 +154,8 @@ class SavedState:
     def _shaped_as_parameters(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A copy of the state with what is shaped as its parameter, and what no description speaks of."""
         hidden = {(index, tensor.key) for index, _, tensor in self._described() if tensor.dims is not None}
-        state = {
-            index: {key: value for key, value in values.items() if (index, key) not in hidden}
-            for index, values in state_dict["state"].items()
-        }
+        found = state_dict["state"].items()
+        state = {i: {key: x for key, x in values.items() if (i, key) not in hidden} for i, values in found}
         for index, (key, parameter) in trained(self._megatron).items():
             state[index][key] = parameter.clone()  # what is trained goes on while an asynchronous save writes
         return {**state_dict, "state": state}
@@ -174,10 +169,8 @@ class SavedState:
 
     def _about(self, step: Any) -> dict[str, Any]:
         """Which optimizer this is, with the parameters and settings of its groups: the same on every rank."""
-        own = [
-            (compressed(names), {key: group[key] for key in sorted(group.keys() - {"params", "param_names"})})
-            for names, group in zip(self._names_of_groups(), self._torch.param_groups, strict=True)
-        ]
+        settings = [{key: g[key] for key in sorted(g.keys() - NO_SETTINGS)} for g in self._torch.param_groups]
+        own = list(zip(map(compressed, self._names_of_groups()), settings, strict=True))
         having: dict[str, set[tuple[str, int]]] = defaultdict(set)  # the parameters that have each described state
         keys = [(index, tensor.key) for index, _, tensor in self._described()]
         keys += [(index, key) for index, (key, _) in trained(self._megatron).items()]

@@ -31,20 +31,13 @@ from megatron_eopt.checkpoints.states import BLOCK
 from megatron_eopt.manifest import to_json
 from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.megatron.agreement import distinct, from_rank_0
-from megatron_eopt.megatron.checkpoints.loading import (
-    FORMAT,
-    FRESH,
-    report_changes,
-    report_converted,
-    resumed,
-    too_new,
-)
+from megatron_eopt.megatron.checkpoints.loading import FORMAT, FRESH, report_changes, report_converted, resumed, too_new
 from megatron_eopt.megatron.checkpoints.matching import settings_of_group
 from megatron_eopt.megatron.fused import fused
 from megatron_eopt.megatron.parameters import ModelParameter, torch_optimizers
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
-from megatron_eopt.optimizers.state import SIDES, Dim, StateTensor
+from megatron_eopt.optimizers.state import NO_SETTINGS, SIDES, Dim, StateTensor
 from megatron_eopt.parallel.dtensor import layout_of_dtensor
 from megatron_eopt.parallel.layout import split_layout
 from megatron_eopt.redirect import around
@@ -72,7 +65,7 @@ class SavedShards:
         settings: dict[str, str] = {}  # in JSON, which torch's checkpoints do not take apart
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                plain = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+                plain = {key: value for key, value in group.items() if key not in NO_SETTINGS}
                 for parameter in group["params"]:
                     name = self._megatron._param_name(parameter)
                     settings[name] = _TO_LOAD if is_loading else json.dumps([type(optimizer).__name__, plain])

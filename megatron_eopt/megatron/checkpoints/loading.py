@@ -20,13 +20,13 @@ from megatron_eopt.checkpoints.problems import check_files
 from megatron_eopt.checkpoints.states import BLOCK, MAIN, blocks_of, holding, split_key
 from megatron_eopt.manifest import Family, compare, from_json, to_json
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.agreement import distinct, from_rank_0
+from megatron_eopt.megatron.agreement import distinct, from_rank_0, say
 from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, Sums, checksums, loaded_tensors
 from megatron_eopt.megatron.checkpoints.matching import put_back, taken_out
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors, state_key
 from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
 from megatron_eopt.redirect import around
-from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers
+from megatron_eopt.registry import list_optimizers, optimizer_class
 
 FORMAT = 1  # of what this package writes down; it grows when an older release could not read a checkpoint any more
 _FIRST_MOMENT, _SECOND_MOMENT = "exp_avg", "exp_avg_sq"
@@ -70,12 +70,8 @@ def checked_tracker(read_metadata: Callable[..., Any], tracker_filename: str) ->
         iteration = from_rank_0(lambda: None if tracker.read_text().strip() else _newest_whole(tracker.parent))
     if iteration is None:
         return read_metadata(tracker_filename)
-    if dist.get_rank() == 0:
-        print(
-            f"megatron_eopt: {tracker} is empty, as a save leaves it that was killed while it wrote there; the "
-            f"newest checkpoint that is whole is of iteration {iteration}",
-            flush=True,
-        )
+    killed = f"{tracker} is empty, as a save leaves it that was killed while it wrote there"
+    say(f"{killed}; the newest checkpoint that is whole is of iteration {iteration}")
     return iteration, False
 
 
@@ -107,8 +103,11 @@ def checked_load(
         return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     if problem := stored.damage or _problem(optimizers, stored):
         raise CheckpointError(f"{checkpoint_dir}: {problem}")
+    if dist.get_rank() == 0 and (warning := other_padding(sharded_tensors(sharded_state_dict), stored.shapes)):
+        say(f"warning: {warning}")
     request = taken_out(sharded_state_dict)
-    _report_converted(request, stored.dtypes)
+    of_state = [(split_key(t.key)[0], t) for t in sharded_tensors(request)]
+    report_converted((name, stored.dtypes.get(t.key, t.dtype), t.dtype) for name, t in of_state if name)
     result = load(request, checkpoint_dir, *args, **kwargs)
     loaded = result[0] if isinstance(result, tuple) else result
     if stored.sums and any(each[BLOCK]["checksums"] for each in optimizers):
@@ -195,11 +194,8 @@ def mismatch(
     """
     parameters = {split_key(key)[1] for key in wanted}
     missing = sorted(wanted.keys() - stored.keys())
-    unused = sorted(
-        key
-        for key in stored.keys() - wanted.keys()
-        if split_key(key)[1] in parameters and split_key(key)[0] not in optional | {""}
-    )
+    split = ((key, *split_key(key)) for key in sorted(stored.keys() - wanted.keys()))
+    unused = [key for key, state, name in split if name in parameters and state not in optional | {""}]
     if missing or unused:
         example = split_key((missing or unused)[0])[1]
         needs, has = ({split_key(key)[0] for key in keys if split_key(key)[1] == example} for keys in (wanted, stored))
@@ -226,9 +222,8 @@ def mismatch(
 
 def has_adams_alone(stored: Iterable[str]) -> bool:
     """Whether there are first moments that can be imported: a checkpoint that also has momenta goes on with those."""
-    momentum, first_moment = (
-        any(key.startswith(state_key(name, "")) for key in stored) for name in (MOMENTUM_BUFFER, _FIRST_MOMENT)
-    )
+    starts = [state_key(name, "") for name in (MOMENTUM_BUFFER, _FIRST_MOMENT)]
+    momentum, first_moment = (any(key.startswith(start) for key in stored) for start in starts)
     return first_moment and not momentum
 
 
@@ -237,7 +232,7 @@ def of_another(name: str | None, wanted: Iterable[str], blocks: Sequence[Mapping
 
     The name is None for one of Megatron's own. What a user's own optimizer is called now, or was, says nothing.
     """
-    ours = {entry.optimizer_cls.__name__ for entry in EMERGING_OPTIMIZERS.values()}
+    ours = {optimizer_class(each).__name__ for each in list_optimizers()}
     parameters = {split_key(key)[1] for key in wanted}
     for block in blocks if name is None or name in ours else ():
         wrote = block["optimizer"]
@@ -264,6 +259,22 @@ def _requested(optimizer: Any) -> dict[str, tuple[int, ...] | None]:
     return {t.key: None if t.allow_shape_mismatch else t.global_shape for t in sharded_tensors(optimizer)}
 
 
+def other_padding(requested: Iterable[ShardedTensor], stored: Mapping[str, tuple[int, ...]]) -> str | None:
+    """What a resume makes of a vocabulary that is padded otherwise, and which flag pads it as in the checkpoint."""
+    for tensor in (t for t in requested if t.allow_shape_mismatch and t.key in stored):
+        shapes = zip(stored[tensor.key], tensor.global_shape, tensor.axis_fragmentations, strict=True)
+        for was, now, ranks in shapes:
+            if was != now:
+                flag = f"--make-vocab-size-divisible-by {was // ranks} pads the same vocabulary as it was"
+                if was % ranks:
+                    flag = f"no --make-vocab-size-divisible-by pads it so at a tensor-parallel size of {ranks}"
+                return (
+                    f"the vocabulary is padded to {now} rows, and was to {was} in the checkpoint ({tensor.key}): rows "
+                    f"that only one of them has are dropped, or begin anew; {flag}"
+                )
+    return None
+
+
 def _compare(stored: _Stored, requested: Any, loaded: dict[str, Any], folder: str) -> None:
     comparable = (
         tensor
@@ -283,11 +294,6 @@ def _compare(stored: _Stored, requested: Any, loaded: dict[str, Any], folder: st
         )
 
 
-def _report_converted(requested: Any, stored: Mapping[str, torch.dtype]) -> None:
-    tensors = ((split_key(t.key)[0], stored.get(t.key, t.dtype), t.dtype) for t in sharded_tensors(requested))
-    report_converted((name, was, now) for name, was, now in tensors if name)
-
-
 def report_converted(state: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> None:
     """Say which state has another dtype in the checkpoint: it is rounded to the nearest as it is read.
 
@@ -295,8 +301,8 @@ def report_converted(state: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> N
     """
     found = {f"{name} from {was} to {now}" for name, was, now in state if was != now}
     everywhere = sorted(set().union(*distinct(sorted(found))))
-    if everywhere and dist.get_rank() == 0:
-        print(f"megatron_eopt: the state of the checkpoint is converted: {', '.join(everywhere)}", flush=True)
+    if everywhere:
+        say(f"the state of the checkpoint is converted: {', '.join(everywhere)}")
 
 
 def report_changes(saved: dict[str, Any] | None, families: Sequence[Family]) -> None:
@@ -308,7 +314,7 @@ def report_changes(saved: dict[str, Any] | None, families: Sequence[Family]) -> 
     except ValueError as error:
         changes = [f"not known, since {error}"]
     for line in changes:
-        print(f"megatron_eopt: other than in the checkpoint: {line}", flush=True)
+        say(f"other than in the checkpoint: {line}")
 
 
 def resumed(folder: Path, step: int | None) -> Path:

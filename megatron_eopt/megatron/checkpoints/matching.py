@@ -14,13 +14,14 @@ from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.checkpoints.states import BLOCK, blocks_of, holding
 from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.agreement import say
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.registry import EMERGING_OPTIMIZERS
+from megatron_eopt.optimizers.state import NO_SETTINGS
+from megatron_eopt.registry import list_optimizers, optimizer_class
 
 OPTIMIZERS = "optimizers of megatron_eopt"  # no name of Megatron's, so nothing is merged into it
 MAIN_PARAMETERS = "fp32_from_fp16_params"
@@ -37,7 +38,6 @@ _SCHEDULE = frozenset({"max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_
 _OVERRIDES = frozenset(
     {"optimizer", "betas", "eps", "momentum", "num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor"}
 )
-_PARAMETERS = frozenset({"params", "param_names"})
 _STRUCTURE = frozenset({"is_expert_parallel", "default_config"})  # of the layout, and of how Megatron logs
 
 
@@ -73,11 +73,11 @@ def settings_after_load(
     ``carried`` over, which is what the optimizer itself makes, are refused by a ``ValueError``. By ``from_checkpoint``
     the user requested the schedule of the checkpoint.
     """
-    result = {key: value for key, value in current.items() if key not in _PARAMETERS}
+    result = {key: value for key, value in current.items() if key not in NO_SETTINGS}
     if not saved:
         return result, {}
     then = {key: [group[key] for group in saved if key in group] for group in saved for key in group}
-    gone = then.keys() - current.keys() - _PARAMETERS
+    gone = then.keys() - current.keys() - NO_SETTINGS
     carried = carried | {"step"} | (gone - _OVERRIDES - _SCHEDULE)
     for key in sorted(carried & then.keys()):
         if any(value != then[key][0] for value in then[key]):
@@ -102,13 +102,10 @@ def settings_of_group(optimizer: Optimizer, number: int, saved: Sequence[dict[st
     carried = optimizer.carried_settings if isinstance(optimizer, BaseOptimizer) else frozenset()
     from_checkpoint = bool(getattr(releases.training_args(), "use_checkpoint_opt_param_scheduler", False))
     settings, changed = settings_after_load(optimizer.param_groups[number], saved, carried, from_checkpoint)
-    if changed and dist.get_rank() == 0:
+    if changed:
         listed = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in sorted(changed.items()))
-        print(
-            f"megatron_eopt: group {number} of {type(optimizer).__name__} goes on with other settings than the "
-            f"checkpoint has: {listed}",
-            flush=True,
-        )
+        group = f"group {number} of {type(optimizer).__name__}"
+        say(f"{group} goes on with other settings than the checkpoint has: {listed}")
     return settings
 
 
@@ -184,5 +181,5 @@ def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -
 
 def _is_adam(name: str) -> bool:
     """Whether an optimizer is one of the Adams that Megatron builds: Transformer Engine's, Apex's or torch's."""
-    described = (each.optimizer_cls for each in EMERGING_OPTIMIZERS.values())
+    described = map(optimizer_class, list_optimizers())
     return "Adam" in name and name not in {each.__name__ for each in described if issubclass(each, BaseOptimizer)}

@@ -136,10 +136,8 @@ def stacked_index(parameter: Sharded) -> int:
 
 def _replica_id(dims: Sequence[str | int], layout: Layout, own: int | tuple[int, ...]) -> int | tuple[int, ...]:
     """The parameter's ``own``, (pipeline, tensor, data), told apart further where a state tensor has more copies."""
-    shards = [
-        ("rows" in dims and (held.top, held.bottom), "columns" in dims and (held.left, held.right))
-        for held in layout.rectangles
-    ]
+    rows, columns = "rows" in dims, "columns" in dims
+    shards = [(rows and (held.top, held.bottom), columns and (held.left, held.right)) for held in layout.rectangles]
     earlier = shards[: layout.rank].count(shards[layout.rank])  # ranks before this one that hold the same shard
     if isinstance(own, int):
         return own * layout.ranks + earlier

@@ -1,11 +1,15 @@
 """What a run that is described by its flags alone would do: its model without numbers, its optimizers, their plans."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron_eopt.manifest import Family, families, merged, problems, warnings
 from megatron_eopt.megatron.described.model import described_run, ranks_to_describe
 from megatron_eopt.registry import takes_matrices
+
+if TYPE_CHECKING:
+    from megatron_eopt.megatron.described.optimizers import Memory
 
 
 @dataclass(frozen=True)
@@ -14,16 +18,20 @@ class PlannedRun:
 
     families: list[Family]  # the manifest, as the run will print it
     explained: list[str]  # the plan of each optimizer on the first rank, as a table, and deals
+    stages: list[tuple[int, "Memory"]]  # of each pipeline stage its matrices on all ranks, and what a rank holds
     problems: list[str]  # what the run will end on at its start
     warnings: list[str]
     notes: tuple[str, ...]  # on the names of parameters
 
 
-def planned_run(flags: Sequence[str], world_size: int | None = None) -> PlannedRun:
+def planned_run(
+    flags: Sequence[str], world_size: int | None = None, progress: Callable[[int, int], None] = lambda done, ranks: None
+) -> PlannedRun:
     """Describe every rank that holds parameters of its own, one after another, and plan the first.
 
-    ``flags`` and ``world_size`` as for :func:`described_run`. A ``ValueError`` is for flags that Megatron or an
-    optimizer refuses, and for an optimizer that Megatron builds alone.
+    ``flags`` and ``world_size`` as for :func:`described_run`; ``progress`` is told how many ranks are described, of how
+    many. A ``ValueError`` is for flags that Megatron or an optimizer refuses, and for an optimizer that Megatron builds
+    alone.
     """
     with described_run(flags, 0, world_size) as run:
         # only now: importing Megatron may need what stands in for a GPU
@@ -31,18 +39,24 @@ def planned_run(flags: Sequence[str], world_size: int | None = None) -> PlannedR
 
         ranks, name = ranks_to_describe(run.args), run.args.optimizer.removeprefix("dist_")
         counts = matches_here(run)
-    for rank in ranks[1:]:
+    for done, rank in enumerate(ranks[1:], 1):
+        progress(done, 2 * len(ranks))
         with described_run(flags, rank, world_size) as run:
             counts = [a + b for a, b in zip(counts, matches_here(run), strict=True)]
     planned = []
-    for rank in ranks:
+    for done, rank in enumerate(ranks, len(ranks)):
+        progress(done, 2 * len(ranks))
         with described_run(flags, rank, world_size) as run:
             planned.append(planned_rank(run, counts))
-    rows, explained, scale_modes = zip(*planned, strict=True)
+    rows, explained, scale_modes, memory = zip(*planned, strict=True)
     together = merged([families(each) for each in rows])
+    experts = len(ranks) // run.args.pipeline_model_parallel_size
+    of_ranks = [sum(len(row.matrices) for row in each) for each in rows]
+    counted = [sum(of_ranks[first : first + experts]) for first in range(0, len(ranks), experts)]
     return PlannedRun(
         together,
         next(filter(None, explained), []),
+        list(zip(counted, memory[::experts], strict=True)),
         problems(together, name, takes_matrices(name)),
         warnings(together, scale_modes[0]),
         run.notes,

@@ -5,7 +5,6 @@ of this package (:mod:`megatron_eopt.cpu`), over a process group that pretends t
 torch's meta device. Afterwards the process is as it was, but for the modules that it imported.
 """
 
-import copy
 import importlib
 import os
 from argparse import Namespace
@@ -24,6 +23,7 @@ from megatron_eopt import cpu
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.described.arguments import parsed, refused
 from megatron_eopt.redirect import Redirection, Redirections, around
+from megatron_eopt.row import with_fields
 
 # Settings that torch's norms refuse; none is of consequence for their parameters.
 _NORMS = ("persist_layer_norm", "layernorm_zero_centered_gamma", "memory_efficient_layer_norm", "sequence_parallel")
@@ -85,11 +85,8 @@ def ranks_to_describe(args: Namespace) -> list[int]:
     experts = args.expert_tensor_parallel_size * args.expert_model_parallel_size
     # how far the ranks of one pipeline group are from each other, by the order that Megatron numbers ranks in
     stage = experts if args.use_tp_pp_dp_mapping else args.world_size // args.pipeline_model_parallel_size
-    return [
-        pipeline * stage + expert * args.expert_tensor_parallel_size
-        for pipeline in range(args.pipeline_model_parallel_size)
-        for expert in range(args.expert_model_parallel_size)
-    ]
+    experts = [expert * args.expert_tensor_parallel_size for expert in range(args.expert_model_parallel_size)]
+    return [pipeline * stage + expert for pipeline in range(args.pipeline_model_parallel_size) for expert in experts]
 
 
 def _stand_in(stack: ExitStack) -> None:
@@ -142,10 +139,7 @@ def _pretending(real: Any, ranks: Any = None, timeout: Any = None, backend: Any 
 
 @around
 def _any_norm(real: Any, cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Module:
-    plain = copy.copy(config)
-    for name in _NORMS:
-        setattr(plain, name, False)
-    norm: Module = real(cls, plain, hidden_size, eps)
+    norm: Module = real(cls, with_fields(config, **dict.fromkeys(_NORMS, False)), hidden_size, eps)
     if config.sequence_parallel:
         for parameter in norm.parameters():
             parameter.sequence_parallel = True  # type: ignore[attr-defined]
@@ -156,9 +150,7 @@ def _any_norm(real: Any, cls: Any, config: Any, hidden_size: int, eps: float = 1
 def _any_attention(
     real: Any, self: Any, config: Any, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any
 ) -> None:
-    plain = copy.copy(config)
-    plain.context_parallel_size = 1
-    real(self, plain, *args, **kwargs)
+    real(self, with_fields(config, context_parallel_size=1), *args, **kwargs)
 
 
 class _OnMeta(TorchFunctionMode):

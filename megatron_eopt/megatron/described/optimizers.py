@@ -1,7 +1,8 @@
 """The optimizers of a described run: as Megatron would make them, around parameters without numbers."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from megatron_eopt.megatron.manifest import rows_here
 from megatron_eopt.megatron.parameters import ModelParameter, OptimizerParameter, mark, trainable
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.parallel.cost import step_bytes
 from megatron_eopt.parallel.deal import Deal, to_and_fro
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
 
@@ -45,11 +49,20 @@ def _parameters(run: DescribedRun) -> list[ModelParameter]:
     return parameters
 
 
-def planned_rank(run: DescribedRun, counts: Sequence[int]) -> tuple[list[ManifestRow], list[str], str]:
+class Memory(NamedTuple):
+    """Bytes on one rank."""
+
+    parameters: int
+    gradients: int
+    state: int  # with fp32 copies of the parameters; of what is shared over data-parallel ranks an equal share
+    temporaries: int  # of a step, at most
+
+
+def planned_rank(run: DescribedRun, counts: Sequence[int]) -> tuple[list[ManifestRow], list[str], str, Memory]:
     """Make the optimizers of one rank, around parameters without numbers, as the run would, and ask them.
 
     What the run would be refused for at its start is refused. ``counts`` says how many parameters of all ranks each
-    override selects. Returned are the lines of the manifest, plans as tables and deals, and the scale mode.
+    override selects. Returned are the lines of the manifest, plans as tables and deals, the scale mode, and the memory.
     """
     planned = OptimizerOfRun(run.optimizer_config, run.model_chunks, run.pg_collection)
     refuse_unsupported(planned.facts)
@@ -66,18 +79,39 @@ def planned_rank(run: DescribedRun, counts: Sequence[int]) -> tuple[list[Manifes
     mode = f"tp_mode {config.muon_tp_mode} ({planned.tp_mode_source})"
     tables = {each: each.explain_proposed() for each in optimizers if isinstance(each, BaseOptimizer)}
     explained = [f"{type(each).__name__}, {mode}\n{table}" for each, table in tables.items() if table is not None]
-    return rows, [*explained, *(f"{each}." for each in deals)] if explained else [], config.muon_scale_mode
+    explained += [f"{each}." for each in deals] if explained else []
+    return rows, explained, config.muon_scale_mode, _memory(run, assigned, rows, optimizers)
+
+
+def _memory(
+    run: DescribedRun, assigned: Sequence[Assignment], rows: Sequence[ManifestRow], optimizers: Iterable[Optimizer]
+) -> Memory:
+    args, groups, held = run.args, run.pg_collection, [local(p) for c in run.model_chunks for p in c.parameters()]
+    in_fp32 = args.accumulate_allreduce_grads_in_fp32
+    shared = args.use_distributed_optimizer or getattr(args, "use_layer_wise_distributed_optimizer", False)
+    state, of_name = 0.0, {row.name: row.state_bytes for row in rows}
+    for each in assigned:
+        tensor, entries = each.parameter.tensor, local(each.parameter.tensor).numel()
+        among = groups.dp_cp if getattr(tensor, "allreduce", True) else groups.expt_dp
+        copy = 4 * entries if tensor.element_size() < 4 else 0
+        share = entries / max(1, prod(each.parameter.info.shape))
+        state += (of_name.get(each.name, 0) * share + copy) / (among.size() if shared else 1)
+    engines = [each.proposed() for each in optimizers if isinstance(each, TensorParallelMuon)]
+    return Memory(
+        sum(each.nbytes for each in held),
+        sum(each.numel() * (4 if in_fp32 else each.element_size()) for each in held if each.requires_grad),
+        round(state),
+        max((step_bytes(each.plan, each.works, each.workspace) for each in engines), default=0),
+    )
 
 
 def _keep_busiest(optimizers: Sequence[Optimizer], planned: OptimizerOfRun, run: DescribedRun) -> list[Deal]:
     """Take from optimizers what the busiest data-parallel rank will not get, where parameters are dealt by time."""
     facts, groups = planned.facts, run.pg_collection
-    laid_out = releases.distributed_optimizer(facts.release).get("whole_matrices", False)
-    if (
-        not facts.layer_wise
-        or not balances(planned.config, run.args)
-        or (laid_out and run.args.use_layer_wise_param_layout)
-    ):
+    if not facts.layer_wise or not balances(planned.config, run.args):
+        return []
+    whole = releases.distributed_optimizer(facts.release).get("whole_matrices", False)
+    if whole and run.args.use_layer_wise_param_layout:
         return []
     items, works = items_of(optimizers)
     deals = []

@@ -61,7 +61,7 @@ FEATURES = (
     Feature(
         "--use-distributed-optimizer with biases in experts",
         {"expert_vector": "a bias"},
-        "as in any other model",
+        "without the layout for whole matrices (--no-use-layer-wise-param-layout)",
         distributed=True,
     ),
     Feature(

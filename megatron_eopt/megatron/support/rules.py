@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 
 from megatron_eopt.family import LIKE_MUON, ROWS
 from megatron_eopt.megatron import releases
-from megatron_eopt.registry import EMERGING_OPTIMIZERS, get_optimizer_entry, is_nonlinear_or_embedding, takes_matrices
+from megatron_eopt.registry import (
+    EMERGING_OPTIMIZERS,
+    get_optimizer_entry,
+    is_nonlinear_or_embedding,
+    optimizer_class,
+    takes_matrices,
+)
 
 TORCH_FSDP2 = "TorchFullyShardedDataParallel"
 
@@ -146,8 +152,8 @@ class Run:
     @property
     def averages(self) -> bool:
         """Whether an optimizer of the run trains at another point than is evaluated and saved as the model."""
-        entries = (EMERGING_OPTIMIZERS.get(name) for name in (self.optimizer, *self.assigned))
-        return any(getattr(getattr(entry, "optimizer_cls", None), "live_key", None) is not None for entry in entries)
+        names = (self.optimizer, *self.assigned)
+        return any(getattr(optimizer_class(name), "live_key", None) is not None for name in names)
 
 
 def on(settings: Any, name: str) -> bool:

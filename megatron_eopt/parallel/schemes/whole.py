@@ -90,9 +90,7 @@ def owner(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     group, own, ranks = job.ranks, job.alike[job.ranks.rank()] or [(0, job.matrix)], range(job.ranks.size())
     copy = job.matrix.copy_of(group.rank())  # to whose compute ranks this rank's shards go
     sizes = [sum(count * matrix.rectangles[group.rank()].numel for count, matrix in each) for each in job.alike]
-    arriving = [
-        [count * (rank in ranks[copy]) * matrix.rectangles[rank].numel for count, matrix in own] for rank in ranks
-    ]
+    arriving = [[count * (rank in ranks[copy]) * m.rectangles[rank].numel for count, m in own] for rank in ranks]
     sent = stack.view(-1)[sum(sizes[: copy.start]) : sum(sizes[: copy.stop])]
     near = [size * (rank in ranks[copy]) for rank, size in enumerate(sizes)]
     pending = exchange(sent, near, [sum(each) for each in arriving], group)
@@ -162,10 +160,8 @@ def gather(
     some may be empty. The result waits, and then gives for each stack the whole matrices, in memory of their own: see
     :func:`assemble`.
     """
-    counts = [
-        [len(stack) * matrix.rectangles[rank].numel for stack, matrix in zip(stacks, matrices, strict=True)]
-        for rank in range(group.size())
-    ]
+    each, ranks = list(zip(stacks, matrices, strict=True)), range(group.size())
+    counts = [[len(stack) * matrix.rectangles[rank].numel for stack, matrix in each] for rank in ranks]
     own = stacks[0].reshape(-1) if len(stacks) == 1 else torch.cat([stack.reshape(-1) for stack in stacks])
     missing, numbers = max(sum(of_rank) for of_rank in counts) - own.numel(), [len(stack) for stack in stacks]
     pending = all_gather(torch.nn.functional.pad(own, (0, missing)) if missing else own, group)

@@ -1,0 +1,92 @@
+"""What only the first step of a run can show: matrices that are left out, and parameters without a gradient."""
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_eopt.megatron.agreement import distinct, say
+from megatron_eopt.megatron.assignment import Assignment
+from megatron_eopt.megatron.parameters import torch_optimizers
+from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.nonfinite import listed
+from megatron_eopt.optimizers.parameters import local
+
+_NUMBER_OF_EXPERT = re.compile(r"(?<=^local_experts\.)\d+|(?<=\.weight)\d+|(?<=\.bias)\d+")
+
+
+def check_steps(
+    optimizer: Any, expected: int, compare: Callable[[], None] | None = None, look: Callable[[], None] = lambda: None
+) -> None:
+    """Wrap the ``step`` of Megatron's optimizer: the first has to update ``expected`` matrices on this rank.
+
+    It comes after whatever has loaded or made the parameters: a checkpoint with or without optimizer state, or an
+    initialization. Too few prove nothing in a step at a learning rate of zero, as warmups begin with: there may be
+    nothing to compute. Nor do they where gradients are not finite, whose matrices stay as they are, or for which
+    Megatron leaves the step out: the next one counts.
+
+    ``compare`` is called before every step, ``look`` before the first.
+    """
+    step, proven, looked = optimizer.step, False, False
+    counting = [each for each in torch_optimizers(optimizer) if isinstance(each, BaseOptimizer)]
+    for each in counting:  # a rank may have nothing of any gradient, and the count below tells what is missing
+        each._warns_without_gradients = False
+
+    @functools.wraps(step)
+    def checked_step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal proven, looked
+        if compare is not None:
+            compare()
+        if not looked:
+            looked = True
+            look()
+        before = sum(each.matrices_updated for each in counting)
+        result = step(*args, **kwargs)
+        if not proven and result[0]:
+            updated = sum(each.matrices_updated for each in counting) - before
+            at_rest = any(group["lr"] == 0 for each in counting for group in each.param_groups)
+            if updated != expected and not at_rest and not any(each.skipped_steps() for each in counting):
+                raise RuntimeError(
+                    f"{updated} matrices were updated in the first step on rank {dist.get_rank()}, and the manifest "
+                    f"has {expected}: some parameters got no gradient. Freeze what is not trained before Megatron "
+                    f"wraps the model, or exclude it by an override"
+                )
+            proven = updated == expected
+        if proven and compare is None and optimizer.step is checked_step:
+            optimizer.step = step
+        return result
+
+    optimizer.step = checked_step
+
+
+def warn_of_unused(assigned: Sequence[Assignment]) -> None:
+    """Name the parameters whose gradient is zero everywhere; all ranks call it together, before their first step.
+
+    Megatron's buffers hold zeros for what no backward pass has reached. Those of other data-parallel ranks may have
+    all of the sum, and an expert may be without tokens: one that has some speaks for all of its layer. What is excluded
+    or has a rate of zero is not looked at.
+    """
+    reached: dict[str, list[Tensor]] = {}
+    for each in assigned:
+        if each.optimizer is not None and 0 not in (each.settings.get("lr"), each.settings.get("lr_mult")):
+            parameter = each.parameter.tensor
+            held = (getattr(parameter, name, None) for name in ("decoupled_grad", "grad", "main_grad"))
+            gradient = next((local(x) for x in held if x is not None), None)
+            none = torch.zeros((), dtype=torch.bool, device=parameter.device)
+            head, experts, tail = each.name.partition(".experts.")
+            name = head + experts + (_NUMBER_OF_EXPERT.sub("*", tail) if experts else "")
+            reached.setdefault(name, []).append(none if gradient is None else gradient.any())
+    here = torch.stack([torch.stack(flags).any() for flags in reached.values()]).tolist() if reached else []
+    of_ranks = distinct([(name, flag) for name, flag in zip(reached, here, strict=True)])
+    names = dict.fromkeys(name for of_rank in of_ranks for name, _ in of_rank)
+    unused = list(names.keys() - {name for of_rank in of_ranks for name, flag in of_rank if flag})
+    if unused:
+        say(
+            f"warning: the gradient is zero everywhere in the first step, of {listed(sorted(unused))}: no forward pass "
+            f"uses it, or its output is multiplied by zero so far. Freeze what is not trained before Megatron wraps "
+            f"the model, or exclude it by an override"
+        )

@@ -1,0 +1,50 @@
+"""What is said of an optimizer's parameters in its first step: fp16, and another optimizer that steps them too."""
+
+import logging
+from collections.abc import Sequence
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from megatron_eopt.optimizers.nonfinite import listed
+
+logger = logging.getLogger(__name__)
+
+# Parameter -> the optimizers that have stepped it, in the order of their first steps; all by weak references.
+_stepped_by = WeakTensorKeyDictionary()
+
+
+def note_others[Kind: Optimizer](optimizer: Kind, names: Sequence[str], parameters: Sequence[Tensor]) -> set[Kind]:
+    """Warn where an optimizer steps again what another stepped since.
+
+    Only that is a mistake: after a run, its optimizer may stay alive while another one trains on. The result is those
+    that stepped these parameters before this one, and whose next step has to look here.
+    """
+    before, since = set[Kind](), dict[str, Kind]()
+    for name, parameter in zip(names, parameters, strict=True):
+        if parameter.grad is None:
+            continue
+        known = [each for of_one in _stepped_by.get(parameter, ()) if (each := of_one()) is not None]
+        if optimizer not in known:
+            before.update(known)
+            _stepped_by[parameter] = [ref(each) for each in (*known, optimizer)]
+        elif known[-1] is not optimizer:
+            since[name] = known[-1]
+    if since:
+        kinds = " and ".join(dict.fromkeys(type(each).__name__ for each in (optimizer, *since.values())))
+        logger.warning(
+            f"{listed(since)}: stepped in turn by two optimizers ({kinds}); give each parameter to one of them"
+        )
+    return before
+
+
+def warn_of_fp16(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+    """Warn of parameters in fp16, whose range is too small for a step."""
+    if half := [name for name, p in zip(names, parameters, strict=True) if p.dtype == torch.float16]:
+        logger.warning(
+            f"{listed(half)}: in fp16, gradients and state below 6e-8 become 0 (AdamW's eps of 1e-8 too) and those "
+            f"above 65504 inf; keep parameters in fp32 and compute under torch.autocast, or take bf16"
+        )

@@ -1,0 +1,154 @@
+"""The command ``megatron-eopt plan``: what a step of a model will cost, without a GPU and without Megatron.
+
+``plan --model llama3-70b --tensor-model-parallel-size 8``, or the sizes of a model by the names of Megatron's flags.
+``plan -- FLAGS`` takes those of a whole pretrain command, and also says which optimizer each parameter will have.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+from typing import get_args
+
+from megatron_eopt.manifest import table, to_json
+from megatron_eopt.manifest.text import aligned, megabytes
+from megatron_eopt.models import MODELS, Model, Parallel, dealt_matrices
+from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
+from megatron_eopt.orthogonalize.timing import fastest, saved_times, shares
+from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
+from megatron_eopt.parallel.explain import explain
+from megatron_eopt.parallel.plan import TpMode, make_plan
+from megatron_eopt.parallel.workspace import Workspace
+from megatron_eopt.row import workspace_from
+
+_QUIET = 2.0  # seconds after which a plan says how far it is
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command to its parser."""
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser.set_defaults(run=_print_plan)
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", choices=MODELS, help="its sizes, which the flags below override")
+    for field in fields(Model):
+        if field.name == "swiglu":
+            model.add_argument("--swiglu", action="store_true", default=None, help="fc1 has gate and up")
+        else:
+            model.add_argument(f"--{field.name.replace('_', '-')}", type=_positive)
+    model.add_argument("--split-gate-up", action="store_true", help="gate and up as two matrices; Megatron has one")
+    ranks = parser.add_argument_group("ranks")
+    for name in ("tensor-model", "expert-tensor", "expert-model", "pipeline-model", "data"):
+        dealt = "over which the layer-wise distributed optimizer deals whole parameters" if name == "data" else None
+        field_name = name.removesuffix("-model").replace("-", "_")
+        ranks.add_argument(f"--{name}-parallel-size", dest=field_name, type=_positive, default=1, help=dealt)
+    muon = parser.add_argument_group("Muon")
+    muon.add_argument("--muon-tp-mode", choices=get_args(TpMode), default="auto")
+    muon.add_argument("--muon-coefficient-type", choices=get_supported_coefficient_types(), default="quintic")
+    muon.add_argument("--muon-num-ns-steps", type=_positive, default=5)
+    products = muon.add_mutually_exclusive_group()
+    products.add_argument("--dense", action="store_true", help="without kernels for symmetric products")
+    products.add_argument("--kernel-times", metavar="FILE", help="of make gpu: the fastest kernel and its time")
+    muon.add_argument("--exchange-itemsize", type=int, choices=(2, 4), default=2, help="bytes of an entry on the wire")
+    muon.add_argument("--optimizer-workspace", type=float, default=2.0, metavar="GIB", help="for temporaries of a step")
+    rates = parser.add_argument_group("rates of one rank")
+    rates.add_argument("--tflops", type=float, default=DEFAULT_RATES.flops / 1e12, help="TFLOP/s")
+    rates.add_argument("--bandwidth", type=float, default=DEFAULT_RATES.bytes / 1e9, help="GB/s sent")
+    rates.add_argument("--latency", type=float, default=DEFAULT_RATES.latency * 1e6, help="us of a collective")
+    run = parser.add_argument_group("with -- and the flags of a Megatron pretrain command, which say all of the above")
+    run.add_argument("--world-size", type=_positive, help="ranks of the run; as few as its parallel sizes allow")
+    run.add_argument("--full", action="store_true", help="a line for each parameter, not for all that are alike")
+    run.add_argument("--json", metavar="FILE", help="write the optimizer of each parameter there, too")
+
+
+def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
+    if flags is not None:
+        return _print_planned_run(options, flags)
+    iteration = NewtonSchulz(steps=options.muon_num_ns_steps, coefficient_type=options.muon_coefficient_type)
+    share, itemsize = 1.0 if options.dense else 0.5, options.exchange_itemsize
+    work = Work(schedule=iteration.schedule, restarts=iteration.restarts, share=share, itemsize=itemsize)
+    rates = Rates(flops=options.tflops * 1e12, bytes=options.bandwidth * 1e9, latency=options.latency * 1e-6)
+    parallel = Parallel(**{field.name: getattr(options, field.name) for field in fields(Parallel)})
+    settings = {"split_gate_up": options.split_gate_up, "itemsize": itemsize}
+    matrices, deals = dealt_matrices(_model(options), parallel, work, options.muon_tp_mode, rates, **settings)
+    workspace = Workspace(bytes=workspace_from(options)["workspace"])
+    plan = make_plan(matrices, options.muon_tp_mode, work, rates, workspace=workspace)
+    if options.kernel_times is not None:  # the plan stays: a run makes it before its ranks agree on times
+        times, source = saved_times(options.kernel_times, ("tf32",) if itemsize == 4 else ("bf16", "fp16"))
+        work = replace(work, share=shares(times))
+        print(f"Symmetric products by {fastest(times)}, as measured on {source}.\n")
+    print(explain(plan, work, rates, workspace))
+    for each in deals:
+        print(f"\n{each}.")
+    return 0
+
+
+def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int:
+    plan: argparse.ArgumentParser = options.parser
+    names = {action.dest: action.option_strings[0] for action in plan._actions}  # there is no public way
+    given = {names[name] for name, value in vars(options).items() if name in names and value != plan.get_default(name)}
+    unused = sorted(given - {"--world-size", "--full", "--json"})
+    if unused:
+        ranks = "; ranks are data-parallel by --world-size N before --" if "--data-parallel-size" in given else ""
+        raise ValueError(f"{', '.join(unused)} would have no effect: the flags after -- say all of the run{ranks}")
+    if misplaced := [flag for flag in flags if flag.partition("=")[0] in ("--world-size", "--data-parallel-size")]:
+        raise ValueError(f"{misplaced[0]} is no flag of Megatron's: give --world-size N, before --")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU stands in for the GPUs of the run, also on a machine that has one
+    from megatron_eopt.megatron.described import planned_run
+
+    begun = time.monotonic()
+
+    def progress(done: int, ranks: int) -> None:
+        if time.monotonic() - begun > _QUIET:
+            print(f"megatron-eopt plan: {done} of {ranks} ranks described", file=sys.stderr, flush=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's, of packages that are not needed here
+        try:
+            run = planned_run(flags, options.world_size, progress)
+        except ValueError as error:
+            if "world size" not in str(error) and "data_parallel_size" not in str(error):
+                raise
+            ranks = options.world_size or "as few as the parallel sizes allow, by default"
+            raise ValueError(f"{error}; the world size is that of --world-size before -- ({ranks})") from None
+    print(table(run.families, full=options.full))
+    named = ("pipeline stage", "matrices", *(f"{each} MB" for each in run.stages[0][1]._fields), "all MB")
+    stages = enumerate(run.stages)
+    lines = [[str(stage), f"{count:,}", *map(megabytes, (*held, sum(held)))] for stage, (count, held) in stages]
+    print("\nmemory of each GPU:", *aligned(named, lines, 170, named), sep="\n")
+    print(
+        "state: with fp32 copies of bf16 parameters, and an equal share of what data-parallel ranks share out. "
+        "Activations are not counted.\nMatrices are those of all ranks of a stage; the plan below is the first rank's."
+    )
+    for explained in run.explained:
+        print(f"\n{explained}")
+    for kind, said in (("warning", run.warnings), ("note", run.notes), ("problem", run.problems)):
+        for each in said:
+            print(f"\n{kind}: {each}")
+    if options.json is not None:
+        Path(options.json).write_text(json.dumps(to_json(run.families), indent=1) + "\n")
+    return 1 if run.problems else 0
+
+
+def _model(options: argparse.Namespace) -> Model:
+    found = ((field.name, getattr(options, field.name)) for field in fields(Model))
+    given = {name: value for name, value in found if value is not None}
+    if options.model is not None:
+        return replace(MODELS[options.model], **given)
+    missing = [field.name for field in fields(Model) if field.default is MISSING and field.name not in given]
+    if missing:
+        flags = [f"--{name.replace('_', '-')}" for name in missing]
+        raise ValueError(f"name a --model, or give {', '.join(flags)}")
+    return Model(**given)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
+    return value

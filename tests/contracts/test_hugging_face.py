@@ -1,0 +1,209 @@
+"""Models as users of Hugging Face have them: adapters by peft's names, GPT-2's Conv1D, and patterns of names."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_eopt.family import FAMILY
+from megatron_eopt.matrices import concatenated, declare, experts, transposed, undeclare
+from megatron_eopt.plain import OptimizerConfig, build_optimizer
+
+
+def config(name="muon", **fields):
+    return OptimizerConfig(name=name, lr=0.01, fused=False, **fields)
+
+
+def warnings_of(caplog):
+    return [record.message for record in caplog.records if record.levelno == logging.WARNING]
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter, by peft's names."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.base_layer = nn.Linear(48, 48).requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(48, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, 48, bias=False)})
+        nn.init.zeros_(self.lora_B["default"].weight)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+@pytest.mark.parametrize("name", ["muon", "polargrad"])
+def test_adapters_of_small_rank_get_one_line_of_advice(caplog, name):
+    build_optimizer(nn.Sequential(Adapted(8), Adapted(8)), config(name))
+    (message,) = warnings_of(caplog)
+    assert message.startswith("0.lora_A.default.weight, 0.lora_B.default.weight, 1.lora_A.default.weight, 1.lora_B.def")
+    assert "spectron_factor_pairs" in message
+    assert "is_embedding_or_output_parameter" in message
+
+
+@pytest.mark.parametrize(("name", "rank"), [("muon", 4), ("adamw", 8), ("muon", 32)])
+def test_nothing_is_said_of_adapters_that_are_adamws_or_of_high_rank(caplog, name, rank):
+    build_optimizer(Adapted(rank), config(name))
+    assert not warnings_of(caplog)
+
+
+def test_the_advice_on_adapters_works(caplog):
+    torch.manual_seed(0)
+    marked, paired = (nn.Sequential(Adapted(8), nn.Linear(48, 48)) for _ in range(2))
+    for factor in (marked[0].lora_A, marked[0].lora_B):
+        factor["default"].weight.is_embedding_or_output_parameter = True
+    pairs = [("*.lora_A.*.weight", "*.lora_B.*.weight")]
+    of_pairs = config("spectron", spectron_factor_pairs=pairs, options={"rank": 4})
+    for model, own in ((marked, config()), (paired, of_pairs)):
+        optimizer, x, losses = build_optimizer(model, own), torch.randn(64, 48), []
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss = (model(x) - x.roll(1, 1)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0]
+    assert not [message for message in warnings_of(caplog) if "adapters" in message]
+
+
+@pytest.mark.parametrize("wrapped", [lambda model: model, torch.compile])
+def test_a_declaration_that_fits_no_name_is_said_with_the_nearest_names(caplog, wrapped):
+    model = nn.Sequential()
+    model.add_module("attention", nn.Linear(8, 24))
+    pattern, right = "layers.*.attention.weigth", "attention.weight"
+    declare(pattern, concatenated(q=8, k=8, v=8))
+    declare(right, concatenated(q=8, k=8, v=8))
+    try:
+        build_optimizer(wrapped(model), config())
+    finally:
+        undeclare(pattern)
+        undeclare(right)
+    (message,) = warnings_of(caplog)
+    assert message.startswith(f"{pattern!r} is declared, but matches no trainable parameter: the nearest names are ")
+    assert "'attention.weight'" in message
+
+
+class Conv1D(nn.Module):
+    """As ``transformers.pytorch_utils`` has it: a linear layer whose weight is (in, out)."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight = nn.Parameter(torch.empty(nx, nf))
+        self.bias = nn.Parameter(torch.zeros(nf))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+
+
+Conv1D.__module__ = "transformers.pytorch_utils"
+
+
+class Block(nn.Module):
+    """The layers of GPT-2's block, and those of its cross attention."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.attn = nn.ModuleDict({"c_attn": make(24, 8), "c_proj": make(8, 8)})
+        self.crossattention = nn.ModuleDict({"c_attn": make(16, 8), "q_attn": make(8, 8)})
+        self.mlp = nn.ModuleDict({"c_fc": make(32, 8), "c_proj": make(8, 32)})
+
+    def forward(self, x):
+        q, k, v = self.attn["c_attn"](x).chunk(3, -1)
+        x = x + self.attn["c_proj"](q * k + v)
+        k, v = self.crossattention["c_attn"](x).chunk(2, -1)
+        x = x + self.crossattention["q_attn"](x) * k + v
+        return x + self.mlp["c_proj"](self.mlp["c_fc"](x).relu())
+
+
+def alike():
+    """A model of Conv1D, and the same one of Linear, its fused projections declared."""
+    torch.manual_seed(0)
+    theirs, ours = Block(Conv1D), Block(lambda out, of: nn.Linear(of, out))
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            ours.get_parameter(name).copy_(parameter.t() if parameter.ndim == 2 else parameter)
+    ours.attn["c_attn"].weight.logical_matrices = concatenated(q=8, k=8, v=8)
+    ours.crossattention["c_attn"].weight.logical_matrices = concatenated(k=8, v=8)
+    return theirs, ours
+
+
+def trained(model, optimizer, steps=4):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        x = torch.randn(32, 8, generator=generator)
+        optimizer.zero_grad()
+        (model(x) - x.roll(1, 1)).square().mean().backward()
+        optimizer.step()
+    return {
+        name: p.t() if isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D) else p
+        for name, p in model.named_parameters()
+    }
+
+
+# equal eigenvalues of SOAP's long sides have any basis, and rounding picks one
+OPTIONS = {"spectron": {"rank": 4}, "scion": {"radius": 1.0}, "soap": {"max_dim": 16}}
+
+
+@pytest.mark.parametrize("name", [row.name for row in FAMILY if row.plain])
+def test_conv1d_is_read_as_the_linear_layer_that_it_is(name):
+    theirs, ours = alike()
+    found, wanted = (
+        trained(model, build_optimizer(model, config(name, options=OPTIONS.get(name, {})))) for model in (theirs, ours)
+    )
+    for key, parameter in wanted.items():
+        torch.testing.assert_close(found[key], parameter, rtol=1e-4, atol=1e-5)
+
+
+def test_the_matrices_of_conv1d_are_those_of_its_outputs(caplog):
+    with caplog.at_level(logging.INFO):
+        optimizer = build_optimizer(Block(Conv1D), config())
+    matrices = {each.name: each.shape for each in optimizer.matrices.proposed().plan.matrices}
+    assert {name: shape for name, shape in matrices.items() if name.startswith("attn")} == {
+        "attn.c_attn.weight[q]": (8, 8),
+        "attn.c_attn.weight[k]": (8, 8),
+        "attn.c_attn.weight[v]": (8, 8),
+        "attn.c_proj.weight": (8, 8),
+    }
+    assert matrices["crossattention.c_attn.weight[k]"] == (8, 8)
+    assert matrices["mlp.c_fc.weight"] == (32, 8)
+    assert "6 weights of Conv1D are (in, out)" in caplog.text
+
+
+def test_what_is_declared_of_conv1d_comes_first():
+    model = Block(Conv1D)
+    model.attn["c_attn"].weight.logical_matrices = transposed(concatenated(qk=16, v=8))
+    optimizer = build_optimizer(model, config())
+    names = [each.name for each in optimizer.matrices.proposed().plan.matrices]
+    assert names[:2] == ["attn.c_attn.weight[qk]", "attn.c_attn.weight[v]"]
+
+
+def test_another_conv1d_is_as_it_is():
+    model = nn.Sequential(nn.Conv1d(4, 8, 1), type("Conv1D", (nn.Linear,), {})(8, 16))
+    optimizer = build_optimizer(model, config())
+    assert [each.shape for each in optimizer.matrices.proposed().plan.matrices] == [(8, 4), (16, 8)]
+
+
+def test_a_long_conv1d_is_adamws_as_a_long_linear_layer_is():
+    optimizer = build_optimizer(nn.ModuleList([Conv1D(8, 8), Conv1D(4, 44)]), config())
+    assert [each.name for each in optimizer.matrices.proposed().plan.matrices] == ["0.weight"]
+
+
+def test_a_stack_is_not_transposed():
+    with pytest.raises(ValueError, match="a stack of matrices cannot be declared as transposed"):
+        transposed(experts(2))
+
+
+def test_a_resume_of_conv1d_goes_on_bit_for_bit():
+    theirs, _ = alike()
+    optimizer = build_optimizer(theirs, config(options={"momentum_dtype": torch.bfloat16}))
+    trained(theirs, optimizer)
+    loaded = copy.deepcopy(theirs)
+    fresh = build_optimizer(loaded, config(options={"momentum_dtype": torch.bfloat16}))
+    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    expected = trained(theirs, optimizer)
+    for key, parameter in trained(loaded, fresh).items():
+        assert torch.equal(parameter, expected[key]), key

@@ -1,0 +1,573 @@
+"""Subclasses of Muon that set or override what orthogonalizes, and settings that are changed between steps.
+
+Scripts as users write them of Megatron's TensorParallelMuon and of emerging-optimizers' Muon; values are compared with
+theirs.
+"""
+
+import copy
+import pickle
+from types import SimpleNamespace
+
+import emerging_optimizers.orthogonalized_optimizers as theirs
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from megatron_eopt import TensorParallelAdaptiveMuon, TensorParallelMuon
+from megatron_eopt.optimizers import MarsMuon, MuonHyperball, OrthogonalizedOptimizer, PolarGrad, Scion
+from megatron_eopt.optimizers.soap import SOAP
+from megatron_eopt.optimizers.spectron import Spectron
+from tests.distributed.ranks import run_ranks
+
+SHAPES = [(8, 12), (12, 4), (6, 6)]
+SAME = {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "fp32_matmul_prec": "highest"}
+
+
+def parameters(shapes=SHAPES):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def gradients(step, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(10 + step)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def steps(opt, params, numbers, shapes=SHAPES):
+    for step in numbers:
+        for p, g in zip(params, gradients(step, shapes), strict=True):
+            p.grad = g
+        with torch.compiler.set_stance("force_eager"):
+            opt.step()
+
+
+def polar(x):
+    u, _, v = torch.linalg.svd(x, full_matrices=False)
+    return u @ v
+
+
+def rms_scale(rows, cols):
+    return 0.2 * max(rows, cols) ** 0.5
+
+
+def assert_near(params, expected, tolerance=1e-5):
+    for p, q in zip(params, expected, strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=tolerance, atol=tolerance)
+
+
+def after(cls, numbers, then=None, **settings):
+    """Parameters after steps of theirs or ours; ``then`` changes the optimizer before those after the first."""
+    params = parameters()
+    opt = cls(params, **{**SAME, **settings})
+    steps(opt, params, numbers[:1])
+    if then is not None:
+        then(opt)
+    steps(opt, params, numbers[1:])
+    return params
+
+
+class TheirsPolar(theirs.Muon):
+    def __init__(self, params, **settings):
+        super().__init__(params, **settings)
+        self.scaled_orthogonalize_fn = lambda grad: rms_scale(*grad.shape) * polar(grad)
+
+
+class SetAfter(TensorParallelMuon):
+    def __init__(self, params, **settings):
+        super().__init__(params, **settings)
+        self.orthogonalize_fn = polar
+        self.scale_factor_fn = rms_scale
+
+
+class SetBefore(TensorParallelMuon):
+    def __init__(self, params, **settings):
+        self.orthogonalize_fn = polar
+        self.scale_factor_fn = rms_scale
+        super().__init__(params, **settings)
+
+
+class Overrides(TensorParallelMuon):
+    def orthogonalize_fn(self, matrix):
+        return polar(matrix)
+
+    def scale_factor_fn(self, rows, cols):
+        return 0.2 * super().scale_factor_fn(rows, cols)
+
+
+class SetScaled(TensorParallelMuon):
+    def __init__(self, params, **settings):
+        super().__init__(params, **settings)
+        self.scaled_orthogonalize_fn = lambda grad: rms_scale(*grad.shape) * polar(grad)
+
+
+class SetMegatrons(TensorParallelMuon):
+    def __init__(self, params, **settings):
+        super().__init__(params, **settings)
+
+        def scaled_orthogonalize_fn(grad, tp_group, partition_dim=None):
+            assert tp_group is None
+            assert partition_dim is None
+            return rms_scale(*grad.shape) * polar(grad)
+
+        self.scaled_orthogonalize_fn = scaled_orthogonalize_fn
+
+
+class OverridesMegatrons(TensorParallelMuon):
+    def scaled_orthogonalize_fn(self, grad, tp_group, partition_dim):
+        return rms_scale(*grad.shape) * polar(grad)
+
+
+@pytest.mark.parametrize("cls", [SetAfter, SetBefore, Overrides, SetScaled, SetMegatrons, OverridesMegatrons])
+def test_a_subclass_with_its_own_function_steps_as_with_theirs(cls):
+    assert_near(after(cls, range(3)), after(TheirsPolar, range(3)))
+
+
+def test_the_base_class_takes_what_emerging_optimizers_does():
+    class Theirs(theirs.OrthogonalizedOptimizer):
+        pass
+
+    class Ours(OrthogonalizedOptimizer):
+        def scaled_orthogonalize_fn(self, grad):
+            return rms_scale(*grad.shape) * polar(grad)
+
+    (p, *_), (q, *_) = parameters(), parameters()
+    plain = {"lr": 0.05, "weight_decay": 0.1, "fp32_matmul_prec": "highest"}
+    original = Theirs([p], momentum=0.9, nesterov=True, weight_decay_method="decoupled", **plain)
+    original.scaled_orthogonalize_fn = lambda grad: rms_scale(*grad.shape) * polar(grad)
+    own = {"momentum_beta": 0.9, "use_nesterov": True, "use_decoupled_weight_decay": True, "split_qkv": False}
+    opt = Ours([q], **plain, **own, is_qkv_fn=None, qkv_split_shapes=None)
+    for of_step in (gradients(0)[0], gradients(1)[0]):
+        p.grad, q.grad = of_step.clone(), of_step.clone()
+        original.step()
+        opt.step()
+    assert_near([q], [p])
+    opt.scaled_orthogonalize_fn = torch.sign
+    original.scaled_orthogonalize_fn = torch.sign
+    original.step()
+    opt.step()
+    assert_near([q], [p])
+
+
+class Doubled(TensorParallelMuon):
+    def __init__(self, params, **settings):
+        super().__init__(params, **settings)
+        inner = self.scaled_orthogonalize_fn
+        self.scaled_orthogonalize_fn = lambda *args, **kwargs: 2 * inner(*args, **kwargs)
+
+
+def test_what_wraps_the_function_there_wraps_it_here():
+    class Theirs(theirs.Muon):
+        def __init__(self, params, **settings):
+            super().__init__(params, **settings)
+            inner = self.scaled_orthogonalize_fn
+            self.scaled_orthogonalize_fn = lambda grad: 2 * inner(grad)
+
+    class Super(TensorParallelMuon):
+        def scaled_orthogonalize_fn(self, grad, tp_group=None, partition_dim=None):
+            return 2 * super().scaled_orthogonalize_fn(grad, tp_group, partition_dim)
+
+    settings = {"num_ns_steps": 10, "scale_mode": "unit_rms_norm", "extra_scale_factor": 0.3}
+    expected = after(Theirs, range(3), **settings)
+    assert_near(after(Doubled, range(3), **settings), expected, 1e-4)
+    assert_near(after(Super, range(3), **settings), expected, 1e-4)
+
+
+@pytest.mark.parametrize("key", ["scaled_orthogonalize_fn", "orthogonalize_fn", "scale_factor_fn"])
+def test_functions_that_are_set_between_two_steps_count_from_the_next_one(key):
+    def their_change(opt):
+        inner = opt.scaled_orthogonalize_fn
+        opt.scaled_orthogonalize_fn = {
+            "scaled_orthogonalize_fn": torch.sign,
+            "orthogonalize_fn": lambda x: max(x.shape) ** 0.5 * polar(x),
+            "scale_factor_fn": lambda x: inner(x) / max(x.shape) ** 0.5 * x.shape[0],
+        }[key]
+
+    own = {"scaled_orthogonalize_fn": torch.sign, "orthogonalize_fn": polar, "scale_factor_fn": lambda m, n: m}[key]
+    ours = after(TensorParallelMuon, range(3), lambda opt: setattr(opt, key, own))
+    assert_near(ours, after(theirs.Muon, range(3), their_change), 1e-4)
+
+    def and_back(opt):
+        setattr(opt, key, own)
+        delattr(opt, key)
+
+    assert_near(after(TensorParallelMuon, range(3), and_back), after(TensorParallelMuon, range(3)), 0)
+
+
+def test_each_logical_matrix_of_a_fused_projection_comes_by_itself():
+    (p,) = parameters([(12, 5)])
+    p.is_qkv = True
+    seen = []
+    split = {"split_qkv": True, "is_qkv_fn": lambda p: True, "qkv_split_shapes": (4, 1, 1)}
+    opt = TensorParallelMuon([p], **{**SAME, "weight_decay": 0.0}, **split)
+    opt.orthogonalize_fn = lambda x: seen.append(x.clone()) or polar(x)
+    opt.scale_factor_fn = lambda rows, cols: 100 * rows + cols
+    before = p.detach().clone()
+    p.grad = gradients(0, [(12, 5)])[0]
+    opt.step()
+    update = (0.19 * p.grad).view(2, 6, 5)
+    parts = [x.reshape(-1, 5) for x in update.split([4, 1, 1], 1)]
+    torch.testing.assert_close(seen, parts)
+    scaled = [(100 * len(x) + 5) * polar(x) for x in parts]
+    whole = torch.cat([x.view(2, -1, 5) for x in scaled], 1).view(12, 5)
+    torch.testing.assert_close(p.detach(), before - 0.05 * whole)
+
+
+RELATIVES = [
+    (PolarGrad, {}),
+    (MarsMuon, {}),
+    (Scion, {"radius": 2.0}),
+    (MuonHyperball, {}),
+    *((TensorParallelAdaptiveMuon, {"moment2_method": method}) for method in ("adamuon", "normuon", "namo")),
+]
+
+
+@pytest.mark.parametrize(("cls", "settings"), RELATIVES)
+def test_relatives_take_the_function_too(cls, settings):
+    given = {"lr": 0.05, "fp32_matmul_prec": "highest", **settings}
+    # by another way the same factor: Newton-Schulz of the relative itself, and of a function in its place
+    expected, params = parameters(), parameters()
+    steps(cls(expected, **given), expected, range(3))
+    opt = cls(params, **given)
+    iteration, seen = opt.newton_schulz, []
+    opt.orthogonalize_fn = lambda x: seen.append(tuple(x.shape)) or iteration(x)
+    steps(opt, params, range(3))
+    assert seen == 3 * SHAPES
+    assert_near(params, expected)
+    opt.orthogonalize_fn = torch.zeros_like
+    before = [p.detach().clone() for p in params]
+    for group in opt.param_groups:
+        group["weight_decay"] = 0.0
+    if cls is not Scion:  # which goes to the ball's center then
+        steps(opt, params, range(3, 4))
+        assert_near(params, before, 0)
+
+
+@pytest.mark.parametrize("method", ["adamuon", "normuon", "namo"])
+def test_adaptive_muon_scales_by_the_users_factor(method):
+    def tripled(opt):
+        inner = opt.scale_factor_fn
+        opt.scale_factor_fn = lambda rows, cols: 3 * inner(rows, cols)
+
+    own = {"moment2_method": method}
+    expected = after(TensorParallelAdaptiveMuon, range(1), extra_scale_factor=3.0, **own)
+    params = parameters()
+    opt = TensorParallelAdaptiveMuon(params, **SAME, **own)
+    tripled(opt)
+    steps(opt, params, range(1))
+    assert_near(params, expected)
+    assert opt.predicted_rms(8, 12) is None
+
+
+def test_what_adaptive_muon_cannot_take_is_refused_when_it_is_set():
+    opt = TensorParallelAdaptiveMuon(parameters())
+    for key in ("scaled_orthogonalize_fn", "orthogonalize"):
+        with pytest.raises(TypeError, match=f"has an {key} of its own, which makes scaled updates; .*orthogonalize_fn"):
+            setattr(opt, key, lambda *args: args[-1])
+        assert key not in vars(opt)
+    for cls in (PolarGrad, Scion, MuonHyperball):
+        opt = cls(parameters())
+        with pytest.raises(ValueError, match="scale_factor_fn has no effect here: the size of an update is"):
+            opt.scale_factor_fn = rms_scale
+        steps(opt, opt.param_groups[0]["params"], range(1))
+    opt = TensorParallelMuon(parameters(), offload_fraction=0.5)
+    with pytest.raises(ValueError, match=r"has an orthogonalize_fn of its own, .* leave offload_fraction at 0"):
+        opt.orthogonalize_fn = polar
+
+
+@pytest.mark.parametrize(
+    ("function", "setting"),
+    [
+        ("orthogonalize_fn", {"num_ns_steps": 10}),
+        ("orthogonalize_fn", {"coefficient_type": "simple"}),
+        ("scaled_orthogonalize_fn", {"num_ns_steps": 10}),
+        ("scaled_orthogonalize_fn", {"scale_mode": "unit_rms_norm"}),
+        ("scale_factor_fn", {"extra_scale_factor": 2.0}),
+    ],
+)
+def test_settings_of_a_group_that_a_function_takes_the_place_of_are_refused(function, setting):
+    (key, value), params = *setting.items(), parameters()
+    opt = TensorParallelMuon([{"params": params, **setting}], **SAME)
+    with pytest.raises(ValueError, match=f"group 0: {key} has no effect here, got {value!r}: {function} of your own"):
+        setattr(opt, function, polar)
+    opt = TensorParallelMuon(params, **SAME)
+    setattr(opt, function, rms_scale if function == "scale_factor_fn" else polar)
+    opt.param_groups[0].update(setting)
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(ValueError, match=f"{key} has no effect here"):
+        steps(opt, params, range(1))
+    assert_near(params, before, 0)
+
+
+def test_a_result_of_another_shape_is_refused_before_anything_changes():
+    params = parameters()
+    opt = TensorParallelMuon(params, **SAME)
+    opt.orthogonalize_fn = lambda x: polar(x)[:1]
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(ValueError, match=r"must return a tensor of the shape of grad, \(8, 12\), got \(1, 12\)"):
+        steps(opt, params, range(1))
+    assert_near(params, before, 0)
+
+
+def test_copies_and_pickles_keep_the_functions():
+    params = parameters()
+    opt = SetAfter(params, **SAME)
+    copied = copy.deepcopy(opt)
+    pickled = pickle.loads(pickle.dumps(opt))
+    expected = parameters()
+    steps(SetAfter(expected, **SAME), expected, range(1))
+    for each in (copied, pickled):
+        own = each.param_groups[0]["params"]
+        steps(each, own, range(1))
+        assert_near(own, expected, 0)
+
+
+# Settings that are changed between two steps.
+
+
+def test_another_precision_counts_from_the_next_step():
+    other = {"fp32_matmul_prec": "medium"}
+    rounded = after(TensorParallelMuon, range(2), lambda opt: setattr(opt, "fp32_matmul_prec", "medium"))
+    half, exact = after(TensorParallelMuon, range(2), **other), after(TensorParallelMuon, range(2))
+    assert all((p - q).norm() > 1e-4 for p, q in zip(rounded, exact, strict=True))
+    assert all((p - q).norm() > 1e-4 for p, q in zip(rounded, half, strict=True))
+
+    def saved(opt):
+        assert (opt.fp32_matmul_prec, opt.settings()["fp32_matmul_prec"]) == ("medium", "medium")
+        opt.fp32_matmul_prec = "highest"
+        assert opt.newton_schulz.fp32_matmul_prec == "highest"
+
+    back = after(TensorParallelMuon, range(2), saved, **other)
+    opt = TensorParallelMuon(parameters(), **SAME)
+    with pytest.raises(ValueError, match="unknown fp32_matmul_prec 'best': expected one of low, medium, high, highest"):
+        opt.fp32_matmul_prec = "best"
+    assert opt.fp32_matmul_prec == "highest"
+    assert all((p - q).norm() > 1e-4 for p, q in zip(back, half, strict=True))
+
+
+def split_first(opt):
+    opt.is_qkv_fn = lambda p: p.shape == (12, 4)
+    opt.qkv_split_shapes = (4, 1, 1)
+    opt.split_qkv = True
+
+
+def test_a_split_that_is_set_later_counts_from_the_next_step():
+    params, split = parameters(), SimpleNamespace()
+    opt = TensorParallelMuon(params, **SAME)
+    steps(opt, params, range(1))
+    split_first(split)
+    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    expected = TensorParallelMuon(others, **SAME, **vars(split))
+    expected.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert opt.matrices_per_step == 3
+    split_first(opt)
+    assert opt.matrices_per_step == 5
+    steps(opt, params, range(1, 3))
+    steps(expected, others, range(1, 3))
+    assert_near(params, others, 0)
+    unsplit = after(TensorParallelMuon, range(3))
+    assert_near([params[0], params[2]], [unsplit[0], unsplit[2]])
+    assert (params[1] - unsplit[1]).norm() > 1e-2
+    expected = TensorParallelMuon(others, **SAME)
+    expected.load_state_dict(copy.deepcopy(opt.state_dict()))
+    opt.split_qkv = False
+    steps(opt, params, range(3, 4))
+    steps(expected, others, range(3, 4))
+    assert_near(params, others, 0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error", "message"),
+    [
+        ("tp_mode", "nonsense", ValueError, "unknown tp_mode 'nonsense': expected one of blockwise, duplicated, dist"),
+        ("split_qkv", 1, TypeError, "split_qkv must be True or False, got 1"),
+        ("split_qkv", True, ValueError, "split_qkv needs is_qkv_fn"),
+        ("scale_mode", "best", ValueError, "best"),
+    ],
+)
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_value_that_no_step_could_take_is_refused_when_it_is_set(key, value, error, message, before):
+    params = parameters()
+    opt = TensorParallelMuon(params, **SAME)
+    steps(opt, params, range(before))
+    was, groups = getattr(opt, key), opt.param_groups
+    with pytest.raises(error, match=message):
+        setattr(opt, key, value)
+    assert getattr(opt, key) == was
+    assert opt.param_groups is groups
+    steps(opt, params, range(before, 2))
+    assert_near(params, after(TensorParallelMuon, range(2)), 0)
+
+
+def test_a_split_that_does_not_fit_is_refused_when_it_is_set():
+    opt = TensorParallelMuon(parameters(), **SAME)
+    opt.is_qkv_fn, opt.qkv_split_shapes = (lambda p: p.shape == (12, 4)), (5, 2, 1)
+    with pytest.raises(ValueError, match="12 rows is not a whole number of query groups"):
+        opt.split_qkv = True
+    assert opt.split_qkv is False
+    assert opt.matrices_per_step == 3
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda params: SOAP(params, lr=0.01),
+        lambda params: Spectron(params, rank=2),
+        lambda params: MuonHyperball(params),
+        lambda params: TensorParallelAdaptiveMuon(params, moment2_method="normuon"),
+    ],
+)
+def test_state_of_each_logical_matrix_keeps_the_split_as_it_is(made):
+    params, others = parameters(), parameters()
+    opt, expected = made(params), made(others)
+    split_first(expected)  # before there is state
+    steps(expected, others, range(1))
+    assert any(key.endswith("_2") for key in expected.state[others[1]])
+    steps(opt, params, range(1))
+    with pytest.raises(ValueError, match=r"cannot take another split_qkv now: .* \(12, 4\) it keeps .* before the fir"):
+        split_first(opt)
+    steps(opt, params, range(1, 2))
+    plain = parameters()
+    steps(made(plain), plain, range(2))
+    assert_near(params, plain, 0)
+
+
+def test_spectron_has_no_blockwise_later_either():
+    opt = Spectron(parameters(), rank=2)
+    with pytest.raises(ValueError, match="Spectron has no tp_mode blockwise"):
+        opt.tp_mode = "blockwise"
+    with pytest.raises(ValueError, match="unknown tp_mode 'all'"):
+        opt.tp_mode = "all"
+    assert opt.tp_mode == "duplicated"
+
+
+# On two ranks.
+
+CUTS = [0, 1, None]
+
+
+def shards(rank, dims=CUTS):
+    """This rank's shards of the parameters, as Megatron marks them, and what cuts the like."""
+    found = []
+    for p, dim in zip(parameters(), dims, strict=True):
+        shard = p.detach() if dim is None else p.detach().chunk(2, dim)[rank]
+        found.append(torch.nn.Parameter(shard.clone()))
+        found[-1].tensor_model_parallel, found[-1].partition_dim = dim is not None, -1 if dim is None else dim
+    return found
+
+
+def cut_gradients(rank, step):
+    return [g if dim is None else g.chunk(2, dim)[rank] for g, dim in zip(gradients(step), CUTS, strict=True)]
+
+
+GROUPS = {"gtp_remat": None, "expt_gtp_remat": None}
+
+
+def steps_of_shards(opt, params, rank, numbers):
+    for step in numbers:
+        for p, g in zip(params, cut_gradients(rank, step), strict=True):
+            p.grad = g.clone()
+        with torch.compiler.set_stance("force_eager"):
+            opt.step()
+    return [p.detach().clone() for p in params]
+
+
+class Recorded(TensorParallelMuon):
+    """Its own function, which says what it gets."""
+
+    def __init__(self, params, **settings):
+        super().__init__(params, **settings)
+        self.seen = []
+        self.orthogonalize_fn = self.polar
+        self.scale_factor_fn = rms_scale
+
+    def polar(self, x):
+        self.seen.append(tuple(x.shape))
+        return polar(x)
+
+
+def _own_functions(rank, _):
+    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD, **GROUPS)
+    found = {}
+    for mode in ("duplicated", "auto", "blockwise"):
+        params = shards(rank)
+        opt = Recorded(params, **SAME, pg_collection=groups, tp_mode=mode)
+        found[mode] = steps_of_shards(opt, params, rank, range(2)), opt.seen
+    params = shards(rank)
+    opt = Doubled(params, **SAME, pg_collection=groups)
+    found["wrapped"] = steps_of_shards(opt, params, rank, range(2)), []
+    # a DTensor of which a rank has no row
+    row = torch.nn.Parameter(distribute_tensor(torch.ones(1, 4), init_device_mesh("cpu", (2,)), [Shard(0)]))
+    opt = Recorded([row], **SAME)
+    row.grad = torch.ones_like(row)
+    opt.step()
+    found["row"] = row.detach().full_tensor(), opt.seen
+    # a mode that is set between two steps
+    params = shards(rank)
+    opt = TensorParallelMuon(params, **SAME, pg_collection=groups)
+    steps_of_shards(opt, params, rank, range(1))
+    opt.tp_mode = "blockwise"
+    found["changed"] = (
+        steps_of_shards(opt, params, rank, range(1, 2)),
+        {bucket.scheme for bucket in opt.engine.plan.buckets},
+    )
+    return found
+
+
+def together(results, key):
+    found = [of_rank[key][0] for of_rank in results]
+    return [a if dim is None else torch.cat([a, b], dim) for a, b, dim in zip(*found, CUTS, strict=True)]
+
+
+def test_on_two_ranks_a_function_gets_whole_matrices_and_the_step_is_that_of_one():
+    results = run_ranks(_own_functions, 2)
+    expected = after(TheirsPolar, range(2))
+    for mode in ("duplicated", "auto"):
+        assert_near(together(results, mode), expected)
+        assert all(of_rank[mode][1] == 2 * SHAPES for of_rank in results)
+    # shards by themselves, as Megatron gives them in that mode
+    assert all(of_rank["blockwise"][1] == 2 * [(4, 12), (12, 2), (6, 6)] for of_rank in results)
+    assert_near(together(results, "wrapped"), after(Doubled, range(2)))
+    for whole, seen in (of_rank["row"] for of_rank in results):
+        assert seen == [(1, 4)]
+        torch.testing.assert_close(whole, torch.full((1, 4), 0.995 - 0.05 * 0.4 * 0.5))
+    changed = together(results, "changed")
+    assert results[0]["changed"][1] == {"blockwise", "local"}
+    whole = after(TensorParallelMuon, range(2))
+    assert_near(changed[2:], whole[2:])
+    assert all((p - q).norm() > 1e-2 for p, q in zip(changed[:2], whole, strict=False))
+
+
+def _megatrons(rank, _):
+    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon as Megatrons
+
+    groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD, **GROUPS)
+    found = []
+    for cls in (Megatrons, TensorParallelMuon):
+        for mode in ("duplicated", "blockwise"):
+            seen, params = [], shards(rank)
+            opt = cls(params, **SAME, pg_collection=groups, tp_mode=mode)
+
+            def own(grad, tp_group, partition_dim=None, seen=seen):
+                seen.append((tuple(grad.shape), tp_group is dist.group.WORLD, partition_dim))
+                if partition_dim is None:
+                    return rms_scale(*grad.shape) * polar(grad)
+                parts = [torch.empty_like(grad) for _ in range(tp_group.size())]
+                dist.all_gather(parts, grad.contiguous(), tp_group)
+                whole = torch.cat(parts, partition_dim)
+                return rms_scale(*whole.shape) * polar(whole).chunk(2, partition_dim)[rank]
+
+            opt.scaled_orthogonalize_fn = own
+            found.append((steps_of_shards(opt, params, rank, range(2)), seen))
+    return found
+
+
+def test_a_function_of_megatrons_signature_gets_what_megatron_gives_it():
+    results = run_ranks(_megatrons, 2)
+    for of_rank in results:
+        for there, here in zip(of_rank[:2], of_rank[2:], strict=True):
+            assert here[1] == there[1]
+            assert_near(here[0], there[0])
+    assert results[0][2][1][:3] == [((4, 12), True, 0), ((12, 2), True, 1), ((6, 6), True, None)]
+    assert_near(together(results, 2), after(TheirsPolar, range(2)))

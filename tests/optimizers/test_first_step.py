@@ -1,0 +1,109 @@
+"""What is said of parameters that come twice, that two optimizers step in turn, and of fp16."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+
+from megatron_eopt import Lion, Muon, ScheduleFreeAdamW, TensorParallelMuon
+from megatron_eopt.plain import OptimizerConfig, build_optimizer
+
+pytestmark = pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")  # torch's
+
+
+def weights(count=2, dtype=torch.float32):
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(4, 6, dtype=dtype)) for _ in range(count)]
+
+
+def step(*optimizers):
+    for optimizer in optimizers:
+        for group in [*optimizer.param_groups, *(getattr(optimizer, "_adam_groups", None) or [])]:
+            for p in group["params"]:
+                p.grad = torch.ones_like(p)
+        optimizer.step()
+
+
+def in_turn(caplog):
+    return [record.message for record in caplog.records if "in turn" in record.message]
+
+
+@pytest.mark.parametrize("build", [Lion, TensorParallelMuon, lambda params: Muon(params, [])])
+def test_a_parameter_that_comes_twice_is_refused(build):
+    first, second = weights()
+    with pytest.raises(ValueError, match="readout comes twice in one list of parameters"):
+        build([("readout", first), ("other", second), ("readout", first)])
+    optimizer = build([first])
+    with pytest.raises(ValueError, match=r"parameter 1 of group 1, .* comes twice"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2, 2)), second, second]})
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        build([{"params": [first]}, {"params": [first]}])
+
+
+def test_adamw_inside_refuses_one_that_comes_twice():
+    (matrix,), bias = weights(1), torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"AdamW in Muon: parameter 0 .* comes twice"):
+        Muon([matrix], [bias, bias])
+
+
+def test_two_optimizers_that_step_one_parameter_in_turn_are_said_once(caplog):
+    shared, own = weights()
+    shared.name_in_model = "readout.weight"
+    first, second = TensorParallelMuon([shared]), Lion([shared, own])
+    step(first, second)
+    assert not in_turn(caplog)
+    step(first, second, first, second)
+    (message,) = in_turn(caplog)
+    assert message.startswith("readout.weight: stepped in turn by two optimizers (TensorParallelMuon and Lion)")
+
+
+def test_optimizers_after_one_another_are_no_mistake(caplog):
+    """A second run in a notebook, a rebuilt optimizer, a copy, AdamW inside, and parameters without gradients."""
+    matrices, rest = weights(), weights()
+    first = Muon(matrices, rest)
+    step(first)
+    copied = copy.deepcopy(first)
+    rebuilt = Muon(matrices, rest)
+    step(copied, rebuilt, copied, rebuilt)
+    third = Lion([*matrices, *rest])
+    step(third)
+    del third
+    step(rebuilt, rebuilt)
+    frozen = Lion([*matrices, *weights(1)])
+    frozen.param_groups[0]["params"][-1].grad = torch.ones(4, 6)
+    for matrix in matrices:
+        matrix.grad = None
+    frozen.step()
+    step(rebuilt, rebuilt)
+    assert not in_turn(caplog)
+
+
+def test_optimizers_and_parameters_go_when_nobody_holds_them():
+    parameters = weights()
+    optimizers = [TensorParallelMuon(parameters), Lion(parameters)]
+    step(*optimizers)
+    gone = [weakref.ref(each) for each in (*optimizers, *parameters)]
+    del optimizers, parameters
+    gc.collect()
+    assert [each() for each in gone] == [None] * 4
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "lion"])
+def test_fp16_parameters_are_said_once(caplog, name):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    optimizer = build_optimizer(model.half(), OptimizerConfig(name=name, fused=False, lr=1e-3))
+    step(optimizer, optimizer)
+    (message,) = [record.message for record in caplog.records if "fp16" in record.message]
+    assert "0.weight" in message
+    assert "torch.autocast" in message
+    assert "bf16" in message
+
+
+def test_other_dtypes_are_as_they_should_be(caplog):
+    optimizer = ScheduleFreeAdamW([*weights(), *weights(dtype=torch.bfloat16)])
+    optimizer.train_params()
+    step(optimizer)
+    assert not caplog.records

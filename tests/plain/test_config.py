@@ -1,0 +1,173 @@
+"""What build_optimizer takes for a config, what it refuses, and which field it says was meant."""
+
+from argparse import Namespace
+from collections import UserDict, namedtuple
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_eopt import Muon, registry
+from megatron_eopt.plain import OptimizerConfig, build_optimizer, get_optimizer, register_optimizer
+
+FIELDS = {"name": "muon", "lr": 0.5, "muon_adam_lr": 0.25, "weight_decay": 0.125, "muon_ns_steps": 3}
+
+
+@dataclass(slots=True)
+class Slotted:
+    name: str = "muon"
+    lr: float = 0.5
+    muon_adam_lr: float = 0.25
+    weight_decay: float = 0.125
+    muon_ns_steps: int = 3
+
+
+class OnTheClass:
+    name, lr, muon_adam_lr, weight_decay, muon_ns_steps = FIELDS.values()
+
+
+def model():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def built(config):
+    """The settings of what a config builds."""
+    optimizer = build_optimizer(model(), config)
+    (matrices,), (biases,) = optimizer.param_groups, optimizer.adamw.param_groups
+    assert isinstance(optimizer, Muon)
+    return matrices["lr"], biases["lr"], matrices["weight_decay"], matrices["ns_steps"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OptimizerConfig(**FIELDS),
+        FIELDS,
+        UserDict(FIELDS),
+        SimpleNamespace(**FIELDS),
+        Namespace(**FIELDS),
+        namedtuple("Config", FIELDS)(**FIELDS),
+        Slotted(),
+        OnTheClass(),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_a_config_is_a_mapping_or_an_object_with_our_fields(config):
+    assert built(config) == (0.5, 0.25, 0.125, 3)
+
+
+def test_a_name_alone_has_the_defaults_of_the_others():
+    assert built("muon") == built(OptimizerConfig(name="muon")) == built({"name": "muon"}) == (3e-4, 3e-4, 0.1, 5)
+    assert type(build_optimizer(model(), OptimizerConfig())) is torch.optim.AdamW  # the default of its field
+    with pytest.raises(ValueError, match=r"unknown optimizer 'moun' \(did you mean 'muon'"):
+        build_optimizer(model(), "moun")
+    for name in (None, ["muon"], 3):
+        with pytest.raises(ValueError, match="unknown optimizer"):
+            build_optimizer(model(), {"name": name})
+
+
+@dataclass
+class Nameless:
+    lr: float = 0.5
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        (None, "NoneType"),
+        (object(), "object"),
+        (3, "int"),
+        (["muon"], "list"),
+        ({}, "dict"),
+        ({"lr": 0.5}, "dict"),
+        (Nameless(), "Nameless"),
+        (OptimizerConfig, "the class OptimizerConfig"),
+        (OnTheClass, "the class OnTheClass"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else type(each).__name__,
+)
+def test_what_names_no_optimizer_is_refused(config, what):
+    message = rf"by its field 'name' what to build, got {what} without it\. Write OptimizerConfig\(name='muon'"
+    with pytest.raises(TypeError, match=message):
+        build_optimizer(model(), config)
+
+
+def test_a_builder_called_by_itself_has_its_name_and_refuses_what_is_no_config():
+    groups = [{"params": [model()[0].weight]}]
+    assert get_optimizer("muon")(groups, {"lr": 0.5}).param_groups[0]["lr"] == 0.5
+    assert get_optimizer("muon")(groups, Nameless()).param_groups[0]["lr"] == 0.5
+    for config in (None, object(), {}, OptimizerConfig, {"learning_rate": 0.5}):
+        with pytest.raises(TypeError, match=r"by its field 'name'|unknown fields in dict: 'learning_rate'"):
+            get_optimizer("muon")(groups, config)
+
+
+def test_a_config_that_names_its_optimizer_otherwise_is_refused():
+    from megatron.core.optimizer import OptimizerConfig as MegatronsConfig
+
+    megatrons = MegatronsConfig(optimizer="muon", lr=0.5)
+    for config in (SimpleNamespace(optimizer="muon"), {"optimizer": "muon", "lr": 0.5}, megatrons):
+        message = (
+            r"it has optimizer='muon': write name='muon'\. .* Megatron-Core is for megatron_eopt\.get_megatron_opt"
+        )
+        with pytest.raises(TypeError, match=message):
+            build_optimizer(model(), config)
+
+
+MISSPELT = {
+    "muon_adam_lrr": "muon_adam_lr",
+    "learning_rate": "lr",
+    "ns_steps": "muon_ns_steps",
+    "momentum": "muon_momentum",
+    "weightdecay": "weight_decay",
+    "adam_lr": "muon_adam_lr",
+    "warmup_steps": "schedule_free_warmup_steps",
+}
+
+
+@pytest.mark.parametrize("kind", [OptimizerConfig, dict, SimpleNamespace])
+@pytest.mark.parametrize("wrong", MISSPELT)
+def test_an_unknown_field_is_refused_with_the_nearest(kind, wrong):
+    message = rf"unknown fields in {kind.__name__}: {wrong!r}, did you mean {MISSPELT[wrong]!r}\?"
+    with pytest.raises(TypeError, match=message):
+        build_optimizer(model(), kind(name="muon", lr=0.5, **{wrong: 1}))
+
+
+def test_every_unknown_field_is_named():
+    with pytest.raises(TypeError, match=r"in dict: 'leer', .* 'lr'\?; 'zzz'\. A config has name, lr, .* into options"):
+        build_optimizer(model(), {"name": "muon", "leer": 1, "zzz": 2})
+    config = OptimizerConfig(name="muon")
+    config.muon_adam_lrr = 1.0
+    with pytest.raises(TypeError, match="'muon_adam_lrr'"):
+        build_optimizer(model(), config)
+    with pytest.raises(TypeError, match="'nestrov'"):
+        replace(OptimizerConfig(), nestrov=True)
+
+
+def test_nothing_is_marked_for_a_config_that_is_refused():
+    one = model()
+    for config in ({"name": "muon", "learning_rate": 1}, {"name": "muon", "lr": -1}):
+        with pytest.raises((TypeError, ValueError)):
+            build_optimizer(one, config)
+    assert not any(vars(parameter) for parameter in one.parameters())
+
+
+def test_builders_of_ones_own_get_their_config_as_it_is(monkeypatch):
+    monkeypatch.setattr(registry, "_BUILDERS", dict(registry._BUILDERS))
+    seen = []
+
+    @register_optimizer("mine")
+    def build(groups, config):
+        seen.append((config, [group["weight_decay"] for group in groups]))
+        return get_optimizer("muon")(groups, config)  # which may have fields of mine
+
+    config = SimpleNamespace(**{**FIELDS, "name": "mine"}, clip=1.0)
+    assert built(config) == (0.5, 0.25, 0.125, 3)
+    mapping = {**vars(config)}
+    assert built(mapping) == (0.5, 0.25, 0.125, 3)
+    assert built("mine") == (3e-4, 3e-4, 0.1, 5)
+    assert seen[:2] == [(config, [0.125, 0.0]), (mapping, [0.125, 0.0])]
+    assert seen[0][0] is config
+    assert seen[1][0] is mapping
+    assert seen[2] == (OptimizerConfig(name="mine"), [0.1, 0.0])

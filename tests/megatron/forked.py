@@ -21,7 +21,7 @@ import threading
 
 import megatron.core.models.mimo
 import megatron.training.training  # noqa: F401
-import torch._dynamo  # noqa: F401
+import torch._dynamo
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
@@ -46,6 +46,8 @@ def rank_of(run, rank):
     os.environ.update(run["environment"], RANK=str(rank), LOCAL_RANK=str(rank))
     sys.argv[1:] = run["arguments"]
     runpy.run_path(run["program"], run_name="__main__")
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # a rank that leaves closes connections that others still read
 
 
 def status_of(run, rank):

@@ -55,7 +55,7 @@ def declare(optimizer: Any, assigned: Sequence[Assignment], config: Any, groups:
     name = config.optimizer.removeprefix("dist_")
     wrong = [*manifest.problems(everywhere, name, takes_matrices(name)), *sorted(set(chain.from_iterable(lines)))]
     if wrong:
-        raise ValueError("\n".join(["the optimizers do not have the parameters that they have to:", *wrong]))
+        raise ValueError("\n".join(["parameters are with the wrong optimizer:", *wrong]))
     warn_of_unmatched(sorted(names))
     if dist.get_rank() == 0:
         _report(everywhere, config)

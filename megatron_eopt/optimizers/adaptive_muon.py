@@ -73,7 +73,7 @@ def adamuon(factors: Tensors, moments: Sequence[Moment]) -> list[Tensor]:
 def normuon(engine: Engine, matrices: Sequence[Matrix], factors: Tensors, moments: Sequence[Moment]) -> list[Tensor]:
     """``v <- EMA(mean(O^2))`` over the short dimension, ``U = O rsqrt(max(v, eps))``, with the norm of ``O``.
 
-    What comes out is by what to multiply the rows or columns of each matrix.
+    Returned is a multiplier for each row, or for each column, of each matrix.
 
     Two kinds of matrices need one reduction. Where the short dimension is whole on every rank, this one has its means,
     and ``||O||`` and ``||U||``, norms of the norms of rows or columns, are left to sum over the ranks. Where it is cut,

@@ -64,13 +64,13 @@ class BaseOptimizer(Optimizer):
 
     # Settings of a group that the optimizer itself makes, and with which a resumed run has to go on.
     carried_settings: frozenset[str] = frozenset()
-    # Where a checkpoint holds a parameter itself, if the model's part of it holds what is exported().
+    # State key of the training weights where the model file of a checkpoint holds exported() ones.
     live_key: str | None = None
     # How many logical matrices a fused projection may have.
     split_lengths: tuple[int, ...] = (3, 4)
     # Whether there is a weight decay; where there is none, what fills settings from a run's leaves it at 0.
     decays_weights: bool = True
-    # Keys of what is kept in the shape of its parameter and is a weight as that is.
+    # State keys that hold a copy of the weight: scale_rows scales them too.
     weight_keys: tuple[str, ...] = ()
     # Names of further arguments of a user's, which groups have too, and which may be anything.
     users_settings: frozenset[str] = frozenset()

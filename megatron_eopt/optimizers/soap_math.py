@@ -34,7 +34,7 @@ class Preconditioned:
 
     gradient: Tensor  # in the dtype of the rest; zero where it is not accepted
     momentum: Tensor  # Adam's first moment, with this gradient in it
-    squares: Tensor  # his second one, in the bases
+    squares: Tensor  # Adam's second moment, in the eigenbases
     steps: Tensor  # accepted so far, with this one: fp64, (n x 1 x 1), or as many dimensions as the tensors have
     accepted: Tensor  # where not, everything stays as it is; of the same shape
     sides: tuple[Side | None, Side | None] = (None, None)  # of the rows and of the columns

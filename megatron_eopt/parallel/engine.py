@@ -217,7 +217,7 @@ class Engine:
         return bool(self._parameters[index].shared_by)
 
     def counts(self, index: int) -> bool:
-        """Whether this rank tells of its part of a parameter: of what nobody shares, one of those does that have it."""
+        """Whether this rank reports on its part of a parameter; an unshared one is reported once."""
         return self._first or self.shares(index)
 
     def split(self, index: int, x: Tensor) -> list[Tensor]:

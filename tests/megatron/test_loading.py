@@ -170,7 +170,7 @@ def test_a_resume_keeps_the_tp_mode_of_its_checkpoint_unless_another_is_named(tm
     unnamed, output = train(tmp_path / "unnamed", 2, *resume)
     kept = ["distributed: kept, since this run names none"]
     assert modes(output) == (["auto (default)", "distributed (checkpoint)"], kept)
-    assert "other than in the checkpoint" not in output
+    assert "changed since the checkpoint" not in output
     for one, other in zip(unnamed, straight, strict=True):
         assert_same(one["after"], other["after"])
 
@@ -191,4 +191,4 @@ def test_a_resume_keeps_blockwise_and_says_that_it_is_an_approximation(tmp_path)
     _, output = train(tmp_path / "second", 2, *RUN, *MUON, *TP2, "--load", tmp_path / "checkpoint")
     assert modes(output)[0] == ["auto (default)", "blockwise (checkpoint)"]
     assert "12 blockwise over 2 ranks (an approximation)" in output
-    assert "other than in the checkpoint" not in output  # where matrices would be orthogonalized exactly
+    assert "changed since the checkpoint" not in output  # where matrices would be orthogonalized exactly

@@ -107,7 +107,7 @@ def test_other_overrides_at_a_resume_take_effect_and_are_printed(tmp_path, overr
     train(tmp_path / "first", 1, *RUN, *COSINE, *before, *save)
     load = [*RUN, *COSINE, "--load", tmp_path / "checkpoint"]
     (same,), output = train(tmp_path / "same", 1, *load, *before)
-    assert "other than in the checkpoint" not in output
+    assert "changed since the checkpoint" not in output
 
     after = overrides(
         {"select": "linear_fc1.weight", "lr_mult": 0.25, "momentum": 0.8},
@@ -115,7 +115,7 @@ def test_other_overrides_at_a_resume_take_effect_and_are_printed(tmp_path, overr
     )
     (other,), output = train(tmp_path / "other", 1, *load, *after)
     said = " ".join(output.split())
-    changed_now = "megatron_eopt: other than in the checkpoint: decoder.layers.{0-1}.mlp.linear_fc1.weight"
+    changed_now = "megatron_eopt: changed since the checkpoint: decoder.layers.{0-1}.mlp.linear_fc1.weight"
     rates = "lr 0.005 -> 0.0025; min_lr 0.0005 -> 0.00025; lr_mult 0.5 -> 0.25; momentum 0.9 -> 0.8"
     assert f"{changed_now} (2 parameters): {rates}" in said
     assert re.search(r"in the checkpoint: \S*linear_fc2.weight \(2 parameters\): optimizer muon -> none", said)

@@ -314,7 +314,7 @@ def report_changes(saved: dict[str, Any] | None, families: Sequence[Family]) -> 
     except ValueError as error:
         changes = [f"not known, since {error}"]
     for line in changes:
-        say(f"other than in the checkpoint: {line}")
+        say(f"changed since the checkpoint: {line}")
 
 
 def resumed(folder: Path, step: int | None) -> Path:

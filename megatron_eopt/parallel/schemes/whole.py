@@ -17,7 +17,7 @@ Shapes = tuple[int, int, int] | list[Shape]
 """Of a stack (n x rows x cols); where its matrices differ, of each: they lie back to back in one dimension then."""
 
 Alike = Sequence[tuple[int, Matrix]]
-"""How many matrices of one shape lie as the first of them does, then how many as the next, and so on."""
+"""Runs of matrices with equal layouts, in order: (how many, the first of them)."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -63,7 +63,7 @@ class DistributedMuon(BaseOptimizer):
         lr: learning rate, at least 0.
         momentum: in [0, 1).
         nesterov: whether to look ahead.
-        ns_steps: Newton-Schulz steps, at least 1.
+        ns_steps: Newton-Schulz steps, 1 to 100.
         weight_decay: decoupled, at least 0.
         fp32_matmul_prec: ``medium`` (or ``low``) iterates and sends in bf16, ``high`` iterates in TF32 and ``highest``
             in fp32, and both send in the dtype of the parameter.

@@ -74,7 +74,7 @@ class Muon(Optimizer):
         weight_decay: of the matrices, decoupled.
         adam_betas: of AdamW.
         adam_eps: of AdamW, above 0.
-        ns_steps: Newton-Schulz steps, at least 1.
+        ns_steps: Newton-Schulz steps, 1 to 100.
         adam_lr: of AdamW; None for ``lr``.
         adam_fused: whether AdamW uses torch's fused kernel; otherwise torch chooses.
         **muon_settings: further arguments of :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`, such as

@@ -13,10 +13,12 @@ def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
         raise ValueError(f"unknown {what} {value!r}: expected one of {', '.join(known)}")
 
 
-def check_count(what: str, value: object, least: int = 1) -> None:
-    """Raise ``ValueError`` unless a setting is a whole number, which True is not, and large enough."""
+def check_count(what: str, value: object, least: int = 1, most: int | None = None) -> None:
+    """Raise ``ValueError`` unless a setting is a whole number, which True is not, and within bounds."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{what} must be a whole number of at least {least}, got {value!r}")
+    if most is not None and value > most:
+        raise ValueError(f"{what} must be at most {most}, got {value!r}")
 
 
 def check_arguments(made_by: Callable[..., Any], given: Iterable[str]) -> None:

@@ -15,6 +15,8 @@ from megatron_eopt.orthogonalize.choices import check_choice, check_count
 
 Coefficients = tuple[float, float, float]
 CoefficientType = str | Sequence[Coefficients]  # the name of a set, or the caller's own
+# Of any set and schedule: from twenty on, a step changes the last bits at most, and each takes three matrix products.
+MAX_STEPS = 100
 NSCoeffT = Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4", "cubic5"]
 
 # K. Jordan et al., Muon: An optimizer for hidden layers in neural networks (2024).
@@ -105,12 +107,12 @@ def get_coefficients(coefficient_type: CoefficientType = "quintic", steps: int =
 
     Args:
         coefficient_type: name of a set, or a set of the caller's own as a list of ``(a, b, c)``.
-        steps: number of Newton-Schulz steps, at least 1.
+        steps: number of Newton-Schulz steps, 1 to 100.
 
     Raises:
         ValueError: for an unknown name, an empty or malformed list, and a number of steps that the set cannot serve.
     """
-    check_count("the number of Newton-Schulz steps", steps)
+    check_count("the number of Newton-Schulz steps", steps, most=MAX_STEPS)
     name = coefficient_type if isinstance(coefficient_type, str) else "custom"
     coefficients = _set(coefficient_type)
     length = len(coefficients)
@@ -186,7 +188,7 @@ def optimal_quintic(lower: float, upper: float, steps: int, *, cushion: float = 
     Args:
         lower: least singular value of the normalized matrix that is to be mapped to 1.
         upper: largest singular value: 1 under Frobenius scaling, more for a margin.
-        steps: number of polynomials, at least 1.
+        steps: number of polynomials, 1 to 100.
         cushion: least ratio ``l / u`` that a polynomial is optimized for; 0 gives the optimum itself.
 
     Returns:
@@ -194,11 +196,11 @@ def optimal_quintic(lower: float, upper: float, steps: int, *, cushion: float = 
         without a cushion the set ``cans``, both to all their printed digits.
 
     Raises:
-        ValueError: unless ``0 < lower < upper``, ``steps >= 1`` and ``0 <= cushion < 1``.
+        ValueError: unless ``0 < lower < upper``, ``1 <= steps <= 100`` and ``0 <= cushion < 1``.
     """
     if not 0 < lower < upper < math.inf:
         raise ValueError(f"expected singular values with 0 < lower < upper, got [{lower!r}, {upper!r}]")
-    check_count("the number of steps", steps)
+    check_count("the number of steps", steps, most=MAX_STEPS)
     if not 0 <= cushion < 1:
         raise ValueError(f"the cushion must be a ratio of at least 0 and below 1, got {cushion!r}")
     schedule = []

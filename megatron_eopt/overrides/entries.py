@@ -2,7 +2,7 @@
 
 A file is a list of entries, each a mapping of ``select`` and of settings; or a mapping of selectors to settings. YAML
 is read as version 1.2 has it, of which JSON is a part: ``1e-3`` is a number, which version 1.1 takes for text, and
-``no`` is text. Nothing is built from tags, and an alias is followed only as deep as a file of overrides goes.
+``no`` is text. Nothing is built from tags, and a file is read as far as :mod:`~megatron_eopt.overrides.bounds` has it.
 """
 
 import json
@@ -18,7 +18,8 @@ from typing import Any, ClassVar
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from megatron_eopt.orthogonalize.choices import did_you_mean
-from megatron_eopt.overrides.known import Known, OverrideError, shown
+from megatron_eopt.overrides.bounds import MAX_DEPTH, MAX_FILE_BYTES, MAX_MISTAKES, MAX_SETTINGS, MAX_VALUES
+from megatron_eopt.overrides.known import Known, OverrideError, shown, unfit
 from megatron_eopt.overrides.selectors import Kind, ParameterInfo, Predicate, Selector, Specificity
 from megatron_eopt.overrides.settings import NO_SETTINGS, SETTINGS, checked
 
@@ -132,7 +133,6 @@ _Wrong = tuple[int, str]  # a line, and what is wrong there
 
 _SELECT = "select"
 _FORMAT = "a list of entries {select: ..., SETTING: ...}, or a mapping of selectors to settings"
-_DEEPEST = 4
 
 _TAG = "tag:yaml.org,2002:"
 _FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
@@ -152,6 +152,23 @@ class _Loader(yaml.SafeLoader):
         None: [(_TAG + kind, re.compile(f"^({like})$")) for kind, (like, _) in _SCALARS.items()]
     }
 
+    depth = values = 0
+
+    def compose_node(self, parent: _Node, index: Any) -> _Node:
+        """A node with what is in it, or the one that an alias stands for."""
+        line, is_alias, before = _line(self.peek_event()), self.check_event(yaml.AliasEvent), self.values
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise _FileError((line, f"values lie more than {MAX_DEPTH} deep"))
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        self.values += getattr(node, "size", MAX_VALUES) if is_alias else 1  # without end within what it stands for
+        if self.values > MAX_VALUES:
+            raise _FileError((line, f"with aliases followed, there are more than {MAX_VALUES:,} values: use fewer"))
+        if not is_alias:
+            node.size = self.values - before
+        return node
+
 
 class _FileError(OverrideError):
     """Mistakes of a file: its arguments are lines, each with what is wrong there."""
@@ -167,6 +184,7 @@ def read_overrides(
     """
     entries: list[Entry] = []
     known = known or Known.registered()
+    mistakes: list[str] = []
 
     def lines(wrong: Iterable[_Wrong]) -> tuple[str, ...]:
         return tuple(f"{path}:{line}: {what}" for line, what in sorted(wrong))
@@ -178,6 +196,9 @@ def read_overrides(
             except _FileError as error:
                 parsed, values, wrong = UNREADABLE, {}, list(error.args)
             entries.append(Entry(parsed, values, Layer.FILE, f"{path}:{line}", lines(wrong)))
+            mistakes += entries[-1].mistakes
+            if len(mistakes) > MAX_MISTAKES:
+                raise OverrideError("\n".join([*mistakes, f"{path}:{line}: read up to here: mend these first"]))
     except OSError as error:
         raise OverrideError(f"{path}: cannot be read: {error.strerror}") from None
     except _FileError as error:
@@ -189,19 +210,22 @@ def read_overrides(
 
 def _compose(path: Path) -> _Node:
     """The root of a file; None for one that is empty."""
+    if path.exists() and not (path.is_file() and path.stat().st_size <= MAX_FILE_BYTES):  # a pipe waits when opened
+        raise OverrideError(f"{path}: expected a file of at most {MAX_FILE_BYTES:,} bytes, no device and no folder")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise _FileError((line, "this is no UTF-8 text")) from None
+        raise _FileError((error.object[: error.start].count(b"\n") + 1, "this is no UTF-8 text")) from None
     if path.suffix.lower() == ".json":
         try:
-            json.loads(text)
+            with suppress(RecursionError):  # of nested values, which the loader refuses with their line
+                json.loads(text, parse_int=str)
         except json.JSONDecodeError as error:
             raise _FileError((error.lineno, f"this is no JSON: {error.msg}, at column {error.colno}")) from None
         text = text.replace("\t", " ")  # no text of JSON has a tab in it, and YAML takes none before a value
     try:
-        return yaml.compose(text, Loader=_Loader)
+        loader = _Loader(text)
+        return loader.get_single_node()
     except yaml.MarkedYAMLError as error:
         mark, problem = error.problem_mark or error.context_mark, error.problem or error.context
         hint = ""
@@ -209,9 +233,15 @@ def _compose(path: Path) -> _Node:
             hint = ": quote a selector that begins with *, as in '*.weight'"
         elif "\\t" in problem or "".join(text.splitlines()[mark.line : mark.line + 1]).startswith("\t"):
             hint = ": indent by blanks"
-        raise _FileError((mark.line + 1, f"this is no YAML: {problem}{hint}")) from None
-    except yaml.YAMLError as error:
-        raise _FileError((1, f"this is no YAML: {str(error).splitlines()[0]}")) from None
+        raise _FileError((mark.line + 1, f"this is no YAML: {problem[:200]}{hint}")) from None
+    except yaml.reader.ReaderError as error:
+        line = text[: error.position].count("\n") + 1
+        raise _FileError((line, f"this is no YAML: {str(error).splitlines()[0]}")) from None
+    except (ValueError, OverflowError) as error:  # of a character's code, or of the version of YAML
+        wrong = (
+            error if isinstance(error, OverrideError) else _FileError((loader.line + 1, f"this is no YAML: {error}"))
+        )
+        raise wrong from None
 
 
 def _written(root: _Node) -> Iterator[tuple[object, int, _Node]]:
@@ -238,28 +268,29 @@ def _entry(written: object, line: int, node: _Node, known: Known) -> tuple[Selec
         expected = inside if written == _SELECT else f"{written}: expected a mapping of settings"
         raise _FileError((line, f"{expected}, got {shown(_plain(node))}"))
     settings, select_line = _pairs(node), line
+    if len(settings) > MAX_SETTINGS:
+        raise _FileError((line, f"there are {len(settings):,} settings, and an entry may have {MAX_SETTINGS}"))
     if written == _SELECT:
         if _SELECT not in settings:
             near = [key for key in map(str, settings) if key not in SETTINGS and did_you_mean(key, [_SELECT])]
             hint = f" (it has {near[0]!r})" if near else ""
             raise _FileError((line, f"select: is missing, which says for which parameters the entry is{hint}"))
-        select_line, select = settings.pop(_SELECT)
-        written = _plain(select)
+        select_line = settings[_SELECT][0]
     wrong: list[_Wrong] = []
     selector, raw = UNREADABLE, {}
-    try:
-        selector = Selector.parse(written)
-    except OverrideError as error:
-        wrong.append((select_line, f"select: {error}"))
     for key, (_, value) in settings.items():
         try:
             raw[key] = _plain(value)
         except _FileError as error:
             wrong += [(at, f"{key}: {what}") for at, what in error.args]
+    try:
+        selector = Selector.parse(raw.pop(_SELECT, UNREADABLE) if written == _SELECT else written)
+    except OverrideError as error:
+        wrong.append((select_line, f"select: {error}"))
     values, mistakes = checked(raw, known, selector.optimizer)
     lines = {str(key): at for key, (at, _) in settings.items()}
     wrong += [(lines[error.key], str(error)) for error in mistakes]
-    if not settings:
+    if settings.keys() <= {_SELECT}:
         wrong.append((line, NO_SETTINGS))
     return selector, values, wrong
 
@@ -270,30 +301,29 @@ def _line(node: _Node) -> int:
 
 def _check_tag(node: _Node) -> None:
     if node.tag not in _TAGS:
-        raise _FileError((_line(node), f"{node.tag.replace(_TAG, '!!')} is a tag: write plain values"))
+        tag = ascii(node.tag.replace(_TAG, "!!"))[1:-1]
+        raise _FileError((_line(node), f"{tag:.80} is a tag: write plain values"))
 
 
-def _plain(node: _Node, depth: int = 0) -> Any:
+def _plain(node: _Node) -> Any:
     """The value of a node: text, a number, true or false, None, or lists and mappings of them."""
-    if depth > _DEEPEST:
-        raise _FileError((_line(node), f"values lie more than {_DEEPEST} deep"))
     _check_tag(node)
     if isinstance(node, yaml.SequenceNode):
-        return [_plain(each, depth + 1) for each in node.value]
+        return [_plain(each) for each in node.value]
     if isinstance(node, yaml.MappingNode):
-        return {key: _plain(value, depth + 1) for key, (_, value) in _pairs(node).items()}
+        return {key: _plain(value) for key, (_, value) in _pairs(node).items()}
     kind, text = node.tag.removeprefix(_TAG), node.value
+    if what := unfit(text.removesuffix("\n")):
+        raise _FileError((_line(node), what))
     try:
         return _SCALARS[kind][1](text) if kind in _SCALARS else text
     except ValueError:
         raise _FileError((_line(node), f"{text!r} is no {kind}")) from None
 
 
-def _pairs(node: _Node, merges: int = 0) -> _Pairs:
+def _pairs(node: _Node) -> _Pairs:
     """What a mapping has: its own keys, and those of mappings that ``<<`` merges into it where it has not."""
     _check_tag(node)
-    if merges > _DEEPEST:
-        raise _FileError((_line(node), f"merges lie more than {_DEEPEST} deep"))
     own: _Pairs = {}
     merged: _Pairs = {}
     for key, value in node.value:
@@ -301,7 +331,8 @@ def _pairs(node: _Node, merges: int = 0) -> _Pairs:
             for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
                 if not isinstance(each, yaml.MappingNode):
                     raise _FileError((_line(value), "<<: merges mappings only"))
-                merged |= _pairs(each, merges + 1) | merged
+                for name, pair in _pairs(each).items():
+                    merged.setdefault(name, pair)
             continue
         if not isinstance(key, yaml.ScalarNode):
             raise _FileError((_line(key), "a key is text, not a list or a mapping"))

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
+from megatron_eopt.overrides.bounds import MAX_TEXT
 from megatron_eopt.registry import get_optimizer_entry, list_optimizers
 
 SPLITS = ("none", "default", "all")
@@ -104,4 +105,11 @@ def shown(value: object) -> str:
     """A value as the file of the user has it."""
     if value is None:
         return "nothing"
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    return str(value).lower() if isinstance(value, bool) else f"{value!r:.200}"
+
+
+def unfit(text: str) -> str:
+    """What keeps a selector, key or value from being used, and printed in messages; nothing for what is right."""
+    if len(text) > MAX_TEXT:
+        return f"{text[:20]!r}... has {len(text):,} characters, and may have {MAX_TEXT}"
+    return "" if text.isprintable() else f"{text!r} has characters that cannot be printed"

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron_eopt.orthogonalize.choices import close, did_you_mean, near_or_all
+from megatron_eopt.overrides.bounds import MAX_MISTAKES
 from megatron_eopt.overrides.entries import UNREADABLE, Entry, Layer, Order
 from megatron_eopt.overrides.known import Known, OverrideError, SettingError, shown
 from megatron_eopt.overrides.selectors import Condition, Kind, ParameterInfo, Selector
@@ -94,8 +95,8 @@ def resolve(
     counts = match_counts(entries, infos, optimizer) if matches is None else matches
     unmatched = [entry for entry, count in zip(entries, counts, strict=True) if not count]
     wrong = kept + [
-        f"{entry.source}: select: {_no_match(entry.selector, infos)}"
-        for entry in unmatched
+        f"{entry.source}: select: {_no_match(entry.selector, infos if number < MAX_MISTAKES else [])}"
+        for number, entry in enumerate(unmatched)
         if entry.layer != Layer.DEFAULTS
         and entry.selector is not UNREADABLE
         and not (kept and entry.selector.optimizer in known.optimizers)
@@ -219,7 +220,7 @@ def _drop_without_effect(won: dict[str, _Claim], optimizer: str | None, known: K
 
 def _no_match(selector: Selector, infos: Sequence[ParameterInfo]) -> str:
     """Why a selector takes none of the parameters: the condition that fails, and what is near it."""
-    if selector.any_of:
+    if selector.any_of or not infos:
         return f"'{selector}' matches no parameter{_near(selector.conditions[0], infos)}"
     for condition in selector.conditions:
         if not any(condition.matches(info) for info in infos):

@@ -13,7 +13,8 @@ from functools import cached_property, partial
 from typing import Any
 
 from megatron_eopt.orthogonalize.choices import listing, near_or_all
-from megatron_eopt.overrides.known import OverrideError, shown
+from megatron_eopt.overrides import regex
+from megatron_eopt.overrides.known import OverrideError, shown, unfit
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Condition:
     holds: Callable[[ParameterInfo], bool] | None = field(default=None, compare=False)  # of a predicate
 
     def __post_init__(self) -> None:
+        if self.kind != Kind.PREDICATE and (what := unfit(self.text)):
+            raise OverrideError(what)
         match self.kind:
             case Kind.NAME if not self.text:
                 raise OverrideError("an empty name selects nothing: write '*' for every parameter")
@@ -89,24 +92,22 @@ class Condition:
             case Kind.SHAPE if self.text not in SHAPES:
                 raise OverrideError(f"unknown shape {self.text!r}{near_or_all(self.text, SHAPES)}")
             case Kind.REGEX:
-                try:
-                    re.compile(self.text)
-                except re.error as error:
-                    raise OverrideError(f"{self.text!r} is no regular expression: {error}") from None
+                regex.parsed(self.text)
 
     def __str__(self) -> str:
         return _PREFIXES.get(self.kind, f"{self.kind.name.lower()}:") + self.text
 
     @cached_property
-    def _pattern(self) -> re.Pattern[str]:
-        glob = rf"(?:^|\.){fnmatch.translate(unwrapped(self.text))}"
-        return re.compile(self.text if self.kind == Kind.REGEX else glob)
+    def _glob(self) -> re.Pattern[str]:
+        return re.compile(rf"(?:^|\.){fnmatch.translate(unwrapped(self.text))}")
 
     def matches(self, info: ParameterInfo) -> bool:
         """Whether it holds."""
         match self.kind:
-            case Kind.NAME | Kind.REGEX:
-                return self._pattern.search(info.name) is not None
+            case Kind.NAME:
+                return self._glob.search(info.name) is not None
+            case Kind.REGEX:
+                return regex.is_found(self.text, info.name)
             case Kind.ATTR:
                 return bool(info.attributes.get(self.text, False))
             case Kind.SHAPE:

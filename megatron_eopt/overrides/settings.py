@@ -1,13 +1,15 @@
 """The settings that a parameter can have of its own: what a value may be, which optimizers have them, what fits."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, get_args
 
 from megatron_eopt.orthogonalize.choices import close, listing, near_or_all
-from megatron_eopt.orthogonalize.coefficients import get_coefficients, get_supported_coefficient_types
+from megatron_eopt.orthogonalize.coefficients import MAX_STEPS, get_coefficients, get_supported_coefficient_types
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.overrides.known import SPLITS, Known, SettingError, shown
 
@@ -36,23 +38,17 @@ def _number(where: str = "", inside: Callable[[float], bool] = math.isfinite, wh
     expected = ("a whole number" if whole else "a number") + where
 
     def convert(raw: Any, known: Known) -> Any:
-        if isinstance(raw, str) and _is_number(raw):
+        if isinstance(raw, str) and re.fullmatch(r"[-+]?\.?\d[\d.]*([eE][-+]?\d+)?", raw):
             raise ValueError(f"expected {expected}, got the text {raw!r}: write it without quotes")
         if not isinstance(raw, Real) or isinstance(raw, bool):
             return None
-        value = float(raw)
-        if not math.isfinite(value) or not inside(value) or (whole and value % 1):
-            return None
-        return int(value) if whole else value
+        with suppress(OverflowError):  # of an integer that is larger than any float
+            value = float(raw)
+            if math.isfinite(value) and inside(value) and not (whole and value % 1):
+                return int(value) if whole else value
+        return None
 
     return Check(expected, convert)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
 
 
 def _numbers(count: int, each: Check, expected: str) -> Check:
@@ -94,7 +90,6 @@ _BOOL = _of_type(bool, "true or false")
 _RATES = ("lr", "min_lr", "lr_mult", "weight_decay", "start_wd", "end_wd", "wd_mult")
 _ABOVE_0 = _number(" above 0", lambda value: value > 0)
 _FRACTION = _number(" in [0, 1)", lambda value: 0 <= value < 1)
-_COUNT = _number(" of at least 1", lambda value: value >= 1, whole=True)
 
 SETTINGS: dict[str, Check] = {
     "optimizer": _choice("optimizer", "adam, sgd or a registered name", lambda known: sorted(known.optimizers)),
@@ -102,11 +97,11 @@ SETTINGS: dict[str, Check] = {
     "betas": _numbers(2, _FRACTION, "two numbers in [0, 1), as [0.9, 0.95]"),
     "eps": _ABOVE_0,
     "momentum": _FRACTION,
-    "num_ns_steps": _COUNT,
+    "num_ns_steps": _number(f" in [1, {MAX_STEPS}]", lambda value: 1 <= value <= MAX_STEPS, whole=True),
     "coefficient_type": _choice("coefficient type", listing(_COEFFICIENTS), lambda known: _COEFFICIENTS),
     "scale_mode": _choice("scale mode", listing(_SCALES), lambda known: _SCALES),
     "extra_scale_factor": _ABOVE_0,
-    "rank": _COUNT,
+    "rank": _number(" of at least 1", lambda value: value >= 1, whole=True),
     "split": _choice("split", listing(SPLITS), lambda known: known.splits, ("none", "default")),
     "exclude": _BOOL,
 }

@@ -44,7 +44,7 @@ class OptimizerConfig:
         fused: whether AdamW uses torch's fused kernel where torch has one for the parameters; ``transformer_engine`` or
             ``apex``, for ``adamw`` alone, for that package's FusedAdam.
         muon_momentum: of ``muon``, in [0, 1).
-        muon_ns_steps: Newton-Schulz steps of ``muon``, at least 1.
+        muon_ns_steps: Newton-Schulz steps of ``muon``, 1 to 100.
         muon_adam_lr: learning rate of AdamW beside an optimizer of matrices; None for ``lr``.
         muon_embeddings: whether ``muon`` is given embeddings, output layers and biases too, where they are matrices
             whose long side is at most ten times the short one, as in KempnerForge. Otherwise AdamW is.

@@ -82,6 +82,25 @@ def test_a_setting_is_refused_at_construction_and_in_a_new_group(name, key, valu
     assert len(optimizer.param_groups) == groups
 
 
+@pytest.mark.parametrize("steps", [101, 10**9])
+@pytest.mark.parametrize("name", [*having("num_ns_steps"), "hybrid"])
+def test_more_newton_schulz_steps_than_any_run_needs_are_refused_before_they_are_counted_out(name, steps):
+    p, q = matrices()
+    key = "ns_steps" if name == "hybrid" else "num_ns_steps"
+    message = rf"the number of Newton-Schulz steps must be at most 100, got {steps}"
+    with pytest.raises(ValueError, match=message):
+        made(name, [p], **{key: steps})
+    optimizer = made(name, [p])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [q], key: steps})
+    optimizer.param_groups[0][key] = steps
+    p.grad = torch.ones(6, 4)
+    before = p.detach().clone()
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert torch.equal(p, before)
+
+
 SCALARS = [
     *((name, key) for name in [*ROWS, "hybrid"] for key in ("lr", "weight_decay")),
     *((name, key) for key, names in (MOMENTA | EPS).items() for name in names if key != "adam_eps"),

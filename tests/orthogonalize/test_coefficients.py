@@ -62,7 +62,7 @@ def test_past_the_end_the_last_polynomial_repeats(coefficient_type):
     assert get_coefficients(coefficient_type, 12) == whole + whole[-1:] * 2
 
 
-@pytest.mark.parametrize("steps", [10, 15])
+@pytest.mark.parametrize("steps", [10, 15, 100])
 def test_other_sets_are_repeated_as_a_whole(steps):
     assert get_coefficients("quintic", steps) == get_coefficients("quintic", 5) * (steps // 5)
     assert get_coefficients("simple", steps) == get_coefficients("simple", 1) * steps
@@ -79,6 +79,8 @@ def test_other_sets_are_repeated_as_a_whole(steps):
         ([], 1, "non-empty list"),
         ([(1.0, 2.0)], 1, r"list of \(a, b, c\)"),
         ("quintic", 0, "at least 1, got 0"),
+        ("simple", 101, "must be at most 100, got 101"),
+        ("simple", 10**9, "must be at most 100, got 1000000000"),
         ("quintic", 2.5, r"whole number of at least 1, got 2\.5"),
         ("quintc", 5, "unknown coefficient type 'quintc': expected one of simple, quintic, polar_express"),
     ],
@@ -199,6 +201,7 @@ def test_a_wider_interval_is_a_safety_margin():
         (math.nan, 1.0, 5, "0 < lower < upper"),
         (1e-3, math.inf, 5, "0 < lower < upper"),
         (1e-3, 1.0, 0, "at least 1, got 0"),
+        (1e-3, 1.0, 10**9, "must be at most 100, got 1000000000"),
         (1e-3, 1.0, 2.5, r"whole number of at least 1, got 2\.5"),
     ],
 )

@@ -14,6 +14,7 @@ from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UN
 from megatron_eopt.megatron.checkpoints.attach import attach
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
+from megatron_eopt.megatron.checkpoints.run_mark import RunMark
 from megatron_eopt.megatron.checkpoints.sharding import layers_differ
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag, warn_of_shared_keys
@@ -55,6 +56,7 @@ class OptimizerOfRun:
         self.describe()
         self.assign(config_overrides)
         matrices, overrides = on_all_ranks(self.check)
+        self.mark = RunMark(self.facts.args)
         tag(matrices)
         self.build(build, overrides)
         self.prepare()

@@ -4,6 +4,7 @@ A page has them in the fence after ``<!-- message: NAME -->``, with ``...`` for 
 """
 
 import re
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from megatron_eopt.manifest import families, problems, warnings
 from megatron_eopt.megatron.arguments import with_flags
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.checkpoints.loading import mismatch, of_another, stacks_layers
+from megatron_eopt.megatron.checkpoints.run_mark import FILE, RunMark, process
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.qk_clip import refuse_unclipped
 from megatron_eopt.megatron.support.rules import Run, refuse_unsupported
@@ -112,6 +114,17 @@ def without_recorded_logits():
     refuse_unclipped([torch.nn.ModuleDict({"self_attention": attention})], 1)
 
 
+def second_run(tmp_path):
+    with subprocess.Popen(["sleep", "100"]) as first:
+        (tmp_path / FILE).write_text(" ".join([*process(first.pid), f"process {first.pid} on node7, at noon"]))
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            RunMark(SimpleNamespace(save=str(tmp_path)))
+        finally:
+            dist.destroy_process_group()
+            first.kill()
+
+
 def unfinished(tmp_path):
     (tmp_path / "__0_0.distcp").write_text("")
     read_contents(tmp_path)
@@ -126,6 +139,7 @@ SAID = {
     "unknown name": lambda: OptimizerConfig(name="moun"),
     "refused": lambda: refuse_unsupported(run(fp16=True, optimizer_cuda_graph=True)),
     "a GPU is there": on_a_gpu,
+    "second run": second_run,
     "no matrices": lambda: problems(families([row(f"norms.{i}", (64,)) for i in range(15)]), "muon", True)[0],
     "first step": first_step,
     "unused": unused,

@@ -36,6 +36,7 @@ from megatron_eopt.megatron.checkpoints.loading import (
     checked_tracker,
     with_optimizer,
 )
+from megatron_eopt.megatron.checkpoints.run_mark import marked_save
 from megatron_eopt.megatron.checkpoints.sharding import by_shard, named_apart, undecided
 from megatron_eopt.megatron.factory import checked, checked_elsewhere, with_registered
 from megatron_eopt.megatron.qk_clip import clip
@@ -203,6 +204,7 @@ def _of_training() -> list[Redirection]:
         Redirection(checkpointing, "preprocess_fsdp_dtensor_state_dict", prepared, named),
         Redirection(checkpointing, "load_checkpoint", with_optimizer, in_place),
         Redirection(checkpointing, "read_metadata", checked_tracker, empty),
+        Redirection(checkpointing, "save_checkpoint", marked_save, "two runs that save to one folder are noticed"),
         Redirection(arguments, "add_megatron_arguments", amended, parsed),
         Redirection(arguments, "validate_args", checks, fsdp),
         Redirection(training, "get_megatron_optimizer_config", with_flags, flags),

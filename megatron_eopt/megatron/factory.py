@@ -14,9 +14,10 @@ from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UN
 from megatron_eopt.megatron.checkpoints.attach import attach
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
+from megatron_eopt.megatron.checkpoints.run_mark import RunMark
 from megatron_eopt.megatron.checkpoints.sharding import layers_differ
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
-from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag
+from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag, warn_of_shared_keys
 from megatron_eopt.megatron.manifest import declare
 from megatron_eopt.megatron.metrics import interval_of, measure
 from megatron_eopt.megatron.parameters import frozen_names, mark, remember, torch_optimizers, trainable
@@ -55,6 +56,7 @@ class OptimizerOfRun:
         self.describe()
         self.assign(config_overrides)
         matrices, overrides = on_all_ranks(self.check)
+        self.mark = RunMark(self.facts.args)
         tag(matrices)
         self.build(build, overrides)
         self.prepare()
@@ -73,6 +75,7 @@ class OptimizerOfRun:
             fsdp.mark_shards(self.model_chunks)
         self.parameters = trainable(self.model_chunks, self.groups)
         mark(self.parameters)
+        warn_of_shared_keys(self.parameters, self.groups.tp.size(), on(self.facts.model, "sequence_parallel"))
 
     def assign(self, config_overrides: Any) -> None:
         """Decide which optimizer updates every parameter, with which settings."""

@@ -8,10 +8,12 @@ from megatron_eopt import matrices
 from megatron_eopt.family import SplitName
 from megatron_eopt.matrices import ATTRIBUTE, GATE_UP, WHOLE, Split, declared_split, is_transposed
 from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.agreement import say
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.parameters import ModelParameter
 from megatron_eopt.optimizers.parameters import ROWS
 from megatron_eopt.overrides import OverrideError
+from megatron_eopt.parallel.layout import is_sharded
 from megatron_eopt.registry import get_qkv_split_shapes, pairs_rows
 
 _BY_SETTING = "logical_matrices_by_setting"
@@ -81,6 +83,17 @@ def tag(found: Iterable[Matrices]) -> None:
                 setattr(tensor, name, value)
             elif hasattr(tensor, name):
                 delattr(tensor, name)
+
+
+def warn_of_shared_keys(parameters: Iterable[ModelParameter], ranks: int, sequence_parallel: bool) -> None:
+    """Warn of latent attention that gives the keys' positions, which all heads share, the gradients of some alone."""
+    down = [p for p in parameters if p.path.endswith((".linear_kv_down_proj", ".linear_qkv_down_proj"))]
+    if ranks > 1 and down and (is_sharded(down[0].tensor) or not sequence_parallel):
+        say(
+            f"warning: the gradient of {down[0].name} is incomplete, whatever the optimizer: Megatron sums that of the "
+            f"keys' positions over the heads of one tensor-parallel rank of {ranks} alone. Set "
+            f"--tensor-model-parallel-size 1, or take Transformer Engine's layers with --sequence-parallel"
+        )
 
 
 def is_declared(parameter: ModelParameter) -> bool:

@@ -19,7 +19,15 @@ from megatron_eopt.matrices import (
 )
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.factory import OptimizerOfRun
-from megatron_eopt.megatron.fused import Matrices, fused, is_declared, logical_matrices, split_of, tag
+from megatron_eopt.megatron.fused import (
+    Matrices,
+    fused,
+    is_declared,
+    logical_matrices,
+    split_of,
+    tag,
+    warn_of_shared_keys,
+)
 from megatron_eopt.megatron.parameters import trainable
 from megatron_eopt.megatron.support.rules import Run
 from megatron_eopt.optimizers.parameters import rows_of as numbered_rows_of
@@ -145,6 +153,26 @@ def test_latent_attention_with_one_down_projection():
     module = Module("linear_qkv_down_proj", Linear(24 + 20 + 8))
     module.config.q_lora_rank, module.config.kv_lora_rank, module.config.qk_pos_emb_head_dim = 24, 20, 8
     assert rows_of(module) == {"q": 24, "kv": 20, "k_rope": 8}
+
+
+@pytest.mark.parametrize(
+    ("layer", "ranks", "cut", "sequence_parallel", "warned"),
+    [
+        ("linear_kv_down_proj", 2, True, False, True),
+        ("linear_kv_down_proj", 2, True, True, True),
+        ("linear_qkv_down_proj", 2, True, False, True),
+        ("linear_kv_down_proj", 2, False, False, True),  # Transformer Engine's: each rank has all rows
+        ("linear_kv_down_proj", 2, False, True, False),
+        ("linear_kv_down_proj", 1, False, False, False),
+        ("linear_kv_up_proj", 2, True, False, False),
+    ],
+)
+def test_a_gradient_that_megatron_leaves_incomplete_is_named(capsys, layer, ranks, cut, sequence_parallel, warned):
+    module = Module(layer, Linear(28, ranks if cut else 1))
+    found = trainable([nn.ModuleDict({"self_attention": module})], groups(ranks))
+    warn_of_shared_keys(found, ranks, sequence_parallel)
+    said = f"warning: the gradient of self_attention.{layer}.weight is incomplete, whatever the optimizer: "
+    assert (said in capsys.readouterr().out) == warned
 
 
 def test_gate_and_up_of_experts_by_turns():

@@ -97,7 +97,9 @@ def test_latent_attention(tmp_path, ranks):
     gpt = [flag for flag in SMALL_GPT if flag not in ("--group-query-attention", "--num-query-groups")]
     gpt.remove("2")
     run = [*RUN, *MLA, "--muon-split", "all", "--optimizer-manifest-file", manifest]
-    ranks_found, _ = train(tmp_path / "run", ranks, *run, "--tensor-model-parallel-size", ranks, model=gpt)
+    ranks_found, output = train(tmp_path / "run", ranks, *run, "--tensor-model-parallel-size", ranks, model=gpt)
+    warning = "warning: the gradient of decoder.layers.0.self_attention.linear_kv_down_proj.weight is incomplete"
+    assert output.count(warning) == ranks - 1
     found = recorded(ranks_found)
     attention = "decoder.layers.0.self_attention"
     assert_updated(found, f"{attention}.linear_kv_down_proj.weight", blocks(28, 20, 8))

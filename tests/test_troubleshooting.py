@@ -3,6 +3,7 @@
 A page has them in the fence after ``<!-- message: NAME -->``, with ``...`` for what differs from run to run.
 """
 
+import contextlib
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,6 +64,28 @@ def steps_without_finite_gradients(count):
     for _ in range(count):
         weight.grad = torch.full_like(weight, torch.nan)
         optimizer.step()
+
+
+def update_that_is_not_finite():
+    weight = torch.nn.Parameter(torch.ones(6, 4))
+    optimizer = TensorParallelMuon([(FIRST, weight)])
+    optimizer.orthogonalize_fn = lambda x: x / 0
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+
+
+def by_ctrl_c(*arguments):
+    raise KeyboardInterrupt
+
+
+def interrupted():
+    weight = torch.nn.Parameter(torch.ones(6, 4))
+    optimizer = TensorParallelMuon([weight])
+    optimizer.apply = by_ctrl_c
+    weight.grad = torch.ones_like(weight)
+    with contextlib.suppress(KeyboardInterrupt):
+        optimizer.step()
+    optimizer.step()
 
 
 def parsed_before_activation():
@@ -134,6 +157,8 @@ SAID = {
     "upside down": lambda: overrides(**{"linear_fc1.weight": {"lr": 1e-3}}).learning_rates(1e-2, 1e-2),
     "override": lambda: overrides(**{"*.mlp.linear_fcl.weight": {"lr": 1e-3}}),
     "skipped": lambda: steps_without_finite_gradients(1),
+    "updates": update_that_is_not_finite,
+    "interrupted": interrupted,
     "five in a row": lambda: steps_without_finite_gradients(5),
     "qk-clip": without_recorded_logits,
     "adams": lambda: mismatch("TensorParallelMuon", state("momentum_buffer"), checkpoint("exp_avg", "exp_avg_sq")),

@@ -5,6 +5,7 @@ A page has them in the fence after ``<!-- message: NAME -->``, with ``...`` for 
 
 import contextlib
 import re
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from megatron_eopt.checkpoints.contents import read_contents
 from megatron_eopt.manifest import families, problems, warnings
 from megatron_eopt.megatron.arguments import with_flags
 from megatron_eopt.megatron.assignment import Assignment
-from megatron_eopt.megatron.checkpoints.loading import mismatch, of_another, stacks_layers
+from megatron_eopt.megatron.checkpoints.loading import mismatch, named_disk, of_another, stacks_layers
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.qk_clip import refuse_unclipped
 from megatron_eopt.megatron.support.rules import Run, refuse_unsupported
@@ -86,6 +87,16 @@ def interrupted():
     with contextlib.suppress(KeyboardInterrupt):
         optimizer.step()
     optimizer.step()
+
+
+def full(monkeypatch, tmp_path):
+    monkeypatch.setattr("megatron_eopt.megatron.releases.training_args", lambda: SimpleNamespace(save=str(tmp_path)))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, before[1]))
+    try:
+        named_disk((tmp_path / "file").write_bytes)(bytes(2**13))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def parsed_before_activation():
@@ -159,6 +170,7 @@ SAID = {
     "skipped": lambda: steps_without_finite_gradients(1),
     "updates": update_that_is_not_finite,
     "interrupted": interrupted,
+    "full": full,
     "five in a row": lambda: steps_without_finite_gradients(5),
     "qk-clip": without_recorded_logits,
     "adams": lambda: mismatch("TensorParallelMuon", state("momentum_buffer"), checkpoint("exp_avg", "exp_avg_sq")),

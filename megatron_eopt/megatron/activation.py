@@ -34,6 +34,7 @@ from megatron_eopt.megatron.checkpoints.loading import (
     checked_load,
     checked_save,
     checked_tracker,
+    named_disk,
     with_optimizer,
 )
 from megatron_eopt.megatron.checkpoints.sharding import by_shard, named_apart, undecided
@@ -176,12 +177,14 @@ def _and_derived(config: Any) -> Iterator[Any]:
 
 def _of_training() -> list[Redirection]:
     import megatron.training.arguments as arguments
+    import megatron.training.async_utils as async_utils
     import megatron.training.checkpointing as checkpointing
     import megatron.training.training as training
 
     whole = "a checkpoint that is not whole is refused with its reason, whatever is damaged"
     apart = "layers whose parameters have different optimizers cannot be stacked into one tensor"
     empty = "a save that was killed while it wrote the tracker file leaves it empty, and Megatron exits with status 0"
+    full = "an error on a disk that is full does not say so, above all where a writer of Megatron's had it"
     in_place = "what is no tensor of an optimizer has to be loaded too, which Megatron leaves out under torch FSDP2"
     parsed = "--optimizer and the flags of Muon take what our optimizers take, and refuse the rest when parsed"
     amended = around(lambda add_arguments, parser: amend(add_arguments(parser), releases.unavailable()))
@@ -203,6 +206,8 @@ def _of_training() -> list[Redirection]:
         Redirection(checkpointing, "preprocess_fsdp_dtensor_state_dict", prepared, named),
         Redirection(checkpointing, "load_checkpoint", with_optimizer, in_place),
         Redirection(checkpointing, "read_metadata", checked_tracker, empty),
+        Redirection(checkpointing, "save_checkpoint", named_disk, full),
+        Redirection(async_utils, "maybe_finalize_async_save", named_disk, full),
         Redirection(arguments, "add_megatron_arguments", amended, parsed),
         Redirection(arguments, "validate_args", checks, fsdp),
         Redirection(training, "get_megatron_optimizer_config", with_flags, flags),

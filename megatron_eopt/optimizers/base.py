@@ -499,9 +499,9 @@ class BaseOptimizer(Optimizer):
                 group[KERNEL] = kernel
                 if RATES in self.carried_settings:
                     group[RATES] = asdict(engine.rates)
-            self._engine, self._engine_of = engine, wanted
             # shards that are taken for matrices step each by itself
             self._agree = engine.agree if engine.groups and self.tp_mode != "blockwise" else None
+            self._engine, self._engine_of = engine, wanted
             self._tell_unmarked(engine)
         if self._nonfinite is None and self._parameters():
             devices = sorted({str(parameter.device) for parameter in self._parameters()})

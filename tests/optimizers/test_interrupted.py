@@ -62,7 +62,7 @@ def are_equal(one, other):
     return one[1] == other[1] and len(one[0]) == len(other[0]) and all(map(torch.equal, one[0], other[0]))
 
 
-def interrupted(name, steps, places=16):
+def interrupted(name, steps, places=10):
     """The optimizer, interrupted in a step at so many places, one after another."""
     opt = stepped(name, steps)
     with Operations() as operations:

@@ -5,17 +5,15 @@
 """
 
 import argparse
-import json
 import os
 import sys
 import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
-from pathlib import Path
 from typing import get_args
 
-from megatron_eopt.manifest import table, to_json
+from megatron_eopt.manifest import table, write_json
 from megatron_eopt.manifest.text import aligned, megabytes
 from megatron_eopt.models import MODELS, Model, Parallel, dealt_matrices
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
@@ -131,7 +129,7 @@ def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int
         for each in said:
             print(f"\n{kind}: {each}")
     if options.json is not None:
-        Path(options.json).write_text(json.dumps(to_json(run.families), indent=1) + "\n")
+        write_json(run.families, options.json)
     return 1 if run.problems else 0
 
 

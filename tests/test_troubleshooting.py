@@ -3,7 +3,9 @@
 A page has them in the fence after ``<!-- message: NAME -->``, with ``...`` for what differs from run to run.
 """
 
+import contextlib
 import re
+import resource
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from megatron_eopt.checkpoints.contents import read_contents
 from megatron_eopt.manifest import families, problems, warnings
 from megatron_eopt.megatron.arguments import with_flags
 from megatron_eopt.megatron.assignment import Assignment
-from megatron_eopt.megatron.checkpoints.loading import mismatch, of_another, stacks_layers
+from megatron_eopt.megatron.checkpoints.loading import mismatch, named_disk, of_another, stacks_layers
 from megatron_eopt.megatron.checkpoints.run_mark import FILE, RunMark, process
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.qk_clip import refuse_unclipped
@@ -65,6 +67,38 @@ def steps_without_finite_gradients(count):
     for _ in range(count):
         weight.grad = torch.full_like(weight, torch.nan)
         optimizer.step()
+
+
+def update_that_is_not_finite():
+    weight = torch.nn.Parameter(torch.ones(6, 4))
+    optimizer = TensorParallelMuon([(FIRST, weight)])
+    optimizer.orthogonalize_fn = lambda x: x / 0
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+
+
+def by_ctrl_c(*arguments):
+    raise KeyboardInterrupt
+
+
+def interrupted():
+    weight = torch.nn.Parameter(torch.ones(6, 4))
+    optimizer = TensorParallelMuon([weight])
+    optimizer.apply = by_ctrl_c
+    weight.grad = torch.ones_like(weight)
+    with contextlib.suppress(KeyboardInterrupt):
+        optimizer.step()
+    optimizer.step()
+
+
+def full(monkeypatch, tmp_path):
+    monkeypatch.setattr("megatron_eopt.megatron.releases.training_args", lambda: SimpleNamespace(save=str(tmp_path)))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, before[1]))
+    try:
+        named_disk((tmp_path / "file").write_bytes)(bytes(2**13))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def parsed_before_activation():
@@ -148,6 +182,9 @@ SAID = {
     "upside down": lambda: overrides(**{"linear_fc1.weight": {"lr": 1e-3}}).learning_rates(1e-2, 1e-2),
     "override": lambda: overrides(**{"*.mlp.linear_fcl.weight": {"lr": 1e-3}}),
     "skipped": lambda: steps_without_finite_gradients(1),
+    "updates": update_that_is_not_finite,
+    "interrupted": interrupted,
+    "full": full,
     "five in a row": lambda: steps_without_finite_gradients(5),
     "qk-clip": without_recorded_logits,
     "adams": lambda: mismatch("TensorParallelMuon", state("momentum_buffer"), checkpoint("exp_avg", "exp_avg_sq")),

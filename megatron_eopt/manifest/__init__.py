@@ -16,4 +16,5 @@ from megatron_eopt.manifest.families import rows as rows
 from megatron_eopt.manifest.saved import FORMAT as FORMAT
 from megatron_eopt.manifest.saved import from_json as from_json
 from megatron_eopt.manifest.saved import to_json as to_json
+from megatron_eopt.manifest.saved import write_json as write_json
 from megatron_eopt.manifest.text import table as table

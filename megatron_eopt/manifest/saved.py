@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, is_dataclass
+from pathlib import Path
 from reprlib import repr as short
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -23,6 +24,14 @@ def to_json(families: Iterable[Family]) -> dict[str, Any]:
         of_row = {_KEYS.get(key, key): value for key, value in asdict(family.like).items()}
         written.append({"pattern": family.pattern, "members": family.members} | of_row)
     return json.loads(json.dumps({"format": FORMAT, "families": written}))
+
+
+def write_json(families: Iterable[Family], file: str) -> None:
+    """Write them to a file; a ``ValueError`` that names it where that fails, as on a full disk."""
+    try:
+        Path(file).write_text(json.dumps(to_json(families), indent=1) + "\n")
+    except OSError as error:
+        raise ValueError(f"the manifest cannot be written to {file}: {error.strerror}; give another file") from error
 
 
 def from_json(manifest: Any) -> list[Family]:

@@ -34,6 +34,7 @@ from megatron_eopt.megatron.checkpoints.loading import (
     checked_load,
     checked_save,
     checked_tracker,
+    named_disk,
     with_optimizer,
 )
 from megatron_eopt.megatron.checkpoints.run_mark import marked_save
@@ -177,12 +178,14 @@ def _and_derived(config: Any) -> Iterator[Any]:
 
 def _of_training() -> list[Redirection]:
     import megatron.training.arguments as arguments
+    import megatron.training.async_utils as async_utils
     import megatron.training.checkpointing as checkpointing
     import megatron.training.training as training
 
     whole = "a checkpoint that is not whole is refused with its reason, whatever is damaged"
     apart = "layers whose parameters have different optimizers cannot be stacked into one tensor"
     empty = "a save that was killed while it wrote the tracker file leaves it empty, and Megatron exits with status 0"
+    full = "an error on a disk that is full does not say so, above all where a writer of Megatron's had it"
     in_place = "what is no tensor of an optimizer has to be loaded too, which Megatron leaves out under torch FSDP2"
     parsed = "--optimizer and the flags of Muon take what our optimizers take, and refuse the rest when parsed"
     amended = around(lambda add_arguments, parser: amend(add_arguments(parser), releases.unavailable()))
@@ -194,6 +197,9 @@ def _of_training() -> list[Redirection]:
     def checks(validate: Callable[..., Any]) -> Callable[..., Any]:
         return with_our_qk_clip(with_our_offload(sharded(validate)))
 
+    def saves(save: Callable[..., Any]) -> Callable[..., Any]:
+        return named_disk(marked_save(save))
+
     clipped = "QK-clip in every kind of layer and attention, and with negative logits"
     named = "Megatron prepares Adam's state alone for fsdp_dtensor, and finds no weights of a model in fp32"
     flags = "what the flags of our optimizers say reaches the config, which has no fields for some of them"
@@ -204,7 +210,8 @@ def _of_training() -> list[Redirection]:
         Redirection(checkpointing, "preprocess_fsdp_dtensor_state_dict", prepared, named),
         Redirection(checkpointing, "load_checkpoint", with_optimizer, in_place),
         Redirection(checkpointing, "read_metadata", checked_tracker, empty),
-        Redirection(checkpointing, "save_checkpoint", marked_save, "two runs that save to one folder are noticed"),
+        Redirection(checkpointing, "save_checkpoint", saves, f"two runs that save to one folder are noticed; {full}"),
+        Redirection(async_utils, "maybe_finalize_async_save", named_disk, full),
         Redirection(arguments, "add_megatron_arguments", amended, parsed),
         Redirection(arguments, "validate_args", checks, fsdp),
         Redirection(training, "get_megatron_optimizer_config", with_flags, flags),

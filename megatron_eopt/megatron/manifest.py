@@ -1,10 +1,8 @@
 """The manifest of an optimizer that Megatron has built: who updates every parameter, whoever it was assigned to."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -70,7 +68,7 @@ def _report(found: list[Family], config: Any) -> None:
     for each in manifest.warnings(found, config.muon_scale_mode):
         print(f"megatron_eopt: warning: {each}", flush=True)
     if file is not None:
-        Path(file).write_text(json.dumps(manifest.to_json(found), indent=1) + "\n")
+        manifest.write_json(found, file)
 
 
 def rows_here(

@@ -103,6 +103,9 @@ class BaseOptimizer(Optimizer):
     _scalable: bool = False  # whether a GradScaler has been checked
     _warns_without_gradients: bool = True  # until it has; Megatron's first step says more
     _looks: bool | None = None  # whether the next step looks for other optimizers; None before the first one
+    _changing: bool = False  # whether a step changes parameters and state, or an exception ended it while it did
+    _ended_by: str = ""  # the name of that exception
+    _also: Callable[[], None] | None = None  # what else belongs to a step, as that of AdamW to Muon's
 
     def __new__(cls, *args: Any, **named: Any) -> Self:
         """Refuse arguments that the constructor does not take."""
@@ -114,6 +117,7 @@ class BaseOptimizer(Optimizer):
 
         A copy shares the process groups; they cannot be pickled.
         """
+        self.refuse_half_step()
         own = {key: value for key, value in vars(self).items() if not key.startswith("_")}
         return {key: _shared(value) for key, value in own.items()} | super().__getstate__()
 
@@ -388,6 +392,11 @@ class BaseOptimizer(Optimizer):
         tensors = self.state_tensors(parameter)
         check_placements(f"{type(self).__name__}: {called}", parameter, tensors, self.matrix_layouts)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; a ``RuntimeError`` after a step that an exception ended half-way."""
+        self.refuse_half_step()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state. Of settings that it lacks, a group keeps those that it has.
 
@@ -440,6 +449,7 @@ class BaseOptimizer(Optimizer):
                 elif tensor.dtype not in (None, parameter.dtype):  # to which torch casts what it loads
                     own = state[tensor.key].detach().clone().to(local(parameter).device, tensor.dtype)
                     self.state[parameter][tensor.key] = own
+        self._changing = False
 
     def check_writer(self, state_dict: dict[str, Any]) -> None:
         """Refuse a state of another optimizer; users' subclasses and their base load each other."""
@@ -489,6 +499,8 @@ class BaseOptimizer(Optimizer):
                 group[KERNEL] = kernel
                 if RATES in self.carried_settings:
                     group[RATES] = asdict(engine.rates)
+            # shards that are taken for matrices step each by itself
+            self._agree = engine.agree if engine.groups and self.tp_mode != "blockwise" else None
             self._engine, self._engine_of = engine, wanted
             self._tell_unmarked(engine)
         if self._nonfinite is None and self._parameters():
@@ -541,8 +553,10 @@ class BaseOptimizer(Optimizer):
 
         Raises:
             ValueError: for a setting or a gradient that the optimizer cannot take, before anything is changed.
-            RuntimeError: if a gradient was not finite in several steps in a row.
+            RuntimeError: if a gradient was not finite in several steps in a row; and after a step that an exception
+                ended while it changed parameters or state, until a state is loaded.
         """
+        self.refuse_half_step()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -561,10 +575,27 @@ class BaseOptimizer(Optimizer):
         engine.watched = self._watched
         assert self._nonfinite is not None  # prepared, too
         gradients = [local(p.grad) if isinstance(p.grad, DTensor) else p.grad for p in parameters]
-        # shards that are taken for matrices step each by itself
-        agree = engine.agree if engine.groups and self.tp_mode != "blockwise" else None
-        self._take(self._nonfinite.accept(gradients, agree))
+        accepted = self._nonfinite.accept(gradients, self._agree)
+        vars(self).update(_changing=True, _ended_by="an exception")  # unless _take() knows that nothing has changed yet
+        try:
+            self._take(accepted)
+            if self._also is not None:
+                self._also()
+        except BaseException as error:
+            self._ended_by = type(error).__name__
+            raise
+        self._changing = False
         return loss
+
+    def refuse_half_step(self) -> None:
+        """Raise a ``RuntimeError`` if the last step ended while it changed parameters or state."""
+        if self._changing:
+            raise RuntimeError(
+                f"{type(self).__name__}: {self._ended_by} ended the last step while it changed "
+                f"weights and state: some may have advanced, others not, and another step would apply gradients twice. "
+                f"Load both from a checkpoint (the optimizer's load_state_dict() leaves weights as they are), or build "
+                f"the optimizer anew, to go on from these weights with fresh state"
+            )
 
     def _look(self, parameters: Sequence[Tensor]) -> None:
         """Say what is wrong with parameters that are stepped, the first time and where another optimizer has come."""
@@ -580,7 +611,7 @@ class BaseOptimizer(Optimizer):
         self._watched = watched
 
     def skipped_steps(self) -> dict[str, int]:
-        """Parameter -> steps that were left out because its gradient was not finite. Waits for the device."""
+        """Parameter -> steps left out because its gradient or update was not finite. Waits for the device."""
         return {} if self._nonfinite is None else self._nonfinite.total
 
 

@@ -43,15 +43,18 @@ class GraphedUpdate:
         self._update, self._capture = update, capture
         self._replay: Replay | None = None
 
-    def __call__(self, batches: Sequence[Batch]) -> None:
-        """Update as ``update`` would; a ``RuntimeError`` if something that was captured has changed since."""
-        if self._replay is None:
-            self._replay = self._record(batches)
-        elif self._key(batches) != self._captured:
+    def check(self, batches: Sequence[Batch]) -> None:
+        """Raise a ``RuntimeError`` if something that was captured has changed since."""
+        if self._replay is not None and self._key(batches) != self._captured:
             raise RuntimeError(
                 "the parameters with gradients, or the settings of a group, are not those that the CUDA graph of the "
                 "step was captured with: only learning rate and weight decay may change. Turn cuda_graphs off"
             )
+
+    def __call__(self, batches: Sequence[Batch]) -> None:
+        """Update as ``update`` would, with batches that :meth:`check` has passed."""
+        if self._replay is None:
+            self._replay = self._record(batches)
         for batch, static in zip(batches, self._batches, strict=True):
             assert static.accepted is not None
             assert batch.accepted is not None  # both are masked

@@ -36,7 +36,7 @@ from megatron_eopt.optimizers.group_settings import (
 from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.orthogonalized import MOMENTUM_STEPS, OF_PARAMETERS, OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_shard, local
-from megatron_eopt.optimizers.users_functions import of_whole, partition_of, takes_shards
+from megatron_eopt.optimizers.users_functions import checked, of_whole, partition_of, takes_shards
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.kernels import KERNELS
@@ -286,6 +286,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         elif self.cuda_graphs:
             batches = self._batches(accepted, masked=True)
             self._graphed = self._graphed or GraphedUpdate(lambda batches: muon(batches, self.engine, self))
+            self._changing = False
+            self._graphed.check(batches)
+            self._changing = True
             self._graphed(batches)
         else:
             batches = self._batches(accepted)
@@ -371,14 +374,16 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _by_users(self, p: Tensor, engine: Engine, matrix: Matrix, shard: Tensor, scale: float) -> Tensor:
         """The update of a logical matrix by a function of the user's, which gets it whole, or as Megatron's does."""
-        group, function = engine.groups.get(matrix.group), self.scaled_orthogonalize_fn
+        group, function, name = engine.groups.get(matrix.group), self.scaled_orthogonalize_fn, "scaled_orthogonalize_fn"
         if not self._overrides(TensorParallelMuon, "scaled_orthogonalize_fn"):
-            found = of_whole(self.orthogonalize_fn, shard, matrix, group)
+            found = of_whole(self.orthogonalize_fn, "orthogonalize_fn", shard, matrix, group)
             return found * scale if self.scales_factors else found
         if not takes_shards(function):
-            return of_whole(function, shard, matrix, group)
+            return of_whole(function, name, shard, matrix, group)
         tp, dim = getattr(self.pg_collection, "expt_tp" if is_expert(p) else "tp", None), partition_of(matrix)
-        return of_whole(function, shard, matrix, group, tp, None) if dim is None else function(shard, tp, dim)
+        if dim is None:
+            return of_whole(function, name, shard, matrix, group, tp, None)
+        return checked(f"{name} of a shard", function(shard, tp, dim), shard)
 
     def scaled_orthogonalize_fn(
         self, grad: Tensor, tp_group: ProcessGroup | None = None, partition_dim: int | None = None
@@ -391,7 +396,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         """
         layout = cut_over((grad.shape[0], grad.shape[1]), partition_dim, tp_group)
         matrix = Matrix("grad", layout.shape, layout.rectangles)
-        return of_whole(super().scaled_orthogonalize_fn, grad, matrix, layout.group)
+        return of_whole(super().scaled_orthogonalize_fn, "scaled_orthogonalize_fn", grad, matrix, layout.group)
 
     def orthogonalize_fn(self, matrix: Tensor) -> Tensor:
         """The orthogonal factor of a whole matrix, by Newton-Schulz; one of yours in its place counts."""

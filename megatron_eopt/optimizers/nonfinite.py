@@ -2,12 +2,14 @@
 
 A value that is not finite would stay in the momentum for ever. So the step of that parameter is skipped, counted and
 reported; several in a row are an error. On a CPU that is known before anything is changed. On a GPU nothing waits for
-it: the step masks what is skipped, and what happened is read two steps later.
+it: the step masks what is skipped, and what happened is read two steps later. Updates by a function of the user's are
+looked at in the same way, and the whole step is skipped for them too, so that the momentum stays as it is.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ _DELAY = 2  # steps: by then the copy to the host is there, and all ranks read i
 class NonFinite:
     """Counts the skipped steps of parameters on a device; ``names`` has one for each, for messages."""
 
+    _looked_at, _advice = "gradients", "a learning rate that is too high, or for a loss that overflows"
+
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self._names = list(names)
         self._device = device
@@ -38,8 +42,15 @@ class NonFinite:
     @property
     def total(self) -> dict[str, int]:
         """Name -> skipped steps, of the parameters that had any. Waits for the device."""
-        counts = self._counts[1].tolist()
+        counts = (self._counts[1] + self.of_updates._counts[1]).tolist()
         return {name: count for name, count in zip(self._names, counts, strict=True) if count}
+
+    @cached_property
+    def of_updates(self) -> "NonFinite":
+        """The same for updates by functions of the user's; :attr:`total` has their steps too."""
+        found = NonFinite(self._names, self._device)
+        found._looked_at, found._advice = "updates by your own orthogonalize", "what it cannot take, such as zeros"
+        return found
 
     def accept(self, gradients: Sequence[Tensor | None], agree: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """One entry per parameter, on the device: True where the gradient is there and finite on all ranks.
@@ -99,10 +110,11 @@ class NonFinite:
         names = {name: count for name, count in zip(self._names, in_a_row, strict=True) if count}
         if max(names.values(), default=0) >= MAX_IN_A_ROW:
             raise RuntimeError(
-                f"gradients were not finite in {MAX_IN_A_ROW} steps in a row, of {listed(names)}: these parameters "
-                f"stand still; look for a learning rate that is too high, or for a loss that overflows"
+                f"{self._looked_at} were not finite in {MAX_IN_A_ROW} steps in a row, of {listed(names)}: these "
+                f"parameters stand still; look for {self._advice}"
             )
-        logger.warning(f"gradients are not finite, of {listed(names)}: their steps are skipped, {total} in all so far")
+        skipped = f"their steps are skipped, {total} in all so far"
+        logger.warning(f"{self._looked_at} are not finite, of {listed(names)}: {skipped}")
         self._reported = total
 
 

@@ -28,6 +28,7 @@ from megatron_eopt.optimizers.group_settings import (
 from megatron_eopt.optimizers.parameters import local, names_of_last, parameter_names, rows_of
 from megatron_eopt.optimizers.rounding import Numbered, numbered, store
 from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
+from megatron_eopt.optimizers.users_functions import checked
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import local_rows, on_one_rank
@@ -49,9 +50,9 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     3. Nesterov's look-ahead ``u = (1 - beta) g + beta m``, or ``u = m``;
     4. ``p -= lr * orthogonalize(p, u)``.
 
-    Gradients are never written to, and a parameter without one is left as it is, and so is one whose gradient is not
-    finite: see :mod:`~megatron_eopt.optimizers.nonfinite`. A step leaves every process-wide setting of torch as it
-    found it.
+    Gradients are never written to, and a parameter without one is left as it is, and so is one whose gradient, or
+    update by a function of yours, is not finite: see :mod:`~megatron_eopt.optimizers.nonfinite`. A step leaves every
+    process-wide setting of torch as it found it.
 
     A parameter whose attribute ``logical_matrices`` is a :class:`~megatron_eopt.matrices.Split` is orthogonalized and
     scaled as the matrices that it declares, whatever ``split_qkv`` says; a stack of them may have three dimensions.
@@ -273,11 +274,13 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     def _orthogonalize_matrix(self, matrix: Tensor) -> Tensor:
         # the scale of a matrix without entries may divide by zero
-        return self.scaled_orthogonalize_fn(matrix) if matrix.numel() else matrix
+        result = self.scaled_orthogonalize_fn(matrix) if matrix.numel() else matrix
+        return checked("scaled_orthogonalize_fn of a matrix", result, matrix)
 
     def scaled_orthogonalize_fn(self, grad: Tensor) -> Tensor:
         """The update of one matrix, scaled: for subclasses to override, or to set as emerging-optimizers' do."""
-        return self.orthogonalize_fn(grad) * self.scale_factor_fn(*grad.shape[:2])
+        factor = checked("orthogonalize_fn of a matrix", self.orthogonalize_fn(grad), grad)
+        return factor * self.scale_factor_fn(*grad.shape[:2])
 
     def orthogonalize_fn(self, matrix: Tensor) -> Tensor:
         """The orthogonal factor of a matrix; the matrix itself, where the constructor gets no function."""
@@ -296,6 +299,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     def _take_one_by_one(self, accepted: Tensor) -> list[Batch]:
         """A step by an :meth:`orthogonalize` that may be the user's: all updates come before the first change."""
+        self._changing = False  # until all updates are there
         validate_matmul_precision(self.fp32_matmul_prec)  # which may be another one by now
         before = {p: set(self.state.get(p, ())) for p in self._parameters()}
         try:
@@ -303,6 +307,8 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             directions = self.direction(batches, foreach.averaged)
             with fp32_products(self.fp32_matmul_prec, as_torch=True):
                 found = list(self._orthogonalized(batches, directions))
+                batches, found = self._finite(accepted, batches, found)
+                self._changing = True
                 updates = self._updates_of(batches, found, directions)
         except Exception:
             for p, keys in before.items():
@@ -337,15 +343,29 @@ class OrthogonalizedOptimizer(BaseOptimizer):
                     continue
                 before = weight.clone() if changes else None
                 accepted = None if batch.accepted is None else batch.accepted[i : i + 1]
+                self._changing = before is not None  # until the weight is as it was
                 try:
                     foreach.decay(replace(batch, weights=[weight], accepted=accepted))
                     result = self.orthogonalize(p, direction, **settings)
                 finally:
                     if before is not None:
                         weight.copy_(before)
-                if problem := _problem(result, direction, p):
-                    raise ValueError(f"orthogonalize of a parameter of shape {tuple(p.shape)} must return {problem}")
-                yield local(result).clone()
+                    self._changing = False
+                yield checked("orthogonalize of a parameter", result, direction, p.dtype).clone()
+
+    def _finite(self, accepted: Tensor, batches: list[Batch], found: list[Tensor]) -> tuple[list[Batch], list[Tensor]]:
+        """Batches and results, where one that is not finite is masked: zero, and its parameter stays as it is."""
+        assert self._nonfinite is not None  # a step is made
+        indices = [i for batch in batches for i in batch.indices]
+        results = dict(zip(indices, found, strict=True))
+        of_parameters = [results.get(i) for i, _ in enumerate(self._parameters())]
+        finite = self._nonfinite.of_updates.accept(of_parameters, self._agree)
+        if not batches or (finite.device.type == "cpu" and finite[indices].all()):
+            return batches, found
+        flags = (finite & accepted).unbind()
+        masks = [torch.stack([flags[i] for i in batch.indices]) for batch in batches]
+        masked = [replace(batch, accepted=mask) for batch, mask in zip(batches, masks, strict=True)]
+        return masked, foreach.masked(found, 0.0, torch.cat(masks))
 
     def _updates_of(self, batches: Sequence[Batch], found: list[Tensor], directions: list[Tensor]) -> list[Tensor]:
         """The updates of parameters, from what :meth:`orthogonalize` made of their directions."""
@@ -457,16 +477,3 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         keys, state = self._further_keys[parameter], self.state[parameter]
         state = state if state.keys() >= set(keys) else self._state_of(parameter)
         return [local(state[key]) for key in keys]
-
-
-def _problem(result: Any, direction: Tensor, parameter: Tensor) -> str | None:
-    """Why a result cannot be subtracted from the parameter, if it cannot."""
-    if not isinstance(result, Tensor):
-        return f"a tensor, got {result!r}"
-    result = local(result)
-    if result.shape != direction.shape:
-        return f"a tensor of the shape of grad, {tuple(direction.shape)}, got {tuple(result.shape)}"
-    if result.device != direction.device or not torch.can_cast(result.dtype, parameter.dtype):
-        wanted = f"on {direction.device} that can be cast to {parameter.dtype}"
-        return f"a tensor {wanted}, got {result.dtype} on {result.device}"
-    return None

@@ -491,6 +491,7 @@ class Spectron(BaseOptimizer):
         largest: dict[str, float] = {}
         for (p, _), (_, _, error) in zip(parts, found, strict=True):
             if isnan(error):
+                self._changing = False  # factors are not written yet
                 raise ValueError(
                     f"{type(self).__name__} cannot take factors from {names[p]}: a matrix of it is zero, and factors "
                     f"of zero never move, or is not finite. Initialize it otherwise, or give it to another optimizer"

@@ -4,23 +4,39 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.parallel.records import Matrix, cut_dimension
 from megatron_eopt.parallel.schemes.whole import cut_out, gather
 
 
 def of_whole(
-    function: Callable[..., Tensor], shard: Tensor, matrix: Matrix, group: ProcessGroup | None, *more: Any
+    function: Callable[..., Tensor], name: str, shard: Tensor, matrix: Matrix, group: ProcessGroup | None, *more: Any
 ) -> Tensor:
     """This rank's shard of what a function makes of a whole matrix, and of ``more``; all ranks compute it together."""
     if 0 in matrix.shape:
         return shard
     if group is None or not matrix.sharded:
-        return function(shard, *more)
+        return checked(f"{name} of a matrix", function(shard, *more), shard)
     (whole,) = gather([shard[None]], [matrix], group)()
-    return cut_out(function(whole[0], *more), matrix.rectangles[group.rank()])
+    result = checked(f"{name} of a matrix", function(whole[0], *more), whole[0])
+    return cut_out(result, matrix.rectangles[group.rank()])
+
+
+def checked(called: str, result: Any, grad: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """What a function made of ``grad``, or this rank's part of it; a ``ValueError`` names it if that is no update."""
+    said, dtype = f"{called} of shape {tuple(grad.shape)} must return a tensor", dtype or grad.dtype
+    if not isinstance(result, Tensor):
+        raise ValueError(f"{said}, got {result!r}")
+    result = local(result)
+    if result.shape != grad.shape:
+        raise ValueError(f"{said} of the shape of grad, {tuple(grad.shape)}, got {tuple(result.shape)}")
+    if result.device != grad.device or not torch.can_cast(result.dtype, dtype):
+        raise ValueError(f"{said} on {grad.device} that can be cast to {dtype}, got {result.dtype} on {result.device}")
+    return result if result.is_floating_point() else result.to(dtype)
 
 
 def takes_shards(function: Callable[..., Tensor]) -> bool:

@@ -213,17 +213,23 @@ class Muon(Optimizer):
                 loss = closure()
         groups = self._adam_groups  # AdamW would refuse its gradients when the matrices have made their step
         check_gradients(f"AdamW in {self._called}", [p for group in groups for p in group["params"]], groups, False)
-        self.matrices.step()
+        self.matrices._also = self._step_adamw
+        try:
+            self.matrices.step()
+        finally:
+            self.matrices._also = None
+        return loss
+
+    def _step_adamw(self) -> None:
         if self.adamw is not None:
             if self.initial_lr > 0:
                 ratio = self.param_groups[0]["lr"] / self.initial_lr
-                for group in groups:
+                for group in self._adam_groups:
                     group["lr"] = group.setdefault(INITIAL_LR, group["lr"]) * ratio
             state = self.state.get(self._carrier, {})
             if not self._carried or any(state.get(key) is not x for key, x in self._carried.items()):
                 self._carry()
             self.adamw.step()
-        return loss
 
     @property
     def _carrier(self) -> Tensor:
@@ -272,6 +278,7 @@ class Muon(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Both states: see the class."""
+        self.matrices.refuse_half_step()
         self._carry()
         return super().state_dict()
 
@@ -286,14 +293,14 @@ class Muon(Optimizer):
             state_dict = state_dict if changed is None else changed
         self.matrices.check_writer(state_dict)
         of_matrices, of_adamw, initial_lr = self._apart(state_dict)
-        before = [(part, part.param_groups, part.state) for part in (self.matrices, self.adamw) if part is not None]
+        before = [(part, dict(vars(part))) for part in (self.matrices, self.adamw) if part is not None]
         try:
             self.matrices.load_state_dict(of_matrices)
             if self.adamw is not None:
                 self.adamw.load_state_dict(of_adamw)
         except Exception:
-            for part, groups, state in before:
-                part.param_groups, part.state = groups, state
+            for part, attributes in before:
+                vars(part).update(attributes)
             raise
         self.initial_lr = initial_lr
         self.param_groups, self.state = self.matrices.param_groups, self.matrices.state

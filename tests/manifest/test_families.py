@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.manifest import FORMAT, Family, families, from_json, merged, rows, to_json
+from megatron_eopt.manifest import FORMAT, Family, families, from_json, merged, rows, to_json, write_json
 from megatron_eopt.manifest.families import compressed, expanded, join_name, split_name
 from tests.manifest.made import BIAS, QKV, any_rows, changed, model, muons, one_of_each_name, row
 
@@ -289,3 +289,9 @@ def test_families_that_are_there_twice_or_out_of_order_are_refused():
     twice = said | {"families": [*said["families"], said["families"][0]]}
     with pytest.raises(ValueError, match=r"damaged: decoder\.final_layernorm\.weight is listed twice"):
         from_json(twice)
+
+
+@pytest.mark.parametrize(("file", "why"), [("/dev/full", "No space left on device"), ("/no/such/file", "No such file")])
+def test_a_file_that_cannot_be_written_is_named(file, why):
+    with pytest.raises(ValueError, match=f"the manifest cannot be written to {file}: {why}.*; give another file"):
+        write_json([], file)

@@ -7,6 +7,7 @@ FAULT names a function below, which is installed on rank FAULT_RANK (0 if not se
 import functools
 import multiprocessing
 import os
+import resource
 import runpy
 import signal
 from pathlib import Path
@@ -103,6 +104,21 @@ def nan():
             if ".momentum_buffer." in getattr(value, "key", ""):
                 value.data.view(-1)[0] = torch.nan
         return real(state_dict, folder, *args, **kwargs)
+
+
+def full():
+    """No file may grow beyond 256 KiB, from the save of iteration 4 on; the asynchronous writer is another process."""
+
+    def limit(*_):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, resource.RLIM_INFINITY))
+
+    @replaced(dist_checkpointing, "save")
+    def save(real, state_dict, folder, *args, **kwargs):
+        if SAVE in str(folder):
+            limit()
+        return real(state_dict, folder, *args, **kwargs)
+
+    _in_writer(limit)
 
 
 def _in_writer(strike):

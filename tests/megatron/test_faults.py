@@ -174,6 +174,20 @@ def test_killed_while_the_asynchronous_writer_is_at_work(tmp_path, straight, cap
     assert_overwritten(folder, straight[0], capsys)
 
 
+@pytest.mark.parametrize("flags", [(), pytest.param(ASYNC, marks=pytest.mark.full)], ids=["sync", "async"])
+def test_a_disk_that_takes_no_more_is_named(tmp_path, straight, capsys, flags):
+    folder = tmp_path / "checkpoint"
+    status, output = begun(tmp_path / "full", *MUON, *EVERY_TWO, folder, *flags, fault="full")
+    assert status == 1, output[-4000:]
+    (error,) = {line for line in output.splitlines() if "CheckpointError: " in line}
+    assert re.search(rf"not written: File too large in {folder}, where [\d,]+ bytes are free", error), error
+    assert "Those before it are untouched, and --load takes the newest complete one: make room" in error
+    assert verify(capsys, folder)[0] == 0
+    resumed, _ = completed(tmp_path / "resumed", *MUON, "--load", folder, *EVERY_TWO, folder)
+    assert len(resumed["grad_norms"]) == 4
+    assert_ends_as(resumed, straight[1])
+
+
 def missing(folder):
     (newest(folder) / "__0_0.distcp").unlink()
 

@@ -6,14 +6,17 @@ some of the state of another optimizer.
 """
 
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_eopt.checkpoints.contents import TRACKER, CheckpointError, Contents, is_legacy, newest, read_contents
 from megatron_eopt.checkpoints.problems import check_files
@@ -81,6 +84,26 @@ def checked_save(save: Callable[..., Any], sharded_state_dict: Any, *args: Any, 
     if any(each[BLOCK]["checksums"] for each in holding(sharded_state_dict, BLOCK)):
         sharded_state_dict[CHECKSUMS] = checksums(sharded_tensors(sharded_state_dict))
     return save(sharded_state_dict, *args, **kwargs)
+
+
+@around
+def named_disk(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around ``save_checkpoint``, and the end of an asynchronous save: a disk that takes no more is named."""
+    try:
+        return save(*args, **kwargs)
+    except (Exception, CheckpointException) as error:
+        folder = Path(getattr(releases.training_args(), "save", None) or "")
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(2**20))  # writers of Megatron's log their errors, and raise others
+        except OSError as full:
+            if folder.is_dir():  # and not one that Megatron has by other means
+                raise CheckpointError(
+                    f"the checkpoint was not written: {full.strerror} in {folder}, where {disk_usage(folder).free:,} "
+                    f"bytes are free. Those before it are untouched, and --load takes the newest complete one: make "
+                    f"room, or give another folder to --save, and start the run again"
+                ) from error
+        raise
 
 
 @around

@@ -72,7 +72,13 @@ def part(parameter, name, whole):
 
 
 def set_gradient(parameter, gradient):
-    if isinstance(parameter, DTensor):
+    """Put the gradient of a tensor-parallel shard where the optimizer looks for it."""
+    if hasattr(parameter, "orig_param"):  # of Megatron-FSDP
+        if parameter.grad is not None:
+            (own,) = parameter._local_tensor.__create_chunk_list__()
+            rows = gradient[tuple(slice(at, at + n) for at, n in zip(own.offsets, own.sizes, strict=True))]
+            parameter.grad._local_tensor.copy_(rows)
+    elif isinstance(parameter, DTensor):
         parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements, src_data_rank=None)
     else:
         parameter.main_grad.copy_(gradient)
@@ -80,14 +86,15 @@ def set_gradient(parameter, gradient):
 
 def main():
     fault = globals().get(os.environ.get("FAULT"), lambda name, gradient, step: gradient)
-    models = []
+    models, names = [], {}
 
     @replaced(GPTModel, "__init__")
     def init(real, self, *args, **kwargs):
         real(self, *args, **kwargs)
         models.append(self)
         for name, parameter in self.named_parameters():
-            parameter.data.copy_(part(parameter, global_name(name, self), weights_of))
+            names[parameter] = global_name(name, self)
+            parameter.data.copy_(part(parameter, names[parameter], weights_of))
 
     @replaced(ChainedOptimizer, "step")
     def step(real, self):
@@ -95,9 +102,14 @@ def main():
             iteration = get_args().curr_iteration  # from 0, also counted where a run goes on
             return fault(name, gradient_of(name, shape, iteration), iteration)
 
-        for model in models:
-            for name, parameter in model.named_parameters():
-                set_gradient(parameter, part(parameter, global_name(name, model), gradient))
+        if get_args().use_megatron_fsdp:
+            for parameter in (p for group in self.param_groups for p in group["params"]):
+                whole = parameter.orig_param
+                set_gradient(parameter, part(whole, names[whole], gradient))
+        else:
+            for model in models:
+                for name, parameter in model.named_parameters():
+                    set_gradient(parameter, part(parameter, global_name(name, model), gradient))
         return real(self)
 
     runpy.run_path(str(Path(__file__).with_name("pretrain.py")), run_name="__main__")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.megatron.runs import HERE, LAUNCHER, MUON, SMALL_GPT, train, whole
+from tests.megatron.test_megatron_fsdp import fsdp
 
 BOUND = 1e-5
 """Of the way from the first weights, and of the norm of state.
@@ -58,6 +59,7 @@ LAYOUTS = {  # ranks, flags of the layout, flags of the model
     "EP2": (2, EP2, [*PLAIN, *EXPERTS]),
     "ETP2": (2, ETP2, [*PLAIN, *EXPERTS]),
     "DP2-distributed": (2, ["--use-distributed-optimizer"], PLAIN),
+    "Megatron-FSDP": (2, fsdp("optim_grads_params"), PLAIN),
     "FSDP2": (2, ["--use-torch-fsdp2"], PLAIN),
     "TP2-FSDP2": (4, [*TP2, "--use-torch-fsdp2"], PLAIN),
     "TP2-DP2": (4, TP2, PLAIN),
@@ -148,6 +150,7 @@ def beyond(distances, bound):
     "tensor, pipeline (also interleaved) and data parallelism",
     "expert parallelism",
     "--use-distributed-optimizer in fp32",
+    "--use-megatron-fsdp",
     "--use-torch-fsdp2",
 )
 def test_a_layout_takes_the_steps_of_one_rank(tmp_path, alone, optimizer, layout):

@@ -89,7 +89,8 @@ class Spectron(BaseOptimizer):
     1. ``gA = G B`` and ``gB = G^T A``;
     2. weight decay of each factor: ``A -= lr * weight_decay * A``, so that ``W`` shrinks by the square;
     3. momentum, an exponential moving average: ``mA += (1 - beta) (gA - mA)``, and so ``mB``;
-    4. ``sA`` and ``sB``, the largest singular values of the factors, by power iteration from the last step's vectors;
+    4. ``sA`` and ``sB``, the largest singular values of the factors, by power iteration from the last step's vectors,
+       at first from those of the decomposition below;
     5. ``A -= lr' * orth(mA)``, ``B -= lr' * orth(mB)`` with ``lr' = lr / (sA + sB + 1)``: ``W`` changes by at most
        about ``lr`` in spectral norm;
     6. ``W = A B^T``.
@@ -505,7 +506,10 @@ class Spectron(BaseOptimizer):
                 f"{min(largest.values()):.3g} to {largest[worst]:.3g} of their norm, most {worst}"
             )
         for (p, i), (A, B, _) in zip(parts, found, strict=True):
-            self._tensors(p, 2 * i)[0].copy_(A)
-            self._tensors(p, 2 * i + 1)[0].copy_(B)
+            for factor, found_factor in enumerate((A, B), 2 * i):
+                value, _, u = self._tensors(p, factor)
+                value.copy_(found_factor)
+                # up to its norm its singular vector, whatever the order of rows, which may follow the ranks
+                u.copy_(found_factor[:, 0])
             self.state[p][PROJECTED].fill_(1)
         self._done |= new.keys()

@@ -166,7 +166,13 @@ def unsharded_by_megatron(x):
 def cut(parameter):
     if not getattr(parameter, "tensor_model_parallel", False):
         return -1, 0
-    return parameter.partition_dim, parallel_state.get_tensor_model_parallel_rank()
+    return parameter.partition_dim, tensor_parallel_group(parameter).rank()
+
+
+def tensor_parallel_group(parameter):
+    if getattr(parameter, "allreduce", True):
+        return parallel_state.get_tensor_model_parallel_group()
+    return parallel_state.get_expert_tensor_parallel_group()
 
 
 class Attention(torch.nn.Module):

@@ -227,7 +227,8 @@ def _join(name, key, parts):
         # No shard of a matrix of the small GPT is square, so that a statistic's length says along which side it lies.
         if all(torch.equal(tensors[0], other) for other in tensors):
             return tensors[0]
-        assert tensors[0].shape not in [(), (shape[1 - dim],)], (name, key, "differs between parts")
+        shapes = {tensor.shape for tensor in tensors}
+        assert not shapes <= {(), (shape[1 - dim],)}, (name, key, "differs between parts")
         dim = 0
     # Each shard is a part of the gate over a part of the up projection; of one of the two it is a part as it is.
     if name.endswith("linear_fc1.weight") and not of_matrix:

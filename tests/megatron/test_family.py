@@ -25,9 +25,10 @@ OWN = {  # flags, and what the line at start says of it
 }
 ELSEWHERE = ("muon", "adaptive_muon", "lion", "schedule_free_adamw")  # in files of their own
 FAMILY = {name: OWN.get(name, ([], f"{row.cls.__name__} owns")) for name, row in ROWS.items() if name not in ELSEWHERE}
-# Where gradients do not span a side, their rounding, which depends on the ranks, chooses a part of SOAP's bases. The
-# same gradients make the same steps on any ranks: tests/distributed/test_soap.py.
-TOLERANCE = {"soap": 5e-3}
+# Gradients of a few tokens do not span the sides of a matrix, so that their rounding chooses a part of SOAP's bases, by
+# which weights move from the second step on: with noise in the last bits of its gradients, one rank is as far from one
+# without as another layout is. Where the gradients are the same, so are the steps: test_same_gradients.py.
+LOSSES_TO_COMPARE = {"soap": 4}  # of two steps
 
 
 def run(name):
@@ -58,9 +59,26 @@ def test_two_ranks_train_as_one_and_resume_bit_for_bit(tmp_path, name):
     kept = {key.rstrip("_0123456789") for state in straight[0]["after"].values() for key in state}
     assert {key.rstrip("_0123456789") for key in (*ROWS[name].state, *ROWS[name].further_state)} <= kept
     for one, other in zip(straight, resumed, strict=True):
-        assert one["losses"] == pytest.approx(alone["losses"], rel=TOLERANCE.get(name, 1e-4))
+        compared = slice(LOSSES_TO_COMPARE.get(name))
+        assert one["losses"][compared] == pytest.approx(alone["losses"][compared], rel=1e-4)
+        assert one["losses"][-1] < 0.9 * one["losses"][0]
         assert_same(other["after"], one["after"])
         assert other["losses"] == one["losses"][len(one["losses"]) // 2 :]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("flags", [["--optimizer", "adam"], [*run("soap"), "--soap-max-dim", 0]], ids=["adam", "soap"])
+def test_gated_attention_trains_on_two_ranks_as_on_one(tmp_path, flags):
+    """Megatron's gradients are the same, and without bases no step of SOAP turns their rounding into more."""
+    flags = ["--num-layers", 2, *flags, "--attention-output-gate", "--train-iters", 6]
+    alone, _ = train(tmp_path / "alone", 1, *flags)
+    ranks, _ = train(tmp_path / "ranks", 2, *flags, *TP2)
+    assert ranks[0]["grad_norms"] == pytest.approx(alone[0]["grad_norms"], rel=1e-5)
+    before, expected = (whole([rank[when] for rank in alone]) for when in ("before", "after"))
+    for name, state in whole([rank["after"] for rank in ranks]).items():
+        travelled = expected[name]["parameter"] - before[name]["parameter"]
+        distance = state["parameter"] - expected[name]["parameter"]
+        assert distance.norm() <= 2e-5 * travelled.norm(), name
 
 
 @pytest.mark.parametrize(

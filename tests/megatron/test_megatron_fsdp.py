@@ -220,7 +220,7 @@ OWN = {"spectron": ["--spectron-rank", "16"]}
 def test_every_optimizer_trains_and_resumes(tmp_path, name):
     flags = ["--optimizer", name, *SMALL, *OWN.get(name, [])]
     straight, saved = saved_after_three(tmp_path, 2, *flags, *SHARDED)
-    if name != "soap":  # whose bases of what the first gradients leave out follow from rounding
+    if name != "soap":  # whose bases of what the first gradients leave out follow from rounding: test_same_gradients.py
         assert_close(after(straight), after(trained(tmp_path / "one", 1, *flags, steps=6)), rtol=1e-4, atol=1e-5)
     assert_same(after(trained(tmp_path / "again", 2, *flags, *SHARDED, "--load", saved, steps=6)), after(straight))
 

@@ -74,11 +74,11 @@ def largest(W, u, steps):
     return u @ W @ v, u
 
 
-def factor_steps(factors, gradients, lr, beta=0.9, wd=0.01, power=1):
+def factor_steps(factors, gradients, lr, beta=0.9, wd=0.01, power=1, us=None):
     """Spectron from the formulas, in fp64; ``gradients`` has for each step what maps A, B to theirs."""
     A, B = (X.double() for X in factors)
     mA, mB = torch.zeros_like(A), torch.zeros_like(B)
-    uA, uB = start_vector(len(A)).double(), start_vector(len(B)).double()
+    uA, uB = us or (start_vector(len(X)).double() for X in (A, B))
     for of_step in gradients:
         gA, gB = of_step(A, B)
         A, B = A - lr * wd * A, B - lr * wd * B
@@ -93,7 +93,7 @@ def reference_steps(W, gradients, lr, rank=4, **settings):
     U, S, Vh = torch.linalg.svd(W.detach().double())
     factors = U[:, :rank] * S[:rank].sqrt(), Vh[:rank].T * S[:rank].sqrt()
     of_steps = [lambda A, B, G=G: (G.double() @ B, G.double().T @ A) for G in gradients]
-    A, B = factor_steps(factors, of_steps, lr, **settings)
+    A, B = factor_steps(factors, of_steps, lr, us=(U[:, 0], Vh[0]), **settings)
     return A @ B.T
 
 

@@ -88,6 +88,19 @@ def test_no_step_changes_a_weight_by_more_than_lr():
             assert 0.01 < torch.linalg.matrix_norm(p.detach() - old, ord=2) <= 1.05 * 0.1
 
 
+def test_rows_and_columns_in_another_order_take_the_same_steps():
+    """Gate and up in one matrix have their rows in an order that follows the tensor-parallel ranks."""
+    (p,) = parameters(SHAPES[:1])
+    rows, columns = (torch.randperm(n, generator=torch.Generator().manual_seed(n)) for n in p.shape)
+    other = torch.nn.Parameter(p.detach()[rows][:, columns])
+    both = spectron([p, other], lr=0.1)
+    for step in range(3):
+        set_gradients([p], step)
+        other.grad = p.grad[rows][:, columns]
+        both.step()
+    assert_close(other, p.detach().double()[rows][:, columns], 1e-6)
+
+
 def test_the_projection_is_reported_and_is_the_closest(caplog):
     params = parameters()
     expected = []

@@ -82,8 +82,10 @@ _BYTES = {Global("builtins", "bytes"), Global("builtins", "bytearray")}
 _ENCODE = Global("_codecs", "encode")
 _LOADED = {Global("torch.storage", "_load_from_bytes"), Global("megatron.core.safe_globals", "safe_load_from_bytes")}
 _OF_CONSTANTS = {_ENCODE, *_BYTES, *_LOADED}  # no harm, where what they are called with is in sight
-# A module's extra state may have these alone: some modules unpickle the bytes of what it is, once it is loaded.
-_IN_EXTRA_STATE = {Global("_io", "BytesIO"), Global("io", "BytesIO"), _ENCODE, *_BYTES, *_STORAGES, *_DTYPES}
+# A module's extra state may have these alone: some modules unpickle the bytes of what it is, once it is loaded. What
+# makes bytes of other values, or swaps them, would hide them.
+_OF_BYTES = Global("torch", "ByteStorage")
+_IN_EXTRA_STATE = {Global("_io", "BytesIO"), Global("io", "BytesIO"), _ENCODE, *_BYTES, _OF_BYTES}
 _IN_EXTRA_STATE |= {Global("collections", "OrderedDict"), Global("torch._utils", "_rebuild_tensor_v2")}
 
 NAMES = "names "
@@ -98,6 +100,7 @@ _CONSTANTS = {op.name for op in pickletools.opcodes if op.arg and op.stack_after
 _CONSTANTS -= {"GLOBAL", "PERSID", "GET", "BINGET", "LONG_BINGET", "EXT1", "EXT2", "EXT4"}
 _BYTE_STRINGS = {"SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8"}
 _CHANGES = {"BUILD", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS"}
+_CALLS = {"REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ"}
 _TUPLES = {"EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
 _MEMOIZE = {"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"}
 _GET = {"GET", "BINGET", "LONG_BINGET"}
@@ -149,9 +152,9 @@ class _Seen(NamedTuple):
 
 
 def _look(file: BinaryIO, seen: _Seen) -> None:
-    start = file.read(2)
+    start = file.read(4)
     file.seek(0)
-    if start == b"PK":
+    if start == b"PK\3\4":
         with open_archive(file) as archive:
             for entry in archive.infolist():
                 if entry.filename.endswith("/data.pkl"):
@@ -159,6 +162,8 @@ def _look(file: BinaryIO, seen: _Seen) -> None:
                 elif "/data/" in entry.filename:
                     seen.constants.append((archive.read(entry), False))
     elif _walk(file, seen) == _FIRST_OF_LEGACY:
+        if seen.extra_state:
+            raise _UnresolvedError("its tensors follow it")
         for _ in range(4):
             _walk(file, seen)
 
@@ -177,9 +182,10 @@ def _walk(file: BinaryIO, seen: _Seen) -> Any:
         elif kind in _GET:
             stack.append(memo[argument])
         elif kind in _CONSTANTS:
-            stack.append(argument)
             if kind in _BYTE_STRINGS:
-                seen.constants.append((bytes(argument), False))
+                argument = bytes(argument)
+                seen.constants.append((argument, False))
+            stack.append(argument)
         elif kind == "MARK":
             marks.append(len(stack))
         else:
@@ -201,9 +207,10 @@ def _made(kind: str, argument: Any, taken: list[Any], seen: _Seen) -> Any:
         found = Global("builtins" if module == "__builtin__" else module, name)  # of Python 2, as torch writes it
         seen.names.add(found)
         return None if kind == "INST" else found
-    called = taken[0] if kind == "REDUCE" else None
-    if [each for each in taken if type(each) is Global and each in _OF_CONSTANTS and each is not called]:
-        raise _UnresolvedError("it takes a function for a value")
+    for position, each in enumerate(taken):
+        of_constants = type(each) is Global and each in _OF_CONSTANTS and not (kind == "REDUCE" and position == 0)
+        if of_constants or (seen.extra_state and each == _OF_BYTES and kind not in _TUPLES):
+            raise _UnresolvedError("it takes a function for a value, or makes bytes of one")
     if kind in _TUPLES:
         depth = 1 + max([each.depth for each in taken if type(each) is _Tuple], default=0)
         if depth > DEPTH:
@@ -213,10 +220,10 @@ def _made(kind: str, argument: Any, taken: list[Any], seen: _Seen) -> Any:
         if type(taken[0]) in (Global, _Tuple, str, bytes):
             raise _UnresolvedError("it changes what is no container of its own")
         return taken[0]
+    if kind in _CALLS and type(taken[0]) is not Global:
+        raise _UnresolvedError("it computes what it calls")
     if kind == "REDUCE":
-        if type(called) is not Global:
-            raise _UnresolvedError("it computes what it calls")
-        return _call(called, taken[1].items if type(taken[1]) is _Tuple else (None,), seen)
+        return _call(taken[0], taken[1].items if type(taken[1]) is _Tuple else (None,), seen)
     if kind.startswith("EXT"):
         raise _UnresolvedError("it names what is registered elsewhere")
     return taken[0] if kind == "DUP" else None
@@ -238,7 +245,7 @@ def _call(function: Global, items: tuple[Any, ...], seen: _Seen) -> bytes | None
         return None if function in _LOADED else made
     if seen.extra_state and function.name == "_rebuild_tensor_v2":
         match items:
-            case (_, 0, _Tuple(items=sizes), _Tuple(items=strides), *_) if list(strides) == [
+            case (_, 0, _Tuple(items=sizes), _Tuple(items=strides), _, _) if list(strides) == [
                 math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))
             ]:
                 return None

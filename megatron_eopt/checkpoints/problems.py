@@ -339,6 +339,8 @@ def _faults(contents: Contents) -> Iterator[tuple[str, str]]:
         if path.name == METADATA and path.parent != folder:
             tensors, blobs, found = read_layout(path.parent)
             yield from _faults(Contents(path.parent, tensors, blobs, {}, "", {name: found}))
+        elif path.is_symlink() and path.is_dir():
+            yield name, "is a link to a folder, in which nothing is looked at"
         elif name not in contents.faults and (path.suffix == ".pt" or path.name.endswith(METADATA)):
             yield from _read_faults(name, partial(open_file, path, OBJECT_BYTES))
 

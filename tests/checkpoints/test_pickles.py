@@ -126,6 +126,8 @@ def test_code_without_which_nothing_can_be_read_is_named(tmp_path, capsys, place
         (byte_tensor(b"\0" * 8 + pickle.dumps(1))[8:].clone()[::1], None),
         (byte_tensor(b"\0" * 8 + pickle.dumps(1))[8:], "part of a tensor's bytes"),
         (byte_tensor(pickle.dumps(1)).repeat_interleave(2)[::2], "part of a tensor's bytes"),
+        (Call(torch.ByteStorage, ([0, 1],)), "makes bytes of one"),
+        (torch.ones(3), "torch.FloatStorage"),
         (numpy.frombuffer(pickle.dumps(1), dtype=numpy.uint8), "numpy"),
     ],
 )
@@ -164,11 +166,20 @@ SYSTEM = [text("posix"), text("system")]
         ),
         (assembled(b"cbuiltins\nbytearray\nJ", (10**9).to_bytes(4, "little"), b"\x85R"), "more than constants"),
         (assembled(b")", b"\x85" * 200), "tuples in tuples"),
+        (assembled(b"cbuiltins\nlist\n)R)\x81"), "computes what it calls"),
+        (assembled(b"\x96\1" + bytes(7) + b"a", b"K\1a"), "changes what is no container"),
         (assembled(b"Nr\xff\xff\xff\x7f"), "numbers its values"),
     ],
 )
 def test_what_a_pickle_does_is_followed(pickled, words):
     assert any(words in fault for fault in faults(io.BytesIO(pickled)))
+
+
+def test_an_extra_state_of_before_zip_files_is_not_in_sight():
+    file = io.BytesIO()
+    torch.save(byte_tensor(pickle.dumps(1)), file, _use_new_zipfile_serialization=False)
+    assert faults(io.BytesIO(file.getvalue())) == set()
+    assert "its tensors follow it" in str(faults(io.BytesIO(file.getvalue()), extra_state=True))
 
 
 def test_pickles_in_pickles():

@@ -10,6 +10,7 @@ import shutil
 import zipfile
 import zlib
 from enum import Enum
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -215,7 +216,7 @@ def test_the_names_that_are_allowed_are_what_they_seem():
     for module, names in pickles._NAMES.items():
         for name in names.split() if importlib.util.find_spec(module.partition(".")[0]) else ():
             found = getattr(importlib.import_module(module), name, None) if module != "pathlib._local" else None
-            if not isinstance(found, type | dict) and found is not None:
+            if not isinstance(found, type | dict | Mock | None):  # Megatron mocks what it lacks
                 functions.add(name)
     assert functions == {
         *("encode", "_reconstruct", "scalar", "_get_layout", "_load_from_bytes", "safe_load_from_bytes"),

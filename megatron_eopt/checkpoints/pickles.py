@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from megatron_eopt.checkpoints.bounds import ARCHIVES, DEPTH
+from megatron_eopt.checkpoints.bounds import ARCHIVES, DEPTH, OBJECT_BYTES
 
 
 class Global(NamedTuple):
@@ -74,8 +74,8 @@ _NAMES = {
         MMParams MXFP8BlockScaling NVFP4BlockScaling QParams _FormatHelper""",
 }
 _ALLOWED = {Global(module, name) for module, names in _NAMES.items() for name in names.split()}
-_STORAGES = {Global("torch", each.__name__) for each in torch._storage_classes}
-_DTYPES = {Global("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_ALLOWED |= {Global("torch", each.__name__) for each in torch._storage_classes}
+_ALLOWED |= {Global("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 # They have nothing but enums, of which each release adds some for Megatron's arguments.
 _ENUMS = {"megatron.core.enums", "megatron.core.transformer.enums"}
 _BYTES = {Global("builtins", "bytes"), Global("builtins", "bytearray")}
@@ -110,7 +110,7 @@ def is_allowed(named: Global) -> bool:
     """Whether it does no harm that a checkpoint names it."""
     if named.module in _ENUMS:
         return re.fullmatch(r"[A-Z]\w*", named.name) is not None
-    return named in _ALLOWED or named in _STORAGES or named in _DTYPES
+    return named in _ALLOWED
 
 
 def faults(file: BinaryIO, extra_state: bool = False) -> set[str]:
@@ -124,7 +124,7 @@ def faults(file: BinaryIO, extra_state: bool = False) -> set[str]:
     """
     found, waiting = set[str](), [(file, extra_state, True, 0)]
     for file, extra_state, surely, level in waiting:  # and what is found in it
-        seen = _Seen(set(), [], extra_state)
+        seen = _Seen(extra_state)
         try:
             _look(file, seen)
         except _UnresolvedError as reason:
@@ -145,10 +145,19 @@ def faults(file: BinaryIO, extra_state: bool = False) -> set[str]:
     return found
 
 
-class _Seen(NamedTuple):
-    names: set[Global]
-    constants: list[tuple[bytes, bool]]  # with whether they surely are a pickle
-    extra_state: bool
+class _Seen:
+    """What a pickle names, and the bytes in it."""
+
+    def __init__(self, extra_state: bool) -> None:
+        self.extra_state, self.names, self._left = extra_state, set[Global](), OBJECT_BYTES
+        self.constants: list[tuple[bytes, bool]] = []  # with whether they surely are a pickle
+
+    def keep(self, data: bytes, surely: bool = False) -> None:
+        """Keep bytes to be looked at, but not the same again and again."""
+        self._left -= len(data)
+        if self._left < 0:
+            raise _UnresolvedError(f"it makes more than {OBJECT_BYTES:,} bytes")
+        self.constants.append((data, surely))
 
 
 def _look(file: BinaryIO, seen: _Seen) -> None:
@@ -160,7 +169,7 @@ def _look(file: BinaryIO, seen: _Seen) -> None:
                 if entry.filename.endswith("/data.pkl"):
                     _walk(io.BytesIO(archive.read(entry)), seen)
                 elif "/data/" in entry.filename:
-                    seen.constants.append((archive.read(entry), False))
+                    seen.keep(archive.read(entry))
     elif _walk(file, seen) == _FIRST_OF_LEGACY:
         if seen.extra_state:
             raise _UnresolvedError("its tensors follow it")
@@ -184,7 +193,7 @@ def _walk(file: BinaryIO, seen: _Seen) -> Any:
         elif kind in _CONSTANTS:
             if kind in _BYTE_STRINGS:
                 argument = bytes(argument)
-                seen.constants.append((argument, False))
+                seen.keep(argument)
             stack.append(argument)
         elif kind == "MARK":
             marks.append(len(stack))
@@ -241,14 +250,13 @@ def _call(function: Global, items: tuple[Any, ...], seen: _Seen) -> bytes | None
                 made = b""
             case _:
                 raise _UnresolvedError(f"it calls {function} with more than constants")
-        seen.constants.append((made, function in _LOADED))
+        seen.keep(made, function in _LOADED)
         return None if function in _LOADED else made
     if seen.extra_state and function.name == "_rebuild_tensor_v2":
         match items:
-            case (_, 0, _Tuple(items=sizes), _Tuple(items=strides), _, _) if list(strides) == [
-                math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))
-            ]:
-                return None
+            case (_, 0, _Tuple(items=sizes), _Tuple(items=strides), _, _) if len(sizes) <= 64:
+                if list(strides) == [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]:
+                    return None
         raise _UnresolvedError("it has a part of a tensor's bytes")
     return None
 
@@ -271,7 +279,7 @@ def open_archive(file: BinaryIO) -> zipfile.ZipFile:
             if one and distinct and plain and f"{root}/constants.pkl" not in names:  # which is TorchScript's
                 if not any(
                     entry.CRC for entry in entries
-                ):  # saved without checksums, of which zipfile then compares none
+                ):  # it was saved without checksums: zipfile then compares none
                     for entry in entries:
                         entry.CRC = None  # type: ignore[assignment]
                 return archive

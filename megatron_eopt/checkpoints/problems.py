@@ -328,11 +328,10 @@ def _faults(contents: Contents) -> Iterator[tuple[str, str]]:
     """Where a pickle is, and what is wrong with it."""
     folder = contents.folder
     yield from ((key, fault) for key, found in contents.faults.items() for fault in sorted(found))
-    of_extra_states = [each for each in contents.chunks() if "_extra_state" in each[0]]
-    for key, chunk in dict([*contents.blobs.items(), *of_extra_states]).items():
-        if key not in contents.faults:
-            where = f"{key} in {chunk.file}"
-            yield from _read_faults(where, partial(read_blob, folder, chunk), "_extra_state" in key)
+    for key, chunk in contents.chunks():
+        extra_state = "_extra_state" in key
+        if (key in contents.blobs or extra_state) and key not in contents.faults:
+            yield from _read_faults(f"{key} in {chunk.file}", partial(read_blob, folder, chunk), extra_state)
     # torch takes a rank's own metadata where .metadata fails; other packages have archives and checkpoints of theirs
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))

@@ -103,6 +103,9 @@ def endless():
     return value
 
 
+# A million times the same megabyte.
+AGAIN = b"\x80\2c_codecs\nencode\nq\0X" + (10**6).to_bytes(4, "little") + b"a" * 10**6
+AGAIN += b"X\6\0\0\0latin1\x86q\1" + b"h\0h\1R" * 10**6 + b"."
 REFUSED = {
     "a huge tracker": (sparse(f"../{TRACKER}", 8 * 2**30), "8,589,934,592 bytes, and at most 64"),
     "a tracker that is a pipe": (pipe(f"../{TRACKER}"), "no regular file"),
@@ -112,6 +115,7 @@ REFUSED = {
     "no pickle": (written(".metadata", b"\x80\x04garbage"), ".metadata cannot be read"),
     "a deep tuple": (deep_key, "tuples in tuples, more than 100 deep"),
     "a far place in the memo": (written(".metadata", b"\x80\4Nr\xff\xff\xff\x7f."), "numbers its values"),
+    "the same bytes again and again": (written(".metadata", AGAIN), "it makes more than 268,435,456 bytes"),
     "a long file name": (stored(relative_path="a" * 5000), "is no name of a file"),
     "a file name with a zero": (stored(relative_path="a\0b"), "is no name of a file"),
     "a number for a file": (stored(relative_path=3), "is no name of a file"),

@@ -18,6 +18,7 @@ import pickle
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
@@ -177,7 +178,7 @@ def read_layout(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Chunk]
     try:
         with open_file(folder / METADATA, METADATA_BYTES) as file:
             pickled = file.read()
-        found = faults(io.BytesIO(pickled))
+        found = _faults_of_file(folder / METADATA, (folder / METADATA).stat().st_mtime_ns)
         _check_followed(found)
         stored = MetadataUnpickler(io.BytesIO(pickled)).load()
         if not isinstance(stored, Metadata) or not isinstance(stored.storage_data, dict):
@@ -199,6 +200,13 @@ def read_layout(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Chunk]
             "this file"
         ) from error
     return tensors, blobs, found
+
+
+@lru_cache(maxsize=4)
+def _faults_of_file(path: Path, changed: int) -> set[str]:
+    """Those of a file that last changed then: a load reads it twice, and most of the time is for this."""
+    with open_file(path, METADATA_BYTES) as file:
+        return faults(io.BytesIO(file.read()))
 
 
 def is_legacy(folder: Path) -> bool:

@@ -151,6 +151,7 @@ class _Seen:
     def __init__(self, extra_state: bool) -> None:
         self.extra_state, self.names, self._left = extra_state, set[Global](), OBJECT_BYTES
         self.constants: list[tuple[bytes, bool]] = []  # with whether they surely are a pickle
+        self.needs_constants = extra_state  # once it names what is looked at with its arguments
 
     def keep(self, data: bytes, surely: bool = False) -> None:
         """Keep bytes to be looked at, but not the same again and again."""
@@ -208,15 +209,7 @@ def _walk(file: BinaryIO, seen: _Seen) -> Any:
 
 def _made(kind: str, argument: Any, taken: list[Any], seen: _Seen) -> Any:
     """The value that an operation makes of those that it takes; None where it is not known."""
-    if kind in ("GLOBAL", "INST", "STACK_GLOBAL"):
-        named = taken if kind == "STACK_GLOBAL" else argument.split(" ", 1)
-        if not all(isinstance(each, str) for each in named):
-            raise _UnresolvedError("it computes a name")
-        module, name = named
-        found = Global("builtins" if module == "__builtin__" else module, name)  # of Python 2, as torch writes it
-        seen.names.add(found)
-        return None if kind == "INST" else found
-    for position, each in enumerate(taken):
+    for position, each in enumerate(taken if seen.needs_constants else ()):
         of_constants = type(each) is Global and each in _OF_CONSTANTS and not (kind == "REDUCE" and position == 0)
         if of_constants or (seen.extra_state and each == _OF_BYTES and kind not in _TUPLES):
             raise _UnresolvedError("it takes a function for a value, or makes bytes of one")
@@ -229,10 +222,20 @@ def _made(kind: str, argument: Any, taken: list[Any], seen: _Seen) -> Any:
         if type(taken[0]) in (Global, _Tuple, str, bytes):
             raise _UnresolvedError("it changes what is no container of its own")
         return taken[0]
-    if kind in _CALLS and type(taken[0]) is not Global:
-        raise _UnresolvedError("it computes what it calls")
-    if kind == "REDUCE":
-        return _call(taken[0], taken[1].items if type(taken[1]) is _Tuple else (None,), seen)
+    if kind in _CALLS:
+        if type(taken[0]) is not Global:
+            raise _UnresolvedError("it computes what it calls")
+        items = taken[1].items if kind == "REDUCE" and type(taken[1]) is _Tuple else (None,)
+        return _call(taken[0], items, seen) if seen.needs_constants else None
+    if kind in ("GLOBAL", "INST", "STACK_GLOBAL"):
+        named = taken if kind == "STACK_GLOBAL" else argument.split(" ", 1)
+        if not all(isinstance(each, str) for each in named):
+            raise _UnresolvedError("it computes a name")
+        module, name = named
+        found = Global("builtins" if module == "__builtin__" else module, name)  # of Python 2, as torch writes it
+        seen.names.add(found)
+        seen.needs_constants |= found in _OF_CONSTANTS
+        return None if kind == "INST" else found
     if kind.startswith("EXT"):
         raise _UnresolvedError("it names what is registered elsewhere")
     return taken[0] if kind == "DUP" else None

@@ -212,6 +212,8 @@ def _default(flag: Flag) -> str:
 
 def _kind(flag: Flag) -> str:
     kind = flag.kind if flag.default is None else type(flag.default)
+    if flag.metavar == "NAMES":
+        return "names"
     return {int: "a whole number", float: "a number", str: "a file"}[kind]
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_eopt.checkpoints import states
-from megatron_eopt.checkpoints.contents import CheckpointError, Contents, StoredTensor, newest, read_contents
-from megatron_eopt.checkpoints.problems import Data, check_data, check_integrity, check_structure
+from megatron_eopt.checkpoints.bounds import printable
+from megatron_eopt.checkpoints.contents import Contents, StoredTensor, newest, read_contents
+from megatron_eopt.checkpoints.problems import Data, check_data, check_integrity, check_pickles, check_structure
 from megatron_eopt.checkpoints.would_load import SIZES, parse_flags, would_load
 from megatron_eopt.manifest import from_json, table
 
@@ -24,6 +25,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     parser.add_argument("--manifest", action="store_true", help="also the optimizer of each parameter, as saved")
     parser.add_argument("--no-data", action="store_true", help="metadata only: quick at any size")
+    parser.add_argument(
+        "--trust-globals",
+        metavar="NAMES",
+        default="",
+        help="classes and functions that pickles may name besides Megatron's and torch's, with commas between",
+    )
     parser.set_defaults(run=verify)
 
 
@@ -31,13 +38,23 @@ def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
     """Print the report of a checkpoint, compared with a run if there are ``flags`` of one; the exit status."""
     run = None if flags is None else parse_flags(flags)
     try:
-        contents = read_contents(newest(options.folder))
-    except (CheckpointError, OSError) as error:
+        said, report = _report(options, run)
+    except Exception as error:  # what is damaged or hostile raises anything
+        what = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
         if options.json:
-            print(json.dumps({"ok": False, "unreadable": str(error)}))
-        print(f"megatron-eopt verify-checkpoint: {error}", file=sys.stderr)
+            print(json.dumps({"ok": False, "unreadable": what}))
+        print(printable(f"megatron-eopt verify-checkpoint: {what}"), file=sys.stderr)
         return 2
-    problems = list(check_structure(contents))
+    print(json.dumps(said, indent=1) if options.json else "\n".join(map(printable, report)))
+    return 1 if said["errors"] else 0
+
+
+def _report(
+    options: argparse.Namespace, run: tuple[dict[str, Any], list[str]] | None
+) -> tuple[dict[str, Any], list[str]]:
+    """What is said of a checkpoint, as values that JSON can hold and as lines."""
+    contents = read_contents(newest(options.folder))
+    problems = [*check_structure(contents), *check_pickles(contents, {*options.trust_globals.split(",")})]
     data = None if options.no_data else check_data(contents)
     if data is not None:
         problems += [*data.problems, *check_integrity(contents.folder)]
@@ -49,25 +66,25 @@ def verify(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
     errors = sum(problem.severity == "error" for problem in problems)
     said |= {"problems": [problem._asdict() for problem in problems], "errors": errors}
     said |= {"warnings": len(problems) - errors, "ok": not errors}
-    report = "\n".join(_lines(said))
+    report = list(_lines(said))
     if options.manifest:
         blocks = states.blocks_of(contents.common.get("optimizer"))
         saved = said["manifest"] = next((block["manifest"] for block in blocks if "manifest" in block), None)
         missing = "no manifest: another package, or an earlier release of this one, has saved it"
-        report = f"{table(from_json(saved)) if saved is not None else missing}\n\n{report}"
-    print(json.dumps(said, indent=1) if options.json else report)
-    return 1 if errors else 0
+        report = [*(table(from_json(saved)).splitlines() if saved is not None else [missing]), "", *report]
+    return said, report
 
 
 def _said(contents: Contents, data: Data | None) -> dict[str, Any]:
     """What the report says of a checkpoint but its problems, as values that JSON can hold."""
     args, kept = contents.args, states.state_keys(contents)
+    sizes = {short: args[name] for name, short in [*SIZES.items(), ("world_size", "world size")] if name in args}
     precision = next((name for name in ("bf16", "fp16") if args.get(name)), "fp32")
     return {
         "folder": str(contents.folder),
         "iteration": contents.iteration,
         "megatron": contents.release,
-        "sizes": {short: args[name] for name, short in [*SIZES.items(), ("world_size", "world size")] if name in args},
+        "sizes": _plain(sizes),
         "precision": precision if args else "precision not saved",
         "model": _totals(states.parameters(contents).values()),
         "main_copies": _totals(own[states.MAIN] for own in kept.values() if states.MAIN in own),

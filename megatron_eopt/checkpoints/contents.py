@@ -7,6 +7,7 @@ groups), is the object ``common_state/shard_0_1`` from 0.19 on and the file ``co
 
 A pickle can name any function and have it called. Here only the classes of ``.metadata`` are loaded; every other name
 becomes an inert stand-in, so that an enum of a Megatron that is not installed costs its own value and nothing else.
+Before that each pickle is followed without being run (``pickles.py``): what could end the process is not loaded.
 """
 
 import argparse
@@ -17,12 +18,26 @@ import pickle
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from megatron_eopt.checkpoints.bounds import (
+    DEPTH,
+    METADATA_BYTES,
+    OBJECT_BYTES,
+    TEXT_BYTES,
+    TRACKER_BYTES,
+    VALUES,
+    check_name,
+    open_file,
+    read_text,
+)
+from megatron_eopt.checkpoints.pickles import NAMES, faults
 
 METADATA = ".metadata"
 FORMAT = "metadata.json"
@@ -90,6 +105,7 @@ class Contents:
     blobs: dict[str, Chunk]  # the objects; of these only the common state is read
     common: dict[str, Any]
     release: str  # which releases of Megatron-Core save in this way
+    faults: dict[str, set[str]]  # of the pickles that were read, by file
 
     def chunks(self) -> list[tuple[str, Chunk]]:
         """All chunks of tensors, and the objects, with their keys."""
@@ -120,13 +136,16 @@ def newest(folder: Path) -> Path:
     names = sorted(each.name for each in folder.iterdir() if each.is_dir())
     saved = [name for name in names if re.fullmatch(r"release|iter_\d+", name)]
     there = f"there are {', '.join(saved)}" if saved else "there are no checkpoints"
-    if not tracker.is_file():
+    if not tracker.exists():
         if saved and not (folder / METADATA).exists():
             raise CheckpointError(
                 f"{folder}: no {TRACKER}, so no save has finished and Megatron would start anew; {there}: name one"
             )
         return folder
-    said = tracker.read_text(errors="replace").strip()
+    try:
+        said = read_text(tracker, TRACKER_BYTES).strip()
+    except OSError as error:
+        raise CheckpointError(f"{error}; {there}: write one's number into it") from error
     name = f"iter_{int(said):07d}" if said.isdecimal() else said
     if name != "release" and not said.isdecimal():
         wrong = f"{said!r} instead of an iteration or 'release'"
@@ -144,28 +163,50 @@ def read_contents(folder: Path) -> Contents:
     """
     if fault := _fault(folder):
         raise CheckpointError(f"{folder} {fault}")
-    tensors, blobs = {}, {}
+    tensors, blobs, found = read_layout(folder)
+    key = COMMON_KEY
+    if (older := folder / COMMON_FILE).exists():
+        key, blobs[COMMON_FILE] = COMMON_FILE, Chunk((), (), COMMON_FILE, 0, older.stat().st_size)
+    release = "0.18 or before" if key == COMMON_FILE else "0.19 or later"
+    common, of_common = _common(folder, blobs.get(key))
+    return Contents(folder, tensors, blobs, common, release, {METADATA: found, key: of_common})
+
+
+def read_layout(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Chunk], set[str]]:
+    """Tensors and objects that ``.metadata`` name, in any format of torch's, and the faults of that pickle."""
+    tensors, blobs, found = {}, {}, set[str]()
     try:
-        with (folder / METADATA).open("rb") as file:
-            found = MetadataUnpickler(file).load()
-        if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
-            raise TypeError(f"it holds a {type(found).__name__}")
-        for key, stored in found.state_dict_metadata.items():
-            if isinstance(stored, TensorStorageMetadata):
-                chunks = tuple(_chunk(found, key, chunk.offsets, chunk.sizes) for chunk in stored.chunks)
-                tensors[key] = StoredTensor(key, tuple(stored.size), stored.properties.dtype, chunks)
+        with open_file(folder / METADATA, METADATA_BYTES) as file:
+            pickled = file.read()
+        found = _faults_of_file(folder / METADATA, (folder / METADATA).stat().st_mtime_ns)
+        _check_followed(found)
+        stored = MetadataUnpickler(io.BytesIO(pickled)).load()
+        if not isinstance(stored, Metadata) or not isinstance(stored.storage_data, dict):
+            raise TypeError(f"it holds a {type(stored).__name__}")
+        for key, each in stored.state_dict_metadata.items():
+            if not isinstance(key, str):
+                raise TypeError(f"a key is a {type(key).__name__}")
+            if isinstance(each, TensorStorageMetadata):
+                chunks = tuple(_chunk(stored, key, chunk.offsets, chunk.sizes) for chunk in each.chunks)
+                if not isinstance(each.properties.dtype, torch.dtype):
+                    raise TypeError(f"{key} has no dtype")
+                tensors[key] = StoredTensor(key, _extents(each.size), each.properties.dtype, chunks)
             else:
-                blobs[key] = _chunk(found, key)
+                blobs[key] = _chunk(stored, key)
     except Exception as error:  # a damaged pickle raises anything
         raise CheckpointError(
             f"{folder / METADATA} cannot be read ({type(error).__name__}: {error}). It is truncated, damaged or of "
-            "another kind, and without it no data can be found: take another checkpoint, or a copy of this file"
+            f"another kind{_named(found)}, and without it no data can be found: take another checkpoint, or a copy of "
+            "this file"
         ) from error
-    common = blobs.get(COMMON_KEY)
-    if (older := folder / COMMON_FILE).is_file():
-        common = blobs["the common state"] = Chunk((), (), COMMON_FILE, 0, older.stat().st_size)
-    release = "0.18 or before" if older.is_file() else "0.19 or later"
-    return Contents(folder, tensors, blobs, _common(folder, common), release)
+    return tensors, blobs, found
+
+
+@lru_cache(maxsize=4)
+def _faults_of_file(path: Path, changed: int) -> set[str]:
+    """Those of a file that last changed then: a load reads it twice, and most of the time is for this."""
+    with open_file(path, METADATA_BYTES) as file:
+        return faults(io.BytesIO(file.read()))
 
 
 def is_legacy(folder: Path) -> bool:
@@ -191,8 +232,8 @@ def _fault(folder: Path) -> str | None:
             "wrote it. Megatron will not load it: take the checkpoint before it"
         )
     try:
-        backend = json.loads((folder / FORMAT).read_text())["sharded_backend"]
-    except (ValueError, TypeError, KeyError) as error:
+        backend = json.loads(read_text(folder / FORMAT, TEXT_BYTES))["sharded_backend"]
+    except (ValueError, TypeError, KeyError, OSError, RecursionError) as error:
         return f"is damaged: {FORMAT} cannot be read ({error})"
     if backend != "torch_dist":
         return f"is in the format {backend!r}, and only torch_dist is read here"
@@ -201,30 +242,71 @@ def _fault(folder: Path) -> str | None:
 
 def _chunk(found: Metadata, key: str, offsets: torch.Size | None = None, sizes: Sequence[int] = ()) -> Chunk:
     stored = found.storage_data[MetadataIndex(key, offsets)]
-    path = Path(stored.relative_path)
-    if path.is_absolute() or ".." in path.parts:
-        raise ValueError(f"{key} is in {path}, outside of the checkpoint")
-    return Chunk(tuple(offsets or ()), tuple(sizes), str(path), int(stored.offset), int(stored.length))
+    if getattr(stored, "transform_descriptors", None):
+        raise ValueError(f"{key} is compressed or otherwise transformed, which Megatron never does")
+    start, length = _extents((stored.offset, stored.length))
+    return Chunk(_extents(offsets or ()), _extents(sizes), check_name(stored.relative_path), start, length)
 
 
-def _common(folder: Path, blob: Chunk | None) -> dict[str, Any]:
-    path = folder / (blob.file if blob else COMMON_FILE)
+def _extents(numbers: Sequence[int]) -> tuple[int, ...]:
+    """Sizes or offsets, as torch can have them."""
+    if len(numbers) > 64 or not all(type(each) is int and 0 <= each < 2**63 for each in numbers):
+        raise ValueError("it has sizes or offsets that no tensor or file can have")
+    return tuple(numbers)
+
+
+def _check_followed(found: set[str]) -> None:
+    if unknown := [fault for fault in found if not fault.startswith(NAMES)]:
+        raise pickle.UnpicklingError(unknown[0])
+
+
+def _named(found: set[str]) -> str:
+    return "".join(f", and it {fault}" for fault in sorted(found) if fault.startswith(NAMES))
+
+
+def _size(value: Any, sizes: dict[int, int], depth: int = 0) -> int:
+    """How many values it has in it, each as often as it is there: a few may hold each other a great many times."""
+    if depth > DEPTH:
+        raise ValueError(f"it has values in values, more than {DEPTH} deep")
+    if id(value) not in sizes:
+        inner = vars(value) if isinstance(value, argparse.Namespace | Unknown) else value
+        each = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list | tuple | set) else ()
+        sizes[id(value)] = 1 + sum(_size(item, sizes, depth + 1) for item in each)
+    return sizes[id(value)]
+
+
+def _common(folder: Path, blob: Chunk | None) -> tuple[dict[str, Any], set[str]]:
+    path, found = folder / (blob.file if blob else COMMON_FILE), set[str]()
     try:
         if blob is None:
             raise FileNotFoundError(f"neither {COMMON_KEY} in {METADATA} nor {COMMON_FILE}")
-        with path.open("rb") as file:
-            file.seek(blob.start)
-            common = read_archive(io.BytesIO(file.read(blob.length)))
+        archive = read_blob(folder, blob)
+        found = faults(archive)
+        _check_followed(found)
+        archive.seek(0)
+        common = read_archive(archive)
         if isinstance(common, list) and len(common) == 1:
             common = common[0]
         if not isinstance(common, dict):
             raise TypeError(f"it holds a {type(common).__name__}")
+        if _size(common, {}) > VALUES:
+            raise ValueError(f"it has more than {VALUES:,} values")
     except Exception as error:  # a damaged archive raises anything
         raise CheckpointError(
             f"{path}: the common state (arguments, iteration, parameter groups) cannot be read "
-            f"({type(error).__name__}: {error}). Megatron cannot load this checkpoint: take another one, or a copy"
+            f"({type(error).__name__}: {error}){_named(found)}. Megatron cannot load this checkpoint: take another "
+            "one, or a copy"
         ) from error
-    return common
+    return common, found
+
+
+def read_blob(folder: Path, blob: Chunk) -> io.BytesIO:
+    """The archive of an object."""
+    if blob.length > OBJECT_BYTES:
+        raise ValueError(f"it has {blob.length:,} bytes, and at most {OBJECT_BYTES:,} are read of an object")
+    with open_file(folder / blob.file) as file:
+        file.seek(blob.start)
+        return io.BytesIO(file.read(blob.length))
 
 
 class Unknown:

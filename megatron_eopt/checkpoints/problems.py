@@ -11,21 +11,35 @@ import json
 import math
 import os
 import zipfile
-import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, BinaryIO, Literal, NamedTuple
 
 import torch
 
-from megatron_eopt.checkpoints.contents import INTEGRITY, OWN_FILES, TRACKER, CheckpointError, Chunk, Contents, newest
+from megatron_eopt.checkpoints.bounds import OBJECT_BYTES, PARTS, TEXT_BYTES, check_name, open_file, read_text
+from megatron_eopt.checkpoints.contents import (
+    INTEGRITY,
+    METADATA,
+    OWN_FILES,
+    TRACKER,
+    CheckpointError,
+    Chunk,
+    Contents,
+    newest,
+    read_blob,
+    read_layout,
+)
+from megatron_eopt.checkpoints.pickles import NAMES, faults, open_archive
 
 BLOCK = 1 << 24  # bytes read at a time, a multiple of every entry's size; memory is this times the threads
 _DAMAGED = "copy the file again, or take another checkpoint"
+_UNKNOWN = "load a checkpoint only from where you would run a program"
 _FOLDER = 0x10  # attribute of an entry in a zip file
 
 
@@ -100,10 +114,12 @@ def tiling_fault(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequ
             return f"a chunk at {list(offsets)} of size {list(sizes)} lies outside of it"
         if math.prod(sizes):
             intervals.append([(o, o + s) for o, s in zip(offsets, sizes, strict=True)])
-    return _fault(tuple(shape), intervals, ())
+    return _fault(tuple(shape), intervals, (), [PARTS + 100 * len(intervals)])
 
 
-def _fault(shape: tuple[int, ...], boxes: list[list[tuple[int, int]]], at: tuple[int, ...]) -> str | None:
+def _fault(
+    shape: tuple[int, ...], boxes: list[list[tuple[int, int]]], at: tuple[int, ...], left: list[int]
+) -> str | None:
     axis = len(at)
     if not boxes:
         return f"no chunk holds the entry at {[*at, *[0] * (len(shape) - axis)]}"
@@ -113,9 +129,12 @@ def _fault(shape: tuple[int, ...], boxes: list[list[tuple[int, int]]], at: tuple
     slabs: list[list[list[tuple[int, int]]]] = [[] for _ in pairwise(edges)]
     for box in boxes:
         start, stop = (bisect.bisect_left(edges, edge) for edge in box[axis])
+        left[0] -= stop - start
+        if left[0] < 0:
+            return "its chunks cut each other into too many parts to compare"
         for slab in slabs[start:stop]:
             slab.append(box)
-    faults = (_fault(shape, slab, (*at, edge)) for edge, slab in zip(edges, slabs, strict=False))
+    faults = (_fault(shape, slab, (*at, edge), left) for edge, slab in zip(edges, slabs, strict=False))
     return next(filter(None, faults), None)
 
 
@@ -169,37 +188,40 @@ def _look(contents: Contents, key: str, chunk: Chunk) -> _Look:
     look, tensor = _Look(), contents.tensors.get(key)
     try:
         with (
-            (contents.folder / chunk.file).open("rb") as file,
+            open_file(contents.folder / chunk.file) as file,
             io.BufferedReader(Window(file, chunk.start, chunk.length)) as window,
-            zipfile.ZipFile(window) as archive,
+            open_archive(window) as archive,
         ):
             entries = archive.infolist()
-            look.checked = any(entry.CRC for entry in entries)  # without checksums torch writes zero for all
+            look.checked = any(entry.CRC for entry in entries)
             if folders := [entry.filename for entry in entries if entry.external_attr & _FOLDER]:
                 raise ValueError(f"{folders[0]} is marked as a folder, which torch would read as nothing")
             values = [entry for entry in entries if tensor is not None and "/data/" in entry.filename]
             for entry in [each for each in entries if each not in values]:
-                for _ in _blocks(archive, entry, look.checked):
+                for _ in _blocks(archive, entry):
                     pass  # zipfile compares the checksum
             if tensor is None:
                 return look
-            _check_promise(window, tensor.dtype, chunk.sizes)
+            _check_promise(window, archive, tensor.dtype, chunk.sizes)
             look.zero = True
             for entry in values:
                 # What a storage holds beside the tensor is nobody's: only its checksum is looked at.
                 whole = entry.file_size == math.prod(chunk.sizes) * tensor.dtype.itemsize
                 look.zero = look.zero and whole
-                for block in _blocks(archive, entry, look.checked):
+                for block in _blocks(archive, entry):
                     if whole:
                         _count(look, torch.frombuffer(block, dtype=tensor.dtype))
-    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, ValueError, OSError, EOFError) as error:
+    except Exception as error:  # a damaged archive raises anything
         damage = f"in {chunk.file} at byte {chunk.start:,} is damaged: {str(error) or type(error).__name__}"
         return _Look(damage, look.checked)
     return look
 
 
-def _check_promise(window: IO[bytes], dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def _check_promise(window: IO[bytes], archive: zipfile.ZipFile, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """The archive holds what the metadata say."""
+    (pickled,) = (each for each in archive.infolist() if each.filename.count("/") == 1 and "data.pkl" in each.filename)
+    if pickled.file_size > OBJECT_BYTES or (found := faults(io.BytesIO(archive.read(pickled)))):
+        raise ValueError(f"its pickle {min(found)}" if found else "its pickle is larger than a tensor's can be")
     window.seek(0)
     with torch.serialization.skip_data():
         stored = torch.load(window, map_location="cpu", weights_only=True)
@@ -219,9 +241,7 @@ def _count(look: _Look, values: torch.Tensor) -> None:
         look.infinite += int(values.isinf().sum())
 
 
-def _blocks(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, checked: bool) -> Iterator[bytearray]:
-    if not checked:
-        entry.CRC = None  # type: ignore[assignment]  # zipfile then compares none
+def _blocks(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Iterator[bytearray]:
     with archive.open(entry) as file:
         while block := file.read(BLOCK):
             yield bytearray(block)
@@ -230,7 +250,7 @@ def _blocks(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, checked: bool) -> 
 class Window(io.RawIOBase):
     """The bytes ``[start, start + length)`` of a file, as a file; torch's own seeks the wrong way from the end."""
 
-    def __init__(self, file: io.BufferedIOBase, start: int, length: int) -> None:
+    def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
 
     def readable(self) -> bool:
@@ -258,21 +278,75 @@ class Window(io.RawIOBase):
 def check_integrity(folder: Path) -> Iterator[Problem]:
     """Files have the SHA-256 that Megatron wrote down; nothing is checked where it wrote none."""
     path = folder / INTEGRITY
-    if not path.is_file():
+    if not path.exists():
         return
     try:
-        written = json.loads(path.read_text())
+        written = json.loads(read_text(path, TEXT_BYTES))
         algorithm, files = written.get("algorithm", "sha256"), dict(written["files"])
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OSError, RecursionError) as error:
         yield Problem("error", f"{INTEGRITY} cannot be read ({error})", _DAMAGED)
         return
     if algorithm != "sha256":
         yield Problem("error", f"{INTEGRITY} has the algorithm {algorithm!r} instead of sha256", "compare by hand")
         return
     for name, expected in files.items():
-        if not (folder / name).is_file():
+        try:
+            inside = (folder / check_name(name)).resolve().is_relative_to(folder.resolve())
+        except (ValueError, OSError, RuntimeError):  # of links that lead to each other
+            inside = False
+        if not inside:
+            yield Problem("error", f"{INTEGRITY} names what is no file of the checkpoint: {name}", _UNKNOWN)
+        elif not (folder / name).is_file():
             yield Problem("error", f"{name} is in {INTEGRITY} and missing", "copy it from where it is")
-            continue
-        with (folder / name).open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != expected:
-                yield Problem("error", f"{name} has another SHA-256 than {INTEGRITY} says", _DAMAGED)
+        else:
+            with (folder / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != expected:
+                    yield Problem("error", f"{name} has another SHA-256 than {INTEGRITY} says", _DAMAGED)
+
+
+def check_pickles(contents: Contents, trusted: Set[str] = frozenset()) -> Iterator[Problem]:
+    """What pickles of a checkpoint name is known to do no harm, or ``trusted``, as "all" is; none of them is run.
+
+    Those of tensors are left out: torch loads them with ``weights_only``.
+    """
+    if "all" in trusted:
+        return
+    found: dict[str, list[str]] = defaultdict(list)
+    for where, fault in _faults(contents):
+        found[fault].append(where)
+    for fault, places in found.items():
+        what = f"{places[0]}{f' and {len(places) - 1:,} more' if len(places) > 1 else ''} {fault}"
+        name = fault.removeprefix(NAMES)
+        if name == fault:
+            yield Problem("error", what, _UNKNOWN)
+        elif name not in trusted:
+            flags = f"--trust-globals {name}, and --trust-checkpoint-globals of a run"
+            yield Problem("error", f"{what}, which a load would call", f"{_UNKNOWN}. If you know what it does: {flags}")
+
+
+def _faults(contents: Contents) -> Iterator[tuple[str, str]]:
+    """Where a pickle is, and what is wrong with it."""
+    folder = contents.folder
+    yield from ((key, fault) for key, found in contents.faults.items() for fault in sorted(found))
+    for key, chunk in contents.chunks():
+        extra_state = "_extra_state" in key
+        if (key in contents.blobs or extra_state) and key not in contents.faults:
+            yield from _read_faults(f"{key} in {chunk.file}", partial(read_blob, folder, chunk), extra_state)
+    # torch takes a rank's own metadata where .metadata fails; other packages have archives and checkpoints of theirs
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.name == METADATA and path.parent != folder:
+            tensors, blobs, found = read_layout(path.parent)
+            yield from _faults(Contents(path.parent, tensors, blobs, {}, "", {name: found}))
+        elif path.is_symlink() and path.is_dir():
+            yield name, "is a link to a folder, in which nothing is looked at"
+        elif name not in contents.faults and (path.suffix == ".pt" or path.name.endswith(METADATA)):
+            yield from _read_faults(name, partial(open_file, path, OBJECT_BYTES))
+
+
+def _read_faults(where: str, opened: Callable[[], BinaryIO], extra_state: bool = False) -> Iterator[tuple[str, str]]:
+    try:
+        with opened() as file:
+            yield from ((where, fault) for fault in sorted(faults(file, extra_state)))
+    except Exception as error:  # a damaged pickle raises anything
+        yield where, f"cannot be read ({error})"

@@ -47,6 +47,12 @@ RUN_FLAGS = (
         metavar="STEPS",
     ),
     Flag("checksums", True, "Save no checksums in torch_dist checkpoints, and compare none on load."),
+    Flag(
+        "trust_checkpoint_globals",
+        None,
+        "Classes and functions, with commas between, that checkpoints may name besides Megatron's and torch's.",
+        metavar="NAMES",
+    ),
     Flag("check_replicas", True, "Never compare parameters over data-parallel ranks."),
 )
 """Flags of a run, whatever its optimizer."""

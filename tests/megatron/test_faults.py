@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -235,6 +236,36 @@ def emptied(folder):
     (folder / "iter_0000004").mkdir()
 
 
+class Code:
+    """Pickles itself as a program that writes into a folder."""
+
+    def __init__(self, folder):
+        self.program = f"open({str(folder / 'mark')!r}, 'w')"
+
+    def __reduce__(self):
+        return exec, (self.program,)
+
+
+def code_in_the_layout(folder):
+    layout = folder / "iter_0000004" / ".metadata"
+    metadata = pickle.loads(layout.read_bytes())
+    metadata.planner_data = Code(folder)
+    layout.write_bytes(pickle.dumps(metadata))
+
+
+def code_in_an_object(folder, key="rng_state"):
+    """In the place of what a rank saved."""
+    layout = folder / "iter_0000004" / ".metadata"
+    metadata = pickle.loads(layout.read_bytes())
+    (stored,) = (each for index, each in metadata.storage_data.items() if index.fqn.startswith(key))
+    data = io.BytesIO()
+    torch.save([Code(folder)], data)
+    with (folder / "iter_0000004" / stored.relative_path).open("ab") as file:
+        stored.offset, stored.length = file.tell(), len(data.getvalue())
+        file.write(data.getvalue())
+    layout.write_bytes(pickle.dumps(metadata))
+
+
 DAMAGES = [
     (missing, ["__0_0.distcp", "No such file", "take another one"]),
     (truncated, ["__0_0.distcp is truncated: ", "take another checkpoint"]),
@@ -245,6 +276,8 @@ DAMAGES = [
     (tracker_of_another, [TRACKER, "says 9, and iter_0000009 is not there; there are iter_0000002, iter_0000004"]),
     (foreign, ["iter_0000004 is no checkpoint: it has model.pt"]),
     (emptied, ["iter_0000004 is empty", "take another checkpoint"]),
+    (code_in_the_layout, [".metadata names builtins.exec, which a load would call", "--trust-checkpoint-globals"]),
+    (code_in_an_object, ["rng_state/shard_0.0_1.1 in __0_0.distcp names builtins.exec", "--trust-checkpoint-globals"]),
 ]
 
 
@@ -276,8 +309,27 @@ def test_nan_in_the_momentum_is_refused(tmp_path, capsys):
     assert files(folder) == before
 
 
+def test_code_is_refused_before_arguments_are_read(tmp_path, checkpoint):
+    """Which comes before there is a process group; what is not read then is looked at later."""
+    code_in_an_object(checkpoint, "common_state")
+    before = files(checkpoint)
+    how = ["--load", checkpoint, "--use-checkpoint-args"]
+    status, output = begun(tmp_path / "resumed", *MUON, *how)
+    assert_refused(status, output, ["the common state", "and it names builtins.exec"])
+    assert "load_args_from_checkpoint" in output
+    assert files(checkpoint) == before
+
+
+def test_what_the_user_trusts_is_loaded(tmp_path, checkpoint):
+    code_in_the_layout(checkpoint)
+    completed(tmp_path / "resumed", *MUON, "--load", checkpoint, "--trust-checkpoint-globals", "a.b,builtins.exec")
+    assert (checkpoint / "mark").exists()
+
+
 @pytest.mark.parametrize(
-    ("damage", "words"), [DAMAGES[0], pytest.param(*DAMAGES[2], marks=pytest.mark.full)], ids=["missing", "flipped"]
+    ("damage", "words"),
+    [DAMAGES[0], pytest.param(*DAMAGES[2], marks=pytest.mark.full), DAMAGES[-2]],
+    ids=["missing", "flipped", "code"],
 )
 def test_two_ranks_refuse_together(checkpoint, damage, words):
     damage(checkpoint)

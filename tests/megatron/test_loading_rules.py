@@ -4,10 +4,13 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eopt.megatron.checkpoints.loading import (
+    _damage_of_resumed,
     has_adams_alone,
     mismatch,
     named_disk,
@@ -199,3 +202,22 @@ def test_an_error_of_a_save_on_a_disk_that_takes_data_stays(monkeypatch, tmp_pat
 
     with pytest.raises(OSError, match=r"^so it is$"):
         named_disk(save)()
+
+
+class Code:
+    def __reduce__(self):
+        return exec, ("raise SystemExit",)
+
+
+@pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dcp"])
+def test_code_in_other_formats_is_found(tmp_path, ckpt_format):
+    """They have no common state: arguments and what is no tensor are objects."""
+    folder = tmp_path / "iter_0000004"
+    values = {"args": [1], "model.weight": torch.ones(3), "settings": ["{}"]}
+    dcp.save(values, checkpoint_id=folder, planner=dcp.DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
+    assert _damage_of_resumed(tmp_path, 4, ckpt_format, set()) is None
+    values["settings"] = [Code()]
+    dcp.save(values, checkpoint_id=folder, planner=dcp.DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
+    problem = _damage_of_resumed(tmp_path, 4, ckpt_format, set())
+    assert "settings in __0_0.distcp names builtins.exec, which a load would call" in problem
+    assert _damage_of_resumed(tmp_path, 4, ckpt_format, {"builtins.exec"}) is None

@@ -1,5 +1,6 @@
 """``megatron-eopt verify-checkpoint`` on what real Megatron saved: whole, and damaged in every way that disks know."""
 
+import importlib
 import io
 import json
 import os
@@ -8,10 +9,14 @@ import shlex
 import shutil
 import zipfile
 import zlib
+from enum import Enum
+from unittest.mock import Mock
 
 import pytest
 import torch
+from megatron.core import safe_globals
 
+from megatron_eopt.checkpoints import pickles
 from megatron_eopt.checkpoints.contents import newest, read_contents
 from megatron_eopt.checkpoints.would_load import _SCHEDULER, parse_flags, would_load
 from megatron_eopt.cli import main
@@ -203,3 +208,26 @@ def test_the_archives_have_checksums(saved):
         file.seek(chunk.start)
         archive = zipfile.ZipFile(io.BytesIO(file.read(chunk.length)))
     assert all(entry.CRC for entry in archive.infolist())
+
+
+def test_the_names_that_are_allowed_are_what_they_seem():
+    """Classes and types, but for functions that make tensors, arrays and bytes; in modules of enums nothing else."""
+    functions = set()
+    for module, names in pickles._NAMES.items():
+        for name in names.split() if importlib.util.find_spec(module.partition(".")[0]) else ():
+            found = getattr(importlib.import_module(module), name, None) if module != "pathlib._local" else None
+            if not isinstance(found, type | dict | Mock | None):  # Megatron mocks what it lacks
+                functions.add(name)
+    assert functions == {
+        *("encode", "_reconstruct", "scalar", "_get_layout", "_load_from_bytes", "safe_load_from_bytes"),
+        *("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter", "_rebuild_from_type_v2"),
+    }
+    for module in map(importlib.import_module, pickles._ENUMS):
+        named = [value for name, value in vars(module).items() if name[0].isupper()]
+        assert all(isinstance(value, type) and issubclass(value, Enum) for value in named)
+
+
+def test_what_megatron_calls_safe_is_allowed():
+    safe = {pickles.Global(each.__module__, each.__qualname__) for each in safe_globals.SAFE_GLOBALS}
+    by_extra_state = {pickles.Global(*each) for each in safe_globals.SafeUnpickler._SAFE_CLASSES}
+    assert {str(each) for each in safe | by_extra_state if not pickles.is_allowed(each)} == set()

@@ -8,6 +8,8 @@ some of the state of another optimizer.
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any, NamedTuple
@@ -18,8 +20,18 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_eopt.checkpoints.contents import TRACKER, CheckpointError, Contents, is_legacy, newest, read_contents
-from megatron_eopt.checkpoints.problems import check_files
+from megatron_eopt.checkpoints.bounds import TRACKER_BYTES, printable, read_text
+from megatron_eopt.checkpoints.contents import (
+    METADATA,
+    TRACKER,
+    CheckpointError,
+    Contents,
+    is_legacy,
+    newest,
+    read_contents,
+    read_layout,
+)
+from megatron_eopt.checkpoints.problems import check_files, check_pickles
 from megatron_eopt.checkpoints.states import BLOCK, MAIN, blocks_of, holding, split_key
 from megatron_eopt.manifest import Family, compare, from_json, to_json
 from megatron_eopt.megatron import releases
@@ -42,15 +54,24 @@ _STACKED = re.compile(r"\.layers\.(?!\d)")
 def checked_base(
     load_base: Callable[..., Any], load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any
 ) -> Any:
-    """Around ``_load_base_checkpoint``: a checkpoint in torch_dist that is not whole is refused on all ranks.
+    """Around ``_load_base_checkpoint``: one in torch_dist that is not whole is refused on all ranks, before it is read.
 
-    Without a tracker file Megatron starts anew, as it does without this package: a first save that was killed leaves
-    none.
+    So is one in any format of torch's distributed checkpointing whose pickles name what may not be called. Without a
+    tracker file Megatron starts anew, as it does without this package: a first save that was killed leaves none.
     """
-    if rank0 and load_dir is not None and _is_ours(args) and dist.is_initialized():
-        problem = from_rank_0(lambda: _damage_of_resumed(Path(load_dir), getattr(args, "ckpt_step", None)))
-        if problem:
-            raise CheckpointError(problem)
+    if rank0 and load_dir is not None and _is_ours(args):
+        registered = torch.serialization.get_safe_globals()
+        trusted = {
+            each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}" for each in registered
+        }
+        trusted.update((getattr(args, "trust_checkpoint_globals", None) or "").split(","))
+        folders = [(Path(load_dir), getattr(args, "ckpt_step", None))]
+        if getattr(args, "non_persistent_ckpt_type", None) == "global":
+            folders.append((Path(args.non_persistent_global_ckpt_dir or Path(load_dir, "non_persistent")), None))
+        for folder, step in folders:
+            find = partial(_damage_of_resumed, folder, step, args.ckpt_format, trusted)
+            if problem := from_rank_0(find) if dist.is_initialized() else find():
+                raise CheckpointError(printable(problem))
     return load_base(load_dir, args, rank0, *rest, **kwargs)
 
 
@@ -69,8 +90,11 @@ def with_optimizer(load: Callable[..., Any], model: Any, optimizer: Any, *args: 
 def checked_tracker(read_metadata: Callable[..., Any], tracker_filename: str) -> Any:
     """Around ``read_metadata``: an empty tracker file, which a killed save leaves, stands for the newest checkpoint."""
     tracker, iteration = Path(tracker_filename), None
-    if _is_ours(releases.training_args()) and dist.is_initialized():
-        iteration = from_rank_0(lambda: None if tracker.read_text().strip() else _newest_whole(tracker.parent))
+    args = releases.training_args()
+    if _is_ours(args) and args.ckpt_format == "torch_dist" and dist.is_initialized():
+        iteration = from_rank_0(
+            lambda: None if read_text(tracker, TRACKER_BYTES).strip() else _newest_whole(tracker.parent)
+        )
     if iteration is None:
         return read_metadata(tracker_filename)
     killed = f"{tracker} is empty, as a save leaves it that was killed while it wrote there"
@@ -346,29 +370,46 @@ def resumed(folder: Path, step: int | None) -> Path:
 
 
 def _is_ours(args: Any) -> bool:
-    name = getattr(args, "optimizer", "").removeprefix("dist_")
-    return name in list_optimizers() and getattr(args, "ckpt_format", None) == "torch_dist"
+    return getattr(args, "optimizer", "").removeprefix("dist_") in list_optimizers()
 
 
 def _damage(contents: Contents) -> str | None:
     return next((f"{fault.what}. {fault.advice}" for fault in check_files(contents)), None)
 
 
-def _damage_of_resumed(folder: Path, step: int | None) -> str | None:
-    """Why the checkpoint that Megatron will take from a folder is not whole."""
+def _damage_of_resumed(
+    folder: Path, step: int | None, ckpt_format: str = "torch_dist", trusted: Set[str] | None = None
+) -> str | None:
+    """Why the checkpoint that Megatron will take from a folder is not whole, or may not be unpickled.
+
+    Pickles are looked at if it is known which other names are ``trusted``. Before there is a process group Megatron
+    reads arguments alone, and each rank looks only at what they are in.
+    """
     try:
         tracker = folder / TRACKER
-        if not step and not (tracker.is_file() and tracker.read_text().strip()):
+        if not step and not (tracker.exists() and read_text(tracker, TRACKER_BYTES).strip()):
             return None
         path = resumed(folder, step)
         if path.is_dir() and is_legacy(path):
             return None
-        damage = _damage(read_contents(path))
-        return damage and f"{path}: {damage}"
-    except CheckpointError as error:
+        if ckpt_format == "torch_dist":
+            contents = read_contents(path)
+            if damage := _damage(contents):
+                return f"{path}: {damage}"
+        else:
+            tensors, blobs, of_metadata = read_layout(path)
+            contents = Contents(path, tensors, blobs, {}, "", {METADATA: of_metadata})
+        if trusted is not None:
+            if ckpt_format == "torch_dist" and not dist.is_initialized():
+                contents = replace(contents, blobs={})
+            if harm := next(check_pickles(contents, trusted), None):
+                return f"{path}: {harm.what}. {harm.advice}"
+    except (CheckpointError, OSError) as error:
         return str(error)
+    return None
 
 
 def _newest_whole(folder: Path) -> int | None:
-    steps = sorted((int(each.name.removeprefix("iter_")) for each in folder.glob("iter_*")), reverse=True)
+    names = [each.name.removeprefix("iter_") for each in folder.glob("iter_*")]
+    steps = sorted(map(int, filter(str.isdecimal, names)), reverse=True)
     return next((step for step in steps if _damage_of_resumed(folder, step) is None), None)

@@ -101,7 +101,7 @@ def test_modules_import_each_other_in_no_circle():
 
 
 def test_the_package_is_small():
-    assert len(FILES) <= 130
+    assert len(FILES) <= 135
 
 
 def test_the_package_has_fewer_than_25_200_lines():

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from megatron_eopt import OptimizerConfig, TensorParallelMuon, cpu
 from megatron_eopt.checkpoints.contents import read_contents
 from megatron_eopt.manifest import families, problems, warnings
+from megatron_eopt.megatron.agreement import refuse_different
 from megatron_eopt.megatron.arguments import with_flags
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.checkpoints.loading import mismatch, of_another, stacks_layers
@@ -68,6 +69,12 @@ def steps_without_finite_gradients(count):
 def parsed_before_activation():
     args = SimpleNamespace(optimizer="muon", muon_tp_mode="blockwise")
     with_flags(lambda args: (SimpleNamespace(), {}))(args)
+
+
+def started_differently(monkeypatch):
+    of_ranks = {0: {"--muon-momentum": 0.95}, 1: {"--muon-momentum": 0.5}}
+    monkeypatch.setattr("megatron_eopt.megatron.agreement.by_first_rank", lambda settings: of_ranks)
+    refuse_different(of_ranks[0])
 
 
 def first_step(monkeypatch):
@@ -123,6 +130,7 @@ def size_of_updates():
 
 SAID = {
     "late": parsed_before_activation,
+    "settings": started_differently,
     "unknown name": lambda: OptimizerConfig(name="moun"),
     "refused": lambda: refuse_unsupported(run(fp16=True, optimizer_cuda_graph=True)),
     "a GPU is there": on_a_gpu,

@@ -10,7 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+import torch.distributed as dist
+
 from megatron_eopt.family import FAMILY, MUON, ROWS
+from megatron_eopt.megatron.agreement import refuse_different
+from megatron_eopt.megatron.settings import of_command_line
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.parallel.plan import TpMode
@@ -47,7 +51,7 @@ RUN_FLAGS = (
         metavar="STEPS",
     ),
     Flag("checksums", True, "Save no checksums in torch_dist checkpoints, and compare none on load."),
-    Flag("check_replicas", True, "Never compare parameters over data-parallel ranks."),
+    Flag("check_replicas", True, "Never compare parameters over ranks that have the same."),
 )
 """Flags of a run, whatever its optimizer."""
 
@@ -135,7 +139,9 @@ def sharded(validate: Callable[..., Any], args: argparse.Namespace, *rest: Any, 
 
 @around
 def with_flags(make_config: Callable[..., Any], args: argparse.Namespace) -> Any:
-    """Around Megatron's ``get_megatron_optimizer_config``: what our flags say gets onto a config without the field."""
+    """Around Megatron's ``get_megatron_optimizer_config``: what our flags say, alike on all ranks, goes to a config."""
+    if dist.is_initialized():  # else all ranks come again
+        refuse_different(of_command_line(args))
     config, overrides = make_config(args)
     if builds(args) and not hasattr(args, TP_MODE_SOURCE) and getattr(args, "rank", 0) == 0:
         print(

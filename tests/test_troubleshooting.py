@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from megatron_eopt import OptimizerConfig, TensorParallelMuon, cpu
 from megatron_eopt.checkpoints.contents import read_contents
 from megatron_eopt.manifest import families, problems, warnings
+from megatron_eopt.megatron.agreement import refuse_different
 from megatron_eopt.megatron.arguments import with_flags
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.checkpoints.loading import mismatch, named_disk, of_another, stacks_layers
@@ -106,6 +107,12 @@ def parsed_before_activation():
     with_flags(lambda args: (SimpleNamespace(), {}))(args)
 
 
+def started_differently(monkeypatch):
+    of_ranks = {0: {"--muon-momentum": 0.95}, 1: {"--muon-momentum": 0.5}}
+    monkeypatch.setattr("megatron_eopt.megatron.agreement.by_first_rank", lambda settings: of_ranks)
+    refuse_different(of_ranks[0])
+
+
 def first_step(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     weights = [torch.nn.Parameter(torch.ones(6, 4)) for _ in range(13)]
@@ -170,6 +177,7 @@ def size_of_updates():
 
 SAID = {
     "late": parsed_before_activation,
+    "settings": started_differently,
     "unknown name": lambda: OptimizerConfig(name="moun"),
     "refused": lambda: refuse_unsupported(run(fp16=True, optimizer_cuda_graph=True)),
     "a GPU is there": on_a_gpu,

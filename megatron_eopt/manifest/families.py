@@ -7,9 +7,9 @@ form that is exact.
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import count, pairwise, product
 from typing import Any
 
 Index = tuple[int, ...]  # the numbers of one name, from left to right: of the layer, of the expert
@@ -153,16 +153,16 @@ def rows(families: Iterable[Family]) -> list[ManifestRow]:
     return sorted(found, key=lambda row: _by_numbers(row.name))
 
 
-def merged(lists: Iterable[Sequence[Family]]) -> list[Family]:
+def merged(lists: Iterable[Sequence[Family]], ranks: Sequence[int] | None = None) -> list[Family]:
     """The families of all ranks together: the same for every order of the ranks.
 
     Families that several ranks have alike are looked at once, so the cost grows with what the ranks have of their own.
-    A parameter of which two ranks have different rows is a ``ValueError`` with both.
+    A parameter of which two ranks have different rows is a ``ValueError`` with both; ``ranks`` are those of the lists.
     """
     known: dict[ManifestRow, ManifestRow] = {}
     seen: set[frozenset[Family]] = set()
     together: dict[tuple[str, Index], tuple[int, frozenset[ManifestRow]]] = {}
-    for rank, each in enumerate(lists):
+    for rank, each in zip(count() if ranks is None else ranks, lists, strict=False):
         for pattern, group in by_pattern(each).items():
             if (alike := frozenset(group)) in seen:
                 continue
@@ -266,8 +266,9 @@ def _disagreement(
 ) -> ValueError:
     if len(likes) == len(others) == 1:
         (one,), (another,) = likes, others
-        differing = [each.name for each in fields(one) if getattr(one, each.name) != getattr(another, each.name)]
-        first, second = (", ".join(f"{name} {getattr(row, name)!r}" for name in differing) for row in (one, another))
+        pair = [vars(row) | {f"the setting {key}": x for key, x in row.settings.items()} for row in (one, another)]
+        names = [key for key in pair[0] | pair[1] if key != "settings" and pair[0].get(key) != pair[1].get(key)]
+        first, second = (", ".join(f"{key} {said.get(key)!r}" for key in names) for said in pair)
     else:
         first, second = (f"optimizers {sorted(row.optimizer or 'none' for row in rows)}" for rows in (likes, others))
     return ValueError(

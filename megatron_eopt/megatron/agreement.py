@@ -1,7 +1,7 @@
 """What all ranks of a run find out together, each calling and getting the same; what the first one says for all."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,7 +20,12 @@ def say(message: str) -> None:
 
 
 def distinct[T](value: T) -> list[T]:
-    """The different values of all ranks, each once, in the order of the first ranks that have them.
+    """The different values of all ranks, each once, in the order of the first ranks that have them."""
+    return list(by_first_rank(value).values())
+
+
+def by_first_rank[T](value: T) -> dict[int, T]:
+    """The different values of all ranks, each by the first rank that has it.
 
     Of a thousand ranks, those of one pipeline stage mostly have the same. So every rank sends a hash, and one of those
     with the same hash its value; where most differ, all send theirs at once.
@@ -33,16 +38,40 @@ def distinct[T](value: T) -> list[T]:
     hashes: list[Any] = [None] * ranks
     dist.all_gather_object(hashes, own)
     first = {each: rank for rank, each in reversed(list(enumerate(hashes)))}
-    found: list[Any] = []
+    if len(first) == 1:
+        return {0: value}
     if len(first) > ranks // 2:
-        found = [None] * ranks
-        dist.all_gather_object(found, value)
-        return [found[rank] for rank in sorted(first.values())]
+        everywhere: list[Any] = [None] * ranks
+        dist.all_gather_object(everywhere, value)
+        return {rank: everywhere[rank] for rank in sorted(first.values())}
+    found: dict[int, Any] = {}
     for each, rank in sorted(first.items(), key=lambda pair: pair[1]):
         sent = [value if each == own else None]
         dist.broadcast_object_list(sent, src=rank)
-        found.append(sent[0])
+        found[rank] = sent[0]
     return found
+
+
+def refuse_different(settings: Mapping[str, Any]) -> None:
+    """Refuse, on all ranks of the run, a setting of which two ranks have different values; one may lack it.
+
+    The values are plain data, as for :func:`distinct`.
+    """
+    if lines := differences(by_first_rank(settings)):
+        what = "ranks have different settings, and would train a wrong model: start all with the same flags and files"
+        raise ValueError("\n".join([what, *lines[:8]]))
+
+
+def differences(of_ranks: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """A line for each setting with two values: those of the first rank that has it, and of the first that differs."""
+    known: dict[str, tuple[int, Any]] = {}
+    lines: dict[str, str] = {}
+    for rank, settings in of_ranks.items():
+        for name, value in settings.items():
+            first, before = known.setdefault(name, (rank, value))
+            if repr(value) != repr(before):
+                lines.setdefault(name, f"{name} is {before!r} on rank {first} and {value!r} on rank {rank}")
+    return list(lines.values())
 
 
 def from_rank_0[T](find: Callable[[], T]) -> T:

@@ -10,7 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+import torch.distributed as dist
+
 from megatron_eopt.family import FAMILY, MUON, ROWS
+from megatron_eopt.megatron.agreement import refuse_different
+from megatron_eopt.megatron.settings import of_command_line
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.parallel.plan import TpMode
@@ -53,7 +57,7 @@ RUN_FLAGS = (
         "Classes and functions, with commas between, that checkpoints may name besides Megatron's and torch's.",
         metavar="NAMES",
     ),
-    Flag("check_replicas", True, "Never compare parameters over data-parallel ranks."),
+    Flag("check_replicas", True, "Never compare parameters over ranks that have the same."),
 )
 """Flags of a run, whatever its optimizer."""
 
@@ -141,7 +145,9 @@ def sharded(validate: Callable[..., Any], args: argparse.Namespace, *rest: Any, 
 
 @around
 def with_flags(make_config: Callable[..., Any], args: argparse.Namespace) -> Any:
-    """Around Megatron's ``get_megatron_optimizer_config``: what our flags say gets onto a config without the field."""
+    """Around Megatron's ``get_megatron_optimizer_config``: what our flags say, alike on all ranks, goes to a config."""
+    if dist.is_initialized():  # else all ranks come again
+        refuse_different(of_command_line(args))
     config, overrides = make_config(args)
     if builds(args) and not hasattr(args, TP_MODE_SOURCE) and getattr(args, "rank", 0) == 0:
         print(

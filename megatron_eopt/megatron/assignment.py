@@ -11,9 +11,10 @@ from typing import Any
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.agreement import distinct, on_all_ranks
+from megatron_eopt.megatron.agreement import distinct, on_all_ranks, refuse_different
 from megatron_eopt.megatron.entries import DEFAULT, all_entries, known_names
 from megatron_eopt.megatron.parameters import ModelParameter, optimizer_parameters
+from megatron_eopt.megatron.settings import of_entries
 from megatron_eopt.optimizers.nonfinite import listed
 from megatron_eopt.overrides import SETTINGS, Entry, OverrideError, Resolved, match_counts, resolve
 from megatron_eopt.overrides.known import settings_of_groups
@@ -60,6 +61,7 @@ def assign(
     ``config_overrides`` are Megatron's, or selectors of this package instead; None stands for Megatron's standard ones.
     """
     entries = all_entries(config, config_overrides)
+    refuse_different(of_entries(entries))
     everywhere = distinct(matches(parameters, config, entries))
     counts = [max(of_entry) for of_entry in zip(*everywhere, strict=True)]
     return on_all_ranks(lambda: assignments(parameters, config, entries, counts))

@@ -9,7 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.megatron import assignment, dealing, fsdp, qk_clip, releases
-from megatron_eopt.megatron.agreement import choose_kernels, on_all_ranks, say
+from megatron_eopt.megatron.agreement import choose_kernels, on_all_ranks, refuse_different, say
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED
 from megatron_eopt.megatron.checkpoints.attach import attach
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
@@ -21,6 +21,7 @@ from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag, warn_o
 from megatron_eopt.megatron.manifest import declare
 from megatron_eopt.megatron.metrics import interval_of, measure
 from megatron_eopt.megatron.parameters import frozen_names, mark, remember, torch_optimizers, trainable
+from megatron_eopt.megatron.settings import of_config, of_optimizers
 from megatron_eopt.megatron.summary import print_summary
 from megatron_eopt.megatron.support.rules import Run, on, refuse_unsupported
 from megatron_eopt.optimizers.base import BaseOptimizer
@@ -103,6 +104,7 @@ class OptimizerOfRun:
         self.optimizer.megatron_eopt = self
         remember(self.optimizer, self.model_chunks)
         on_all_ranks(lambda: assignment.refuse_unread(self.optimizer, self.assigned))
+        refuse_different(of_optimizers(torch_optimizers(self.optimizer)))
         for each in torch_optimizers(self.optimizer):
             if isinstance(each, BaseOptimizer):  # a scalar optimizer, which Megatron has not told of its ranks
                 each.pg_collection = self.groups
@@ -111,9 +113,7 @@ class OptimizerOfRun:
         """Let every optimizer that has parameters here agree on its steps with the ranks that share them."""
         here = [x for x in torch_optimizers(self.optimizer) if any(group["params"] for group in x.param_groups)]
         choose_kernels(here)
-        for each in here:
-            if hasattr(each, "prepare"):
-                each.prepare()
+        on_all_ranks(lambda: [each.prepare() for each in here if hasattr(each, "prepare")])
 
     def declare(self) -> None:
         """Say which optimizer updates every parameter, as it was built."""
@@ -151,7 +151,7 @@ class OptimizerOfRun:
         """Check what can only be known in the first step, or in any."""
         compare = None
         if getattr(self.config, "check_replicas", True) and not self.facts.megatron_fsdp:
-            ranks = (getattr(self.groups, name, None) for name in ("dp_cp", "expt_dp"))
+            ranks = (getattr(self.groups, name, None) for name in ("dp_cp", "expt_dp", "tp", "expt_tp"))
             compare = check_replicas(self.model_chunks, *ranks)
         check_steps(self.optimizer, self.matrices_here, compare, lambda: warn_of_unused(self.assigned))
 
@@ -203,6 +203,7 @@ def checked(
         kwargs["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
     layer_wise = kwargs.get("layer_wise_distributed_optimizer", False)
     groups = kwargs["pg_collection"]
+    refuse_different(of_config(config))
     run = OptimizerOfRun(config, model_chunks, groups, layer_wise)
     if run.facts.megatron_fsdp:
         return run.built_by(lambda config, own: fsdp.build(config, model_chunks, own, groups), config_overrides)

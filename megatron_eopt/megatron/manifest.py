@@ -1,6 +1,7 @@
 """The manifest of an optimizer that Megatron has built: who updates every parameter, whoever it was assigned to."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from math import prod
 from typing import Any
@@ -13,11 +14,12 @@ from megatron_eopt import manifest
 from megatron_eopt.family import FAMILY
 from megatron_eopt.manifest import Family, LogicalMatrix, ManifestRow, families, merged, rows
 from megatron_eopt.matrices import warn_of_unmatched
-from megatron_eopt.megatron.agreement import distinct
+from megatron_eopt.megatron.agreement import by_first_rank
 from megatron_eopt.megatron.assignment import Assignment
 from megatron_eopt.megatron.entries import DEFAULT
 from megatron_eopt.megatron.parameters import OptimizerParameter, optimizer_name, optimizer_parameters
 from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.group_settings import plain
 from megatron_eopt.optimizers.parameters import GROUPS, DescribedMatrix
 from megatron_eopt.overrides import ParameterInfo
 from megatron_eopt.parallel.dtensor import tells_its_chunk
@@ -43,9 +45,13 @@ def declare(optimizer: Any, assigned: Sequence[Assignment], config: Any, groups:
     wanted = {each.name: each.optimizer for each in assigned}
     moved = [(row, wanted[row.name] or "nobody") for row in found if row.optimizer != wanted[row.name]]
     misplaced = [f"{row.name} was given to {to} ({row.reason}), and {row.optimizer} has it" for row, to in moved]
-    of_ranks = zip(*distinct((families(found), families(here[len(found) :]), misplaced)), strict=True)
-    updated, others, lines = (list(each) for each in of_ranks)
-    everywhere = merged(updated)
+    groups_by_id = {id(one.model): plain(one.group) for one in optimizer_parameters(optimizer)}
+    group_of = {each.name: groups_by_id.get(id(each.parameter.tensor), {}) for each in assigned}
+    compared = families(replace(row, settings=group_of[row.name]) for row in found)
+    of_ranks = by_first_rank((families(found), families(here[len(found) :]), misplaced, compared))
+    updated, others, lines, with_groups = (list(each) for each in zip(*of_ranks.values(), strict=True))
+    merged(with_groups, list(of_ranks))  # which refuses groups that differ, also in what is no setting of a user's
+    everywhere = merged(updated, list(of_ranks))
     names = {row.name for row in rows(everywhere)}
     # what one rank does not update, another may
     everywhere += families(row for row in rows(merged(others)) if row.name not in names)

@@ -2,9 +2,10 @@
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from math import prod
+from types import MappingProxyType
 from typing import Any, Literal, Self, overload
 
 import torch
@@ -16,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.matrices import WHOLE, Split, check_split_shapes, declared_split, is_transposed, split_of
 from megatron_eopt.optimizers.first_step import note_others, warn_of_fp16
-from megatron_eopt.optimizers.group_settings import check_flag, check_scalars, without_dimensions
+from megatron_eopt.optimizers.group_settings import check_flag, check_scalars, plain, without_dimensions
 from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients, warned_without_gradients
 from megatron_eopt.optimizers.offload import host_zeros, on_host
 from megatron_eopt.optimizers.parameters import (
@@ -99,6 +100,7 @@ class BaseOptimizer(Optimizer):
     _ends: dict[Tensor, list[str]] | None = None
     _offloaded: dict[Tensor, bool] | None = None
     _watched: Watched | None = None
+    _beside: Mapping[str, Any] = MappingProxyType({})  # settings of an optimizer that steps beside this one
     _told: bool = False  # of unmarked parameters
     _scalable: bool = False  # whether a GradScaler has been checked
     _warns_without_gradients: bool = True  # until it has; Megatron's first step says more
@@ -472,7 +474,8 @@ class BaseOptimizer(Optimizer):
     def proposed(self) -> Engine:
         """What :meth:`prepare` will make, before ranks agree on it: for a run that is only described. Made anew."""
         parameters = self._parameters()
-        described = [self._described(*each) for each in zip(self._names(), parameters, strict=True)]
+        settings, named = self._settings_by_parameter(), zip(self._names(), parameters, strict=True)
+        described = [replace(self._described(name, p), settings=settings[p]) for name, p in named]
         known = self.param_groups[0].get(RATES)
         rates = Rates.from_state_dict(known) if known is not None else None  # those of the checkpoint, or measured now
         own = self.plan_rates if isinstance(self.plan_rates, Rates) else rates
@@ -480,6 +483,16 @@ class BaseOptimizer(Optimizer):
         state = max(map(self._bytes_of_entry, parameters), default=0) if self.offload_fraction else 0
         workspace = Workspace(bytes=self.workspace, kept=(4 if self.keeps_directions else 0) + state, state=state)
         return Engine(described, device, self.tp_mode, own, workspace)
+
+    def _settings_by_parameter(self) -> dict[Tensor, dict[str, Any]]:
+        """The settings of each parameter that ranks which share it compare: plain data alone."""
+        known = sorted(self.settings_of_groups().keys() | self.defaults.keys())
+        found: dict[Tensor, dict[str, Any]] = {}
+        for group in self.param_groups:
+            own = {**self._beside, **self.settings(), **{key: group[key] for key in known if key in group}}
+            left_out = {"coefficients", *self.users_settings}  # the plan has the coefficients
+            found |= dict.fromkeys(group["params"], plain({k: x for k, x in own.items() if k not in left_out}))
+        return found
 
     def kernel_times(self) -> Tensor:
         """What the choice of a kernel of symmetric products goes by: see :func:`.timing.times`."""
@@ -489,7 +502,8 @@ class BaseOptimizer(Optimizer):
         """Settle with the other ranks what a step does, in an engine that is frozen; all call together.
 
         The first step does, and one after a group was added or loaded, or has other settings of what is planned. A plan
-        that differs between ranks, and parameters on several devices, are a ``ValueError``.
+        or a setting that differs between ranks, and parameters on several devices, are a ``ValueError``. Settings that
+        change later, as rates do, are not compared again.
         """
         wanted = self._planned_settings()
         if self._engine is None or self._engine_of != wanted:

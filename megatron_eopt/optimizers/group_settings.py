@@ -61,11 +61,6 @@ class UpdateSettings:
         mode, factor = group.get(SCALE_MODE, self.scale_mode), group.get(EXTRA_SCALE, self.extra_scale_factor)
         return UpdateSettings(own, mode, factor)
 
-    @property
-    def name(self) -> str:
-        """All of them in words, which are equal for equal settings alone."""
-        return f"{self.newton_schulz.name}, scale {self.scale_mode} times {float(self.extra_scale_factor)!r}"
-
     def scale(self, rows: int, cols: int) -> float:
         """Factor of an orthogonal factor, from the shape of the global matrix (of a shard under ``blockwise``)."""
         return self.extra_scale_factor * muon_scale_factor(rows, cols, self.scale_mode)
@@ -141,6 +136,17 @@ def without_dimensions(value: Any) -> Any:
     if isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value):
         return type(value)(map(without_dimensions, value))
     return value.reshape(()) if isinstance(value, Tensor) and value.ndim else value
+
+
+def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are plain data, which ranks can compare; a tensor of one entry is a number."""
+    numbers = {k: x.item() if isinstance(x, Tensor) and x.numel() == 1 else x for k, x in settings.items()}
+    return {key: value for key, value in numbers.items() if is_plain(value)}
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, text, bool, None, or a list or tuple of these."""
+    return all(map(is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, str | int | float | None)
 
 
 def check_rates(name: str, group: Mapping[str, Any], *averages: str) -> None:

@@ -551,7 +551,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         dtype, layout, split = local(parameter).dtype, self.layout(parameter), self.split_of(parameter)
         scale = self._scale(self.group_of(parameter) if group is None else group)
         offloaded = self.on_host(parameter) * parameter.numel() * self._bytes_of_entry(parameter)
-        return Parameter(name, dtype, layout, split, settings.newton_schulz, scale, settings.name, offloaded=offloaded)
+        return Parameter(name, dtype, layout, split, settings.newton_schulz, scale, offloaded=offloaded)
 
     def _scale(self, group: Mapping[str, Any]) -> Callable[[int, int], float] | None:
         """What multiplies the orthogonal factors of a group's matrices; None for 1."""

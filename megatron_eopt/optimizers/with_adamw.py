@@ -18,7 +18,7 @@ from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.foreach import Batch, Follow
-from megatron_eopt.optimizers.group_settings import STEPS, UpdateSettings, check_adam_settings
+from megatron_eopt.optimizers.group_settings import STEPS, UpdateSettings, check_adam_settings, plain
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.nonfinite import check_gradients
 from megatron_eopt.optimizers.parameters import NAME, check_distinct, check_scalable
@@ -153,6 +153,8 @@ class Muon(Optimizer):
         for index, group in enumerate(self._adam_groups):
             check_distinct(f"AdamW in {self._called}", self._adam_groups[: index + 1])
             group.setdefault(INITIAL_LR, float(group["lr"]))  # a tensor may be changed in place
+        each = ((number, plain(group)) for number, group in enumerate(self._adam_groups))
+        matrices._beside = {f"AdamW's {key} of group {n}": x for n, group in each for key, x in group.items()}
         super().__init__(matrices.param_groups, matrices.defaults)
         self.param_groups, self.state = matrices.param_groups, matrices.state  # the same objects
 

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
+from hashlib import sha256
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class Parameter:
         split: its logical matrices.
         iteration: what orthogonalizes these; None where nothing is orthogonalized.
         scale: what multiplies an orthogonal factor, from the rows and columns of its matrix; None for 1.
-        settings: what else ranks that share it have to agree on, in words.
+        settings: what else is the same on all ranks that share it, by name: plain data.
         groups: of ranks that share a parameter without layout, by label.
         offloaded: bytes that this rank keeps of it in host memory.
     """
@@ -62,7 +63,7 @@ class Parameter:
     split: Split = WHOLE
     iteration: NewtonSchulz | None = None
     scale: Callable[[int, int], float] | None = None
-    settings: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
     groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
     offloaded: int = 0
 
@@ -171,12 +172,12 @@ class Engine:
             kept: that of the checkpoint or of the run, taken where the user asks for none.
 
         Raises:
-            ValueError: if the plan differs between ranks.
+            ValueError: if the plan, or the settings of a parameter, differ between ranks.
             RuntimeError: if the kernel cannot serve on one of them.
         """
+        check_same(self.plan, self.groups, self.device, self._parameters)
         if not self._iterations:
             return None
-        check_same(self._with_settings(), self.groups, self.device)
         run = dist.get_world_size() if dist.is_initialized() else 1
         reached = max((group.size() for group in self.groups.values()), default=1) == run
         if kernel is None and kept is None and reached and timing.is_timed(self.device):
@@ -419,14 +420,6 @@ class Engine:
     def _dtype(self, matrix: int) -> torch.dtype:
         return self._parameters[self._of_matrix[matrix][0]].dtype
 
-    def _with_settings(self) -> Plan:
-        """The plan with what else ranks have to agree on: in place of the iterations, and if these differ in names."""
-        settings = [self._parameters[i].settings for i, _ in self._of_matrix]
-        several = len(set(settings)) > 1
-        pairs = zip(self.plan.matrices, settings, strict=True)
-        found = (replace(m, name=f"{m.name}, {s}" if several else m.name, iteration=s or m.iteration) for m, s in pairs)
-        return replace(self.plan, matrices=tuple(found))
-
     def _work(self, name: str) -> Work:
         """What costs are predicted with: the same on every rank, so not with the kernel that will be chosen."""
         iteration, share = self._iterations[name], 0.5
@@ -507,21 +500,38 @@ def _lowest(x: Tensor, groups: Mapping[str, ProcessGroup]) -> Tensor:
     return x
 
 
-def check_same(plan: Plan, groups: Mapping[str, ProcessGroup], device: torch.device) -> None:
-    """Refuse, on every rank of a group, a plan that is not the same on all of them, naming the first difference."""
+def check_same(
+    plan: Plan, groups: Mapping[str, ProcessGroup], device: torch.device, parameters: Sequence[Parameter] = ()
+) -> None:
+    """Refuse a plan, or settings of parameters, that differ between the ranks of a group; the first one is named."""
     for label, group in groups.items():
-        own = torch.tensor(list(bytes.fromhex(fingerprint(plan, label))), dtype=torch.int32, device=device)
+        settings = {p.name: p.settings for p in parameters if label in p.shared_by}
+        hashed = sha256((fingerprint(plan, label) + repr(settings)).encode()).digest()
+        own = torch.tensor(list(hashed), dtype=torch.int32, device=device)
         least, most = lowest(own, group), -lowest(-own, group)
         if torch.equal(least, most):
             continue
-        plans: list[Any] = [None] * group.size()
-        dist.all_gather_object(plans, plan, group=group)
-        found = [(rank, first_difference(plans[0], other, label)) for rank, other in enumerate(plans)]
-        rank, difference = next(each for each in found if each[1] is not None)
+        of_ranks: list[Any] = [None] * group.size()
+        dist.all_gather_object(of_ranks, (plan, settings), group=group)
+        (first, of_first), *_ = of_ranks
+        told = (_first_setting(of_first, own) or first_difference(first, other, label) for other, own in of_ranks)
+        rank, difference = next((rank, each) for rank, each in enumerate(told) if each is not None)
         raise ValueError(
             f"the optimizer's plan differs between ranks 0 and {rank} of group {label!r}: {difference}. Ranks that "
             f"share parameters need the same parameters in the same order, with the same settings"
         )
+
+
+def _first_setting(of_one: Mapping[str, Any], of_other: Mapping[str, Any]) -> str | None:
+    """The first parameter, and the setting of it, in which two ranks differ."""
+    for i, (one, another) in enumerate(zip_longest(of_one, of_other)):
+        if one != another:
+            return f"parameter {i} is {one!r} in the one and {another!r} in the other"
+        for key in {**of_one[one], **of_other[one]}:
+            mine, theirs = (settings[one].get(key) for settings in (of_one, of_other))
+            if repr(mine) != repr(theirs):
+                return f"{one!r} has {key} {mine!r} in the one and {theirs!r} in the other"
+    return None
 
 
 def _groups(parameters: Sequence[Parameter]) -> dict[str, ProcessGroup]:

@@ -345,7 +345,7 @@ def _facts(plan: Plan, label: str | None) -> Iterator[tuple[str, Any]]:
     ranks = [(bucket, *each) for bucket in buckets for each in zip_longest(bucket.matrices, bucket.compute_ranks)]
     decided = {plan.matrices[i].name: (bucket.scheme, compute_rank) for bucket, i, compute_rank in ranks}
     for matrix in matrices:
-        scheme, compute_rank = decided[matrix.name]
+        scheme, compute_rank = decided.get(matrix.name, (None, None))  # of a plan that orthogonalizes nothing
         yield f"{matrix.name!r} has the scheme", scheme
         yield f"{matrix.name!r} has the compute rank", compute_rank
     for number, bucket in enumerate(buckets):

@@ -56,7 +56,7 @@ def mixed(ranks):
     """Parameters of which each kind has every iteration, in an order that mixes these."""
     lying = [on_one_rank(shape) if dim is None else sharded(shape, dim, ranks) for shape, dim in SHAPES]
     return [
-        Parameter(f"{number}.{copy}.{name}", F32, layout, iteration=iteration, scale=shaped, settings=name)
+        Parameter(f"{number}.{copy}.{name}", F32, layout, iteration=iteration, scale=shaped)
         for copy in range(2)
         for number, layout in enumerate(lying)
         for name, iteration in ITERATIONS.items()
@@ -83,7 +83,7 @@ def several_iterations(rank, ranks):
         # the same matrices and buckets, but only those of one iteration at a time
         alone = {}
         for name in ITERATIONS:
-            own = [i for i, parameter in enumerate(parameters) if parameter.settings == name]
+            own = [i for i, parameter in enumerate(parameters) if parameter.iteration.name == name]
             alone |= dict(zip(own, factors_of(engine, parameters, rank, own), strict=True))
         found[mode] = together, [alone[i] for i in range(len(parameters))], counted, expected, engine.explain()
     return found
@@ -268,16 +268,20 @@ def test_each_shard_gets_the_iteration_of_its_shape():
 
 
 def differing(rank, ranks):
-    """What is said where ranks have other settings, iterations or names, and one set of them or several."""
+    """What is said where ranks have other settings, iterations or names, of matrices and of what has no layout."""
     layout, iterations = sharded((24, 96), 1, ranks), list(ITERATIONS.values())
     messages = []
     for of_rank in (
-        [("a", iterations[rank], ""), ("b", iterations[rank], "")],
-        [("a", iterations[0], f"scale {rank}"), ("b", iterations[0], f"scale {rank}")],
-        [("a", iterations[0], "scale 5"), ("b", iterations[0], f"scale {rank}")],
-        [("a", iterations[0], ""), ("bc"[rank], iterations[0], "")],
+        [("a", iterations[rank], {}), ("b", iterations[rank], {})],
+        [("a", iterations[0], {"lr": 0.1}), ("b", iterations[0], {"lr": 0.1, "betas": (0.9, 0.5 + rank)})],
+        [("a", iterations[0], {}), ("bc"[rank], iterations[0], {})],
+        [("a", None, {"lr": 0.1}), ("b", None, {"lr": 0.1, "eps": 1e-8} if rank else {"lr": 0.1})],
+        [("a", None, {}), ("bc"[rank], None, {})],
     ):
-        parameters = [Parameter(name, F32, layout, iteration=i, settings=each) for name, i, each in of_rank]
+        parameters = [
+            Parameter(name, F32, layout if i else None, iteration=i, settings=each, groups={"tp": dist.group.WORLD})
+            for name, i, each in of_rank
+        ]
         try:
             Engine(parameters, CPU, "owner").prepare("torch")
         except ValueError as error:
@@ -288,11 +292,12 @@ def differing(rank, ranks):
 def test_ranks_that_differ_are_refused():
     one, two, _ = ITERATIONS
     for messages in run_ranks(differing, 2):
-        iteration, settings, several, name = messages
+        iteration, settings, name, elementwise, other = messages
         assert f"'a' has the iteration {one!r} in the one and {two!r} in the other" in iteration
-        assert "'a' has the iteration 'scale 0' in the one and 'scale 1' in the other" in settings
-        assert "matrix 1 is 'b, scale 0' in the one and 'b, scale 1' in the other" in several
-        assert "matrix 1 is 'b' in the one and 'c' in the other" in name
+        assert "'b' has betas (0.9, 0.5) in the one and (0.9, 1.5) in the other" in settings
+        assert "parameter 1 is 'b' in the one and 'c' in the other" in name
+        assert "'b' has eps None in the one and 1e-08 in the other" in elementwise
+        assert "parameter 1 is 'b' in the one and 'c' in the other" in other
         assert all("the optimizer's plan differs between ranks 0 and 1 of group 'tp'" in each for each in messages)
 
 

@@ -1,12 +1,16 @@
 """Groups with settings of their own at TP=2 do what they do at TP=1, where each is what an optimizer alone would be."""
 
+import contextlib
+import inspect
+import typing
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_eopt import TensorParallelAdaptiveMuon, TensorParallelMuon
+from megatron_eopt import Spectron, TensorParallelAdaptiveMuon, TensorParallelMuon
+from megatron_eopt.family import CLASSES
 from tests.distributed.ranks import run_ranks
 
 EXACT = ("duplicated", "distributed", "owner", "gram", "auto", "normuon", "adamuon")
@@ -142,7 +146,68 @@ def with_different_settings(rank, ranks):
 def test_ranks_with_other_settings_of_a_group_are_told_so():
     for messages in run_ranks(with_different_settings, 2):
         assert len(messages) == 2
-        assert "plan differs between ranks 0 and 1 of group 'tp': matrix 0 is 'parameter 0 of group 0" in messages[0]
-        assert "10 Newton-Schulz steps of quintic, scale spectral times 1.0' in the one and" in messages[0]
-        assert "5 Newton-Schulz steps of quintic, scale spectral times 1.0' in the other" in messages[0]
-        assert "plan differs between ranks 0 and 1 of group 'tp': matrix 0 is" in messages[1]
+        assert "plan differs between ranks 0 and 1 of group 'tp': 'parameter 0 of group 0" in messages[0]
+        assert "has num_ns_steps 10 in the one and None in the other" in messages[0]
+        assert "has num_ns_steps None in the one and 10 in the other" in messages[1]
+
+
+PLANNED = {"num_ns_steps": "has the iteration", "offload_fraction": "bucket 0 has the matrices"}
+OF_KIND = {Spectron: {"rank": 5}}
+HARMLESS = {
+    "workspace": "what differs is in the plan, if anything does",
+    "share_over_dp": "no effect without a data-parallel group; with one it is in the plan",
+}
+
+
+def differing_arguments():
+    """Class, argument, and the value of the second of two ranks: of every optimizer, all numbers, flags and choices."""
+    for kind in CLASSES.values():
+        hints, arguments = typing.get_type_hints(kind.__init__), inspect.signature(kind).parameters
+        for name, default in ((name, each.default) for name, each in arguments.items()):
+            choices = [x for x in typing.get_args(hints.get(name)) if isinstance(x, str) and x != default]
+            for value in choices or other_values(default):
+                with contextlib.suppress(ValueError):
+                    kind(parameters(0), **(OF_KIND.get(kind, {}) | {name: value}))
+                    yield kind, name, value
+                    break
+
+
+def other_values(default):
+    match default:
+        case bool():
+            return [not default]
+        case int():
+            return [default + 1, default - 1]
+        case float():
+            return [default / 2 or 0.25, default + 0.25]
+        case tuple():
+            return [tuple(each / 2 for each in default)]
+    return []
+
+
+def with_a_different_argument(rank, ranks, differing):
+    """What is said of each, and whether any parameter had moved by then."""
+    collection, found = SimpleNamespace(tp=dist.group.WORLD, expt_tp=dist.group.WORLD), {}
+    for kind, name, value in differing:
+        given = OF_KIND.get(kind, {}) | ({name: value} if rank else {})
+        made = kind(parameters(0, rank, ranks), pg_collection=collection, **given)
+        before = [p.detach().clone() for p in made.param_groups[0]["params"]]
+        try:
+            stepped(made, rank, ranks)
+        except ValueError as error:
+            assert all(map(torch.equal, made.param_groups[0]["params"], before))
+            found[kind.__name__, name] = str(error)
+        else:
+            found[kind.__name__, name] = None
+    return found
+
+
+def test_each_argument_that_differs_between_ranks_is_refused():
+    for found in run_ranks(with_a_different_argument, 2, list(differing_arguments())):
+        assert {kind for kind, _ in found} == set(CLASSES)
+        assert len(found) > 90
+        assert {name for (_, name), message in found.items() if message is None} == HARMLESS.keys()
+        for (_, name), message in found.items():
+            if name not in HARMLESS:
+                told = PLANNED.get(name, f"of shape (24, 20)' has {name} ")
+                assert told in message, (name, message)

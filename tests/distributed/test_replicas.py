@@ -1,6 +1,6 @@
 """What all ranks of a run find out together.
 
-Data-parallel ranks that hold different parameters do not make a first step, and not many later ones.
+Ranks that hold different copies of parameters do not make a first step, and data-parallel ones not many later ones.
 """
 
 from unittest import mock
@@ -38,8 +38,33 @@ def model(rank, different):
 CASES = [(None, True), ((0, "weight"), True), ((0, "bias"), True), ((1, "weight"), True), ((1, "weight"), False)]
 
 
+def tensor_parallel(rank):
+    """A shard, one of an expert, one that nobody marked, the offsets of a softmax, and a norm in three versions."""
+    messages = []
+    for name, value in (("norm", 1.0), ("norm", 1.0 + rank), ("gate", 1.0 + rank)):
+        layers = torch.nn.Module()
+        layers.norm, layers.gate = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+        for other in ("shard", "expert", "unmarked"):
+            layers.register_parameter(other, torch.nn.Parameter(torch.full((3, 3), float(rank))))
+        layers.shard.tensor_model_parallel, layers.shard.partition_dim = True, 0
+        layers.expert.allreduce, layers.expert.partition_dim = False, 1
+        layers.unmarked.partition_dim = 0
+        layers.gate.allreduce = False
+        layers.attention = torch.nn.Module()
+        layers.attention.softmax_offset = torch.nn.Parameter(torch.full((3,), float(rank)))
+        getattr(layers, name).data.fill_(value)
+        optimizer = Optimizer()
+        check_steps(optimizer, 0, check_replicas([layers], None, None, dist.group.WORLD, dist.group.WORLD))
+        try:
+            messages.append(optimizer.step()[1])
+        except RuntimeError as error:
+            messages.append(str(error))
+    return messages
+
+
 def on_rank(rank, world_size):
-    return [first_step(rank, *case) for case in CASES], drift(rank), [decided(rank, by) for by in ((), (1,), (0, 1))]
+    decisions = [decided(rank, by) for by in ((), (1,), (0, 1))]
+    return [first_step(rank, *case) for case in CASES], drift(rank), tensor_parallel(rank), decisions
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +121,7 @@ def test_a_mistake_of_one_rank_ends_all_and_objects_cross_for_its_sake_only(rank
 
 
 def test_ranks_that_drift_apart_are_told_a_few_steps_after_the_next_comparison(ranks):
-    for _, (message, steps, asked), _ in ranks:
+    for _, (message, steps, asked), *_ in ranks:
         assert message.startswith(
             "1 of 3 parameters differ between data-parallel ranks, such as 0.bias: the ranks would"
         )
@@ -117,6 +142,13 @@ def test_all_ranks_refuse_and_name_the_parameter(ranks):
             assert steps == 0
             assert message.startswith(f"{count} parameters differ between data-parallel ranks, such as {name}: the")
             assert "--no-check-replicas" in message
+
+
+def test_what_tensor_parallel_ranks_have_whole_is_compared_before_the_first_step(ranks):
+    for *_, (same, norm, gate), _ in ranks:
+        assert same == 1
+        assert norm.startswith("1 of 1 parameters differ between tensor-parallel ranks, such as norm: the ranks would")
+        assert gate.startswith("1 of 1 parameters differ between tensor-parallel ranks, such as gate: the ranks would")
 
 
 def failed_to_find(rank, world_size):

@@ -4,6 +4,7 @@ Run by the tests on one or more ranks, with Megatron's arguments. Enters Megatro
 wants: 0.19 builds the model from the configuration, 0.18 from a provider, 0.17 parses in pretrain. Where RECORD names a
 folder, every rank leaves ``RANK.pt`` there: losses, gradient norms, parameters and optimizer state as they were before
 the first step and after the last, the settings of the optimizers' groups at the end, and its bytes of state.
+ON_ONE_RANK has a rank, and flags that only this rank gets.
 """
 
 import inspect
@@ -269,6 +270,9 @@ def main():
 
 
 if __name__ == "__main__":
+    rank, _, flags = os.environ.get("ON_ONE_RANK", "").partition(" ")
+    if rank == os.environ["RANK"]:
+        sys.argv += flags.split()
     try:
         main()
     finally:

@@ -85,7 +85,7 @@ def test_each_value_is_sent_once_at_any_number_of_ranks(world, ranks):
     assert max(ran.received) < gathered / (ranks / 8)
 
 
-@pytest.mark.parametrize(("values", "exchanges"), [(8, 2), (5, 2), (4, 5), (1, 2)])
+@pytest.mark.parametrize(("values", "exchanges"), [(8, 2), (5, 2), (4, 5), (1, 1)])
 def test_ranks_that_say_different_things_are_all_heard_in_their_order(world, values, exchanges):
     """At once, where most do: as many exchanges as values would take long."""
     found = (ran := world(8)).run(lambda rank: distinct((rank % values, 1.5)))

@@ -156,7 +156,7 @@ def test_parameters_that_are_not_real_are_refused_before_anything_is_changed():
     refuse_other_dtypes([replace(each, optimizer=None) for each in assigned])
 
 
-def test_optimizers_that_have_parameters_here_are_prepared():
+def test_optimizers_that_have_parameters_here_are_prepared(monkeypatch):
     """Those without one share none with other ranks, and have nothing to agree on."""
     prepared = []
 
@@ -167,6 +167,7 @@ def test_optimizers_that_have_parameters_here_are_prepared():
     parameter = nn.Parameter(torch.ones(2))
     with_one, without = (Prepared([{"params": params}], lr=0.1) for params in ([parameter], []))
     plain = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    monkeypatch.setattr("megatron_eopt.megatron.factory.on_all_ranks", lambda decide: decide())
     run = OptimizerOfRun.__new__(OptimizerOfRun)
     run.optimizer = SimpleNamespace(chained_optimizers=[FP32Optimizer(each) for each in (with_one, without, plain)])
     run.prepare()

@@ -118,7 +118,7 @@ def test_other_overrides_at_a_resume_take_effect_and_are_printed(tmp_path, overr
     changed_now = "megatron_eopt: changed since the checkpoint: decoder.layers.{0-1}.mlp.linear_fc1.weight"
     rates = "lr 0.005 -> 0.0025; min_lr 0.0005 -> 0.00025; lr_mult 0.5 -> 0.25; momentum 0.9 -> 0.8"
     assert f"{changed_now} (2 parameters): {rates}" in said
-    assert re.search(r"in the checkpoint: \S*linear_fc2.weight \(2 parameters\): optimizer muon -> none", said)
+    assert re.search(r"since the checkpoint: \S*linear_fc2.weight \(2 parameters\): optimizer muon -> none", said)
     rates = {group["momentum"]: group["lr"] for group in other["groups"][0]}
     assert rates.keys() == {0.95, 0.8}
     assert rates[0.8] == pytest.approx(rates[0.95] / 4)

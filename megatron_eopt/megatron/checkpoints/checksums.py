@@ -23,6 +23,7 @@ from megatron_eopt.megatron.agreement import distinct
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors
 from megatron_eopt.optimizers.nonfinite import to_host
 from megatron_eopt.parallel.collectives import total
+from megatron_eopt.parallel.layout import is_cut_again, is_sharded
 
 CHECKSUMS = "megatron_eopt_checksums"  # where the common state of a checkpoint has them
 Sums = dict[str, tuple[int, int]]  # key -> checksum and number of entries
@@ -100,21 +101,22 @@ def check_replicas(model_chunks: Sequence[Any], *groups: ProcessGroup | None) ->
     The first step, which comes after whatever has loaded or made the parameters, waits for a comparison of their
     checksums. Later, before every :data:`EVERY`-th step, plain sums of their bits are compared: a pass over the memory,
     for which nothing waits, since what was found is read :data:`_DELAY` steps later. ``groups`` are the data-parallel
-    group of parameters and that of experts'; None leaves them out. A ``RuntimeError`` on all ranks of a group names
-    parameters that differ.
+    group of parameters and that of experts', and then their tensor-parallel groups, over which those that are not cut
+    are compared in the first step; None leaves one out. A ``RuntimeError`` on all ranks of a group names parameters
+    that differ.
     """
-    steps, begun = itertools.count(), list[tuple[list[str], Callable[[], Tensor]]]()
+    steps, begun = itertools.count(), list[tuple[str, list[str], Callable[[], Tensor]]]()
 
     def check() -> None:
         step = next(steps)
         if step % EVERY == 0:
             begun[:] = _compared(model_chunks, groups, quickly=step > 0)
-        for names, extremes in begun if step == 0 or step % EVERY == _DELAY else []:
+        for ranks, names, extremes in begun if step == 0 or step % EVERY == _DELAY else []:
             least, complement = extremes()
             different = [name for name, differs in zip(names, (least != ~complement).tolist(), strict=True) if differs]
             if different:
                 raise RuntimeError(
-                    f"{len(different)} of {len(names)} parameters differ between data-parallel ranks, such as "
+                    f"{len(different)} of {len(names)} parameters differ between {ranks} ranks, such as "
                     f"{different[0]}: the ranks would train different models. Found after {step} steps. Load a good "
                     f"checkpoint (verify-checkpoint), and look for what makes ranks start differently (seeds, "
                     f"--data-parallel-random-init), or else compute differently (with --use-distributed-optimizer one "
@@ -126,20 +128,30 @@ def check_replicas(model_chunks: Sequence[Any], *groups: ProcessGroup | None) ->
 
 def _compared(
     model_chunks: Sequence[Any], groups: Sequence[ProcessGroup | None], quickly: bool
-) -> Iterator[tuple[list[str], Callable[[], Tensor]]]:
-    """For dense parameters and for those of experts: their names, and the least sums and complements of sums."""
-    parameters: dict[bool, dict[str, Tensor]] = {False: {}, True: {}}
+) -> Iterator[tuple[str, list[str], Callable[[], Tensor]]]:
+    """For dense parameters and for those of experts: whose ranks, their names, the least sums and complements."""
+    parameters: list[dict[str, Tensor]] = [{}, {}, {}, {}]
     for number, chunk in enumerate(model_chunks):
         for name, parameter in chunk.named_parameters():
             if isinstance(parameter, DTensor):  # of torch FSDP2: each rank has another shard
                 continue
             of_expert = not getattr(parameter, "allreduce", True)
-            parameters[of_expert][f"{number}.{name}" if len(model_chunks) > 1 else name] = parameter.detach()
-    for group, own in zip(groups, parameters.values(), strict=True):
+            called = f"{number}.{name}" if len(model_chunks) > 1 else name
+            parameters[of_expert][called] = parameter.detach()
+            if not quickly and _is_whole(name, parameter):
+                parameters[2 + of_expert][called] = parameter.detach()
+    for index, (group, own) in enumerate(zip(groups, parameters, strict=False)):
         if group is not None and group.size() > 1 and own:
             bits = [p.view(_INTEGERS[p.element_size()]) for p in own.values()]
             of_bits = [p.sum(dtype=torch.int64) if quickly else checksum(p, [0] * p.ndim, p.shape) for p in bits]
             sums = torch.stack(of_bits)
             extremes = torch.stack([sums, ~sums])  # the largest is the complement of the least complement
             dist.all_reduce(extremes, dist.ReduceOp.MIN, group=group)
-            yield list(own), to_host(extremes, extremes.device)
+            yield "tensor-parallel" if index > 1 else "data-parallel", list(own), to_host(extremes, extremes.device)
+
+
+def _is_whole(name: str, parameter: Tensor) -> bool:
+    """Whether each tensor-parallel rank has all of a parameter, as far as Megatron's attributes tell."""
+    unmarked = getattr(parameter, "partition_dim", -1) >= 0 and not hasattr(parameter, "tensor_model_parallel")
+    cut = unmarked or is_sharded(parameter) or is_cut_again(parameter)
+    return not cut and not name.endswith(".softmax_offset")  # of which each rank has those of its heads

@@ -1,0 +1,94 @@
+"""Builds optimizers on two ranks that differ in one thing each time, by AXIS: run by test_settings.py."""
+
+import re
+import sys
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+import megatron_eopt
+import megatron_eopt.cpu
+
+megatron_eopt.cpu.install()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+
+from megatron_eopt import TensorParallelMuon, registry  # noqa: E402
+
+
+class OfEnvironment(TensorParallelMuon):
+    """A user's, which takes a setting from where no flag says it: for all of its groups, or for each."""
+
+    of_rank, of_group = 1e-8, 0.0
+
+    def __init__(self, params, **settings):
+        super().__init__(params, **settings)
+        self.defaults["my_eps"] = self.of_rank
+        for group in self.param_groups:
+            group["my_rate"] = self.of_group
+
+
+def model_of(axis):
+    sizes = {f"{axis}_model_parallel_size": 2} if axis != "data" else {}
+    parallel_state.initialize_model_parallel(**sizes)
+    model_parallel_cuda_manual_seed(1)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        use_cpu_initialization=True,
+        add_bias_linear=False,
+        pipeline_dtype=torch.float32,
+        **sizes,
+    )
+    stages = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    model = GPTModel(config, get_gpt_layer_local_spec(), 64, 16, *stages, position_embedding_type="rope")
+    return DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+
+
+def main(axis):
+    torch.distributed.init_process_group("nccl")
+    rank, model = torch.distributed.get_rank(), model_of(axis)
+    megatron_eopt.activate()
+    entry = replace(registry.get_optimizer_entry("muon"), optimizer_cls=OfEnvironment)
+    registry.register_optimizer("of_environment", entry)
+
+    def build(overrides=None, optimizer="muon", **settings):
+        config = OptimizerConfig(optimizer=optimizer, lr=1e-2, min_lr=1e-3, **settings)
+        return megatron_eopt.get_megatron_optimizer(config, [model], overrides)
+
+    def of_environment(**values):
+        for name, value in values.items():
+            setattr(OfEnvironment, name, value)
+        return build(optimizer="of_environment")
+
+    build()
+    fc1 = "linear_fc1.weight"
+    cases = {
+        "muon_momentum is 0.95 on rank 0 and 0.5 on rank 1": partial(build, muon_momentum=(0.95, 0.5)[rank]),
+        "adam_eps is 1e-08 on rank 0 and 0.001 on rank 1": partial(build, adam_eps=(1e-8, 1e-3)[rank]),
+        "clip_grad is 1.0 on rank 0 and 0.1 on rank 1": partial(build, clip_grad=(1.0, 0.1)[rank]),
+        "{'lr': 0.1}, ()) on rank 0 and": partial(build, {fc1: {"lr": (0.1, 0.2)[rank]}}),
+        "my_eps is 1e-08 on rank 0 and 0.001 on rank 1": partial(of_environment, of_rank=(1e-8, 1e-3)[rank]),
+        "my_rate 0.0, and rank 1 says the setting my_rate 0.5": partial(
+            of_environment, of_rank=0.0, of_group=(0.0, 0.5)[rank]
+        ),
+    }
+    if axis == "pipeline":  # stages have no parameter in common: what a group has is of its own
+        cases.popitem()
+    for message, case in cases.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            case()
+    print("all were refused", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

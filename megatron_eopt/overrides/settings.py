@@ -39,7 +39,7 @@ def _number(where: str = "", inside: Callable[[float], bool] = math.isfinite, wh
 
     def convert(raw: Any, known: Known) -> Any:
         if isinstance(raw, str) and re.fullmatch(r"[-+]?\.?\d[\d.]*([eE][-+]?\d+)?", raw):
-            raise ValueError(f"expected {expected}, got the text {raw!r}: write it without quotes")
+            raise ValueError(f"expected {expected}, got the text {shown(raw)}: write it without quotes")
         if not isinstance(raw, Real) or isinstance(raw, bool):
             return None
         with suppress(OverflowError):  # of an integer that is larger than any float

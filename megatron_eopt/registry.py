@@ -134,6 +134,7 @@ class Registry(UserDict[str, EmergingOptimizerEntry]):
         super().__init__()
         self._own = self.data
         self._made_room: dict[str, EmergingOptimizerEntry] = {}
+        self._untested: dict[str, EmergingOptimizerEntry] = {}
 
     def __setitem__(self, name: str, entry: EmergingOptimizerEntry) -> None:
         # of an entry of ours hasattr would ask for the overrides, and so import Megatron
@@ -154,11 +155,18 @@ class Registry(UserDict[str, EmergingOptimizerEntry]):
         if put_in_here:
             self._own.pop(name, None)
 
-    def forward(self, theirs: dict[str, EmergingOptimizerEntry], make_room: Iterable[str]) -> None:
+    def supported(self) -> list[str]:
+        """The names, sorted, without those that Megatron has brought along and nobody has tried there."""
+        return sorted(name for name, entry in self.items() if self._untested.get(name) is not entry)
+
+    def forward(
+        self, theirs: dict[str, EmergingOptimizerEntry], make_room: Iterable[str], untested: Iterable[str] = ()
+    ) -> None:
         """Put the entries into Megatron's dict, and read and write that from now on.
 
         A name that it has keeps its entry there, but for those that ``make_room`` until :meth:`forward_no_more`.
         """
+        self._untested = {name: theirs[name] for name in untested}
         self._made_room = {name: theirs[name] for name in make_room if name in self._own}
         for name, entry in self._own.items():
             if name not in theirs or name in self._made_room:
@@ -241,7 +249,7 @@ def list_optimizer_builders() -> list[str]:
 
 def list_optimizers() -> list[str]:
     """Names that ``--optimizer`` knows beside Megatron's own, sorted."""
-    return sorted(EMERGING_OPTIMIZERS)
+    return EMERGING_OPTIMIZERS.supported()
 
 
 def _check_free(name: str, registered: Iterable[str]) -> None:

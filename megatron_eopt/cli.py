@@ -35,7 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.set_defaults(parser=command)
         if given[:1] == [name]:
             import_module(module).add_flags(command)
-    options = parser.parse_args(given)
+    options, unknown = parser.parse_known_args(given)
+    if unknown:
+        ends = " (the flags of a run stand after --)" if flags is None and "[-- " in str(options.parser.usage) else ""
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{ends}")
     try:
         status: int = options.run(options, flags)
     except ValueError as error:

@@ -5,7 +5,9 @@
 """
 
 import argparse
+import math
 import os
+import re
 import sys
 import time
 import warnings
@@ -25,6 +27,7 @@ from megatron_eopt.parallel.plan import TpMode, make_plan
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.row import workspace_from
 
+_OF_RUN = {"--world-size", "--full", "--json"}
 _QUIET = 2.0  # seconds after which a plan says how far it is
 
 
@@ -32,6 +35,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command to its parser."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.set_defaults(run=_print_plan)
+    parser.usage = "%(prog)s [OPTIONS, which --help lists] [-- FLAGS OF A RUN]"
     model = parser.add_argument_group("model")
     model.add_argument("--model", choices=MODELS, help="its sizes, which the flags below override")
     for field in fields(Model):
@@ -55,8 +59,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     muon.add_argument("--exchange-itemsize", type=int, choices=(2, 4), default=2, help="bytes of an entry on the wire")
     muon.add_argument("--optimizer-workspace", type=float, default=2.0, metavar="GIB", help="for temporaries of a step")
     rates = parser.add_argument_group("rates of one rank")
-    rates.add_argument("--tflops", type=float, default=DEFAULT_RATES.flops / 1e12, help="TFLOP/s")
-    rates.add_argument("--bandwidth", type=float, default=DEFAULT_RATES.bytes / 1e9, help="GB/s sent")
+    rates.add_argument("--tflops", type=_above_zero, default=DEFAULT_RATES.flops / 1e12, help="TFLOP/s")
+    rates.add_argument("--bandwidth", type=_above_zero, default=DEFAULT_RATES.bytes / 1e9, help="GB/s sent")
     rates.add_argument("--latency", type=float, default=DEFAULT_RATES.latency * 1e6, help="us of a collective")
     run = parser.add_argument_group("with -- and the flags of a Megatron pretrain command, which say all of the above")
     run.add_argument("--world-size", type=_positive, help="ranks of the run; as few as its parallel sizes allow")
@@ -67,13 +71,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int:
     if flags is not None:
         return _print_planned_run(options, flags)
+    if of_run := _given(options) & _OF_RUN:
+        raise ValueError(f"{', '.join(sorted(of_run))} would have no effect without -- and the flags of a run")
     iteration = NewtonSchulz(steps=options.muon_num_ns_steps, coefficient_type=options.muon_coefficient_type)
     share, itemsize = 1.0 if options.dense else 0.5, options.exchange_itemsize
     work = Work(schedule=iteration.schedule, restarts=iteration.restarts, share=share, itemsize=itemsize)
     rates = Rates(flops=options.tflops * 1e12, bytes=options.bandwidth * 1e9, latency=options.latency * 1e-6)
     parallel = Parallel(**{field.name: getattr(options, field.name) for field in fields(Parallel)})
     settings = {"split_gate_up": options.split_gate_up, "itemsize": itemsize}
-    matrices, deals = dealt_matrices(_model(options), parallel, work, options.muon_tp_mode, rates, **settings)
+    model = _model(options)
+    if parallel.pipeline > model.num_layers:
+        raise ValueError(f"--pipeline-model-parallel-size {parallel.pipeline} is more than {model.num_layers} layers")
+    matrices, deals = dealt_matrices(model, parallel, work, options.muon_tp_mode, rates, **settings)
     workspace = Workspace(bytes=workspace_from(options)["workspace"])
     plan = make_plan(matrices, options.muon_tp_mode, work, rates, workspace=workspace)
     if options.kernel_times is not None:  # the plan stays: a run makes it before its ranks agree on times
@@ -83,14 +92,17 @@ def _print_plan(options: argparse.Namespace, flags: Sequence[str] | None) -> int
     print(explain(plan, work, rates, workspace))
     for each in deals:
         print(f"\n{each}.")
+    if model.num_layers % parallel.pipeline:
+        shared = f"{model.num_layers} layers are not shared equally by {parallel.pipeline} pipeline stages"
+        print(f"\nnote: {shared}. This is the plan of a longest stage of {-(-model.num_layers // parallel.pipeline)}.")
     return 0
 
 
 def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    plan: argparse.ArgumentParser = options.parser
-    names = {action.dest: action.option_strings[0] for action in plan._actions}  # there is no public way
-    given = {names[name] for name, value in vars(options).items() if name in names and value != plan.get_default(name)}
-    unused = sorted(given - {"--world-size", "--full", "--json"})
+    if not flags:
+        raise ValueError("expected the flags of a pretrain command after --")
+    given = _given(options)
+    unused = sorted(given - _OF_RUN)
     if unused:
         ranks = "; ranks are data-parallel by --world-size N before --" if "--data-parallel-size" in given else ""
         raise ValueError(f"{', '.join(unused)} would have no effect: the flags after -- say all of the run{ranks}")
@@ -110,6 +122,8 @@ def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int
         try:
             run = planned_run(flags, options.world_size, progress)
         except ValueError as error:
+            if missing := re.search(r"assert args\.(\w+) is not None", str(error)):
+                raise ValueError(f"the flags after -- lack --{missing[1].replace('_', '-')}") from None
             if "world size" not in str(error) and "data_parallel_size" not in str(error):
                 raise
             ranks = options.world_size or "as few as the parallel sizes allow, by default"
@@ -133,6 +147,13 @@ def _print_planned_run(options: argparse.Namespace, flags: Sequence[str]) -> int
     return 1 if run.problems else 0
 
 
+def _given(options: argparse.Namespace) -> set[str]:
+    """The flags of this command whose values are not the defaults."""
+    plan: argparse.ArgumentParser = options.parser
+    names = {action.dest: action.option_strings[0] for action in plan._actions}  # there is no public way
+    return {names[name] for name, value in vars(options).items() if name in names and value != plan.get_default(name)}
+
+
 def _model(options: argparse.Namespace) -> Model:
     found = ((field.name, getattr(options, field.name)) for field in fields(Model))
     given = {name: value for name, value in found if value is not None}
@@ -143,6 +164,13 @@ def _model(options: argparse.Namespace) -> Model:
         flags = [f"--{name.replace('_', '-')}" for name in missing]
         raise ValueError(f"name a --model, or give {', '.join(flags)}")
     return Model(**given)
+
+
+def _above_zero(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a finite number above 0, got {text}")
+    return value
 
 
 def _positive(text: str) -> int:

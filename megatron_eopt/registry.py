@@ -134,6 +134,7 @@ class Registry(UserDict[str, EmergingOptimizerEntry]):
         super().__init__()
         self._own = self.data
         self._made_room: dict[str, EmergingOptimizerEntry] = {}
+        self.untested: dict[str, EmergingOptimizerEntry] = {}  # brought along by Megatron, and by nobody else
 
     def __setitem__(self, name: str, entry: EmergingOptimizerEntry) -> None:
         # of an entry of ours hasattr would ask for the overrides, and so import Megatron
@@ -154,11 +155,12 @@ class Registry(UserDict[str, EmergingOptimizerEntry]):
         if put_in_here:
             self._own.pop(name, None)
 
-    def forward(self, theirs: dict[str, EmergingOptimizerEntry], make_room: Iterable[str]) -> None:
+    def forward(self, theirs: dict[str, Any], make_room: Iterable[str], untested: Iterable[str] = ()) -> None:
         """Put the entries into Megatron's dict, and read and write that from now on.
 
         A name that it has keeps its entry there, but for those that ``make_room`` until :meth:`forward_no_more`.
         """
+        self.untested = {name: theirs[name] for name in untested}
         self._made_room = {name: theirs[name] for name in make_room if name in self._own}
         for name, entry in self._own.items():
             if name not in theirs or name in self._made_room:
@@ -241,7 +243,8 @@ def list_optimizer_builders() -> list[str]:
 
 def list_optimizers() -> list[str]:
     """Names that ``--optimizer`` knows beside Megatron's own, sorted."""
-    return sorted(EMERGING_OPTIMIZERS)
+    untested = EMERGING_OPTIMIZERS.untested
+    return sorted(name for name, entry in EMERGING_OPTIMIZERS.items() if untested.get(name) is not entry)
 
 
 def _check_free(name: str, registered: Iterable[str]) -> None:

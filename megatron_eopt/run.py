@@ -5,6 +5,7 @@ them. ``--cpu`` runs Megatron without a GPU, over gloo (:mod:`megatron_eopt.cpu`
 """
 
 import argparse
+import importlib.util
 import runpy
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,9 @@ def main(argv: Sequence[str]) -> None:
     # Before Megatron is imported: python would find a source tree of it beside the script, or here.
     if not sys.flags.safe_path:
         sys.path[0] = str(Path.cwd() if options.module else Path(command[0]).resolve().parent)
+    package = command[0].partition(".")[0]  # a module in it would import it too early
+    if options.module and not (package and importlib.util.find_spec(package)):
+        parser.error(f"there is no module {command[0]!r}")
     if options.cpu:
         from megatron_eopt import cpu
 

@@ -150,7 +150,13 @@ def test_measured_kernels_are_refused(capsys, times):
             "times --data-parallel-size) over those of the experts",
         ),
         (f"{SIZES} --muon-num-ns-steps 6", "quintic"),
-        (f"{SIZES} --tflops 0", "rate 'flops' must be a positive number"),
+        (f"{SIZES} --tflops 0", "argument --tflops: expected a finite number above 0, got 0"),
+        (f"{SIZES} --bandwidth -1", "argument --bandwidth: expected a finite number above 0, got -1"),
+        (f"{SIZES} --micro-batch-size 1", "unrecognized arguments: --micro-batch-size 1 (the flags of a run stand af"),
+        (f"{SIZES} --json x.json --world-size 3", "--json, --world-size would have no effect without -- and the flags"),
+        (f"{SIZES} --pipeline-model-parallel-size 5", "--pipeline-model-parallel-size 5 is more than 4 layers"),
+        ("--", "expected the flags of a pretrain command after --"),
+        ("-- --num-layers 2", "the flags after -- lack --micro-batch-size"),
         (f"{SIZES} --num-layers 0", "expected at least 1, got 0"),
         ("--model llama2", "invalid choice: 'llama2'"),
     ],
@@ -159,7 +165,22 @@ def test_what_is_refused(capsys, arguments, message):
     with pytest.raises(SystemExit) as ended:
         main(["plan", *arguments.split()])
     assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said
+    assert len(said.splitlines()) == 2  # one of usage
+
+
+def test_stages_of_different_lengths_are_said(capsys):
+    said = shown(capsys, f"{SIZES} --pipeline-model-parallel-size 3")
+    assert "note: 4 layers are not shared equally by 3 pipeline stages. This is the plan of a longest stage" in said
+    assert "note" not in shown(capsys, f"{SIZES} --pipeline-model-parallel-size 2")
+
+
+def test_usage_names_the_flags_of_a_run(capsys):
+    for command in ("plan", "verify-checkpoint"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert "[-- FLAGS OF A RUN]" in capsys.readouterr().out.splitlines()[0]
 
 
 def test_help_and_version_are_there_at_once():
@@ -214,7 +235,7 @@ def test_a_larger_workspace_makes_fewer_chunks(capsys):
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
-        ("--model llama3-8b --pipeline-model-parallel-size 64", "the momentum and update of whole shards"),
+        ("--model llama3-8b --pipeline-model-parallel-size 32", "the momentum and update of whole shards"),
         ("--model llama3-70b --tensor-model-parallel-size 8 --num-layers 2 --muon-tp-mode gram", "iterations"),
     ],
 )

@@ -66,9 +66,12 @@ def test_a_module_with_its_arguments_on_the_cpu(folder):
         (["--cpu"], "expected a script, or -m and a module"),
         (["-m"], "expected a script, or -m and a module"),
         (["nowhere.py"], "there is no script 'nowhere.py'"),
+        (["-m", "nope", "--lr", "1"], "there is no module 'nope'"),
+        (["-m", "nope.inside"], "there is no module 'nope.inside'"),
     ],
 )
-def test_what_cannot_be_run(capsys, arguments, message):
+def test_what_cannot_be_run(capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # whose first entry becomes the script's
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2

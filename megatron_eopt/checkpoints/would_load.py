@@ -4,6 +4,7 @@ The flags are parsed without Megatron: those that decide this, with Megatron's d
 """
 
 import argparse
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -52,6 +53,7 @@ _DEFAULTS: dict[str, Any] = {
     "lr_decay_style": "linear",
     "weight_decay": 0.01,
 }
+_NEAR = 0.9  # difflib's ratio above which a flag is a misspelling: none of Megatron's others is so near
 _ALWAYS_GIVEN = {"num_layers", "hidden_size", "num_attention_heads"}
 SIZES = {
     "tensor_model_parallel_size": "TP",
@@ -68,14 +70,16 @@ _ANEW = "or start the optimizer anew with --no-load-optim"
 def parse_flags(flags: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """What matters of a command line, by the names of Megatron's arguments; the rest is listed, not checked.
 
-    A known flag with a value that it cannot have is a ``ValueError``.
+    A known flag with a value that it cannot have is a ``ValueError``, and so is one that is nearly a known flag.
     """
     unset = argparse.SUPPRESS
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=unset, exit_on_error=False)
     for name, kind in _FLAGS.items():
         if kind is bool:
             action = "store_false" if _DEFAULTS[name] else "store_true"
-            parser.add_argument(_flag(name), dest=name, action=action)
+            typed = _flag(name)  # Megatron takes both spellings
+            spellings = {typed, typed.replace("opt-param", "opt_param"), typed.replace("opt_param", "opt-param")}
+            parser.add_argument(*spellings, dest=name, action=action)
         else:
             parser.add_argument(_flag(name), type=kind)
     for flag in _OF_OPTIMIZERS:
@@ -85,7 +89,12 @@ def parse_flags(flags: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         known, rest = parser.parse_known_args(flags)
     except argparse.ArgumentError as error:
         raise ValueError(f"the flags after --: {error}") from error
-    return vars(known), list(dict.fromkeys(each for each in rest if each.startswith("--")))
+    ignored = list(dict.fromkeys(each.partition("=")[0] for each in rest if each.startswith("--")))
+    names = [*map(_flag, _FLAGS), *(flag.name for flag in _OF_OPTIMIZERS)]
+    for name in ignored:
+        if near := difflib.get_close_matches(name, names, 1, _NEAR):
+            raise ValueError(f"the flags after --: unknown flag {name}, did you mean {near[0]}?")
+    return vars(known), ignored
 
 
 def would_load(contents: Contents, given: dict[str, Any], ignored: list[str]) -> tuple[list[Problem], list[str]]:

@@ -233,7 +233,8 @@ def _with_our_settings(init: Callable[..., None], self: Any, *args: Any, **kwarg
 
 def _forward_registry() -> None:
     """Put our entries into Megatron's registry; those of a user stay, those of Megatron make room."""
-    theirs = releases.core_optimizer(".emerging_optimizers")._EMERGING_OPTIMIZERS
+    module = releases.core_optimizer(".emerging_optimizers")
+    theirs, package = module._EMERGING_OPTIMIZERS, getattr(module, "registry", None)  # of emerging-optimizers
     replaced = []
     for name in (each for each in registry.EMERGING_OPTIMIZERS if each in theirs):
         if _is_megatrons_own(theirs[name]):
@@ -244,7 +245,9 @@ def _forward_registry() -> None:
                 "megatron_eopt: register it under another name to have both",
                 name,
             )
-    registry.EMERGING_OPTIMIZERS.forward(theirs, make_room=replaced)
+    brought = theirs.keys() & (package.get_optimizer_name_list() if package else [])
+    untested = {each for each in brought - registry.EMERGING_OPTIMIZERS.keys() if _is_megatrons_own(theirs[each])}
+    registry.EMERGING_OPTIMIZERS.forward(theirs, replaced, untested)
 
 
 def _is_megatrons_own(entry: Any) -> bool:

@@ -19,7 +19,7 @@ from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_t
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.parallel.plan import TpMode
 from megatron_eopt.redirect import Redirection, Redirections, around
-from megatron_eopt.registry import list_optimizers, takes_matrices
+from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers, takes_matrices
 from megatron_eopt.row import Flag
 
 DEFAULT_TP_MODE: TpMode = "auto"
@@ -81,6 +81,7 @@ def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozens
     actions = parser._option_string_actions  # argparse has no public way to look an argument up
     optimizer, tp_mode = actions["--optimizer"], actions["--muon-tp-mode"]
     theirs = [name for name in optimizer.choices or () if name not in unavailable]
+    optimizer.type = _check_tested
     optimizer.choices = theirs + [name for name in list_optimizers() if name not in unavailable.union(theirs)]
     for name, choices in (
         ("--muon-coefficient-type", get_supported_coefficient_types()),
@@ -99,6 +100,18 @@ def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozens
         if flag.optimizer not in unavailable and flag.name not in actions:
             group.add_argument(flag.name, dest=flag.dest, help=flag.help, **flag.options)
     return parser
+
+
+def _check_tested(name: str) -> str:
+    """Type of ``--optimizer``: an error for what Megatron has of emerging-optimizers, and this package has not."""
+    if name in EMERGING_OPTIMIZERS and name not in list_optimizers():
+        like = "--optimizer soap --soap-basis-of current --soap-basis-method eigh" if name == "rekls" else "another one"
+        raise argparse.ArgumentTypeError(
+            f"{name} is in Megatron's registry from the package emerging-optimizers, which knows neither shards nor "
+            f"checkpoints of Megatron, and megatron_eopt has none of this name: take {like}, or register an entry of "
+            f"yours under another name"
+        )
+    return name
 
 
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
@@ -211,8 +224,9 @@ def with_our_qk_clip(validate: Callable[..., Any], args: argparse.Namespace, *re
 
 def _is_shared_with(flag: Flag, name: str) -> bool:
     """Whether a flag of another optimizer holds for this one: of those of matrices, if it takes the setting."""
-    taken = name not in ROWS or flag.setting not in MUON or flag.setting in ROWS[name].of_muon
-    return flag.shared and takes_matrices(name) and taken
+    if name in ROWS and flag.setting in MUON and flag.setting != "split_qkv":  # which is declared on parameters
+        return flag.optimizer == "muon" and flag.setting in ROWS[name].of_muon
+    return flag.shared and takes_matrices(name)
 
 
 def _check_effect(args: argparse.Namespace) -> None:
@@ -222,7 +236,7 @@ def _check_effect(args: argparse.Namespace) -> None:
         if name in ("adam", "sgd"):
             raise ValueError(
                 f"--optimizer-overrides {overrides} would have no effect with --optimizer {name}, which Megatron "
-                f"builds by itself: take an optimizer of this package ({', '.join(list_optimizers())}), in whose "
+                f"builds by itself: take an optimizer of this package ({', '.join(sorted(ROWS))}), in whose "
                 f"overrides 'optimizer: adam' gives parameters to Adam"
             )
         return
@@ -232,7 +246,11 @@ def _check_effect(args: argparse.Namespace) -> None:
             f"--optimizer-momentum-dtype {momentum_dtype} is for the momenta of this package's optimizers of matrices, "
             f"and --optimizer {name} is Megatron's own: leave it away"
         )
-    others = [flag for flag in FLAGS if flag.optimizer not in ("", name) and not _is_shared_with(flag, name)]
+    # a user's optimizer may read any flag of Megatron's, whose defaults are others where activate() came too late
+    all_known = name in (*ROWS, "adam", "sgd") and hasattr(args, TP_MODE_SOURCE)
+    flags = [flag for row in FAMILY for flag in row.flags if all_known or not flag.megatrons]
+    built = {name, getattr(args, "muon_scalar_optimizer", "adam") if takes_matrices(name) else name}
+    others = [flag for flag in flags if flag.optimizer not in built and not _is_shared_with(flag, name)]
     given = [flag.name for flag in others if getattr(args, flag.dest, None) not in (None, flag.default)]
     if given and getattr(args, "rank", 0) == 0:
         print(f"megatron_eopt: warning: {', '.join(given)} without effect, with --optimizer {name}", flush=True)

@@ -53,12 +53,14 @@ class SOAP(BaseOptimizer):
     The first gradient makes the bases alone, and moves nothing: seen in a basis made of itself, it is diagonal, and
     Adam makes full steps of the rounding beside the diagonal. ``basis_of="current"`` puts 3 and 4 in front of 1, as
     emerging-optimizers and so Megatron's ``--optimizer soap`` do, and has no such rest: most of its first update is
-    rounding, whose tiny squares make the second far too large (18 times Adam's for 64 x 32 in fp32). A gradient that is
-    zero makes no bases; until there is another, nothing is kept of the parameter, and it stays as it is.
+    rounding, whose tiny squares make the second far too large (18 times Adam's for 64 x 32 in fp32) unless the bases
+    stay. A gradient that is zero makes no bases; until there is another, nothing is kept of the parameter, and it stays
+    as it is.
 
     With ``use_kl_shampoo`` the factors are those that minimize the Kullback-Leibler divergence of N(0, L x R) from the
     gradients' distribution [2]: ``L <- EMA(g R^-1 g^T / n)``, ``R <- EMA(g^T L^-1 g / m)``, of the factors so far and
-    their bases, the identity before the first.
+    their bases, the identity before the first. With ``basis_of="current"`` it is ``eps`` times that, as in
+    emerging-optimizers: the first gradient outweighs others for some 300 steps, and bases stay nearly as it made them.
 
     A side longer than ``max_dim`` has no factor and no basis. Matrices with neither, and all that are not matrices, get
     Adam. Everything is kept in fp32 (fp64 for fp64 parameters); ``M`` in the basis of the parameter.

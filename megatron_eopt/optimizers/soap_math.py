@@ -51,7 +51,7 @@ def update_of(matrices: Preconditioned, settings: Mapping[str, Any], first: bool
         _absorb(matrices, settings, first)
     if of_previous and first:
         return None
-    update = _adam(matrices, (matrices.steps - int(of_previous)).clamp(min=1), settings)
+    update = _adam(matrices, (matrices.steps - int(of_previous)).clamp(min=1), settings, first)
     if of_previous:
         _absorb(matrices, settings, first)
     return update
@@ -71,9 +71,12 @@ def _absorb(matrices: Preconditioned, settings: Mapping[str, Any], first: bool) 
         weight /= 1 - beta ** matrices.steps.clamp(min=1)
     # both before a factor changes
     roots = [gradient, gradient.mT]
+    others = list(zip(roots, reversed(matrices.sides), strict=True))
     if kl and not first:
-        others = zip(roots, reversed(matrices.sides), strict=True)
         roots = [x if other is None else _whitened(x, other) for x, other in others]
+    elif kl and settings["basis_of"] == "current":
+        # so that the bases turn slowly: the second moment is diagonal in the first ones, and useless in very other ones
+        roots = [x if other is None else x * settings["eps"] ** -0.5 for x, other in others]
     # the bases were made in step 1, and the authors count from there
     refreshes = (settings[CLOCK] - 1) % settings["precondition_frequency"] == 0
     for dim, (side, root) in enumerate(zip(matrices.sides, roots, strict=True), 1):
@@ -93,7 +96,7 @@ def _absorb(matrices: Preconditioned, settings: Mapping[str, Any], first: bool) 
             basis.copy_(torch.where(accepted, new, basis))
 
 
-def _adam(matrices: Preconditioned, moments: Tensor, settings: Mapping[str, Any]) -> Tensor:
+def _adam(matrices: Preconditioned, moments: Tensor, settings: Mapping[str, Any], first: bool) -> Tensor:
     """Adam's updates in the bases of matrices, of the second moment that takes in the gradient where it is accepted."""
     beta1, beta2 = settings["betas"]
     gradient, squares = matrices.gradient, matrices.squares
@@ -106,7 +109,10 @@ def _adam(matrices: Preconditioned, moments: Tensor, settings: Mapping[str, Any]
     def correction(beta: float, steps: Tensor) -> Tensor | float:
         return (1 - beta**steps).to(squares.dtype) if settings["correct_bias"] else 1.0
 
-    update = _rotated(matrices.momentum, None if left is None else left.mT, right)
+    if first:  # rotated as the gradient is: entries that are rounding are divided by themselves, not by other rounding
+        update = (1 - beta1) * seen
+    else:
+        update = _rotated(matrices.momentum, None if left is None else left.mT, right)
     if settings["nesterov"]:
         update = update * (beta1 / correction(beta1, moments + 1)) + seen * ((1 - beta1) / correction(beta1, moments))
     else:

@@ -85,6 +85,19 @@ def test_flags_that_say_nothing_are_listed(compared):
         parse_flags(["--num-layers", "two"])
 
 
+@pytest.mark.parametrize("flag", ["--numm-layers", "--hiden-size=8", "--optimiser", "--muon-num-ns-step"])
+def test_a_misspelt_flag_is_an_error(flag):
+    with pytest.raises(ValueError, match=f"the flags after --: unknown flag {flag.partition('=')[0]}, did you mean --"):
+        parse_flags([flag, "3"])
+
+
+def test_the_schedulers_flags_are_known_by_both_spellings():
+    for flag in ("--override-opt-param-scheduler", "--override-opt_param-scheduler"):
+        assert parse_flags([flag]) == ({"override_opt_param_scheduler": True}, [])
+    for flag in ("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"):
+        assert parse_flags([flag]) == ({"use_checkpoint_opt_param_scheduler": True}, [])
+
+
 def test_sizes_may_change(compared):
     found = compared(f"{WHOLE} --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2")
     assert found.problems == ()

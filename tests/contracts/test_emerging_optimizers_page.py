@@ -443,7 +443,7 @@ STEP_ROWS = [  # a row of the table, if the step differs, and how it is made
     ("of a momentum whose norm is below 1e-7", {"gradient": lambda x: x * 1e-12, "momentum": 0.0, "weight_decay": 0.0}),
     ("of parameters of other than two dimensions", {"shape": (6,)}),
     ("of parameters of other than two dimensions", {"shape": (3, 4, 2)}),
-    ("of SOAP with `use_kl_shampoo=True`, the first ones", {"use_kl_shampoo": True, **SECOND}),
+    ("with KL factors", {"use_kl_shampoo": True, **SECOND}),
     ("with another eps", SECOND),
     ("as usual", {}),
     ("of a gradient of zero", {"gradient": torch.zeros_like}),

@@ -198,7 +198,8 @@ later._EMERGING_OPTIMIZERS["later"] = last = later.EmergingOptimizerEntry(Mine, 
 registered = EmergingOptimizerEntry(Mine, default_param_overrides={})
 register_optimizer("registered", registered)
 assert dict(EMERGING_OPTIMIZERS) == _EMERGING_OPTIMIZERS
-assert list_optimizers() == sorted(_EMERGING_OPTIMIZERS)
+brought = {"laprop", "mop", "rekls", "sinkhorn_muon", "spel"} & set(_EMERGING_OPTIMIZERS)
+assert list_optimizers() == sorted(set(_EMERGING_OPTIMIZERS) - brought)
 expected = {
     "before": before, "scion": taken, "ours_before": ours_before, "after": after, "later": last,
     "registered": registered,

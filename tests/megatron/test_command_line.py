@@ -48,6 +48,72 @@ def test_mistyped_values_are_refused_when_arguments_are_parsed(parse, capsys, fl
     assert re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("name", ["laprop", "mop", "rekls", "sinkhorn_muon", "spel"])
+def test_optimizers_that_megatron_brings_along_are_refused_and_never_called_ours(parse, capsys, name):
+    from megatron.training import training
+
+    pytest.importorskip("emerging_optimizers")
+    with pytest.raises(SystemExit):
+        parse("--optimizer", name)
+    said = capsys.readouterr().err
+    assert f"argument --optimizer: {name} is in Megatron's registry from the package emerging-optimizers" in said
+    assert ("soap --soap-basis-of current" in said) is (name == "rekls")
+    args = with_dtypes(parse("--optimizer", "adam", "--lr", "0.1", "--optimizer-overrides", "x.yaml"))
+    with pytest.raises(ValueError, match="take an optimizer of this package") as raised:
+        training.get_megatron_optimizer_config(args)
+    assert name not in str(raised.value)
+
+
+def test_a_user_may_put_such_a_name_back(activated):
+    from megatron.core.optimizer import emerging_optimizers as theirs
+
+    from megatron_eopt import list_optimizers
+
+    pytest.importorskip("emerging_optimizers")
+    brought = theirs._EMERGING_OPTIMIZERS["spel"]
+    theirs._EMERGING_OPTIMIZERS["spel"] = theirs.EmergingOptimizerEntry(brought.optimizer_cls)
+    assert "spel" in list_optimizers()
+    theirs._EMERGING_OPTIMIZERS["spel"] = brought
+
+
+def with_dtypes(args):
+    for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        setattr(args, name, torch.float32)  # as Megatron's validation does
+    return args
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "flags", "without_effect"),
+    [
+        ("adam", "--muon-momentum 0.3 --muon-lr 0.1 --lion-beta1 0.8", "--muon-momentum, --muon-lr, --lion-beta1"),
+        ("adam", "--muon-tp-mode distributed --muon-no-split-qkv", "--muon-tp-mode, --muon-no-split-qkv"),
+        ("adam", "", None),
+        ("lion", "--lion-beta1 0.8 --muon-num-ns-steps 10", "--muon-num-ns-steps"),
+        ("soap", "--muon-scale-mode shape_scaling --muon-no-split-qkv --muon-lr 0.1", "--muon-scale-mode"),
+        ("adaptive_muon", "--muon-momentum 0.3 --muon-nesterov --muon-tp-mode blockwise", None),
+        ("muon", "--muon-momentum 0.3 --muon-scalar-optimizer lion --lion-beta1 0.8", None),
+        ("scion", "--muon-momentum 0.3 --muon-num-ns-steps 10", "--muon-momentum"),
+    ],
+)
+def test_flags_without_effect_are_named(parse, capsys, optimizer, flags, without_effect):
+    from megatron.training import training
+
+    training.get_megatron_optimizer_config(with_dtypes(parse("--optimizer", optimizer, "--lr", "0.1", *flags.split())))
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("megatron_eopt:")]
+    warned = f"megatron_eopt: warning: {without_effect} without effect, with --optimizer {optimizer}"
+    assert said == ([] if without_effect is None else [warned])
+
+
+def test_no_flag_of_megatrons_counts_as_misspelt(activated):
+    from megatron.training import arguments
+
+    from megatron_eopt.checkpoints.would_load import _FLAGS, _OF_OPTIMIZERS, _flag, parse_flags
+
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    known = {*map(_flag, _FLAGS), *(flag.name for flag in _OF_OPTIMIZERS)}
+    parse_flags([name for name in parser._option_string_actions if name.startswith("--") and name not in known])
+
+
 def report_of_torchrun(file):
     """What torchrun prints last where a rank ends with this error file."""
     return ChildFailedError("run", {0: ProcessFailure(0, 4242, 2, str(file))}).format_msg()
@@ -106,9 +172,7 @@ def test_the_workspace_reaches_the_optimizer(parse, monkeypatch, flags, gib):
 
     from megatron_eopt.registry import create_emerging_optimizer
 
-    args = parse("--optimizer", "muon", "--lr", "0.1", *flags)
-    for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
-        setattr(args, name, torch.float32)  # as Megatron's validation does
+    args = with_dtypes(parse("--optimizer", "muon", "--lr", "0.1", *flags))
     config, _ = training.get_megatron_optimizer_config(args)
     groups = [{"params": [torch.nn.Parameter(torch.ones(4, 4))]}]
     model = SimpleNamespace(config=SimpleNamespace(num_attention_heads=4, num_query_groups=2, kv_channels=8))

@@ -37,6 +37,8 @@ def reference_steps(
         nonlocal v
         values = {dim: (Q[dim].T @ F[dim] @ Q[dim]).diag() for dim in Q}
         inverse = {dim: Q[dim] @ (x.clamp(min=1e-6 * x.max()) ** -1).diag() @ Q[dim].T for dim, x in values.items()}
+        if t == 1 and basis_of == "current":
+            inverse = {dim: torch.eye(p.shape[dim], dtype=g.dtype) / eps for dim in dims}
         for dim in dims:
             h = g if dim == 0 else g.T
             middle = inverse.get(1 - dim, torch.eye(h.shape[1], dtype=h.dtype)) / h.shape[1] if use_kl_shampoo else None

@@ -20,7 +20,7 @@ _SHOWN = "optimizer lr max_lr min_lr weight_decay wd_mult momentum betas eps".sp
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command to its parser."""
     parser.description = "Exit status: 0 without errors, 1 with errors, 2 if it cannot be read."
-    parser.usage = "%(prog)s [-h] [--json] [--manifest] [--no-data] DIR [-- FLAGS OF A RUN]"
+    parser.usage = "%(prog)s [-h] [--json] [--manifest] [--no-data] [--trust-globals NAMES] DIR [-- FLAGS OF A RUN]"
     parser.epilog = "Flags of a Megatron run after -- are compared with the checkpoint: would that run load it?"
     parser.add_argument("folder", type=Path, metavar="DIR", help="a checkpoint, or what a run's --save named")
     parser.add_argument("--json", action="store_true", help="the same as JSON")

@@ -32,7 +32,15 @@ from megatron_eopt.optimizers.parameters import (
     scale_rows,
     sharing_groups,
 )
-from megatron_eopt.optimizers.state import STATE_OF, StateTensor, check_placements, check_shape, check_writer, zeros
+from megatron_eopt.optimizers.state import (
+    STATE_OF,
+    StateTensor,
+    check_placements,
+    check_shape,
+    check_writer,
+    warn_of_unmarked,
+    zeros,
+)
 from megatron_eopt.orthogonalize.choices import check_arguments
 from megatron_eopt.orthogonalize.timing import times
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
@@ -396,6 +404,7 @@ class BaseOptimizer(Optimizer):
                 missing; nothing is changed then.
         """
         self.check_writer(state_dict)
+        warn_of_unmarked(type(self).__name__, state_dict)
         needed = self.defaults.keys() | self.carried_settings | {STATE_OF}
         known = [{key: group[key] for key in needed & group.keys()} for group in self.param_groups]
         saved = state_dict["param_groups"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import megatron_eopt
 from megatron_eopt import Muon, registry
 from megatron_eopt.plain import OptimizerConfig, build_optimizer, get_optimizer, register_optimizer
 
@@ -198,3 +199,9 @@ def test_builders_of_ones_own_get_their_config_as_it_is(monkeypatch):
     assert seen[0][0] is config
     assert seen[1][0] is mapping
     assert seen[2] == (OptimizerConfig(name="mine"), [0.1, 0.0])
+
+
+def test_our_config_is_none_for_megatron():
+    message = r"Megatron-Core's OptimizerConfig, which has a field optimizer, got megatron_eopt\.plain\.config\.Optim"
+    with pytest.raises(TypeError, match=message):
+        megatron_eopt.get_megatron_optimizer(OptimizerConfig(name="muon"), [model()])

@@ -32,15 +32,7 @@ from megatron_eopt.optimizers.parameters import (
     scale_rows,
     sharing_groups,
 )
-from megatron_eopt.optimizers.state import (
-    STATE_OF,
-    StateTensor,
-    check_placements,
-    check_shape,
-    check_writer,
-    warn_of_unmarked,
-    zeros,
-)
+from megatron_eopt.optimizers.state import STATE_OF, StateTensor, check_placements, check_shape, check_writer, zeros
 from megatron_eopt.orthogonalize.choices import check_arguments
 from megatron_eopt.orthogonalize.timing import times
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
@@ -403,8 +395,7 @@ class BaseOptimizer(Optimizer):
             ValueError: if the state is of another optimizer, if the groups or the shapes are others, or if a tensor is
                 missing; nothing is changed then.
         """
-        self.check_writer(state_dict)
-        warn_of_unmarked(type(self).__name__, state_dict)
+        check_writer(self.name_in_states(), type(self).__name__, state_dict, warn=True)
         needed = self.defaults.keys() | self.carried_settings | {STATE_OF}
         known = [{key: group[key] for key in needed & group.keys()} for group in self.param_groups]
         saved = state_dict["param_groups"]

@@ -90,8 +90,8 @@ def zeros(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Tensor:
     )
 
 
-def check_writer(own: str, called: str, state_dict: Mapping[str, Any]) -> None:
-    """Refuse a state that says that another optimizer than ``own`` wrote it; one that says nothing passes."""
+def check_writer(own: str, called: str, state_dict: Mapping[str, Any], warn: bool = False) -> None:
+    """Refuse a state of another optimizer than ``own``; ``warn`` of one that does not say whose it is."""
     wrote = {group.get(STATE_OF, own) for group in state_dict["param_groups"]} - {own}
     if wrote:
         other = ", ".join(sorted(wrote))
@@ -101,11 +101,8 @@ def check_writer(own: str, called: str, state_dict: Mapping[str, Any]) -> None:
             f"state; to take its tensors as they are, remove {STATE_OF!r} from each group of the state"
         )
 
-
-def warn_of_unmarked(called: str, state_dict: Mapping[str, Any]) -> None:
-    """Say, on the first rank, that a state with tensors does not name its optimizer."""
-    unmarked = any(STATE_OF not in group for group in state_dict["param_groups"])
-    if unmarked and any(state_dict["state"].values()) and (not dist.is_initialized() or dist.get_rank() == 0):
+    warn = warn and any(state_dict["state"].values()) and (not dist.is_initialized() or dist.get_rank() == 0)
+    if warn and any(STATE_OF not in group for group in state_dict["param_groups"]):
         logger.warning(
             f"{called} loads a state that does not say which optimizer wrote it, and takes it for one of its own: "
             f"tensors of another one with the same keys and shapes, such as torch's, would mean another thing"

@@ -76,8 +76,7 @@ class OptimizerConfig:
         get_optimizer_builder(self.name)
         for rate in ("lr", "weight_decay", "muon_adam_lr"):
             value = getattr(self, rate)
-            may_be_none = rate == "muon_adam_lr" and value is None
-            if not may_be_none and not (_is_number(value) and 0 <= value < inf):
+            if (rate, value) != ("muon_adam_lr", None) and not (_is_number(value) and 0 <= value < inf):
                 raise ValueError(f"{rate} must be a finite number of at least 0, got {value!r}")
         two = isinstance(self.betas, Sequence) and len(self.betas) == 2
         if self.betas is not None and not (two and all(map(_is_share, self.betas))):

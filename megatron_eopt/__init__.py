@@ -87,8 +87,15 @@ def get_megatron_optimizer(config: Any, model_chunks: Any, *args: Any, **kwargs:
         Megatron's optimizer, around those of this package; its attribute ``megatron_eopt`` says what was decided.
 
     Raises:
+        TypeError: for a config that is not Megatron's.
         ValueError: for an unknown optimizer and for settings that it refuses, before anything is changed.
     """
+    if not hasattr(config, "optimizer"):
+        cls = type(config)
+        raise TypeError(
+            f"get_megatron_optimizer takes Megatron-Core's OptimizerConfig, which has a field optimizer, got "
+            f"{cls.__module__}.{cls.__name__}: import it from megatron.core.optimizer, or take build_optimizer"
+        )
     activate()
     from megatron_eopt.megatron import releases
 

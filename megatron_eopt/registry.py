@@ -233,6 +233,12 @@ def get_optimizer_entry(name: str) -> EmergingOptimizerEntry:
 
 def get_optimizer_builder(name: str) -> Builder:
     """The plain-torch builder of a name; an :class:`UnknownOptimizerError` names those nearest to an unknown one."""
+    if isinstance(name, str) and name in ROWS and name not in _BUILDERS:
+        cls = ROWS[name].cls.__name__
+        raise UnknownOptimizerError(
+            f"{name!r} has no builder of plain torch: take megatron_eopt.{cls}(matrices, ...), and AdamW for all other "
+            f"parameters; megatron_eopt.Muon.around joins the two"
+        )
     return _look_up(name, _BUILDERS)
 
 

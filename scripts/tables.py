@@ -123,7 +123,7 @@ def plain() -> str:
     for row in (row for row in FAMILY if row.plain):
         rest = "the same" if row.owns == "all" else "its own Adam" if row.vectors else "AdamW"
         rows.append((code([row.name]), row.cls.__name__, rest, code(_plain_options(row))))
-    adamw = '`fused="transformer_engine"` or `"apex"` (fields of the config) take their FusedAdam'
+    adamw = '`amsgrad`; the field `fused="transformer_engine"` or `"apex"` takes their FusedAdam'
     return table(
         ("name", "of matrices", "of all else", "further `options`, such as"),
         [("`adamw`", "torch's AdamW", "the same", adamw), *rows],

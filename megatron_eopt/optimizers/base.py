@@ -406,7 +406,7 @@ class BaseOptimizer(Optimizer):
             ValueError: if the state is of another optimizer, if the groups or the shapes are others, or if a tensor is
                 missing; nothing is changed then.
         """
-        self.check_writer(state_dict)
+        check_writer(self.name_in_states(), type(self).__name__, state_dict, warn=True)
         needed = self.defaults.keys() | self.carried_settings | {STATE_OF}
         known = [{key: group[key] for key in needed & group.keys()} for group in self.param_groups]
         saved = state_dict["param_groups"]

@@ -165,6 +165,8 @@ class ScheduleFreeAdamW(BaseOptimizer):
                 parameter.copy_(self.state[parameter].pop(KEPT))
             group[TRAIN_MODE] = True
 
+    train, eval = train_params, eval_params  # as the schedulefree package calls them
+
     @torch.no_grad()
     def average(self, parameter: Tensor) -> Tensor:
         """``x`` of a parameter, in the dtype of the parameter and as it lies: a copy."""

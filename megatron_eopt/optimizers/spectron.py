@@ -375,7 +375,8 @@ class Spectron(BaseOptimizer):
                     of_part = f"{called} ({part})" if part else called
                     raise ValueError(
                         f"{name}: rank must lie in [1, {min(matrix.shape)}] for {of_part}, a matrix {matrix.shape}, "
-                        f"got {rank}: give it a group with a rank of its own, or another optimizer"
+                        f"got {rank}: set rank (options={{'rank': ...}} of build_optimizer, or in a group of its own), "
+                        f"or take another optimizer"
                     )
         if group["pairs"]:
             low_rank.check_pairs(name, [self.layout(p) for p in group["params"]], names)

@@ -4,11 +4,13 @@ State of a DTensor that has not its shape is a DTensor on the same mesh: torch's
 that all ranks have alike, and save that of one rank.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -18,6 +20,8 @@ from megatron_eopt.optimizers.parameters import SAVED_BY_LAYOUT, local
 from megatron_eopt.parallel.dtensor import lies_alike
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import Shape
+
+logger = logging.getLogger(__name__)
 
 # Shape of a tensor; of a DTensor also that of this rank's part, and its placements.
 StateShape = tuple[tuple[int, ...], tuple[int, ...] | None, tuple[Placement, ...] | None]
@@ -86,8 +90,8 @@ def zeros(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Tensor:
     )
 
 
-def check_writer(own: str, called: str, state_dict: Mapping[str, Any]) -> None:
-    """Refuse a state that says that another optimizer than ``own`` wrote it; one that says nothing passes."""
+def check_writer(own: str, called: str, state_dict: Mapping[str, Any], warn: bool = False) -> None:
+    """Refuse a state of another optimizer than ``own``; ``warn`` of one that does not say whose it is."""
     wrote = {group.get(STATE_OF, own) for group in state_dict["param_groups"]} - {own}
     if wrote:
         other = ", ".join(sorted(wrote))
@@ -95,6 +99,13 @@ def check_writer(own: str, called: str, state_dict: Mapping[str, Any]) -> None:
             f"{called} cannot load a state of {other}: what its tensors mean is another thing, also where keys and "
             f"shapes are the same. To go on from it, build {other}, or load the weights alone and begin with fresh "
             f"state; to take its tensors as they are, remove {STATE_OF!r} from each group of the state"
+        )
+
+    warn = warn and any(state_dict["state"].values()) and (not dist.is_initialized() or dist.get_rank() == 0)
+    if warn and any(STATE_OF not in group for group in state_dict["param_groups"]):
+        logger.warning(
+            f"{called} loads a state that does not say which optimizer wrote it, and takes it for one of its own: "
+            f"tensors of another one with the same keys and shapes, such as torch's, would mean another thing"
         )
 
 

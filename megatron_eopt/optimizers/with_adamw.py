@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
@@ -25,6 +27,8 @@ from megatron_eopt.optimizers.parameters import NAME, check_distinct, check_scal
 from megatron_eopt.optimizers.state import StateTensor, check_shape
 from megatron_eopt.orthogonalize.choices import check_named
 from megatron_eopt.parallel.layout import Layout
+
+logger = logging.getLogger(__name__)
 
 NS_STEPS = "ns_steps"  # setting of a group of Muon
 ADAMW = "adamw"  # key of AdamW's settings in the first group; see also state_key()
@@ -51,10 +55,10 @@ class Muon(Optimizer):
     ``lr``, ``momentum``, ``weight_decay`` and ``ns_steps``: a value that is changed is in force in the next step. The
     rate of each group of AdamW follows that of the first group of matrices in every step::
 
-        lr of the group = its initial lr * (lr of the first group / initial lr of the matrices)
+        lr of the group = its initial lr * (lr of the first group / initial lr of the first group)
 
-    and stays as it is where the matrices' initial lr is 0. To change AdamW's rate by itself, set ``initial_lr`` of a
-    group in ``optimizer.adamw.param_groups``.
+    and stays as it is where the first group began with an lr of 0. To change AdamW's rate by itself, set ``initial_lr``
+    of a group in ``optimizer.adamw.param_groups``: an ``lr`` that is set there is overwritten, which is warned of.
 
     ``state`` and ``state_dict`` have both states. AdamW's tensors are in the state of the first matrix, as
     ``adamw.NAME.exp_avg`` and so on, and its settings are in the first group: what
@@ -84,10 +88,10 @@ class Muon(Optimizer):
     Attributes:
         matrices: the optimizer of matrices.
         adamw: ``torch.optim.AdamW``; None where it has no parameters.
-        initial_lr: what the rate of the first group is compared with.
+        initial_lr: of the first group.
 
     Raises:
-        TypeError: for an unknown argument, with the nearest one.
+        TypeError: for an unknown argument, with the nearest one, and for an ``adam_fused`` that is no bool.
         ValueError: for a setting out of its range, for one of ``muon_params`` with fewer than two dimensions, for no
             matrices at all, for a parameter that is in both, or for a DTensor of which a rank holds several separate
             parts.
@@ -97,6 +101,8 @@ class Muon(Optimizer):
 
     # On the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
     _carried: Mapping[str, Tensor] = MappingProxyType({})  # AdamW's tensors, as the state of the first matrix got them
+    _adam_rates: Sequence[Any] = ()  # of AdamW's groups, as the last step left them
+    _warned: bool = False  # whether a change of them was warned of
 
     def __init__(
         self,
@@ -110,9 +116,11 @@ class Muon(Optimizer):
         ns_steps: int = 5,
         adam_lr: float | None = None,
         *,
-        adam_fused: bool = False,
+        adam_fused: bool | None = False,
         **muon_settings: Any,
     ) -> None:
+        if not isinstance(adam_fused, bool | None):
+            raise TypeError(f"{type(self).__name__}: adam_fused must be True or False, got {adam_fused!r}")
         taken = {**inspect.signature(Muon).parameters, **inspect.signature(HeavyBallMuon).parameters}
         known = [name for name in taken if name not in ("muon_settings", "params", STEPS)]
         check_named(type(self).__name__, muon_settings, known)
@@ -131,23 +139,30 @@ class Muon(Optimizer):
         Args:
             matrices: with at least one parameter.
             adam_params: as for :class:`Muon`.
-            adam_settings: arguments of ``torch.optim.AdamW``, ``lr`` among them.
+            adam_settings: arguments of ``torch.optim.AdamW``, whose defaults the others have.
 
         Raises:
+            TypeError: for ``matrices`` that are no optimizer of matrices of this package.
             ValueError: for a setting of AdamW out of its range, and for a parameter that is in both.
         """
+        if not isinstance(matrices, BaseOptimizer):
+            raise TypeError(
+                f"{cls.__name__}.around takes an optimizer of matrices of this package, such as Scion, got "
+                f"{type(matrices).__name__}"
+            )
         found = cls.__new__(cls)
         found._join(matrices, adam_params, adam_settings)
         return found
 
     def _join(self, matrices: BaseOptimizer, adam_params: ParamsT, adam_settings: Mapping[str, Any]) -> None:
         self.matrices = matrices
-        self.initial_lr = float(matrices.defaults["lr"])
         if not matrices._parameters():
             raise ValueError(f"{self._called} needs at least one matrix: for all else take torch.optim.AdamW")
+        self.initial_lr = float(matrices.param_groups[0]["lr"])
         given = listed(adam_params)
+        defaults = {key: each.default for key, each in inspect.signature(AdamW).parameters.items()}
         for group in given if given and isinstance(given[0], dict) else [{}]:
-            check_adam_settings(f"AdamW in {self._called}", {"weight_decay": 0.0, **adam_settings, **group})
+            check_adam_settings(f"AdamW in {self._called}", {**defaults, **adam_settings, **group})
         adamw = AdamW(given, **adam_settings) if given else None
         self.adamw = adamw if adamw is not None and any(group["params"] for group in adamw.param_groups) else None
         for index, group in enumerate(self._adam_groups):
@@ -155,6 +170,7 @@ class Muon(Optimizer):
             group.setdefault(INITIAL_LR, float(group["lr"]))  # a tensor may be changed in place
         each = ((number, plain(group)) for number, group in enumerate(self._adam_groups))
         matrices._beside = {f"AdamW's {key} of group {n}": x for n, group in each for key, x in group.items()}
+        self._adam_rates = [group["lr"] for group in self._adam_groups]
         super().__init__(matrices.param_groups, matrices.defaults)
         self.param_groups, self.state = matrices.param_groups, matrices.state  # the same objects
 
@@ -226,12 +242,28 @@ class Muon(Optimizer):
         if self.adamw is not None:
             if self.initial_lr > 0:
                 ratio = self.param_groups[0]["lr"] / self.initial_lr
-                for group in self._adam_groups:
-                    group["lr"] = group.setdefault(INITIAL_LR, group["lr"]) * ratio
+                rates = [group.setdefault(INITIAL_LR, group["lr"]) * ratio for group in self._adam_groups]
+                self._warn_of_rates(rates)
+                for group, rate in zip(self._adam_groups, rates, strict=True):
+                    group["lr"] = rate
+                self._adam_rates = rates
             state = self.state.get(self._carrier, {})
             if not self._carried or any(state.get(key) is not x for key, x in self._carried.items()):
                 self._carry()
             self.adamw.step()
+
+    def _warn_of_rates(self, rates: Sequence[Any]) -> None:
+        """Say once that a rate of AdamW was set and is overwritten; one that is a tensor is not looked at."""
+        for index, (old, group) in enumerate(zip(self._adam_rates, self._adam_groups, strict=False)):
+            if self._warned or isinstance(old, Tensor) or isinstance(group["lr"], Tensor) or group["lr"] == old:
+                continue
+            self._warned = True
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                logger.warning(
+                    f"{self._called}: lr of group {index} of optimizer.adamw was set to {group['lr']:g}, and the step "
+                    f"sets it to {rates[index]:g}, as it follows the first group of matrices: give a scheduler the "
+                    f"whole optimizer, or set {INITIAL_LR} of that group"
+                )
 
     @property
     def _carrier(self) -> Tensor:
@@ -305,6 +337,7 @@ class Muon(Optimizer):
                 vars(part).update(attributes)
             raise
         self.initial_lr = initial_lr
+        self._adam_rates = [group["lr"] for group in self._adam_groups]
         self.param_groups, self.state = self.matrices.param_groups, self.matrices.state
         self._carry()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

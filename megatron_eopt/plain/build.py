@@ -9,7 +9,7 @@ from inspect import signature
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -34,7 +34,15 @@ from megatron_eopt.row import Row
 
 logger = logging.getLogger(__name__)
 
-OWN = ("adamw", *(row.name for row in FAMILY if row.plain))
+# Name -> class, whose argument lr has the default rate.
+OWN: dict[str, type[Optimizer]] = {"adamw": AdamW, **{row.name: row.cls for row in FAMILY if row.plain}, "muon": Muon}
+BESIDE_ADAMW = {row.name for row in FAMILY if row.plain and not row.vectors}
+# Fields of the config with an effect on one optimizer alone; others follow from the arguments of its class.
+_OWN_FIELDS = {
+    "muon": {"muon_momentum", "muon_ns_steps", "muon_embeddings"},
+    "schedule_free_adamw": {"schedule_free_warmup_steps"},
+    "spectron": {"spectron_factor_pairs"},
+}
 ADAM_BETAS = (0.9, 0.95)
 # Where the FusedAdam of other packages is.
 _FUSED_ADAM = {"transformer_engine": "transformer_engine.pytorch.optimizers", "apex": "apex.optimizers"}
@@ -58,15 +66,17 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
     Args:
         model: as it lies for training.
         config: an :class:`~megatron_eopt.plain.config.OptimizerConfig`, a mapping or any object with some of its
-            fields, ``name`` among them, or the name alone. A builder that you registered gets the mapping or the object
-            as it is, which may have further fields for it.
+            fields, ``name`` among them, or the name alone, with the default rate of its class. A builder that you
+            registered gets the mapping or the object as it is, which may have further fields for it.
 
     Returns:
         One ``torch.optim.Optimizer`` for the whole model; that of matrices has an AdamW for the rest inside.
 
     Raises:
-        TypeError: for what is no model or no config, and for an unknown field, with the nearest one.
-        ValueError: if no parameter is trainable, and for what the optimizer refuses.
+        TypeError: for what is no model or no config, for an unknown field, with the nearest one, and if a builder
+            returns no optimizer.
+        ValueError: if no parameter is trainable, for what the optimizer refuses, and if a builder leaves out
+            parameters.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -77,8 +87,11 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
     given = given_fields(config)
     optimizer_name, weight_decay = given["name"], given.get("weight_decay", OptimizerConfig.weight_decay)
     builder = get_optimizer_builder(optimizer_name)
-    if optimizer_name in OWN or isinstance(config, str):
+    if isinstance(config, str):
+        config = _config_of_name(config)
+    elif optimizer_name in OWN:
         config = config_of(config, optimizer_name)
+        _warn_of_fields(config)
     prefix = "module." if isinstance(model, DistributedDataParallel) else ""
     # torch.compile puts its own into names
     named = [(x.replace("_orig_mod.", "").removeprefix(prefix), p) for x, p in model.named_parameters()]
@@ -104,7 +117,44 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig | Any) -> Optimize
         f"{optimizer_name}: weight decay {weight_decay} of {decayed}, none of {others}; {len(named) - len(trained)} "
         f"parameters are frozen"
     )
-    return builder(groups, config)
+    optimizer = builder(groups, config)
+    _check_built(optimizer_name, optimizer, trained)
+    return optimizer
+
+
+def _config_of_name(name: str) -> OptimizerConfig:
+    """The rate of an optimizer's class, and for AdamW beside it that of the config's field."""
+    if name not in OWN:
+        return OptimizerConfig(name=name)
+    rate, of_adamw = signature(OWN[name]).parameters["lr"].default, OptimizerConfig.lr
+    beside = f", {of_adamw:g} of AdamW beside it" if name in BESIDE_ADAMW else ""
+    _log(f"{name}: lr {rate:g}{beside}, as a name alone says none")
+    return OptimizerConfig(name=name, lr=rate, muon_adam_lr=of_adamw if beside else None)
+
+
+def _warn_of_fields(config: OptimizerConfig) -> None:
+    """Name the fields that are not at their defaults and have no effect on the optimizer."""
+    used = _OWN_FIELDS.get(config.name, set()) | signature(OWN[config.name]).parameters.keys() | {"name", "options"}
+    if config.name in BESIDE_ADAMW:
+        used |= {"betas", "eps", "fused", "muon_adam_lr"}
+    without = [x for x, default in vars(OptimizerConfig()).items() if getattr(config, x) not in (default, [])]
+    if without := [x for x in without if x not in used]:
+        _log(f"fields of the config have no effect on {config.name}: {', '.join(without)}", logging.WARNING)
+
+
+def _check_built(name: str, optimizer: Any, trained: Sequence[tuple[str, Tensor]]) -> None:
+    """Refuse what is no optimizer, or lacks trainable parameters; those inside of it count too."""
+    if not hasattr(optimizer, "param_groups"):
+        found = type(optimizer).__name__
+        raise TypeError(f"the builder of {name!r} returned {found}, expected a torch.optim.Optimizer: return one")
+    attributes = (x if isinstance(x, list | tuple) else [x] for x in vars(optimizer).values())
+    inside = [each for x in attributes for each in x if isinstance(each, Optimizer)]
+    taken = {p for each in (optimizer, *inside) for group in each.param_groups for p in group["params"]}
+    if left_out := [called for called, parameter in trained if parameter not in taken]:
+        raise ValueError(
+            f"the builder of {name!r} left out {len(left_out)} of {len(trained)} trainable parameters: "
+            f"{listed(left_out)}. Give its optimizer the parameters of all groups, or freeze these by requires_grad"
+        )
 
 
 def register_builders() -> None:

@@ -76,7 +76,7 @@ class OptimizerConfig:
         get_optimizer_builder(self.name)
         for rate in ("lr", "weight_decay", "muon_adam_lr"):
             value = getattr(self, rate)
-            if value is not None and not (_is_number(value) and 0 <= value < inf):
+            if (rate, value) != ("muon_adam_lr", None) and not (_is_number(value) and 0 <= value < inf):
                 raise ValueError(f"{rate} must be a finite number of at least 0, got {value!r}")
         two = isinstance(self.betas, Sequence) and len(self.betas) == 2
         if self.betas is not None and not (two and all(map(_is_share, self.betas))):
@@ -89,8 +89,16 @@ class OptimizerConfig:
             raise ValueError(f"muon_momentum must lie in [0, 1), got {self.muon_momentum!r}")
         for count, least in (("muon_ns_steps", 1), ("schedule_free_warmup_steps", 0)):
             check_count(count, getattr(self, count), least)
-        for pair in self.spectron_factor_pairs:
-            if isinstance(pair, str) or len(pair) != 2 or not all(isinstance(each, str) for each in pair):
+        if not isinstance(self.muon_embeddings, bool):
+            raise ValueError(f"muon_embeddings must be True or False, got {self.muon_embeddings!r}")
+        if not isinstance(self.options, Mapping):
+            raise ValueError(f"options must be a mapping of arguments to values, got {self.options!r}")
+        pairs = self.spectron_factor_pairs
+        if isinstance(pairs, str) or not isinstance(pairs, Iterable):
+            raise ValueError(f"spectron_factor_pairs are pairs of names, got {pairs!r}")
+        for pair in pairs:
+            two = isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
+            if not two or not all(isinstance(each, str) for each in pair):
                 raise ValueError(f"spectron_factor_pairs are pairs of names, got {pair!r} among them")
 
 

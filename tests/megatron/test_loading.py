@@ -136,6 +136,7 @@ def test_a_changed_learning_rate_is_what_the_user_asked_for(tmp_path, saved):
     (rank,), output = load(tmp_path, checkpoint, *MUON, *changed, "--override-opt-param-scheduler")
     said = [line for line in output.splitlines() if "goes on with other settings" in line]
     assert "group 0 of TensorParallelMuon" in said[0]
+    assert "does not say which optimizer wrote it" not in output
     assert "max_lr 0.01 -> 0.005, min_lr 0.01 -> 0.005, momentum 0.95 -> 0.9" in said[0]
     assert {group["lr"] for groups in rank["groups"] for group in groups} == {5e-3}
     assert rank["groups"][0][0]["momentum"] == 0.9

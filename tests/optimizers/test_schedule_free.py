@@ -309,3 +309,19 @@ def test_dtensors_train_as_on_one_rank():
         for (y, x), alone in zip(found, params, strict=True):
             assert torch.equal(y, alone)
             assert torch.equal(x, optimizer.average(alone))
+
+
+def test_train_and_eval_are_the_names_of_the_schedulefree_package():
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = ScheduleFreeAdamW([p], lr=0.1)
+    optimizer.train()
+    for _ in range(3):
+        p.grad = torch.ones(3)
+        optimizer.step()
+    at_y = p.detach().clone()
+    optimizer.eval()
+    assert optimizer.live == "x"
+    assert not torch.equal(p, at_y)
+    optimizer.train()
+    assert optimizer.live == "y"
+    assert torch.equal(p, at_y)

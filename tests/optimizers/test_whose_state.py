@@ -159,3 +159,22 @@ def test_a_distributed_checkpoint_of_an_earlier_release_loads_as_a_partial_one(o
     dcp.load(template, checkpoint_id=tmp_path, planner=planner)
     set_optimizer_state_dict(other, its_optimizer, template["optimizer"], options=options)
     assert_same(its_optimizer.state_dict(), optimizer.state_dict())
+
+
+def test_a_state_without_a_mark_is_warned_of_once_where_it_has_tensors(saved, caplog):
+    for name in ("Muon", "TensorParallelMuon", "Lion"):
+        _, optimizer = stepped(name, seed=1)
+        optimizer.load_state_dict(read(saved[name]))
+        unmarked = without_mark(read(saved[name]))
+        optimizer.load_state_dict({**unmarked, "state": {}} if name == "Lion" else unmarked)
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        f"{name} loads a state that does not say which optimizer wrote it, and takes it for one of its own"
+        for name in ("Muon", "TensorParallelMuon")
+    ]
+
+
+def test_a_state_of_torchs_adamw_is_warned_of(caplog):
+    _, theirs = stepped(torch.optim.AdamW)
+    _, optimizer = stepped("Lion", seed=1)
+    optimizer.load_state_dict(theirs.state_dict())
+    assert [message for message in caplog.messages if message.startswith("Lion loads a state that does not say")]

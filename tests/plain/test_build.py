@@ -345,6 +345,15 @@ def test_a_builder_of_ones_own_gets_groups_and_config(monkeypatch):
     [
         ({"name": "moun"}, r"unknown optimizer 'moun' \(did you mean 'muon'"),
         ({"lr": -1.0}, "lr must be a finite number of at least 0, got -1.0"),
+        ({"lr": None}, "lr must be a finite number of at least 0, got None"),
+        ({"weight_decay": None}, "weight_decay must be a finite number of at least 0, got None"),
+        ({"options": None}, "options must be a mapping of arguments to values, got None"),
+        ({"options": []}, r"options must be a mapping of arguments to values, got \[\]"),
+        ({"options": "x"}, "options must be a mapping of arguments to values, got 'x'"),
+        ({"spectron_factor_pairs": None}, "spectron_factor_pairs are pairs of names, got None"),
+        ({"spectron_factor_pairs": [3]}, "spectron_factor_pairs are pairs of names, got 3 among them"),
+        ({"spectron_factor_pairs": "ab"}, "spectron_factor_pairs are pairs of names, got 'ab'"),
+        ({"muon_embeddings": "no"}, "muon_embeddings must be True or False, got 'no'"),
         ({"lr": "1e-3"}, "lr must be a finite number of at least 0, got '1e-3'"),
         ({"weight_decay": float("inf")}, "weight_decay must be a finite number of at least 0, got inf"),
         ({"muon_adam_lr": float("nan")}, "muon_adam_lr must be a finite number of at least 0, got nan"),
@@ -366,3 +375,93 @@ def test_a_builder_of_ones_own_gets_groups_and_config(monkeypatch):
 def test_a_config_out_of_range_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         OptimizerConfig(**fields)
+
+
+def register(monkeypatch, build):
+    monkeypatch.setattr(registry, "_BUILDERS", dict(registry._BUILDERS))
+    register_optimizer("mine")(build)
+
+
+def test_a_builder_that_leaves_parameters_out_is_refused(monkeypatch):
+    register(monkeypatch, lambda groups, config: torch.optim.SGD(groups[0]["params"], lr=0.1))
+    message = r"the builder of 'mine' left out 5 of 9 trainable parameters: position_bias, norm.weight, norm.bias"
+    with pytest.raises(ValueError, match=message):
+        build(Model(), "mine")
+
+
+@pytest.mark.parametrize("returned", [None, [], 3])
+def test_a_builder_returns_an_optimizer(monkeypatch, returned):
+    register(monkeypatch, lambda groups, config: returned)
+    with pytest.raises(TypeError, match=rf"the builder of 'mine' returned {type(returned).__name__}, expected"):
+        build(Model(), "mine")
+
+
+class OfTwo(torch.optim.Optimizer):
+    """It shows the groups of the first one, and has others inside."""
+
+    def __init__(self, groups):
+        self._adam = torch.optim.AdamW([{"params": group["params"][1:]} for group in groups])
+        super().__init__([group["params"][0] for group in groups], {})
+
+
+def test_a_builder_may_have_optimizers_inside_of_its_own(monkeypatch):
+    register(monkeypatch, lambda groups, config: OfTwo(groups))
+    assert isinstance(build(Model(), "mine"), OfTwo)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "without"),
+    [
+        ("scion", {"muon_momentum": 0.1, "muon_ns_steps": 3}, "muon_momentum, muon_ns_steps"),
+        ("soap", {"muon_adam_lr": 1e-3}, "muon_adam_lr"),
+        ("lion", {"muon_adam_lr": 1e-3, "eps": 1e-6}, "eps, muon_adam_lr"),
+        ("signum", {"betas": (0.5, 0.6)}, "betas"),
+        (
+            "muon",
+            {"spectron_factor_pairs": [("a", "b")], "schedule_free_warmup_steps": 10},
+            "schedule_free_warmup_steps, spectron_factor_pairs",
+        ),
+        ("adamw", {"muon_embeddings": True}, "muon_embeddings"),
+    ],
+)
+def test_fields_without_effect_are_warned_of(name, fields, without, caplog):
+    build(Model(), name, **fields)
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        f"fields of the config have no effect on {name}: {without}"
+    ]
+
+
+EVERY_FIELD = {
+    "adamw": {"betas": (0.5, 0.6), "eps": 1e-6, "fused": False},
+    "muon": {
+        "betas": (0.5, 0.6),
+        "eps": 1e-6,
+        "fused": False,
+        "muon_momentum": 0.5,
+        "muon_ns_steps": 3,
+        "muon_adam_lr": 0.1,
+        "muon_embeddings": True,
+    },
+    "scion": {"betas": (0.5, 0.6), "eps": 1e-6, "muon_adam_lr": 0.1, "fused": False},
+    "soap": {"betas": (0.5, 0.6), "eps": 1e-6},
+    "lion": {"betas": (0.5, 0.6)},
+    "schedule_free_adamw": {"betas": (0.5, 0.6), "eps": 1e-6, "schedule_free_warmup_steps": 3},
+}
+
+
+@pytest.mark.parametrize("name", EVERY_FIELD)
+def test_fields_with_an_effect_are_not_warned_of(name, caplog):
+    build(Model(), name, weight_decay=0.2, **EVERY_FIELD[name])
+    assert not [record for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_an_optimizer_without_a_builder_is_named_with_its_class():
+    with pytest.raises(
+        ValueError, match=r"'adaptive_muon' has no builder of plain torch: take megatron_eopt\.TensorParallelAdapt"
+    ):
+        build_optimizer(Model(), "adaptive_muon")
+
+
+def test_a_rank_that_does_not_fit_says_where_it_is_set():
+    with pytest.raises(ValueError, match=r"options=\{'rank': \.\.\.\}"):
+        build_optimizer(Model(), OptimizerConfig(name="spectron"))

@@ -1,5 +1,6 @@
 """What build_optimizer takes for a config, what it refuses, and which field it says was meant."""
 
+import logging
 from argparse import Namespace
 from collections import UserDict, namedtuple
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import megatron_eopt
 from megatron_eopt import Muon, registry
 from megatron_eopt.plain import OptimizerConfig, build_optimizer, get_optimizer, register_optimizer
 
@@ -58,8 +60,34 @@ def test_a_config_is_a_mapping_or_an_object_with_our_fields(config):
     assert built(config) == (0.5, 0.25, 0.125, 3)
 
 
-def test_a_name_alone_has_the_defaults_of_the_others():
-    assert built("muon") == built(OptimizerConfig(name="muon")) == built({"name": "muon"}) == (3e-4, 3e-4, 0.1, 5)
+RATES_OF_CLASSES = {
+    "adamw": 1e-3,
+    "muon": 0.02,
+    "soap": 3e-3,
+    "lion": 1e-4,
+    "signum": 1e-4,
+    "schedule_free_adamw": 0.025,
+    "muon_hyperball": 0.01,
+    **dict.fromkeys(("scion", "polargrad", "mars_muon"), 3e-4),
+}
+
+
+@pytest.mark.parametrize("name", RATES_OF_CLASSES)
+def test_a_name_alone_has_the_rate_of_its_class(name, caplog):
+    with caplog.at_level(logging.INFO):
+        optimizer = build_optimizer(model(), name)
+    rate, beside = RATES_OF_CLASSES[name], isinstance(optimizer, Muon)
+    assert {group["lr"] for group in optimizer.param_groups} == {rate}
+    if beside:
+        assert {group["lr"] for group in optimizer.adamw.param_groups} == {3e-4}
+    assert f"{name}: lr {rate:g}{', 0.0003 of AdamW beside it' if beside else ''}, as a name alone says none" in (
+        caplog.messages
+    )
+
+
+def test_a_config_without_a_rate_has_that_of_the_field():
+    assert built("muon") == (0.02, 3e-4, 0.1, 5)
+    assert built(OptimizerConfig(name="muon")) == built({"name": "muon"}) == (3e-4, 3e-4, 0.1, 5)
     assert type(build_optimizer(model(), OptimizerConfig())) is torch.optim.AdamW  # the default of its field
     with pytest.raises(ValueError, match=r"unknown optimizer 'moun' \(did you mean 'muon'"):
         build_optimizer(model(), "moun")
@@ -171,3 +199,9 @@ def test_builders_of_ones_own_get_their_config_as_it_is(monkeypatch):
     assert seen[0][0] is config
     assert seen[1][0] is mapping
     assert seen[2] == (OptimizerConfig(name="mine"), [0.1, 0.0])
+
+
+def test_our_config_is_none_for_megatron():
+    message = r"Megatron-Core's OptimizerConfig, which has a field optimizer, got megatron_eopt\.plain\.config\.Optim"
+    with pytest.raises(TypeError, match=message):
+        megatron_eopt.get_megatron_optimizer(OptimizerConfig(name="muon"), [model()])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_eopt.optimizers.scion import Scion
 from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
 from tests.plain.made import gradients, parameters, run, values
@@ -228,3 +229,65 @@ def test_an_orthogonalize_of_ones_own_gets_the_momentum_of_one_step():
 def test_an_argument_that_muon_has_not_is_refused_with_the_nearest_that_it_has(wrong, right):
     with pytest.raises(TypeError, match=rf"Muon\(\) got an unexpected .* {wrong!r}, did you mean {right!r}\?$"):
         Muon(parameters((4, 4)), [], **{wrong: 3})
+
+
+@pytest.mark.parametrize(("first", "later", "rate"), [(0.0, 0.5, 3e-3), (0.002, 0.001, 1.5e-3), (0.02, 0.02, 3e-3)])
+def test_the_rate_of_adamw_follows_the_first_group_from_its_own_first_rate(first, later, rate):
+    a, b, embedding = params = parameters((4, 4), (5, 4), (6, 4))
+    optimizer = Muon([{"params": [a], "lr": first}, {"params": [b]}], [embedding], lr=0.02, adam_lr=3e-3)
+    run(optimizer, params, gradients(params, 1))
+    assert optimizer.adamw.param_groups[0]["lr"] == 3e-3
+    optimizer.param_groups[0]["lr"] = later
+    run(optimizer, params, gradients(params, 1))
+    assert optimizer.adamw.param_groups[0]["lr"] == pytest.approx(rate)
+
+
+def test_a_rate_of_adamw_that_would_be_overwritten_is_warned_of_once(caplog):
+    matrix, embedding = params = parameters((4, 4), (6, 4))
+    optimizer = Muon([matrix], [embedding], lr=0.02, adam_lr=3e-3)
+    both = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for _ in range(2):
+        run(optimizer, params, gradients(params, 1))
+        both.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    run(optimizer, params, gradients(params, 1))
+    assert caplog.messages == []
+    torch.optim.lr_scheduler.LambdaLR(optimizer.adamw, lambda step: 0.0)
+    run(optimizer, params, gradients(params, 2))
+    (message,) = caplog.messages
+    assert message.startswith("Muon: lr of group 0 of optimizer.adamw was set to 0, and the step sets it to 0.001")
+    assert "set initial_lr of that group" in message
+
+
+def test_a_rate_of_adamw_stays_where_the_matrices_begin_at_zero(caplog):
+    matrix, embedding = params = parameters((4, 4), (6, 4))
+    optimizer = Muon([matrix], [embedding], lr=0.0, adam_lr=3e-3)
+    optimizer.adamw.param_groups[0]["lr"] = 0.5
+    run(optimizer, params, gradients(params, 1))
+    assert optimizer.adamw.param_groups[0]["lr"] == 0.5
+    assert caplog.messages == []
+
+
+def test_around_takes_what_adamw_needs_from_torchs_defaults():
+    matrix, embedding = params = parameters((4, 4), (6, 4))
+    optimizer = Muon.around(Scion([matrix], lr=0.01, radius=1.0), [embedding], {"lr": 3e-3})
+    run(optimizer, params, gradients(params, 1))
+    (group,) = optimizer.adamw.param_groups
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (3e-3, (0.9, 0.999), 1e-8, 0.01)
+    with pytest.raises(ValueError, match=r"AdamW in Scion: lr must be a finite number of at least 0, got -1"):
+        Muon.around(Scion([matrix], lr=0.01, radius=1.0), [embedding], {"lr": -1})
+
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=0.1), lambda p: Muon(p, [])])
+def test_around_takes_an_optimizer_of_matrices_alone(make):
+    matrix, embedding = parameters((4, 4), (6, 4))
+    inner = make([matrix])
+    message = f"Muon.around takes an optimizer of matrices of this package, such as Scion, got {type(inner).__name__}"
+    with pytest.raises(TypeError, match=message):
+        Muon.around(inner, [embedding], {"lr": 3e-3})
+
+
+def test_adam_fused_is_true_or_false():
+    matrix, embedding = parameters((4, 4), (6, 4))
+    with pytest.raises(TypeError, match="Muon: adam_fused must be True or False, got 'no'"):
+        Muon([matrix], [embedding], adam_fused="no")

@@ -125,9 +125,10 @@ class SavedState:
                 loaded = [each for each in nested_values(found) if each is not None]
                 shape = tuple(self._torch.state[parameter][tensor.key].shape)
                 inner["state"].setdefault(index, {})[tensor.key] = joined(tensor, loaded, shape)
-        indices = [group["params"] for group in self._torch.state_dict()["param_groups"]]
+        groups = self._torch.state_dict()["param_groups"]
+        kept = [{key: group[key] for key in NO_SETTINGS & group.keys()} for group in groups]  # indices, and the mark
         settings = self._settings(theirs, block)
-        inner["param_groups"] = [each | {"params": own} for each, own in zip(settings, indices, strict=True)]
+        inner["param_groups"] = [each | own for each, own in zip(settings, kept, strict=True)]
         live = {index: inner["state"][index].pop(key) for index, (key, _) in trained(self._megatron).items()}
         self._place(state_dict)
         # Megatron tells groups apart by some of their settings, and mixes up the rest: ours are in order.

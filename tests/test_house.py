@@ -104,9 +104,10 @@ def test_the_package_is_small():
     assert len(FILES) <= 130
 
 
-def test_the_package_has_fewer_than_24_000_lines():
+def test_the_package_has_fewer_than_24_700_lines():
     # 20,000 as it was rebuilt; 2,000 for both FSDPs, host memory, bf16 momenta and the deal over data-parallel ranks
-    assert sum(len(path.read_text().splitlines()) for path in FILES) < 24_000
+    # 700 for errors and warnings where strangers found that wrong input was taken
+    assert sum(len(path.read_text().splitlines()) for path in FILES) < 24_700
 
 
 def test_no_class_is_there_for_a_single_subclass():

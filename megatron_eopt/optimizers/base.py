@@ -1,8 +1,9 @@
 """What every optimizer of ours is: groups that are checked, state that is described, a step that is prepared."""
 
+import inspect
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from math import prod
 from typing import Any, Literal, Self, overload
@@ -16,7 +17,14 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.matrices import WHOLE, Split, check_split_shapes, declared_split, is_transposed, split_of
 from megatron_eopt.optimizers.first_step import note_others, warn_of_fp16
-from megatron_eopt.optimizers.group_settings import check_flag, check_scalars, without_dimensions
+from megatron_eopt.optimizers.group_settings import (
+    check_flag,
+    check_flags,
+    check_numbers,
+    check_rates,
+    without_dimensions,
+    without_tensors,
+)
 from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients, warned_without_gradients
 from megatron_eopt.optimizers.offload import host_zeros, on_host
 from megatron_eopt.optimizers.parameters import (
@@ -105,8 +113,9 @@ class BaseOptimizer(Optimizer):
     _looks: bool | None = None  # whether the next step looks for other optimizers; None before the first one
 
     def __new__(cls, *args: Any, **named: Any) -> Self:
-        """Refuse arguments that the constructor does not take."""
+        """Refuse arguments that the constructor does not take, and flags that are no bools."""
         check_arguments(cls, named.keys() - getattr(cls.__init__, "other_names", ()))
+        check_flags(cls, dict(zip(inspect.signature(cls).parameters, args, strict=False)) | named)
         return super().__new__(cls)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -207,11 +216,16 @@ class BaseOptimizer(Optimizer):
 
         Settings that the optimizer does not know are the user's, and may be anything.
         """
-        known = (self.defaults.keys() & group.keys()) - self.users_settings
-        check_scalars(type(self).__name__, group, known)
-        for key in known:
-            if isinstance(group[key], Tensor | list | tuple):
-                group[key] = without_dimensions(group[key])
+        known = {key: group[key] for key in self.defaults if key in group and key not in self.users_settings}
+        check_flags(type(self), known)
+        check_numbers(type(self), known)
+        for key, value in known.items():
+            group[key] = without_dimensions(value)
+        self._check_ranges({key: without_tensors(value) for key, value in group.items()})
+
+    def _check_ranges(self, group: Mapping[str, Any]) -> None:
+        """Refuse, by a ``ValueError``, a number of a group that is out of its range."""
+        check_rates(type(self).__name__, group)
 
     def _check_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Refuse, by a ``ValueError``, gradients that the optimizer cannot take: none takes sparse ones, say."""
@@ -316,6 +330,7 @@ class BaseOptimizer(Optimizer):
         try:
             check_distinct(type(self).__name__, self.param_groups)
             self._check_settings(self.param_groups[-1])
+            self._check_ranges(self.param_groups[-1])  # of tensors, too
             self._check_group(self.param_groups[-1])
         except Exception:
             self.param_groups.pop()

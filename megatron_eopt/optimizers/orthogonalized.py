@@ -21,7 +21,6 @@ from megatron_eopt.optimizers.group_settings import (
     METHOD,
     DecayMethod,
     Scalar,
-    check_flag,
     check_rates,
     decay_method,
 )
@@ -134,7 +133,6 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             METHOD: weight_decay_method,
             **kwargs,
         }
-        self._check_flags(defaults)
         decay_method(name, defaults)
         super().__init__(params, self._in_own_words(defaults, {}))
 
@@ -196,24 +194,16 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         self._check_settings(group)
         return group
 
-    def _check_flags(self, group: Mapping[str, Any]) -> None:
-        for key in (self.nesterov_key, DECOUPLED):
-            check_flag(type(self).__name__, key, group[key])
-
     def _check_settings(self, group: dict[str, Any]) -> None:
         self._take_words(group, group)
         super()._check_settings(group)
-        self._check_flags(group)
         decay_method(type(self).__name__, group)
-        # a device would be waited for to look into tensors; 0.5 is in every range
-        self._check_ranges({key: 0.5 if isinstance(value, Tensor) else value for key, value in group.items()})
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
         check_rates(type(self).__name__, group, self.momentum_key)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         validate_matmul_precision(self.fp32_matmul_prec)
-        self._check_ranges(group)
         for parameter, called in zip(group["params"], names_of_last(self.param_groups, shapes=False), strict=True):
             self._check_parameter(parameter, called)
 

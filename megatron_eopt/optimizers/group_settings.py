@@ -1,9 +1,10 @@
 """Settings of groups of parameters: their names, their ranges, and what follows from them."""
 
+import difflib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from numbers import Real
@@ -12,7 +13,7 @@ from typing import Any, Literal, cast, get_args
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.orthogonalize.choices import check_choice, did_you_mean
 from megatron_eopt.orthogonalize.coefficients import composite_range, set_length
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor, predicted_update_rms, validate_scale_mode
@@ -35,6 +36,8 @@ no state yet: call ``init_state()`` before it.
 """
 
 STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE = "num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor"
+ELSEWHERE = {"learning_rate": ", did you mean 'lr'?", "wd": ", did you mean 'weight_decay'?", "use_muon": ""}
+MISSPELT = 0.85  # how like a setting its misspelling is, by difflib; max_momentum is not that like momentum
 DECOUPLED, METHOD = "use_decoupled_weight_decay", "weight_decay_method"
 
 
@@ -80,16 +83,21 @@ def own_settings(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{key: group[key] for key in keys if key in group} for group in groups]
 
 
+def warn(message: str) -> None:
+    """Warn on the first rank."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning(message)
+
+
 def note_short_schedule(settings: NewtonSchulz) -> None:
-    """Warn, on the first rank, of fewer steps than were fitted together, unless they do as well to two digits."""
-    first_rank = not dist.is_initialized() or dist.get_rank() == 0
-    if not first_rank or settings.steps >= set_length(settings.coefficient_type):
+    """Warn of fewer steps than were fitted together, unless they do as well to two digits."""
+    if settings.steps >= set_length(settings.coefficient_type):
         return
     ends = composite_range(settings.schedule)
     if all(f"{end:.2f}" == "1.00" for end in ends):
         return
     low, high = (f"{end:.4f}" if f"{end:.2f}" == "1.00" else f"{end:.2f}" for end in ends)
-    logger.warning(
+    warn(
         f"{settings.steps} Newton-Schulz steps of {settings.coefficient_type} are fewer than were fitted together: "
         f"singular values in [0.01, 1] become {low} to {high} instead of 1"
     )
@@ -112,6 +120,25 @@ def arguments_of(cls: type) -> dict[str, Any]:
     classes = [vars(c) for c in reversed(cls.__mro__) if c.__module__.startswith(f"{OURS}.") and "__init__" in vars(c)]
     named = [each for own in classes for each in list(inspect.signature(own["__init__"]).parameters.values())[1:]]
     return {each.name: each.annotation for each in named if each.kind is not each.VAR_KEYWORD}
+
+
+def settings_below(base: type) -> set[str]:
+    """Arguments of the constructors of a class and of all that inherit from it, and of other packages' optimizers."""
+    return {*arguments_of(base), *ELSEWHERE}.union(*map(settings_below, base.__subclasses__()))
+
+
+def note_names(name: str, given: Iterable[object], known: Collection[str], of_others: Collection[str]) -> None:
+    """Warn of settings of a group that are of other optimizers or misspelt; ``use_muon`` is a ``ValueError``."""
+    if "use_muon" in given and "use_muon" in of_others:
+        raise ValueError(
+            f"{name}: a group has use_muon, which chooses no optimizer here: write Muon(matrices, rest), with the "
+            f"parameters of use_muon=True and with all others"
+        )
+    for key in (each for each in given if isinstance(each, str) and each not in known):
+        meant = ELSEWHERE.get(key) or did_you_mean(key, known)
+        misspelt = difflib.get_close_matches(key, known, cutoff=MISSPELT)
+        if misspelt or key in of_others:
+            warn(f"{name}: {key!r} is no setting of its groups, so it has no effect{meant}")
 
 
 def check_flags(cls: type, given: Mapping[str, Any]) -> None:

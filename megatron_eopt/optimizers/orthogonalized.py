@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -35,6 +35,13 @@ MOMENTUM_BUFFER = "momentum_buffer"
 # Methods that users override, or set: of whole parameters or matrices, and all.
 OF_PARAMETERS = ("orthogonalize", "scaled_orthogonalize_fn", "orthogonalize_fn")
 MOMENTUM_STEPS = "momentum_steps"  # setting of a group: how many steps its momenta have made, where that is counted
+
+
+OTHER_NAMES = {
+    "momentum": "momentum_beta",
+    "nesterov": "use_nesterov",
+    "scaled_orthogonalize_fn": "orthogonalize_fn and scale_factor_fn",
+}
 
 
 class OrthogonalizedOptimizer(BaseOptimizer):
@@ -97,6 +104,14 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     _further_keys: dict[Tensor, list[str]] | None = None
     _numbered: dict[Tensor, Numbered] | None = None  # of the engine
     _numbered_for: Engine | None = None
+
+    def __new__(cls, *args: Any, **named: Any) -> Self:
+        """Also refuse names that emerging-optimizers has for arguments that are missing."""
+        missing = cls.__init__ is OrthogonalizedOptimizer.__init__ and len(args) < 3 and "momentum_beta" not in named
+        renamed = [f"{here} for {there}" for there, here in OTHER_NAMES.items() if there in named]
+        if missing and renamed:
+            raise TypeError(f"{cls.__name__} has other names than emerging-optimizers: {', '.join(renamed)}")
+        return super().__new__(cls, *args, **named)
 
     def __init__(
         self,

@@ -291,3 +291,9 @@ def test_a_name_is_text(name):
 def test_an_entry_makes_optimizers(made_by):
     with pytest.raises(TypeError, match=f"optimizer_cls makes a torch.optim.Optimizer, got {re.escape(repr(made_by))}"):
         registry.EmergingOptimizerEntry(made_by)
+
+
+@pytest.mark.parametrize("name", registry.ROWS)
+def test_what_a_config_of_megatron_brings_is_not_warned_of(name, caplog):
+    built(name, spectron_rank=2)
+    assert "no effect" not in caplog.text

@@ -214,12 +214,14 @@ class BaseOptimizer(Optimizer):
 
         Settings that the optimizer does not know are the user's, and may be anything.
         """
+        cls: type = type(self)
         known = {key: group[key] for key in self.defaults if key in group and key not in self.users_settings}
-        group_settings.check_flags(type(self), known)
-        group_settings.check_numbers(type(self), known)
+        group_settings.check_flags(cls, known)
+        numbers = group_settings.numbers_of(cls) & known.keys()
+        group_settings.check_scalars(cls.__name__, group, numbers)
         for key, value in known.items():
             group[key] = group_settings.without_dimensions(value)
-        self._check_ranges({key: group_settings.without_tensors(value) for key, value in group.items()})
+        self._check_ranges({**group, **{key: group_settings.without_tensors(group[key]) for key in numbers}})
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
         """Refuse, by a ``ValueError``, a number of a group that is out of its range."""

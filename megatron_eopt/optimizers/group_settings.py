@@ -25,6 +25,8 @@ OURS = __name__.partition(".")[0]
 Scalar = float | Tensor
 """A number, or a tensor of one entry on the device of the parameters, which in a group has no dimensions."""
 
+NUMBER = float | int | Tensor | Real  # those that are there mostly come first
+
 DecayMethod = Literal["decoupled", "l2", "independent", "palm"]
 """What weight decay is: ``p -= lr * weight_decay * p`` [1]; ``g + weight_decay * p`` in place of ``g``;
 ``p -= weight_decay * p``, whatever the learning rate; ``p -= lr^2 * weight_decay * p``, after PaLM's of ``lr^2`` [2].
@@ -141,17 +143,23 @@ def note_names(name: str, given: Iterable[object], known: Collection[str], of_ot
             warn(f"{name}: {key!r} is no setting of its groups, so it has no effect{meant}")
 
 
+@functools.cache
+def flags_of(cls: type) -> dict[str, bool]:
+    """Argument that is a flag by its annotation -> whether it may be None."""
+    return {key: kind is not bool for key, kind in arguments_of(cls).items() if kind in (bool, bool | None)}
+
+
+@functools.cache
+def numbers_of(cls: type) -> frozenset[str]:
+    """Arguments that are numbers by their annotation, and betas."""
+    return frozenset(key for key, kind in arguments_of(cls).items() if kind in (float, Scalar) or key == "betas")
+
+
 def check_flags(cls: type, given: Mapping[str, Any]) -> None:
     """Refuse what is no bool where the annotation of a constructor's argument says so."""
-    for key, kind in arguments_of(cls).items():
-        if key in given and (kind is bool or (kind == bool | None and given[key] is not None)):
+    for key, may_be_none in flags_of(cls).items():
+        if key in given and not (may_be_none and given[key] is None):
             check_flag(cls.__name__, key, given[key])
-
-
-def check_numbers(cls: type, group: Mapping[str, Any]) -> None:
-    """Refuse what is no number where the annotation of a constructor's argument says so."""
-    numbers = [key for key, kind in arguments_of(cls).items() if kind in (float, Scalar) or key == "betas"]
-    check_scalars(cls.__name__, group, [key for key in numbers if key in group])
 
 
 def decay_method(name: str, group: Mapping[str, Any]) -> DecayMethod:
@@ -179,7 +187,7 @@ def check_scalars(name: str, group: Mapping[str, Any], keys: Iterable[str]) -> N
         value = group[key]
         for each in (value if isinstance(value, list | tuple) else ()) if key == "betas" else (value,):
             # numbers of numpy's have no dimensions
-            if not isinstance(each, Real | Tensor) and getattr(each, "ndim", None) != 0:
+            if not isinstance(each, NUMBER) and getattr(each, "ndim", None) != 0:
                 raise TypeError(f"{name}: {key} must be a number, or a tensor of one entry, got {each!r}")
             if isinstance(each, Tensor) and each.numel() != 1:
                 raise ValueError(
@@ -209,10 +217,8 @@ def without_tensors(value: Any) -> Any:
 
 def check_rates(name: str, group: Mapping[str, Any], *averages: str) -> None:
     """Refuse an ``lr``, a ``weight_decay``, or the beta of one of the ``averages``, that is out of its range."""
-    rates = [key for key in ("lr", "weight_decay") if key in group]
-    check_scalars(name, group, [*rates, *averages])
-    for key in rates:
-        if not 0 <= group[key] < inf:
+    for key in ("lr", "weight_decay"):
+        if key in group and not 0 <= group[key] < inf:
             raise ValueError(f"{name}: {key} must be a finite number of at least 0, got {group[key]}")
     for key in averages:
         if not 0 <= group[key] < 1:
@@ -228,7 +234,7 @@ def check_betas(name: str, betas: Any) -> None:
 
 def check_adam_settings(name: str, group: Mapping[str, Any], *averages: str) -> None:
     """Refuse what :func:`check_rates` does, and an ``eps`` or ``betas`` of a group that are out of their range."""
-    check_scalars(name, group, ("eps", "betas"))
+    check_scalars(name, group, group.keys() & {"lr", "weight_decay", "eps", "betas"})
     check_rates(name, group, *averages)
     if not 0 < group["eps"] < inf:
         raise ValueError(f"{name}: eps must be a finite number above 0, got {group['eps']}")

@@ -118,7 +118,7 @@ class Muon(Optimizer):
         check_named(type(self).__name__, muon_settings, known)
         own: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "num_ns_steps": ns_steps}
         as_in_the_original = {"nesterov": False, "scale_mode": "shape_scaling", "coefficient_type": "simple"}
-        check_flag(type(self).__name__, "adam_fused", adam_fused)
+        check_flag(type(self).__name__, "adam_fused", adam_fused or False)  # None leaves it to torch
         exact = {"fp32_matmul_prec": "highest", "tp_mode": "auto"}
         muon = HeavyBallMuon(listed(muon_params), **own, **{**as_in_the_original, **exact, **muon_settings})
         # fused=False would also turn off what torch takes by itself

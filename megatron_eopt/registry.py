@@ -116,6 +116,11 @@ class EmergingOptimizerEntry:
     config_to_kwargs: Callable[[Any, Sequence[Any], Any], dict[str, Any]] | None = None
     default_param_overrides: Any = _DefaultOverrides()
 
+    def __post_init__(self) -> None:
+        made_by = self.optimizer_cls
+        if not callable(made_by) or (isinstance(made_by, type) and not issubclass(made_by, Optimizer)):
+            raise TypeError(f"optimizer_cls makes a torch.optim.Optimizer, got {made_by!r}")
+
 
 class UnknownOptimizerError(ValueError, KeyError):
     """A name under which no optimizer is registered: a bad value of a config, and a missing key of the registry."""
@@ -211,8 +216,10 @@ def register_optimizer(name: str, entry: EmergingOptimizerEntry | None = None) -
 
     Raises:
         ValueError: if the name is taken.
-        TypeError: if ``entry`` lacks one of the attributes.
+        TypeError: if ``entry`` lacks one of the attributes, or the name is no text.
     """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f'the name of an optimizer is text, got {name!r}: write @register_optimizer("mine")')
     registered: MutableMapping[str, Any] = _BUILDERS if entry is None else EMERGING_OPTIMIZERS
 
     def register(what: Any) -> Any:

@@ -127,6 +127,7 @@ class Row:
         if self.owns == "matrices":
             model = model_chunks[0].config
             attention = all((model.num_attention_heads, model.num_query_groups, model.kv_channels))
+            kwargs.setdefault("split_qkv", False)  # what has no flag for it, splits what is declared
             kwargs["is_qkv_fn"] = lambda param: getattr(param, "is_qkv", False)
             kwargs["qkv_split_shapes"] = get_qkv_split_shapes(model) if attention else None
             kwargs["pg_collection"] = pg_collection

@@ -1,3 +1,4 @@
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -275,3 +276,24 @@ def test_the_default_routing_speaks_megatrons_language():
         assert key.matches(input_of_mamba, "in_proj.weight") is (entry.optimizer_cls is TensorParallelMuon)
     own = registry.EmergingOptimizerEntry(Plain, default_param_overrides={})
     assert own.default_param_overrides == {}
+
+
+@pytest.mark.parametrize("name", [None, "", 5, Plain])
+def test_a_name_is_text(name):
+    message = f"the name of an optimizer is text, got {re.escape(repr(name))}: write @register_optimizer"
+    with pytest.raises(TypeError, match=message):
+        registry.register_optimizer(name)
+    with pytest.raises(TypeError, match=message):
+        registry.register_optimizer(name, registry.EmergingOptimizerEntry(Plain))
+
+
+@pytest.mark.parametrize("made_by", ["SGD", None, torch.nn.Linear])
+def test_an_entry_makes_optimizers(made_by):
+    with pytest.raises(TypeError, match=f"optimizer_cls makes a torch.optim.Optimizer, got {re.escape(repr(made_by))}"):
+        registry.EmergingOptimizerEntry(made_by)
+
+
+@pytest.mark.parametrize("name", registry.ROWS)
+def test_what_a_config_of_megatron_brings_is_not_warned_of(name, caplog):
+    built(name, spectron_rank=2)
+    assert "no effect" not in caplog.text

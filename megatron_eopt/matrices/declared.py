@@ -81,12 +81,19 @@ def interleaved_gate_up(rows: int) -> Split:
 
 def experts(count: int, split: Split = WHOLE) -> Split:
     """A stack of matrices, (count x rows x cols), each of which is split further."""
+    _check_split(split)
     return replace(split, stacked=count)
 
 
 def transposed(split: Split = WHOLE) -> Split:
     """A parameter (in, out), as GPT-2's ``Conv1D`` has it: its columns are split as rows are elsewhere."""
+    _check_split(split)
     return replace(split, transposed=True)
+
+
+def _check_split(split: object) -> None:
+    if not isinstance(split, Split):
+        raise TypeError(f"logical matrices are a Split, such as GATE_UP, got {split!r}")
 
 
 ATTRIBUTE = "logical_matrices"  # of a parameter, that holds its Split
@@ -104,9 +111,11 @@ def declare(pattern: str, split: Split) -> None:
         split: the logical matrices.
 
     Raises:
-        TypeError: if ``split`` is none.
+        TypeError: if ``split`` is none, or ``pattern`` no text.
         ValueError: if the pattern was declared otherwise before.
     """
+    if not isinstance(pattern, str) or not pattern:
+        raise TypeError(f"a pattern is a glob of names of parameters, got {pattern!r}")
     if not isinstance(split, Split):
         raise TypeError(f"the logical matrices of {pattern!r} are declared by a Split, got {type(split).__name__}")
     if _by_name.setdefault(pattern, split) != split:

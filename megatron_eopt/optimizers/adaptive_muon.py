@@ -21,7 +21,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Batch, Tensors
-from megatron_eopt.optimizers.group_settings import DecayMethod, check_flag, decay_method
+from megatron_eopt.optimizers.group_settings import DecayMethod, decay_method
 from megatron_eopt.optimizers.muon import TensorParallelMuon, passed_on
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, names_of_last
 from megatron_eopt.optimizers.state import Dim, StateTensor
@@ -205,7 +205,6 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         momentum_dtype: torch.dtype | None = None,
         momentum_warmup: int = 0,
     ) -> None:
-        check_flag(type(self).__name__, "align_rms", align_rms)
         check_choice("moment2_method", moment2_method, get_args(Moment2Method))
         self.moment2_method = moment2_method
         self.align_rms = align_rms

@@ -1,5 +1,6 @@
 """What every optimizer of ours is: groups that are checked, state that is described, a step that is prepared."""
 
+import inspect
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.matrices import WHOLE, Split, check_split_shapes, declared_split, is_transposed, split_of
+from megatron_eopt.optimizers import group_settings
 from megatron_eopt.optimizers.first_step import note_others, warn_of_fp16
-from megatron_eopt.optimizers.group_settings import check_flag, check_scalars, plain, without_dimensions
 from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients, warned_without_gradients
 from megatron_eopt.optimizers.offload import host_zeros, on_host
 from megatron_eopt.optimizers.parameters import (
@@ -102,6 +103,7 @@ class BaseOptimizer(Optimizer):
     _watched: Watched | None = None
     _beside: Mapping[str, Any] = MappingProxyType({})  # settings of an optimizer that steps beside this one
     _told: bool = False  # of unmarked parameters
+    _noted: frozenset[Any] = frozenset()  # names of settings of groups that were looked at
     _scalable: bool = False  # whether a GradScaler has been checked
     _warns_without_gradients: bool = True  # until it has; Megatron's first step says more
     _looks: bool | None = None  # whether the next step looks for other optimizers; None before the first one
@@ -110,8 +112,13 @@ class BaseOptimizer(Optimizer):
     _also: Callable[[], None] | None = None  # what else belongs to a step, as that of AdamW to Muon's
 
     def __new__(cls, *args: Any, **named: Any) -> Self:
-        """Refuse arguments that the constructor does not take."""
+        """Refuse arguments that the constructor does not take, and flags that are no bools."""
         check_arguments(cls, named.keys() - getattr(cls.__init__, "other_names", ()))
+        given = dict(zip(inspect.signature(cls).parameters, args, strict=False)) | named
+        group_settings.check_flags(cls, given)
+        unused = [key for key in ("is_qkv_fn", "qkv_split_shapes") if given.get(key) is not None]
+        if unused and "split_qkv" not in given and cls.__module__.startswith(f"{group_settings.OURS}."):
+            group_settings.warn(f"{cls.__name__}: {' and '.join(unused)} have no effect without split_qkv=True")
         return super().__new__(cls)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -213,11 +220,18 @@ class BaseOptimizer(Optimizer):
 
         Settings that the optimizer does not know are the user's, and may be anything.
         """
-        known = (self.defaults.keys() & group.keys()) - self.users_settings
-        check_scalars(type(self).__name__, group, known)
-        for key in known:
-            if isinstance(group[key], Tensor | list | tuple):
-                group[key] = without_dimensions(group[key])
+        cls: type = type(self)
+        known = {key: group[key] for key in self.defaults if key in group and key not in self.users_settings}
+        group_settings.check_flags(cls, known)
+        numbers = group_settings.numbers_of(cls) & known.keys()
+        group_settings.check_scalars(cls.__name__, group, numbers)
+        for key, value in known.items():
+            group[key] = group_settings.without_dimensions(value)
+        self._check_ranges({**group, **{key: group_settings.without_tensors(group[key]) for key in numbers}})
+
+    def _check_ranges(self, group: Mapping[str, Any]) -> None:
+        """Refuse, by a ``ValueError``, a number of a group that is out of its range."""
+        group_settings.check_rates(type(self).__name__, group)
 
     def _check_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Refuse, by a ``ValueError``, gradients that the optimizer cannot take: none takes sparse ones, say."""
@@ -280,7 +294,7 @@ class BaseOptimizer(Optimizer):
         self, split_qkv: bool, is_qkv_fn: Callable[[Tensor], bool] | None, qkv_split_shapes: Sequence[int] | None
     ) -> None:
         """Take over what describes fused projections, or refuse it."""
-        check_flag(type(self).__name__, "split_qkv", split_qkv)
+        group_settings.check_flag(type(self).__name__, "split_qkv", split_qkv)
         if split_qkv and is_qkv_fn is None:
             raise ValueError("split_qkv needs is_qkv_fn, which tells the fused parameters, got None")
         if split_qkv and (qkv_split_shapes is not None or len(self.split_lengths) == 1):
@@ -322,11 +336,21 @@ class BaseOptimizer(Optimizer):
         try:
             check_distinct(type(self).__name__, self.param_groups)
             self._check_settings(self.param_groups[-1])
+            self._check_ranges(self.param_groups[-1])  # of tensors, too
             self._check_group(self.param_groups[-1])
+            self._note_names(self.param_groups[-1])
         except Exception:
             self.param_groups.pop()
             raise
         self.param_groups[-1][STATE_OF] = self.name_in_states()
+
+    def _note_names(self, group: dict[str, Any]) -> None:
+        known = {"params", STATE_OF, "momentum", "nesterov", *self.defaults, *self.settings_of_groups()}
+        known = (known | self.carried_settings) - self.users_settings
+        of_others = group_settings.settings_below(BaseOptimizer) - self.users_settings
+        new = group.keys() - self._noted
+        self._noted |= new
+        group_settings.note_names(type(self).__name__, new, known, of_others)
 
     @classmethod
     def name_in_states(cls) -> str:
@@ -491,7 +515,9 @@ class BaseOptimizer(Optimizer):
         for group in self.param_groups:
             own = {**self._beside, **self.settings(), **{key: group[key] for key in known if key in group}}
             left_out = {"coefficients", *self.users_settings}  # the plan has the coefficients
-            found |= dict.fromkeys(group["params"], plain({k: x for k, x in own.items() if k not in left_out}))
+            found |= dict.fromkeys(
+                group["params"], group_settings.plain({k: x for k, x in own.items() if k not in left_out})
+            )
         return found
 
     def kernel_times(self) -> Tensor:
@@ -555,6 +581,7 @@ class BaseOptimizer(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @torch._disable_dynamo  # what ranks agree on cannot be traced
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter whose gradient is there and finite.

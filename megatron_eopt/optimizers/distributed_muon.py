@@ -1,7 +1,7 @@
 """Keller Jordan's distributed Muon: a rank computes its share of the matrices, and keeps their momenta."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import batched, chain
 from typing import Any
@@ -190,11 +190,11 @@ class DistributedMuon(BaseOptimizer):
         super().load_state_dict({**state_dict, "state": others | kept})
         self._consolidated = None
 
+    def _check_ranges(self, group: Mapping[str, Any]) -> None:
+        check_rates(type(self).__name__, group, "momentum")
+
     def _check_group(self, group: dict[str, Any]) -> None:
         called = type(self).__name__
-        check_rates(called, group, "momentum")
-        if not isinstance(group["nesterov"], bool):
-            raise TypeError(f"nesterov is True or False, got {group['nesterov']!r}: give arguments by their names")
         get_coefficients(_COEFFICIENTS, group["ns_steps"])
         for parameter, name in zip(group["params"], names_of_last(self.param_groups), strict=True):
             if parameter.ndim < 2:

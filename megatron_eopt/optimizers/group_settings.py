@@ -1,26 +1,31 @@
 """Settings of groups of parameters: their names, their ranges, and what follows from them."""
 
+import difflib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf, isfinite
+from math import inf
 from numbers import Real
 from typing import Any, Literal, cast, get_args
 
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.orthogonalize.choices import check_choice, did_you_mean
 from megatron_eopt.orthogonalize.coefficients import composite_range, set_length
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.scale import ScaleMode, muon_scale_factor, predicted_update_rms, validate_scale_mode
 
 logger = logging.getLogger(__name__)
 
+OURS = __name__.partition(".")[0]
+
 Scalar = float | Tensor
 """A number, or a tensor of one entry on the device of the parameters, which in a group has no dimensions."""
+
+NUMBER = float | int | Tensor | Real  # those that are there mostly come first
 
 DecayMethod = Literal["decoupled", "l2", "independent", "palm"]
 """What weight decay is: ``p -= lr * weight_decay * p`` [1]; ``g + weight_decay * p`` in place of ``g``;
@@ -33,6 +38,8 @@ no state yet: call ``init_state()`` before it.
 """
 
 STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE = "num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor"
+ELSEWHERE = {"learning_rate": ", did you mean 'lr'?", "wd": ", did you mean 'weight_decay'?", "use_muon": ""}
+MISSPELT = 0.85  # how like a setting its misspelling is, by difflib; max_momentum is not that like momentum
 DECOUPLED, METHOD = "use_decoupled_weight_decay", "weight_decay_method"
 
 
@@ -47,17 +54,14 @@ class UpdateSettings:
     def __post_init__(self) -> None:
         validate_scale_mode(self.scale_mode)
         factor = self.extra_scale_factor
-        if not isinstance(factor, Real) or not isfinite(factor):
-            raise ValueError(f"extra_scale_factor is a finite number, got {factor!r}")
+        if not isinstance(factor, Real) or not 0 < factor < inf:
+            raise ValueError(f"extra_scale_factor is a finite number above 0, got {factor!r}")
 
     def of_group(self, group: Mapping[str, Any]) -> "UpdateSettings":
         """These settings, but for what a group says anew; a ``ValueError`` for what the optimizer would refuse."""
         iteration = self.newton_schulz
         steps, coefficients = group.get(STEPS, iteration.steps), group.get(COEFFICIENTS, iteration.coefficient_type)
-        try:
-            own = replace(iteration, steps=steps, coefficient_type=coefficients)
-        except TypeError as error:  # neither a name nor a list of three numbers each
-            raise ValueError(f"unknown coefficient type {coefficients!r}: {error}") from error
+        own = replace(iteration, steps=steps, coefficient_type=coefficients)
         mode, factor = group.get(SCALE_MODE, self.scale_mode), group.get(EXTRA_SCALE, self.extra_scale_factor)
         return UpdateSettings(own, mode, factor)
 
@@ -76,16 +80,21 @@ def own_settings(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{key: group[key] for key in keys if key in group} for group in groups]
 
 
+def warn(message: str) -> None:
+    """Warn on the first rank."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning(message)
+
+
 def note_short_schedule(settings: NewtonSchulz) -> None:
-    """Warn, on the first rank, of fewer steps than were fitted together, unless they do as well to two digits."""
-    first_rank = not dist.is_initialized() or dist.get_rank() == 0
-    if not first_rank or settings.steps >= set_length(settings.coefficient_type):
+    """Warn of fewer steps than were fitted together, unless they do as well to two digits."""
+    if settings.steps >= set_length(settings.coefficient_type):
         return
     ends = composite_range(settings.schedule)
     if all(f"{end:.2f}" == "1.00" for end in ends):
         return
     low, high = (f"{end:.4f}" if f"{end:.2f}" == "1.00" else f"{end:.2f}" for end in ends)
-    logger.warning(
+    warn(
         f"{settings.steps} Newton-Schulz steps of {settings.coefficient_type} are fewer than were fitted together: "
         f"singular values in [0.01, 1] become {low} to {high} instead of 1"
     )
@@ -94,10 +103,58 @@ def note_short_schedule(settings: NewtonSchulz) -> None:
 def check_flag(name: str, key: str, value: object) -> None:
     """Refuse, by a ``TypeError``, anything but a bool: a number here mostly comes from a call by position."""
     if not isinstance(value, bool):
-        raise TypeError(
-            f"{name}: {key} must be True or False, got {value!r}: the positional order of emerging-optimizers is "
-            f"(params, lr, momentum, weight_decay), here it is another; give all but params by name"
+        by_position = (
+            ": the positional order of emerging-optimizers is (params, lr, momentum, weight_decay), here it is "
+            "another; give all but params by name"
         )
+        hint = "" if isinstance(value, str) else by_position
+        raise TypeError(f"{name}: {key} must be True or False, got {value!r}{hint}")
+
+
+@functools.cache
+def arguments_of(cls: type) -> dict[str, Any]:
+    """Argument -> annotation, of the constructors of this package that a class has or inherits."""
+    classes = [vars(c) for c in reversed(cls.__mro__) if c.__module__.startswith(f"{OURS}.") and "__init__" in vars(c)]
+    named = [each for own in classes for each in list(inspect.signature(own["__init__"]).parameters.values())[1:]]
+    return {each.name: each.annotation for each in named if each.kind is not each.VAR_KEYWORD}
+
+
+def settings_below(base: type) -> set[str]:
+    """Arguments of the constructors of a class and of all that inherit from it, and of other packages' optimizers."""
+    return {*arguments_of(base), *ELSEWHERE}.union(*map(settings_below, base.__subclasses__()))
+
+
+def note_names(name: str, given: Iterable[object], known: Collection[str], of_others: Collection[str]) -> None:
+    """Warn of settings of a group that are of other optimizers or misspelt; ``use_muon`` is a ``ValueError``."""
+    if "use_muon" in given and "use_muon" in of_others:
+        raise ValueError(
+            f"{name}: a group has use_muon, which chooses no optimizer here: write Muon(matrices, rest), with the "
+            f"parameters of use_muon=True and with all others"
+        )
+    for key in (each for each in given if isinstance(each, str) and each not in known):
+        meant = ELSEWHERE.get(key) or did_you_mean(key, known)
+        misspelt = difflib.get_close_matches(key, known, cutoff=MISSPELT)
+        if misspelt or key in of_others:
+            warn(f"{name}: {key!r} is no setting of its groups, so it has no effect{meant}")
+
+
+@functools.cache
+def flags_of(cls: type) -> dict[str, bool]:
+    """Argument that is a flag by its annotation -> whether it may be None."""
+    return {key: kind is not bool for key, kind in arguments_of(cls).items() if kind in (bool, bool | None)}
+
+
+@functools.cache
+def numbers_of(cls: type) -> frozenset[str]:
+    """Arguments that are numbers by their annotation, and betas."""
+    return frozenset(key for key, kind in arguments_of(cls).items() if kind in (float, Scalar) or key == "betas")
+
+
+def check_flags(cls: type, given: Mapping[str, Any]) -> None:
+    """Refuse what is no bool where the annotation of a constructor's argument says so."""
+    for key, may_be_none in flags_of(cls).items():
+        if key in given and not (may_be_none and given[key] is None):
+            check_flag(cls.__name__, key, given[key])
 
 
 def decay_method(name: str, group: Mapping[str, Any]) -> DecayMethod:
@@ -120,10 +177,13 @@ def decay_power(lr: Scalar, method: DecayMethod) -> Scalar:
 
 
 def check_scalars(name: str, group: Mapping[str, Any], keys: Iterable[str]) -> None:
-    """Refuse settings of a group, and betas among them, that are tensors of more entries than one, or of none."""
+    """Refuse settings of a group, and entries of betas, that are neither numbers nor tensors of one entry."""
     for key in keys:
-        value = group.get(key)
-        for each in value if key == "betas" and isinstance(value, list | tuple) else (value,):
+        value = group[key]
+        for each in (value if isinstance(value, list | tuple) else ()) if key == "betas" else (value,):
+            # numbers of numpy's have no dimensions
+            if not isinstance(each, NUMBER) and getattr(each, "ndim", None) != 0:
+                raise TypeError(f"{name}: {key} must be a number, or a tensor of one entry, got {each!r}")
             if isinstance(each, Tensor) and each.numel() != 1:
                 raise ValueError(
                     f"{name}: {key} must be a number, or a tensor of one entry, got a tensor of shape "
@@ -132,10 +192,22 @@ def check_scalars(name: str, group: Mapping[str, Any], keys: Iterable[str]) -> N
 
 
 def without_dimensions(value: Any) -> Any:
-    """A tensor of one entry, or each of betas, as a view without dimensions; no device is waited for."""
-    if isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value):
+    """A tensor of one entry, or each of betas, as a view without dimensions, and a number of numpy's as Python's.
+
+    No device is waited for.
+    """
+    if isinstance(value, list | tuple) and any(hasattr(each, "ndim") for each in value):
         return type(value)(map(without_dimensions, value))
-    return value.reshape(()) if isinstance(value, Tensor) and value.ndim else value
+    if isinstance(value, Tensor):
+        return value.reshape(()) if value.ndim else value
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def without_tensors(value: Any) -> Any:
+    """A setting with 0.5, which is in every range, for tensors: to look into them is to wait for a device."""
+    if isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value):
+        return type(value)(map(without_tensors, value))
+    return 0.5 if isinstance(value, Tensor) else value
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,9 +223,8 @@ def is_plain(value: Any) -> bool:
 
 def check_rates(name: str, group: Mapping[str, Any], *averages: str) -> None:
     """Refuse an ``lr``, a ``weight_decay``, or the beta of one of the ``averages``, that is out of its range."""
-    check_scalars(name, group, ("lr", "weight_decay", *averages))
     for key in ("lr", "weight_decay"):
-        if not 0 <= group[key] < inf:
+        if key in group and not 0 <= group[key] < inf:
             raise ValueError(f"{name}: {key} must be a finite number of at least 0, got {group[key]}")
     for key in averages:
         if not 0 <= group[key] < 1:
@@ -162,13 +233,14 @@ def check_rates(name: str, group: Mapping[str, Any], *averages: str) -> None:
 
 def check_betas(name: str, betas: Any) -> None:
     """Refuse what is no pair of numbers in [0, 1)."""
-    if not isinstance(betas, Sequence) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+    pair = isinstance(betas, Sequence) and not isinstance(betas, str) and len(betas) == 2
+    if not pair or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"{name}: betas must be two numbers in [0, 1), got {betas}")
 
 
-def check_adam_settings(name: str, group: dict[str, Any], *averages: str) -> None:
+def check_adam_settings(name: str, group: Mapping[str, Any], *averages: str) -> None:
     """Refuse what :func:`check_rates` does, and an ``eps`` or ``betas`` of a group that are out of their range."""
-    check_scalars(name, group, ("eps", "betas"))
+    check_scalars(name, group, group.keys() & {"lr", "weight_decay", "eps", "betas"})
     check_rates(name, group, *averages)
     if not 0 < group["eps"] < inf:
         raise ValueError(f"{name}: eps must be a finite number above 0, got {group['eps']}")

@@ -1,6 +1,7 @@
 """Lion and Signum: every entry of the update is the sign of a momentum."""
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any, cast, get_args
 
 import torch
@@ -27,10 +28,12 @@ class Signs(BaseOptimizer):
         self.pg_collection = pg_collection
         super().__init__(params, defaults)
 
+    def _check_ranges(self, group: Mapping[str, Any]) -> None:
+        check_rates(type(self).__name__, group, *self.averages)
+
     def _check_group(self, group: dict[str, Any]) -> None:
-        name = type(self).__name__
-        check_rates(name, group, *self.averages)
-        check_choice(f"weight_decay_method of {name}", group["weight_decay_method"], get_args(DecayMethod))
+        method = group["weight_decay_method"]
+        check_choice(f"weight_decay_method of {type(self).__name__}", method, get_args(DecayMethod))
 
     @abstractmethod
     def betas(self, group: dict[str, Any]) -> tuple[float, float]:
@@ -97,9 +100,9 @@ class Lion(Signs):
         """The group's own."""
         return cast(tuple[float, float], group["betas"])
 
-    def _check_group(self, group: dict[str, Any]) -> None:
+    def _check_ranges(self, group: Mapping[str, Any]) -> None:
         check_betas(type(self).__name__, group["betas"])
-        super()._check_group(group)
+        super()._check_ranges(group)
 
 
 class Signum(Signs):

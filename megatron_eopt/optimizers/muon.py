@@ -28,7 +28,6 @@ from megatron_eopt.optimizers.group_settings import (
     DecayMethod,
     Scalar,
     UpdateSettings,
-    check_flag,
     decay_method,
     note_short_schedule,
     own_settings,
@@ -225,8 +224,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         momentum_dtype: torch.dtype | None = None,
         momentum_warmup: int = 0,
     ) -> None:
-        for key, flag in (("nesterov", nesterov), ("cuda_graphs", cuda_graphs)):
-            check_flag(type(self).__name__, key, flag)
         if symmetric_products is not None:
             check_choice("symmetric_products", symmetric_products, tuple(KERNELS))
         if not isinstance(plan_rates, Rates) and plan_rates != "measure":

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from megatron_eopt.optimizers.group_settings import (
     METHOD,
     DecayMethod,
     Scalar,
-    check_flag,
     check_rates,
     decay_method,
 )
@@ -37,6 +36,13 @@ MOMENTUM_BUFFER = "momentum_buffer"
 # Methods that users override, or set: of whole parameters or matrices, and all.
 OF_PARAMETERS = ("orthogonalize", "scaled_orthogonalize_fn", "orthogonalize_fn")
 MOMENTUM_STEPS = "momentum_steps"  # setting of a group: how many steps its momenta have made, where that is counted
+
+
+OTHER_NAMES = {
+    "momentum": "momentum_beta",
+    "nesterov": "use_nesterov",
+    "scaled_orthogonalize_fn": "orthogonalize_fn and scale_factor_fn",
+}
 
 
 class OrthogonalizedOptimizer(BaseOptimizer):
@@ -100,6 +106,14 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     _numbered: dict[Tensor, Numbered] | None = None  # of the engine
     _numbered_for: Engine | None = None
 
+    def __new__(cls, *args: Any, **named: Any) -> Self:
+        """Also refuse names that emerging-optimizers has for arguments that are missing."""
+        missing = cls.__init__ is OrthogonalizedOptimizer.__init__ and len(args) < 3 and "momentum_beta" not in named
+        renamed = [f"{here} for {there}" for there, here in OTHER_NAMES.items() if there in named]
+        if missing and renamed:
+            raise TypeError(f"{cls.__name__} has other names than emerging-optimizers: {', '.join(renamed)}")
+        return super().__new__(cls, *args, **named)
+
     def __init__(
         self,
         params: ParamsT,
@@ -135,7 +149,6 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             METHOD: weight_decay_method,
             **kwargs,
         }
-        self._check_flags(defaults)
         decay_method(name, defaults)
         super().__init__(params, self._in_own_words(defaults, {}))
 
@@ -197,24 +210,16 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         self._check_settings(group)
         return group
 
-    def _check_flags(self, group: Mapping[str, Any]) -> None:
-        for key in (self.nesterov_key, DECOUPLED):
-            check_flag(type(self).__name__, key, group[key])
-
     def _check_settings(self, group: dict[str, Any]) -> None:
         self._take_words(group, group)
         super()._check_settings(group)
-        self._check_flags(group)
         decay_method(type(self).__name__, group)
-        # a device would be waited for to look into tensors; 0.5 is in every range
-        self._check_ranges({key: 0.5 if isinstance(value, Tensor) else value for key, value in group.items()})
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
         check_rates(type(self).__name__, group, self.momentum_key)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         validate_matmul_precision(self.fp32_matmul_prec)
-        self._check_ranges(group)
         for parameter, called in zip(group["params"], names_of_last(self.param_groups, shapes=False), strict=True):
             self._check_parameter(parameter, called)
 

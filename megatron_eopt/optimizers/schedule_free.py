@@ -1,7 +1,7 @@
 """Schedule-Free AdamW: gradients are taken at one point, and what is evaluated is the average of another one's path."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf, isfinite
 from typing import Any, Literal, get_args
 
@@ -112,9 +112,11 @@ class ScheduleFreeAdamW(BaseOptimizer):
         weights = {"variant": variant, "r": r, "weight_lr_power": weight_lr_power}
         super().__init__(params, {**defaults, **weights, "maximize": maximize})
 
+    def _check_ranges(self, group: Mapping[str, Any]) -> None:
+        check_adam_settings(type(self).__name__, group)
+
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
-        check_adam_settings(name, group)
         check_count(f"{name}: warmup_steps", group["warmup_steps"], 0)
         check_choice(f"variant of {name}", group["variant"], get_args(Variant))
         r, power = group["r"], group["weight_lr_power"]

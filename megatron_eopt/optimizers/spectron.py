@@ -343,11 +343,13 @@ class Spectron(BaseOptimizer):
                 local(state[tensor.key]).copy_(start_vector(columns)[own.left : own.right])
         return state
 
+    def _check_ranges(self, group: Mapping[str, Any]) -> None:
+        check_rates(type(self).__name__, group, "momentum_beta")
+
     def _check_group(self, group: dict[str, Any]) -> None:
         name, number = type(self).__name__, len(self.param_groups) - 1
         if self.tp_mode == "blockwise":
             raise ValueError("Spectron has no tp_mode blockwise: take duplicated, owner, distributed, gram or auto")
-        check_rates(name, group, "momentum_beta")
         check_count(f"{name}: rank", group["rank"])
         for key in (group_settings.SCALE_MODE, group_settings.EXTRA_SCALE):
             if key in group:

@@ -102,6 +102,8 @@ def entries_from_dict(
     """
     known = known or Known.registered()
     entries = []
+    if not isinstance(overrides, Mapping):
+        raise OverrideError(f"{source}: expected {{selector: settings}}, got {overrides!r}")
     for selector, settings in overrides.items():
         name = repr(selector)
         with suppress(OverrideError):  # make_entry says what is wrong

@@ -3,13 +3,16 @@
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
+from megatron_eopt import DistributedMuon, OrthogonalizedOptimizer, TensorParallelMuon
 from megatron_eopt.family import ROWS
+from megatron_eopt.optimizers.group_settings import arguments_of
 from megatron_eopt.optimizers.with_adamw import Muon
 from tests.distributed.ranks import run_ranks
 from tests.optimizers.family import FOR_VECTORS, build, having
@@ -237,3 +240,166 @@ def test_gradients_that_lie_otherwise_than_their_parameters_are_refused_on_all_r
         for message in messages[:-1]:
             assert "that of weight has the placements (Partial(sum),), and the parameter has the placements" in message
             assert "parameter.grad.redistribute(placements=parameter.placements)" in message
+
+
+FLAGS = [
+    (name, key)
+    for name, row in ROWS.items()
+    for key, kind in arguments_of(row.cls).items()
+    if kind is bool and row.takes(key)
+]
+
+
+@pytest.mark.parametrize(("name", "key"), [*FLAGS, ("hybrid", "adam_fused"), ("distributed", "collective_state_dict")])
+def test_a_flag_given_as_text_is_refused(name, key):
+    (p,) = matrices(1)
+    with pytest.raises(TypeError, match=f": {key} must be True or False, got 'False'$"):
+        DistributedMuon([p], **{key: "False"}) if name == "distributed" else made(name, [p], **{key: "False"})
+
+
+@pytest.mark.parametrize(
+    "name", ["lion", "signum", "soap", "schedule_free_adamw", "distributed_muon", "spectron", "muon"]
+)
+def test_settings_that_a_loop_makes_wrong_later_leave_the_parameter_as_it_is(name):
+    p, before = matrices(1)[0], matrices(1)[0].detach()
+    optimizer = build(name, [p])
+    for value in (-1.0, math.nan, math.inf, "0.1", None):
+        p.grad, optimizer.param_groups[0]["lr"] = torch.ones(6, 4), value
+        with pytest.raises((ValueError, TypeError), match=r": lr must be a .*number"):
+            optimizer.step()
+        assert torch.equal(p, before)
+    for key in sorted({"maximize", "nesterov"} & optimizer.param_groups[0].keys())[:1]:
+        optimizer.param_groups[0].update({"lr": 0.1, key: "False"})
+        with pytest.raises(TypeError, match=f"{key} must be True or False, got 'False'"):
+            optimizer.step()
+        assert torch.equal(p, before)
+
+
+@pytest.mark.parametrize(("name", "key"), [each for each in SCALARS if each[1] != "betas"])
+@pytest.mark.parametrize("value", ["1e-3", None])
+def test_what_is_no_number_is_refused_by_its_name(name, key, value):
+    if (name, key, value) == ("hybrid", "lr", None):
+        value = "1e-3"
+    with pytest.raises(TypeError, match=rf": {key} must be a number, or a tensor of one entry, got {value!r}"):
+        made(name, matrices(1), **{key: value})
+
+
+@pytest.mark.parametrize("name", [name for name, key in SCALARS if key == "lr"])
+def test_numbers_of_numpy_make_the_steps_of_pythons(name):
+    results = []
+    for kind in (float, np.float32, np.array):
+        (p,) = matrices(1)
+        optimizer = made(name, [p], lr=kind(0.25), weight_decay=kind(0.0))
+        own = {"momentum", "momentum_beta", "eps", "beta2"} & optimizer.param_groups[0].keys()
+        optimizer.param_groups[0].update(dict.fromkeys(own, kind(0.5)))
+        for _ in range(2):
+            p.grad = p.detach() + 1
+            optimizer.step()
+        results.append(p.detach())
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("factor", [0, -1.0])
+@pytest.mark.parametrize("name", having("extra_scale_factor"))
+def test_a_scale_that_goes_uphill_or_nowhere_is_refused(name, factor):
+    message = f"extra_scale_factor is a finite number above 0, got {factor}"
+    with pytest.raises(ValueError, match=message):
+        build(name, matrices(1), extra_scale_factor=factor)
+    with pytest.raises(ValueError, match=message):
+        build(name, [{"params": matrices(1), "extra_scale_factor": factor}])
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, r"non-empty list of \(a, b, c\), such as \[\(3.4445, -4.775, 2.0315\)\], or the name of one, got None"),
+        ((3.0, -4.0, 2.0), r"non-empty list of \(a, b, c\), such as .*, got \(3.0, -4.0, 2.0\)"),
+        ([(0, 0, 0)], "finite and not zero"),
+        ([(math.nan, 1, 1)], "finite and not zero"),
+    ],
+)
+def test_coefficients_that_make_no_iteration_are_refused(value, message):
+    with pytest.raises(ValueError, match=message):
+        build("muon", matrices(1), coefficient_type=value)
+
+
+def test_soap_says_the_shape_of_what_it_cannot_take_once():
+    with pytest.raises(ValueError, match=r"but parameter 0 of group 0 has shape \(3, 8, 8\): give it"):
+        build("soap", [torch.nn.Parameter(torch.ones(3, 8, 8))])
+
+
+def test_groups_of_muon_with_aux_adam_are_an_error_that_says_what_to_write():
+    p, q = matrices()
+    groups = [{"params": [p], "use_muon": True, "lr": 0.02}, {"params": [q], "use_muon": False, "betas": (0.9, 0.95)}]
+    for made_of in (TensorParallelMuon, lambda groups: Muon(groups, [])):
+        with pytest.raises(ValueError, match=r"a group has use_muon.*: write Muon\(matrices, rest\)"):
+            made_of(groups)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "hint"),
+    [
+        ("muon", "ns_steps", ", did you mean 'num_ns_steps'?"),
+        ("distributed_muon", "num_ns_steps", ", did you mean 'ns_steps'?"),
+        ("muon", "learning_rate", ", did you mean 'lr'?"),
+        ("soap", "wd", ", did you mean 'weight_decay'?"),
+        ("lion", "weigth_decay", ", did you mean 'weight_decay'?"),
+        ("muon", "betas", ""),
+        ("with_adamw", "nestrov", ", did you mean 'nesterov'?"),
+        ("spectron", "tp_mode", ""),
+    ],
+)
+def test_a_setting_of_a_group_that_has_no_effect_is_named_once(name, key, hint, caplog):
+    optimizer = build(name, [{"params": matrices(1), key: 1}])
+    optimizer.add_param_group({"params": matrices(1), key: 2})
+    assert [r.getMessage().split(": ", 1)[1] for r in caplog.records] == [
+        f"{key!r} is no setting of its groups, so it has no effect{hint}"
+    ]
+
+
+KEYS_OF_OTHERS = (
+    "is_expert_parallel wd_mult pre_wd_mult lr_mult pre_lr_mult max_lr min_lr start_wd end_wd default_config optimizer "
+    "is_decoupled_lr is_embedding name names layer initial_lr initial_momentum max_momentum base_momentum base_lr "
+    "lr_scale warmup_frac step bias_correction param_names foreach fused capturable amsgrad"
+)
+
+
+@pytest.mark.parametrize("name", [*ROWS, "with_adamw", "distributed_muon", "users_own"])
+def test_keys_of_megatron_and_of_schedulers_in_groups_are_nobodys_business(name, caplog):
+    build(name, [{"params": matrices(1), **dict.fromkeys(KEYS_OF_OTHERS.split(), 1), "param_names": ["w"]}])
+    assert not [r for r in caplog.records if "no setting" in r.getMessage()]
+
+
+def test_a_misspelt_setting_among_users_own_is_named(caplog):
+    given = {"lr": 0.1, "momentum_beta": 0.9, "use_nesterov": True, "weight_decay": 0.1, "fp32_matmul_prec": "high"}
+    rest = {"use_decoupled_weight_decay": True, "split_qkv": False, "is_qkv_fn": None, "qkv_split_shapes": None}
+    functions = {"orthogonalize_fn": torch.sign, "scale_factor_fn": lambda rows, cols: 1.0}
+    OrthogonalizedOptimizer(matrices(1), **given, **rest, **functions, momentun=0.3, beta2=1, wd=2.0)
+    [record] = caplog.records
+    assert (
+        "'momentun' is no setting of its groups, so it has no effect, did you mean 'momentum'?" in record.getMessage()
+    )
+
+
+def test_names_of_emerging_optimizers_are_an_error_that_has_ours():
+    message = (
+        r"OrthogonalizedOptimizer has other names than emerging-optimizers: momentum_beta for momentum, use_nesterov "
+        r"for nesterov, orthogonalize_fn and scale_factor_fn for scaled_orthogonalize_fn"
+    )
+    with pytest.raises(TypeError, match=message):
+        OrthogonalizedOptimizer(
+            matrices(1), lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True, scaled_orthogonalize_fn=torch.sign
+        )
+
+
+@pytest.mark.parametrize("name", having("is_qkv_fn"))
+def test_shapes_of_fused_projections_that_nothing_splits_are_named(name, caplog):
+    fused = {"is_qkv_fn": lambda p: True, "qkv_split_shapes": (4, 4, 4)}
+    build(name, matrices(1, (12, 4)), **fused)
+    assert "is_qkv_fn and qkv_split_shapes have no effect without split_qkv=True" in caplog.text
+    caplog.clear()
+    build(name, matrices(1, (12, 4)), **fused, split_qkv=False)
+    build(name, matrices(1, (12, 4)), **fused, split_qkv=True)
+    build(name, matrices(1, (12, 4)), is_qkv_fn=None)
+    assert "no effect" not in caplog.text

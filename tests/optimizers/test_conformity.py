@@ -314,3 +314,16 @@ def test_a_tensor_that_users_put_in_the_state_is_taken_and_the_others_are_made(n
     for each in (plain, own):
         take(each, 3)
     assert_equal(own, plain)
+
+
+@every_class
+def test_a_compiled_step_is_the_step(name):
+    made = [build(name, matrices()) for _ in range(2)]
+    take(made[0], 2)
+    compiled = torch.compile(made[1].step, backend="eager")
+    for step in range(2):
+        generator = torch.Generator().manual_seed(100 + step)
+        for parameter in made[1].param_groups[0]["params"]:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        compiled()
+    assert_equal(*made)

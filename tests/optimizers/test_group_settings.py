@@ -122,14 +122,14 @@ def test_the_plan_says_what_each_setting_gets():
 WRONG = [
     ({"scale_mode": "spectal"}, "unknown scale mode 'spectal': expected one of spectral, unit_rms_norm"),
     ({"coefficient_type": "quintc"}, "unknown coefficient type 'quintc'"),
-    ({"coefficient_type": 3}, "unknown coefficient type 3"),
+    ({"coefficient_type": 3}, r"a coefficient set is a non-empty list of \(a, b, c\), .* got 3"),
     ({"coefficient_type": [(1.0, 2.0)]}, r"a coefficient set is a non-empty list of \(a, b, c\)"),
     ({"num_ns_steps": 0}, "the number of Newton-Schulz steps must be a whole number of at least 1, got 0"),
     ({"num_ns_steps": None}, "the number of Newton-Schulz steps must be a whole number of at least 1, got None"),
     ({"num_ns_steps": 7}, "quintic has 5 polynomials .* so it cannot be served in 7 Newton-Schulz steps"),
     ({"coefficient_type": "cubic5", "num_ns_steps": 4}, "cubic5 is served in exactly 5 Newton-Schulz steps, got 4"),
-    ({"extra_scale_factor": "0.2"}, "extra_scale_factor is a finite number, got '0.2'"),
-    ({"extra_scale_factor": float("nan")}, "extra_scale_factor is a finite number, got nan"),
+    ({"extra_scale_factor": "0.2"}, "extra_scale_factor is a finite number above 0, got '0.2'"),
+    ({"extra_scale_factor": float("nan")}, "extra_scale_factor is a finite number above 0, got nan"),
 ]
 
 
@@ -151,7 +151,7 @@ def test_wrong_settings_of_a_group_are_refused_by_the_number_of_the_group(own, m
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"extra_scale_factor": None}, "finite number, got None"), ({"scale_mode": ["spectral"]}, "unknown scale mode")],
+    [({"extra_scale_factor": None}, "above 0, got None"), ({"scale_mode": ["spectral"]}, "unknown scale mode")],
 )
 def test_the_constructor_refuses_what_groups_may_not_say(settings, message):
     with pytest.raises(ValueError, match=message):
@@ -179,7 +179,7 @@ def test_a_changed_setting_is_in_force_in_the_next_step(method):
     memory = {"momentum": 0.0, **({} if method is None else {"beta2": 0.0})}
     made = optimizer(grouped([{}] * 4), method, **memory)
     stepped(made)
-    for own in (OWN, OWN[::-1], [{"extra_scale_factor": 0.25 * number} for number in range(4)]):
+    for own in (OWN, OWN[::-1], [{"extra_scale_factor": 0.25 * number} for number in range(1, 5)]):
         for group, settings in zip(made.param_groups, own, strict=True):
             for key in ("num_ns_steps", "coefficient_type", "scale_mode", "extra_scale_factor"):
                 group.pop(key, None)

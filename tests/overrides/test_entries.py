@@ -260,3 +260,10 @@ def test_what_is_wrong_is_said_with_its_selector(overrides, message):
     with pytest.raises(OverrideError) as error:
         entries_from_dict(overrides, known=KNOWN)
     assert str(error.value) == message
+
+
+def test_entries_come_from_a_mapping():
+    with pytest.raises(
+        OverrideError, match=r"overrides: expected \{selector: settings\}, got \[\('x', \{'lr': 1\}\)\]"
+    ):
+        entries_from_dict([("x", {"lr": 1})], known=KNOWN)

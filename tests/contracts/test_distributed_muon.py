@@ -414,7 +414,7 @@ def sharded():
     [
         (ValueError, "parameter 1 of group 0, of shape .4,. to another optimizer", [(4, 4), (4,)], {}),
         (ValueError, "every rank has whole", [sharded], {}),
-        (TypeError, "nesterov is True or False, got 0.1", [(4, 4)], {"nesterov": 0.1}),
+        (TypeError, "nesterov must be True or False, got 0.1", [(4, 4)], {"nesterov": 0.1}),
         (ValueError, r"momentum must lie in \[0, 1\)", [(4, 4)], {"momentum": 1.0}),
         (ValueError, "Newton-Schulz steps must be a whole number of at least 1", [(4, 4)], {"ns_steps": 0}),
         (ValueError, "lr must be a finite number", [(4, 4)], {"lr": -1.0}),

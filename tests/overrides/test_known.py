@@ -125,7 +125,10 @@ def mine():
 
 
 def test_what_says_nothing_of_itself_has_no_settings_of_its_own(monkeypatch):
-    monkeypatch.setitem(EMERGING_OPTIMIZERS, "missing", EmergingOptimizerEntry(None))
+    def made(params):
+        raise AssertionError("nobody asks it to make anything")
+
+    monkeypatch.setitem(EMERGING_OPTIMIZERS, "missing", EmergingOptimizerEntry(made))
     known = Known.registered()
     assert known.optimizers["missing"] == {}
     assert known.optimizers["lion"] == KNOWN.optimizers["lion"]

@@ -20,7 +20,7 @@ from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.foreach import Batch, Follow
-from megatron_eopt.optimizers.group_settings import STEPS, UpdateSettings, check_adam_settings, check_flag, plain
+from megatron_eopt.optimizers.group_settings import STEPS, UpdateSettings, check_adam_settings, plain
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.nonfinite import check_gradients
 from megatron_eopt.optimizers.parameters import NAME, check_distinct, check_scalable
@@ -126,7 +126,6 @@ class Muon(Optimizer):
         check_named(type(self).__name__, muon_settings, known)
         own: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "num_ns_steps": ns_steps}
         as_in_the_original = {"nesterov": False, "scale_mode": "shape_scaling", "coefficient_type": "simple"}
-        check_flag(type(self).__name__, "adam_fused", adam_fused or False)  # None leaves it to torch
         exact = {"fp32_matmul_prec": "highest", "tp_mode": "auto"}
         muon = HeavyBallMuon(listed(muon_params), **own, **{**as_in_the_original, **exact, **muon_settings})
         # fused=False would also turn off what torch takes by itself

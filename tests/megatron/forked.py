@@ -2,8 +2,8 @@
 
 For each line of standard input, a JSON object with ``program``, ``ranks``, ``arguments``, ``environment``,
 ``directory``, ``output`` and ``seconds``, it forks one process for each rank, waits for them, and prints the exit
-status: 0, or that of the first that failed, after which the others are ended. Every rank has a process group of its
-own, of which nothing is left.
+status: 0, or that of the first that failed, after which the others are ended soon. Every rank has a process group of
+its own, of which nothing is left.
 """
 
 import argparse
@@ -13,11 +13,13 @@ import faulthandler
 import functools
 import gc
 import json
+import math
 import os
 import runpy
 import signal
 import sys
 import threading
+import time
 
 import megatron.core.models.mimo
 import megatron.training.training  # noqa: F401
@@ -33,6 +35,9 @@ filesystem_async.get_write_results_queue = lambda mp_mode=None: _write_results_q
 # Every run reads the source of Megatron's configurations, twice, for what its flags say of themselves.
 _docstrings = functools.cache(functools.partial(ArgumentGroupFactory._get_field_docstrings, ArgumentGroupFactory))
 ArgumentGroupFactory._get_field_docstrings = staticmethod(_docstrings)
+
+
+GRACE = 5  # seconds: a rank whose peer is gone ends by itself in less
 
 
 def rank_of(run, rank):
@@ -66,16 +71,20 @@ def status_of(run, rank):
 
 
 def wait_for(children):
-    """The exit status of the first that fails, or 0."""
-    failed = 0
+    """The exit status of the first that fails, or 0; the others get some time to end by themselves, and to say why."""
+    failed, until = 0, math.inf
     running = set(children)
     while running:
-        child, status = os.wait()
+        child, status = os.waitpid(-1, os.WNOHANG if failed else 0)
+        if child == 0:
+            if time.monotonic() > until:
+                for other in running:
+                    os.kill(other, signal.SIGTERM)
+                until = math.inf
+            time.sleep(0.05)
         running.discard(child)
         if status and not failed:
-            failed = os.waitstatus_to_exitcode(status)
-            for other in running:
-                os.kill(other, signal.SIGTERM)
+            failed, until = os.waitstatus_to_exitcode(status), time.monotonic() + GRACE
     for child in children:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)

@@ -60,7 +60,7 @@ def assign(
 
     ``config_overrides`` are Megatron's, or selectors of this package instead; None stands for Megatron's standard ones.
     """
-    entries = all_entries(config, config_overrides)
+    entries = on_all_ranks(lambda: all_entries(config, config_overrides))  # one may have no file to read
     refuse_different(of_entries(entries))
     everywhere = distinct(matches(parameters, config, entries))
     counts = [max(of_entry) for of_entry in zip(*everywhere, strict=True)]

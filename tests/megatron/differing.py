@@ -2,8 +2,10 @@
 
 import re
 import sys
+import tempfile
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,8 +73,11 @@ def main(axis):
         return build(optimizer="of_environment")
 
     build()
-    fc1 = "linear_fc1.weight"
+    fc1, folder = "linear_fc1.weight", tempfile.TemporaryDirectory()
+    there = Path(folder.name, "overrides.yaml")
+    there.write_text(f"{fc1}: {{lr: 0.1}}")
     cases = {
+        "missing.yaml: cannot be read": partial(build, optimizer_overrides=str((there, "missing.yaml")[rank])),
         "muon_momentum is 0.95 on rank 0 and 0.5 on rank 1": partial(build, muon_momentum=(0.95, 0.5)[rank]),
         "adam_eps is 1e-08 on rank 0 and 0.001 on rank 1": partial(build, adam_eps=(1e-8, 1e-3)[rank]),
         "clip_grad is 1.0 on rank 0 and 0.1 on rank 1": partial(build, clip_grad=(1.0, 0.1)[rank]),

@@ -2,7 +2,6 @@
 
 import inspect
 import itertools
-import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +9,6 @@ from types import MappingProxyType
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
@@ -20,15 +18,13 @@ from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.foreach import Batch, Follow
-from megatron_eopt.optimizers.group_settings import STEPS, UpdateSettings, check_adam_settings, plain
+from megatron_eopt.optimizers.group_settings import STEPS, UpdateSettings, check_adam_settings, plain, warn
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.nonfinite import check_gradients
 from megatron_eopt.optimizers.parameters import NAME, check_distinct, check_scalable
 from megatron_eopt.optimizers.state import StateTensor, check_shape
 from megatron_eopt.orthogonalize.choices import check_named
 from megatron_eopt.parallel.layout import Layout
-
-logger = logging.getLogger(__name__)
 
 NS_STEPS = "ns_steps"  # setting of a group of Muon
 ADAMW = "adamw"  # key of AdamW's settings in the first group; see also state_key()
@@ -258,12 +254,11 @@ class Muon(Optimizer):
             if self._warned or isinstance(old, Tensor) or isinstance(group["lr"], Tensor) or group["lr"] == old:
                 continue
             self._warned = True
-            if not dist.is_initialized() or dist.get_rank() == 0:
-                logger.warning(
-                    f"{self._called}: lr of group {index} of optimizer.adamw was set to {group['lr']:g}, and the step "
-                    f"sets it to {rates[index]:g}, as it follows the first group of matrices: give a scheduler the "
-                    f"whole optimizer, or set {INITIAL_LR} of that group"
-                )
+            warn(
+                f"{self._called}: lr of group {index} of optimizer.adamw was set to {group['lr']:g}, and the step "
+                f"sets it to {rates[index]:g}, as it follows the first group of matrices: give a scheduler the "
+                f"whole optimizer, or set {INITIAL_LR} of that group"
+            )
 
     @property
     def _carrier(self) -> Tensor:

@@ -26,7 +26,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import megatron_eopt
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.family import ROWS
-from megatron_eopt.optimizers.muon import muon
 from megatron_eopt.parallel.cost import plan_cost, step_bytes
 from megatron_eopt.parallel.engine import Engine
 
@@ -104,7 +103,7 @@ def counted_step(
         accepted: Tensor = torch.empty(len(parameters), dtype=torch.bool)
         batches = optimizer._batches(accepted, masked=True)
         with torch.no_grad(), Allocations() as allocated:
-            muon(batches, optimizer.engine, optimizer)
+            optimizer._run(batches)
     assert allocated.bytes == 0, "all temporaries are given back"
     return optimizer.engine, allocated.peak
 

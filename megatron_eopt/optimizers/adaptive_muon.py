@@ -20,10 +20,11 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.foreach import Batch, Tensors
+from megatron_eopt.optimizers.chunk import Chunk, decay, momentum, subtract
+from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.group_settings import DecayMethod, decay_method
 from megatron_eopt.optimizers.muon import TensorParallelMuon, passed_on
-from megatron_eopt.optimizers.parameters import TensorParallelGroups, names_of_last
+from megatron_eopt.optimizers.parameters import TensorParallelGroups, local, names_of_last
 from megatron_eopt.optimizers.state import Dim, StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
@@ -32,6 +33,7 @@ from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix, Shape, TpMode
+from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.parallel.statistics import Statistics, Wanted, norms_of, squared_norms
 
 MOMENT2_BUFFER = "moment2_buffer"
@@ -171,8 +173,6 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         TypeError: for a subclass with an ``orthogonalize`` of its own.
     """
 
-    scales_factors = False  # the second moment is of the factor alone, and the scale comes after it
-
     def __init__(
         self,
         params: ParamsT,
@@ -233,11 +233,11 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
     def _check_group(self, group: dict[str, Any]) -> None:
         name, method = type(self).__name__, self.moment2_method
         for own in ("orthogonalize", "scaled_orthogonalize_fn"):
-            if self._overrides(TensorParallelMuon, own):
+            if self._of_user(own):
                 raise TypeError(
                     f"{name} has an {own} of its own, which makes scaled updates; the second moment needs the "
                     f"orthogonal factors of all matrices together, before they are scaled: set orthogonalize_fn, "
-                    f"override update, or take TensorParallelMuon"
+                    f"override program, or take TensorParallelMuon"
                 )
         super()._check_group(group)
         names = names_of_last(self.param_groups)
@@ -286,18 +286,33 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
             tensors.append(StateTensor(MOMENT2_BUFFER + end, dims, part, torch.float32))
         return tensors
 
-    def update(self, batches: Sequence[Batch], factors: list[Tensor], directions: Sequence[Tensor]) -> Sequence[Tensor]:
-        """``U`` of each logical matrix, times its scale."""
-        engine, indices, moments = self.engine, [i for batch in batches for i in batch.indices], []
-        matrices, scales = engine.flat(indices), engine.scales(indices)
-        for batch in batches:
+    def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
+        """The orthogonal factor of one parameter, without the scale: arguments as of Muon."""
+        engine, index, _ = self._engine_for(p, grad, group_settings)
+        [factor] = engine.merge([index], self._factors(engine, index, engine.split([index], [local(grad)])))
+        return factor
+
+    def program(self, chunk: Chunk, engine: Engine) -> Program:
+        """The step of some parameters."""
+        decay(chunk)
+        u = engine.split(chunk.indices, momentum(chunk))
+        kept = list(u) if self.keeps_directions else []
+        factors = yield from engine.orthogonalize(chunk.indices, u)
+        subtract(chunk, engine, self._second_moment(chunk, engine, factors, kept, self._scales_of(chunk.indices)))
+
+    def _second_moment(
+        self, chunk: Chunk, engine: Engine, factors: list[Tensor], updates: Tensors, scales: list[float]
+    ) -> list[Tensor]:
+        """``U`` of each logical matrix, times its scale, in place."""
+        indices, moments = chunk.indices, list[Moment]()
+        for batch in chunk.batches:
             beta2, eps = batch.settings["beta2"], batch.settings["eps"]
-            for n, tensors in enumerate(batch.further):
-                moments += [Moment(v, batch.flag(n), beta2, eps) for v in tensors]
+            moments += [Moment(v, batch.flag(n), beta2, eps) for n, vs in enumerate(batch.further) for v in vs]
         if not moments:
             return factors
+        matrices = engine.flat(indices)
         if self.moment2_method == "adamuon":
-            new = engine.split_all(indices, adamuon(engine.merge_all(indices, factors), moments))
+            new = engine.split(indices, adamuon(engine.merge(indices, factors), moments))
             if self.align_rms:
                 ratios = list(_alignment(*_squared_norms(engine, matrices, factors, new)).unbind())
                 torch._foreach_mul_(ratios, scales)
@@ -309,8 +324,8 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         if self.moment2_method == "normuon":
             ratios = normuon(engine, matrices, factors, moments)
         else:
-            gradients = engine.split_all(indices, [gradient for batch in batches for gradient in batch.gradients])
-            ratios = namo(moments, *_squared_norms(engine, matrices, gradients, directions))
+            gradients = engine.split(indices, [gradient for batch in chunk.batches for gradient in batch.gradients])
+            ratios = namo(moments, *_squared_norms(engine, matrices, gradients, updates))
         torch._foreach_mul_(ratios, scales)
         foreach.scale_each(factors, ratios)
         return factors

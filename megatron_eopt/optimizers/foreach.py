@@ -6,73 +6,20 @@ stacks of equal small tensors, so that they cost a launch for many, and on large
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import batched
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.group_settings import DecayMethod, Scalar, decay_power
+from megatron_eopt.optimizers.group_settings import Scalar
 
 Tensors = Sequence[Tensor]
 Mask = Tensor | None  # which of several parameters step; None for all
-Follow = Callable[[Tensors, Tensors, float, bool, Mask], list[Tensor]]
+MomentumRule = Callable[[Tensors, Tensors, float, bool, Mask], list[Tensor]]
 
 IN_CACHE = 2**20  # bytes of tensors that a CPU keeps at hand from operation to operation
 MOST_BYTES = 2**24  # of further copies that are in memory at a time, where a single tensor does not take more
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What a step works on of one group of parameters, gathered once."""
-
-    indices: list[int]  # of the parameters, among all of the optimizer
-    parameters: list[Tensor]  # in the order of the group
-    weights: list[Tensor]  # this rank's part of each of them
-    momenta: list[Tensor]  # of each momentum
-    gradients: list[Tensor]  # of each gradient; chosen() has them in the dtype of averages
-    further: list[list[Tensor]]  # of what else is kept of each parameter and changed in a step
-    settings: dict[str, Any]  # of the group
-    lr: Scalar
-    weight_decay: Scalar
-    decay_method: DecayMethod
-    accepted: Mask = None
-
-    @property
-    def decays(self) -> bool:
-        """Whether there is a weight decay; of one that is a tensor a device would have to be asked."""
-        return isinstance(self.weight_decay, Tensor) or self.weight_decay != 0
-
-    def flag(self, index: int) -> Tensor | bool:
-        """Whether one of the parameters steps."""
-        return True if self.accepted is None else self.accepted[index]
-
-
-def chosen(batches: Sequence[Batch], parameters: Sequence[int] | None = None) -> list[Batch]:
-    """The batches of some of their parameters, by default of all, with gradients in the dtype of the momenta.
-
-    Where momenta are kept in one of fewer bits than the weights, it is that of the weights.
-    """
-    found, wanted = list(batches), None if parameters is None else set(parameters)
-    if wanted is not None and len(wanted) < sum(len(batch.indices) for batch in batches):
-        found = [_subset(b, at) for b in batches if (at := [n for n, i in enumerate(b.indices) if i in wanted])]
-    for number, batch in enumerate(found):
-        kept = zip(batch.momenta, batch.weights, strict=True)
-        dtypes = [m.dtype if m.dtype == w.dtype else torch.promote_types(m.dtype, w.dtype) for m, w in kept]
-        pairs = list(zip(batch.gradients, dtypes, strict=True))
-        if any(g.dtype != dtype for g, dtype in pairs):
-            found[number] = replace(batch, gradients=[g.to(dtype) for g, dtype in pairs])
-    return found
-
-
-def _subset(batch: Batch, at: Sequence[int]) -> Batch:
-    lists = ("indices", "parameters", "weights", "momenta", "gradients", "further")
-    changed: dict[str, Any] = {name: [getattr(batch, name)[n] for n in at] for name in lists}
-    if batch.accepted is not None:
-        each = batch.accepted.unbind()
-        changed["accepted"] = torch.stack([each[n] for n in at])
-    return replace(batch, **changed)
 
 
 def masked(new: Tensors, old: Tensors | float, accepted: Mask) -> list[Tensor]:
@@ -86,13 +33,6 @@ def masked(new: Tensors, old: Tensors | float, accepted: Mask) -> list[Tensor]:
         for i, each in zip(some, stack.unbind(), strict=True):
             result[i] = each
     return result
-
-
-def decay(batch: Batch) -> None:
-    """``p -= lr * weight_decay * p``, or by another method; ``l2`` changes no parameter."""
-    if not batch.decays or batch.decay_method == "l2":
-        return
-    scale(batch.weights, 1 - decay_power(batch.lr, batch.decay_method) * batch.weight_decay, batch.accepted)
 
 
 def scale(tensors: Tensors, factor: Scalar, accepted: Mask = None) -> None:
@@ -127,16 +67,6 @@ def average(momenta: Tensors, gradients: Tensors, beta: float, nesterov: bool, a
     gradients = masked(gradients, momenta, accepted)  # averaged with itself a momentum stays as it is
     torch._foreach_lerp_(list(momenta), gradients, 1 - beta)
     return list(torch._foreach_lerp(gradients, list(momenta), beta)) if nesterov else list(momenta)
-
-
-def averaged(momenta: Tensors, gradients: Tensors, beta: float, nesterov: bool, accepted: Mask) -> list[Tensor]:
-    """What :func:`average` returns, as further tensors: the momenta stay as they are."""
-    found: list[Tensor] = []
-    gradients = masked(gradients, momenta, accepted)
-    for of_some, momenta_of_some in zip(batched(gradients, 16), batched(momenta, 16), strict=True):  # few more copies
-        new = list(torch._foreach_lerp(list(momenta_of_some), list(of_some), 1 - beta))
-        found += torch._foreach_lerp(list(of_some), new, beta) if nesterov else new
-    return found
 
 
 def heavy_ball(momenta: Tensors, gradients: Tensors, beta: float, nesterov: bool, accepted: Mask) -> list[Tensor]:

@@ -41,6 +41,7 @@ STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE = "num_ns_steps", "coefficient_type
 ELSEWHERE = {"learning_rate": ", did you mean 'lr'?", "wd": ", did you mean 'weight_decay'?", "use_muon": ""}
 MISSPELT = 0.85  # how like a setting its misspelling is, by difflib; max_momentum is not that like momentum
 DECOUPLED, METHOD = "use_decoupled_weight_decay", "weight_decay_method"
+MOMENTUM_STEPS = "momentum_steps"  # how many steps the momenta of a group have made, where that is counted
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,15 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.foreach import Batch, Tensors
+from megatron_eopt.optimizers.chunk import Chunk, momentum
+from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, passed_on, spelled_out
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.forms import nonzero
+from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix
+from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.parallel.statistics import Wanted, norms_of
 
 RADIUS = "radius"  # kept of each logical matrix
@@ -104,7 +107,7 @@ class MuonHyperball(TensorParallelMuon):
         """The logical matrices of parameters, the norms that they keep, and those that they have, (n,)."""
         index_of = {parameter: index for index, parameter in enumerate(self._parameters())}
         indices = [index_of[parameter] for parameter in parameters]
-        matrices, shards = self.engine.flat(indices), self.engine.split_all(indices, list(map(local, parameters)))
+        matrices, shards = self.engine.flat(indices), self.engine.split(indices, list(map(local, parameters)))
         wanted = [Wanted(matrix=matrix, x=x, squared_norm=True) for matrix, x in zip(matrices, shards, strict=True)]
         radii = [radius for parameter in parameters for radius in self._further_state(parameter)]
         return matrices, radii, norms_of(self.engine.statistics(wanted)).sqrt()
@@ -118,27 +121,33 @@ class MuonHyperball(TensorParallelMuon):
         after = self._norms(parameters)[2]
         torch._foreach_mul_(radii, torch.where(before > 0, after / nonzero(before), 1.0).unbind())
 
-    def apply(self, batches: Sequence[Batch], updates: Sequence[Tensor]) -> None:
-        """``W <- R normalize(W - lr R normalize(O))`` for each logical matrix."""
-        indices = [i for batch in batches for i in batch.indices]
-        if not batches:
-            return
-        weights = [weight for batch in batches for weight in batch.weights]
-        shards, factors = self.engine.split_all(indices, list(weights)), self.engine.split_all(indices, list(updates))
-        several = list(zip(self.engine.flat(indices), shards, factors, strict=True))
-        wanted = [Wanted(matrix=matrix, x=x, squared_norm=True, inner=factor) for matrix, x, factor in several]
-        wanted += [Wanted(matrix=matrix, x=factor, squared_norm=True) for matrix, _, factor in several]
-        found = self.engine.statistics(wanted)
-        squares, inner = norms_of(found), torch.stack([each["inner_product"] for each in found[: len(several)]])
-        radii = [torch.stack([radius for each in batch.further for radius in each]) for batch in batches]
-        lengths = torch.cat([of_batch * batch.lr for of_batch, batch in zip(radii, batches, strict=True)])
-        flags = [batch.flag(n) for batch in batches for n, each in enumerate(batch.further) for _ in each]
-        if masks := [flag for flag in flags if isinstance(flag, Tensor)]:  # all of them, or none
-            lengths = lengths * torch.stack(masks)
-        move(shards, factors, on_spheres(squares, inner, torch.cat(radii), lengths))
-        for weight, x in zip(weights, self.engine.merge_all(indices, shards), strict=True):
-            if weight is not x:
-                weight.copy_(x)
+    def program(self, chunk: Chunk, engine: Engine) -> Program:
+        """The step of some parameters."""
+        u = engine.split(chunk.indices, momentum(chunk))
+        factors = yield from engine.orthogonalize(chunk.indices, u)
+        rotate(chunk, engine, factors)
+
+
+def rotate(chunk: Chunk, engine: Engine, factors: Tensors) -> None:
+    """``W <- R normalize(W - lr R normalize(O))`` for each logical matrix."""
+    if chunk.watch is not None:
+        chunk.watch(chunk.indices, factors)
+    weights = [weight for batch in chunk.batches for weight in batch.weights]
+    shards = engine.split(chunk.indices, list(weights))
+    several = list(zip(engine.flat(chunk.indices), shards, factors, strict=True))
+    wanted = [Wanted(matrix=matrix, x=x, squared_norm=True, inner=factor) for matrix, x, factor in several]
+    wanted += [Wanted(matrix=matrix, x=factor, squared_norm=True) for matrix, _, factor in several]
+    found = engine.statistics(wanted)
+    squares, inner = norms_of(found), torch.stack([each["inner_product"] for each in found[: len(several)]])
+    radii = [torch.stack([radius for each in batch.further for radius in each]) for batch in chunk.batches]
+    lengths = torch.cat([of_batch * batch.lr for of_batch, batch in zip(radii, chunk.batches, strict=True)])
+    flags = [batch.flag(n) for batch in chunk.batches for n, each in enumerate(batch.further) for _ in each]
+    if masks := [flag for flag in flags if isinstance(flag, Tensor)]:  # all of them, or none
+        lengths = lengths * torch.stack(masks)
+    move(shards, factors, on_spheres(squares, inner, torch.cat(radii), lengths))
+    for weight, x in zip(weights, engine.merge(chunk.indices, shards), strict=True):
+        if weight is not x:
+            weight.copy_(x)
 
 
 def on_spheres(squares: Tensor, inner: Tensor, radii: Tensor, lengths: Tensor) -> Tensor:

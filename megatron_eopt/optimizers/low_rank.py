@@ -63,7 +63,7 @@ def spectron(factors: Sequence[Factors], engine: Engine, power_steps: int) -> No
         some.gradients.clear()
     momenta = {i: some.upright(m) for some in factors for i, m in zip(some.indices, some.momenta, strict=True)}
     indices = sorted(momenta)
-    directions = dict(zip(indices, engine.orthogonalize([momenta[i] for i in indices], indices), strict=True))
+    directions = dict(zip(indices, engine.factors(indices, [momenta[i] for i in indices]), strict=True))
     summed = partial(engine.sums, labels=[some.label for some in factors])
     found = power_iterations([x.stack for x in factors], [torch.stack(x.us) for x in factors], power_steps, summed)
     norms = summed([(u * image).sum(-1) for u, _, image in found])

@@ -1,8 +1,6 @@
 """MARS-Muon: Muon of gradients that are corrected by the previous one, for parameters that may be sharded."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import islice
 from math import inf
 from typing import Any, Unpack
 
@@ -11,26 +9,18 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.foreach import Batch, Follow, Tensors
+from megatron_eopt.optimizers.chunk import Batch, Chunk, decay, momentum, scaled, subtract, with_gradients
 from megatron_eopt.optimizers.group_settings import DecayMethod
 from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, passed_on, spelled_out
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.scale import ScaleMode
+from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.parallel.statistics import Wanted, norms_of
 
 PREVIOUS_GRADIENT = "previous_gradient"
 HAS_PREVIOUS = "has_previous"  # 1 where there is a previous gradient: after a step with a rate above 0
 LARGEST_NORM = 1.0  # of a corrected gradient; the paper has no other
-
-
-def corrected(gradients: Tensors, previous: Tensors, has_previous: Tensors, strength: float) -> list[Tensor]:
-    """``c = g + strength (g - g_prev)``, and ``c = g`` where there is no previous gradient; each rounded once.
-
-    The paper's ``strength`` is ``gamma beta / (1 - beta)``.
-    """
-    start = foreach.masked(previous, gradients, torch.stack(list(has_previous)) > 0)
-    torch._foreach_lerp_(start, list(gradients), 1 + strength)
-    return start
 
 
 class MarsMuon(TensorParallelMuon):
@@ -111,28 +101,39 @@ class MarsMuon(TensorParallelMuon):
         further = [StateTensor(PREVIOUS_GRADIENT), StateTensor(HAS_PREVIOUS, (), dtype=torch.float32)]
         return [*super().state_tensors(parameter), *further]
 
-    def direction(self, batches: Sequence[Batch], follow: Follow = foreach.average) -> list[Tensor]:
-        """The momenta, after the look-ahead, of corrected and clipped gradients."""
-        indices, found = [i for batch in batches for i in batch.indices], []
-        for batch in batches:
-            previous, has_previous = zip(*batch.further, strict=True)
-            beta = batch.settings[self.momentum_key]
-            strength = batch.settings["gamma"] * beta / (1 - beta)
-            found += corrected(batch.gradients, previous, has_previous, strength)
-        shards = self.engine.split_all(indices, found)
-        matrices = zip(self.engine.flat(indices), shards, strict=True)
-        norms = self.engine.statistics([Wanted(matrix=matrix, x=x, squared_norm=True) for matrix, x in matrices])
-        foreach.scale_each(shards, (LARGEST_NORM / norms_of(norms).sqrt().clamp(min=LARGEST_NORM)).unbind())
-        clipped = iter(self.engine.merge_all(indices, shards))
-        own = [replace(batch, gradients=list(islice(clipped, len(batch.indices)))) for batch in batches]
-        return super().direction(own, follow)
+    def program(self, chunk: Chunk, engine: Engine) -> Program:
+        """The step of some parameters."""
+        decay(chunk)
+        c = clipped(engine, chunk.indices, [c for batch in chunk.batches for c in corrected(batch)])
+        u = engine.split(chunk.indices, momentum(with_gradients(chunk, c)))
+        factors = yield from engine.orthogonalize(chunk.indices, u)
+        subtract(chunk, engine, scaled(factors, chunk.scales))
+        for batch in chunk.batches:
+            keep(batch)
 
-    def apply(self, batches: Sequence[Batch], updates: Sequence[Tensor]) -> None:
-        """Muon's steps; the gradients become the previous ones."""
-        super().apply(batches, updates)
-        for batch in batches:
-            previous, has_previous = (list(each) for each in zip(*batch.further, strict=True))
-            torch._foreach_copy_(previous, foreach.masked(batch.gradients, previous, batch.accepted))
-            flags = torch.stack(has_previous)
-            accepted = torch.ones_like(flags) if batch.accepted is None else batch.accepted.to(flags.dtype)
-            torch._foreach_copy_(has_previous, torch.maximum(flags, accepted * (batch.lr != 0)).unbind())
+
+def corrected(batch: Batch) -> list[Tensor]:
+    """``c = g + gamma * beta / (1 - beta) * (g - g_prev)``, or ``c = g`` without ``g_prev``; each rounded once."""
+    previous, has_previous = zip(*batch.further, strict=True)
+    start = foreach.masked(previous, batch.gradients, torch.stack(has_previous) > 0)
+    strength = batch.settings["gamma"] * batch.beta / (1 - batch.beta)
+    torch._foreach_lerp_(start, batch.gradients, 1 + strength)
+    return start
+
+
+def clipped(engine: Engine, indices: Sequence[int], gradients: list[Tensor]) -> list[Tensor]:
+    """``c / max(1, ||c||_F)`` of each logical matrix of parameters."""
+    shards = engine.split(indices, gradients)
+    matrices = zip(engine.flat(indices), shards, strict=True)
+    norms = engine.statistics([Wanted(matrix=matrix, x=x, squared_norm=True) for matrix, x in matrices])
+    foreach.scale_each(shards, (LARGEST_NORM / norms_of(norms).sqrt().clamp(min=LARGEST_NORM)).unbind())
+    return engine.merge(indices, shards)
+
+
+def keep(batch: Batch) -> None:
+    """``g`` becomes ``g_prev``, where it is accepted."""
+    previous, has_previous = (list(tensors) for tensors in zip(*batch.further, strict=True))
+    torch._foreach_copy_(previous, foreach.masked(batch.gradients, previous, batch.accepted))
+    flags = torch.stack(has_previous)
+    accepted = torch.ones_like(flags) if batch.accepted is None else batch.accepted.to(flags.dtype)
+    torch._foreach_copy_(has_previous, torch.maximum(flags, accepted * (batch.lr != 0)).unbind())

@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -14,15 +14,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import KERNEL, RATES
+from megatron_eopt.optimizers.chunk import Batch, Chunk, chosen, decay, momentum, scaled, subtract
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
-from megatron_eopt.optimizers.foreach import Batch
 from megatron_eopt.optimizers.group_settings import (
     COEFFICIENTS,
     DECOUPLED,
     EXTRA_SCALE,
     METHOD,
+    MOMENTUM_STEPS,
     SCALE_MODE,
     STEPS,
     DecayMethod,
@@ -33,7 +33,7 @@ from megatron_eopt.optimizers.group_settings import (
     own_settings,
 )
 from megatron_eopt.optimizers.offload import Streamed
-from megatron_eopt.optimizers.orthogonalized import MOMENTUM_STEPS, OF_PARAMETERS, OrthogonalizedOptimizer
+from megatron_eopt.optimizers.orthogonalized import OF_PARAMETERS, OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_shard, local
 from megatron_eopt.optimizers.users_functions import checked, of_whole, partition_of, takes_shards
 from megatron_eopt.orthogonalize.choices import check_choice
@@ -47,6 +47,7 @@ from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, cut_over, is_expert, is_sharded, shared_out
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Matrix, TpMode
+from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.parallel.watched import Watched
 
 OF_MATRICES = ("scaled_orthogonalize_fn", "orthogonalize_fn")
@@ -59,52 +60,16 @@ WARMUP_FROM = 0.85
 """The momentum with which a warm-up of the momentum begins."""
 
 
-def muon(batches: Sequence[Batch], engine: Engine, optimizer: "TensorParallelMuon") -> None:
-    """One step of Muon, of as many parameters at a time as the workspace has room for.
+def muon(chunk: Chunk, engine: Engine) -> Program:
+    """Muon's step of the parameters of a chunk.
 
-    For each parameter ``p`` with gradient ``g``, momentum ``m`` and logical matrices of scale ``s``, in this order:
-
-    1. weight decay: ``p -= lr * weight_decay * p``;
-    2. the direction: ``m += (1 - beta) (g - m)``, ``u = (1 - beta) g + beta m``, or ``u = m`` without ``nesterov``;
-    3. the update: ``s O``, with ``O`` the orthogonal factor of each whole logical matrix of ``u``;
-    4. ``p -= lr * update``.
-
-    What is kept in host memory is on the device for this alone: see :mod:`~megatron_eopt.optimizers.offload`.
-
-    Args:
-        batches: of each group what the step works on; weights and momenta are written to.
-        engine: all that is known of other ranks.
-        optimizer: whose hooks ``direction``, ``update`` and ``apply`` make 2, what follows on ``O`` in 3, and 4. A
-            relative of Muon overrides some of them.
+    For each parameter ``p`` with gradient ``g``, momentum ``m`` and logical matrices of scale ``s``. Where ranks wait
+    for each other, the program does, and that of another chunk goes on: see :mod:`~megatron_eopt.parallel.scheduler`.
     """
-    kept: dict[Sequence[int], tuple[list[Batch], list[Tensor]]] = {}
-    indices = [i for batch in batches for i in batch.indices]
-    streamed = optimizer.streamed if optimizer.offload_fraction else None
-    if streamed is not None:
-        streamed.begin(batches, engine.order(indices), optimizer.on_host)
-
-    def directions(some: Sequence[int]) -> list[Tensor]:
-        own = foreach.chosen(batches, some)
-        if streamed is not None:
-            own = streamed.bring(own)
-        for batch in own:
-            foreach.decay(batch)
-        found = engine.split_all(some, optimizer.direction(own))
-        if streamed is not None:
-            streamed.take_back(chain(*(batch.momenta for batch in own)))
-        kept[some] = own, found if optimizer.keeps_directions else []
-        return found
-
-    for some, factors in engine.factors(indices, directions, optimizer.scales_factors):
-        own, of_own = kept.pop(some)
-        updates = optimizer.update(own, factors, of_own)
-        if engine.watched is not None:
-            engine.watched.updates(*optimizer.with_predictions(some, updates))
-        optimizer.apply(own, engine.merge_all(some, updates))
-        if streamed is not None:
-            streamed.take_back(chain(*(each for batch in own for each in batch.further)))
-    if streamed is not None:
-        streamed.end()
+    decay(chunk)  # p -= lr * weight_decay * p
+    u = engine.split(chunk.indices, momentum(chunk))  # m += (1 - beta) (g - m);  u = (1 - beta) g + beta m
+    factors = yield from engine.orthogonalize(chunk.indices, u)  # O of each whole logical matrix
+    subtract(chunk, engine, scaled(factors, chunk.scales))  # p -= lr * s O
 
 
 class TensorParallelMuon(OrthogonalizedOptimizer):
@@ -186,7 +151,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     # What a relative may have otherwise:
     measures: bool = False  # whether the size of an update follows from what each step measures of each global matrix
-    scales_factors: bool = True  # whether update() gets orthogonal factors times the scales of their matrices
     instead_of_decay: str = ""  # what there is instead of a weight decay, for messages
     size_rule: str | None = None  # what the size of an update is, where the scale settings have no effect on it
     no_settings: frozenset[str] = frozenset()  # settings of Muon's groups that there is no room for
@@ -194,6 +158,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     _shares_shards: bool = False  # with the data-parallel ranks, by the last plan
     _graphed: GraphedUpdate | None = None
     _streamed: Streamed | None = None
+    _scales: tuple[Engine, list[list[float]]] | None = None  # of each parameter, and for which engine
     _further: dict[str, Any] | None = None  # what _further_settings() are, set before this constructor
 
     def __init__(
@@ -277,28 +242,63 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             self._streamed.wait()
         return super().state_dict()
 
+    def program(self, chunk: Chunk, engine: Engine) -> Program:
+        """The step of some parameters, from gradients to weights: :func:`muon`; a relative has its own."""
+        return muon(chunk, engine)
+
     def _take(self, accepted: Tensor) -> None:
-        if self._overrides(TensorParallelMuon, *OF_PARAMETERS):
-            batches = self._take_one_by_one(accepted)
-        elif self.cuda_graphs:
-            batches = self._batches(accepted, masked=True)
-            self._graphed = self._graphed or GraphedUpdate(lambda batches: muon(batches, self.engine, self))
-            self._changing = False
-            self._graphed.check(batches)
-            self._changing = True
-            self._graphed(batches)
+        if self._of_user(*OF_PARAMETERS):
+            batches = self._take_users(accepted)
         else:
-            batches = self._batches(accepted)
-            muon(batches, self.engine, self)
+            batches = self._batches(accepted, masked=self.cuda_graphs)
+            if self.cuda_graphs:
+                self._graphed = self._graphed or GraphedUpdate(self._run)
+                self._changing = False
+                self._graphed.check(batches)
+                self._changing = True
+                self._graphed(batches)
+            else:
+                self._run(batches)
         self.newton_schulz_calls += len(self.engine.flat([i for batch in batches for i in batch.indices]))
         for group in self.param_groups if self._counts_steps else ():
             group[MOMENTUM_STEPS] += 1
+
+    def _run(self, batches: Sequence[Batch]) -> None:
+        """Run the programs of all parameters."""
+        engine, indices = self.engine, [i for batch in batches for i in batch.indices]
+        watch = None if engine.watched is None else self._watch
+
+        def program(some: Sequence[int]) -> Program:
+            chunk = Chunk(chosen(batches, some), some, self._scales_of(some), watch)
+            return self.streamed.around(chunk, engine, self.program) if offloads else self.program(chunk, engine)
+
+        if offloads := self.offload_fraction > 0:
+            self.streamed.begin(batches, engine.order(indices), self.on_host)
+        engine.run(indices, program)
+        if offloads:
+            self.streamed.end()
+
+    def _scales_of(self, indices: Sequence[int]) -> list[float]:
+        """What multiplies the orthogonal factors of the logical matrices of parameters, one after the other's."""
+        if self._scales is None or self._scales[0] is not self.engine:
+            matrices = zip(self._parameters(), self.engine.matrices, strict=True)
+            self._scales = self.engine, [self._scales_in(self.group_of(p), own) for p, own in matrices]
+        return [scale for i in indices for scale in self._scales[1][i]]
+
+    def _scales_in(self, group: Mapping[str, Any], matrices: Sequence[Matrix]) -> list[float]:
+        scale = self._scale(group)
+        # that of a matrix without entries may divide by zero
+        return [1.0 if scale is None or 0 in matrix.shape else scale(*matrix.shape) for matrix in matrices]
+
+    def _watch(self, indices: Sequence[int], updates: Sequence[Tensor]) -> None:
+        assert self.engine.watched is not None, "a step that is watched"
+        self.engine.watched.updates(*self.with_predictions(indices, updates))
 
     @property
     def _counts_steps(self) -> bool:
         return self.momentum_dtype is not None or self.momentum_warmup > 0
 
-    def momentum_of(self, group: Mapping[str, Any]) -> Scalar:
+    def momentum_of(self, group: Mapping[str, Any]) -> float:
         """The momentum that the next step of a group has, which is less than its own while it warms up."""
         own = super().momentum_of(group)
         if group.get(MOMENTUM_STEPS, 0) >= self.momentum_warmup or own <= WARMUP_FROM:
@@ -312,20 +312,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def watch(self, watched: Watched | None) -> None:
         """Let the next steps tell what they do, or no longer; what is replayed as a graph cannot."""
         super().watch(None if self.cuda_graphs else watched)
-
-    def update(self, batches: Sequence[Batch], factors: list[Tensor], directions: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The updates of the logical matrices of all parameters of all batches, before the learning rate.
-
-        ``factors`` are this rank's shards of the orthogonal factors, in the order of
-        :meth:`~megatron_eopt.parallel.engine.Engine.flat`, and ``directions`` those of what was orthogonalized, empty
-        without :attr:`keeps_directions`.
-        """
-        return factors
-
-    def _updates_of(self, batches: Sequence[Batch], found: list[Tensor], directions: list[Tensor]) -> list[Tensor]:
-        engine, indices = self.engine, [i for batch in batches for i in batch.indices]
-        factors = engine.split_all(indices, found)
-        return engine.merge_all(indices, self.update(batches, factors, engine.split_all(indices, directions)))
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
         """The update of one parameter, before the learning rate; sharded as the parameter is.
@@ -343,6 +329,19 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             ValueError: for a tensor or a setting that the constructor would refuse, and for a ``grad`` of another
                 shape.
         """
+        engine, index, group = self._engine_for(p, grad, group_settings)
+        shards, matrices = engine.split([index], [local(grad)]), engine.matrices[index]
+        if self._of_user("scaled_orthogonalize_fn"):
+            updates = [self._scaled_by_user(p, engine, *each) for each in zip(matrices, shards, strict=True)]
+        else:
+            updates = scaled(self._factors(engine, index, shards), self._scales_in(group, matrices))
+        [update] = engine.merge([index], updates)
+        return update
+
+    def _engine_for(
+        self, p: Tensor, grad: Tensor, group_settings: Mapping[str, Any]
+    ) -> tuple[Engine, int, dict[str, Any]]:
+        """An engine that orthogonalizes ``grad``, the index of ``p`` in it, and all settings."""
         if grad.shape not in (p.shape, local(p).shape):
             raise ValueError(
                 f"{type(self).__name__}: grad must have the shape of p, {tuple(p.shape)}, got {tuple(grad.shape)}"
@@ -361,20 +360,19 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             engine = Engine([described], grad.device, self.tp_mode, engine.rates)
             engine.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
             index = 0
-        shards = engine.split_all([index], [local(grad)])
-        if self._overrides(TensorParallelMuon, *OF_MATRICES):
-            each = zip(engine.matrices[index], shards, engine.scales([index]), strict=True)
-            factors = [self._by_users(p, engine, *of_matrix) for of_matrix in each]
-        else:
-            factors = engine.orthogonalize(shards, [index], self.scales_factors)
-        return engine.merge(index, factors)
+        return engine, index, group
 
-    def _by_users(self, p: Tensor, engine: Engine, matrix: Matrix, shard: Tensor, scale: float) -> Tensor:
+    def _factors(self, engine: Engine, index: int, shards: list[Tensor]) -> list[Tensor]:
+        """The orthogonal factors of a parameter's matrices, by a function of the user's if there is one."""
+        if not self._of_user("orthogonalize_fn"):
+            return engine.factors([index], shards)
+        function, name = self.orthogonalize_fn, "orthogonalize_fn"
+        each = zip(shards, engine.matrices[index], strict=True)
+        return [of_whole(function, name, x, m, engine.groups.get(m.group)).clone() for x, m in each]
+
+    def _scaled_by_user(self, p: Tensor, engine: Engine, matrix: Matrix, shard: Tensor) -> Tensor:
         """The update of a logical matrix by a function of the user's, which gets it whole, or as Megatron's does."""
         group, function, name = engine.groups.get(matrix.group), self.scaled_orthogonalize_fn, "scaled_orthogonalize_fn"
-        if not self._overrides(TensorParallelMuon, "scaled_orthogonalize_fn"):
-            found = of_whole(self.orthogonalize_fn, "orthogonalize_fn", shard, matrix, group)
-            return found * scale if self.scales_factors else found
         if not takes_shards(function):
             return of_whole(function, name, shard, matrix, group)
         tp, dim = getattr(self.pg_collection, "expt_tp" if is_expert(p) else "tp", None), partition_of(matrix)
@@ -441,7 +439,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
         """The iteration and the scale that the matrices of a group get; what they cannot have is a ``ValueError``."""
         for key, names in DECIDED_BY.items():
-            own = [name for name in names if key in group and self._overrides(TensorParallelMuon, name)]
+            own = self._of_user(*names) if key in group else []
             if own:
                 raise ValueError(
                     f"{key} has no effect here, got {group[key]!r}: {own[0]} of your own decides; take the setting away"
@@ -459,7 +457,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         It depends on the settings of the group that the matrix is in. None where it depends on the gradients, or on a
         function of the user's.
         """
-        own = self._overrides(TensorParallelMuon, *OF_MATRICES, "scale_factor_fn")
+        own = self._of_user(*OF_MATRICES, "scale_factor_fn")
         return None if self.measures or own else self.update_settings(group or {}).predicted_rms(rows, cols)
 
     def with_predictions(
@@ -536,7 +534,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     @property
     def _sizes(self) -> dict[str, Any]:
         """The settings of the scale, where they have an effect."""
-        own = self.size_rule or self._overrides(TensorParallelMuon, "scale_factor_fn")
+        own = self.size_rule or self._of_user("scale_factor_fn")
         return {} if own else {SCALE_MODE: self.scale_mode, EXTRA_SCALE: self.extra_scale_factor}
 
     def _further_settings(self) -> dict[str, Any]:
@@ -546,13 +544,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def _described(self, name: str, parameter: Tensor, group: Mapping[str, Any] | None = None) -> Parameter:
         settings = self.update_settings(self.group_of(parameter) if group is None else group)
         dtype, layout, split = local(parameter).dtype, self.layout(parameter), self.split_of(parameter)
-        scale = self._scale(self.group_of(parameter) if group is None else group)
         offloaded = self.on_host(parameter) * parameter.numel() * self._bytes_of_entry(parameter)
-        return Parameter(name, dtype, layout, split, settings.newton_schulz, scale, offloaded=offloaded)
+        return Parameter(name, dtype, layout, split, settings.newton_schulz, offloaded=offloaded)
 
     def _scale(self, group: Mapping[str, Any]) -> Callable[[int, int], float] | None:
         """What multiplies the orthogonal factors of a group's matrices; None for 1."""
-        if self._overrides(TensorParallelMuon, "scale_factor_fn"):
+        if self._of_user("scale_factor_fn"):
             return self.scale_factor_fn
         return None if self.measures else self.update_settings(group).scale
 
@@ -584,13 +581,13 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         own = self._check_update_settings(group, len(self.param_groups) - 1).newton_schulz
         if own != self.newton_schulz:
             note_short_schedule(own)
-        users = [name for name in OF_PARAMETERS if self._overrides(TensorParallelMuon, name)]
+        users = self._of_user(*OF_PARAMETERS)
         if users and (self.offload_fraction or self.cuda_graphs):
             raise ValueError(
                 f"{type(self).__name__} has an {users[0]} of its own, which gets one parameter after another, whose "
                 f"state is on the device, and may wait for it: leave offload_fraction at 0 and cuda_graphs off"
             )
-        if self.size_rule and self._overrides(TensorParallelMuon, "scale_factor_fn"):
+        if self.size_rule and self._of_user("scale_factor_fn"):
             raise ValueError(f"scale_factor_fn has no effect here: the size of an update is {self.size_rule}; set lr")
         for parameter in group["params"]:
             if self.offload_fraction and isinstance(parameter, DTensor):

@@ -6,11 +6,14 @@ computed, and what this one is done with leaves meanwhile. No step waits on the 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.foreach import Batch
+from megatron_eopt.optimizers.chunk import Batch, Chunk
+from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.parallel.scheduler import Program, resume
 
 Event = torch.cuda.Event | None  # None on a CPU, where all that was asked for is done
 
@@ -100,6 +103,15 @@ class Streamed:
         # a momentum stands in for a gradient that is missing
         found = ((each, here(each.momenta), here(each.gradients), list(map(here, each.further))) for each in batches)
         return [replace(each, momenta=m, gradients=g, further=further) for each, m, g, further in found]
+
+    def around(self, chunk: Chunk, engine: Engine, program: Callable[[Chunk, Engine], Program]) -> Program:
+        """A program with the state of its chunk on the device: momenta until they are averaged, the rest to its end."""
+        chunk = replace(chunk, batches=self.bring(chunk.batches))
+        running = program(chunk, engine)
+        shards = next(running)
+        self.take_back(chain(*(batch.momenta for batch in chunk.batches)))
+        resume(running, (yield shards))
+        self.take_back(chain(*(tensors for batch in chunk.batches for tensors in batch.further)))
 
     def take_back(self, tensors: Iterable[Tensor]) -> None:
         """Let those of the tensors that :meth:`bring` gave go home, as they are now: nobody writes to them again."""

@@ -1,10 +1,7 @@
 """Optimizers whose update is an orthogonalized momentum: their step, and the base class that users subclass."""
 
-import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, cast
 
 import torch
@@ -13,29 +10,30 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import declared_split
-from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.foreach import Batch, Follow
+from megatron_eopt.optimizers.chunk import Batch, Chunk, decay, momentum, subtract
 from megatron_eopt.optimizers.group_settings import (
     DECOUPLED,
     METHOD,
+    OURS,
     DecayMethod,
     Scalar,
     check_rates,
     decay_method,
 )
 from megatron_eopt.optimizers.parameters import local, names_of_last, parameter_names, rows_of
-from megatron_eopt.optimizers.rounding import Numbered, numbered, store
+from megatron_eopt.optimizers.rounding import Numbered, numbered
 from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
 from megatron_eopt.optimizers.users_functions import checked
+from megatron_eopt.optimizers.users_step import users_step
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import local_rows, on_one_rank
+from megatron_eopt.parallel.scheduler import Program
 
 MOMENTUM_BUFFER = "momentum_buffer"
 # Methods that users override, or set: of whole parameters or matrices, and all.
 OF_PARAMETERS = ("orthogonalize", "scaled_orthogonalize_fn", "orthogonalize_fn")
-MOMENTUM_STEPS = "momentum_steps"  # setting of a group: how many steps its momenta have made, where that is counted
 
 
 OTHER_NAMES = {
@@ -137,7 +135,8 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         given = {"orthogonalize_fn": orthogonalize_fn, "scale_factor_fn": scale_factor_fn}
         vars(self).update({key: function for key, function in given.items() if function is not None})
         for key, done in (("orthogonalize_fn", "orthogonalized"), ("scale_factor_fn", "scaled")):
-            if not self._overrides(OrthogonalizedOptimizer, key, "scaled_orthogonalize_fn"):
+            users = self._of_user(key, "scaled_orthogonalize_fn")
+            if not users and getattr(type(self), key) is getattr(OrthogonalizedOptimizer, key):
                 warnings.warn(f"{name} has no {key}: updates are not {done}", stacklevel=3)
         self.users_settings = frozenset(kwargs) - self._further_settings().keys()
         defaults = {
@@ -224,7 +223,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             self._check_parameter(parameter, called)
 
     def _check_parameter(self, parameter: Tensor, called: str) -> None:
-        users = self._overrides(OrthogonalizedOptimizer, *OF_PARAMETERS)
+        users = self._of_user(*OF_PARAMETERS)
         if parameter.ndim > 2 and declared_split(parameter) is None and users:  # who may know more than matrices
             self._check_split(parameter)
         else:
@@ -295,26 +294,39 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         """What multiplies the orthogonal factor; 1 where the constructor gets no function."""
         return 1.0
 
-    def _overrides(self, cls: type["OrthogonalizedOptimizer"], *names: str) -> bool:
-        """Whether a subclass of a class, or the user for this object, has other methods or functions of these names."""
-        return any(name in vars(self) or getattr(type(self), name) is not getattr(cls, name) for name in names)
+    def _of_user(self, *names: str) -> list[str]:
+        """Those of these methods that the user has replaced, in a subclass or for this object."""
+        owners = {name: next(cls for cls in type(self).__mro__ if name in vars(cls)) for name in names}
+        return [name for name, cls in owners.items() if name in vars(self) or not cls.__module__.startswith(f"{OURS}.")]
+
+    def program(self, chunk: Chunk, engine: Engine) -> Program:
+        """The step of some parameters: see :class:`OrthogonalizedOptimizer`."""
+        decay(chunk)
+        u = momentum(chunk)
+        updates = yield from engine.orthogonalize(chunk.indices, u)
+        subtract(chunk, engine, updates)
 
     def _take(self, accepted: Tensor) -> None:
-        self._take_one_by_one(accepted)
+        self._take_users(accepted)
 
-    def _take_one_by_one(self, accepted: Tensor) -> list[Batch]:
-        """A step by an :meth:`orthogonalize` that may be the user's: all updates come before the first change."""
-        self._changing = False  # until all updates are there
+    def _take_users(self, accepted: Tensor) -> list[Batch]:
+        """A step by an :meth:`orthogonalize` that may be the user's."""
+        assert self._nonfinite is not None  # a step is made
+        of_updates = self._nonfinite.of_updates
         validate_matmul_precision(self.fp32_matmul_prec)  # which may be another one by now
         before = {p: set(self.state.get(p, ())) for p in self._parameters()}
+
+        def accept(updates: Mapping[int, Tensor]) -> Tensor:
+            return of_updates.accept([updates.get(i) for i, _ in enumerate(self._parameters())], self._agree)
+
+        def changing(changes: bool) -> None:
+            self._changing = changes
+
+        changing(False)
         try:
-            batches = foreach.chosen(self._batches(accepted))
-            directions = self.direction(batches, foreach.averaged)
+            batches = self._batches(accepted)
             with fp32_products(self.fp32_matmul_prec, as_torch=True):
-                found = list(self._orthogonalized(batches, directions))
-                batches, found = self._finite(accepted, batches, found)
-                self._changing = True
-                updates = self._updates_of(batches, found, directions)
+                users_step(batches, self.engine, self.program, self.orthogonalize, accept, changing)
         except Exception:
             for p, keys in before.items():
                 for key in self.state.get(p, {}).keys() - keys:
@@ -322,90 +334,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
                 if not keys:
                     self.state.pop(p, None)
             raise
-        self.direction(batches, foreach.average)
-        for batch in batches:
-            foreach.decay(batch)
-        self.apply(batches, updates)
         return batches
-
-    def _orthogonalized(self, batches: Sequence[Batch], directions: Sequence[Tensor]) -> Iterator[Tensor]:
-        """What :meth:`orthogonalize` makes of each parameter, which is meanwhile as it is after its weight decay.
-
-        These are copies, since what comes back may be memory that is written to again for the next parameter. What
-        cannot be subtracted from the parameter is a ``ValueError``.
-        """
-        taken = list(inspect.signature(self.orthogonalize).parameters.values())
-        takes_all = any(each.kind is each.VAR_KEYWORD for each in taken)
-        by_name = {each.name for each in taken[2:] if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-        of_parameters = iter(directions)
-        for batch in batches:
-            settings = {key: value for key, value in batch.settings.items() if takes_all or key in by_name}
-            changes = batch.decays and batch.decay_method != "l2"
-            for i, (p, weight) in enumerate(zip(batch.parameters, batch.weights, strict=True)):
-                direction = next(of_parameters)
-                if not direction.numel() and not self._waited_for(batch.indices[i]):
-                    yield direction
-                    continue
-                before = weight.clone() if changes else None
-                accepted = None if batch.accepted is None else batch.accepted[i : i + 1]
-                self._changing = before is not None  # until the weight is as it was
-                try:
-                    foreach.decay(replace(batch, weights=[weight], accepted=accepted))
-                    result = self.orthogonalize(p, direction, **settings)
-                finally:
-                    if before is not None:
-                        weight.copy_(before)
-                    self._changing = False
-                yield checked("orthogonalize of a parameter", result, direction, p.dtype).clone()
-
-    def _finite(self, accepted: Tensor, batches: list[Batch], found: list[Tensor]) -> tuple[list[Batch], list[Tensor]]:
-        """Batches and results, where one that is not finite is masked: zero, and its parameter stays as it is."""
-        assert self._nonfinite is not None  # a step is made
-        indices = [i for batch in batches for i in batch.indices]
-        results = dict(zip(indices, found, strict=True))
-        of_parameters = [results.get(i) for i, _ in enumerate(self._parameters())]
-        finite = self._nonfinite.of_updates.accept(of_parameters, self._agree)
-        if not batches or (finite.device.type == "cpu" and finite[indices].all()):
-            return batches, found
-        flags = (finite & accepted).unbind()
-        masks = [torch.stack([flags[i] for i in batch.indices]) for batch in batches]
-        masked = [replace(batch, accepted=mask) for batch, mask in zip(batches, masks, strict=True)]
-        return masked, foreach.masked(found, 0.0, torch.cat(masks))
-
-    def _updates_of(self, batches: Sequence[Batch], found: list[Tensor], directions: list[Tensor]) -> list[Tensor]:
-        """The updates of parameters, from what :meth:`orthogonalize` made of their directions."""
-        return found
-
-    def apply(self, batches: Sequence[Batch], updates: Sequence[Tensor]) -> None:
-        """Let all parameters of all batches take their steps; ``updates`` are those of one after another."""
-        of_parameters = iter(updates)
-        for batch in batches:
-            of_batch = list(islice(of_parameters, len(batch.indices)))
-            foreach.subtract(batch.weights, of_batch, batch.lr, batch.accepted)
-
-    def direction(self, batches: Sequence[Batch], follow: Follow = foreach.average) -> list[Tensor]:
-        """What is orthogonalized of each parameter of all batches: its momentum, after the look-ahead.
-
-        Nobody writes to momenta after it in this step, since those in host memory are on their way there. They
-        ``follow`` gradients by :func:`~megatron_eopt.optimizers.foreach.average`, or by ``averaged``, which
-        leaves them as they are.
-        """
-        directions = []
-        for batch in batches:
-            momenta, gradients = batch.momenta, batch.gradients
-            if self.momentum_dtype is not None:  # narrower ones are averaged, and looked ahead from, in fp32
-                momenta, gradients = ([x.float() for x in each] for each in (momenta, gradients))
-            if batch.decays and batch.decay_method == "l2":
-                gradients = foreach.with_decay(gradients, batch.weights, batch.weight_decay)
-            beta, nesterov = batch.settings[self.momentum_key], batch.settings[self.nesterov_key]
-            found = follow(momenta, gradients, beta, nesterov, batch.accepted)
-            if self.momentum_dtype is not None:
-                if follow is not foreach.averaged:
-                    parts = [self._numbers()[p] for p in batch.parameters]
-                    store(batch.momenta, momenta, parts, batch.settings[MOMENTUM_STEPS])
-                found = [x.to(weight.dtype) for x, weight in zip(found, batch.weights, strict=True)]
-            directions += found
-        return directions
 
     def _numbers(self) -> dict[Tensor, Numbered]:
         """What the random bits of each parameter's entries follow from."""
@@ -441,6 +370,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             if not chosen:
                 continue
             settings = {key: value for key, value in group.items() if key not in NO_SETTINGS}
+            beta = self.momentum_of(group)
             momenta, weights = [known[i] for i in indices], chosen
             # other ranks may wait for a parameter without a gradient: it is masked
             gradients = [m if p.grad is None else p.grad for p, m in zip(chosen, momenta, strict=True)]
@@ -454,18 +384,21 @@ class OrthogonalizedOptimizer(BaseOptimizer):
                     momenta=momenta,
                     gradients=gradients,
                     further=[self._further_state(p) for p in chosen] if more else [[]] * len(chosen),
-                    settings=settings | {self.momentum_key: self.momentum_of(group)},
+                    settings=settings | {self.momentum_key: beta},
                     lr=group["lr"],
+                    beta=beta,
+                    nesterov=group[self.nesterov_key],
                     weight_decay=self._weight_decay(group),
                     decay_method=decay_method(type(self).__name__, group),
                     accepted=None if flags is not None else torch.stack([masks[i] for i in indices]),
+                    rounded=None if self.momentum_dtype is None else [self._numbers()[p] for p in chosen],
                 )
             )
         return batches
 
-    def momentum_of(self, group: Mapping[str, Any]) -> Scalar:
+    def momentum_of(self, group: Mapping[str, Any]) -> float:
         """The momentum that the next step of a group has."""
-        return cast(Scalar, group[self.momentum_key])
+        return cast(float, group[self.momentum_key])
 
     def _waited_for(self, index: int) -> bool:
         """Whether other ranks wait for this one's part of a parameter, whether it has a gradient or not."""

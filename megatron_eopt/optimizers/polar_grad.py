@@ -1,15 +1,15 @@
 """PolarGrad: orthogonal factors of the momentum, as large as its nuclear norm."""
 
-from collections.abc import Sequence
 from typing import Unpack
 
-from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.foreach import Batch
+from megatron_eopt.optimizers.chunk import Chunk, decay, momentum, subtract
 from megatron_eopt.optimizers.group_settings import DecayMethod
 from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, passed_on, spelled_out
+from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.parallel.statistics import Wanted
 
 
@@ -62,9 +62,12 @@ class PolarGrad(TensorParallelMuon):
     ) -> None:
         super().__init__(**passed_on(locals()))
 
-    def update(self, batches: Sequence[Batch], factors: list[Tensor], directions: Sequence[Tensor]) -> Sequence[Tensor]:
-        """``<M, U> U`` of each logical matrix."""
-        matrices = self.engine.flat([i for batch in batches for i in batch.indices])
-        wanted = [Wanted(matrix=m, x=x, inner=U) for m, x, U in zip(matrices, directions, factors, strict=True)]
-        foreach.scale_each(factors, [each["inner_product"] for each in self.engine.statistics(wanted)])
-        return factors
+    def program(self, chunk: Chunk, engine: Engine) -> Program:
+        """The step of some parameters."""
+        decay(chunk)
+        M = engine.split(chunk.indices, momentum(chunk))
+        U = yield from engine.orthogonalize(chunk.indices, list(M))
+        wanted = [Wanted(matrix=W, x=m, inner=u) for W, m, u in zip(engine.flat(chunk.indices), M, U, strict=True)]
+        norms = [found["inner_product"] for found in engine.statistics(wanted)]  # <M, U>
+        foreach.scale_each(U, norms)
+        subtract(chunk, engine, U)

@@ -329,7 +329,7 @@ class Task:
     @cached_property
     def shards(self) -> list[list[Tensor]]:
         """This rank's shards of the logical matrices: of weights, first and second moments, and gradients."""
-        return [self.engine.split(self.index, x) for x in (*self._written(), self.gradient())]
+        return [self.engine.split([self.index], [x]) for x in (*self._written(), self.gradient())]
 
     def gradient(self) -> Tensor:
         """This rank's part of the gradient; zeros where there is none."""
@@ -341,7 +341,7 @@ class Task:
         for x, shards in zip(self._written(), self.shards, strict=False):
             memory = {each.untyped_storage().data_ptr() for each in shards if each.numel()}
             if memory - {x.untyped_storage().data_ptr()}:
-                x.copy_(self.engine.merge(self.index, shards))
+                x.copy_(self.engine.merge([self.index], shards)[0])
         del self.shards
 
     def _written(self) -> list[Tensor]:
@@ -356,7 +356,7 @@ def _known(tasks: Sequence[Task], engine: Engine) -> list[list[bool]]:
     """
     found = []
     for task in tasks:
-        shards = zip(task.plans, engine.split(task.index, task.gradient()), strict=True)
+        shards = zip(task.plans, engine.split([task.index], [task.gradient()]), strict=True)
         found.append(torch.stack([shard.any() for plan, shard in shards if plan.cost]).any().float())
     some = torch.stack(engine.sums(found, [task.label for task in tasks])) > 0
     steps = torch.stack([task.state.get(STEPS, torch.zeros_like(found[0])) for task in tasks])

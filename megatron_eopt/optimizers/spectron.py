@@ -299,7 +299,7 @@ class Spectron(BaseOptimizer):
         for parameter, factor in zip(parameters, factors, strict=True):
             if not self.group_of(parameter)["pairs"]:
                 of_entries = factor[:, None].expand(local(parameter).shape)
-                for i, of_matrix in enumerate(self.engine.split(self._weights[parameter].index, of_entries)):
+                for i, of_matrix in enumerate(self._split(self._weights[parameter], of_entries)):
                     scale_rows(self._tensors(parameter, 2 * i)[0], of_matrix[:, 0])
 
     # Groups and state.
@@ -438,6 +438,9 @@ class Spectron(BaseOptimizer):
                     tensors = map(list, zip(*(self._tensors(*each) for each in some), strict=True))
                     yield low_rank.Factors(positions, indices, label, transposed, accepted, group, *tensors)
 
+    def _split(self, weight: Weight, x: Tensor) -> list[Tensor]:
+        return self.engine.split([weight.index], [x])
+
     def _tensors(self, parameter: Tensor, factor: int) -> list[Tensor]:
         """A factor of a parameter, its momentum and its singular vector; of one that is the parameter its gradient."""
         pairs = self.group_of(parameter)["pairs"]
@@ -453,7 +456,7 @@ class Spectron(BaseOptimizer):
         products, labels = [], []
         for chunk, factors in chunks:
             gradients = [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in chunk]
-            shards = self.engine.split_all([self._weights[p].index for p in chunk], gradients)
+            shards = self.engine.split([self._weights[p].index for p in chunk], gradients)
             for first, second in batched(factors, 2):
                 A, B = first.stack(), second.stack()
                 G = torch.stack([shards[position] for position in first.positions]).to(A.dtype)
@@ -467,14 +470,14 @@ class Spectron(BaseOptimizer):
     def _write(self, chunk: Sequence[Tensor], factors: Sequence[low_rank.Factors]) -> None:
         """``W = A B^T`` of weights, where it changed."""
         weights, indices = [local(p) for p in chunk], [self._weights[p].index for p in chunk]
-        shards = self.engine.split_all(indices, list(weights))
+        shards = self.engine.split(indices, list(weights))
         for A, B in batched(factors, 2):
             before = torch.stack([shards[position] for position in A.positions])
             changed = (A.accepted & (A.settings["lr"] != 0)).view(-1, 1, 1)
             new = torch.where(changed, (A.stack() @ B.stack().mT).to(before.dtype), before)
             for position, shard in zip(A.positions, new.unbind(), strict=True):
                 shards[position] = shard
-        torch._foreach_copy_(weights, self.engine.merge_all(indices, shards))
+        torch._foreach_copy_(weights, self.engine.merge(indices, shards))
 
     def _project(self, waiting: Sequence[Tensor], flags: Mapping[Tensor, Tensor]) -> None:
         """Take the factors from the weights that step for the first time; waits for the device while there are any."""
@@ -487,7 +490,7 @@ class Spectron(BaseOptimizer):
         if not new:
             return
         parts = [(p, i) for p, w in new.items() for i, _ in enumerate(w.matrices)]
-        shards = (x.to(low_rank.wide_dtype(p)) for p, w in new.items() for x in self.engine.split(w.index, local(p)))
+        shards = (x.to(low_rank.wide_dtype(p)) for p, w in new.items() for x in self._split(w, local(p)))
         layouts = [new[p].matrices[i] for p, i in parts]
         ranks = [self.group_of(p)["rank"] for p, _ in parts]
         found = low_rank.project(shards, layouts, ranks, [new[p].first // 2 + i for p, i in parts])

@@ -4,7 +4,6 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -15,16 +14,18 @@ from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatron_eopt.matrices import declared_split
-from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.foreach import Batch, Follow
+from megatron_eopt.optimizers.chunk import Chunk, decay, momentum, scaled, subtract
+from megatron_eopt.optimizers.foreach import heavy_ball
 from megatron_eopt.optimizers.group_settings import STEPS, UpdateSettings, check_adam_settings, plain, warn
 from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.nonfinite import check_gradients
 from megatron_eopt.optimizers.parameters import NAME, check_distinct, check_scalable
 from megatron_eopt.optimizers.state import StateTensor, check_shape
 from megatron_eopt.orthogonalize.choices import check_named
+from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
+from megatron_eopt.parallel.scheduler import Program
 
 NS_STEPS = "ns_steps"  # setting of a group of Muon
 ADAMW = "adamw"  # key of AdamW's settings in the first group; see also state_key()
@@ -409,18 +410,14 @@ class HeavyBallMuon(TensorParallelMuon):
             raise ValueError(f"the Newton-Schulz steps of a group are {NS_STEPS!r} here, not {STEPS!r}")
         return super().update_settings({**group, STEPS: group[NS_STEPS]} if NS_STEPS in group else group)
 
-    def direction(self, batches: Sequence[Batch], follow: Follow = foreach.average) -> list[Tensor]:
-        """The momenta, which are no averages, as the matrices that their parameters are read as."""
-        if follow is not foreach.average:  # the momenta stay as they are
-            batches = [replace(batch, momenta=[momentum.clone() for momentum in batch.momenta]) for batch in batches]
-        found = super().direction(batches, foreach.heavy_ball)
-        parameters = (p for batch in batches for p in batch.parameters)
-        return [x.flatten(1) if _is_flattened(p) else x for p, x in zip(parameters, found, strict=True)]
-
-    def apply(self, batches: Sequence[Batch], updates: Sequence[Tensor]) -> None:
-        """The step, in the shapes of the parameters."""
-        weights = (weight for batch in batches for weight in batch.weights)
-        super().apply(batches, [x.view(w.shape) for w, x in zip(weights, updates, strict=True)])
+    def program(self, chunk: Chunk, engine: Engine) -> Program:
+        """The step of some parameters, as the matrices that they are read as: Muon's with another momentum."""
+        decay(chunk)
+        parameters = [p for batch in chunk.batches for p in batch.parameters]
+        several = zip(parameters, momentum(chunk, heavy_ball), strict=True)
+        u = engine.split(chunk.indices, [x.flatten(1) if _is_flattened(p) else x for p, x in several])
+        factors = yield from engine.orthogonalize(chunk.indices, u)
+        subtract(chunk, engine, scaled(factors, chunk.scales))
 
     def layout(self, parameter: Tensor) -> Layout:
         """The layout of a parameter, as the matrix that it is read as."""

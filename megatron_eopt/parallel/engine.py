@@ -6,7 +6,7 @@ gather whole matrices.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
@@ -25,13 +25,13 @@ from megatron_eopt.orthogonalize.newton_schulz import Form, NewtonSchulz
 from megatron_eopt.orthogonalize.precision import gram_dtype, product_dtype
 from megatron_eopt.orthogonalize.products import Fp32Precision, Products, default_products
 from megatron_eopt.orthogonalize.timing import fastest, seconds, times
-from megatron_eopt.parallel.chunks import Chunk, Directions, Part, Piece, execute, in_order, widest
 from megatron_eopt.parallel.collectives import all_gather, all_reduce, lowest
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work, chunk_seconds, largest_iteration
 from megatron_eopt.parallel.explain import explain, explain_offloaded
 from megatron_eopt.parallel.layout import Layout, local_rows, split_layout
 from megatron_eopt.parallel.plan import fingerprint, first_difference, make_plan
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, TpMode, whole
+from megatron_eopt.parallel.scheduler import Chunk, Part, Piece, Program, in_order, run, widest
 from megatron_eopt.parallel.schemes.whole import Job, Shapes, bring, cut_out, gather, hand_out
 from megatron_eopt.parallel.statistics import Statistics, Wanted, reduce_statistics
 from megatron_eopt.parallel.watched import Watched
@@ -51,7 +51,6 @@ class Parameter:
         layout: of the parameter, or of each matrix of a stack; None where its entries step each for itself.
         split: its logical matrices.
         iteration: what orthogonalizes these; None where nothing is orthogonalized.
-        scale: what multiplies an orthogonal factor, from the rows and columns of its matrix; None for 1.
         settings: what else is the same on all ranks that share it, by name: plain data.
         groups: of ranks that share a parameter without layout, by label.
         offloaded: bytes that this rank keeps of it in host memory.
@@ -62,7 +61,6 @@ class Parameter:
     layout: Layout | None = None
     split: Split = WHOLE
     iteration: NewtonSchulz | None = None
-    scale: Callable[[int, int], float] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
     offloaded: int = 0
@@ -121,7 +119,7 @@ class Engine:
         iterations = (p.iteration for p in parameters if p.iteration is not None)
         self._iterations = {each.name: replace(each, max_bytes=workspace.iteration) for each in iterations}
         self._rows: dict[int, LocalRows] = {}
-        self._plain: set[int] = set()
+        self._plain = set(range(len(parameters)))  # that are one matrix, or none, as they lie here
         self._of_matrix: list[tuple[int, Layout]] = []  # of each matrix of the plan its parameter and its layout
         planned = []
         for i, p in enumerate(parameters):
@@ -133,8 +131,8 @@ class Engine:
                     f"all matrices of its plan, or none; give this parameter another engine"
                 )
             self._rows[i] = local_rows(p.layout, p.split)
-            if p.split.is_whole and not p.layout.padding:
-                self._plain.add(i)
+            if not p.split.is_whole or p.layout.padding:
+                self._plain.discard(i)
             iteration = "" if p.iteration is None else p.iteration.name
             for part, each in zip(p.split.names(p.layout.shape[0]), split_layout(p.layout, p.split), strict=True):
                 name = f"{p.name}[{part}]" if part else p.name
@@ -147,7 +145,6 @@ class Engine:
         if self._iterations:
             numbers = [i for i, _ in self._of_matrix]
             self.plan = make_plan(planned, tp_mode, self.works, self.rates, workspace=workspace, parameters=numbers)
-        self._active: dict[tuple[int, ...], tuple[list[Matrix], list[float]]] = {}
         self._chunks: dict[tuple[int, ...], list[Chunk]] = {}
         self._products: Callable[[int], Products | None] = lambda rows: None  # by rows; chosen by prepare()
         self._room = workspace.for_chunks(largest_iteration(planned if self.works else (), self.works))
@@ -204,7 +201,7 @@ class Engine:
         return found
 
     def order(self, indices: Sequence[int]) -> list[list[int]]:
-        """Which parameters are in each chunk, in the order in which :meth:`factors` asks for their directions."""
+        """Which parameters are in each chunk, in the order in which :meth:`run` starts their programs."""
         return [[i for part in chunk.parts for i in part.parameters] for chunk in self._chunks_of(indices)]
 
     def agree(self, flags: Tensor) -> Tensor:
@@ -221,82 +218,73 @@ class Engine:
         """Whether this rank reports on its part of a parameter; an unshared one is reported once."""
         return self._first or self.shares(index)
 
-    def split(self, index: int, x: Tensor) -> list[Tensor]:
-        """This rank's shards of the logical matrices of a parameter, from its part ``x`` of the parameter."""
-        return self._rows[index].split(x)
-
-    def merge(self, index: int, shards: Sequence[Tensor]) -> Tensor:
-        """The inverse of :meth:`split`."""
-        return self._rows[index].merge(shards)
-
     def flat(self, indices: Sequence[int]) -> list[Matrix]:
         """The logical matrices of parameters, one parameter's after the other's."""
-        return self._of(indices)[0]
+        return [matrix for i in indices for matrix in self.matrices[i]]
 
-    def scales(self, indices: Sequence[int]) -> list[float]:
-        """What multiplies the orthogonal factors of these matrices."""
-        return self._of(indices)[1]
-
-    def split_all(self, indices: Sequence[int], updates: list[Tensor]) -> list[Tensor]:
+    def split(self, indices: Sequence[int], tensors: list[Tensor]) -> list[Tensor]:
         """This rank's shards of the logical matrices of parameters, in the order of :meth:`flat`.
 
-        The list of updates is emptied, so that each can be freed when it was worked on.
+        ``tensors`` are this rank's parts of the parameters, or what has their shapes. The list is emptied, so that each
+        can be freed when it was worked on.
         """
         if self._plain.issuperset(indices):
-            shards, updates[:] = list(updates), []
+            shards, tensors[:] = list(tensors), []
             return shards
-        shards = [shard for i, x in zip(indices, updates, strict=True) for shard in self.split(i, x)]
-        updates.clear()
+        shards = [shard for i, x in zip(indices, tensors, strict=True) for shard in self._split_one(i, x)]
+        tensors.clear()
         return shards
 
-    def merge_all(self, indices: Sequence[int], shards: Sequence[Tensor]) -> list[Tensor]:
-        """The inverse of :meth:`split_all`."""
+    def merge(self, indices: Sequence[int], shards: Sequence[Tensor]) -> list[Tensor]:
+        """The inverse of :meth:`split`."""
         if self._plain.issuperset(indices):
             return list(shards)
         each = iter(shards)
-        return [self.merge(i, list(islice(each, len(self.matrices[i])))) for i in indices]
+        return [self._rows[i].merge(list(islice(each, len(self.matrices[i])))) for i in indices]
 
-    def orthogonalize(self, shards: list[Tensor], indices: Sequence[int], scaled: bool = True) -> list[Tensor]:
-        """This rank's shards of the orthogonal factors of the logical matrices of parameters.
+    def orthogonalize(
+        self, indices: Sequence[int], shards: list[Tensor]
+    ) -> Generator[list[Tensor], list[Tensor], list[Tensor]]:
+        """Wait, in a program that :meth:`run` runs, for this rank's shards of the orthogonal factors of matrices.
 
         Args:
-            shards: of the matrices, in the order of :meth:`flat`. They are not written to, but the list is: each makes
-                room for its result, so that it can be freed.
-            indices: of the parameters, ascending. Of those that are shared with other ranks all ranks name the same.
-            scaled: whether factors are multiplied by the scales of their matrices.
+            indices: of the parameters, ascending.
+            shards: of their logical matrices, in the order of :meth:`flat`. They are not written to; the list is
+                emptied.
 
-        The result is ``shards``, now with new tensors of the same shapes and dtypes.
+        Returns:
+            New tensors of the same shapes, in the dtypes of the updates.
         """
-        matrices = self.flat(indices)
-        if len(shards) != len(matrices):
-            raise ValueError(f"the plan has {len(matrices)} matrices, got {len(shards)} shards")
-        numbers = iter(range(len(shards)))
-        at = {i: list(islice(numbers, len(self.matrices[i]))) for i in indices}
+        return (yield shards)
 
-        def directions(some: Sequence[int]) -> list[Tensor]:
-            return [shards[number] for i in some for number in at[i]]
-
-        for some, factors in self.factors(indices, directions, scaled):
-            for number, factor in zip(chain(*(at[i] for i in some)), factors, strict=True):
-                shards[number] = factor
-        return shards
-
-    def factors(
-        self, indices: Sequence[int], directions: Directions, scaled: bool = True
-    ) -> Iterator[tuple[tuple[int, ...], list[Tensor]]]:
-        """The same for as many parameters at a time as the workspace has room for.
+    def run(self, indices: Sequence[int], program: Callable[[Sequence[int]], Program]) -> None:
+        """Run programs for parameters, for as many at a time as the workspace has room for.
 
         Args:
-            indices: as in :meth:`orthogonalize`.
-            directions: what is orthogonalized of some of the parameters, in the order of :meth:`flat`; asked for each
-                parameter once, when it is its turn. It may keep nothing of them.
-            scaled: as in :meth:`orthogonalize`.
-
-        Yields:
-            Some of the parameters, as they were asked for, and this rank's shards of the factors of their matrices.
+            indices: of the parameters, ascending. Of those that are shared with other ranks all ranks name the same.
+            program: starts the program of some of them, which orthogonalizes once; called for each of them once.
         """
         # with no room one chunk at a time
-        return execute(self._chunks_of(indices), directions, self._room, scaled, self.watched)
+        run(self._chunks_of(indices), program, self._room, self.watched)
+
+    def factors(self, indices: Sequence[int], shards: list[Tensor]) -> list[Tensor]:
+        """The orthogonal factors of matrices, outside of programs; arguments as of :meth:`orthogonalize`.
+
+        The result is the list ``shards``, in which each shard made room for its factor.
+        """
+        numbers = iter(range(len(shards)))
+        at = {i: list(islice(numbers, len(self.matrices[i]))) for i in indices}
+        if len(shards) != (expected := len(self.flat(indices))):
+            raise ValueError(f"the plan has {expected} matrices, got {len(shards)} shards")
+
+        def program(some: Sequence[int]) -> Program:
+            numbers = [number for i in some for number in at[i]]
+            found = yield from self.orthogonalize(some, [shards[number] for number in numbers])
+            for number, factor in zip(numbers, found, strict=True):
+                shards[number] = factor
+
+        self.run(indices, program)
+        return shards
 
     def statistics(self, wanted: Sequence[Wanted]) -> list[Statistics]:
         """Statistics of logical matrices, with at most one all-reduce for each group; the same on all its ranks."""
@@ -346,17 +334,8 @@ class Engine:
             return hand_out(stacks, matrices, numbers, group)
         return lambda: [cut_out(x, each.rectangles[group.rank()]) for x, each in zip(stacks, matrices, strict=True)]
 
-    def _of(self, indices: Sequence[int]) -> tuple[list[Matrix], list[float]]:
-        """The logical matrices of some parameters as orthogonalized, and their scales."""
-        wanted = tuple(indices)
-        if wanted not in self._active:
-            if len(self._active) > _MOST_PLANS:
-                self._active.clear()
-            of_each = [(self._parameters[i].scale, matrix) for i in wanted for matrix in self.matrices[i]]
-            # the scale of a matrix without entries may divide by zero
-            scales = [1.0 if scale is None or 0 in m.shape else scale(*m.shape) for scale, m in of_each]
-            self._active[wanted] = [matrix for _, matrix in of_each], scales
-        return self._active[wanted]
+    def _split_one(self, index: int, x: Tensor) -> list[Tensor]:
+        return [x] if index in self._plain else self._rows[index].split(x)
 
     def _chunks_of(self, indices: Sequence[int]) -> list[Chunk]:
         wanted = tuple(indices)
@@ -408,13 +387,12 @@ class Engine:
 
     def _part(self, matrices: Mapping[int, Sequence[int]], stacked: Sequence[Sequence[int]]) -> Part:
         """Parameters with their ``matrices``, which are among those of buckets as they are ``stacked``."""
-        at, scales, pieces = {m: at for at, m in enumerate(chain(*matrices.values()))}, self.scales(list(matrices)), []
+        at, pieces = {m: at for at, m in enumerate(chain(*matrices.values()))}, []
         for bucket, of_bucket in enumerate(stacked):
             if rows := [row for row, m in enumerate(of_bucket) if m in at]:
                 own = [of_bucket[row] for row in rows]
-                of_own = [scales[at[m]] for m in own]
                 in_own, dtypes = [at[m] for m in own], [self._dtype(m) for m in own]
-                pieces.append(Piece(bucket, rows, in_own, self._shapes(own), of_own, dtypes))
+                pieces.append(Piece(bucket, rows, in_own, self._shapes(own), dtypes))
         return Part(tuple(matrices), pieces)
 
     def _dtype(self, matrix: int) -> torch.dtype:

@@ -197,4 +197,4 @@ def executed(plan, shards, groups, iterations, scale=scale):
         for i in bucket.matrices if bucket.scheme == "blockwise" else ():
             shape = layouts[i].rectangle.shape
             engine.matrices[i] = (replace(plan.matrices[i], shape=shape, rectangles=(whole(shape),), group=""),)
-    return engine.orthogonalize(shards, range(len(shards)))
+    return engine.factors(range(len(shards)), shards)

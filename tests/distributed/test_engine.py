@@ -41,10 +41,6 @@ def matrix_of(index, shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(index))
 
 
-def shaped(rows, cols):
-    return 1 + rows / cols
-
-
 def sharded(shape, dim, ranks):
     return Layout(shape, cut(shape, dim, ranks), dist.group.WORLD, "tp")
 
@@ -56,7 +52,7 @@ def mixed(ranks):
     """Parameters of which each kind has every iteration, in an order that mixes these."""
     lying = [on_one_rank(shape) if dim is None else sharded(shape, dim, ranks) for shape, dim in SHAPES]
     return [
-        Parameter(f"{number}.{copy}.{name}", F32, layout, iteration=iteration, scale=shaped)
+        Parameter(f"{number}.{copy}.{name}", F32, layout, iteration=iteration)
         for copy in range(2)
         for number, layout in enumerate(lying)
         for name, iteration in ITERATIONS.items()
@@ -66,7 +62,7 @@ def mixed(ranks):
 def factors_of(engine, parameters, rank, indices=None):
     indices = range(len(parameters)) if indices is None else indices
     shards = [part_of(matrix_of(i, parameters[i].layout.shape), parameters[i].layout.rectangle) for i in indices]
-    return engine.orthogonalize(shards, indices)
+    return engine.factors(indices, shards)
 
 
 def several_iterations(rank, ranks):
@@ -99,7 +95,7 @@ def test_several_iterations_are_one_plan(ranks):
                 zip(together, alone, parameters, strict=True)
             ):
                 assert torch.equal(actual, by_itself), (mode, i)
-                expected = ITERATIONS[name](matrix_of(i, shape)) * shaped(*shape)
+                expected = ITERATIONS[name](matrix_of(i, shape))
                 expected = expected if dim is None else part_of(expected, cut(shape, dim, ranks)[rank])
                 # as in test_schemes: with polar_express the Gram form is itself 1e-5 from the polynomial
                 assert (actual - expected).abs().max() <= 3e-5 * expected.abs().max(), (mode, i)
@@ -211,7 +207,7 @@ def with_and_without_layout(rank, ranks):
     """Parameters of both kinds in one engine: indices are those of all parameters."""
     group = dist.group.WORLD
     iteration = NewtonSchulz(fp32_matmul_prec="highest")
-    fused = Parameter("fused", F32, sharded((8, 30), 1, ranks), Split((Part("a", 3), Part("b", 5))), iteration, shaped)
+    fused = Parameter("fused", F32, sharded((8, 30), 1, ranks), Split((Part("a", 3), Part("b", 5))), iteration)
     vector = Parameter("vector", F32, groups={"tp": group})
     own = Parameter("own", F32)
     plain = Parameter("plain", F32, sharded((8, 30), 1, ranks), iteration=iteration)
@@ -219,17 +215,16 @@ def with_and_without_layout(rank, ranks):
     engine.prepare("torch")
     assert [len(matrices) for matrices in engine.matrices] == [0, 2, 0, 1]
     assert [matrix.shape for matrix in engine.flat([1, 3])] == [(3, 30), (5, 30), (8, 30)]
-    assert engine.scales([1, 3]) == [shaped(3, 30), shaped(5, 30), 1.0]
     assert [engine.shares(i) for i in range(4)] == [True, True, False, True]
     assert engine.agree(torch.full((1, 4), rank)).tolist() == [[0, 0, rank, 0]]
     x = matrix_of(0, (8, 30))
     shard = part_of(x, fused.layout.rectangle)
-    assert torch.equal(engine.merge(1, engine.split(1, shard)), shard)
-    shards = engine.split_all([1, 3], [shard, shard])
+    assert torch.equal(engine.merge([1], engine.split([1], [shard]))[0], shard)
+    shards = engine.split([1, 3], [shard, shard])
     assert [len(each) for each in shards] == [3, 5, 8]
-    assert all(map(torch.equal, engine.merge_all([1, 3], shards), [shard, shard]))
-    expected = [shaped(3, 30) * iteration(x[:3]), shaped(5, 30) * iteration(x[3:]), iteration(x)]
-    for actual, of_whole in zip(engine.orthogonalize(shards, [1, 3]), expected, strict=True):
+    assert all(map(torch.equal, engine.merge([1, 3], shards), [shard, shard]))
+    expected = [iteration(x[:3]), iteration(x[3:]), iteration(x)]
+    for actual, of_whole in zip(engine.factors([1, 3], shards), expected, strict=True):
         of_rank = of_whole[:, fused.layout.rectangle.left : fused.layout.rectangle.right]
         torch.testing.assert_close(actual, of_rank, rtol=1e-5, atol=1e-5)
     return True
@@ -260,7 +255,7 @@ def blockwise(rank, ranks):
     engine.prepare("torch")
     shards = [part_of(matrix_of(0, (40, 40)), layout.rectangle) for layout in layouts]
     expected = [iteration(shard) for shard in shards]
-    return all(map(torch.equal, engine.orthogonalize(shards, [0, 1]), expected))
+    return all(map(torch.equal, engine.factors([0, 1], shards), expected))
 
 
 def test_each_shard_gets_the_iteration_of_its_shape():

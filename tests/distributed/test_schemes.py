@@ -227,4 +227,4 @@ def test_a_shard_for_every_matrix():
     engine = Engine([Parameter("a", torch.float32, on_one_rank((4, 4)), iteration=NewtonSchulz())], torch.device("cpu"))
     engine.prepare()
     with pytest.raises(ValueError, match="1 matrices, got 0 shards"):
-        engine.orthogonalize([], [0])
+        engine.factors([0], [])

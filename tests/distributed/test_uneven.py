@@ -61,8 +61,8 @@ def updates_of(seed, parameters):
 def factors_of(engine, updates, indices):
     """This rank's part of each parameter, by number."""
     parts = [part_of(updates[i], engine._parameters[i].layout.rectangle) for i in indices]
-    factors = engine.orthogonalize(engine.split_all(indices, parts), indices)
-    return dict(zip(indices, engine.merge_all(indices, factors), strict=True))
+    factors = engine.factors(indices, engine.split(indices, parts))
+    return dict(zip(indices, engine.merge(indices, factors), strict=True))
 
 
 def masked(parameters):

@@ -7,7 +7,8 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import MuonHyperball as Theirs
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.hyperball import MuonHyperball
+from megatron_eopt.optimizers.chunk import Chunk
+from megatron_eopt.optimizers.hyperball import MuonHyperball, rotate
 from megatron_eopt.parallel import statistics
 from tests.distributed.test_statistics import allocations
 from tests.optimizers.field import SHAPES, TOLERANCE, assert_close, assert_close_in_bf16, factor, gradient, matrix, run
@@ -181,6 +182,10 @@ def test_a_matrix_without_a_norm_is_refused_before_anything_changes(value, norm)
     assert not opt.state[p]["momentum_buffer"].any()
 
 
+def chunk_of(optimizer):
+    return Chunk(optimizer._batches(torch.ones(1)), [0], [1.0])
+
+
 @torch.no_grad()
 def test_a_large_matrix_moves_by_pieces(tmp_path, monkeypatch):
     p, q = matrix(150, 100), matrix(150, 100)
@@ -188,10 +193,10 @@ def test_a_large_matrix_moves_by_pieces(tmp_path, monkeypatch):
     run(whole, p, [0])
     run(cut, q, [0])
     update = torch.randn(150, 100, generator=torch.Generator().manual_seed(1))
-    whole.apply(whole._batches(torch.ones(1)), [update])
+    rotate(chunk_of(whole), whole.engine, [update])
     for module in (foreach, statistics):
         monkeypatch.setattr(module, "MOST_BYTES", 2**14)  # of 60,000
-    bytes_of_each, _ = allocations(lambda: cut.apply(cut._batches(torch.ones(1)), [update]), tmp_path / "trace.json")
+    bytes_of_each, _ = allocations(lambda: rotate(chunk_of(cut), cut.engine, [update]), tmp_path / "trace.json")
     assert max(bytes_of_each) <= 2**14
     assert_close(q.detach(), p.detach().double(), 1e-6)
 

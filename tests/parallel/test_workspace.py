@@ -74,6 +74,11 @@ def test_a_step_takes_no_more_than_its_workspace(fake_group, monkeypatch, mode, 
     assert peak <= step_bytes(engine.plan, engine.works, engine.workspace)
 
 
+def orthogonalizing(shards):
+    """A program that frees the factors."""
+    assert len((yield list(shards))) == len(shards)
+
+
 @pytest.mark.parametrize("workspace", [2**25, 2**31])
 def test_nor_where_shards_differ_from_matrix_to_matrix(fake_group, workspace):
     shapes = [(2816, 2048), (2048, 1408)] * 16
@@ -83,9 +88,7 @@ def test_nor_where_shards_differ_from_matrix_to_matrix(fake_group, workspace):
     with FakeTensorMode():
         shards = [torch.empty(each.rectangle.shape, dtype=torch.bfloat16) for each in layouts]
         with Allocations() as allocated:
-            for some, factors in engine.factors(range(len(shards)), lambda some: [shards[i] for i in some]):
-                assert len(some) == len(factors)
-                del factors
+            engine.run(range(len(shards)), lambda some: orthogonalizing([shards[i] for i in some]))
     assert (len({bucket.chunk for bucket in engine.plan.buckets}) > 1) == (workspace < 2**31)
     assert allocated.peak <= step_bytes(engine.plan, engine.works, engine.workspace)
 

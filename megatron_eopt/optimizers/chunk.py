@@ -1,0 +1,137 @@
+"""What a program works on: the parameters of a chunk, group by group, and its lines that change them.
+
+The lines are multi-tensor operations over all parameters of a group: see :mod:`~megatron_eopt.optimizers.foreach`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.optimizers import foreach
+from megatron_eopt.optimizers.foreach import Mask, MomentumRule, Tensors
+from megatron_eopt.optimizers.group_settings import MOMENTUM_STEPS, DecayMethod, Scalar, decay_power
+from megatron_eopt.optimizers.rounding import Numbered, store
+from megatron_eopt.parallel.engine import Engine
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step works on of one group of parameters, gathered once."""
+
+    indices: list[int]  # of the parameters, among all of the optimizer
+    parameters: list[Tensor]  # in the order of the group
+    weights: list[Tensor]  # this rank's part of each of them
+    momenta: list[Tensor]  # of each momentum
+    gradients: list[Tensor]  # of each gradient; chosen() has them in the dtype of averages
+    further: list[list[Tensor]]  # of what else is kept of each parameter and changed in a step
+    settings: dict[str, Any]  # of the group
+    lr: Scalar
+    beta: float  # of the momentum in this step
+    nesterov: bool
+    weight_decay: Scalar
+    decay_method: DecayMethod
+    accepted: Mask = None
+    rounded: list[Numbered] | None = None  # the entries of momenta in bf16, whose random bits follow from them
+
+    @property
+    def decays(self) -> bool:
+        """Whether there is a weight decay; of one that is a tensor a device would have to be asked."""
+        return isinstance(self.weight_decay, Tensor) or self.weight_decay != 0
+
+    def flag(self, index: int) -> Tensor | bool:
+        """Whether one of the parameters steps."""
+        return True if self.accepted is None else self.accepted[index]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The parameters that a program works on, a batch of each group."""
+
+    batches: list[Batch]
+    indices: Sequence[int]  # of the parameters, ascending
+    scales: list[float]  # what multiplies the orthogonal factor of each of their logical matrices
+    watch: Callable[[Sequence[int], Tensors], None] | None = None  # is shown the updates of logical matrices
+
+
+def chosen(batches: Sequence[Batch], parameters: Sequence[int] | None = None) -> list[Batch]:
+    """The batches of some of their parameters, by default of all, with gradients in the dtype of the momenta.
+
+    Where momenta are kept in one of fewer bits than the weights, it is that of the weights.
+    """
+    found, wanted = list(batches), None if parameters is None else set(parameters)
+    if wanted is not None and len(wanted) < sum(len(batch.indices) for batch in batches):
+        found = [_subset(b, at) for b in batches if (at := [n for n, i in enumerate(b.indices) if i in wanted])]
+    for number, batch in enumerate(found):
+        kept = zip(batch.momenta, batch.weights, strict=True)
+        dtypes = [m.dtype if m.dtype == w.dtype else torch.promote_types(m.dtype, w.dtype) for m, w in kept]
+        pairs = list(zip(batch.gradients, dtypes, strict=True))
+        if any(g.dtype != dtype for g, dtype in pairs):
+            found[number] = replace(batch, gradients=[g.to(dtype) for g, dtype in pairs])
+    return found
+
+
+def _subset(batch: Batch, at: Sequence[int]) -> Batch:
+    lists = ("indices", "parameters", "weights", "momenta", "gradients", "further", "rounded")
+    own = {name: of_all for name in lists if (of_all := getattr(batch, name)) is not None}
+    changed: dict[str, Any] = {name: [of_all[n] for n in at] for name, of_all in own.items()}
+    if batch.accepted is not None:
+        each = batch.accepted.unbind()
+        changed["accepted"] = torch.stack([each[n] for n in at])
+    return replace(batch, **changed)
+
+
+def with_gradients(chunk: Chunk, gradients: Tensors) -> Chunk:
+    """The chunk with other gradients, of all parameters."""
+    of_parameters = iter(gradients)
+    batches = [replace(batch, gradients=list(islice(of_parameters, len(batch.indices)))) for batch in chunk.batches]
+    return replace(chunk, batches=batches)
+
+
+def decay(chunk: Chunk) -> None:
+    """``p -= lr * weight_decay * p``, or by another method; ``l2`` changes no parameter."""
+    for batch in chunk.batches:
+        if batch.decays and batch.decay_method != "l2":
+            factor = 1 - decay_power(batch.lr, batch.decay_method) * batch.weight_decay
+            foreach.scale(batch.weights, factor, batch.accepted)
+
+
+def momentum(chunk: Chunk, rule: MomentumRule = foreach.average) -> list[Tensor]:
+    """``m += (1 - beta) (g - m)``, or another rule; returns the momenta after the look-ahead, of all parameters.
+
+    Without Nesterov's look-ahead they may be the momenta themselves. With L2 decay ``g + weight_decay * p`` takes the
+    place of ``g``. Momenta in bf16 are averaged, and looked ahead from, in fp32.
+    """
+    updates = list[Tensor]()
+    for batch in chunk.batches:
+        momenta, gradients = batch.momenta, batch.gradients
+        if batch.rounded is not None:
+            momenta, gradients = ([x.float() for x in each] for each in (momenta, gradients))
+        if batch.decays and batch.decay_method == "l2":
+            gradients = foreach.with_decay(gradients, batch.weights, batch.weight_decay)
+        found = rule(momenta, gradients, batch.beta, batch.nesterov, batch.accepted)
+        if batch.rounded is not None:
+            store(batch.momenta, momenta, batch.rounded, batch.settings[MOMENTUM_STEPS])
+            found = [x.to(weight.dtype) for x, weight in zip(found, batch.weights, strict=True)]
+        updates += found
+    return updates
+
+
+def scaled(factors: list[Tensor], scales: Sequence[float]) -> list[Tensor]:
+    """``s O`` of each logical matrix, in place."""
+    if any(each != 1 for each in scales):
+        torch._foreach_mul_(factors, list(scales))
+    return factors
+
+
+def subtract(chunk: Chunk, engine: Engine, updates: Sequence[Tensor]) -> None:
+    """``p -= lr * update`` of each parameter, from the updates of logical matrices."""
+    if chunk.watch is not None:
+        chunk.watch(chunk.indices, updates)
+    merged = iter(engine.merge(chunk.indices, updates))
+    for batch in chunk.batches:
+        of_batch = [x.view(weight.shape) for x, weight in zip(merged, batch.weights, strict=False)]
+        foreach.subtract(batch.weights, of_batch, batch.lr, batch.accepted)

@@ -133,5 +133,5 @@ def subtract(chunk: Chunk, engine: Engine, updates: Sequence[Tensor]) -> None:
         chunk.watch(chunk.indices, updates)
     merged = iter(engine.merge(chunk.indices, updates))
     for batch in chunk.batches:
-        of_batch = [x.view(weight.shape) for x, weight in zip(merged, batch.weights, strict=False)]
+        of_batch = [x.view(weight.shape) for weight, x in zip(batch.weights, merged, strict=False)]
         foreach.subtract(batch.weights, of_batch, batch.lr, batch.accepted)

@@ -187,7 +187,7 @@ def executed(plan, shards, groups, iterations, scale=scale):
         for each in plan.matrices
     ]
     parameters = [
-        Parameter(str(i), shard.dtype, layout, iteration=iteration, scale=scale)
+        Parameter(str(i), shard.dtype, layout, iteration=iteration)
         for i, (shard, layout, iteration) in enumerate(zip(shards, layouts, of_matrices, strict=True))
     ]
     engine = Engine(parameters, shards[0].device)
@@ -197,4 +197,6 @@ def executed(plan, shards, groups, iterations, scale=scale):
         for i in bucket.matrices if bucket.scheme == "blockwise" else ():
             shape = layouts[i].rectangle.shape
             engine.matrices[i] = (replace(plan.matrices[i], shape=shape, rectangles=(whole(shape),), group=""),)
-    return engine.factors(range(len(shards)), shards)
+    scales = [scale(*matrix.shape) for matrix in engine.flat(range(len(shards)))]
+    factors = engine.factors(range(len(shards)), shards)
+    return [x.mul_(each) for x, each in zip(factors, scales, strict=True)]

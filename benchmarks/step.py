@@ -99,7 +99,7 @@ def counted_step(
         groups: Any = SimpleNamespace(tp=group, expt_tp=None)
         optimizer = optimizer(parameters, pg_collection=groups, tp_mode=mode, workspace=workspace)
         optimizer.init_state()
-        optimizer._engine = optimizer.proposed()
+        optimizer._session.plans.engine = optimizer.proposed()
         accepted: Tensor = torch.empty(len(parameters), dtype=torch.bool)
         batches = optimizer._batches(accepted, masked=True)
         with torch.no_grad(), Allocations() as allocated:

@@ -34,7 +34,7 @@ def check_steps(
     step, proven, looked = optimizer.step, False, False
     counting = [each for each in torch_optimizers(optimizer) if isinstance(each, BaseOptimizer)]
     for each in counting:  # a rank may have nothing of any gradient, and the count below tells what is missing
-        each._warns_without_gradients = False
+        each._session.warns_without_gradients = False
 
     @functools.wraps(step)
     def checked_step(*args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from math import prod
-from types import MappingProxyType
 from typing import Any, Literal, Self, overload
 
 import torch
@@ -18,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.matrices import WHOLE, Split, check_split_shapes, declared_split, is_transposed, split_of
 from megatron_eopt.optimizers import group_settings
-from megatron_eopt.optimizers.first_step import note_others, warn_of_fp16
+from megatron_eopt.optimizers.first_step import note_others, warn_of_fp16, warned_of_unmarked
 from megatron_eopt.optimizers.nonfinite import NonFinite, check_gradients, warned_without_gradients
 from megatron_eopt.optimizers.offload import host_zeros, on_host
 from megatron_eopt.optimizers.parameters import (
@@ -34,12 +33,13 @@ from megatron_eopt.optimizers.parameters import (
     scale_rows,
     sharing_groups,
 )
+from megatron_eopt.optimizers.session import Plans, Session, packed, unpacked
 from megatron_eopt.optimizers.state import STATE_OF, StateTensor, check_placements, check_shape, check_writer, zeros
 from megatron_eopt.orthogonalize.choices import check_arguments
 from megatron_eopt.orthogonalize.timing import times
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.engine import Engine, Parameter
-from megatron_eopt.parallel.layout import Layout, is_sharded, split_layout
+from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.plan import validate_tp_mode
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.parallel.watched import Watched
@@ -49,9 +49,8 @@ logger = logging.getLogger(__name__)
 
 # Settings of a group without which a resumed run is not bit-equal: the kernel, and the rates of the plan.
 KERNEL, RATES = "symmetric_products", "plan_rates"
-# Attributes that describe fused projections, and those of an optimizer that are made anew where one is set.
+# Attributes that describe fused projections.
 _SPLIT = frozenset({"split_qkv", "is_qkv_fn", "qkv_split_shapes"})
-_MADE = ("_engine", "_ends", "_further_keys", "_graphed", "_plans")
 
 
 class BaseOptimizer(Optimizer):
@@ -93,23 +92,7 @@ class BaseOptimizer(Optimizer):
     keeps_directions: bool = False  # whether update() needs what was orthogonalized
     offload_fraction: float = 0.0  # of the state that has the shape of its parameter: the share in host memory
 
-    # These are on the class, because torch leaves the attributes of an optimizer out of its pickles and copies.
-    _engine: Engine | None = None
-    _engine_of: object = None
-    _nonfinite: NonFinite | None = None
-    _group_by_parameter: dict[Tensor, dict[str, Any]] | None = None
-    _ends: dict[Tensor, list[str]] | None = None
-    _offloaded: dict[Tensor, bool] | None = None
-    _watched: Watched | None = None
-    _beside: Mapping[str, Any] = MappingProxyType({})  # settings of an optimizer that steps beside this one
-    _told: bool = False  # of unmarked parameters
-    _noted: frozenset[Any] = frozenset()  # names of settings of groups that were looked at
-    _scalable: bool = False  # whether a GradScaler has been checked
-    _warns_without_gradients: bool = True  # until it has; Megatron's first step says more
-    _looks: bool | None = None  # whether the next step looks for other optimizers; None before the first one
-    _changing: bool = False  # whether a step changes parameters and state, or an exception ended it while it did
-    _ended_by: str = ""  # the name of that exception
-    _also: Callable[[], None] | None = None  # what else belongs to a step, as that of AdamW to Muon's
+    _session: Session
 
     def __new__(cls, *args: Any, **named: Any) -> Self:
         """Refuse arguments that the constructor does not take, and flags that are no bools."""
@@ -119,7 +102,9 @@ class BaseOptimizer(Optimizer):
         unused = [key for key in ("is_qkv_fn", "qkv_split_shapes") if given.get(key) is not None]
         if unused and "split_qkv" not in given and cls.__module__.startswith(f"{group_settings.OURS}."):
             group_settings.warn(f"{cls.__name__}: {' and '.join(unused)} have no effect without split_qkv=True")
-        return super().__new__(cls)
+        made = super().__new__(cls)
+        vars(made)["_session"] = Session()  # of a copy, too
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled and copied: torch's part, and the attributes of this object but those that start with ``_``.
@@ -127,12 +112,11 @@ class BaseOptimizer(Optimizer):
         A copy shares the process groups; they cannot be pickled.
         """
         self.refuse_half_step()
-        own = {key: value for key, value in vars(self).items() if not key.startswith("_")}
-        return {key: _shared(value) for key, value in own.items()} | super().__getstate__()
+        return packed(vars(self)) | super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`__getstate__` gave, or what ``load_state_dict`` loads."""
-        super().__setstate__({key: x.value if isinstance(x, _Shared) else x for key, x in state.items()})
+        super().__setstate__(unpacked(state))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; what a step is planned by is checked first, and in force in the next step."""
@@ -146,8 +130,8 @@ class BaseOptimizer(Optimizer):
             super().__setattr__(name, value)
             if name in _SPLIT:
                 self._set_split(self.split_qkv, self.is_qkv_fn, self.qkv_split_shapes)
-            for made in _MADE:
-                vars(self).pop(made, None)
+            vars(self).pop("_plans", None)
+            self._session = replace(self._session, plans=Plans())
             self.param_groups = []
             for group in groups:
                 self.add_param_group(group)  # which checks it
@@ -157,7 +141,7 @@ class BaseOptimizer(Optimizer):
             vars(self).update(before)
             raise
         # others may hold the list, and skipped steps stay counted
-        self.param_groups, self._nonfinite = groups, before.get("_nonfinite")
+        self.param_groups, self._session.nonfinite = groups, before["_session"].nonfinite
 
     # What a subclass says.
 
@@ -171,7 +155,10 @@ class BaseOptimizer(Optimizer):
 
     @abstractmethod
     def _take(self, accepted: Tensor) -> None:
-        """Make the step, of the parameters for which ``accepted``, on their device, is True."""
+        """Make the step, of the parameters for which ``accepted``, on their device, is True.
+
+        ``_session.changing`` is set before parameters or state are changed.
+        """
 
     def settings(self) -> dict[str, Any]:
         """What a checkpoint says of this optimizer to those who read it: plain values alone."""
@@ -264,19 +251,19 @@ class BaseOptimizer(Optimizer):
 
     def key_ends(self, parameter: Tensor) -> list[str]:
         """What the state keys of each logical matrix end with: nothing where the parameter is one matrix."""
-        self._ends = {} if self._ends is None else self._ends
-        if parameter not in self._ends:  # asked in every step, and a parameter may be many heads
+        known = self._session.plans.key_ends
+        if parameter not in known:  # asked in every step, and a parameter may be many heads
             whole = self.split_of(parameter).is_whole
-            self._ends[parameter] = [""] if whole else [f"_{i}" for i, _ in enumerate(self.matrix_layouts(parameter))]
-        return self._ends[parameter]
+            known[parameter] = [""] if whole else [f"_{i}" for i, _ in enumerate(self.matrix_layouts(parameter))]
+        return known[parameter]
 
     def group_of(self, parameter: Tensor) -> dict[str, Any]:
         """The group of a parameter."""
-        found = (self._group_by_parameter or {}).get(parameter)
+        found = self._session.group_of.get(parameter)
         # a load makes other groups, and Megatron replaces parameters by its fp32 copies
         if found is None or not any(found is group for group in self.param_groups):
-            self._group_by_parameter = {p: group for group in self.param_groups for p in group["params"]}
-            found = self._group_by_parameter[parameter]
+            self._session.group_of = {p: group for group in self.param_groups for p in group["params"]}
+            found = self._session.group_of[parameter]
         return found
 
     @property
@@ -331,8 +318,8 @@ class BaseOptimizer(Optimizer):
             ValueError: for a parameter that the optimizer cannot have, or a setting out of its range.
         """
         super().add_param_group(param_group)
-        self._engine = self._nonfinite = None
-        self._scalable = False
+        self._session.plans.engine = self._session.nonfinite = None
+        self._session.scalable = False
         try:
             check_distinct(type(self).__name__, self.param_groups)
             self._check_settings(self.param_groups[-1])
@@ -348,8 +335,8 @@ class BaseOptimizer(Optimizer):
         known = {"params", STATE_OF, "momentum", "nesterov", *self.defaults, *self.settings_of_groups()}
         known = (known | self.carried_settings) - self.users_settings
         of_others = group_settings.settings_below(BaseOptimizer) - self.users_settings
-        new = group.keys() - self._noted
-        self._noted |= new
+        new = group.keys() - self._session.noted
+        self._session.noted |= new
         group_settings.note_names(type(self).__name__, new, known, of_others)
 
     @classmethod
@@ -387,11 +374,12 @@ class BaseOptimizer(Optimizer):
         """Whether what is kept of a parameter in its shape is in host memory; the same on all ranks that share it."""
         if not self.offload_fraction:
             return False
-        if self._offloaded is None or parameter not in self._offloaded:
+        known = self._session.offloaded
+        if parameter not in known:
             parameters = self._parameters()
             sizes = [self._bytes_of_entry(p) * sum(prod(x.shape) for x in self.matrix_layouts(p)) for p in parameters]
-            self._offloaded = dict(zip(parameters, on_host(sizes, self.offload_fraction), strict=True))
-        return self._offloaded.get(parameter, False)
+            known |= zip(parameters, on_host(sizes, self.offload_fraction), strict=True)
+        return known.get(parameter, False)
 
     def _keeps_on_host(self, parameter: Tensor, tensor: StateTensor) -> bool:
         return tensor.dims is None and self.on_host(parameter)
@@ -465,7 +453,7 @@ class BaseOptimizer(Optimizer):
         super().load_state_dict({**state_dict, "state": others})
         if other and (not dist.is_initialized() or dist.get_rank() == 0):
             logger.warning(f"{type(self).__name__} converts the state that it loads: {', '.join(sorted(other))}")
-        self._engine = None
+        self._session.plans.engine = None
         for parameter, state in states:
             for tensor in self.state_tensors(parameter):
                 if self._keeps_on_host(parameter, tensor):
@@ -475,7 +463,7 @@ class BaseOptimizer(Optimizer):
                 elif tensor.dtype not in (None, parameter.dtype):  # to which torch casts what it loads
                     own = state[tensor.key].detach().clone().to(local(parameter).device, tensor.dtype)
                     self.state[parameter][tensor.key] = own
-        self._changing = False
+        self._session.changing = False
 
     def check_writer(self, state_dict: dict[str, Any]) -> None:
         """Refuse a state of another optimizer; users' subclasses and their base load each other."""
@@ -490,9 +478,9 @@ class BaseOptimizer(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """False: torch's GradScaler, which asks in each step, unscales gradients and leaves steps out itself."""
-        if not self._scalable:
+        if not self._session.scalable:
             check_scalable(self.param_groups, self.pg_collection)
-            self._scalable = True
+            self._session.scalable = True
         return False
 
     def proposed(self) -> Engine:
@@ -513,7 +501,7 @@ class BaseOptimizer(Optimizer):
         known = sorted(self.settings_of_groups().keys() | self.defaults.keys())
         found: dict[Tensor, dict[str, Any]] = {}
         for group in self.param_groups:
-            own = {**self._beside, **self.settings(), **{key: group[key] for key in known if key in group}}
+            own = {**self._session.beside, **self.settings(), **{key: group[key] for key in known if key in group}}
             left_out = {"coefficients", *self.users_settings}  # the plan has the coefficients
             found |= dict.fromkeys(
                 group["params"], group_settings.plain({k: x for k, x in own.items() if k not in left_out})
@@ -531,8 +519,9 @@ class BaseOptimizer(Optimizer):
         or a setting that differs between ranks, and parameters on several devices, are a ``ValueError``. Settings that
         change later, as rates do, are not compared again.
         """
-        wanted = self._planned_settings()
-        if self._engine is None or self._engine_of != wanted:
+        wanted, session = self._planned_settings(), self._session
+        plans, parameters = session.plans, self._parameters()
+        if plans.engine is None or plans.engine_of != wanted:
             engine = self.proposed()
             kernel = engine.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
             for group in self.param_groups if kernel is not None else ():
@@ -540,40 +529,25 @@ class BaseOptimizer(Optimizer):
                 if RATES in self.carried_settings:
                     group[RATES] = asdict(engine.rates)
             # shards that are taken for matrices step each by itself
-            self._agree = engine.agree if engine.groups and self.tp_mode != "blockwise" else None
-            self._engine, self._engine_of = engine, wanted
-            self._tell_unmarked(engine)
-        if self._nonfinite is None and self._parameters():
-            devices = sorted({str(parameter.device) for parameter in self._parameters()})
+            plans.agree = engine.agree if engine.groups and self.tp_mode != "blockwise" else None
+            plans.engine, plans.engine_of = engine, wanted
+            tp: ProcessGroup | None = getattr(self.pg_collection, "tp", None)
+            if tp is not None and tp.size() > 1 and self.tp_mode != "blockwise" and not session.told_unmarked:
+                unmarked = warned_of_unmarked(type(self).__name__, self._names(), parameters, engine.matrices, tp)
+                session.told_unmarked = unmarked
+        if session.nonfinite is None and parameters:
+            devices = sorted({str(parameter.device) for parameter in parameters})
             if len(devices) > 1:
                 raise ValueError(f"{type(self).__name__} steps on one device, but its parameters are on {devices}")
-            self._nonfinite = NonFinite(self._names(), torch.device(devices[0]))
-        return self._engine
-
-    def _tell_unmarked(self, engine: Engine) -> None:
-        """Warn, once, of parameters with a ``partition_dim`` that count as whole, though nothing says that they are.
-
-        Megatron says it of all, and of Transformer Engine's: ``tensor_model_parallel`` is True or False.
-        """
-        tp: ProcessGroup | None = getattr(self.pg_collection, "tp", None)
-        if self._told or self.tp_mode == "blockwise" or tp is None or tp.size() == 1:
-            return
-        each = zip(self._names(), self._parameters(), engine.matrices, strict=True)
-        claiming = [(name, p) for name, p, own in each if own and p.ndim > 1 and getattr(p, "partition_dim", -1) >= 0]
-        names = [name for name, p in claiming if not is_sharded(p) and not hasattr(p, "tensor_model_parallel")]
-        self._told = bool(names)
-        if names and tp.rank() == 0:
-            logger.warning(
-                f"{type(self).__name__}: {', '.join(names)} have a partition_dim and no "
-                f"tensor_model_parallel, so each of the {tp.size()} tensor-parallel ranks takes its own for a whole "
-                f"matrix: set tensor_model_parallel = True on a shard, False on what is whole"
-            )
+            session.nonfinite = NonFinite(self._names(), torch.device(devices[0]))
+        return plans.engine
 
     @property
     def engine(self) -> Engine:
         """What :meth:`prepare` made."""
-        assert self._engine is not None, "all ranks call prepare() before"
-        return self._engine
+        engine = self._session.plans.engine
+        assert engine is not None, "all ranks call prepare() before"
+        return engine
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -602,37 +576,41 @@ class BaseOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parameters = self._parameters()
+        parameters, session = self._parameters(), self._session
         if not parameters:
             return loss
-        for group in self.param_groups:
+        checked = group_settings.seen(self.param_groups)
+        changed = checked != session.checked  # schedulers change settings between steps
+        for group in self.param_groups if changed else ():
             self._check_settings(group)
         self._check_gradients(parameters)
-        if parameters[0].grad is None and self._warns_without_gradients:
-            self._warns_without_gradients = not warned_without_gradients(type(self).__name__, parameters)
-        engine = self.prepare()
-        if self._looks is not False:
+        if parameters[0].grad is None and session.warns_without_gradients:
+            session.warns_without_gradients = not warned_without_gradients(type(self).__name__, parameters)
+        engine = session.plans.engine
+        if changed or engine is None:
+            engine = self.prepare()
+            session.checked = group_settings.seen(self.param_groups)
+        if session.looks is not False:
             self._look(parameters)
-        engine.watched = self._watched
-        assert self._nonfinite is not None  # prepared, too
+        engine.watched = session.watched
+        assert session.nonfinite is not None  # prepared, too
         gradients = [local(p.grad) if isinstance(p.grad, DTensor) else p.grad for p in parameters]
-        accepted = self._nonfinite.accept(gradients, self._agree)
-        vars(self).update(_changing=True, _ended_by="an exception")  # unless _take() knows that nothing has changed yet
+        accepted = session.nonfinite.accept(gradients, session.plans.agree)
         try:
             self._take(accepted)
-            if self._also is not None:
-                self._also()
+            if session.also is not None:
+                session.also()
         except BaseException as error:
-            self._ended_by = type(error).__name__
+            session.ended_by = type(error).__name__
             raise
-        self._changing = False
+        session.changing = False
         return loss
 
     def refuse_half_step(self) -> None:
         """Raise a ``RuntimeError`` if the last step ended while it changed parameters or state."""
-        if self._changing:
+        if self._session.changing:
             raise RuntimeError(
-                f"{type(self).__name__}: {self._ended_by} ended the last step while it changed "
+                f"{type(self).__name__}: {self._session.ended_by} ended the last step while it changed "
                 f"weights and state: some may have advanced, others not, and another step would apply gradients twice. "
                 f"Load both from a checkpoint (the optimizer's load_state_dict() leaves weights as they are), or build "
                 f"the optimizer anew, to go on from these weights with fresh state"
@@ -641,37 +619,16 @@ class BaseOptimizer(Optimizer):
     def _look(self, parameters: Sequence[Tensor]) -> None:
         """Say what is wrong with parameters that are stepped, the first time and where another optimizer has come."""
         names = self._names()
-        if self._looks is None:
+        if self._session.looks is None:
             warn_of_fp16(names, parameters)
         for other in note_others(self, names, parameters):
-            other._looks = True
-        self._looks = False
+            other._session.looks = True
+        self._session.looks = False
 
     def watch(self, watched: Watched | None) -> None:
         """Let the next steps tell what they do, or no longer."""
-        self._watched = watched
+        self._session.watched = watched
 
     def skipped_steps(self) -> dict[str, int]:
         """Parameter -> steps left out because its gradient or update was not finite. Waits for the device."""
-        return {} if self._nonfinite is None else self._nonfinite.total
-
-
-class _Shared:
-    """Process groups on their way into a copy, which shares them."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Shared":
-        return self
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "an optimizer with process groups cannot be pickled, since they belong to this process: save its "
-            "state_dict(), and load it into an optimizer that is built with the groups of the new process"
-        )
-
-
-def _shared(value: Any) -> Any:
-    groups = vars(value).values() if hasattr(value, "__dict__") else ()
-    return _Shared(value) if any(isinstance(each, ProcessGroup) for each in (value, *groups)) else value
+        return {} if self._session.nonfinite is None else self._session.nonfinite.total

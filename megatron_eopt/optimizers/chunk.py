@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.foreach import Mask, MomentumRule, Tensors
-from megatron_eopt.optimizers.group_settings import MOMENTUM_STEPS, DecayMethod, Scalar, decay_power
+from megatron_eopt.optimizers.group_settings import MOMENTUM_STEPS, DecayMethod, Scalar
 from megatron_eopt.optimizers.rounding import Numbered, store
 from megatron_eopt.parallel.engine import Engine
 
@@ -33,14 +33,10 @@ class Batch:
     beta: float  # of the momentum in this step
     nesterov: bool
     weight_decay: Scalar
+    decays: bool  # whether there is a weight decay; a tensor may be one, since no device is asked
     decay_method: DecayMethod
     accepted: Mask = None
     rounded: list[Numbered] | None = None  # the entries of momenta in bf16, whose random bits follow from them
-
-    @property
-    def decays(self) -> bool:
-        """Whether there is a weight decay; of one that is a tensor a device would have to be asked."""
-        return isinstance(self.weight_decay, Tensor) or self.weight_decay != 0
 
     def flag(self, index: int) -> Tensor | bool:
         """Whether one of the parameters steps."""
@@ -95,7 +91,7 @@ def decay(chunk: Chunk) -> None:
     """``p -= lr * weight_decay * p``, or by another method; ``l2`` changes no parameter."""
     for batch in chunk.batches:
         if batch.decays and batch.decay_method != "l2":
-            factor = 1 - decay_power(batch.lr, batch.decay_method) * batch.weight_decay
+            factor = 1 - foreach.decay_power(batch.lr, batch.decay_method) * batch.weight_decay
             foreach.scale(batch.weights, factor, batch.accepted)
 
 

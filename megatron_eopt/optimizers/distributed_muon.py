@@ -211,7 +211,7 @@ class DistributedMuon(BaseOptimizer):
 
     def prepare(self) -> Engine:
         """Compare parameters and rounds with the other ranks; all ranks call it together, and the first step does."""
-        if self._engine is None and self.process_group is not None:
+        if self._session.plans.engine is None and self.process_group is not None:
             matrices, parameters = [], self._parameters()
             for name, p in zip(self._names(), parameters, strict=True):
                 shape = (len(p), p[:1].numel())
@@ -222,6 +222,7 @@ class DistributedMuon(BaseOptimizer):
         return super().prepare()
 
     def _take(self, accepted: Tensor) -> None:
+        self._session.changing = True
         self._consolidated = None
         parameters, flags = self._parameters(), accepted.unbind()
         before: Callable[[], None] | None = None

@@ -6,10 +6,13 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_eopt.optimizers.nonfinite import listed
+from megatron_eopt.parallel.layout import is_sharded
+from megatron_eopt.parallel.records import Matrix
 
 logger = logging.getLogger(__name__)
 
@@ -48,3 +51,26 @@ def warn_of_fp16(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
             f"{listed(half)}: in fp16, gradients and state below 6e-8 become 0 (AdamW's eps of 1e-8 too) and those "
             f"above 65504 inf; keep parameters in fp32 and compute under torch.autocast, or take bf16"
         )
+
+
+def warned_of_unmarked(
+    optimizer: str,
+    names: Sequence[str],
+    parameters: Sequence[Tensor],
+    matrices: Sequence[Sequence[Matrix]],
+    tp: ProcessGroup,
+) -> bool:
+    """Whether parameters with a ``partition_dim`` count as whole, though nothing says that they are; a warning says so.
+
+    Megatron says it of all, and of Transformer Engine's: ``tensor_model_parallel`` is True or False.
+    """
+    each = zip(names, parameters, matrices, strict=True)
+    claiming = [(name, p) for name, p, own in each if own and p.ndim > 1 and getattr(p, "partition_dim", -1) >= 0]
+    unmarked = [name for name, p in claiming if not is_sharded(p) and not hasattr(p, "tensor_model_parallel")]
+    if unmarked and tp.rank() == 0:
+        logger.warning(
+            f"{optimizer}: {', '.join(unmarked)} have a partition_dim and no tensor_model_parallel, so each of the "
+            f"{tp.size()} tensor-parallel ranks takes its own for a whole matrix: set tensor_model_parallel = True on "
+            f"a shard, False on what is whole"
+        )
+    return bool(unmarked)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.group_settings import Scalar
+from megatron_eopt.optimizers.group_settings import DecayMethod, Scalar
 
 Tensors = Sequence[Tensor]
 Mask = Tensor | None  # which of several parameters step; None for all
@@ -33,6 +33,11 @@ def masked(new: Tensors, old: Tensors | float, accepted: Mask) -> list[Tensor]:
         for i, each in zip(some, stack.unbind(), strict=True):
             result[i] = each
     return result
+
+
+def decay_power(lr: Scalar, method: DecayMethod) -> Scalar:
+    """What multiplies the weight decay, where the method is one that changes parameters."""
+    return 1.0 if method == "independent" else lr * lr if method == "palm" else lr
 
 
 def scale(tensors: Tensors, factor: Scalar, accepted: Mask = None) -> None:

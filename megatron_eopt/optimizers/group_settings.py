@@ -75,6 +75,24 @@ class UpdateSettings:
         return predicted_update_rms(rows, cols, self.scale_mode, self.extra_scale_factor)
 
 
+def seen(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
+    """The settings of groups, to find out later whether one has changed; no device is waited for.
+
+    A tensor counts as another one only if it is: what is written into it is not seen.
+    """
+    plain = str | int | float | None
+    return [
+        {key: x if isinstance(x, plain) else _seen(x) for key, x in group.items() if key != "params"}
+        for group in groups
+    ]
+
+
+def _seen(value: object) -> object:
+    if isinstance(value, list):  # may be written to
+        return tuple((id(each), each) for each in value)
+    return id(value), value  # ids differ before anybody compares two values
+
+
 def own_settings(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What each group says of the iteration and the scale; what it does not say is the optimizer's."""
     keys = (STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE)
@@ -170,11 +188,6 @@ def decay_method(name: str, group: Mapping[str, Any]) -> DecayMethod:
             f"every other method: set both, or {DECOUPLED} alone"
         )
     return cast(DecayMethod, method)
-
-
-def decay_power(lr: Scalar, method: DecayMethod) -> Scalar:
-    """What multiplies the weight decay, where the method is one that changes parameters."""
-    return 1.0 if method == "independent" else lr * lr if method == "palm" else lr
 
 
 def check_scalars(name: str, group: Mapping[str, Any], keys: Iterable[str]) -> None:

@@ -85,9 +85,8 @@ class MuonHyperball(TensorParallelMuon):
 
     def _take(self, accepted: Tensor) -> None:
         if self._radii_of is not self.engine:
-            self._changing = False  # another try measures the same
-            self._find_radii()
-            self._radii_of, self._changing = self.engine, True
+            self._find_radii()  # another try measures the same
+            self._radii_of = self.engine
         super()._take(accepted)
 
     def _find_radii(self) -> None:

@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.group_settings import DecayMethod, Scalar, check_betas, check_rates, decay_power
+from megatron_eopt.optimizers.group_settings import DecayMethod, Scalar, check_betas, check_rates
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice
@@ -44,6 +44,7 @@ class Signs(BaseOptimizer):
         return [StateTensor(EXP_AVG)]
 
     def _take(self, accepted: Tensor) -> None:
+        self._session.changing = True
         for group, some, accepted_of_some in foreach.active(self.param_groups, accepted):
             momenta = [local(self._state_of(p, EXP_AVG)[EXP_AVG]) for p in some]
             pairs = zip(some, momenta, strict=True)
@@ -165,7 +166,7 @@ def lion(
     torch._foreach_sign_(updates)
     torch._foreach_lerp_(momenta, gradients, 1 - beta2)
     if weight_decay != 0 and method != "l2":
-        foreach.scale(weights, 1 - decay_power(lr, method) * weight_decay, accepted)
+        foreach.scale(weights, 1 - foreach.decay_power(lr, method) * weight_decay, accepted)
     updates = foreach.masked(updates, 0.0, accepted)
     if isinstance(lr, Tensor):  # a number as alpha is not rounded to the dtype of the weights, a factor is
         torch._foreach_mul_(updates, lr)

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from megatron_eopt.optimizers.group_settings import (
     SCALE_MODE,
     STEPS,
     DecayMethod,
-    Scalar,
     UpdateSettings,
     decay_method,
     note_short_schedule,
@@ -155,10 +154,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     size_rule: str | None = None  # what the size of an update is, where the scale settings have no effect on it
     no_settings: frozenset[str] = frozenset()  # settings of Muon's groups that there is no room for
 
-    _shares_shards: bool = False  # with the data-parallel ranks, by the last plan
-    _graphed: GraphedUpdate | None = None
-    _streamed: Streamed | None = None
-    _scales: tuple[Engine, list[list[float]]] | None = None  # of each parameter, and for which engine
     _further: dict[str, Any] | None = None  # what _further_settings() are, set before this constructor
 
     def __init__(
@@ -232,14 +227,14 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     @property
     def streamed(self) -> Streamed:
         """How state gets from host memory to the device and back."""
-        if self._streamed is None:
-            self._streamed = Streamed(self.engine.device)
-        return self._streamed
+        session = self._session
+        session.streamed = session.streamed or Streamed(self.engine.device)
+        return session.streamed
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; it waits for state that is on its way to host memory."""
-        if self._streamed is not None:
-            self._streamed.wait()
+        if self._session.streamed is not None:
+            self._session.streamed.wait()
         return super().state_dict()
 
     def program(self, chunk: Chunk, engine: Engine) -> Program:
@@ -251,17 +246,19 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             batches = self._take_users(accepted)
         else:
             batches = self._batches(accepted, masked=self.cuda_graphs)
+            session, run = self._session, self._run
             if self.cuda_graphs:
-                self._graphed = self._graphed or GraphedUpdate(self._run)
-                self._changing = False
-                self._graphed.check(batches)
-                self._changing = True
-                self._graphed(batches)
-            else:
-                self._run(batches)
-        self.newton_schulz_calls += len(self.engine.flat([i for batch in batches for i in batch.indices]))
-        for group in self.param_groups if self._counts_steps else ():
-            group[MOMENTUM_STEPS] += 1
+                run = session.plans.graphed = session.plans.graphed or GraphedUpdate(self._run)
+                run.check(batches)
+            session.changing = True
+            run(batches)
+        # without __setattr__, which looks whether ranks have to plan anew
+        vars(self)["newton_schulz_calls"] = self.newton_schulz_calls + sum(
+            len(self.engine.matrices[i]) for batch in batches for i in batch.indices
+        )
+        for group in self.param_groups:
+            if MOMENTUM_STEPS in group:
+                group[MOMENTUM_STEPS] += 1
 
     def _run(self, batches: Sequence[Batch]) -> None:
         """Run the programs of all parameters."""
@@ -280,10 +277,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     def _scales_of(self, indices: Sequence[int]) -> list[float]:
         """What multiplies the orthogonal factors of the logical matrices of parameters, one after the other's."""
-        if self._scales is None or self._scales[0] is not self.engine:
+        plans = self._session.plans
+        if plans.scales is None or plans.scales[0] is not plans.engine:
             matrices = zip(self._parameters(), self.engine.matrices, strict=True)
-            self._scales = self.engine, [self._scales_in(self.group_of(p), own) for p, own in matrices]
-        return [scale for i in indices for scale in self._scales[1][i]]
+            plans.scales = self.engine, [self._scales_in(self.group_of(p), own) for p, own in matrices]
+        return [scale for i in indices for scale in plans.scales[1][i]]
 
     def _scales_in(self, group: Mapping[str, Any], matrices: Sequence[Matrix]) -> list[float]:
         scale = self._scale(group)
@@ -294,13 +292,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         assert self.engine.watched is not None, "a step that is watched"
         self.engine.watched.updates(*self.with_predictions(indices, updates))
 
-    @property
-    def _counts_steps(self) -> bool:
-        return self.momentum_dtype is not None or self.momentum_warmup > 0
-
     def momentum_of(self, group: Mapping[str, Any]) -> float:
         """The momentum that the next step of a group has, which is less than its own while it warms up."""
-        own = super().momentum_of(group)
+        own = cast(float, group[self.momentum_key])
         if group.get(MOMENTUM_STEPS, 0) >= self.momentum_warmup or own <= WARMUP_FROM:
             return own
         return WARMUP_FROM + (own - WARMUP_FROM) * group[MOMENTUM_STEPS] / self.momentum_warmup
@@ -420,19 +414,19 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         layout, sharers = super().layout(parameter), self.data_parallel_group
         if sharers is None or is_expert(parameter) or (layout.ranks > 1 and isinstance(parameter, DTensor)):
             return layout
-        joint = getattr(self.pg_collection, "tp_dp_cp", None) if self._shares_shards else None
+        joint = getattr(self.pg_collection, "tp_dp_cp", None) if self._session.shares_shards else None
         return shared_out(layout, sharers, joint)
 
     def proposed(self) -> Engine:
         """Also decides whether shards are shared with the data-parallel ranks: where ``auto`` predicts a gain."""
-        self._shares_shards = self.tp_mode in ("owner", "auto")
+        self._session.shares_shards = self.tp_mode in ("owner", "auto")
         engine = super().proposed()
         if self.tp_mode == "auto" and any(matrix.copies > 1 and matrix.sharded for matrix in engine.plan.matrices):
             settings, shared = (engine.works, engine.rates), engine.plan.matrices
             alone = [replace(m, rectangles=m.rectangles[m.copy_of(0)]) if m.sharded else m for m in shared]
             plan = make_plan(alone, "auto", *settings)
             if plan_cost(plan, *settings).seconds <= plan_cost(engine.plan, *settings).seconds:
-                self._shares_shards = False
+                self._session.shares_shards = False
                 return super().proposed()
         return engine
 
@@ -565,7 +559,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices; also a ``ValueError`` for what cannot have its momentum in another dtype."""
         super().add_param_group(param_group)
-        if self._counts_steps:
+        if self.momentum_dtype is not None or self.momentum_warmup:
             self.param_groups[-1].setdefault(MOMENTUM_STEPS, 0)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -574,7 +568,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         for number, group in enumerate(state_dict["param_groups"]):
             self._check_update_settings(group, number)
         super().load_state_dict(state_dict)
-        self._graphed = None  # the momenta that it was captured with are gone
+        self._session.plans.graphed = None  # the momenta that it was captured with are gone
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)

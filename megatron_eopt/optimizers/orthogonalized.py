@@ -100,9 +100,6 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     planned_by = BaseOptimizer.planned_by | {*OF_PARAMETERS, "scale_factor_fn", "fp32_matmul_prec"}
     split_lengths: tuple[int, ...] = (3,)
     momentum_dtype: torch.dtype | None = None  # None for that of each parameter
-    _further_keys: dict[Tensor, list[str]] | None = None
-    _numbered: dict[Tensor, Numbered] | None = None  # of the engine
-    _numbered_for: Engine | None = None
 
     def __new__(cls, *args: Any, **named: Any) -> Self:
         """Also refuse names that emerging-optimizers has for arguments that are missing."""
@@ -311,18 +308,18 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     def _take_users(self, accepted: Tensor) -> list[Batch]:
         """A step by an :meth:`orthogonalize` that may be the user's."""
-        assert self._nonfinite is not None  # a step is made
-        of_updates = self._nonfinite.of_updates
+        session = self._session
+        assert session.nonfinite is not None  # a step is made
+        of_updates = session.nonfinite.of_updates
         validate_matmul_precision(self.fp32_matmul_prec)  # which may be another one by now
         before = {p: set(self.state.get(p, ())) for p in self._parameters()}
 
         def accept(updates: Mapping[int, Tensor]) -> Tensor:
-            return of_updates.accept([updates.get(i) for i, _ in enumerate(self._parameters())], self._agree)
+            return of_updates.accept([updates.get(i) for i, _ in enumerate(self._parameters())], session.plans.agree)
 
         def changing(changes: bool) -> None:
-            self._changing = changes
+            session.changing = changes
 
-        changing(False)
         try:
             batches = self._batches(accepted)
             with fp32_products(self.fp32_matmul_prec, as_torch=True):
@@ -338,13 +335,14 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     def _numbers(self) -> dict[Tensor, Numbered]:
         """What the random bits of each parameter's entries follow from."""
-        if self._numbered is None or self._numbered_for is not self.engine:
+        plans = self._session.plans
+        if plans.numbered is None or plans.numbered[0] is not self.engine:
             parameters, names = self._parameters(), parameter_names(self.param_groups, shapes=False)
             layouts = list(map(self.layout, parameters))
             splits = [rows_of(p, self.split_of(p), layout) for p, layout in zip(parameters, layouts, strict=True)]
             parts = numbered(names, layouts, splits, local(parameters[0]).device)
-            self._numbered, self._numbered_for = dict(zip(parameters, parts, strict=True)), self.engine
-        return self._numbered
+            plans.numbered = self.engine, dict(zip(parameters, parts, strict=True))
+        return plans.numbered[1]
 
     def _batches(self, accepted: Tensor, masked: bool = False) -> list[Batch]:
         """What the step works on, a batch for each group that has something.
@@ -370,7 +368,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             if not chosen:
                 continue
             settings = {key: value for key, value in group.items() if key not in NO_SETTINGS}
-            beta = self.momentum_of(group)
+            beta, weight_decay = self.momentum_of(group), self._weight_decay(group)
             momenta, weights = [known[i] for i in indices], chosen
             # other ranks may wait for a parameter without a gradient: it is masked
             gradients = [m if p.grad is None else p.grad for p, m in zip(chosen, momenta, strict=True)]
@@ -388,8 +386,9 @@ class OrthogonalizedOptimizer(BaseOptimizer):
                     lr=group["lr"],
                     beta=beta,
                     nesterov=group[self.nesterov_key],
-                    weight_decay=self._weight_decay(group),
-                    decay_method=decay_method(type(self).__name__, group),
+                    weight_decay=weight_decay,
+                    decays=isinstance(weight_decay, Tensor) or weight_decay != 0,
+                    decay_method=group[METHOD] or ("decoupled" if group[DECOUPLED] else "l2"),
                     accepted=None if flags is not None else torch.stack([masks[i] for i in indices]),
                     rounded=None if self.momentum_dtype is None else [self._numbers()[p] for p in chosen],
                 )
@@ -409,9 +408,9 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     def _further_state(self, parameter: Tensor) -> list[Tensor]:
         """What is kept of a parameter beside its momentum, and changed in a step: this rank's part."""
-        self._further_keys = {} if self._further_keys is None else self._further_keys
-        if parameter not in self._further_keys:  # asked in every step
-            self._further_keys[parameter] = [t.key for t in self.state_tensors(parameter) if t.key != MOMENTUM_BUFFER]
-        keys, state = self._further_keys[parameter], self.state[parameter]
+        known = self._session.plans.further_keys
+        if parameter not in known:  # asked in every step
+            known[parameter] = [t.key for t in self.state_tensors(parameter) if t.key != MOMENTUM_BUFFER]
+        keys, state = known[parameter], self.state[parameter]
         state = state if state.keys() >= set(keys) else self._state_of(parameter)
         return [local(state[key]) for key in keys]

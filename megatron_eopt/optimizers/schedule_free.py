@@ -251,6 +251,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
 
     def _take(self, accepted: Tensor) -> None:
         self._warn_of_schedule()
+        self._session.changing = True
         for group in self.param_groups:
             group[COUNT] += 1
         stored = foreach.active(self.param_groups, accepted, lambda p: X in self._begun_state(p))

@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import WHOLE, Split
+from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.foreach import stacked
-from megatron_eopt.optimizers.group_settings import Scalar, also_called, check_adam_settings, decay_power
+from megatron_eopt.optimizers.group_settings import Scalar, also_called, check_adam_settings
 from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_shard, local, names_of_last
 from megatron_eopt.optimizers.soap_math import CLOCK, BasisMethod, Preconditioned, Side, update_of
 from megatron_eopt.optimizers.state import StateTensor
@@ -262,6 +263,7 @@ class SOAP(BaseOptimizer):
         return self._plans[parameter]
 
     def _take(self, accepted: Tensor) -> None:
+        self._session.changing = True
         for group in self.param_groups:
             group[CLOCK] += 1
         if tasks := self._tasks(accepted):
@@ -489,7 +491,7 @@ class Stack:
             return
         update, squares = self.tensors
         lr, weights = self.settings["lr"], stacked(self.weights)
-        decay = decay_power(lr, self.settings["weight_decay_method"]) * self.settings["weight_decay"]
+        decay = foreach.decay_power(lr, self.settings["weight_decay_method"]) * self.settings["weight_decay"]
         moved = (weights.to(update.dtype) * (1 - decay) - update * lr).to(weights.dtype)
         torch._foreach_copy_(self.weights, list(torch.where(self.accepted, moved, weights).unbind()))
         torch._foreach_copy_(self.squares, list(squares.unbind()))

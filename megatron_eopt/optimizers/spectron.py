@@ -397,6 +397,7 @@ class Spectron(BaseOptimizer):
             weights = [p for p in self._parameters() if p in active and not self.group_of(p)["pairs"]]
             if waiting := [p for p in weights if p not in self._done]:
                 self._project(waiting, flags)
+            self._session.changing = True
             chunks = [(chunk, list(self._factors_of(chunk, flags))) for chunk in self._chunks(active)]
             of_weights = [each for each in chunks if not self.group_of(each[0][0])["pairs"]]
             self._set_gradients(of_weights)
@@ -498,7 +499,6 @@ class Spectron(BaseOptimizer):
         largest: dict[str, float] = {}
         for (p, _), (_, _, error) in zip(parts, found, strict=True):
             if isnan(error):
-                self._changing = False  # factors are not written yet
                 raise ValueError(
                     f"{type(self).__name__} cannot take factors from {names[p]}: a matrix of it is zero, and factors "
                     f"of zero never move, or is not finite. Initialize it otherwise, or give it to another optimizer"
@@ -511,6 +511,7 @@ class Spectron(BaseOptimizer):
                 f"{type(self).__name__} projects {len(largest)} weights to their rank, which changes them by "
                 f"{min(largest.values()):.3g} to {largest[worst]:.3g} of their norm, most {worst}"
             )
+        self._session.changing = True
         for (p, i), (A, B, _) in zip(parts, found, strict=True):
             for factor, found_factor in enumerate((A, B), 2 * i):
                 value, _, u = self._tensors(p, factor)

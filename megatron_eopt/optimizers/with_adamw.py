@@ -166,7 +166,7 @@ class Muon(Optimizer):
             check_distinct(f"AdamW in {self._called}", self._adam_groups[: index + 1])
             group.setdefault(INITIAL_LR, float(group["lr"]))  # a tensor may be changed in place
         each = ((number, plain(group)) for number, group in enumerate(self._adam_groups))
-        matrices._beside = {f"AdamW's {key} of group {n}": x for n, group in each for key, x in group.items()}
+        matrices._session.beside = {f"AdamW's {key} of group {n}": x for n, group in each for key, x in group.items()}
         self._adam_rates = [group["lr"] for group in self._adam_groups]
         super().__init__(matrices.param_groups, matrices.defaults)
         self.param_groups, self.state = matrices.param_groups, matrices.state  # the same objects
@@ -194,7 +194,7 @@ class Muon(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """As in the optimizer of the matrices, of all parameters."""
-        if not self.matrices._scalable:
+        if not self.matrices._session.scalable:
             check_scalable([*self.param_groups, *self._adam_groups], self.matrices.pg_collection)
         return self.matrices._step_supports_amp_scaling
 
@@ -228,15 +228,16 @@ class Muon(Optimizer):
                 loss = closure()
         groups = self._adam_groups  # AdamW would refuse its gradients when the matrices have made their step
         check_gradients(f"AdamW in {self._called}", [p for group in groups for p in group["params"]], groups, False)
-        self.matrices._also = self._step_adamw
+        self.matrices._session.also = self._step_adamw
         try:
             self.matrices.step()
         finally:
-            self.matrices._also = None
+            self.matrices._session.also = None
         return loss
 
     def _step_adamw(self) -> None:
         if self.adamw is not None:
+            self.matrices._session.changing = True
             if self.initial_lr > 0:
                 ratio = self.param_groups[0]["lr"] / self.initial_lr
                 rates = [group.setdefault(INITIAL_LR, group["lr"]) * ratio for group in self._adam_groups]

@@ -278,7 +278,7 @@ def missing_as_on_a_gpu(rank, world_size):
         parameter.grad = torch.ones(6, 6) + torch.eye(6)
     optimizer = TensorParallelMuon(list(zip("abc", parameters, strict=True)), pg_collection=groups, tp_mode="owner")
     optimizer.step()
-    in_a_step, optimizer._nonfinite._report = optimizer._batches, lambda: None
+    in_a_step, optimizer._session.nonfinite._report = optimizer._batches, lambda: None
     optimizer._batches = lambda accepted: in_a_step(accepted, masked=True)
     parameters[0].grad = None if rank == 0 else parameters[0].grad
     parameters[1].grad = None

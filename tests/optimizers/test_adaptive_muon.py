@@ -8,7 +8,6 @@ import torch
 
 from megatron_eopt import TensorParallelAdaptiveMuon, TensorParallelMuon, registry
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
-from megatron_eopt.optimizers.muon import muon
 from megatron_eopt.orthogonalize import muon_scale_factor
 from tests.matrices.models import merge_rows, split_rows
 from tests.optimizers.test_muon import is_qkv, matrix
@@ -250,7 +249,7 @@ def test_a_captured_step_keeps_the_second_moment_it_was_captured_with(method):
     plain, captured = ([torch.nn.Parameter(m.detach().clone()) for m in (matrix(), matrix(5, 7, 1))] for _ in range(2))
     one, other = optimizer(plain, method), optimizer(captured, method)
     other.cuda_graphs = True
-    other._graphed = GraphedUpdate(lambda batches: muon(batches, other.engine, other), lambda run: run)
+    other._session.plans.graphed = GraphedUpdate(other._run, lambda run: run)
     for step in range(4):
         for parameters, opt in ((plain, one), (captured, other)):
             for p in parameters:

@@ -8,7 +8,6 @@ import torch
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.family import ROWS
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate, capture_cuda
-from megatron_eopt.optimizers.muon import muon
 from megatron_eopt.optimizers.with_adamw import HeavyBallMuon
 from tests.optimizers.family import build, decays
 from tests.optimizers.test_orthogonalized import gradient, matrix
@@ -31,7 +30,7 @@ def pair(device):
     )
     captured.cuda_graphs = True
     capture = capture_cuda if CUDA else lambda run: run
-    captured._graphed = GraphedUpdate(lambda batches: muon(batches, captured.engine, captured), capture)
+    captured._session.plans.graphed = GraphedUpdate(captured._run, capture)
     return parameters, plain, captured
 
 
@@ -61,7 +60,7 @@ def test_a_step_on_a_gpu_leaves_out_what_a_step_on_a_cpu_leaves_out(name):
     masked, plain = (build_muon(name, p) for p in both)
     if not CUDA:
         masked.cuda_graphs = True
-        masked._graphed = GraphedUpdate(lambda batches: muon(batches, masked.engine, masked), lambda run: run)
+        masked._session.plans.graphed = GraphedUpdate(masked._run, lambda run: run)
     for step, bad in enumerate([None, torch.nan, None, torch.inf, None]):
         for parameters, opt in zip(both, (masked, plain), strict=True):
             set_gradients(parameters, step)
@@ -108,7 +107,7 @@ def test_a_capture_is_on_the_device_and_does_not_mind_other_threads(monkeypatch)
 def test_a_step_is_captured_on_the_device_of_its_parameters(monkeypatch):
     cuda = Cuda(monkeypatch)
     (_, parameters), _, captured = pair("cpu")
-    captured._graphed = GraphedUpdate(lambda batches: muon(batches, captured.engine, captured))
+    captured._session.plans.graphed = GraphedUpdate(captured._run)
     set_gradients(parameters, 0)
     captured.step()
     assert cuda.calls[0] == ("device", "cpu")

@@ -9,7 +9,6 @@ import torch
 from megatron_eopt import TensorParallelAdaptiveMuon, TensorParallelMuon
 from megatron_eopt.megatron.summary import summary
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
-from megatron_eopt.optimizers.muon import muon
 from tests.optimizers.test_muon import is_qkv, matrix
 
 COMMON = {
@@ -267,7 +266,7 @@ def test_a_step_that_is_made_parameter_by_parameter_counts_too():
 def test_a_captured_step_is_the_step_of_all_groups_and_counts():
     plain, captured = optimizer(grouped()), optimizer(grouped())
     captured.cuda_graphs = True
-    captured._graphed = GraphedUpdate(lambda batches: muon(batches, captured.engine, captured), lambda run: run)
+    captured._session.plans.graphed = GraphedUpdate(captured._run, lambda run: run)
     for made in (plain, captured):
         made.result = stepped(made, [0, 2, 3])
         assert made.newton_schulz_calls == 60

@@ -82,7 +82,7 @@ def test_an_interrupted_step_is_made_again_or_refused(name, steps):
     undisturbed, refused = stepped(name, steps), 0
     undisturbed.step()
     for opt in interrupted(name, steps):
-        if not opt_of_matrices(opt)._changing:
+        if not opt_of_matrices(opt)._session.changing:
             opt.step()
             assert are_equal(values(opt), values(undisturbed))
             continue
@@ -98,7 +98,7 @@ def test_without_the_mark_it_would_go_on_from_half_a_step(name):
     undisturbed, different = stepped(name, 1), 0
     undisturbed.step()
     for opt in interrupted(name, 1):
-        opt_of_matrices(opt)._changing = False
+        opt_of_matrices(opt)._session.changing = False
         opt.step()
         different += not are_equal(values(opt), values(undisturbed))
     assert different

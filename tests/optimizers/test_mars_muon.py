@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 from megatron_eopt.optimizers.mars_muon import MarsMuon, corrected
-from megatron_eopt.optimizers.muon import TensorParallelMuon, muon
+from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.parallel.collectives import counters
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_adaptive_invariance import cut
@@ -198,7 +198,7 @@ def test_a_step_that_is_left_out_leaves_no_trace(masked):
     opt, straight = MarsMuon([p, q], 0.05), MarsMuon([other], 0.05)
     if masked:
         opt.cuda_graphs = True
-        opt._graphed = GraphedUpdate(lambda batches: muon(batches, opt.engine, opt), lambda run: run)
+        opt._session.plans.graphed = GraphedUpdate(opt._run, lambda run: run)
     run(straight, [other], range(4))
     p.grad, q.grad = gradient(p, 0), gradient(q, 0)
     p.grad[1, 2] = torch.nan  # there is no previous gradient yet

@@ -218,7 +218,7 @@ def test_on_streams_nothing_is_read_or_written_too_early(kind, monkeypatch):
         offload, "torch", SimpleNamespace(cuda=SimpleNamespace(**calls), empty=empty, uint8=torch.uint8)
     )
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda slot, lane: lane.freed.append(slot))
-    optimizer._streamed = Streamed(torch.device("cuda"))
+    optimizer._session.streamed = Streamed(torch.device("cuda"))
     with gpu:
         run(optimizer, params, range(STEPS))
         assert optimizer.streamed._leaving._stream.waiting  # no step waits for the last to leave

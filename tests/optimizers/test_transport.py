@@ -9,7 +9,7 @@ import torch
 
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 from megatron_eopt.optimizers.hyperball import MuonHyperball
-from megatron_eopt.optimizers.muon import TensorParallelMuon, muon
+from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.polar_grad import PolarGrad
 from megatron_eopt.optimizers.scion import Scion
 from megatron_eopt.registry import kwargs_from_config
@@ -82,7 +82,7 @@ def test_a_captured_step_is_that_of_every_step(kind):
     plain, captured = ([matrix(), matrix(5, 7, 1)] for _ in range(2))
     one, other = (kind(params, lr=0.05, fp32_matmul_prec="highest") for params in (plain, captured))
     other.cuda_graphs = True
-    other._graphed = GraphedUpdate(lambda batches: muon(batches, other.engine, other), lambda run: run)
+    other._session.plans.graphed = GraphedUpdate(other._run, lambda run: run)
     for step in range(4):
         for params, opt in ((plain, one), (captured, other)):
             opt.param_groups[0]["lr"] = 0.05 / (step + 1)

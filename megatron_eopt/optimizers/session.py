@@ -1,0 +1,84 @@
+"""What an optimizer finds out in a process: made anew by each, and neither copied nor saved."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
+from megatron_eopt.optimizers.nonfinite import NonFinite
+from megatron_eopt.optimizers.offload import Streamed
+from megatron_eopt.optimizers.rounding import Numbered
+from megatron_eopt.parallel.engine import Engine
+from megatron_eopt.parallel.watched import Watched
+
+
+@dataclass
+class Plans:
+    """What follows from parameters, groups and settings: made anew where one of these changes."""
+
+    engine: Engine | None = None
+    engine_of: object = None  # the settings that the engine was made for
+    agree: Callable[[Tensor], Tensor] | None = None  # minimum of flags over ranks; None where no rank shares anything
+    key_ends: dict[Tensor, list[str]] = field(default_factory=dict)
+    further_keys: dict[Tensor, list[str]] = field(default_factory=dict)  # of state beside the momentum
+    numbered: tuple[Engine, dict[Tensor, Numbered]] | None = None  # entries of momenta in bf16, and for which engine
+    scales: tuple[Engine, list[list[float]]] | None = None  # of each parameter's matrices, and for which engine
+    graphed: GraphedUpdate | None = None
+
+
+@dataclass
+class Session:
+    """The rest: what is known of groups and steps, and what stands beside the optimizer."""
+
+    plans: Plans = field(default_factory=Plans)
+    nonfinite: NonFinite | None = None
+    group_of: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
+    offloaded: dict[Tensor, bool] = field(default_factory=dict)
+    streamed: Streamed | None = None
+    watched: Watched | None = None
+    shares_shards: bool = False  # with the data-parallel ranks, by the last plan
+    also: Callable[[], None] | None = None  # what else belongs to a step, as that of AdamW to Muon's
+    beside: Mapping[str, Any] = MappingProxyType({})  # settings of the optimizer that does that
+    checked: list[dict[str, object]] | None = None  # settings of groups as they were checked last
+    noted: frozenset[Any] = frozenset()  # names of settings that were looked at
+    scalable: bool = False  # whether a GradScaler has been checked
+    told_unmarked: bool = False
+    warns_without_gradients: bool = True  # until it has; Megatron's first step says more
+    looks: bool | None = None  # whether the next step looks for other optimizers; None before the first one
+    changing: bool = False  # whether a step changes parameters and state, or an exception ended it while it did
+    ended_by: str = ""  # the name of that exception
+
+
+class _Shared:
+    """Process groups on their way into a copy, which shares them."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Shared":
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "an optimizer with process groups cannot be pickled, since they belong to this process: save its "
+            "state_dict(), and load it into an optimizer that is built with the groups of the new process"
+        )
+
+
+def packed(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The public attributes of an optimizer, for a copy, which shares process groups; a pickle refuses these."""
+    return {key: _shared(value) for key, value in attributes.items() if not key.startswith("_")}
+
+
+def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of :func:`packed`."""
+    return {key: x.value if isinstance(x, _Shared) else x for key, x in state.items()}
+
+
+def _shared(value: Any) -> Any:
+    groups = vars(value).values() if hasattr(value, "__dict__") else ()
+    return _Shared(value) if any(isinstance(each, ProcessGroup) for each in (value, *groups)) else value

@@ -118,8 +118,9 @@ def momentum(chunk: Chunk, rule: MomentumRule = foreach.average) -> list[Tensor]
 
 def scaled(factors: list[Tensor], scales: Sequence[float]) -> list[Tensor]:
     """``s O`` of each logical matrix, in place."""
-    if any(each != 1 for each in scales):
-        torch._foreach_mul_(factors, list(scales))
+    for scale in dict.fromkeys(scales):  # one for each shape
+        if scale != 1:
+            foreach.scale([x for x, own in zip(factors, scales, strict=True) if own == scale], scale)
     return factors
 
 

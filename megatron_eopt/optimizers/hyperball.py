@@ -12,8 +12,9 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.chunk import Chunk, momentum
 from megatron_eopt.optimizers.foreach import Tensors
-from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, passed_on, spelled_out
+from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.optimizers.relatives import Transport, passed_on, spelled_out
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.parallel.engine import Engine

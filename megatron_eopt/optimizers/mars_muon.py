@@ -11,7 +11,8 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.chunk import Batch, Chunk, decay, momentum, scaled, subtract, with_gradients
 from megatron_eopt.optimizers.group_settings import DecayMethod
-from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, passed_on, spelled_out
+from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.relatives import Transport, passed_on, spelled_out
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.engine import Engine

@@ -1,14 +1,11 @@
 """Muon for parameters that may be sharded over a tensor-parallel group."""
 
-import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
@@ -31,20 +28,25 @@ from megatron_eopt.optimizers.group_settings import (
     note_short_schedule,
     own_settings,
 )
+from megatron_eopt.optimizers.muon_checks import (
+    check_graphs,
+    check_kept,
+    check_kernel_and_rates,
+    check_memory,
+    refuse_blockwise,
+)
 from megatron_eopt.optimizers.offload import Streamed
 from megatron_eopt.optimizers.orthogonalized import OF_PARAMETERS, OrthogonalizedOptimizer
 from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_shard, local
-from megatron_eopt.optimizers.users_functions import checked, of_whole, partition_of, takes_shards
-from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.optimizers.users_functions import factors_by_user, of_whole, scaled_by_user
 from megatron_eopt.orthogonalize.coefficients import Coefficients
-from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.scale import ScaleMode
-from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, plan_cost
+from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.engine import Engine, Parameter
-from megatron_eopt.parallel.layout import Layout, cut_over, is_expert, is_sharded, shared_out
-from megatron_eopt.parallel.plan import make_plan
+from megatron_eopt.parallel.layout import Layout, cut_over, is_expert, shared_out
+from megatron_eopt.parallel.plan import sharing_pays
 from megatron_eopt.parallel.records import Matrix, TpMode
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.parallel.watched import Watched
@@ -184,23 +186,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         momentum_dtype: torch.dtype | None = None,
         momentum_warmup: int = 0,
     ) -> None:
-        if symmetric_products is not None:
-            check_choice("symmetric_products", symmetric_products, tuple(KERNELS))
-        if not isinstance(plan_rates, Rates) and plan_rates != "measure":
-            raise ValueError(f"plan_rates are Rates or 'measure', got {plan_rates!r}")
-        if type(workspace) is not int or workspace <= 0:
-            raise ValueError(f"workspace is a whole number of bytes above 0, got {workspace!r}")
-        if type(offload_fraction) not in (int, float) or not 0 <= offload_fraction <= 1:
-            raise ValueError(f"offload_fraction is a number in [0, 1], got {offload_fraction!r}")
+        name = type(self).__name__
+        check_kernel_and_rates(symmetric_products, plan_rates)
+        check_memory(name, workspace, offload_fraction, momentum_dtype, momentum_warmup)
         self.offload_fraction = offload_fraction
-        if momentum_dtype not in (None, torch.bfloat16):
-            wanted = "None, for that of each parameter, or torch.bfloat16"
-            raise ValueError(f"{type(self).__name__}: momentum_dtype is {wanted}, got {momentum_dtype!r}")
         self.momentum_dtype = momentum_dtype
-        if type(momentum_warmup) is not int or momentum_warmup < 0:
-            raise ValueError(
-                f"{type(self).__name__}: momentum_warmup is a number of steps, 0 or more, got {momentum_warmup!r}"
-            )
         self.momentum_warmup = momentum_warmup
         self.newton_schulz = NewtonSchulz(
             steps=num_ns_steps, coefficient_type=coefficient_type, fp32_matmul_prec=fp32_matmul_prec
@@ -220,7 +210,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         own: dict[str, Any] = {"fp32_matmul_prec": fp32_matmul_prec, **decay, **split, **self._further_settings()}
         super().__init__(params, lr, momentum, nesterov, **own)
         if cuda_graphs:
-            self._check_graphs()
+            parameters = self._parameters()
+            layouts = list(map(self.layout, parameters))
+            check_graphs(parameters, layouts, offload_fraction, momentum_dtype, momentum_warmup)
 
     # The step, and the hooks of relatives.
 
@@ -289,8 +281,17 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return [1.0 if scale is None or 0 in matrix.shape else scale(*matrix.shape) for matrix in matrices]
 
     def _watch(self, indices: Sequence[int], updates: Sequence[Tensor]) -> None:
-        assert self.engine.watched is not None, "a step that is watched"
-        self.engine.watched.updates(*self.with_predictions(indices, updates))
+        """Show the updates of logical matrices that this rank reports on, and the RMS that is predicted of each."""
+        engine, parameters, of_all = self.engine, self._parameters(), iter(updates)
+        shown, predicted = list[Tensor](), list[float | None]()
+        for i in indices:
+            shards = list(islice(of_all, len(engine.matrices[i])))
+            if engine.counts(i):
+                shown += shards
+                group = self.group_of(parameters[i])
+                predicted += [self.predicted_rms(*matrix.shape, group) for matrix in engine.matrices[i]]
+        assert engine.watched is not None, "a step that is watched"
+        engine.watched.updates(shown, predicted)
 
     def momentum_of(self, group: Mapping[str, Any]) -> float:
         """The momentum that the next step of a group has, which is less than its own while it warms up."""
@@ -326,7 +327,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         engine, index, group = self._engine_for(p, grad, group_settings)
         shards, matrices = engine.split([index], [local(grad)]), engine.matrices[index]
         if self._of_user("scaled_orthogonalize_fn"):
-            updates = [self._scaled_by_user(p, engine, *each) for each in zip(matrices, shards, strict=True)]
+            tp = getattr(self.pg_collection, "expt_tp" if is_expert(p) else "tp", None)
+            updates = scaled_by_user(self.scaled_orthogonalize_fn, tp, engine, index, shards)
         else:
             updates = scaled(self._factors(engine, index, shards), self._scales_in(group, matrices))
         [update] = engine.merge([index], updates)
@@ -357,22 +359,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return engine, index, group
 
     def _factors(self, engine: Engine, index: int, shards: list[Tensor]) -> list[Tensor]:
-        """The orthogonal factors of a parameter's matrices, by a function of the user's if there is one."""
-        if not self._of_user("orthogonalize_fn"):
-            return engine.factors([index], shards)
-        function, name = self.orthogonalize_fn, "orthogonalize_fn"
-        each = zip(shards, engine.matrices[index], strict=True)
-        return [of_whole(function, name, x, m, engine.groups.get(m.group)).clone() for x, m in each]
-
-    def _scaled_by_user(self, p: Tensor, engine: Engine, matrix: Matrix, shard: Tensor) -> Tensor:
-        """The update of a logical matrix by a function of the user's, which gets it whole, or as Megatron's does."""
-        group, function, name = engine.groups.get(matrix.group), self.scaled_orthogonalize_fn, "scaled_orthogonalize_fn"
-        if not takes_shards(function):
-            return of_whole(function, name, shard, matrix, group)
-        tp, dim = getattr(self.pg_collection, "expt_tp" if is_expert(p) else "tp", None), partition_of(matrix)
-        if dim is None:
-            return of_whole(function, name, shard, matrix, group, tp, None)
-        return checked(f"{name} of a shard", function(shard, tp, dim), shard)
+        if self._of_user("orthogonalize_fn"):
+            return factors_by_user(self.orthogonalize_fn, engine, index, shards)
+        return engine.factors([index], shards)
 
     def scaled_orthogonalize_fn(
         self, grad: Tensor, tp_group: ProcessGroup | None = None, partition_dim: int | None = None
@@ -421,14 +410,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         """Also decides whether shards are shared with the data-parallel ranks: where ``auto`` predicts a gain."""
         self._session.shares_shards = self.tp_mode in ("owner", "auto")
         engine = super().proposed()
-        if self.tp_mode == "auto" and any(matrix.copies > 1 and matrix.sharded for matrix in engine.plan.matrices):
-            settings, shared = (engine.works, engine.rates), engine.plan.matrices
-            alone = [replace(m, rectangles=m.rectangles[m.copy_of(0)]) if m.sharded else m for m in shared]
-            plan = make_plan(alone, "auto", *settings)
-            if plan_cost(plan, *settings).seconds <= plan_cost(engine.plan, *settings).seconds:
-                self._session.shares_shards = False
-                return super().proposed()
-        return engine
+        if self.tp_mode != "auto" or sharing_pays(engine.plan, engine.works, engine.rates):
+            return engine
+        self._session.shares_shards = False
+        return super().proposed()
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
         """The iteration and the scale that the matrices of a group get; what they cannot have is a ``ValueError``."""
@@ -454,20 +439,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         own = self._of_user(*OF_MATRICES, "scale_factor_fn")
         return None if self.measures or own else self.update_settings(group or {}).predicted_rms(rows, cols)
 
-    def with_predictions(
-        self, indices: Sequence[int], updates: Sequence[Tensor]
-    ) -> tuple[list[Tensor], list[float | None]]:
-        """Updates of the logical matrices of parameters that count here, and the RMS that is predicted of each."""
-        parameters, each = self._parameters(), iter(updates)
-        found, predicted = list[Tensor](), list[float | None]()
-        for i in indices:
-            matrices, own = self.engine.matrices[i], self.group_of(parameters[i])
-            shards = list(islice(each, len(matrices)))
-            if self.engine.counts(i):
-                found += shards
-                predicted += [self.predicted_rms(*matrix.shape, own) for matrix in matrices]
-        return found, predicted
-
     def explain(self) -> str:
         """The plan of a step as a table. All ranks ask together."""
         return self.prepare().explain()
@@ -485,21 +456,21 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         """The logical matrices of each parameter, by the plan."""
         plan = (self.prepare() if settled else self.proposed()).plan
         schemes = {i: bucket.scheme.replace("_", " ") for bucket in plan.buckets for i in bucket.matrices}
-        flat = iter(enumerate(plan.matrices))
-        return {
-            parameter: [
+        numbered, described = iter(enumerate(plan.matrices)), dict[Tensor, list[DescribedMatrix]]()
+        for parameter in self._parameters():
+            group = self.group_of(parameter)
+            scale, own = self._scale(group), islice(numbered, len(self.key_ends(parameter)))
+            described[parameter] = [
                 DescribedMatrix(
                     matrix.name.partition("[")[2].rstrip("]"),
                     matrix.shape,
                     schemes[i],
-                    1.0 if (scale := self._scale(group)) is None else scale(*matrix.shape),
+                    1.0 if scale is None else scale(*matrix.shape),
                     self.predicted_rms(*matrix.shape, group),
                 )
-                for i, matrix in islice(flat, len(self.key_ends(parameter)))
+                for i, matrix in own
             ]
-            for group in self.param_groups
-            for parameter in group["params"]
-        }
+        return described
 
     def settings(self) -> dict[str, Any]:
         """What a checkpoint says of this optimizer to those who read it."""
@@ -571,6 +542,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         self._session.plans.graphed = None  # the momenta that it was captured with are gone
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        name = type(self).__name__
         super()._check_group(group)
         own = self._check_update_settings(group, len(self.param_groups) - 1).newton_schulz
         if own != self.newton_schulz:
@@ -578,25 +550,20 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         users = self._of_user(*OF_PARAMETERS)
         if users and (self.offload_fraction or self.cuda_graphs):
             raise ValueError(
-                f"{type(self).__name__} has an {users[0]} of its own, which gets one parameter after another, whose "
-                f"state is on the device, and may wait for it: leave offload_fraction at 0 and cuda_graphs off"
+                f"{name} has an {users[0]} of its own, which gets one parameter after another, whose state is on the "
+                f"device, and may wait for it: leave offload_fraction at 0 and cuda_graphs off"
             )
         if self.size_rule and self._of_user("scale_factor_fn"):
             raise ValueError(f"scale_factor_fn has no effect here: the size of an update is {self.size_rule}; set lr")
         for parameter in group["params"]:
-            if self.offload_fraction and isinstance(parameter, DTensor):
-                raise ValueError(
-                    f"{type(self).__name__}: state of a DTensor cannot be in host memory, got one of shape "
-                    f"{tuple(parameter.shape)}: leave offload_fraction at 0"
-                )
-            if self.momentum_dtype is not None and parameter.dtype == torch.float64:
-                raise ValueError(
-                    f"{type(self).__name__}: momenta in bf16 are averaged in fp32, got a parameter in fp64 of shape "
-                    f"{tuple(parameter.shape)}: leave momentum_dtype away"
-                )
+            check_kept(name, parameter, self.offload_fraction, self.momentum_dtype)
             self._check_shards(parameter, f"a parameter of shape {tuple(parameter.shape)}")
             if self.measures:
                 self._refuse_blockwise(parameter, "norms")
+
+    def _refuse_blockwise(self, parameter: Tensor, measured: str, otherwise: str = "") -> None:
+        name, groups = type(self).__name__, self.pg_collection
+        refuse_blockwise(name, parameter, self.tp_mode, groups, self.layout, measured, otherwise)
 
     def _check_parameter(self, parameter: Tensor, called: str) -> None:
         self._check_matrix(parameter, f"orthogonalizes matrices, but {called}")
@@ -605,17 +572,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if self.tp_mode != "blockwise":
             otherwise = ", or tp_mode='blockwise' for the approximation that treats each shard as a matrix"
             check_shard(parameter, self.pg_collection, called, otherwise)
-
-    def _refuse_blockwise(self, parameter: Tensor, measured: str, otherwise: str = "") -> None:
-        """Refuse a shard that ``blockwise`` takes for a matrix, where something is measured of matrices."""
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
-        untold = self.pg_collection is None and is_sharded(parameter) and not alone  # blockwise needs no groups
-        if self.tp_mode == "blockwise" and (untold or self.layout(parameter).sharded):
-            raise ValueError(
-                f"{type(self).__name__}: with tp_mode blockwise the {measured} would be those of shards, which belong "
-                f"to no matrix of the model and to no other number of ranks, for a sharded parameter of shape "
-                f"{tuple(parameter.shape)}: take an exact tp_mode (auto, duplicated, ...){otherwise}"
-            )
 
     def _check_update_settings(self, group: Mapping[str, Any], number: int) -> UpdateSettings:
         try:
@@ -632,67 +588,3 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
                     f"{type(self).__name__} has no weight decay, got {group['weight_decay']} for group {number}: "
                     f"{self.instead_of_decay}; set the weight_decay of its matrices to 0"
                 )
-
-    def _check_graphs(self) -> None:
-        devices = {parameter.device.type for parameter in self._parameters()}
-        refused = None
-        if self.offload_fraction:
-            refused = "state in host memory is not where it was in the step before (offload_fraction)"
-        elif self.momentum_dtype is not None:
-            refused = "momentum_dtype rounds by other random bits in each step, and a replay would repeat those of one"
-        elif self.momentum_warmup:
-            refused = "momentum_warmup has another momentum in each step, and a replay would have that of one"
-        elif devices != {"cuda"}:
-            refused = f"the parameters are on {' and '.join(sorted(devices))}, not on a CUDA device"
-        elif any(self.layout(parameter).ranks > 1 for parameter in self._parameters()):
-            refused = "parameters are shared with other ranks, and a replayed exchange could not be counted or end"
-        if refused:
-            raise ValueError(f"cuda_graphs cannot work here: {refused}. Leave it off")
-
-
-class Transport(TypedDict, total=False):
-    """How matrices are found, orthogonalized and exchanged: arguments of :class:`TensorParallelMuon`."""
-
-    split_qkv: bool
-    is_qkv_fn: Callable[[Tensor], bool] | None
-    qkv_split_shapes: Sequence[int] | None
-    fp32_matmul_prec: MatmulPrecision
-    coefficient_type: str | Sequence[Coefficients]
-    num_ns_steps: int
-    pg_collection: TensorParallelGroups | None
-    tp_mode: TpMode
-    cuda_graphs: bool
-    data_parallel_group: ProcessGroup | None
-    plan_rates: Rates | Literal["measure"]
-    symmetric_products: str | None
-    workspace: int
-    offload_fraction: float
-    momentum_dtype: torch.dtype | None
-    momentum_warmup: int
-
-
-def spelled_out[**P](init: Callable[P, None]) -> Callable[P, None]:
-    """Name what ``**transport: Unpack[Transport]`` takes in the signature of a constructor, with the defaults.
-
-    So ``help`` shows it, whoever reads signatures finds it (as ``kwargs_from_config`` does), and a call with any other
-    name is a ``TypeError``, though :class:`TensorParallelMuon` may know it.
-    """
-    signature = inspect.signature(init)
-    of_muon = inspect.signature(TensorParallelMuon).parameters
-    own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    taken = [of_muon[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in Transport.__annotations__]
-    spelled = signature.replace(parameters=[*own, *taken])
-
-    @functools.wraps(init)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        spelled.bind(*args, **kwargs)
-        init(*args, **kwargs)
-
-    checked.__signature__ = spelled  # type: ignore[attr-defined]
-    return checked
-
-
-def passed_on(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What the constructor of a relative hands to Muon's: of its ``locals()`` those that are arguments of Muon."""
-    known = inspect.signature(TensorParallelMuon).parameters
-    return {name: x for name, x in {**arguments, **arguments.get("transport", {})}.items() if name in known}

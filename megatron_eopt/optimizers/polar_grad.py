@@ -7,7 +7,8 @@ from torch.optim.optimizer import ParamsT
 from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.chunk import Chunk, decay, momentum, subtract
 from megatron_eopt.optimizers.group_settings import DecayMethod
-from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, passed_on, spelled_out
+from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.relatives import Transport, passed_on, spelled_out
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.parallel.statistics import Wanted

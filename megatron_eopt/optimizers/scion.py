@@ -7,7 +7,8 @@ from typing import Any, Unpack
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.group_settings import Scalar, UpdateSettings, also_called, check_scalars
-from megatron_eopt.optimizers.muon import TensorParallelMuon, Transport, passed_on, spelled_out
+from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.relatives import Transport, passed_on, spelled_out
 
 RADIUS = "radius"
 

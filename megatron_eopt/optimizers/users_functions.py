@@ -1,7 +1,7 @@
 """Functions of the user's that orthogonalize a matrix, in place of Newton-Schulz, and what they get of its shards."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix, cut_dimension
 from megatron_eopt.parallel.schemes.whole import cut_out, gather
 
@@ -37,6 +38,37 @@ def checked(called: str, result: Any, grad: Tensor, dtype: torch.dtype | None = 
     if result.device != grad.device or not torch.can_cast(result.dtype, dtype):
         raise ValueError(f"{said} on {grad.device} that can be cast to {dtype}, got {result.dtype} on {result.device}")
     return result if result.is_floating_point() else result.to(dtype)
+
+
+def factors_by_user(
+    function: Callable[[Tensor], Tensor], engine: Engine, index: int, shards: Sequence[Tensor]
+) -> list[Tensor]:
+    """The orthogonal factors of a parameter's matrices by a user's ``orthogonalize_fn``, which gets them whole."""
+    each = zip(shards, engine.matrices[index], strict=True)
+    return [of_whole(function, "orthogonalize_fn", x, m, engine.groups.get(m.group)).clone() for x, m in each]
+
+
+def scaled_by_user(
+    function: Callable[..., Tensor],
+    tp: ProcessGroup | None,
+    engine: Engine,
+    index: int,
+    shards: Sequence[Tensor],
+) -> list[Tensor]:
+    """The updates of a parameter's logical matrices by a user's ``scaled_orthogonalize_fn``.
+
+    It gets them whole, or their shards with ``tp``, the tensor-parallel group, as Megatron's does.
+    """
+    name, updates = "scaled_orthogonalize_fn", []
+    for matrix, shard in zip(engine.matrices[index], shards, strict=True):
+        group, dim = engine.groups.get(matrix.group), partition_of(matrix)
+        if not takes_shards(function):
+            updates.append(of_whole(function, name, shard, matrix, group))
+        elif dim is None:
+            updates.append(of_whole(function, name, shard, matrix, group, tp, None))
+        else:
+            updates.append(checked(f"{name} of a shard", function(shard, tp, dim), shard))
+    return updates
 
 
 def takes_shards(function: Callable[..., Tensor]) -> bool:

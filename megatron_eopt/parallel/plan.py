@@ -352,3 +352,15 @@ def _facts(plan: Plan, label: str | None) -> Iterator[tuple[str, Any]]:
         names = tuple(plan.matrices[i].name for i in bucket.matrices)
         yield f"bucket {number} begins with", names[0]
         yield f"bucket {number} has the matrices", names
+
+
+def sharing_pays(plan: Plan, works: Works, rates: Rates) -> bool:
+    """Whether a plan of shards that copies share out is predicted to be faster than one in which each copy works alone.
+
+    True where no shards have copies.
+    """
+    if not any(matrix.copies > 1 and matrix.sharded for matrix in plan.matrices):
+        return True
+    alone = [replace(m, rectangles=m.rectangles[m.copy_of(0)]) if m.sharded else m for m in plan.matrices]
+    seconds = plan_cost(make_plan(alone, "auto", works, rates), works, rates).seconds
+    return seconds > plan_cost(plan, works, rates).seconds

@@ -1,0 +1,105 @@
+"""What Muon and its relatives refuse of arguments and parameters, by a ``ValueError``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron_eopt.optimizers.parameters import TensorParallelGroups
+from megatron_eopt.orthogonalize.choices import check_choice
+from megatron_eopt.orthogonalize.kernels import KERNELS
+from megatron_eopt.parallel.cost import Rates
+from megatron_eopt.parallel.layout import Layout, is_sharded
+from megatron_eopt.parallel.records import TpMode
+
+
+def check_kernel_and_rates(symmetric_products: str | None, plan_rates: object) -> None:
+    """Refuse an unknown kernel, and rates that are none."""
+    if symmetric_products is not None:
+        check_choice("symmetric_products", symmetric_products, tuple(KERNELS))
+    if not isinstance(plan_rates, Rates) and plan_rates != "measure":
+        raise ValueError(f"plan_rates are Rates or 'measure', got {plan_rates!r}")
+
+
+def check_memory(
+    name: str, workspace: object, offload_fraction: object, momentum_dtype: torch.dtype | None, momentum_warmup: object
+) -> None:
+    """Refuse arguments of momenta and of the room of a step that are out of their range."""
+    if type(workspace) is not int or workspace <= 0:
+        raise ValueError(f"workspace is a whole number of bytes above 0, got {workspace!r}")
+    if (
+        isinstance(offload_fraction, bool)
+        or not isinstance(offload_fraction, int | float)
+        or not 0 <= offload_fraction <= 1
+    ):
+        raise ValueError(f"offload_fraction is a number in [0, 1], got {offload_fraction!r}")
+    if momentum_dtype not in (None, torch.bfloat16):
+        wanted = "None, for that of each parameter, or torch.bfloat16"
+        raise ValueError(f"{name}: momentum_dtype is {wanted}, got {momentum_dtype!r}")
+    if type(momentum_warmup) is not int or momentum_warmup < 0:
+        raise ValueError(f"{name}: momentum_warmup is a number of steps, 0 or more, got {momentum_warmup!r}")
+
+
+def check_graphs(
+    parameters: Sequence[Tensor],
+    layouts: Sequence[Layout],
+    offload_fraction: float,
+    momentum_dtype: torch.dtype | None,
+    momentum_warmup: int,
+) -> None:
+    """Refuse to capture a step that a graph cannot replay."""
+    devices = {parameter.device.type for parameter in parameters}
+    refused = None
+    if offload_fraction:
+        refused = "state in host memory is not where it was in the step before (offload_fraction)"
+    elif momentum_dtype is not None:
+        refused = "momentum_dtype rounds by other random bits in each step, and a replay would repeat those of one"
+    elif momentum_warmup:
+        refused = "momentum_warmup has another momentum in each step, and a replay would have that of one"
+    elif devices != {"cuda"}:
+        refused = f"the parameters are on {' and '.join(sorted(devices))}, not on a CUDA device"
+    elif any(layout.ranks > 1 for layout in layouts):
+        refused = "parameters are shared with other ranks, and a replayed exchange could not be counted or end"
+    if refused:
+        raise ValueError(f"cuda_graphs cannot work here: {refused}. Leave it off")
+
+
+def check_kept(name: str, parameter: Tensor, offload_fraction: float, momentum_dtype: torch.dtype | None) -> None:
+    """Refuse a parameter whose momentum cannot be kept as the arguments say."""
+    shape = tuple(parameter.shape)
+    if offload_fraction and isinstance(parameter, DTensor):
+        raise ValueError(
+            f"{name}: state of a DTensor cannot be in host memory, got one of shape {shape}: leave offload_fraction at "
+            f"0"
+        )
+    if momentum_dtype is not None and parameter.dtype == torch.float64:
+        raise ValueError(
+            f"{name}: momenta in bf16 are averaged in fp32, got a parameter in fp64 of shape {shape}: leave "
+            f"momentum_dtype away"
+        )
+
+
+def refuse_blockwise(
+    name: str,
+    parameter: Tensor,
+    tp_mode: TpMode,
+    groups: TensorParallelGroups | None,
+    layout: Any,
+    measured: str,
+    otherwise: str = "",
+) -> None:
+    """Refuse a shard that ``blockwise`` takes for a matrix, where something is measured of matrices.
+
+    ``layout`` finds the layout of a parameter.
+    """
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    untold = groups is None and is_sharded(parameter) and not alone  # blockwise needs no groups
+    if tp_mode == "blockwise" and (untold or layout(parameter).sharded):
+        raise ValueError(
+            f"{name}: with tp_mode blockwise the {measured} would be those of shards, which belong to no matrix of the "
+            f"model and to no other number of ranks, for a sharded parameter of shape {tuple(parameter.shape)}: take "
+            f"an exact tp_mode (auto, duplicated, ...){otherwise}"
+        )

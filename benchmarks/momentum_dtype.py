@@ -40,9 +40,9 @@ TRAIN = "--rounded"  # the first argument of a process that trains
 
 def train(kind: str, beta: float, written: Path, flags: Sequence[str]) -> None:
     """Train in this process, and write down the errors of the momenta in the end."""
-    from megatron_eopt.optimizers import chunk
+    from megatron_eopt.optimizers import muon
 
-    store, errors = chunk.store, dict[int, tuple[Tensor, Tensor]]()
+    store, errors = muon.store, dict[int, tuple[Tensor, Tensor]]()
 
     def followed(momenta: Tensors, averages: Tensors, parts: Sequence[Numbered], step: int) -> None:
         if kind == "nearest":
@@ -53,7 +53,7 @@ def train(kind: str, beta: float, written: Path, flags: Sequence[str]) -> None:
             error, _ = errors.setdefault(m.data_ptr(), (torch.zeros_like(average), m))
             error.mul_(beta).add_(m.float() - average)
 
-    chunk.store = followed
+    muon.store = followed
     sys.argv = ["pretrain_gpt.py", *flags]
     runpy.run_path(str(ROOT / "examples" / "pretrain_gpt.py"), run_name="__main__")
     found = {}

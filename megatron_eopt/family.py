@@ -14,12 +14,12 @@ from megatron_eopt.optimizers.hyperball import MuonHyperball as MuonHyperball
 from megatron_eopt.optimizers.lion import Lion as Lion
 from megatron_eopt.optimizers.lion import Signum as Signum
 from megatron_eopt.optimizers.mars_muon import MarsMuon as MarsMuon
-from megatron_eopt.optimizers.muon import TensorParallelMuon as TensorParallelMuon
 from megatron_eopt.optimizers.polar_grad import PolarGrad as PolarGrad
 from megatron_eopt.optimizers.schedule_free import ScheduleFreeAdamW as ScheduleFreeAdamW
 from megatron_eopt.optimizers.scion import Scion as Scion
 from megatron_eopt.optimizers.soap import SOAP as SOAP
 from megatron_eopt.optimizers.spectron import Spectron as Spectron
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon as TensorParallelMuon
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.orthogonalize.scale import PRESETS

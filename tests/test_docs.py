@@ -153,8 +153,8 @@ def test_the_reference_has_what_the_docstrings_say(site):
     pages = {page.parent.name: page.read_text() for page in site.glob("reference/*/index.html")}
     assert len(pages) == len(list(ROOT.glob("docs/reference/*.md")))
     assert "decay the parameter (as AdamW does), or add to the gradient" in pages["optimizers"]
-    link = 'href="../optimizers/#megatron_eopt.optimizers.muon.TensorParallelMuon"><code>TensorParallelMuon</code></a>'
-    assert link in pages["building"]
+    name = "megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon"
+    assert f'href="../optimizers/#{name}"><code>TensorParallelMuon</code></a>' in pages["building"]
     assert not [name for name, page in pages.items() if re.search(r":(class|func|meth|mod|data|attr):", page)]
 
 

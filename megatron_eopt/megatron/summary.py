@@ -10,9 +10,9 @@ from torch.optim.optimizer import Optimizer
 from megatron_eopt.megatron.parameters import torch_optimizers
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.base import KERNEL
-from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.spectron import Spectron
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 
 
 def print_summary(optimizer: Any, tp_mode_source: str) -> None:

@@ -20,13 +20,13 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.chunk import Chunk, decay, momentum, subtract
 from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.group_settings import DecayMethod, decay_method
-from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract
 from megatron_eopt.optimizers.parameters import TensorParallelGroups, local, names_of_last
 from megatron_eopt.optimizers.relatives import passed_on
 from megatron_eopt.optimizers.state import Dim, StateTensor
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.precision import MatmulPrecision

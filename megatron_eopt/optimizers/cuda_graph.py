@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.chunk import Batch
+from megatron_eopt.optimizers.muon import Batch
 
 Replay = Callable[[], None]
 

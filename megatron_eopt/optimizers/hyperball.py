@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.chunk import Chunk, momentum
 from megatron_eopt.optimizers.foreach import Tensors
-from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.muon import Chunk, momentum
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.relatives import Transport, passed_on, spelled_out
 from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix
@@ -29,8 +29,8 @@ class MuonHyperball(TensorParallelMuon):
     """Muon whose matrices move on spheres, so that neither they nor their relative steps need weight decay [1].
 
     For each logical matrix ``W``, where ``R`` is the Frobenius norm that it has before the first step, ``O`` the
-    orthogonal factor of its momentum as in :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`, and
-    ``normalize(X) = X / ||X||_F``::
+    orthogonal factor of its momentum as in
+    :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`, and ``normalize(X) = X / ||X||_F``::
 
         W <- R normalize(W - lr R normalize(O))
 
@@ -50,7 +50,7 @@ class MuonHyperball(TensorParallelMuon):
         nesterov: whether to look ahead.
         weight_decay: 0, since a decay along the matrix is undone by the return to its norm; here for those who fill it
             from a config.
-        **transport: see :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`.
+        **transport: see :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
     Raises:
         ValueError: as by Muon; for a weight decay, for scale settings, and with ``blockwise`` for shards. In the first

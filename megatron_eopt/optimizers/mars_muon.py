@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.chunk import Batch, Chunk, decay, momentum, scaled, subtract, with_gradients
 from megatron_eopt.optimizers.group_settings import DecayMethod
-from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.muon import Batch, Chunk, decay, momentum, scaled, subtract, with_gradients
 from megatron_eopt.optimizers.relatives import Transport, passed_on, spelled_out
 from megatron_eopt.optimizers.state import StateTensor
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program
@@ -59,7 +59,7 @@ class MarsMuon(TensorParallelMuon):
         use_decoupled_weight_decay: decay the parameter (as AdamW does), or add to ``c``.
         gamma: strength of the correction, at least 0; 0 leaves Muon of clipped gradients.
         **transport: these, ``scale_mode``, ``extra_scale_factor`` and ``weight_decay_method`` are those of
-            :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`.
+            :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
     Raises:
         ValueError: as by Muon; for ``gamma`` out of its range, and with ``blockwise`` for shards.

@@ -11,7 +11,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megatron_eopt.optimizers.chunk import Batch, Chunk
+from megatron_eopt.optimizers.muon import Batch, Chunk
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program, resume
 

@@ -11,7 +11,6 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.chunk import Batch, Chunk, decay, momentum, subtract
 from megatron_eopt.optimizers.group_settings import (
     DECOUPLED,
     METHOD,
@@ -21,6 +20,7 @@ from megatron_eopt.optimizers.group_settings import (
     check_rates,
     decay_method,
 )
+from megatron_eopt.optimizers.muon import Batch, Chunk, decay, momentum, subtract
 from megatron_eopt.optimizers.parameters import local, names_of_last, parameter_names, rows_of
 from megatron_eopt.optimizers.rounding import Numbered, numbered
 from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor

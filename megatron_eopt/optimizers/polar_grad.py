@@ -5,10 +5,10 @@ from typing import Unpack
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.chunk import Chunk, decay, momentum, subtract
 from megatron_eopt.optimizers.group_settings import DecayMethod
-from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract
 from megatron_eopt.optimizers.relatives import Transport, passed_on, spelled_out
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.parallel.statistics import Wanted
@@ -36,7 +36,7 @@ class PolarGrad(TensorParallelMuon):
         nesterov: whether ``(1 - momentum) g + momentum M`` takes the place of ``M`` in 3 and 4, as in Muon.
         weight_decay: at least 0.
         **transport: these, and ``weight_decay_method``, are those of
-            :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`.
+            :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
     Raises:
         ValueError: as by Muon; for scale settings, and with ``blockwise`` for shards.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.parameters import TensorParallelGroups
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.parallel.cost import Rates

@@ -7,8 +7,8 @@ from typing import Any, Unpack
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.group_settings import Scalar, UpdateSettings, also_called, check_scalars
-from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.relatives import Transport, passed_on, spelled_out
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 
 RADIUS = "radius"
 
@@ -41,7 +41,7 @@ class Scion(TensorParallelMuon):
         constrained: whether the ball bounds the matrices (the paper's Scion), or the steps alone (its unconstrained
             Scion).
         weight_decay: 0; here for those who fill it from a config.
-        **transport: see :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`.
+        **transport: see :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
     Raises:
         ValueError: as by Muon; for ``lr`` or ``radius`` out of its range, a weight decay, and scale settings.

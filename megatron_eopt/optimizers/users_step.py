@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.chunk import Batch, Chunk, chosen
 from megatron_eopt.optimizers.foreach import Mask
+from megatron_eopt.optimizers.muon import Batch, Chunk, chosen
 from megatron_eopt.optimizers.users_functions import checked
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program, resume

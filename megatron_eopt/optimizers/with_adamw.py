@@ -15,13 +15,13 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.chunk import Chunk, decay, momentum, scaled, subtract
 from megatron_eopt.optimizers.foreach import heavy_ball
 from megatron_eopt.optimizers.group_settings import STEPS, UpdateSettings, check_adam_settings, plain, warn
-from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.muon import Chunk, decay, momentum, scaled, subtract
 from megatron_eopt.optimizers.nonfinite import check_gradients
 from megatron_eopt.optimizers.parameters import NAME, check_distinct, check_scalable
 from megatron_eopt.optimizers.state import StateTensor, check_shape
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize.choices import check_named
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
@@ -78,7 +78,8 @@ class Muon(Optimizer):
         ns_steps: Newton-Schulz steps, 1 to 100.
         adam_lr: of AdamW; None for ``lr``.
         adam_fused: whether AdamW uses torch's fused kernel; otherwise torch chooses.
-        **muon_settings: further arguments of :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`, such as
+        **muon_settings: further arguments of
+            :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`, such as
             ``coefficient_type``, ``fp32_matmul_prec``, ``nesterov``, ``tp_mode`` (``auto`` here), and under DDP
             ``data_parallel_group``.
 

@@ -20,10 +20,10 @@ from megatron_eopt.family import FAMILY
 from megatron_eopt.matrices import tag_declared, warn_of_unmatched
 from megatron_eopt.optimizers.first_step import warn_of_fp16
 from megatron_eopt.optimizers.group_settings import STEPS
-from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.nonfinite import listed
 from megatron_eopt.optimizers.parameters import NAME
 from megatron_eopt.optimizers.spectron import Spectron
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.optimizers.with_adamw import NS_STEPS, Muon
 from megatron_eopt.orthogonalize.choices import check_arguments
 from megatron_eopt.plain import routing

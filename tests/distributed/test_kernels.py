@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from megatron_eopt.megatron.agreement import choose_kernels
 from megatron_eopt.optimizers.base import KERNEL
-from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.spectron import Spectron
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize import timing
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from tests.distributed.ranks import run_ranks

@@ -7,8 +7,8 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import MuonHyperball as Theirs
 
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.optimizers.chunk import Chunk
 from megatron_eopt.optimizers.hyperball import MuonHyperball, rotate
+from megatron_eopt.optimizers.muon import Chunk
 from megatron_eopt.parallel import statistics
 from tests.distributed.test_statistics import allocations
 from tests.optimizers.field import SHAPES, TOLERANCE, assert_close, assert_close_in_bf16, factor, gradient, matrix, run

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 from megatron_eopt.optimizers.mars_muon import MarsMuon, corrected
-from megatron_eopt.optimizers.muon import TensorParallelMuon
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.parallel.collectives import counters
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_adaptive_invariance import cut

@@ -9,9 +9,9 @@ import torch
 
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
 from megatron_eopt.optimizers.hyperball import MuonHyperball
-from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.polar_grad import PolarGrad
 from megatron_eopt.optimizers.scion import Scion
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.registry import kwargs_from_config
 from tests.matrices.models import merge_rows, split_rows
 from tests.optimizers.field import assert_close, gradient, matrix, run

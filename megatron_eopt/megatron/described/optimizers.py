@@ -20,8 +20,8 @@ from megatron_eopt.megatron.manifest import rows_here
 from megatron_eopt.megatron.parameters import ModelParameter, OptimizerParameter, mark, trainable
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.muon import TensorParallelMuon
 from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.parallel.cost import step_bytes
 from megatron_eopt.parallel.deal import Deal, to_and_fro
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer

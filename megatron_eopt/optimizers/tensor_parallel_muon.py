@@ -1,0 +1,578 @@
+"""Muon for parameters that may be sharded over a tensor-parallel group."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import ParamsT
+
+from megatron_eopt.optimizers.base import KERNEL, RATES
+from megatron_eopt.optimizers.cuda_graph import GraphedUpdate
+from megatron_eopt.optimizers.group_settings import (
+    COEFFICIENTS,
+    DECOUPLED,
+    EXTRA_SCALE,
+    METHOD,
+    MOMENTUM_STEPS,
+    SCALE_MODE,
+    STEPS,
+    DecayMethod,
+    UpdateSettings,
+    decay_method,
+    note_short_schedule,
+    own_settings,
+)
+from megatron_eopt.optimizers.muon import Batch, Chunk, chosen, muon, scaled
+from megatron_eopt.optimizers.muon_checks import (
+    check_graphs,
+    check_kept,
+    check_kernel_and_rates,
+    check_memory,
+    refuse_blockwise,
+)
+from megatron_eopt.optimizers.offload import Streamed
+from megatron_eopt.optimizers.orthogonalized import OF_PARAMETERS, OrthogonalizedOptimizer
+from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_shard, local
+from megatron_eopt.optimizers.users_functions import factors_by_user, of_whole, scaled_by_user
+from megatron_eopt.orthogonalize.coefficients import Coefficients
+from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
+from megatron_eopt.orthogonalize.precision import MatmulPrecision
+from megatron_eopt.orthogonalize.scale import ScaleMode
+from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
+from megatron_eopt.parallel.engine import Engine, Parameter
+from megatron_eopt.parallel.layout import Layout, cut_over, is_expert, shared_out
+from megatron_eopt.parallel.plan import sharing_pays
+from megatron_eopt.parallel.records import Matrix, TpMode
+from megatron_eopt.parallel.scheduler import Program
+from megatron_eopt.parallel.watched import Watched
+
+OF_MATRICES = ("scaled_orthogonalize_fn", "orthogonalize_fn")
+DECIDED_BY = {STEPS: OF_MATRICES, COEFFICIENTS: OF_MATRICES} | dict.fromkeys(
+    (SCALE_MODE, EXTRA_SCALE), ("scaled_orthogonalize_fn", "scale_factor_fn")
+)
+"""Settings of a group -> functions of the user's that decide in their place."""
+
+WARMUP_FROM = 0.85
+"""The momentum with which a warm-up of the momentum begins."""
+
+
+class TensorParallelMuon(OrthogonalizedOptimizer):
+    """Muon: the update is the orthogonal factor of the momentum, scaled by the shape of the matrix.
+
+    The momentum is orthogonalized by Newton-Schulz iteration as a matrix of the model, wherever its shards are: with
+    every ``tp_mode`` but ``blockwise`` the update at TP=k is the update at TP=1, scale factor and QKV split included.
+    DTensors (FSDP2, HSDP, tensor parallelism under them) are taken as they lie. Query groups of fused projections are
+    interleaved, ``(groups, q + k + v, hidden)``, as Megatron stores them. :func:`muon` is the step.
+
+    A group may have its own ``num_ns_steps``, ``coefficient_type``, ``scale_mode`` and ``extra_scale_factor``, as it
+    may have its own ``lr``, ``momentum``, ``nesterov``, ``weight_decay``, ``use_decoupled_weight_decay`` and
+    ``weight_decay_method``; what it does not say is as given here::
+
+        TensorParallelMuon([{"params": a, "num_ns_steps": 10}, {"params": b, "extra_scale_factor": 0.5}])
+
+    The values travel with ``state_dict``. A changed one is in force in the next step, which all ranks plan anew; only a
+    step that was captured as a graph refuses it.
+
+    Args:
+        params: matrices, or groups of them; see :func:`megatron_eopt.parallel.layout.layout_of` for the attributes
+            that say how they are sharded.
+        lr: learning rate.
+        momentum: of the exponential moving average, in [0, 1).
+        nesterov: whether to look ahead.
+        weight_decay: weight decay.
+        use_decoupled_weight_decay: decay the parameter (as AdamW does), or add to the gradient.
+        split_qkv: orthogonalize and scale the logical matrices of fused projections separately.
+        is_qkv_fn: tells which parameters are fused.
+        qkv_split_shapes: rows of (q, k, v), or of (q, gate, k, v), in one query group; the attribute
+            ``qkv_split_shapes`` of a parameter wins.
+        fp32_matmul_prec: ``low``, ``medium`` (bf16), ``high`` (TF32) or ``highest`` (fp32).
+        coefficient_type: name of a coefficient set, or a list of ``(a, b, c)``.
+        num_ns_steps: Newton-Schulz steps.
+        scale_mode: ``spectral``, ``unit_rms_norm`` or ``shape_scaling``.
+        extra_scale_factor: multiplies the update; 0.2 with ``spectral`` gives updates the size of AdamW's.
+        pg_collection: the process groups ``tp`` and, for experts, ``expt_tp``; None where nothing is sharded.
+        tp_mode: ``auto``, ``owner``, ``gram``, ``duplicated`` or ``distributed``, all exact: see
+            :mod:`~megatron_eopt.parallel.plan`; or ``blockwise``, an approximation: each shard by itself.
+        data_parallel_group: ranks that all hold the same parameters and gradients (as under DDP): each orthogonalizes
+            its share of the matrices, and hands the results out. Of those that ``tp`` cuts only with ``tp_mode``
+            ``owner``, or ``auto`` where that is predicted to be faster, and where ``pg_collection.tp_dp_cp`` has the
+            ranks of both groups. Matrices of experts are not shared.
+        plan_rates: of the cost model of ``auto``; ``measure`` measures them at start, and a checkpoint keeps them.
+        symmetric_products: the kernel of symmetric products: ``triton``, ``blocked`` (on a CPU) or ``torch``. By
+            default that of the checkpoint, else the fastest that serves here.
+        cuda_graphs: capture the step as a CUDA graph and replay it; only where no parameter is sharded.
+        weight_decay_method: ``decoupled``, ``l2``, ``independent`` or ``palm``: see
+            :data:`~megatron_eopt.optimizers.group_settings.DecayMethod`; None for what ``use_decoupled_weight_decay``
+            says.
+        workspace: bytes of a step's temporaries on this rank, beside what one iteration of its largest matrix needs.
+        offload_fraction: share, in [0, 1], of what is kept in the shape of a parameter (momenta, above all) that is
+            kept in host memory, pinned where there is a GPU: whole parameters, spread evenly over all of them, and at
+            least so many bytes. A step is cut into chunks then, and brings the state of one while it works on another.
+            Before other code than :meth:`state_dict` reads it, ``torch.cuda.synchronize()`` waits for what is on its
+            way.
+        momentum_dtype: in which momenta are kept: None for that of each parameter, or ``torch.bfloat16``. Those are
+            averaged in fp32, which is also what is orthogonalized, and rounded at random, with the same bits at every
+            layout: see :mod:`~megatron_eopt.optimizers.rounding`.
+        momentum_warmup: steps in which the momentum grows evenly from :data:`WARMUP_FROM` to its value, as in Keller
+            Jordan's speedruns; 0 for none. A state that was saved without it goes on without it.
+
+    Attributes:
+        newton_schulz: the iteration of groups that say nothing else of it.
+        newton_schulz_calls: how many logical matrices the steps of this optimizer have orthogonalized since it was
+            made: those of which this rank has a part, whichever rank computed them.
+
+    Raises:
+        ValueError: at construction, for a setting out of its range, an unknown name, a schedule that the coefficient
+            set cannot serve, a parameter that is no matrix, a split that does not fit, or shards without a group.
+        TypeError: for a flag that is no bool, as by a call in the positional order of emerging-optimizers.
+    """
+
+    momentum_key, nesterov_key = "momentum", "nesterov"
+    split_lengths = (3, 4)
+    carried_settings = frozenset({KERNEL, RATES, MOMENTUM_STEPS})
+    planned_by = OrthogonalizedOptimizer.planned_by | {"newton_schulz", "scale_mode", "extra_scale_factor"}
+    newton_schulz_calls: int = 0
+
+    # What a relative may have otherwise:
+    measures: bool = False  # whether the size of an update follows from what each step measures of each global matrix
+    instead_of_decay: str = ""  # what there is instead of a weight decay, for messages
+    size_rule: str | None = None  # what the size of an update is, where the scale settings have no effect on it
+    no_settings: frozenset[str] = frozenset()  # settings of Muon's groups that there is no room for
+
+    _further: dict[str, Any] | None = None  # what _further_settings() are, set before this constructor
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 3e-4,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.01,
+        use_decoupled_weight_decay: bool = True,
+        split_qkv: bool = False,
+        is_qkv_fn: Callable[[Tensor], bool] | None = None,
+        qkv_split_shapes: Sequence[int] | None = None,
+        fp32_matmul_prec: MatmulPrecision = "medium",
+        coefficient_type: str | Sequence[Coefficients] = "quintic",
+        num_ns_steps: int = 5,
+        scale_mode: ScaleMode = "spectral",
+        extra_scale_factor: float = 1.0,
+        pg_collection: TensorParallelGroups | None = None,
+        tp_mode: TpMode = "duplicated",
+        cuda_graphs: bool = False,
+        data_parallel_group: ProcessGroup | None = None,
+        plan_rates: Rates | Literal["measure"] = DEFAULT_RATES,
+        symmetric_products: str | None = None,
+        weight_decay_method: DecayMethod | None = None,
+        workspace: int = 2**31,
+        offload_fraction: float = 0.0,
+        momentum_dtype: torch.dtype | None = None,
+        momentum_warmup: int = 0,
+    ) -> None:
+        name = type(self).__name__
+        check_kernel_and_rates(symmetric_products, plan_rates)
+        check_memory(name, workspace, offload_fraction, momentum_dtype, momentum_warmup)
+        self.offload_fraction = offload_fraction
+        self.momentum_dtype = momentum_dtype
+        self.momentum_warmup = momentum_warmup
+        self.newton_schulz = NewtonSchulz(
+            steps=num_ns_steps, coefficient_type=coefficient_type, fp32_matmul_prec=fp32_matmul_prec
+        )
+        self.scale_mode: ScaleMode = scale_mode
+        self.extra_scale_factor = extra_scale_factor
+        self.pg_collection, self.data_parallel_group = pg_collection, data_parallel_group
+        self.tp_mode = tp_mode
+        self.plan_rates, self.symmetric_products = plan_rates, symmetric_products
+        self.workspace = workspace
+        self.cuda_graphs = cuda_graphs
+        note_short_schedule(self.newton_schulz)
+        # True by default, which does not contradict what is said of the method
+        decoupled = weight_decay_method != "l2" and use_decoupled_weight_decay
+        decay = {"weight_decay": weight_decay, DECOUPLED: decoupled, METHOD: weight_decay_method}
+        split: dict[str, Any] = {"split_qkv": split_qkv, "is_qkv_fn": is_qkv_fn, "qkv_split_shapes": qkv_split_shapes}
+        own: dict[str, Any] = {"fp32_matmul_prec": fp32_matmul_prec, **decay, **split, **self._further_settings()}
+        super().__init__(params, lr, momentum, nesterov, **own)
+        if cuda_graphs:
+            parameters = self._parameters()
+            layouts = list(map(self.layout, parameters))
+            check_graphs(parameters, layouts, offload_fraction, momentum_dtype, momentum_warmup)
+
+    # The step, and the hooks of relatives.
+
+    @property
+    def streamed(self) -> Streamed:
+        """How state gets from host memory to the device and back."""
+        session = self._session
+        session.streamed = session.streamed or Streamed(self.engine.device)
+        return session.streamed
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; it waits for state that is on its way to host memory."""
+        if self._session.streamed is not None:
+            self._session.streamed.wait()
+        return super().state_dict()
+
+    def program(self, chunk: Chunk, engine: Engine) -> Program:
+        """The step of some parameters, from gradients to weights: :func:`muon`; a relative has its own."""
+        return muon(chunk, engine)
+
+    def _take(self, accepted: Tensor) -> None:
+        if self._of_user(*OF_PARAMETERS):
+            batches = self._take_users(accepted)
+        else:
+            batches = self._batches(accepted, masked=self.cuda_graphs)
+            session, run = self._session, self._run
+            if self.cuda_graphs:
+                run = session.plans.graphed = session.plans.graphed or GraphedUpdate(self._run)
+                run.check(batches)
+            session.changing = True
+            run(batches)
+        # without __setattr__, which looks whether ranks have to plan anew
+        vars(self)["newton_schulz_calls"] = self.newton_schulz_calls + sum(
+            len(self.engine.matrices[i]) for batch in batches for i in batch.indices
+        )
+        for group in self.param_groups:
+            if MOMENTUM_STEPS in group:
+                group[MOMENTUM_STEPS] += 1
+
+    def _run(self, batches: Sequence[Batch]) -> None:
+        """Run the programs of all parameters."""
+        engine, indices = self.engine, [i for batch in batches for i in batch.indices]
+        watch = None if engine.watched is None else self._watch
+
+        def program(some: Sequence[int]) -> Program:
+            chunk = Chunk(chosen(batches, some), some, self._scales_of(some), watch)
+            return self.streamed.around(chunk, engine, self.program) if offloads else self.program(chunk, engine)
+
+        if offloads := self.offload_fraction > 0:
+            self.streamed.begin(batches, engine.order(indices), self.on_host)
+        engine.run(indices, program)
+        if offloads:
+            self.streamed.end()
+
+    def _scales_of(self, indices: Sequence[int]) -> list[float]:
+        """What multiplies the orthogonal factors of the logical matrices of parameters, one after the other's."""
+        plans = self._session.plans
+        if plans.scales is None or plans.scales[0] is not plans.engine:
+            matrices = zip(self._parameters(), self.engine.matrices, strict=True)
+            plans.scales = self.engine, [self._scales_in(self.group_of(p), own) for p, own in matrices]
+        return [scale for i in indices for scale in plans.scales[1][i]]
+
+    def _scales_in(self, group: Mapping[str, Any], matrices: Sequence[Matrix]) -> list[float]:
+        scale = self._scale(group)
+        # that of a matrix without entries may divide by zero
+        return [1.0 if scale is None or 0 in matrix.shape else scale(*matrix.shape) for matrix in matrices]
+
+    def _watch(self, indices: Sequence[int], updates: Sequence[Tensor]) -> None:
+        """Show the updates of logical matrices that this rank reports on, and the RMS that is predicted of each."""
+        engine, parameters, of_all = self.engine, self._parameters(), iter(updates)
+        shown, predicted = list[Tensor](), list[float | None]()
+        for i in indices:
+            shards = list(islice(of_all, len(engine.matrices[i])))
+            if engine.counts(i):
+                shown += shards
+                group = self.group_of(parameters[i])
+                predicted += [self.predicted_rms(*matrix.shape, group) for matrix in engine.matrices[i]]
+        assert engine.watched is not None, "a step that is watched"
+        engine.watched.updates(shown, predicted)
+
+    def momentum_of(self, group: Mapping[str, Any]) -> float:
+        """The momentum that the next step of a group has, which is less than its own while it warms up."""
+        own = cast(float, group[self.momentum_key])
+        if group.get(MOMENTUM_STEPS, 0) >= self.momentum_warmup or own <= WARMUP_FROM:
+            return own
+        return WARMUP_FROM + (own - WARMUP_FROM) * group[MOMENTUM_STEPS] / self.momentum_warmup
+
+    def _completed(self, saved: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+        warm = {MOMENTUM_STEPS: self.momentum_warmup} if self.momentum_warmup and MOMENTUM_STEPS not in saved else {}
+        return super()._completed(saved, known) | warm
+
+    def watch(self, watched: Watched | None) -> None:
+        """Let the next steps tell what they do, or no longer; what is replayed as a graph cannot."""
+        super().watch(None if self.cuda_graphs else watched)
+
+    def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
+        """The update of one parameter, before the learning rate; sharded as the parameter is.
+
+        A step calls it for every parameter where a subclass overrides it. Otherwise it does the same for all at once.
+        Where the tensor is sharded, all ranks that share it call together.
+
+        Args:
+            p: a parameter, or any tensor that has its layout and attributes, such as a copy in fp32.
+            grad: what is orthogonalized, of the shape of ``p``.
+            **group_settings: ``num_ns_steps`` and the like; what is not given is as in the group of the parameter, of
+                any other tensor as in the constructor.
+
+        Raises:
+            ValueError: for a tensor or a setting that the constructor would refuse, and for a ``grad`` of another
+                shape.
+        """
+        engine, index, group = self._engine_for(p, grad, group_settings)
+        shards, matrices = engine.split([index], [local(grad)]), engine.matrices[index]
+        if self._of_user("scaled_orthogonalize_fn"):
+            tp = getattr(self.pg_collection, "expt_tp" if is_expert(p) else "tp", None)
+            updates = scaled_by_user(self.scaled_orthogonalize_fn, tp, engine, index, shards)
+        else:
+            updates = scaled(self._factors(engine, index, shards), self._scales_in(group, matrices))
+        [update] = engine.merge([index], updates)
+        return update
+
+    def _engine_for(
+        self, p: Tensor, grad: Tensor, group_settings: Mapping[str, Any]
+    ) -> tuple[Engine, int, dict[str, Any]]:
+        """An engine that orthogonalizes ``grad``, the index of ``p`` in it, and all settings."""
+        if grad.shape not in (p.shape, local(p).shape):
+            raise ValueError(
+                f"{type(self).__name__}: grad must have the shape of p, {tuple(p.shape)}, got {tuple(grad.shape)}"
+            )
+        engine, group = self.prepare(), dict(group_settings)
+        index = next((i for i, parameter in enumerate(self._parameters()) if parameter is p), None)
+        if index is not None:
+            own = self.group_of(p)
+            group = {**own, **group}
+            known = grad.dtype == p.dtype and self.update_settings(group) == self.update_settings(own)
+        else:
+            self._check_parameter(p, "p")
+            self._check_shards(p, "p")
+        if index is None or not known:
+            described = replace(self._described("p", p, group), dtype=grad.dtype)
+            engine = Engine([described], grad.device, self.tp_mode, engine.rates)
+            engine.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
+            index = 0
+        return engine, index, group
+
+    def _factors(self, engine: Engine, index: int, shards: list[Tensor]) -> list[Tensor]:
+        if self._of_user("orthogonalize_fn"):
+            return factors_by_user(self.orthogonalize_fn, engine, index, shards)
+        return engine.factors([index], shards)
+
+    def scaled_orthogonalize_fn(
+        self, grad: Tensor, tp_group: ProcessGroup | None = None, partition_dim: int | None = None
+    ) -> Tensor:
+        """The update of one matrix, scaled, by the settings of the optimizer: Megatron's, to override or to set.
+
+        A function in its place that takes ``grad`` alone gets whole matrices. One of Megatron's arguments gets this
+        rank's shard, the tensor-parallel group and the dimension that is cut; of a matrix that this group does not cut
+        it gets all, with None for the dimension.
+        """
+        layout = cut_over((grad.shape[0], grad.shape[1]), partition_dim, tp_group)
+        matrix = Matrix("grad", layout.shape, layout.rectangles)
+        return of_whole(super().scaled_orthogonalize_fn, "scaled_orthogonalize_fn", grad, matrix, layout.group)
+
+    def orthogonalize_fn(self, matrix: Tensor) -> Tensor:
+        """The orthogonal factor of a whole matrix, by Newton-Schulz; one of yours in its place counts."""
+        return self.newton_schulz(matrix)
+
+    def scale_factor_fn(self, rows: int, cols: int) -> float:
+        """The scale of a matrix of so many rows and columns, by ``scale_mode``; one of yours in its place counts."""
+        return self.update_settings({}).scale(rows, cols)
+
+    @property
+    def fp32_matmul_prec(self) -> MatmulPrecision:
+        """The precision of this optimizer's products, that of :attr:`newton_schulz`."""
+        return self.newton_schulz.fp32_matmul_prec
+
+    @fp32_matmul_prec.setter
+    def fp32_matmul_prec(self, precision: MatmulPrecision) -> None:
+        self.newton_schulz = replace(self.newton_schulz, fp32_matmul_prec=precision)
+
+    def _waited_for(self, index: int) -> bool:
+        return self.engine.shares(index)
+
+    # What is planned, and described.
+
+    def layout(self, parameter: Tensor) -> Layout:
+        """The layout of a parameter, and which ranks share the work on it."""
+        layout, sharers = super().layout(parameter), self.data_parallel_group
+        if sharers is None or is_expert(parameter) or (layout.ranks > 1 and isinstance(parameter, DTensor)):
+            return layout
+        joint = getattr(self.pg_collection, "tp_dp_cp", None) if self._session.shares_shards else None
+        return shared_out(layout, sharers, joint)
+
+    def proposed(self) -> Engine:
+        """Also decides whether shards are shared with the data-parallel ranks: where ``auto`` predicts a gain."""
+        self._session.shares_shards = self.tp_mode in ("owner", "auto")
+        engine = super().proposed()
+        if self.tp_mode != "auto" or sharing_pays(engine.plan, engine.works, engine.rates):
+            return engine
+        self._session.shares_shards = False
+        return super().proposed()
+
+    def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
+        """The iteration and the scale that the matrices of a group get; what they cannot have is a ``ValueError``."""
+        for key, names in DECIDED_BY.items():
+            own = self._of_user(*names) if key in group else []
+            if own:
+                raise ValueError(
+                    f"{key} has no effect here, got {group[key]!r}: {own[0]} of your own decides; take the setting away"
+                )
+            if self.size_rule is not None and key in group and "scale_factor_fn" in names:
+                raise ValueError(
+                    f"{key} has no effect here, got {group[key]!r}: the size of an update is {self.size_rule}; take "
+                    f"the setting away, and set lr"
+                )
+        return UpdateSettings(self.newton_schulz, self.scale_mode, self.extra_scale_factor).of_group(group)
+
+    def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
+        """RMS of the entries of the first update of a logical matrix of full rank, before the learning rate.
+
+        It depends on the settings of the group that the matrix is in. None where it depends on the gradients, or on a
+        function of the user's.
+        """
+        own = self._of_user(*OF_MATRICES, "scale_factor_fn")
+        return None if self.measures or own else self.update_settings(group or {}).predicted_rms(rows, cols)
+
+    def explain(self) -> str:
+        """The plan of a step as a table. All ranks ask together."""
+        return self.prepare().explain()
+
+    def explain_proposed(self) -> str:
+        """What :meth:`explain` will say, before ranks agree."""
+        return self.proposed().explain()
+
+    @property
+    def matrices_updated(self) -> int:
+        """Those that were orthogonalized."""
+        return self.newton_schulz_calls
+
+    def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
+        """The logical matrices of each parameter, by the plan."""
+        plan = (self.prepare() if settled else self.proposed()).plan
+        schemes = {i: bucket.scheme.replace("_", " ") for bucket in plan.buckets for i in bucket.matrices}
+        numbered, described = iter(enumerate(plan.matrices)), dict[Tensor, list[DescribedMatrix]]()
+        for parameter in self._parameters():
+            group = self.group_of(parameter)
+            scale, own = self._scale(group), islice(numbered, len(self.key_ends(parameter)))
+            described[parameter] = [
+                DescribedMatrix(
+                    matrix.name.partition("[")[2].rstrip("]"),
+                    matrix.shape,
+                    schemes[i],
+                    1.0 if scale is None else scale(*matrix.shape),
+                    self.predicted_rms(*matrix.shape, group),
+                )
+                for i, matrix in own
+            ]
+        return described
+
+    def settings(self) -> dict[str, Any]:
+        """What a checkpoint says of this optimizer to those who read it."""
+        keys = (self.nesterov_key, DECOUPLED, METHOD)
+        decay = ({key: group[key] for key in keys if group[key] != self.defaults[key]} for group in self.param_groups)
+        own = dict(enumerate(said | more for said, more in zip(self._own_settings(), decay, strict=True)))
+        return super().settings() | {
+            "coefficients": [list(each) for each in self.newton_schulz.schedule],
+            "fp32_matmul_prec": self.fp32_matmul_prec,
+            **self._sizes,
+            METHOD: decay_method(type(self).__name__, self.defaults),
+            "split_qkv": self.split_qkv,
+            "tp_mode": self.tp_mode,
+            **({} if self.momentum_dtype is None else {"momentum_dtype": "bf16"}),
+            **({"momentum_warmup": self.momentum_warmup} if self.momentum_warmup else {}),
+            **({"of_groups": {number: each for number, each in own.items() if each}} if any(own.values()) else {}),
+        }
+
+    def settings_of_groups(self) -> dict[str, Any]:
+        """Also those of the iteration and of the scale, as far as they have an effect."""
+        iteration = {STEPS: self.newton_schulz.steps, COEFFICIENTS: self.newton_schulz.coefficient_type}
+        without = self.no_settings if self.decays_weights else self.no_settings | {DECOUPLED, METHOD}
+        known = super().settings_of_groups() | iteration | self._sizes
+        return {key: value for key, value in known.items() if key not in without}
+
+    @property
+    def _sizes(self) -> dict[str, Any]:
+        """The settings of the scale, where they have an effect."""
+        own = self.size_rule or self._of_user("scale_factor_fn")
+        return {} if own else {SCALE_MODE: self.scale_mode, EXTRA_SCALE: self.extra_scale_factor}
+
+    def _further_settings(self) -> dict[str, Any]:
+        """Settings of a subclass that each group may have a value of its own for."""
+        return self._further or {}
+
+    def _described(self, name: str, parameter: Tensor, group: Mapping[str, Any] | None = None) -> Parameter:
+        settings = self.update_settings(self.group_of(parameter) if group is None else group)
+        dtype, layout, split = local(parameter).dtype, self.layout(parameter), self.split_of(parameter)
+        offloaded = self.on_host(parameter) * parameter.numel() * self._bytes_of_entry(parameter)
+        return Parameter(name, dtype, layout, split, settings.newton_schulz, offloaded=offloaded)
+
+    def _scale(self, group: Mapping[str, Any]) -> Callable[[int, int], float] | None:
+        """What multiplies the orthogonal factors of a group's matrices; None for 1."""
+        if self._of_user("scale_factor_fn"):
+            return self.scale_factor_fn
+        return None if self.measures else self.update_settings(group).scale
+
+    def _own_settings(self) -> list[dict[str, Any]]:
+        """What each group says of its updates: where that changes, ranks prepare anew."""
+        return own_settings(self.param_groups)
+
+    def _planned_settings(self) -> object:
+        return self.newton_schulz, self.scale_mode, self.extra_scale_factor, self._own_settings()
+
+    # Checks.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of matrices; also a ``ValueError`` for what cannot have its momentum in another dtype."""
+        super().add_param_group(param_group)
+        if self.momentum_dtype is not None or self.momentum_warmup:
+            self.param_groups[-1].setdefault(MOMENTUM_STEPS, 0)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state, and with it the kernel of symmetric products with which it was saved."""
+        self.check_writer(state_dict)
+        for number, group in enumerate(state_dict["param_groups"]):
+            self._check_update_settings(group, number)
+        super().load_state_dict(state_dict)
+        self._session.plans.graphed = None  # the momenta that it was captured with are gone
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        name = type(self).__name__
+        super()._check_group(group)
+        own = self._check_update_settings(group, len(self.param_groups) - 1).newton_schulz
+        if own != self.newton_schulz:
+            note_short_schedule(own)
+        users = self._of_user(*OF_PARAMETERS)
+        if users and (self.offload_fraction or self.cuda_graphs):
+            raise ValueError(
+                f"{name} has an {users[0]} of its own, which gets one parameter after another, whose state is on the "
+                f"device, and may wait for it: leave offload_fraction at 0 and cuda_graphs off"
+            )
+        if self.size_rule and self._of_user("scale_factor_fn"):
+            raise ValueError(f"scale_factor_fn has no effect here: the size of an update is {self.size_rule}; set lr")
+        for parameter in group["params"]:
+            check_kept(name, parameter, self.offload_fraction, self.momentum_dtype)
+            self._check_shards(parameter, f"a parameter of shape {tuple(parameter.shape)}")
+            if self.measures:
+                self._refuse_blockwise(parameter, "norms")
+
+    def _refuse_blockwise(self, parameter: Tensor, measured: str, otherwise: str = "") -> None:
+        name, groups = type(self).__name__, self.pg_collection
+        refuse_blockwise(name, parameter, self.tp_mode, groups, self.layout, measured, otherwise)
+
+    def _check_parameter(self, parameter: Tensor, called: str) -> None:
+        self._check_matrix(parameter, f"orthogonalizes matrices, but {called}")
+
+    def _check_shards(self, parameter: Tensor, called: str) -> None:
+        if self.tp_mode != "blockwise":
+            otherwise = ", or tp_mode='blockwise' for the approximation that treats each shard as a matrix"
+            check_shard(parameter, self.pg_collection, called, otherwise)
+
+    def _check_update_settings(self, group: Mapping[str, Any], number: int) -> UpdateSettings:
+        try:
+            return self.update_settings(group)
+        except ValueError as error:
+            raise ValueError(f"{type(self).__name__}: group {number}: {error}") from error
+
+    def _check_settings(self, group: dict[str, Any]) -> None:
+        super()._check_settings(group)
+        # a scheduler may set it in any step; a group that is to be loaded is not one of these yet
+        for number, each in enumerate(self.param_groups if group["weight_decay"] and not self.decays_weights else ()):
+            if each is group:
+                raise ValueError(
+                    f"{type(self).__name__} has no weight decay, got {group['weight_decay']} for group {number}: "
+                    f"{self.instead_of_decay}; set the weight_decay of its matrices to 0"
+                )

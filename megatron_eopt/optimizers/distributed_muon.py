@@ -55,7 +55,8 @@ class DistributedMuon(BaseOptimizer):
     More than two dimensions are read as a matrix: the first one times the rest. Gradients are not written to; a
     parameter without one stays as it is, and so does one whose gradient is not finite: see
     :mod:`~megatron_eopt.optimizers.nonfinite`.
-    :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon` with its ``data_parallel_group`` has more coefficients and larger batches, at the price of all momenta on all ranks.
+    :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon` with its ``data_parallel_group`` has
+    more coefficients and larger batches, at the price of all momenta on all ranks.
 
     Args:
         params: matrices, or groups of them; the same in the same order on every rank. A group may have its own ``lr``,

@@ -10,7 +10,7 @@ here waits for the device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, sqrt
 from typing import Any, Literal, get_args
 
@@ -209,7 +209,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         check_choice("moment2_method", moment2_method, get_args(Moment2Method))
         self.moment2_method = moment2_method
         self.align_rms = align_rms
-        self.keeps_directions = moment2_method == "namo"
+        self.traits = replace(self.traits, keeps_momenta=moment2_method == "namo")
         self._further = {"beta2": beta2, "eps": eps}
         super().__init__(**passed_on(locals()))
 
@@ -297,7 +297,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         """The step of some parameters."""
         decay(chunk)
         u = engine.split(chunk.indices, momentum(chunk))
-        kept = list(u) if self.keeps_directions else []
+        kept = list(u) if self.traits.keeps_momenta else []
         factors = yield from engine.orthogonalize(chunk.indices, u)
         subtract(chunk, engine, self._second_moment(chunk, engine, factors, kept, self._scales_of(chunk.indices)))
 

@@ -52,6 +52,16 @@ KERNEL, RATES = "symmetric_products", "plan_rates"
 # Attributes that describe fused projections.
 _SPLIT = frozenset({"split_qkv", "is_qkv_fn", "qkv_split_shapes"})
 
+UNSET: dict[str, Any] = {
+    **dict.fromkeys(("pg_collection", "is_qkv_fn", "qkv_split_shapes", "symmetric_products")),
+    "split_qkv": False,
+    "tp_mode": "duplicated",
+    "plan_rates": DEFAULT_RATES,
+    "workspace": 2**31,
+    "offload_fraction": 0.0,
+}
+"""Settings of an optimizer whose constructor has no such argument."""
+
 
 class BaseOptimizer(Optimizer):
     """An optimizer whose groups are checked, whose state is described, and whose steps leave out bad gradients.
@@ -80,17 +90,16 @@ class BaseOptimizer(Optimizer):
     # Attributes that may be set between steps: the next one is planned by them, on all ranks together.
     planned_by: frozenset[str] = _SPLIT | {"tp_mode"}
 
-    # What the constructors of subclasses set: see TensorParallelMuon. Not all of them have all of it.
-    pg_collection: TensorParallelGroups | None = None
-    split_qkv: bool = False
-    is_qkv_fn: Callable[[Tensor], bool] | None = None
-    qkv_split_shapes: Sequence[int] | None = None
-    tp_mode: TpMode = "duplicated"
-    plan_rates: Rates | Literal["measure"] = DEFAULT_RATES
-    symmetric_products: str | None = None
-    workspace: int = 2**31
-    keeps_directions: bool = False  # whether update() needs what was orthogonalized
-    offload_fraction: float = 0.0  # of the state that has the shape of its parameter: the share in host memory
+    # What constructors set; those that have no such argument leave what UNSET says.
+    pg_collection: TensorParallelGroups | None
+    split_qkv: bool
+    is_qkv_fn: Callable[[Tensor], bool] | None
+    qkv_split_shapes: Sequence[int] | None
+    tp_mode: TpMode
+    plan_rates: Rates | Literal["measure"]
+    symmetric_products: str | None
+    workspace: int
+    offload_fraction: float  # of the state that has the shape of its parameter: the share in host memory
 
     _session: Session
 
@@ -103,7 +112,7 @@ class BaseOptimizer(Optimizer):
         if unused and "split_qkv" not in given and cls.__module__.startswith(f"{group_settings.OURS}."):
             group_settings.warn(f"{cls.__name__}: {' and '.join(unused)} have no effect without split_qkv=True")
         made = super().__new__(cls)
-        vars(made)["_session"] = Session()  # of a copy, too
+        vars(made).update(UNSET, _session=Session())  # of a copy, too
         return made
 
     def __getstate__(self) -> dict[str, Any]:
@@ -227,6 +236,10 @@ class BaseOptimizer(Optimizer):
     def _described(self, name: str, parameter: Tensor) -> Parameter:
         """What the engine has to know of a parameter."""
         return Parameter(name, local(parameter).dtype, groups=sharing_groups(parameter, self.pg_collection))
+
+    def _kept_bytes(self) -> int:
+        """Bytes that a program keeps of each entry while it is orthogonalized, beside its state."""
+        return 0
 
     def _planned_settings(self) -> object:
         """What the engine was made of beside the parameters; where it changes, ranks prepare anew."""
@@ -493,7 +506,7 @@ class BaseOptimizer(Optimizer):
         own = self.plan_rates if isinstance(self.plan_rates, Rates) else rates
         device = local(parameters[0]).device if parameters else torch.device("cpu")
         state = max(map(self._bytes_of_entry, parameters), default=0) if self.offload_fraction else 0
-        workspace = Workspace(bytes=self.workspace, kept=(4 if self.keeps_directions else 0) + state, state=state)
+        workspace = Workspace(bytes=self.workspace, kept=self._kept_bytes() + state, state=state)
         return Engine(described, device, self.tp_mode, own, workspace)
 
     def _settings_by_parameter(self) -> dict[Tensor, dict[str, Any]]:

@@ -15,7 +15,7 @@ from megatron_eopt.optimizers.muon import Chunk, momentum
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.relatives import Transport, passed_on, spelled_out
 from megatron_eopt.optimizers.state import StateTensor
-from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Traits
 from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix
@@ -59,10 +59,12 @@ class MuonHyperball(TensorParallelMuon):
     [1] Wen et al., Fantastic Pretraining Optimizers and Where to Find Them 2.1: Hyperball Optimization (2025).
     """
 
-    size_rule = "lr times the norm of the matrix"
-    measures = True
+    traits = Traits(
+        "lr times the norm of the matrix",
+        measures=True,
+        instead_of_decay="it keeps the norm of every matrix, whatever decays",
+    )
     decays_weights = False
-    instead_of_decay = "it keeps the norm of every matrix, whatever decays"
 
     _radii_of: object = None  # the engine of the last step: another one may be of further matrices
 

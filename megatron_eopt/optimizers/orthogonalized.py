@@ -99,7 +99,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     momentum_key, nesterov_key = "momentum_beta", "use_nesterov"
     planned_by = BaseOptimizer.planned_by | {*OF_PARAMETERS, "scale_factor_fn", "fp32_matmul_prec"}
     split_lengths: tuple[int, ...] = (3,)
-    momentum_dtype: torch.dtype | None = None  # None for that of each parameter
+    momentum_dtype: torch.dtype | None  # None for that of each parameter
 
     def __new__(cls, *args: Any, **named: Any) -> Self:
         """Also refuse names that emerging-optimizers has for arguments that are missing."""
@@ -127,6 +127,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         **kwargs: Any,
     ) -> None:
         name = type(self).__name__
+        vars(self).setdefault("momentum_dtype", None)
         self._set_split(split_qkv, is_qkv_fn, qkv_split_shapes)
         self.fp32_matmul_prec = fp32_matmul_prec
         given = {"orthogonalize_fn": orthogonalize_fn, "scale_factor_fn": scale_factor_fn}

@@ -8,7 +8,7 @@ from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.group_settings import DecayMethod
 from megatron_eopt.optimizers.muon import Chunk, decay, momentum, subtract
 from megatron_eopt.optimizers.relatives import Transport, passed_on, spelled_out
-from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Traits
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program
 from megatron_eopt.parallel.statistics import Wanted
@@ -45,9 +45,7 @@ class PolarGrad(TensorParallelMuon):
     arXiv 2505.21799.
     """
 
-    size_rule = "the nuclear norm of the momentum"
-    measures = True
-    keeps_directions = True
+    traits = Traits("the nuclear norm of the momentum", measures=True, keeps_momenta=True)
 
     @spelled_out
     def __init__(

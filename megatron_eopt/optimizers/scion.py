@@ -8,7 +8,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers.group_settings import Scalar, UpdateSettings, also_called, check_scalars
 from megatron_eopt.optimizers.relatives import Transport, passed_on, spelled_out
-from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
+from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Traits
 
 RADIUS = "radius"
 
@@ -49,10 +49,12 @@ class Scion(TensorParallelMuon):
     [1] Pethick et al., Training Deep Learning Models with Norm-Constrained LMOs, arXiv 2502.07529.
     """
 
-    size_rule = "radius * sqrt(rows / cols)"
-    no_settings = frozenset({"nesterov"})
+    traits = Traits(
+        "radius * sqrt(rows / cols)",
+        no_settings=frozenset({"nesterov"}),
+        instead_of_decay="constrained=True bounds matrices by their radius",
+    )
     decays_weights = False
-    instead_of_decay = "constrained=True bounds matrices by their radius"
 
     @also_called(spectral_radius=RADIUS)
     @spelled_out

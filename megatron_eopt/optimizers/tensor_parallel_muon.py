@@ -1,7 +1,7 @@
 """Muon for parameters that may be sharded over a tensor-parallel group."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal, cast
 
@@ -59,6 +59,25 @@ DECIDED_BY = {STEPS: OF_MATRICES, COEFFICIENTS: OF_MATRICES} | dict.fromkeys(
 
 WARMUP_FROM = 0.85
 """The momentum with which a warm-up of the momentum begins."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a relative of Muon has otherwise, as data.
+
+    Attributes:
+        size_rule: what the size of an update is, where the scale settings have no effect on it.
+        measures: whether it follows from what each step measures of each global matrix.
+        keeps_momenta: whether the program needs momenta after they were orthogonalized.
+        no_settings: settings of Muon's groups that there is no room for.
+        instead_of_decay: what there is instead of a weight decay, for messages.
+    """
+
+    size_rule: str | None = None
+    measures: bool = False
+    keeps_momenta: bool = False
+    no_settings: frozenset[str] = frozenset()
+    instead_of_decay: str = ""
 
 
 class TensorParallelMuon(OrthogonalizedOptimizer):
@@ -139,10 +158,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     newton_schulz_calls: int = 0
 
     # What a relative may have otherwise:
-    measures: bool = False  # whether the size of an update follows from what each step measures of each global matrix
-    instead_of_decay: str = ""  # what there is instead of a weight decay, for messages
-    size_rule: str | None = None  # what the size of an update is, where the scale settings have no effect on it
-    no_settings: frozenset[str] = frozenset()  # settings of Muon's groups that there is no room for
+    traits = Traits()
 
     _further: dict[str, Any] | None = None  # what _further_settings() are, set before this constructor
 
@@ -411,10 +427,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
                 raise ValueError(
                     f"{key} has no effect here, got {group[key]!r}: {own[0]} of your own decides; take the setting away"
                 )
-            if self.size_rule is not None and key in group and "scale_factor_fn" in names:
+            if self.traits.size_rule is not None and key in group and "scale_factor_fn" in names:
                 raise ValueError(
-                    f"{key} has no effect here, got {group[key]!r}: the size of an update is {self.size_rule}; take "
-                    f"the setting away, and set lr"
+                    f"{key} has no effect here, got {group[key]!r}: the size of an update is {self.traits.size_rule}; "
+                    f"take the setting away, and set lr"
                 )
         return UpdateSettings(self.newton_schulz, self.scale_mode, self.extra_scale_factor).of_group(group)
 
@@ -425,7 +441,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         function of the user's.
         """
         own = self._of_user(*OF_MATRICES, "scale_factor_fn")
-        return None if self.measures or own else self.update_settings(group or {}).predicted_rms(rows, cols)
+        return None if self.traits.measures or own else self.update_settings(group or {}).predicted_rms(rows, cols)
 
     def explain(self) -> str:
         """The plan of a step as a table. All ranks ask together."""
@@ -480,14 +496,14 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def settings_of_groups(self) -> dict[str, Any]:
         """Also those of the iteration and of the scale, as far as they have an effect."""
         iteration = {STEPS: self.newton_schulz.steps, COEFFICIENTS: self.newton_schulz.coefficient_type}
-        without = self.no_settings if self.decays_weights else self.no_settings | {DECOUPLED, METHOD}
+        without = self.traits.no_settings if self.decays_weights else self.traits.no_settings | {DECOUPLED, METHOD}
         known = super().settings_of_groups() | iteration | self._sizes
         return {key: value for key, value in known.items() if key not in without}
 
     @property
     def _sizes(self) -> dict[str, Any]:
         """The settings of the scale, where they have an effect."""
-        own = self.size_rule or self._of_user("scale_factor_fn")
+        own = self.traits.size_rule or self._of_user("scale_factor_fn")
         return {} if own else {SCALE_MODE: self.scale_mode, EXTRA_SCALE: self.extra_scale_factor}
 
     def _further_settings(self) -> dict[str, Any]:
@@ -504,11 +520,14 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         """What multiplies the orthogonal factors of a group's matrices; None for 1."""
         if self._of_user("scale_factor_fn"):
             return self.scale_factor_fn
-        return None if self.measures else self.update_settings(group).scale
+        return None if self.traits.measures else self.update_settings(group).scale
 
     def _own_settings(self) -> list[dict[str, Any]]:
         """What each group says of its updates: where that changes, ranks prepare anew."""
         return own_settings(self.param_groups)
+
+    def _kept_bytes(self) -> int:
+        return 4 * self.traits.keeps_momenta
 
     def _planned_settings(self) -> object:
         return self.newton_schulz, self.scale_mode, self.extra_scale_factor, self._own_settings()
@@ -541,12 +560,14 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
                 f"{name} has an {users[0]} of its own, which gets one parameter after another, whose state is on the "
                 f"device, and may wait for it: leave offload_fraction at 0 and cuda_graphs off"
             )
-        if self.size_rule and self._of_user("scale_factor_fn"):
-            raise ValueError(f"scale_factor_fn has no effect here: the size of an update is {self.size_rule}; set lr")
+        if self.traits.size_rule and self._of_user("scale_factor_fn"):
+            raise ValueError(
+                f"scale_factor_fn has no effect here: the size of an update is {self.traits.size_rule}; set lr"
+            )
         for parameter in group["params"]:
             check_kept(name, parameter, self.offload_fraction, self.momentum_dtype)
             self._check_shards(parameter, f"a parameter of shape {tuple(parameter.shape)}")
-            if self.measures:
+            if self.traits.measures:
                 self._refuse_blockwise(parameter, "norms")
 
     def _refuse_blockwise(self, parameter: Tensor, measured: str, otherwise: str = "") -> None:
@@ -574,5 +595,5 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             if each is group:
                 raise ValueError(
                     f"{type(self).__name__} has no weight decay, got {group['weight_decay']} for group {number}: "
-                    f"{self.instead_of_decay}; set the weight_decay of its matrices to 0"
+                    f"{self.traits.instead_of_decay}; set the weight_decay of its matrices to 0"
                 )

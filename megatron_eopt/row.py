@@ -4,6 +4,7 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil, inf
 from typing import Any, Literal, get_args, get_origin
 
@@ -11,6 +12,8 @@ import torch
 
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.group_settings import DECOUPLED
+from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
+from megatron_eopt.optimizers.state import StateTensor
 
 MEGATRONS_DECOUPLED = "decoupled_weight_decay"  # field of Megatron's config
 ADAMW_RMS = 0.2  # of the entries of a typical AdamW update, before the learning rate (arXiv 2502.16982, section 2.2)
@@ -69,11 +72,8 @@ class Row:
     of_muon: tuple[str, ...] = ()  # settings that it takes from Muon's flags
     betas: str = ""  # prefix of the flags that its betas, and ``eps``, are taken from
     flags: tuple[Flag, ...] = ()
-    state: tuple[str, ...] = ("momentum_buffer",)  # keys of tensors of the parameter's shape
-    further_state: tuple[str, ...] = ()  # keys of other tensors, without the number of the logical matrix
+    state_settings: tuple[dict[str, Any], ...] = ()  # arguments of the constructor with which other state is kept
     state_depends_on: tuple[str, ...] = ()  # fields of the config that change what is kept
-    keeps: str = "the momentum"  # the state in words
-    state_bytes: str = "4 mn"  # of a matrix of m x n in fp32, as a formula
     begin_with: str  # flags of a run of the demo's model, which ``make compare`` takes
     begin_why: str = ""
     update_rms: float | None = None  # of the entries, before the rate, where no matrix has one of its own
@@ -91,10 +91,29 @@ class Row:
         annotation = None if argument is None else argument.annotation
         return flag.choices or (get_args(annotation) if get_origin(annotation) is Literal else ())
 
+    def state_tensors(self, shape: tuple[int, int] = (128, 128), **settings: Any) -> list[StateTensor]:
+        """State of a matrix in fp32, with these arguments of the constructor."""
+        matrix = torch.empty(shape, dtype=torch.float32, device="meta")
+        return self.cls([matrix], **settings).state_tensors(matrix)
+
+    @cached_property
+    def state(self) -> tuple[StateTensor, ...]:
+        """State of a matrix with the defaults, then with each of :attr:`state_settings`."""
+        return tuple(tensor for settings in ({}, *self.state_settings) for tensor in self.state_tensors(**settings))
+
+    @property
+    def state_keys(self) -> set[str]:
+        """Keys of all of :attr:`state`; those of a fused parameter end with the number of the matrix."""
+        return {tensor.key for tensor in self.state}
+
     @property
     def takes_adams(self) -> bool:
         """Whether ``--muon-momentum-from-adam`` lets it load Adam's state: it keeps a momentum and nothing else."""
-        return (*self.state, *self.further_state) == ("momentum_buffer",)
+        return self.state_keys == {MOMENTUM_BUFFER}
+
+    def default(self, setting: str) -> Any:
+        """The default of an argument of the constructor."""
+        return inspect.signature(self.cls).parameters[setting].default
 
     def takes(self, setting: str) -> bool:
         """Whether the constructor has an argument of this name."""

@@ -7,15 +7,19 @@ A page has them between ``<!-- NAME -->`` and ``<!-- end -->``, and ``tests/test
 
 import ast
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from pathlib import Path
 
+import torch
 from state_bytes import DATA, bytes_rows, share_rows
 
 from megatron_eopt import metrics
 from megatron_eopt.family import FAMILY, LIKE_MUON, MUON, ROWS
 from megatron_eopt.megatron.arguments import RUN_FLAGS
 from megatron_eopt.megatron.support.matrix import RELEASES, support_matrix
+from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.overrides import Known
 from megatron_eopt.overrides.settings import OF_ALL, SETTINGS, check_of
 from megatron_eopt.row import Flag, Row
@@ -28,7 +32,6 @@ ADAM = {
         "each entry divided by the root of its own second moment",
         "[1711.05101](https://arxiv.org/abs/1711.05101)",
     ),
-    "state": ("two moments", "8 mn"),
     "settings": ("`--lr 0.003 --min-lr 0.0003`", ""),
 }
 
@@ -89,12 +92,41 @@ def owns() -> str:
 
 
 def state() -> str:
-    """What each optimizer keeps; those that keep the same share a line."""
+    """The state tensors of each optimizer; those that keep the same share a line."""
     kept: dict[tuple[str, str], list[str]] = {}
     for row in FAMILY:
-        kept.setdefault((row.keeps, row.state_bytes), []).append(row.name)
-    rows = [(code(names), *what) for what, names in kept.items()]
-    return table(("", "state", "bytes"), [("`adam`", *ADAM["state"]), *rows])
+        for settings in ({}, *row.state_settings):
+            tensors = row.state_tensors(MATRIX, **settings)
+            said = code([row.name]) + "".join(f", `{key}={value!r}`" for key, value in settings.items())
+            kept.setdefault((", ".join(map(_described, tensors)), _bytes(tensors)), []).append(said)
+    rows = [(", ".join(names), *what) for what, names in kept.items()]
+    return table(("", "state", "bytes"), [("`adam`", "`exp_avg`, `exp_avg_sq`", ADAM_BYTES), *rows])
+
+
+MATRIX = (131, 101)  # m x n; no other dimension of a state tensor has one of these lengths
+SIDES: dict[object, str] = {"rows": "m", "columns": "n", 131: "m", 101: "n", ROWS["spectron"].default("rank"): "r"}
+ADAM_BYTES = "8 mn"
+
+
+def _sides(tensor: StateTensor) -> list[object]:
+    """The dimensions of a state tensor: letters, and numbers that no letter stands for."""
+    return ["m", "n"] if tensor.dims is None else [SIDES.get(dim, dim) for dim in tensor.dims]
+
+
+def _described(tensor: StateTensor) -> str:
+    shape = "" if tensor.dims is None else f" ({' x '.join(map(str, _sides(tensor))) or 'a number'})"
+    return f"`{tensor.key}`{shape}"
+
+
+def _bytes(tensors: Iterable[StateTensor]) -> str:
+    """Bytes of the state tensors of a matrix of m x n in fp32, as a formula."""
+    counts = Counter[str]()
+    for tensor in tensors:
+        letters = sorted(side for side in _sides(tensor) if isinstance(side, str))
+        numbers = prod(side for side in _sides(tensor) if isinstance(side, int))
+        size = "".join(letters) if len({*letters}) == len(letters) else f"{letters[0]}²"
+        counts[size] += numbers * (tensor.dtype or torch.float32).itemsize
+    return " + ".join(f"{count} {size}".rstrip() for size, count in sorted(counts.items(), key=lambda x: not x[0]))
 
 
 def settings() -> str:
@@ -276,12 +308,16 @@ Pages of their own: [presets](presets.md), [logical matrices](logical-matrices.m
 [planning](planning.md) for `--muon-tp-mode`."""
 
 
+def _bytes_of(row: Row) -> str:
+    return ", ".join(_bytes(row.state_tensors(MATRIX, **settings)) for settings in ({}, *row.state_settings))
+
+
 def costs() -> str:
     """What each optimizer keeps, and what was measured of it: the figures of the comparison, beside Adam's."""
     _, figures, _ = parts("compare.md", (DOCS / "compare.md").read_text(encoding="utf-8"), "figures")
     cells = (line.strip("| ").split(" | ") for line in figures.splitlines())
     measured = {line[0]: line for line in cells if line[0] in {"adam", *ROWS}}
-    kept = {"adam": ADAM["state"][1]} | {row.name: row.state_bytes for row in FAMILY}
+    kept = {"adam": ADAM_BYTES} | {row.name: _bytes_of(row) for row in FAMILY}
 
     def beside_adam(name: str) -> tuple[str, str]:
         (loss, seconds), (adams, adams_seconds) = (

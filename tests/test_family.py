@@ -138,15 +138,20 @@ def test_megatrons_config_with_the_contracts_flag_gives_what_megatron_makes_of_i
 
 
 @rows
-def test_its_state_is_what_the_row_says(row):
+def test_the_state_that_a_step_keeps_has_the_keys_and_shapes_of_the_row(row):
     params = matrices(6, 4)
     optimizer = build(row.name, params)
-    optimizer.init_state()
-    shapes = {re.sub(r"_\d+$", "", key): value.shape for key, value in optimizer.state[params[0]].items()}
-    assert shapes.keys() <= {*row.state, *row.further_state}
-    assert shapes.keys() >= set(row.further_state)
-    assert all(shapes[key] == params[0].shape for key in shapes.keys() & set(row.state))
-    assert bool(row.state) == bool(shapes.keys() & set(row.state))
+    params[0].grad = torch.ones(6, 4)
+    optimizer.step()
+    kept = {re.sub(r"_\d+$", "", key): value.shape for key, value in optimizer.state[params[0]].items()}
+    assert kept.keys() <= row.state_keys
+    assert {tensor.key for tensor in row.state_tensors()} <= kept.keys()
+    assert all(kept[tensor.key] == (6, 4) for tensor in optimizer.state_tensors(params[0]) if tensor.dims is None)
+
+
+def test_state_keys_are_those_of_every_setting():
+    assert ROWS["schedule_free_adamw"].state_keys == {"z", "exp_avg_sq", "x", "schedule"}
+    assert [tensor.dims for tensor in ROWS["adaptive_muon"].state[1::2]] == [None, ("rows",), ()]
 
 
 @rows

@@ -161,7 +161,7 @@ def _optimizer(contents: Contents, run: dict[str, Any], saved: dict[str, Any]) -
     wanted = run.get("optimizer", was).removeprefix("dist_")
     what = f"it holds the state of {was}, and the run wants {wanted}"
     rows = (ROWS.get(name) for name in (was, wanted))
-    kept, keeps = ({*row.state, *row.further_state} if row else set() for row in rows)
+    kept, keeps = (row.state_keys if row else set() for row in rows)
     if wanted == was:
         row = ROWS.get(was)
         if row is None or row.owns == "all":

@@ -160,7 +160,7 @@ def test_another_second_moment(compared):
 @pytest.mark.parametrize("row", FAMILY, ids=lambda row: row.name)
 def test_every_optimizer_is_what_its_run_asked_for(compared, row):
     other = "signum" if row.name == "lion" else "lion"
-    values = tensors([*row.state, *row.further_state])
+    values = tensors(row.state_keys)
     assert compared(WHOLE.replace("muon", row.name), values, optimizer=row.name).problems == ()
     said = errors(compared(WHOLE.replace("muon", other), values, optimizer=row.name))
     assert f"it holds the state of {row.name}, and the run wants {other}" in said

@@ -34,7 +34,7 @@ OWN = {
 RELATIVES = {}
 for name, row in ROWS.items():
     if name not in ("muon", "adaptive_muon", "lion"):
-        flags, states = OWN.get(name, ([], {*row.state, *row.further_state}))
+        flags, states = OWN.get(name, ([], row.state_keys))
         RELATIVES[name] = (["--optimizer", name, *flags], states)
 LAYOUTS = {
     "TP2": ["--tensor-model-parallel-size", 2],

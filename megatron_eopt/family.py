@@ -23,7 +23,7 @@ from megatron_eopt.optimizers.spectron import Spectron as Spectron
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.orthogonalize.scale import PRESETS
-from megatron_eopt.row import ADAMW_RMS, Flag, Row, arxiv
+from megatron_eopt.row import ADAMW_RMS, Flag, Row
 
 SplitName = Literal["default", "none", "all", "per_head"]
 """How fused parameters are split: as Megatron does; not at all; wherever it is geometrically right; and into heads."""
@@ -42,9 +42,6 @@ FAMILY = (
     Row(
         name="muon",
         cls=TensorParallelMuon,
-        sentence="the update of a matrix is the orthogonal factor of its momentum, scaled by its shape "
-        "([how it works](how-it-works.md))",
-        papers=f"[Jordan et al.](https://kellerjordan.github.io/posts/muon/), {arxiv('2502.16982')}",
         of_muon=MUON,
         flags=(
             Flag("momentum", 0.9, "Decay rate of the momentum, in [0, 1); papers have 0.95.", megatrons=True),
@@ -109,16 +106,10 @@ FAMILY = (
                 "Where --load has a checkpoint of Adam's, its first moment is the momentum.", shared=True,
             ),
         ),
-        begin_with="--muon-momentum 0.95 --muon-nesterov --muon-preset match_adamw --muon-lr 0.018 "
-        "--muon-min-lr 0.0018",
-        begin_why="updates the size of AdamW's, so that its rate is one to begin with; more was better here",
     ),
     Row(
         name="adaptive_muon",
         cls=TensorParallelAdaptiveMuon,
-        sentence="Muon whose orthogonal factor is normalized by a second moment: AdaMuon, NorMuon or NAMO "
-        "([adaptive Muon](adaptive.md))",
-        papers=arxiv("2507.11005", "2510.05491", "2602.17080"),
         plain=False,
         of_muon=MUON,
         flags=(
@@ -129,17 +120,10 @@ FAMILY = (
         ),
         state_settings=({"moment2_method": "normuon"}, {"moment2_method": "namo"}),
         state_depends_on=("adaptive_muon_moment2_method",),
-        begin_with="--adaptive-muon-moment2-method normuon --muon-momentum 0.95 --muon-nesterov --muon-preset "
-        "match_adamw --muon-lr 0.018 --muon-min-lr 0.0018",
-        begin_why="as Muon",
-        refuses="with normuon and namo `--muon-tp-mode blockwise`; with namo decay that is not decoupled",
     ),
     Row(
         name="spectron",
         cls=Spectron,
-        sentence="every weight is the product `A B^T` of two factors of low rank, which take orthogonalized steps "
-        "that change the product by at most about `lr` in spectral norm",
-        papers=arxiv("2602.12429"),
         of_muon=ITERATION,
         flags=(
             Flag("rank", 64, "Rank of the two factors of every weight."),
@@ -147,16 +131,10 @@ FAMILY = (
             Flag("num_power_iterations", 1, "Power iterations of a step, for the spectral norms."),
         ),
         state_depends_on=("spectron_rank", "muon_split"),
-        begin_with="--spectron-rank 32 --spectron-momentum-beta 0.95 --muon-lr 0.06 --muon-min-lr 0.006",
-        begin_why="the paper's momentum, and its rank: a quarter of the short side, which is 128 here",
-        refuses="a rank above the short side of a matrix; `blockwise`; in the first step a weight that is zero or not "
-        "finite; another rank than the checkpoint's",
     ),
     Row(
         name="soap",
         cls=SOAP,
-        sentence="Adam in the eigenbases of Shampoo's two factors, the averages of `g g^T` and `g^T g`",
-        papers=f"{arxiv('2409.11321')}, KL factors {arxiv('2509.03378')}",
         vectors=True,
         betas="adam",
         flags=(
@@ -178,44 +156,29 @@ FAMILY = (
             ),
         ),
         state_depends_on=("soap_max_dim", "muon_split"),
-        begin_with="--soap-precondition-frequency 10 --adam-beta1 0.95 --adam-beta2 0.95 --muon-lr 0.003 "
-        "--muon-min-lr 0.0003",
         update_rms=ADAMW_RMS,
-        refuses="`--muon-split none` for fused parameters whose rows follow the tensor-parallel ranks (gate and up): "
-        "its bases of rows would fit no other number of ranks",
     ),
     Row(
         name="lion",
         cls=Lion,
-        sentence="every entry moves by the sign of an interpolation of momentum and gradient",
-        papers=arxiv("2302.06675"),
         owns="all",
         betas="lion",
         flags=(
             Flag("beta1", 0.95, "Weight of the momentum in the update, in [0, 1).", megatrons=True),
             Flag("beta2", 0.98, "Decay rate of the momentum, in [0, 1).", megatrons=True),
         ),
-        begin_with="--weight-decay 0.1 --lr 0.0006 --min-lr 0.00006",
-        begin_why="3 to 10 times less than AdamW's rate, as much more decay",
         update_rms=1.0,
     ),
     Row(
         name="signum",
         cls=Signum,
-        sentence="every entry moves by the sign of the momentum: Lion with one beta",
-        papers=arxiv("1802.04434"),
         owns="all",
         flags=(Flag("momentum", 0.9, "Decay rate of the momentum, in [0, 1); 0 is signSGD."),),
-        begin_with="--weight-decay 0.1 --lr 0.0006 --min-lr 0.00006",
-        begin_why="as Lion",
         update_rms=1.0,
     ),
     Row(
         name="schedule_free_adamw",
         cls=ScheduleFreeAdamW,
-        sentence="AdamW at a constant rate: gradients are taken at one point, and what is evaluated is the average of "
-        "the path of another",
-        papers=arxiv("2405.15682"),
         owns="all",
         betas="adam",
         flags=(
@@ -227,68 +190,37 @@ FAMILY = (
             Flag("r", 0.0, "For schedulefree: power of a step's number in the weight of the step."),
             Flag("weight_lr_power", 2.0, "For schedulefree: power of the largest rate in the weight of a step."),
         ),
-        begin_with="--lr-decay-style constant --lr-warmup-iters 0 --schedule-free-adamw-warmup-steps 10 --lr 0.002 "
-        "--min-lr 0.002",
-        begin_why="its own warm-up in the place of Megatron's",
         update_rms=ADAMW_RMS,
         state_settings=({"betas": (0.4, 0.95)},),
         averages=True,
-        refuses="`--use-distributed-optimizer`, `--no-save-optim`, `--ckpt-format torch`: the average could not be "
-        "made or saved",
     ),
     Row(
         name="scion",
         cls=Scion,
-        sentence="steps to the boundary of a ball of the operator norm from RMS to RMS, which takes the place of "
-        "weight decay",
-        papers=arxiv("2502.07529"),
         of_muon=(*ITERATION, "momentum_warmup"),
         flags=(
             Flag("momentum", 0.9, "Decay rate of the momentum, in [0, 1); one minus the paper's alpha."),
             Flag("radius", 50.0, "Radius of the ball of every matrix."),
             Flag("constrained", True, "Bound the steps alone, not the matrices."),
         ),
-        begin_with="--scion-radius 50 --muon-lr 0.0027 --muon-min-lr 0.00027",
-        begin_why="the paper's radius for hidden matrices",
-        refuses="a weight decay of its matrices (`--muon-weight-decay`), a radius that is not above 0, constrained an "
-        "`lr` outside [0, 1]",
     ),
     Row(
         name="polargrad",
         cls=PolarGrad,
-        sentence="Muon whose update is as large as the nuclear norm of the momentum, so that steps become smaller "
-        "with the gradients",
-        papers=arxiv("2505.21799"),
         of_muon=(*ITERATION, "momentum_warmup"),
         flags=(Flag("momentum", 0.95, "Decay rate of the momentum, in [0, 1)."),),
-        begin_with="--muon-coefficient-type polar_express --muon-num-ns-steps 8 --muon-lr 0.1 --muon-min-lr 0.01",
-        begin_why="steps that leave singular values at 1, as its size is a sum of them",
-        refuses="`blockwise`, whose norms would be those of shards",
     ),
     Row(
         name="muon_hyperball",
         cls=MuonHyperball,
-        sentence="Muon on spheres: every matrix keeps the Frobenius norm that it starts with, and a step turns it by "
-        "an angle of about `lr`",
-        papers="Wen et al., Fantastic Pretraining Optimizers 2.1: Hyperball Optimization (2025)",
         of_muon=(*ITERATION, *MOMENTUM),
         state_depends_on=("muon_split",),
-        begin_with="--muon-momentum 0.95 --muon-nesterov --muon-lr 0.06 --muon-min-lr 0.006",
-        begin_why="the rate is the angle of a step",
-        refuses="a weight decay of its matrices; `blockwise`; in the first step a matrix whose norm is zero or not "
-        "finite",
     ),
     Row(
         name="mars_muon",
         cls=MarsMuon,
-        sentence="Muon with MARS's variance reduction: before the momentum takes it, each gradient is corrected by its "
-        "difference from the previous one, and clipped",
-        papers=arxiv("2411.10438"),
         of_muon=MUON,
         flags=(Flag("gamma", 0.025, "Strength of the correction, at least 0; 0 leaves Muon of clipped gradients."),),
-        begin_with="--muon-momentum 0.95 --muon-preset match_adamw --muon-lr 0.018 --muon-min-lr 0.0018",
-        begin_why="as Muon, without its look-ahead",
-        refuses="`blockwise`, whose norms would be those of shards",
     ),
 )  # fmt: skip
 """In the order of the docs."""

@@ -64,8 +64,6 @@ class Row:
 
     name: str  # for ``--optimizer``, and for the config of plain torch
     cls: type[BaseOptimizer]
-    sentence: str
-    papers: str  # those that it is from, with links
     owns: Literal["matrices", "all"] = "matrices"  # what it is given in Megatron; Adam has what is no matrix
     vectors: bool = False  # whether it takes any shape, so that plain torch gives it all; always where it owns all
     plain: bool = True  # whether the builders of plain torch have it
@@ -74,11 +72,8 @@ class Row:
     flags: tuple[Flag, ...] = ()
     state_settings: tuple[dict[str, Any], ...] = ()  # arguments of the constructor with which other state is kept
     state_depends_on: tuple[str, ...] = ()  # fields of the config that change what is kept
-    begin_with: str  # flags of a run of the demo's model, which ``make compare`` takes
-    begin_why: str = ""
     update_rms: float | None = None  # of the entries, before the rate, where no matrix has one of its own
     averages: bool = False  # whether it evaluates and saves an average, so that no rank may lack a parameter
-    refuses: str = ""  # beside the runs that none of the optimizers takes
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "vectors", self.vectors or self.owns == "all")
@@ -198,8 +193,3 @@ def get_qkv_split_shapes(model_cfg: Any) -> list[int]:
     query_rows = model_cfg.num_attention_heads // model_cfg.num_query_groups * model_cfg.kv_channels
     queries = [query_rows, query_rows] if getattr(model_cfg, "attention_output_gate", False) else [query_rows]
     return [*queries, model_cfg.kv_channels, model_cfg.kv_channels]
-
-
-def arxiv(*numbers: str) -> str:
-    """Links to papers."""
-    return ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in numbers)

@@ -6,6 +6,8 @@ A page has them between ``<!-- NAME -->`` and ``<!-- end -->``, and ``tests/test
 """
 
 import ast
+import inspect
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -25,16 +27,6 @@ from megatron_eopt.overrides.settings import OF_ALL, SETTINGS, check_of
 from megatron_eopt.row import Flag, Row
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-
-ADAM = {
-    "family": (
-        "Megatron's own, here for reference and for what the others leave to it: Adam with decoupled weight decay, "
-        "each entry divided by the root of its own second moment",
-        "[1711.05101](https://arxiv.org/abs/1711.05101)",
-    ),
-    "settings": ("`--lr 0.003 --min-lr 0.0003`", ""),
-}
-
 
 MEANINGS = {
     "optimizer": "what updates the parameter",
@@ -74,12 +66,6 @@ def code(names: Iterable[str]) -> str:
 def prose(text: str) -> str:
     """Text in lines that a person can read in an editor."""
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
-
-
-def family() -> str:
-    """What each optimizer is, and where it is from."""
-    rows = [(code([row.name]), row.sentence, row.papers) for row in FAMILY]
-    return table(("name", "in a sentence", "from"), [("`adam`", *ADAM["family"]), *rows])
 
 
 def owns() -> str:
@@ -127,26 +113,6 @@ def _bytes(tensors: Iterable[StateTensor]) -> str:
         size = "".join(letters) if len({*letters}) == len(letters) else f"{letters[0]}²"
         counts[size] += numbers * (tensor.dtype or torch.float32).itemsize
     return " + ".join(f"{count} {size}".rstrip() for size, count in sorted(counts.items(), key=lambda x: not x[0]))
-
-
-def settings() -> str:
-    """Flags to begin with; ``benchmarks/compare.py`` reads the table."""
-    rows = [(code([row.name]), code([row.begin_with]), row.begin_why) for row in FAMILY]
-    return table(("optimizer", "flags", ""), [("`adam`", *ADAM["settings"]), *rows])
-
-
-def refused() -> str:
-    """What single optimizers refuse."""
-    others = (
-        "`(use_)decoupled_weight_decay=False`, `--muon-preset`, and `scale_mode` and `extra_scale_factor` of overrides"
-    )
-    rates = "`--muon-lr` and its like, which are for optimizers of matrices"
-    rows = [
-        (f"all but {code(LIKE_MUON)}", f"{others}: none has Muon's scale"),
-        (code(row.name for row in FAMILY if row.owns == "all"), rates),
-        *((code([row.name]), row.refuses) for row in FAMILY if row.refuses),
-    ]
-    return table(("", "refuses"), rows)
 
 
 def plain() -> str:
@@ -266,7 +232,8 @@ def flags() -> str:
     text = [FLAGS_HEAD, flags_of(RUN_FLAGS), MUON_HEAD, flags_of(ROWS["muon"].flags, holds_for=True)]
     for row in FAMILY:
         if row.name != "muon":
-            text += [f"## {row.name}", prose(f"{row.sentence[0].upper()}{row.sentence[1:]}.")]
+            first, *_ = inspect.cleandoc(row.cls.__doc__ or "").splitlines()
+            text += [f"## {row.name}", prose(re.sub(r" \[1\]", "", first).replace("``", "`"))]
             text += [prose(_flags_of_others(row))]
             text += [flags_of(row.flags) if row.flags else ""]
     return "\n\n".join(filter(None, text))
@@ -338,7 +305,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "choosing.md": {"costs": costs},
     "adaptive.md": {"flags": lambda: flags_of(ROWS["adaptive_muon"].flags)},
     "metrics.md": {"meanings": meanings},
-    "optimizers.md": {"family": family, "settings": settings, "owns": owns, "state": state, "refused": refused},
+    "optimizers.md": {"owns": owns, "state": state},
     "overrides.md": {"settings": override_settings, "settings of one": override_settings_of_one},
     "plain-torch.md": {"plain": plain},
     "state.md": {"bytes": held, "shares": shares},

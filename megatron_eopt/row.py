@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from inspect import Parameter
 from math import ceil, inf
 from typing import Any, Literal, get_args, get_origin
 
@@ -27,8 +28,10 @@ class Flag:
     """
 
     setting: str  # the argument of the optimizer's constructor, where there is one for it
-    default: Any  # the value without the flag
     help: str
+    # The value without the flag: that of the constructor, unless it is given here. It is, where the constructor has no
+    # such argument, where Megatron's flag has another default, and where a run of Megatron's knows more.
+    default: Any = Parameter.empty
     kind: type = str  # of a value that has no default
     choices: tuple[str, ...] = ()  # where they are few; filled in where the constructor's argument is a ``Literal``
     field: str = ""  # of the config, where it has another name
@@ -77,14 +80,15 @@ class Row:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "vectors", self.vectors or self.owns == "all")
-        flags = (replace(each, optimizer=self.name, choices=self._choices(each)) for each in self.flags)
-        object.__setattr__(self, "flags", tuple(flags))
+        object.__setattr__(self, "flags", tuple(map(self._completed, self.flags)))
 
-    def _choices(self, flag: Flag) -> tuple[str, ...]:
-        """The flag's own, else the values of a constructor's argument whose annotation is a ``Literal``."""
+    def _completed(self, flag: Flag) -> Flag:
+        """With the optimizer's name, and the default and the values of a ``Literal`` that its constructor says."""
         argument = inspect.signature(self.cls).parameters.get(flag.setting)
         annotation = None if argument is None else argument.annotation
-        return flag.choices or (get_args(annotation) if get_origin(annotation) is Literal else ())
+        choices = flag.choices or (get_args(annotation) if get_origin(annotation) is Literal else ())
+        default = self.default(flag.setting) if flag.default is Parameter.empty else flag.default
+        return replace(flag, optimizer=self.name, choices=choices, default=default)
 
     def state_tensors(self, shape: tuple[int, int] = (128, 128), **settings: Any) -> list[StateTensor]:
         """State of a matrix in fp32, with these arguments of the constructor."""

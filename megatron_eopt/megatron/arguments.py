@@ -12,52 +12,62 @@ from typing import Any, NoReturn, get_args
 
 import torch.distributed as dist
 
+from megatron_eopt.family import DEFAULT_TP_MODE as DEFAULT_TP_MODE
 from megatron_eopt.family import FAMILY, MUON, ROWS
 from megatron_eopt.megatron.agreement import refuse_different
 from megatron_eopt.megatron.settings import of_command_line
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.parallel.plan import TpMode
+from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.redirect import Redirection, Redirections, around
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers, takes_matrices
 from megatron_eopt.row import Flag
 
-DEFAULT_TP_MODE: TpMode = "auto"
 TP_MODE_SOURCE = "muon_tp_mode_source"  # on arguments and configs: the flag that named muon_tp_mode, or UNNAMED
 UNNAMED = "default"
 
 RUN_FLAGS = (
-    Flag("optimizer_overrides", None, "Settings of single parameters, in YAML or JSON.", metavar="FILE"),
+    Flag("optimizer_overrides", "Settings of single parameters, in YAML or JSON.", default=None, metavar="FILE"),
     Flag(
         "optimizer_manifest",
-        "short",
         "Print which optimizer has which parameter: a line for parameters that are alike, or one for each.",
+        default="short",
         choices=("short", "full", "none"),
     ),
-    Flag("optimizer_manifest_file", None, "Write that as JSON, too.", metavar="FILE"),
-    Flag("optimizer_workspace", 2.0, "GiB that a step of Muon may take, beside its largest matrix.", metavar="GIB"),
-    Flag("balanced_deal", True, "Let Megatron's distributed optimizer deal matrices by size, not by predicted time."),
+    Flag("optimizer_manifest_file", "Write that as JSON, too.", default=None, metavar="FILE"),
+    Flag(
+        "optimizer_workspace",
+        "GiB that a step of Muon may take, beside its largest matrix.",
+        default=Workspace.bytes / 2**30,
+        metavar="GIB",
+    ),
+    Flag(
+        "balanced_deal",
+        "Let Megatron's distributed optimizer deal matrices by size, not by predicted time.",
+        default=True,
+    ),
     Flag(
         "optimizer_momentum_dtype",
-        "fp32",
         "Keep momenta of Muon and its relatives in bf16, rounded at random.",
+        default="fp32",
         choices=("fp32", "bf16"),
     ),
     Flag(
         "optimizer_metrics_interval",
-        None,
         "Steps from one that is measured to the next; by default --log-interval, 0 for none.",
+        default=None,
         kind=int,
         metavar="STEPS",
     ),
-    Flag("checksums", True, "Save no checksums in torch_dist checkpoints, and compare none on load."),
+    Flag("checksums", "Save no checksums in torch_dist checkpoints, and compare none on load.", default=True),
     Flag(
         "trust_checkpoint_globals",
-        None,
         "Classes and functions, with commas between, that checkpoints may name besides Megatron's and torch's.",
+        default=None,
         metavar="NAMES",
     ),
-    Flag("check_replicas", True, "Never compare parameters over ranks that have the same."),
+    Flag("check_replicas", "Never compare parameters over ranks that have the same.", default=True),
 )
 """Flags of a run, whatever its optimizer."""
 

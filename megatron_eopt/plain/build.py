@@ -16,7 +16,7 @@ from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from megatron_eopt.family import FAMILY
+from megatron_eopt.family import DEFAULT_TP_MODE, FAMILY
 from megatron_eopt.matrices import tag_declared, warn_of_unmatched
 from megatron_eopt.optimizers.first_step import warn_of_fp16
 from megatron_eopt.optimizers.group_settings import STEPS
@@ -224,7 +224,7 @@ def build_of_row(row: Row, groups: list[Group], config: OptimizerConfig) -> Opti
         return Muon(matrices, rest, **settings) if matrices else AdamW(rest, **adam)
     settings = _settings(config, row.cls)
     if row.takes("tp_mode") and row.cls is not Spectron:
-        settings.setdefault("tp_mode", "auto")
+        settings.setdefault("tp_mode", DEFAULT_TP_MODE)
     if not row.cls.decays_weights:
         settings["weight_decay"] = 0.0
         matrices = [{**group, "weight_decay": 0.0} for group in matrices]

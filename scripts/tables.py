@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from state_bytes import DATA, bytes_rows, share_rows
 
-from megatron_eopt import metrics
 from megatron_eopt.family import FAMILY, LIKE_MUON, MUON, ROWS
 from megatron_eopt.megatron.arguments import RUN_FLAGS
 from megatron_eopt.megatron.support.matrix import RELEASES, support_matrix
@@ -296,15 +295,9 @@ def costs() -> str:
     return table(("", "bytes of a matrix", "time of a step", "held-out loss"), rows)
 
 
-def meanings() -> str:
-    """The figures of a step."""
-    return table(("figure", ""), [(code([name]), said) for name, said in metrics.MEANINGS.items()])
-
-
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "choosing.md": {"costs": costs},
     "adaptive.md": {"flags": lambda: flags_of(ROWS["adaptive_muon"].flags)},
-    "metrics.md": {"meanings": meanings},
     "optimizers.md": {"owns": owns, "state": state},
     "overrides.md": {"settings": override_settings, "settings of one": override_settings_of_one},
     "plain-torch.md": {"plain": plain},

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.family import ROWS
-from megatron_eopt.models import MODELS, Model, Parallel, matrices_of
+from megatron_eopt.models import MODELS, Model, Parallel, dealt_matrices
 from megatron_eopt.parallel.cost import step_bytes, whole_flops
 from megatron_eopt.parallel.records import Shape, TpMode
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
@@ -116,7 +116,7 @@ def steps(run: Run) -> None:
     rates = measured_rates(run.device)
     run.figures["rates"] = rates._asdict()
     for name, model in (TINY_GPT if run.tiny else GPTS).items():
-        shapes = [each.shape for each in matrices_of(model, Parallel(), WORK)]
+        shapes = [each.shape for each in dealt_matrices(model, Parallel(), WORK)[0]]
         with run.check(f"{name}: step of the matrices"):
             optimizer, bound = muon_of(shapes, run.device), OVER_LIMIT * limit(shapes, rates)
             in_a_row(optimizer.step, 3, run.device)
@@ -211,7 +211,7 @@ def temporaries(mode: TpMode, layers: int, run: Run) -> tuple[int, int]:
         sizes |= {"hidden_size": 256, "ffn_hidden_size": 896}
     groups: Any = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)
     parameters = []
-    for matrix in matrices_of(Model(**sizes), Parallel(tensor=8), WORK):
+    for matrix in dealt_matrices(Model(**sizes), Parallel(tensor=8), WORK)[0]:
         shard = matrix.rectangles[0].shape
         parameter: Any = nn.Parameter(torch.randn(shard, device=run.device))
         parameter.grad = torch.randn_like(parameter)

@@ -62,13 +62,6 @@ MODELS = {
 }
 
 
-def matrices_of(
-    model: Model, parallel: Parallel, work: Work, *, split_gate_up: bool = False, itemsize: int = 2
-) -> list[Matrix]:
-    """Those of :func:`dealt_matrices`, where they are dealt for the mode ``auto``."""
-    return dealt_matrices(model, parallel, work, split_gate_up=split_gate_up, itemsize=itemsize)[0]
-
-
 def dealt_matrices(
     model: Model,
     parallel: Parallel,

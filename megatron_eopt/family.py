@@ -223,7 +223,6 @@ FAMILY = (
         ),
         update_rms=ADAMW_RMS,
         state_settings=({"betas": (0.4, 0.95)},),
-        averages=True,
     ),
     Row(
         name="scion",

@@ -76,7 +76,6 @@ class Row:
     state_settings: tuple[dict[str, Any], ...] = ()  # arguments of the constructor with which other state is kept
     state_depends_on: tuple[str, ...] = ()  # fields of the config that change what is kept
     update_rms: float | None = None  # of the entries, before the rate, where no matrix has one of its own
-    averages: bool = False  # whether it evaluates and saves an average, so that no rank may lack a parameter
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "vectors", self.vectors or self.owns == "all")

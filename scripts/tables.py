@@ -17,13 +17,12 @@ from pathlib import Path
 import torch
 from state_bytes import DATA, bytes_rows, share_rows
 
-from megatron_eopt.family import FAMILY, LIKE_MUON, MUON, ROWS
+from megatron_eopt.family import FAMILY, LIKE_MUON, MUON, ROWS, Flag, Row
 from megatron_eopt.megatron.arguments import RUN_FLAGS
 from megatron_eopt.megatron.support.matrix import RELEASES, support_matrix
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.overrides import Known
 from megatron_eopt.overrides.settings import OF_ALL, SETTINGS, check_of
-from megatron_eopt.row import Flag, Row
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -89,7 +88,13 @@ def state() -> str:
 
 
 MATRIX = (131, 101)  # m x n; no other dimension of a state tensor has one of these lengths
-SIDES: dict[object, str] = {"rows": "m", "columns": "n", 131: "m", 101: "n", ROWS["spectron"].default("rank"): "r"}
+SIDES: dict[object, str] = {
+    "rows": "m",
+    "columns": "n",
+    131: "m",
+    101: "n",
+    ROWS["spectron"].arguments["rank"].default: "r",
+}
 ADAM_BYTES = "8 mn"
 
 

@@ -3,9 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from megatron_eopt.family import LIKE_MUON
+from megatron_eopt.family import ADAMW_RMS, LIKE_MUON
 from megatron_eopt.manifest.families import Family, ManifestRow, by_index, by_pattern, compressed, expanded, split_name
-from megatron_eopt.row import ADAMW_RMS
 
 FAR = 4.0  # an update that is more than so many times larger or smaller than AdamW's is warned of
 _TIED = ("optimizer", "lr", "min_lr", "weight_decay", "settings")  # what tied parameters must have in common

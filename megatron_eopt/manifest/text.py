@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from math import prod
 
+from megatron_eopt.family import ADAMW_RMS
 from megatron_eopt.manifest.families import Family, ManifestRow, rows
-from megatron_eopt.row import ADAMW_RMS
 
 _HEADER = "parameter, n, shape, optimizer, reason, matrices, layout, update RMS, lr, decay, state MB".split(", ")
 _LEGEND = (

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, get_args
 import torch.distributed as dist
 
 from megatron_eopt.family import DEFAULT_TP_MODE as DEFAULT_TP_MODE
-from megatron_eopt.family import FAMILY, MUON, ROWS
+from megatron_eopt.family import FAMILY, MUON, ROWS, Flag
 from megatron_eopt.megatron.agreement import refuse_different
 from megatron_eopt.megatron.settings import of_command_line
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
@@ -22,7 +22,6 @@ from megatron_eopt.parallel.plan import TpMode
 from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.redirect import Redirection, Redirections, around
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers, takes_matrices
-from megatron_eopt.row import Flag
 
 TP_MODE_SOURCE = "muon_tp_mode_source"  # on arguments and configs: the flag that named muon_tp_mode, or UNNAMED
 UNNAMED = "default"

@@ -16,7 +16,7 @@ from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from megatron_eopt.family import DEFAULT_TP_MODE, FAMILY
+from megatron_eopt.family import DEFAULT_TP_MODE, FAMILY, Row
 from megatron_eopt.matrices import tag_declared, warn_of_unmatched
 from megatron_eopt.optimizers.first_step import warn_of_fp16
 from megatron_eopt.optimizers.group_settings import STEPS
@@ -30,7 +30,6 @@ from megatron_eopt.plain import routing
 from megatron_eopt.plain.config import OptimizerConfig, config_of, given_fields, nearest_field
 from megatron_eopt.plain.routing import Group, Rule, decays
 from megatron_eopt.registry import get_optimizer_builder, register_optimizer
-from megatron_eopt.row import Row
 
 logger = logging.getLogger(__name__)
 

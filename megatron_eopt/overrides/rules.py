@@ -1,13 +1,8 @@
-"""Which settings a parameter gets when several entries are for it: docs/overrides.md has the rules at length.
+"""Which settings a parameter gets when several entries are for it: docs/overrides.md has the rules.
 
 Every entry that selects a parameter claims each of its settings, with the rank ``(specificity, layer)``, and the claim
-of the highest rank wins. Claims of the same rank with different values are a tie, which is an error. Nothing depends on
-the order of entries within a layer. The defaults count as no more specific than a shape, among themselves excepted:
-their predicates would otherwise win over what a user says of an attribute or a shape.
-
-Then an absolute value replaces a multiplier that is ranked below it, and a ``weight_decay`` the ends of its schedule;
-an end that is ranked above it takes its place there. An ``exclude: true`` drops all settings ranked below it, and an
-``optimizer`` those that it has not: ranked above or beside, they are errors, for they would have no effect.
+of the highest rank wins. Nothing depends on the order of entries within a layer. The defaults count as no more specific
+than a shape, among themselves excepted: their predicates would otherwise win over what a user says of an attribute.
 """
 
 import re

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from megatron_eopt import TensorParallelMuon
-from megatron_eopt.family import ROWS
+from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.models import MODELS, Model, Parallel, dealt_matrices
 from megatron_eopt.parallel.cost import step_bytes, whole_flops
 from megatron_eopt.parallel.records import Shape, TpMode
@@ -64,7 +64,7 @@ def kernels(run: Run) -> None:
 
 def optimizers(run: Run) -> None:
     """Ten steps of every optimizer, one with a NaN gradient: as on the CPU, and nothing waits for the GPU."""
-    variants = [(row, each) for row in ROWS for each in (METHODS if row == "adaptive_muon" else [{}])]
+    variants = [(row, each) for row in OPTIMIZERS for each in (METHODS if row == "adaptive_muon" else [{}])]
     for name, settings in variants:
         label = " ".join([name, *settings.values()])
         with run.check(label):
@@ -86,9 +86,9 @@ def trajectory(
     shapes: list[tuple[int, ...]] = [(64, 64), (96, 64), (64, 96), (64, 64), (128, 32)]
     if name == "soap":  # an eigenbasis of what is rank-deficient is not unique
         shapes = [(64, 64)] * 3
-    elif ROWS[name].owns == "all":
+    elif OPTIMIZERS[name].owns == "all":
         shapes.append((64,))
-    exact = {"fp32_matmul_prec": "highest"} if ROWS[name].takes("fp32_matmul_prec") else {}
+    exact = {"fp32_matmul_prec": "highest"} if OPTIMIZERS[name].takes("fp32_matmul_prec") else {}
     before = [torch.randn(shape, generator=generator) for shape in shapes]
     parameters = [nn.Parameter(x.clone().to(device)) for x in before]
     optimizer = import_module("tests.optimizers.family").build(name, parameters, **exact, **settings)

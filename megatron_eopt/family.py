@@ -189,7 +189,7 @@ MOMENTUM = ("momentum", "momentum_warmup", "nesterov")
 MUON = (*ITERATION, *MOMENTUM, *"scale_mode extra_scale_factor use_decoupled_weight_decay weight_decay_method".split())
 """All settings of Muon."""
 
-FAMILY = (
+_SPECS = (
     Row(
         name="muon",
         cls=TensorParallelMuon,
@@ -403,7 +403,7 @@ FAMILY = (
 )
 """In the order of the docs."""
 
-ROWS = {row.name: row for row in FAMILY}
-CLASSES: dict[str, type[Optimizer]] = {row.cls.__name__: row.cls for row in FAMILY}
-LIKE_MUON = tuple(row.name for row in FAMILY if row.of_muon == MUON)
+OPTIMIZERS = {row.name: row for row in _SPECS}
+CLASSES: dict[str, type[Optimizer]] = {row.cls.__name__: row.cls for row in _SPECS}
+LIKE_MUON = tuple(row.name for row in _SPECS if row.of_muon == MUON)
 """Optimizers that all of Muon's flags hold for: their updates have Muon's size, and their weight decay may be L2."""

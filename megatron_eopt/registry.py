@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.family import FAMILY, ROWS
+from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.family import TensorParallelAdaptiveMuon as TensorParallelAdaptiveMuon
 from megatron_eopt.family import TensorParallelMuon as TensorParallelMuon
 from megatron_eopt.matrices import declared_split
@@ -240,8 +240,8 @@ def get_optimizer_entry(name: str) -> EmergingOptimizerEntry:
 
 def get_optimizer_builder(name: str) -> Builder:
     """The plain-torch builder of a name; an :class:`UnknownOptimizerError` names those nearest to an unknown one."""
-    if isinstance(name, str) and name in ROWS and name not in _BUILDERS:
-        cls = ROWS[name].cls.__name__
+    if isinstance(name, str) and name in OPTIMIZERS and name not in _BUILDERS:
+        cls = OPTIMIZERS[name].cls.__name__
         raise UnknownOptimizerError(
             f"{name!r} has no builder of plain torch: take megatron_eopt.{cls}(matrices, ...), and AdamW for all other "
             f"parameters; megatron_eopt.Muon.around joins the two"
@@ -303,14 +303,14 @@ def default_adam_based_eopt_config_to_kwargs(
     return kwargs | {"betas": (config.adam_beta1, config.adam_beta2)}
 
 
-for _row in FAMILY:
+for _row in OPTIMIZERS.values():
     EMERGING_OPTIMIZERS[_row.name] = EmergingOptimizerEntry(
         _row.cls,
         config_to_kwargs=_row.config_to_kwargs,
         default_param_overrides=muon_param_overrides_factory if _row.owns == "matrices" else {},
     )
-muon_config_to_kwargs = ROWS["muon"].config_to_kwargs
-adaptive_muon_config_to_kwargs = ROWS["adaptive_muon"].config_to_kwargs
+muon_config_to_kwargs = OPTIMIZERS["muon"].config_to_kwargs
+adaptive_muon_config_to_kwargs = OPTIMIZERS["adaptive_muon"].config_to_kwargs
 
 # The names that Megatron-Core gives them.
 _EMERGING_OPTIMIZERS = EMERGING_OPTIMIZERS

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from state_bytes import DATA, bytes_rows, share_rows
 
-from megatron_eopt.family import FAMILY, LIKE_MUON, MUON, ROWS, Flag, Row
+from megatron_eopt.family import LIKE_MUON, MUON, OPTIMIZERS, Flag, Row
 from megatron_eopt.megatron.arguments import RUN_FLAGS
 from megatron_eopt.megatron.support.matrix import RELEASES, support_matrix
 from megatron_eopt.optimizers.state import StateTensor
@@ -68,7 +68,7 @@ def prose(text: str) -> str:
 
 def owns() -> str:
     """Which parameters each optimizer is given in Megatron."""
-    of = {kind: [row.name for row in FAMILY if row.owns == kind] for kind in ("matrices", "all")}
+    of = {kind: [row.name for row in OPTIMIZERS.values() if row.owns == kind] for kind in ("matrices", "all")}
     matrices = "matrices, and declared stacks of them ([logical matrices](logical-matrices.md))"
     rest = "embeddings, output layer, norms, biases: Megatron's Adam (`--muon-scalar-optimizer`)"
     rows = [(code(of["matrices"]), matrices, rest), (code([*of["all"], "adam"]), "everything", "")]
@@ -78,7 +78,7 @@ def owns() -> str:
 def state() -> str:
     """The state tensors of each optimizer; those that keep the same share a line."""
     kept: dict[tuple[str, str], list[str]] = {}
-    for row in FAMILY:
+    for row in OPTIMIZERS.values():
         for settings in ({}, *row.state_settings):
             tensors = row.state_tensors(MATRIX, **settings)
             said = code([row.name]) + "".join(f", `{key}={value!r}`" for key, value in settings.items())
@@ -93,7 +93,7 @@ SIDES: dict[object, str] = {
     "columns": "n",
     131: "m",
     101: "n",
-    ROWS["spectron"].arguments["rank"].default: "r",
+    OPTIMIZERS["spectron"].arguments["rank"].default: "r",
 }
 ADAM_BYTES = "8 mn"
 
@@ -122,7 +122,7 @@ def _bytes(tensors: Iterable[StateTensor]) -> str:
 def plain() -> str:
     """What plain torch builds."""
     rows = []
-    for row in (row for row in FAMILY if row.plain):
+    for row in (row for row in OPTIMIZERS.values() if row.plain):
         rest = "the same" if row.owns == "all" else "its own Adam" if row.vectors else "AdamW"
         rows.append((code([row.name]), row.cls.__name__, rest, code(_plain_options(row))))
     adamw = '`amsgrad`; the field `fused="transformer_engine"` or `"apex"` takes their FusedAdam'
@@ -221,7 +221,7 @@ def _kind(flag: Flag) -> str:
 
 def _holds_for(flag: Flag) -> str:
     """Optimizers other than the flag's own that it holds for."""
-    others = [row for row in FAMILY if row.name != flag.optimizer]
+    others = [row for row in OPTIMIZERS.values() if row.name != flag.optimizer]
     if flag.setting in MUON:
         return code(row.name for row in others if flag.setting in row.of_muon)
     if flag.setting == "preset":
@@ -233,8 +233,8 @@ def _holds_for(flag: Flag) -> str:
 
 def flags() -> str:
     """The page of flags: those of a run, Muon's, and the other optimizers' own."""
-    text = [FLAGS_HEAD, flags_of(RUN_FLAGS), MUON_HEAD, flags_of(ROWS["muon"].flags, holds_for=True)]
-    for row in FAMILY:
+    text = [FLAGS_HEAD, flags_of(RUN_FLAGS), MUON_HEAD, flags_of(OPTIMIZERS["muon"].flags, holds_for=True)]
+    for row in OPTIMIZERS.values():
         if row.name != "muon":
             first, *_ = inspect.cleandoc(row.cls.__doc__ or "").splitlines()
             text += [f"## {row.name}", prose(re.sub(r" \[1\]", "", first).replace("``", "`"))]
@@ -245,7 +245,7 @@ def flags() -> str:
 
 def _flags_of_others(row: Row) -> str:
     """Flags of other optimizers that hold for it, in a sentence."""
-    names = [flag.name for flag in ROWS["muon"].flags if flag.setting in row.of_muon]
+    names = [flag.name for flag in OPTIMIZERS["muon"].flags if flag.setting in row.of_muon]
     names += [f"--adam-{setting}" for setting in ("beta1", "beta2", "eps") if row.betas == "adam"]
     text = (
         "It takes the flags of [Muon](#muon) that hold for all optimizers of matrices. "
@@ -287,8 +287,8 @@ def costs() -> str:
     """What each optimizer keeps, and what was measured of it: the figures of the comparison, beside Adam's."""
     _, figures, _ = parts("compare.md", (DOCS / "compare.md").read_text(encoding="utf-8"), "figures")
     cells = (line.strip("| ").split(" | ") for line in figures.splitlines())
-    measured = {line[0]: line for line in cells if line[0] in {"adam", *ROWS}}
-    kept = {"adam": ADAM_BYTES} | {row.name: _bytes_of(row) for row in FAMILY}
+    measured = {line[0]: line for line in cells if line[0] in {"adam", *OPTIMIZERS}}
+    kept = {"adam": ADAM_BYTES} | {row.name: _bytes_of(row) for row in OPTIMIZERS.values()}
 
     def beside_adam(name: str) -> tuple[str, str]:
         (loss, seconds), (adams, adams_seconds) = (
@@ -302,7 +302,7 @@ def costs() -> str:
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "choosing.md": {"costs": costs},
-    "adaptive.md": {"flags": lambda: flags_of(ROWS["adaptive_muon"].flags)},
+    "adaptive.md": {"flags": lambda: flags_of(OPTIMIZERS["adaptive_muon"].flags)},
     "optimizers.md": {"owns": owns, "state": state},
     "overrides.md": {"settings": override_settings, "settings of one": override_settings_of_one},
     "plain-torch.md": {"plain": plain},

@@ -148,7 +148,7 @@ def test_an_adam_beside_the_matrices_has_figures_of_its_own():
 
 @pytest.mark.parametrize("name", ["soap", "lion", "spectron", "polargrad", "muon_hyperball"])
 def test_every_optimizer_has_its_rate_and_its_times(name):
-    cls = megatron_eopt.family.ROWS[name].cls
+    cls = megatron_eopt.family.OPTIMIZERS[name].cls
     parameter = nn.Parameter(matrix(24, 40))
     seen = watched(optimizer := cls([parameter], lr=0.01, **({"rank": 4} if name == "spectron" else {})))
     step([parameter], optimizer, [matrix(24, 40, 1)])

@@ -10,7 +10,7 @@ import torch
 
 from megatron_eopt.checkpoints.contents import Contents, StoredTensor
 from megatron_eopt.checkpoints.problems import Problem
-from megatron_eopt.family import FAMILY
+from megatron_eopt.family import OPTIMIZERS
 
 BLOCK = "megatron_eopt"  # what this package writes into the state of each of Megatron's optimizers: our block
 MAIN = "fp32_param"  # the state key of the main copy in runs with bf16 or fp16
@@ -122,8 +122,8 @@ def state_keys(contents: Contents) -> Kept:
 @cache
 def _shaped_as_parameter() -> set[str]:
     """State keys of the tensors that always have the shape of their parameter."""
-    tensors = [tensor for row in FAMILY for tensor in row.state]
-    weights = {row.cls.live_key for row in FAMILY if row.cls.live_key is not None}
+    tensors = [tensor for row in OPTIMIZERS.values() for tensor in row.state]
+    weights = {row.cls.live_key for row in OPTIMIZERS.values() if row.cls.live_key is not None}
     return {MAIN, *_ADAM, *weights, *(x.key for x in tensors)} - {x.key for x in tensors if x.dims is not None}
 
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, get_args
 import torch.distributed as dist
 
 from megatron_eopt.family import DEFAULT_TP_MODE as DEFAULT_TP_MODE
-from megatron_eopt.family import FAMILY, MUON, ROWS, Flag
+from megatron_eopt.family import MUON, OPTIMIZERS, Flag
 from megatron_eopt.megatron.agreement import refuse_different
 from megatron_eopt.megatron.settings import of_command_line
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
@@ -70,7 +70,7 @@ RUN_FLAGS = (
 )
 """Flags of a run, whatever its optimizer."""
 
-FLAGS = (*(flag for row in FAMILY for flag in row.flags if not flag.megatrons), *RUN_FLAGS)
+FLAGS = (*(flag for row in OPTIMIZERS.values() for flag in row.flags if not flag.megatrons), *RUN_FLAGS)
 """The flags that are added; one that a later Megatron has itself is left to it."""
 
 
@@ -99,7 +99,7 @@ def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozens
         actions[name].choices = list(choices)
         actions[name].help = f"{(actions[name].help or '').split(' Valid types')[0]} One of {', '.join(choices)}."
     tp_mode.choices, tp_mode.default = list(get_args(TpMode)), DEFAULT_TP_MODE
-    tp_mode.help = next(flag.help for flag in ROWS["muon"].flags if flag.setting == "tp_mode")
+    tp_mode.help = next(flag.help for flag in OPTIMIZERS["muon"].flags if flag.setting == "tp_mode")
     tp_mode.__class__ = _StoreNamed
     parser.set_defaults(**{TP_MODE_SOURCE: UNNAMED})
     parser.usage = "%(prog)s [FLAGS], which --help lists"  # theirs is 700 lines, before the error
@@ -201,7 +201,7 @@ def with_our_offload(validate: Callable[..., Any], args: argparse.Namespace, *re
 
 def builds(args: argparse.Namespace) -> bool:
     """Whether the optimizer of a run is one of the table of this package."""
-    return args.optimizer.removeprefix("dist_") in ROWS
+    return args.optimizer.removeprefix("dist_") in OPTIMIZERS
 
 
 @contextmanager
@@ -233,8 +233,8 @@ def with_our_qk_clip(validate: Callable[..., Any], args: argparse.Namespace, *re
 
 def _is_shared_with(flag: Flag, name: str) -> bool:
     """Whether a flag of another optimizer holds for this one: of those of matrices, if it takes the setting."""
-    if name in ROWS and flag.setting in MUON and flag.setting != "split_qkv":  # which is declared on parameters
-        return flag.optimizer == "muon" and flag.setting in ROWS[name].of_muon
+    if name in OPTIMIZERS and flag.setting in MUON and flag.setting != "split_qkv":  # which is declared on parameters
+        return flag.optimizer == "muon" and flag.setting in OPTIMIZERS[name].of_muon
     return flag.shared and takes_matrices(name)
 
 
@@ -245,7 +245,7 @@ def _check_effect(args: argparse.Namespace) -> None:
         if name in ("adam", "sgd"):
             raise ValueError(
                 f"--optimizer-overrides {overrides} would have no effect with --optimizer {name}, which Megatron "
-                f"builds by itself: take an optimizer of this package ({', '.join(sorted(ROWS))}), in whose "
+                f"builds by itself: take an optimizer of this package ({', '.join(sorted(OPTIMIZERS))}), in whose "
                 f"overrides 'optimizer: adam' gives parameters to Adam"
             )
         return
@@ -256,8 +256,8 @@ def _check_effect(args: argparse.Namespace) -> None:
             f"and --optimizer {name} is Megatron's own: leave it away"
         )
     # a user's optimizer may read any flag of Megatron's, whose defaults are others where activate() came too late
-    all_known = name in (*ROWS, "adam", "sgd") and hasattr(args, TP_MODE_SOURCE)
-    flags = [flag for row in FAMILY for flag in row.flags if all_known or not flag.megatrons]
+    all_known = name in (*OPTIMIZERS, "adam", "sgd") and hasattr(args, TP_MODE_SOURCE)
+    flags = [flag for row in OPTIMIZERS.values() for flag in row.flags if all_known or not flag.megatrons]
     built = {name, getattr(args, "muon_scalar_optimizer", "adam") if takes_matrices(name) else name}
     others = [flag for flag in flags if flag.optimizer not in built and not _is_shared_with(flag, name)]
     given = [flag.name for flag in others if getattr(args, flag.dest, None) not in (None, flag.default)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_eopt import manifest
-from megatron_eopt.family import ADAMW_RMS, FAMILY
+from megatron_eopt.family import ADAMW_RMS, OPTIMIZERS
 from megatron_eopt.manifest import Family, LogicalMatrix, ManifestRow, families, merged, rows
 from megatron_eopt.matrices import warn_of_unmatched
 from megatron_eopt.megatron.agreement import by_first_rank
@@ -27,7 +27,7 @@ from megatron_eopt.parallel.layout import is_cut_again, is_expert, is_sharded
 from megatron_eopt.registry import takes_matrices
 
 _TIED = {"output_layer.weight": "embedding.word_embeddings.weight"}
-_RMS = {"adam": ADAMW_RMS} | {row.name: row.update_rms for row in FAMILY}
+_RMS = {"adam": ADAMW_RMS} | {row.name: row.update_rms for row in OPTIMIZERS.values()}
 _FULL_TENSORS = {"adam": 2, "sgd": 1}
 _SHOWN_ELSEWHERE = {"optimizer", "lr", "min_lr", "weight_decay", "exclude"}
 

@@ -16,7 +16,7 @@ from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from megatron_eopt.family import DEFAULT_TP_MODE, FAMILY, Row
+from megatron_eopt.family import DEFAULT_TP_MODE, OPTIMIZERS, Row
 from megatron_eopt.matrices import tag_declared, warn_of_unmatched
 from megatron_eopt.optimizers.first_step import warn_of_fp16
 from megatron_eopt.optimizers.group_settings import STEPS
@@ -34,8 +34,12 @@ from megatron_eopt.registry import get_optimizer_builder, register_optimizer
 logger = logging.getLogger(__name__)
 
 # Name -> class, whose argument lr has the default rate.
-OWN: dict[str, type[Optimizer]] = {"adamw": AdamW, **{row.name: row.cls for row in FAMILY if row.plain}, "muon": Muon}
-BESIDE_ADAMW = {row.name for row in FAMILY if row.plain and not row.vectors}
+OWN: dict[str, type[Optimizer]] = {
+    "adamw": AdamW,
+    **{row.name: row.cls for row in OPTIMIZERS.values() if row.plain},
+    "muon": Muon,
+}
+BESIDE_ADAMW = {row.name for row in OPTIMIZERS.values() if row.plain and not row.vectors}
 # Fields of the config with an effect on one optimizer alone; others follow from the arguments of its class.
 _OWN_FIELDS = {
     "muon": {"muon_momentum", "muon_ns_steps", "muon_embeddings"},
@@ -159,7 +163,7 @@ def _check_built(name: str, optimizer: Any, trained: Sequence[tuple[str, Tensor]
 def register_builders() -> None:
     """Register the builder of each optimizer of the table, and that of torch's AdamW."""
     _register("adamw", build_adamw)
-    for row in FAMILY:
+    for row in OPTIMIZERS.values():
         if row.plain:
             _register(row.name, partial(build_of_row, row))
 

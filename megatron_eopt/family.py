@@ -82,7 +82,7 @@ class Flag:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class OptimizerSpec:
     """An optimizer."""
 
     name: str  # for ``--optimizer``, and for the config of plain torch
@@ -190,7 +190,7 @@ MUON = (*ITERATION, *MOMENTUM, *"scale_mode extra_scale_factor use_decoupled_wei
 """All settings of Muon."""
 
 _SPECS = (
-    Row(
+    OptimizerSpec(
         name="muon",
         cls=TensorParallelMuon,
         of_muon=MUON,
@@ -284,7 +284,7 @@ _SPECS = (
             ),
         ),
     ),
-    Row(
+    OptimizerSpec(
         name="adaptive_muon",
         cls=TensorParallelAdaptiveMuon,
         plain=False,
@@ -298,7 +298,7 @@ _SPECS = (
         state_settings=({"moment2_method": "normuon"}, {"moment2_method": "namo"}),
         state_depends_on=("adaptive_muon_moment2_method",),
     ),
-    Row(
+    OptimizerSpec(
         name="spectron",
         cls=Spectron,
         of_muon=ITERATION,
@@ -309,7 +309,7 @@ _SPECS = (
         ),
         state_depends_on=("spectron_rank", "muon_split"),
     ),
-    Row(
+    OptimizerSpec(
         name="soap",
         cls=SOAP,
         vectors=True,
@@ -336,7 +336,7 @@ _SPECS = (
         state_depends_on=("soap_max_dim", "muon_split"),
         update_rms=ADAMW_RMS,
     ),
-    Row(
+    OptimizerSpec(
         name="lion",
         cls=Lion,
         owns="all",
@@ -347,14 +347,14 @@ _SPECS = (
         ),
         update_rms=1.0,
     ),
-    Row(
+    OptimizerSpec(
         name="signum",
         cls=Signum,
         owns="all",
         flags=(Flag("momentum", "Decay rate of the momentum, in [0, 1); 0 is signSGD."),),
         update_rms=1.0,
     ),
-    Row(
+    OptimizerSpec(
         name="schedule_free_adamw",
         cls=ScheduleFreeAdamW,
         owns="all",
@@ -372,7 +372,7 @@ _SPECS = (
         update_rms=ADAMW_RMS,
         state_settings=({"betas": (0.4, 0.95)},),
     ),
-    Row(
+    OptimizerSpec(
         name="scion",
         cls=Scion,
         of_muon=(*ITERATION, "momentum_warmup"),
@@ -382,19 +382,19 @@ _SPECS = (
             Flag("constrained", "Bound the steps alone, not the matrices."),
         ),
     ),
-    Row(
+    OptimizerSpec(
         name="polargrad",
         cls=PolarGrad,
         of_muon=(*ITERATION, "momentum_warmup"),
         flags=(Flag("momentum", "Decay rate of the momentum, in [0, 1)."),),
     ),
-    Row(
+    OptimizerSpec(
         name="muon_hyperball",
         cls=MuonHyperball,
         of_muon=(*ITERATION, *MOMENTUM),
         state_depends_on=("muon_split",),
     ),
-    Row(
+    OptimizerSpec(
         name="mars_muon",
         cls=MarsMuon,
         of_muon=MUON,

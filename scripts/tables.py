@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from state_bytes import DATA, bytes_rows, share_rows
 
-from megatron_eopt.family import LIKE_MUON, MUON, OPTIMIZERS, Flag, Row
+from megatron_eopt.family import LIKE_MUON, MUON, OPTIMIZERS, Flag, OptimizerSpec
 from megatron_eopt.megatron.arguments import RUN_FLAGS
 from megatron_eopt.megatron.support.matrix import RELEASES, support_matrix
 from megatron_eopt.optimizers.state import StateTensor
@@ -132,7 +132,7 @@ def plain() -> str:
     )
 
 
-def _plain_options(row: Row) -> list[str]:
+def _plain_options(row: OptimizerSpec) -> list[str]:
     of_fields = ("momentum", "num_ns_steps") if row.name == "muon" else ("warmup_steps",)
     return [
         flag.setting
@@ -243,7 +243,7 @@ def flags() -> str:
     return "\n\n".join(filter(None, text))
 
 
-def _flags_of_others(row: Row) -> str:
+def _flags_of_others(row: OptimizerSpec) -> str:
     """Flags of other optimizers that hold for it, in a sentence."""
     names = [flag.name for flag in OPTIMIZERS["muon"].flags if flag.setting in row.of_muon]
     names += [f"--adam-{setting}" for setting in ("beta1", "beta2", "eps") if row.betas == "adam"]
@@ -279,7 +279,7 @@ Pages of their own: [presets](presets.md), [logical matrices](logical-matrices.m
 [planning](planning.md) for `--muon-tp-mode`."""
 
 
-def _bytes_of(row: Row) -> str:
+def _bytes_of(row: OptimizerSpec) -> str:
     return ", ".join(_bytes(row.state_tensors(MATRIX, **settings)) for settings in ({}, *row.state_settings))
 
 

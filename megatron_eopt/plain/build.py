@@ -16,7 +16,7 @@ from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from megatron_eopt.family import DEFAULT_TP_MODE, OPTIMIZERS, Row
+from megatron_eopt.family import DEFAULT_TP_MODE, OPTIMIZERS, OptimizerSpec
 from megatron_eopt.matrices import tag_declared, warn_of_unmatched
 from megatron_eopt.optimizers.first_step import warn_of_fp16
 from megatron_eopt.optimizers.group_settings import STEPS
@@ -191,7 +191,7 @@ def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
     return package.FusedAdam(groups, **_settings(config, package.FusedAdam, **adam, adam_w_mode=True))
 
 
-def build_of_row(row: Row, groups: list[Group], config: OptimizerConfig) -> Optimizer:
+def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfig) -> Optimizer:
     """An optimizer that takes every shape; or one of matrices, with AdamW inside for the rest, or alone without any."""
     if row.vectors:
         return row.cls(groups, **_settings(config, row.cls))

@@ -91,7 +91,7 @@ def as_tuples(value: Any, what: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Family:
+class ParamPattern:
     """Parameters whose rows are alike."""
 
     like: ManifestRow  # with the pattern for a name: ``decoder.layers.*.mlp.linear_fc1.weight``
@@ -130,7 +130,7 @@ class Family:
         return self.label if self.count == 1 else f"{self.label} ({self.count:,} parameters)"
 
 
-def families(rows: Iterable[ManifestRow]) -> list[Family]:
+def families(rows: Iterable[ManifestRow]) -> list[ParamPattern]:
     """Rows in their short form, by name and then by number; :func:`rows` is its inverse.
 
     Two rows of one name may differ, as those of two optimizers do. Two that are equal are a ``ValueError``, for one
@@ -143,24 +143,24 @@ def families(rows: Iterable[ManifestRow]) -> list[Family]:
         if index in found[like]:
             raise _listed_twice(like, index)
         found[like].add(index)
-    return in_order(Family(like, compressed(indices)) for like, indices in found.items())
+    return in_order(ParamPattern(like, compressed(indices)) for like, indices in found.items())
 
 
-def rows(families: Iterable[Family]) -> list[ManifestRow]:
+def rows(families: Iterable[ParamPattern]) -> list[ManifestRow]:
     """Every parameter by itself, by name; numbers in names count as numbers, so layer 2 comes before layer 10."""
     indices = ((family, index) for family in families for index in expanded(family.members))
     found = [replace(family.like, name=join_name(family.pattern, index)) for family, index in indices]
     return sorted(found, key=lambda row: _by_numbers(row.name))
 
 
-def merged(lists: Iterable[Sequence[Family]], ranks: Sequence[int] | None = None) -> list[Family]:
+def merged(lists: Iterable[Sequence[ParamPattern]], ranks: Sequence[int] | None = None) -> list[ParamPattern]:
     """The families of all ranks together: the same for every order of the ranks.
 
     Families that several ranks have alike are looked at once, so the cost grows with what the ranks have of their own.
     A parameter of which two ranks have different rows is a ``ValueError`` with both; ``ranks`` are those of the lists.
     """
     known: dict[ManifestRow, ManifestRow] = {}
-    seen: set[frozenset[Family]] = set()
+    seen: set[frozenset[ParamPattern]] = set()
     together: dict[tuple[str, Index], tuple[int, frozenset[ManifestRow]]] = {}
     for rank, each in zip(count() if ranks is None else ranks, lists, strict=False):
         for pattern, group in by_pattern(each).items():
@@ -168,7 +168,7 @@ def merged(lists: Iterable[Sequence[Family]], ranks: Sequence[int] | None = None
                 continue
             seen.add(alike)
             # one object for equal rows, so that comparing them per parameter is cheap
-            group = [Family(known.setdefault(family.like, family.like), family.members) for family in group]
+            group = [ParamPattern(known.setdefault(family.like, family.like), family.members) for family in group]
             for index, likes in by_index(group).items():
                 first, before = together.setdefault((pattern, index), (rank, likes))
                 if before != likes:
@@ -177,18 +177,18 @@ def merged(lists: Iterable[Sequence[Family]], ranks: Sequence[int] | None = None
     for (_, index), (_, likes) in together.items():
         for like in likes:
             found[like].append(index)
-    return in_order(Family(like, compressed(indices)) for like, indices in found.items())
+    return in_order(ParamPattern(like, compressed(indices)) for like, indices in found.items())
 
 
-def by_pattern(found: Iterable[Family]) -> dict[str, list[Family]]:
+def by_pattern(found: Iterable[ParamPattern]) -> dict[str, list[ParamPattern]]:
     """Families whose names differ by their numbers only, together."""
-    groups: dict[str, list[Family]] = {}
+    groups: dict[str, list[ParamPattern]] = {}
     for family in found:
         groups.setdefault(family.pattern, []).append(family)
     return groups
 
 
-def by_index(group: Iterable[Family]) -> dict[Index, frozenset[ManifestRow]]:
+def by_index(group: Iterable[ParamPattern]) -> dict[Index, frozenset[ManifestRow]]:
     """The rows of each parameter, of families of one pattern: one, unless two optimizers have the parameter."""
     found: dict[Index, frozenset[ManifestRow]] = {}
     for family in group:
@@ -202,7 +202,7 @@ def by_index(group: Iterable[Family]) -> dict[Index, frozenset[ManifestRow]]:
     return found
 
 
-def in_order(found: Iterable[Family]) -> list[Family]:
+def in_order(found: Iterable[ParamPattern]) -> list[ParamPattern]:
     """The one order that families are listed in."""
     return sorted(found, key=lambda family: (_by_numbers(family.pattern), family.members, repr(family.like)))
 

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from math import prod
 
 from megatron_eopt.family import ADAMW_RMS
-from megatron_eopt.manifest.families import Family, ManifestRow, rows
+from megatron_eopt.manifest.families import ManifestRow, ParamPattern, rows
 
 _HEADER = "parameter, n, shape, optimizer, reason, matrices, layout, update RMS, lr, decay, state MB".split(", ")
 _LEGEND = (
@@ -25,7 +25,7 @@ class _Wrapper(textwrap.TextWrapper):
     wordsep_simple_re = re.compile(r"( +)|(?<=\.)(?=[^0-9 ])")
 
 
-def table(families: Sequence[Family], full: bool = False, width: int | None = None) -> str:
+def table(families: Sequence[ParamPattern], full: bool = False, width: int | None = None) -> str:
     """The optimizer of every parameter, the totals of each optimizer, and the sources of settings that were set.
 
     It has a line for each family, or for each parameter (``full``). Cells of lines that are longer than ``width`` go on
@@ -71,7 +71,7 @@ def _cells(name: str, number: int, row: ManifestRow) -> list[str]:
     ]
 
 
-def _totals(found: Sequence[Family]) -> Iterator[list[str]]:
+def _totals(found: Sequence[ParamPattern]) -> Iterator[list[str]]:
     optimizers = sorted({family.like.optimizer for family in found}, key=lambda name: (name is None, name or ""))
     totals = {name or "none": [family for family in found if family.like.optimizer == name] for name in optimizers}
     for name, those in (totals if len(totals) == 1 else totals | {"all": found}).items():

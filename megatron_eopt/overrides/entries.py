@@ -2,7 +2,7 @@
 
 A file is a list of entries, each a mapping of ``select`` and of settings; or a mapping of selectors to settings. YAML
 is read as version 1.2 has it, of which JSON is a part: ``1e-3`` is a number, which version 1.1 takes for text, and
-``no`` is text. Nothing is built from tags, and a file is read as far as :mod:`~megatron_eopt.overrides.bounds` has it.
+``no`` is text. Nothing is built from tags, and a file is read as far as :mod:`~megatron_eopt.overrides.limits` has it.
 """
 
 import json
@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from megatron_eopt.orthogonalize.choices import did_you_mean
-from megatron_eopt.overrides.bounds import MAX_DEPTH, MAX_FILE_BYTES, MAX_MISTAKES, MAX_SETTINGS, MAX_VALUES
 from megatron_eopt.overrides.known import Known, OverrideError, shown, unfit
+from megatron_eopt.overrides.limits import MAX_DEPTH, MAX_FILE_BYTES, MAX_MISTAKES, MAX_SETTINGS, MAX_VALUES
 from megatron_eopt.overrides.selectors import Kind, ParameterInfo, Predicate, Selector, Specificity
 from megatron_eopt.overrides.settings import NO_SETTINGS, SETTINGS, checked
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.overrides.bounds import MAX_TEXT
+from megatron_eopt.overrides.limits import MAX_TEXT
 from megatron_eopt.registry import get_optimizer_entry, list_optimizers
 
 SPLITS = ("none", "default", "all")

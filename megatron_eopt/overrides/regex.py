@@ -10,8 +10,8 @@ from functools import lru_cache
 from re import _compiler, _parser  # type: ignore[attr-defined]  # re has no public name for its parser
 from typing import Any
 
-from megatron_eopt.overrides.bounds import MAX_LEAST
 from megatron_eopt.overrides.known import OverrideError
+from megatron_eopt.overrides.limits import MAX_LEAST
 
 _Items = tuple[Any, ...]  # how a character matches, or (least, most, options): one of several _Items, so many times
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron_eopt.orthogonalize.choices import close, did_you_mean, near_or_all
-from megatron_eopt.overrides.bounds import MAX_MISTAKES
 from megatron_eopt.overrides.entries import UNREADABLE, Entry, Layer, Order
 from megatron_eopt.overrides.known import Known, OverrideError, SettingError, shown
+from megatron_eopt.overrides.limits import MAX_MISTAKES
 from megatron_eopt.overrides.selectors import Condition, Kind, ParameterInfo, Selector
 from megatron_eopt.overrides.settings import ENDS, OF_ALL, REPLACED, check_setting, foreign, inconsistent, refusal
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 import torch
 from torch.optim.optimizer import Optimizer
 
+from megatron_eopt.from_config import get_qkv_split_shapes, kwargs_from_config, momentum_dtype_from, workspace_from
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon as TensorParallelAdaptiveMuon
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.group_settings import DECOUPLED
@@ -34,7 +35,6 @@ from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_t
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.orthogonalize.scale import PRESETS
 from megatron_eopt.parallel.records import TpMode
-from megatron_eopt.row import get_qkv_split_shapes, kwargs_from_config, momentum_dtype_from, workspace_from
 
 MEGATRONS_DECOUPLED = "decoupled_weight_decay"  # field of Megatron's config
 ADAMW_RMS = 0.2  # of the entries of a typical AdamW update, before the learning rate (arXiv 2502.16982, section 2.2)

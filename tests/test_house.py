@@ -17,7 +17,7 @@ FLOORS = [
     {"redirect", "orthogonalize", "matrices"},
     {"parallel"},
     {"optimizers"},
-    {"row"},
+    {"from_config"},
     {"family"},
     {"registry", "overrides", "checkpoints", "manifest"},
     {"metrics"},

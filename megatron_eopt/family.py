@@ -136,7 +136,7 @@ class OptimizerSpec:
 
     def takes(self, setting: str) -> bool:
         """Whether the constructor has an argument of this name."""
-        return setting in self.arguments
+        return setting in inspect.signature(self.cls).parameters
 
     def config_to_kwargs(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any) -> dict[str, Any]:
         """Arguments of the constructor from Megatron's config: by its own flags, and by those that it shares.

@@ -18,10 +18,10 @@ from torch.nn.functional import cross_entropy
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.family import OPTIMIZERS
-from megatron_eopt.models import MODELS, Model, Parallel, dealt_matrices
 from megatron_eopt.parallel.cost import step_bytes, whole_flops
 from megatron_eopt.parallel.records import Shape, TpMode
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
+from megatron_eopt.plan.models import MODELS, Model, Parallel, dealt_matrices
 
 TRITON_TESTS = "tests/orthogonalize/test_triton_kernel.py"
 KERNEL_TESTS = [str(path) for path in (ROOT / "tests" / "orthogonalize").glob("test_*kernel*.py")]

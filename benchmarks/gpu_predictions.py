@@ -15,10 +15,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from gpu_optimizers import GPTS  # noqa: E402
 from gpu_products import WORK  # noqa: E402
 
-from megatron_eopt.models import MODELS, Parallel, dealt_matrices  # noqa: E402
 from megatron_eopt.parallel.cost import DEFAULT_RATES, plan_cost  # noqa: E402
 from megatron_eopt.parallel.plan import make_plan  # noqa: E402
 from megatron_eopt.parallel.records import TpMode  # noqa: E402
+from megatron_eopt.plan.models import MODELS, Parallel, dealt_matrices  # noqa: E402
 
 PAGE = ROOT / "docs" / "gpu.md"
 LLAMAS = ("llama3-8b", "llama3-70b")

@@ -9,11 +9,11 @@ from typing import get_args
 
 import matplotlib
 
-from megatron_eopt.models import MODELS, Parallel, dealt_matrices
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import Cost, Work, plan_cost
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Plan, TpMode
+from megatron_eopt.plan.models import MODELS, Parallel, dealt_matrices
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

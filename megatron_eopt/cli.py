@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module, metadata
 
 COMMANDS = {  # name -> its module, and what it is for
-    "plan": ("megatron_eopt.plan", "how the matrices of a model will be orthogonalized, and what that costs"),
+    "plan": ("megatron_eopt.plan.command", "how the matrices of a model will be orthogonalized, and what that costs"),
     "verify-checkpoint": (
         "megatron_eopt.checkpoints.command",
         "what is in a torch_dist checkpoint, whether it is whole and finite, and whether a run would load it",

@@ -19,7 +19,6 @@ from megatron_eopt.family import DEFAULT_TP_MODE
 from megatron_eopt.from_config import workspace_from
 from megatron_eopt.manifest import table, write_json
 from megatron_eopt.manifest.text import aligned, megabytes
-from megatron_eopt.models import MODELS, Model, Parallel, dealt_matrices
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.timing import fastest, saved_times, shares
@@ -27,6 +26,7 @@ from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
 from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.plan import TpMode, make_plan
 from megatron_eopt.parallel.workspace import Workspace
+from megatron_eopt.plan.models import MODELS, Model, Parallel, dealt_matrices
 
 _OF_RUN = {"--world-size", "--full", "--json"}
 _QUIET = 2.0  # seconds after which a plan says how far it is

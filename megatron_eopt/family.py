@@ -1,8 +1,8 @@
-"""The table of the package's optimizers: one row for each, and everything that lists optimizers is derived from it.
+"""The table of optimizers: everything that lists them follows from it.
 
-Derived are the entries of the registry, flags, the builders of plain torch, names of the package, support and doctor
-lists, what a checkpoint must hold, the tables of the docs (``python scripts/tables.py`` writes them), and the
-parameters of the tests that hold for every optimizer. A new optimizer needs its file, its import here, and its row.
+That is: entries of the registry, flags, builders of plain torch, names of the package, lists of support and of the
+doctor, what a checkpoint must hold, tables of the docs (``python scripts/tables.py`` writes them), and parameters of
+the tests that hold for every optimizer. A new optimizer needs its file, its import here, and its row.
 """
 
 import inspect
@@ -42,15 +42,15 @@ ADAMW_RMS = 0.2  # of the entries of a typical AdamW update, before the learning
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of the command line, ``--OPTIMIZER-SETTING``, which sets the field ``OPTIMIZER_SETTING`` of the config.
+    """A flag ``--OPTIMIZER-SETTING``, which sets the field ``OPTIMIZER_SETTING`` of the config.
 
     A flag whose default is True turns its setting off, and is ``--OPTIMIZER-no-SETTING``.
     """
 
     setting: str  # the argument of the optimizer's constructor, where there is one for it
     help: str
-    # Without the flag. It is the constructor's; given here it wins: for what is no argument of the constructor, where
-    # Megatron's flag has another default, and where a run of Megatron knows more.
+    # The constructor's, unless it is given here: for what is no argument of the constructor, where Megatron's own flag
+    # has another default, and where a run of Megatron knows more.
     default: Any = Parameter.empty
     kind: type = str  # of a value that has no default
     choices: tuple[str, ...] = ()  # where they are few; filled in where the constructor's argument is a ``Literal``
@@ -83,7 +83,7 @@ class Flag:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
-    """An optimizer."""
+    """An optimizer: its name, its class, and what they do not say."""
 
     name: str  # for ``--optimizer``, and for the config of plain torch
     cls: type[BaseOptimizer]
@@ -370,7 +370,7 @@ _SPECS = (
             Flag("weight_lr_power", "For schedulefree: power of the largest rate in the weight of a step."),
         ),
         update_rms=ADAMW_RMS,
-        state_settings=({"betas": (0.4, 0.95)},),
+        state_settings=({"betas": (0.4, 0.95)},),  # the first one below 0.5, so that the average is kept
     ),
     OptimizerSpec(
         name="scion",

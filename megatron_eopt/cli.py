@@ -20,7 +20,7 @@ COMMANDS = {  # name -> its module, and what it is for
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command with the arguments after the program's name, those of the process by default; its exit status."""
+    """Run a command with arguments, by default the process's; its exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
     flags = None
     if "--" in given:

@@ -102,7 +102,7 @@ class OptimizerSpec:
         object.__setattr__(self, "flags", tuple(map(self._completed, self.flags)))
 
     def _completed(self, flag: Flag) -> Flag:
-        """With the optimizer's name, and the default and the values of a ``Literal`` that its constructor says."""
+        """The flag with its optimizer's name, default and ``Literal`` values."""
         argument = self.arguments.get(flag.setting)
         annotation = None if argument is None else argument.annotation
         choices = flag.choices or (get_args(annotation) if get_origin(annotation) is Literal else ())
@@ -121,12 +121,12 @@ class OptimizerSpec:
 
     @property
     def state_keys(self) -> set[str]:
-        """Keys of all of :attr:`state`; those of a fused parameter end with the number of the matrix."""
+        """Keys of :attr:`state`, without the number of a fused parameter's matrix."""
         return {tensor.key for tensor in self.state}
 
     @property
     def takes_adams(self) -> bool:
-        """Whether ``--muon-momentum-from-adam`` lets it load Adam's state: it keeps a momentum and nothing else."""
+        """Whether it can start from Adam's state: it keeps a momentum alone."""
         return self.state_keys == {MOMENTUM_BUFFER}
 
     @property
@@ -139,7 +139,7 @@ class OptimizerSpec:
         return setting in inspect.signature(self.cls).parameters
 
     def config_to_kwargs(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any) -> dict[str, Any]:
-        """Arguments of the constructor from Megatron's config: by its own flags, and by those that it shares.
+        """Arguments of the constructor from Megatron's config, by all its flags.
 
         A ``ValueError`` refuses weight decay that is not decoupled, unless it takes that from Muon.
         """

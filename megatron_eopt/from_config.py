@@ -21,7 +21,7 @@ def kwargs_from_config(optimizer_cls: Callable[..., Any], prefix: str, config: A
 
 
 def with_fields(config: Any, **values: Any) -> Any:
-    """A copy of a config, or of a field of one, with other values; nothing is computed anew from them."""
+    """A copy of a config with other values; nothing is recomputed."""
     found = copy.copy(config)
     for name, value in values.items():
         setattr(found, name, value)
@@ -29,7 +29,7 @@ def with_fields(config: Any, **values: Any) -> Any:
 
 
 def workspace_from(config: Any) -> dict[str, int]:
-    """The argument ``workspace``, in bytes, from ``--optimizer-workspace`` in GiB; none where a config does not say."""
+    """The argument ``workspace``, in bytes, from ``--optimizer-workspace`` in GiB."""
     gib = getattr(config, "optimizer_workspace", None)
     if gib is not None and not 0 < gib < inf:
         raise ValueError(f"--optimizer-workspace must be a finite number of GiB above 0, got {gib}")
@@ -48,7 +48,7 @@ def momentum_dtype_from(config: Any) -> dict[str, torch.dtype]:
 
 
 def get_qkv_split_shapes(model_cfg: Any) -> list[int]:
-    """Rows of ``[q, k, v]`` in one query group of a fused projection, ``[q, gate, k, v]`` with an output gate."""
+    """Rows of q, k and v (or q, gate, k, v) in a query group."""
     query_rows = model_cfg.num_attention_heads // model_cfg.num_query_groups * model_cfg.kv_channels
     queries = [query_rows, query_rows] if getattr(model_cfg, "attention_output_gate", False) else [query_rows]
     return [*queries, model_cfg.kv_channels, model_cfg.kv_channels]

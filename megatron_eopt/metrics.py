@@ -1,4 +1,4 @@
-"""What optimizers show of a step in numbers, sampled, and reduced over all ranks: for writers, log lines and callbacks.
+"""Figures of sampled steps of optimizers, reduced over all ranks.
 
 ``watch`` does it in plain torch; :mod:`megatron_eopt.megatron.metrics` does in Megatron.
 """
@@ -61,7 +61,7 @@ class Sampler:
                 optimizer.watch(None)
 
     def end(self, squared_gradients: Mapping[int, float], norm: float | None = None) -> Metrics:
-        """The figures of the steps since :meth:`begin`; all ranks come together, and get the same.
+        """The figures since :meth:`begin`, the same on all ranks, which call it together.
 
         It waits for the device.
 
@@ -122,7 +122,7 @@ class Sampler:
 
 
 def _figures(sums: Mapping[str, float], largest: Mapping[str, float]) -> dict[str, float]:
-    """Those of one optimizer, from what was reduced over ranks; what it does not have is left out."""
+    """The figures of one optimizer, from what was reduced over ranks."""
     found = {"learning_rate": largest["learning_rate"], "grad_norm": math.sqrt(max(sums["gradient"], 0.0))}
     if math.isnan(sums["gradient"]):
         del found["grad_norm"]
@@ -142,7 +142,7 @@ def _figures(sums: Mapping[str, float], largest: Mapping[str, float]) -> dict[st
 
 
 def name_of(optimizer: Optimizer) -> str:
-    """As ``--optimizer`` has it, also of a subclass; ``adam`` for every Adam, and ``other`` for what no table has."""
+    """The name for ``--optimizer``, else ``adam`` or ``other``."""
     known = {entry.optimizer_cls: name for name, entry in sorted(EMERGING_OPTIMIZERS.items())}
     named = (known[cls] for cls in type(optimizer).__mro__ if cls in known)
     is_adam = any(cls.__name__.endswith(("Adam", "AdamW")) for cls in type(optimizer).__mro__)
@@ -150,7 +150,7 @@ def name_of(optimizer: Optimizer) -> str:
 
 
 def line(metrics: Metrics) -> str:
-    """The figures as a part of a log line; the rate of the step comes once, if all optimizers have the same.
+    """The figures as a part of a log line; equal rates come once.
 
     It is not that of Megatron's line, which has the rate of the step after this one.
     """

@@ -1,4 +1,4 @@
-"""What the manifest is looked through for: errors of a start, warnings, and changes since a checkpoint."""
+"""Errors and warnings of a manifest, and changes since a checkpoint."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ _TIED = ("optimizer", "lr", "min_lr", "weight_decay", "settings")  # what tied p
 
 
 def problems(families: Sequence[ParamPattern], optimizer: str, for_matrices: bool) -> list[str]:
-    """Errors that a start fails on, each with what was found, what was expected and what to do.
+    """Errors that end a start.
 
     The families are of all ranks together, and ``optimizer`` is of the run: one ``for_matrices`` is of no use without.
     """
@@ -90,7 +90,7 @@ def _without_matrices(found: Sequence[ParamPattern], optimizer: str) -> Iterator
 
 
 def warnings(families: Sequence[ParamPattern], scale_mode: str) -> list[str]:
-    """What a run may well be meant to have, and should be seen: a line for each class of parameters.
+    """Warnings, a line for each class of parameters.
 
     ``scale_mode`` is that of the run, for parameters whose settings have no other.
     """
@@ -135,7 +135,7 @@ def _decayed_vectors(found: Sequence[ParamPattern]) -> Iterator[str]:
 
 
 def compare(old: Iterable[ParamPattern], new: Iterable[ParamPattern]) -> list[str]:
-    """A line for every change from one manifest to another, with all parameters that it was made for.
+    """Changes from one manifest to another, a line each.
 
     What another number of ranks changes is no change: layouts, schemes (but for blockwise, which makes other updates)
     and sizes of state. Neither are reasons and sources of settings. A parameter of two optimizers is a ``ValueError``.

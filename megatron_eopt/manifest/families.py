@@ -1,4 +1,4 @@
-"""What the manifest is made of: a row for each parameter, and families of rows that are alike but for numbers.
+"""Rows of parameters, and patterns of rows that differ by numbers.
 
 A name is a pattern with ``*`` for every number, and an index: its numbers. A set of indices is kept as boxes, a short
 form that is exact.
@@ -72,14 +72,14 @@ class ManifestRow:
 
     @property
     def sizes(self) -> str:
-        """Names and sizes of the logical matrices: ``q 64x64, k 32x64``, and ``8 q 16x64`` for 8 heads of one size."""
+        """Logical matrices, as ``q 64x64, k 32x64``, or ``8 q 16x64``."""
         unnumbered = ((re.sub(r"\s*\b[0-9]+\b", "", each.name).strip(), each) for each in self.matrices)
         named = (f"{name} {each.rows}x{each.cols}".strip() for name, each in unnumbered)
         return ", ".join(size if number == 1 else f"{number:,} {size}" for size, number in Counter(named).items())
 
 
 def as_tuples(value: Any, what: str) -> Any:
-    """Lists as tuples, all the way down; a ``TypeError`` that names ``what`` for other values than JSON has."""
+    """Lists as nested tuples; a ``TypeError`` for values that JSON has not."""
     if isinstance(value, list | tuple):
         return tuple(as_tuples(each, what) for each in value)
     if isinstance(value, str | bool | int | float | None):
@@ -116,7 +116,7 @@ class ParamPattern:
 
     @property
     def is_sound(self) -> bool:
-        """Whether these are members of the pattern, in the form that :func:`compressed` gives them."""
+        """Whether the members fit the pattern, as :func:`compressed` gives them."""
         try:
             indices = expanded(self.members)
             name = join_name(self.pattern, indices[0])
@@ -131,7 +131,7 @@ class ParamPattern:
 
 
 def families(rows: Iterable[ManifestRow]) -> list[ParamPattern]:
-    """Rows in their short form, by name and then by number; :func:`rows` is its inverse.
+    """Rows as patterns; :func:`rows` is the inverse.
 
     Two rows of one name may differ, as those of two optimizers do. Two that are equal are a ``ValueError``, for one
     parameter was collected twice, and so is a name with a ``*``.
@@ -147,14 +147,14 @@ def families(rows: Iterable[ManifestRow]) -> list[ParamPattern]:
 
 
 def rows(families: Iterable[ParamPattern]) -> list[ManifestRow]:
-    """Every parameter by itself, by name; numbers in names count as numbers, so layer 2 comes before layer 10."""
+    """A row for each parameter by name, layer 2 before layer 10."""
     indices = ((family, index) for family in families for index in expanded(family.members))
     found = [replace(family.like, name=join_name(family.pattern, index)) for family, index in indices]
     return sorted(found, key=lambda row: _by_numbers(row.name))
 
 
 def merged(lists: Iterable[Sequence[ParamPattern]], ranks: Sequence[int] | None = None) -> list[ParamPattern]:
-    """The families of all ranks together: the same for every order of the ranks.
+    """The patterns of all ranks together, whatever their order.
 
     Families that several ranks have alike are looked at once, so the cost grows with what the ranks have of their own.
     A parameter of which two ranks have different rows is a ``ValueError`` with both; ``ranks`` are those of the lists.
@@ -189,7 +189,7 @@ def by_pattern(found: Iterable[ParamPattern]) -> dict[str, list[ParamPattern]]:
 
 
 def by_index(group: Iterable[ParamPattern]) -> dict[Index, frozenset[ManifestRow]]:
-    """The rows of each parameter, of families of one pattern: one, unless two optimizers have the parameter."""
+    """The rows of each parameter: two where two optimizers have it."""
     found: dict[Index, frozenset[ManifestRow]] = {}
     for family in group:
         alone = frozenset([family.like])
@@ -215,13 +215,13 @@ def split_name(name: str) -> tuple[str, Index]:
 
 
 def join_name(pattern: str, numbers: Iterable[object]) -> str:
-    """A pattern with numbers, or what is to be shown for them, for its stars."""
+    """A pattern with numbers, or texts, for its stars."""
     first, *rest = pattern.split("*")
     return first + "".join(f"{number}{text}" for number, text in zip(numbers, rest, strict=True))
 
 
 def compressed(indices: Iterable[Index]) -> Members:
-    """The short form of a set of indices of one length: the same for every order of them, so sets can be compared."""
+    """Boxes of a set of indices; equal for equal sets."""
     indices = set(indices)
     if not all(indices):  # of a name without numbers
         return ((),)

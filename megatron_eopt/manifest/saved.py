@@ -26,7 +26,7 @@ _KINDS = {_KEYS.get(name, name): kind for name, kind in get_type_hints(ManifestR
 
 
 def to_json(families: Iterable[ParamPattern]) -> dict[str, Any]:
-    """Families as dicts, lists, texts, numbers, bools and None: what ``json`` gives back as it was."""
+    """Patterns as values that JSON gives back as they were."""
     written = []
     for family in in_order(families):
         of_row = {_KEYS.get(key, key): value for key, value in asdict(family.like).items()}
@@ -35,7 +35,7 @@ def to_json(families: Iterable[ParamPattern]) -> dict[str, Any]:
 
 
 def write_json(families: Iterable[ParamPattern], file: str) -> None:
-    """Write them to a file; a ``ValueError`` that names it where that fails, as on a full disk."""
+    """Write them to a file; a ``ValueError`` where that fails."""
     try:
         Path(file).write_text(json.dumps(to_json(families), indent=1) + "\n")
     except OSError as error:
@@ -43,7 +43,7 @@ def write_json(families: Iterable[ParamPattern], file: str) -> None:
 
 
 def from_json(manifest: Any) -> list[ParamPattern]:
-    """The families, equal to those that went in; a ``ValueError`` for anything that :func:`to_json` does not write."""
+    """The patterns; a ``ValueError`` for what :func:`to_json` does not write."""
     number = manifest.get("format") if isinstance(manifest, dict) else None
     if type(number) is not int:
         raise ValueError(f"no manifest: expected a dict with its format number, got {short(manifest)}")

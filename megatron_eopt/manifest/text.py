@@ -26,7 +26,7 @@ class _Wrapper(textwrap.TextWrapper):
 
 
 def table(families: Sequence[ParamPattern], full: bool = False, width: int | None = None) -> str:
-    """The optimizer of every parameter, the totals of each optimizer, and the sources of settings that were set.
+    """Optimizers of parameters, totals, and sources of settings.
 
     It has a line for each family, or for each parameter (``full``). Cells of lines that are longer than ``width`` go on
     in the next one: than 170 by default, and than none where ``full``, so that each line has a whole name.
@@ -104,7 +104,7 @@ def _wrapped(lines: Sequence[str], width: int) -> list[str]:
 
 
 def aligned(header: Sequence[str], lines: Sequence[Sequence[str]], width: int, numbers: Sequence[str]) -> list[str]:
-    """A table as lines of text: columns as wide as their content, and cells on several lines where it is too much.
+    """A table as lines of text, with wrapped cells where it is too wide.
 
     The first column is for names, and is made narrower last. In columns of more than two dozen characters words may
     be cut, so that any content fits the width. ``numbers`` are titles of the columns that are aligned to the right.

@@ -63,7 +63,7 @@ def make_entry(
     *,
     keep_mistakes: bool = False,
 ) -> Entry:
-    """One checked entry; an :class:`OverrideError` has a line, which begins with the source, for each mistake.
+    """One checked entry; an :class:`OverrideError` has a line for each mistake.
 
     ``keep_mistakes``: they stay on the entry, for :func:`resolve` to report.
     """
@@ -119,7 +119,7 @@ def entries_from_dict(
 
 
 def _renamed(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Settings with our names for Megatron's, whose scheduler takes its largest learning rate from ``max_lr``."""
+    """Settings with our names for Megatron's: ``lr`` for ``max_lr``, say."""
     if not isinstance(settings, Mapping):
         return settings
     renamed = {"lr" if key == "max_lr" else key: value for key, value in settings.items()}
@@ -264,7 +264,7 @@ def _written(root: _Node) -> Iterator[tuple[object, int, _Node]]:
 
 
 def _entry(written: object, line: int, node: _Node, known: Known) -> tuple[Selector, dict[str, Any], list[_Wrong]]:
-    """Selector and settings of an entry, as far as they are right, and the lines with what is wrong."""
+    """Selector and settings of an entry, and what is wrong with it."""
     if not isinstance(node, yaml.MappingNode):
         inside = "expected an entry {select: ..., SETTING: ...}"
         expected = inside if written == _SELECT else f"{written}: expected a mapping of settings"
@@ -324,7 +324,7 @@ def _plain(node: _Node) -> Any:
 
 
 def _pairs(node: _Node) -> _Pairs:
-    """What a mapping has: its own keys, and those of mappings that ``<<`` merges into it where it has not."""
+    """Keys of a mapping, with those that ``<<`` merges into it."""
     _check_tag(node)
     own: _Pairs = {}
     merged: _Pairs = {}

@@ -1,4 +1,4 @@
-"""Regular expressions, searched for in time that grows with the length of a name and no faster.
+"""Regular expressions, searched for in linear time.
 
 Python's ``re`` tries every way in which a pattern can match: ``(a+)+$`` takes twice as long for each further letter.
 Here the pattern takes all positions that a match may have reached together, each of them once.

@@ -1,4 +1,4 @@
-"""Which settings a parameter gets when several entries are for it: docs/overrides.md has the rules.
+"""Which of several entries wins: docs/overrides.md has the rules.
 
 Every entry that selects a parameter claims each of its settings, with the rank ``(specificity, layer)``, and the claim
 of the highest rank wins. Nothing depends on the order of entries within a layer. The defaults count as no more specific
@@ -36,7 +36,7 @@ class Resolved:
     overruled: tuple[Overruled, ...] = ()  # what other entries have for this parameter
 
     def learning_rates(self, lr: float | None, min_lr: float | None) -> tuple[float | None, float | None]:
-        """Largest and smallest learning rate of the schedule, from those of the optimizer; an error if upside down.
+        """Largest and smallest learning rate of the schedule; an error if upside down.
 
         None is for one that neither the optimizer nor an override has: a loop without a schedule needs none.
         """
@@ -183,7 +183,7 @@ def _resolve_one(
 
 
 def _drop_replaced(won: dict[str, _Claim]) -> Iterator[str]:
-    """Drop what an absolute value replaces: what multiplies it, and of a constant weight decay both ends."""
+    """Drop multipliers and ends that an absolute value replaces."""
     for absolute, other in REPLACED:
         if absolute in won and other in won:
             first, second = won[absolute], won[other]

@@ -1,4 +1,4 @@
-"""From a model and a config to an optimizer of plain torch, by the builder of its name."""
+"""Build an optimizer of plain torch for a model."""
 
 import logging
 from collections import Counter
@@ -169,7 +169,7 @@ def register_builders() -> None:
 
 
 def _register(name: str, build: Callable[[list[Group], OptimizerConfig], Optimizer]) -> None:
-    """Register a builder, which gets the groups that have parameters, and the config as one of ours."""
+    """Register a builder of non-empty groups and our config."""
 
     @register_optimizer(name)
     def build_of_any_config(groups: list[Group], config: Any) -> Optimizer:
@@ -192,7 +192,7 @@ def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
 
 
 def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfig) -> Optimizer:
-    """An optimizer that takes every shape; or one of matrices, with AdamW inside for the rest, or alone without any."""
+    """One optimizer for all, or one of matrices with AdamW for the rest."""
     if row.vectors:
         return row.cls(groups, **_settings(config, row.cls))
     why_adamw: Rule = routing.for_matrices
@@ -241,7 +241,7 @@ def _counted(groups: list[Group], what: str) -> str:
 
 
 def _settings(config: OptimizerConfig, cls: Callable[..., Optimizer], **own: Any) -> dict[str, Any]:
-    """Arguments of a class: the rates, what else it takes of the config's fields, its own and the config's options."""
+    """Arguments of a class from the fields and the options of a config."""
     found = {"betas": config.betas, "eps": config.eps, "warmup_steps": config.schedule_free_warmup_steps}
     taken = {key: x for key, x in found.items() if x is not None and key in signature(cls).parameters}
     known = {"lr": config.lr, "weight_decay": config.weight_decay, **taken, **own}

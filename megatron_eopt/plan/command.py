@@ -1,4 +1,4 @@
-"""The command ``megatron-eopt plan``: what a step of a model will cost, without a GPU and without Megatron.
+"""The command ``megatron-eopt plan``: what a step of a model will cost.
 
 ``plan --model llama3-70b --tensor-model-parallel-size 8``, or the sizes of a model by the names of Megatron's flags.
 ``plan -- FLAGS`` takes those of a whole pretrain command, and also says which optimizer each parameter will have.

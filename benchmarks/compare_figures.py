@@ -11,7 +11,7 @@ from pathlib import Path
 
 import matplotlib
 
-from megatron_eopt.manifest import Family
+from megatron_eopt.manifest import ParamPattern
 
 matplotlib.use("Agg")  # there may be no screen
 from matplotlib import pyplot as plt
@@ -146,7 +146,7 @@ def equal_seconds(records: Iterable[Record]) -> float:
     return min(max(record.losses) * record.seconds for record in records)
 
 
-def state_per_parameter(manifest: Sequence[Family], owner: str | None = None) -> float:
+def state_per_parameter(manifest: Sequence[ParamPattern], owner: str | None = None) -> float:
     """Bytes of optimizer state for each parameter (number) of the model, or of what one owner has.
 
     Args:
@@ -163,7 +163,7 @@ def state_per_parameter(manifest: Sequence[Family], owner: str | None = None) ->
     return sum(each.count * each.like.state_bytes for each in own) / elements
 
 
-def states(manifests: Mapping[str, Sequence[Family]]) -> dict[str, float]:
+def states(manifests: Mapping[str, Sequence[ParamPattern]]) -> dict[str, float]:
     """Bytes of optimizer state for each parameter of the model, by optimizer.
 
     Megatron builds its own Adam, of which no manifest is made: its figure is that of what Adam owns beside another.

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from megatron_eopt import TensorParallelMuon
-from megatron_eopt.family import ROWS
-from megatron_eopt.models import MODELS, Model, Parallel, matrices_of
+from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.parallel.cost import step_bytes, whole_flops
 from megatron_eopt.parallel.records import Shape, TpMode
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
+from megatron_eopt.plan.models import MODELS, Model, Parallel, dealt_matrices
 
 TRITON_TESTS = "tests/orthogonalize/test_triton_kernel.py"
 KERNEL_TESTS = [str(path) for path in (ROOT / "tests" / "orthogonalize").glob("test_*kernel*.py")]
@@ -64,7 +64,7 @@ def kernels(run: Run) -> None:
 
 def optimizers(run: Run) -> None:
     """Ten steps of every optimizer, one with a NaN gradient: as on the CPU, and nothing waits for the GPU."""
-    variants = [(row, each) for row in ROWS for each in (METHODS if row == "adaptive_muon" else [{}])]
+    variants = [(row, each) for row in OPTIMIZERS for each in (METHODS if row == "adaptive_muon" else [{}])]
     for name, settings in variants:
         label = " ".join([name, *settings.values()])
         with run.check(label):
@@ -86,9 +86,9 @@ def trajectory(
     shapes: list[tuple[int, ...]] = [(64, 64), (96, 64), (64, 96), (64, 64), (128, 32)]
     if name == "soap":  # an eigenbasis of what is rank-deficient is not unique
         shapes = [(64, 64)] * 3
-    elif ROWS[name].owns == "all":
+    elif OPTIMIZERS[name].owns == "all":
         shapes.append((64,))
-    exact = {"fp32_matmul_prec": "highest"} if ROWS[name].takes("fp32_matmul_prec") else {}
+    exact = {"fp32_matmul_prec": "highest"} if OPTIMIZERS[name].takes("fp32_matmul_prec") else {}
     before = [torch.randn(shape, generator=generator) for shape in shapes]
     parameters = [nn.Parameter(x.clone().to(device)) for x in before]
     optimizer = import_module("tests.optimizers.family").build(name, parameters, **exact, **settings)
@@ -116,7 +116,7 @@ def steps(run: Run) -> None:
     rates = measured_rates(run.device)
     run.figures["rates"] = rates._asdict()
     for name, model in (TINY_GPT if run.tiny else GPTS).items():
-        shapes = [each.shape for each in matrices_of(model, Parallel(), WORK)]
+        shapes = [each.shape for each in dealt_matrices(model, Parallel(), WORK)[0]]
         with run.check(f"{name}: step of the matrices"):
             optimizer, bound = muon_of(shapes, run.device), OVER_LIMIT * limit(shapes, rates)
             in_a_row(optimizer.step, 3, run.device)
@@ -211,7 +211,7 @@ def temporaries(mode: TpMode, layers: int, run: Run) -> tuple[int, int]:
         sizes |= {"hidden_size": 256, "ffn_hidden_size": 896}
     groups: Any = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)
     parameters = []
-    for matrix in matrices_of(Model(**sizes), Parallel(tensor=8), WORK):
+    for matrix in dealt_matrices(Model(**sizes), Parallel(tensor=8), WORK)[0]:
         shard = matrix.rectangles[0].shape
         parameter: Any = nn.Parameter(torch.randn(shard, device=run.device))
         parameter.grad = torch.randn_like(parameter)

@@ -15,10 +15,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from gpu_optimizers import GPTS  # noqa: E402
 from gpu_products import WORK  # noqa: E402
 
-from megatron_eopt.models import MODELS, Parallel, matrices_of  # noqa: E402
 from megatron_eopt.parallel.cost import DEFAULT_RATES, plan_cost  # noqa: E402
 from megatron_eopt.parallel.plan import make_plan  # noqa: E402
 from megatron_eopt.parallel.records import TpMode  # noqa: E402
+from megatron_eopt.plan.models import MODELS, Parallel, dealt_matrices  # noqa: E402
 
 PAGE = ROOT / "docs" / "gpu.md"
 LLAMAS = ("llama3-8b", "llama3-70b")
@@ -31,7 +31,7 @@ def table() -> str:
     """The predictions in Markdown, with what they assume."""
     rows: list[tuple[object, ...]] = [HEAD, ("---",) * len(HEAD)]
     for name, (model, ranks) in CASES.items():
-        matrices = matrices_of(model, Parallel(tensor=ranks), WORK)
+        matrices = dealt_matrices(model, Parallel(tensor=ranks), WORK)[0]
         for mode in MODES if ranks > 1 else MODES[:1]:
             cost = plan_cost(make_plan(matrices, mode, WORK), WORK)
             amounts = (f"{each:.3g}" for each in (cost.seconds * 1e3, cost.flops / 1e12, cost.bytes / 1e9))

@@ -9,11 +9,11 @@ from typing import get_args
 
 import matplotlib
 
-from megatron_eopt.models import MODELS, Parallel, dealt_matrices, matrices_of
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel.cost import Cost, Work, plan_cost
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Plan, TpMode
+from megatron_eopt.plan.models import MODELS, Parallel, dealt_matrices
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -37,7 +37,7 @@ WORK = Work(schedule=NEWTON_SCHULZ.schedule, restarts=NEWTON_SCHULZ.restarts, it
 def plans(name: str, data: int) -> dict[TpMode, Plan]:
     """The plan of every mode."""
     parallel = Parallel(tensor=TENSOR, pipeline=PIPELINE[name], data=data)
-    matrices = matrices_of(MODELS[name], parallel, WORK)
+    matrices = dealt_matrices(MODELS[name], parallel, WORK)[0]
     return {mode: make_plan(matrices, mode, WORK) for mode in MODES}
 
 

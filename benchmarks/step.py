@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megatron_eopt
 from megatron_eopt import TensorParallelMuon
-from megatron_eopt.family import ROWS
+from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.parallel.cost import plan_cost, step_bytes
 from megatron_eopt.parallel.engine import Engine
 
@@ -52,16 +52,16 @@ _BUILT: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ("muon_hyperball", "polargrad", "mars_muon", "scion", "soap", "lion")},
     "spectron": ("spectron", {"rank": 16}),
 }
-OPTIMIZERS: dict[str, Callable[..., Any]] = {
-    name: partial(ROWS[row].cls, **settings) for name, (row, settings) in _BUILT.items()
+CASES: dict[str, Callable[..., Any]] = {
+    name: partial(OPTIMIZERS[row].cls, **settings) for name, (row, settings) in _BUILT.items()
 }
 
 
 def operations(name: str) -> int:
     """How many reach a device in the fourth step, with plain products."""
-    takes_products = ROWS[_BUILT[name][0]].takes("symmetric_products")
+    takes_products = OPTIMIZERS[_BUILT[name][0]].takes("symmetric_products")
     products = {"symmetric_products": "torch"} if takes_products else {}
-    optimizer = OPTIMIZERS[name](matrices(SHAPES * 64), **products)
+    optimizer = CASES[name](matrices(SHAPES * 64), **products)
     for _ in range(3):
         optimizer.step()
     with Operations() as counted:
@@ -126,7 +126,7 @@ def measured_share(rounds: int = 15) -> float:
 def main() -> None:
     """Print the figures, and write them as JSON."""
     torch.manual_seed(0)
-    figures: dict[str, Any] = {"operations": {name: operations(name) for name in OPTIMIZERS}}
+    figures: dict[str, Any] = {"operations": {name: operations(name) for name in CASES}}
     print("operations of a step for 320 matrices in five shapes")
     for name, count in figures["operations"].items():
         print(f"  {name:24}{count:8,}")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module, metadata
 
 COMMANDS = {  # name -> its module, and what it is for
-    "plan": ("megatron_eopt.plan", "how the matrices of a model will be orthogonalized, and what that costs"),
+    "plan": ("megatron_eopt.plan.command", "how the matrices of a model will be orthogonalized, and what that costs"),
     "verify-checkpoint": (
         "megatron_eopt.checkpoints.command",
         "what is in a torch_dist checkpoint, whether it is whole and finite, and whether a run would load it",
@@ -20,7 +20,7 @@ COMMANDS = {  # name -> its module, and what it is for
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command with the arguments after the program's name, those of the process by default; its exit status."""
+    """Run a command with arguments, by default the process's; its exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
     flags = None
     if "--" in given:

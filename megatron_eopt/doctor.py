@@ -1,4 +1,4 @@
-"""The command ``megatron-eopt doctor``: what is installed, what of it works together, and what to do about the rest.
+"""The command ``megatron-eopt doctor``: what is installed, and what works.
 
 :func:`collect` imports what is there, without a GPU, and assumes nothing of what is missing or broken. All that is said
 about it are pure functions of :class:`Facts`. Exit status 0 without problems, 1 with.
@@ -34,7 +34,7 @@ _ADAMS = {"transformer_engine": "Transformer Engine's, fused", "apex": "Apex's, 
 
 @dataclass(frozen=True)
 class Package:
-    """An installed package: its version, empty if it says none, and why it cannot be imported, or None."""
+    """An installed package, with why it cannot be imported, if so."""
 
     version: str
     error: str | None = None
@@ -45,7 +45,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Apex:
-    """An installed package by the name apex: NVIDIA's, with or without its CUDA extensions, or another project's."""
+    """A package named apex: NVIDIA's or another project's."""
 
     version: str
     nvidias: bool
@@ -63,7 +63,7 @@ class Megatron:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What the kernels for symmetric products need and this machine has not, and why they failed a trial; or None."""
+    """Why there are no kernels for symmetric products, or they failed."""
 
     missing: str | None = None
     failed: str | None = None
@@ -121,7 +121,7 @@ def _examine(options: argparse.Namespace, rest: Sequence[str] | None) -> int:
 
 
 def collect() -> Facts:
-    """Find out, by importing what is there; what that prints goes to stderr, and no setting of the process changes."""
+    """Import what is installed, and collect facts; its prints go to stderr."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
         core = _package("megatron.core", "megatron.core.optimizer")
@@ -143,7 +143,7 @@ def collect() -> Facts:
 
 
 def _package(module: str, *further: str) -> Package | None:
-    """A package, whose module and ``further`` ones must be importable; None if it is not installed."""
+    """A package whose modules have to be importable; None without it."""
     if not _found(module):
         return None
     error = next(filter(None, map(_import_error, (module, *further))), None)
@@ -209,7 +209,7 @@ def _kernels() -> Kernels:
 
 
 def problems(facts: Facts) -> Iterator[Problem]:
-    """What keeps training runs from working, or from working as its user believes; causes come first."""
+    """What keeps training runs from working as expected, causes first."""
     for name, version, oldest in (("Python", facts.python, "3.12"), ("torch", facts.torch, "2.6")):
         if releases.number(version) < releases.number(oldest):
             yield Problem(f"{name} {version} is too old", f"take {oldest} or newer")
@@ -267,7 +267,7 @@ def notes(facts: Facts) -> Iterator[str]:
 
 
 def matrix(facts: Facts) -> list[Row]:
-    """What the Megatron-Core that was found supports; empty without one, or with one that is too old."""
+    """What the installed Megatron-Core supports; empty if none is usable."""
     if facts.core is None or releases.number(facts.core.version) < releases.number(RELEASES[-1]):
         return []
     links = re.compile(r"\[([^]]*)\]\([^)]*\)")  # of the page that the notes are written for too

@@ -1,32 +1,183 @@
-"""The table of the package's optimizers: one row for each, and everything that lists optimizers is derived from it.
+"""The table of optimizers: everything that lists them follows from it.
 
-Derived are the entries of the registry, flags, the builders of plain torch, names of the package, support and doctor
-lists, what a checkpoint must hold, the tables of the docs (``python scripts/tables.py`` writes them), and the
-parameters of the tests that hold for every optimizer. A new optimizer needs its file, its import here, and its row.
+That is: entries of the registry, flags, builders of plain torch, names of the package, lists of support and of the
+doctor, what a checkpoint must hold, tables of the docs (``python scripts/tables.py`` writes them), and parameters of
+the tests that hold for every optimizer. A new optimizer needs its file, its import here, and its row.
 """
 
-from typing import Literal, get_args
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from inspect import Parameter
+from typing import Any, Literal, get_args, get_origin
 
+import torch
 from torch.optim.optimizer import Optimizer
 
+from megatron_eopt.from_config import get_qkv_split_shapes, kwargs_from_config, momentum_dtype_from, workspace_from
 from megatron_eopt.optimizers.adaptive_muon import TensorParallelAdaptiveMuon as TensorParallelAdaptiveMuon
+from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.group_settings import DECOUPLED
 from megatron_eopt.optimizers.hyperball import MuonHyperball as MuonHyperball
 from megatron_eopt.optimizers.lion import Lion as Lion
 from megatron_eopt.optimizers.lion import Signum as Signum
 from megatron_eopt.optimizers.mars_muon import MarsMuon as MarsMuon
+from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
 from megatron_eopt.optimizers.polar_grad import PolarGrad as PolarGrad
 from megatron_eopt.optimizers.schedule_free import ScheduleFreeAdamW as ScheduleFreeAdamW
 from megatron_eopt.optimizers.scion import Scion as Scion
 from megatron_eopt.optimizers.soap import SOAP as SOAP
 from megatron_eopt.optimizers.spectron import Spectron as Spectron
+from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon as TensorParallelMuon
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.orthogonalize.scale import PRESETS
-from megatron_eopt.row import ADAMW_RMS, Flag, Row, arxiv
+from megatron_eopt.parallel.records import TpMode
+
+MEGATRONS_DECOUPLED = "decoupled_weight_decay"  # field of Megatron's config
+ADAMW_RMS = 0.2  # of the entries of a typical AdamW update, before the learning rate (arXiv 2502.16982, section 2.2)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag ``--OPTIMIZER-SETTING``, which sets the field ``OPTIMIZER_SETTING`` of the config.
+
+    A flag whose default is True turns its setting off, and is ``--OPTIMIZER-no-SETTING``.
+    """
+
+    setting: str  # the argument of the optimizer's constructor, where there is one for it
+    help: str
+    # The constructor's, unless it is given here: for what is no argument of the constructor, where Megatron's own flag
+    # has another default, and where a run of Megatron knows more.
+    default: Any = Parameter.empty
+    kind: type = str  # of a value that has no default
+    choices: tuple[str, ...] = ()  # where they are few; filled in where the constructor's argument is a ``Literal``
+    field: str = ""  # of the config, where it has another name
+    shared: bool = False  # whether it holds for every optimizer of matrices that has such a setting
+    megatrons: bool = False  # whether Megatron has the flag itself, so that it is not added
+    metavar: str | None = None
+    optimizer: str = ""  # its name, filled in for the flags of a row; empty for a flag of the run
+
+    @property
+    def name(self) -> str:
+        """As it is typed."""
+        words = (self.optimizer, "no" if self.default is True else "", self.setting)
+        return "--" + "-".join(filter(None, words)).replace("_", "-")
+
+    @property
+    def dest(self) -> str:
+        """The field of the config, and of the parsed arguments."""
+        return self.field or "_".join(filter(None, (self.optimizer, self.setting)))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of ``add_argument`` beside the name, the destination and the help."""
+        if isinstance(self.default, bool):
+            return {"action": f"store_{not self.default}".lower()}
+        kind = self.kind if self.default is None else type(self.default)
+        options: dict[str, Any] = {"type": kind, "default": self.default, "metavar": self.metavar}
+        return options | ({"choices": self.choices} if self.choices else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSpec:
+    """An optimizer: its name, its class, and what they do not say."""
+
+    name: str  # for ``--optimizer``, and for the config of plain torch
+    cls: type[BaseOptimizer]
+    owns: Literal["matrices", "all"] = "matrices"  # what it is given in Megatron; Adam has what is no matrix
+    vectors: bool = False  # whether it takes any shape, so that plain torch gives it all; always where it owns all
+    plain: bool = True  # whether the builders of plain torch have it
+    of_muon: tuple[str, ...] = ()  # settings that it takes from Muon's flags
+    betas: str = ""  # prefix of the flags that its betas, and ``eps``, are taken from
+    flags: tuple[Flag, ...] = ()
+    state_settings: tuple[dict[str, Any], ...] = ()  # arguments of the constructor with which other state is kept
+    state_depends_on: tuple[str, ...] = ()  # fields of the config that change what is kept
+    update_rms: float | None = None  # of the entries, before the rate, where no matrix has one of its own
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "vectors", self.vectors or self.owns == "all")
+        object.__setattr__(self, "flags", tuple(map(self._completed, self.flags)))
+
+    def _completed(self, flag: Flag) -> Flag:
+        """The flag with its optimizer's name, default and ``Literal`` values."""
+        argument = self.arguments.get(flag.setting)
+        annotation = None if argument is None else argument.annotation
+        choices = flag.choices or (get_args(annotation) if get_origin(annotation) is Literal else ())
+        default = self.arguments[flag.setting].default if flag.default is Parameter.empty else flag.default
+        return replace(flag, optimizer=self.name, choices=choices, default=default)
+
+    def state_tensors(self, shape: tuple[int, int] = (128, 128), **settings: Any) -> list[StateTensor]:
+        """State of a matrix in fp32, with these arguments of the constructor."""
+        matrix = torch.empty(shape, dtype=torch.float32, device="meta")
+        return self.cls([matrix], **settings).state_tensors(matrix)
+
+    @cached_property
+    def state(self) -> tuple[StateTensor, ...]:
+        """State of a matrix with the defaults, then with each of :attr:`state_settings`."""
+        return tuple(tensor for settings in ({}, *self.state_settings) for tensor in self.state_tensors(**settings))
+
+    @property
+    def state_keys(self) -> set[str]:
+        """Keys of :attr:`state`, without the number of a fused parameter's matrix."""
+        return {tensor.key for tensor in self.state}
+
+    @property
+    def takes_adams(self) -> bool:
+        """Whether it can start from Adam's state: it keeps a momentum alone."""
+        return self.state_keys == {MOMENTUM_BUFFER}
+
+    @property
+    def arguments(self) -> Mapping[str, Parameter]:
+        """Arguments of the constructor."""
+        return inspect.signature(self.cls).parameters
+
+    def takes(self, setting: str) -> bool:
+        """Whether the constructor has an argument of this name."""
+        return setting in inspect.signature(self.cls).parameters
+
+    def config_to_kwargs(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any) -> dict[str, Any]:
+        """Arguments of the constructor from Megatron's config, by all its flags.
+
+        A ``ValueError`` refuses weight decay that is not decoupled, unless it takes that from Muon.
+        """
+        takes_l2_decay = DECOUPLED in self.of_muon
+        for field in () if takes_l2_decay else (f"{self.name}_{DECOUPLED}", DECOUPLED, MEGATRONS_DECOUPLED):
+            if not getattr(config, field, True):
+                raise ValueError(f"{self.name} has decoupled weight decay only: leave {field} at True")
+        of_muon = kwargs_from_config(self.cls, "muon", config)
+        if hasattr(config, "muon_use_nesterov"):  # its name up to Megatron-Core 0.17
+            of_muon["nesterov"] = config.muon_use_nesterov
+        kwargs = {setting: value for setting, value in of_muon.items() if setting in self.of_muon}
+        kwargs |= kwargs_from_config(self.cls, self.name, config)
+        kwargs |= workspace_from(config) if self.takes("workspace") else {}
+        kwargs |= momentum_dtype_from(config) if self.takes("momentum_dtype") else {}
+        if takes_l2_decay:  # the optimizer's own fields win over Megatron's, which is for Adam, too
+            kwargs.setdefault(DECOUPLED, getattr(config, MEGATRONS_DECOUPLED, True))
+        if not self.cls.decays_weights:
+            kwargs["weight_decay"] = 0.0
+        if self.betas and hasattr(config, f"{self.betas}_beta1"):
+            kwargs["betas"] = (getattr(config, f"{self.betas}_beta1"), getattr(config, f"{self.betas}_beta2"))
+        if self.betas and hasattr(config, f"{self.betas}_eps"):
+            kwargs["eps"] = getattr(config, f"{self.betas}_eps")
+        if self.owns == "matrices":
+            model = model_chunks[0].config
+            attention = all((model.num_attention_heads, model.num_query_groups, model.kv_channels))
+            kwargs.setdefault("split_qkv", False)  # what has no flag for it, splits what is declared
+            kwargs["is_qkv_fn"] = lambda param: getattr(param, "is_qkv", False)
+            kwargs["qkv_split_shapes"] = get_qkv_split_shapes(model) if attention else None
+            kwargs["pg_collection"] = pg_collection
+            if getattr(config, "muon_share_over_dp", False) and self.takes("data_parallel_group"):
+                kwargs["data_parallel_group"] = pg_collection.dp_cp
+        return kwargs
+
 
 SplitName = Literal["default", "none", "all", "per_head"]
 """How fused parameters are split: as Megatron does; not at all; wherever it is geometrically right; and into heads."""
+
+DEFAULT_TP_MODE: TpMode = "auto"  # of runs of Megatron, of plans, and of the optimizers that plain torch builds by name
 
 ITERATION = tuple(
     "split_qkv fp32_matmul_prec coefficient_type num_ns_steps tp_mode cuda_graphs data_parallel_group plan_rates "
@@ -38,53 +189,67 @@ MOMENTUM = ("momentum", "momentum_warmup", "nesterov")
 MUON = (*ITERATION, *MOMENTUM, *"scale_mode extra_scale_factor use_decoupled_weight_decay weight_decay_method".split())
 """All settings of Muon."""
 
-FAMILY = (
-    Row(
+_SPECS = (
+    OptimizerSpec(
         name="muon",
         cls=TensorParallelMuon,
-        sentence="the update of a matrix is the orthogonal factor of its momentum, scaled by its shape "
-        "([how it works](how-it-works.md))",
-        papers=f"[Jordan et al.](https://kellerjordan.github.io/posts/muon/), {arxiv('2502.16982')}",
         of_muon=MUON,
         flags=(
-            Flag("momentum", 0.9, "Decay rate of the momentum, in [0, 1); papers have 0.95.", megatrons=True),
-            Flag("nesterov", False, "Look ahead (--muon-use-nesterov on Megatron-Core 0.17).", megatrons=True),
-            Flag("scale_mode", "spectral", "How the size of an update follows from the shape.", megatrons=True),
+            Flag("momentum", "Decay rate of the momentum, in [0, 1); papers have 0.95.", default=0.9, megatrons=True),
+            Flag("nesterov", "Look ahead (--muon-use-nesterov on Megatron-Core 0.17).", default=False, megatrons=True),
+            Flag("scale_mode", "How the size of an update follows from the shape.", megatrons=True),
             Flag(
-                "extra_scale_factor", 1.0,
-                "Multiplies the update; 0.2 with spectral gives updates the size of AdamW's.", megatrons=True,
+                "extra_scale_factor",
+                "Multiplies the update; 0.2 with spectral gives updates the size of AdamW's.",
+                megatrons=True,
             ),
             Flag(
-                "preset", None, "Size of the updates: sets the scale mode and the extra factor.",
-                choices=tuple(PRESETS), shared=True,  # those whose updates have a size of their own refuse it
+                "preset",
+                "Size of the updates: sets the scale mode and the extra factor.",
+                default=None,
+                choices=tuple(PRESETS),
+                shared=True,  # those whose updates have a size of their own refuse it
             ),
-            Flag("num_ns_steps", 5, "Newton-Schulz steps.", shared=True, megatrons=True),
+            Flag("num_ns_steps", "Newton-Schulz steps.", shared=True, megatrons=True),
             Flag(
-                "coefficient_type", "quintic", "Coefficients of the Newton-Schulz steps.",
-                choices=get_supported_coefficient_types(), shared=True, megatrons=True,
+                "coefficient_type",
+                "Coefficients of the Newton-Schulz steps.",
+                choices=get_supported_coefficient_types(),
+                shared=True,
+                megatrons=True,
             ),
             Flag(
-                "fp32_matmul_prec", "medium",
+                "fp32_matmul_prec",
                 "Precision of the Newton-Schulz products: bf16 (low, medium), TF32 (high) or fp32 (highest).",
-                shared=True, megatrons=True,
+                shared=True,
+                megatrons=True,
             ),
             Flag(
-                "tp_mode", "auto", "How sharded matrices are orthogonalized: all exact but blockwise, which takes "
-                "each shard for a matrix and is Megatron's default. auto takes the cheapest exact way for each shape. "
-                "Where none is named, a resume keeps that of its checkpoint.", shared=True, megatrons=True,
+                "tp_mode",
+                "How sharded matrices are orthogonalized: all exact but blockwise, which takes each shard for a matrix "
+                "and is Megatron's default. auto takes the cheapest exact way for each shape. Where none is named, a "
+                "resume keeps that of its checkpoint.",
+                default=DEFAULT_TP_MODE,
+                shared=True,
+                megatrons=True,
             ),
             Flag(
-                "symmetric_products", None, "Kernel of symmetric products; without it that of the checkpoint, else the "
-                "fastest of the run, timed at start on a GPU.", choices=tuple(KERNELS), shared=True,
+                "symmetric_products",
+                "Kernel of symmetric products; without it that of the checkpoint, else the fastest of the run, timed "
+                "at start on a GPU.",
+                choices=tuple(KERNELS),
+                shared=True,
             ),
-            Flag("split_qkv", True, "Orthogonalize fused projections whole.", shared=True, megatrons=True),
+            Flag("split_qkv", "Orthogonalize fused projections whole.", default=True, shared=True, megatrons=True),
             Flag(
-                "split", "default",
+                "split",
                 "Matrices of fused parameters: as Megatron splits them, none of their own, all, or heads as well.",
-                choices=get_args(SplitName), shared=True,
+                default="default",
+                choices=get_args(SplitName),
+                shared=True,
             ),
             *(
-                Flag(name, None, what, kind=float, field=f"matrix_{name}", shared=True)
+                Flag(name, what, default=None, kind=float, field=f"matrix_{name}", shared=True)
                 for name, what in (
                     ("lr", "Largest learning rate of the matrices; --lr is for the rest."),
                     ("min_lr", "Smallest learning rate of the matrices."),
@@ -92,233 +257,153 @@ FAMILY = (
                 )
             ),
             Flag(
-                "share_over_dp", False, "Data-parallel ranks share the work on matrices, but for those of experts.",
+                "share_over_dp",
+                "Data-parallel ranks share the work on matrices, but for those of experts.",
+                default=False,
                 shared=True,
             ),
             Flag(
-                "scalar_optimizer", "adam",
+                "scalar_optimizer",
                 "Optimizer of the parameters that are no matrices; lion on Megatron-Core 0.19.",
-                choices=("adam", "lion"), shared=True, megatrons=True,
+                default="adam",
+                choices=("adam", "lion"),
+                shared=True,
+                megatrons=True,
             ),
             Flag(
-                "momentum_warmup", 0, "Steps in which the momentum grows from 0.85 to its value; 0 for none.",
-                shared=True, metavar="STEPS",
+                "momentum_warmup",
+                "Steps in which the momentum grows from 0.85 to its value; 0 for none.",
+                shared=True,
+                metavar="STEPS",
             ),
             Flag(
-                "momentum_from_adam", False,
-                "Where --load has a checkpoint of Adam's, its first moment is the momentum.", shared=True,
+                "momentum_from_adam",
+                "Where --load has a checkpoint of Adam's, its first moment is the momentum.",
+                default=False,
+                shared=True,
             ),
         ),
-        begin_with="--muon-momentum 0.95 --muon-nesterov --muon-preset match_adamw --muon-lr 0.018 "
-        "--muon-min-lr 0.0018",
-        begin_why="updates the size of AdamW's, so that its rate is one to begin with; more was better here",
     ),
-    Row(
+    OptimizerSpec(
         name="adaptive_muon",
         cls=TensorParallelAdaptiveMuon,
-        sentence="Muon whose orthogonal factor is normalized by a second moment: AdaMuon, NorMuon or NAMO "
-        "([adaptive Muon](adaptive.md))",
-        papers=arxiv("2507.11005", "2510.05491", "2602.17080"),
         plain=False,
         of_muon=MUON,
         flags=(
-            Flag("moment2_method", "adamuon", "What the second moment is taken of."),
-            Flag("beta2", 0.95, "Decay rate of the second moment, in [0, 1)."),
-            Flag("eps", 1e-8, "Bounds the division by the second moment from below."),
-            Flag("align_rms", True, "Leave adamuon's update as large as the division makes it."),
+            Flag("moment2_method", "What the second moment is taken of."),
+            Flag("beta2", "Decay rate of the second moment, in [0, 1)."),
+            Flag("eps", "Bounds the division by the second moment from below."),
+            Flag("align_rms", "Leave adamuon's update as large as the division makes it."),
         ),
-        further_state=("moment2_buffer",),
+        state_settings=({"moment2_method": "normuon"}, {"moment2_method": "namo"}),
         state_depends_on=("adaptive_muon_moment2_method",),
-        keeps="the momentum; adamuon a second moment of each entry, normuon one number for each index of the long "
-        "side, namo one",
-        state_bytes="8 mn, 4 mn + 4 max(m, n), 4 mn + 4",
-        begin_with="--adaptive-muon-moment2-method normuon --muon-momentum 0.95 --muon-nesterov --muon-preset "
-        "match_adamw --muon-lr 0.018 --muon-min-lr 0.0018",
-        begin_why="as Muon",
-        refuses="with normuon and namo `--muon-tp-mode blockwise`; with namo decay that is not decoupled",
     ),
-    Row(
+    OptimizerSpec(
         name="spectron",
         cls=Spectron,
-        sentence="every weight is the product `A B^T` of two factors of low rank, which take orthogonalized steps "
-        "that change the product by at most about `lr` in spectral norm",
-        papers=arxiv("2602.12429"),
         of_muon=ITERATION,
         flags=(
-            Flag("rank", 64, "Rank of the two factors of every weight."),
-            Flag("momentum_beta", 0.9, "Decay rate of the factors' momenta, in [0, 1); the paper has 0.95."),
-            Flag("num_power_iterations", 1, "Power iterations of a step, for the spectral norms."),
+            Flag("rank", "Rank of the two factors of every weight."),
+            Flag("momentum_beta", "Decay rate of the factors' momenta, in [0, 1); the paper has 0.95."),
+            Flag("num_power_iterations", "Power iterations of a step, for the spectral norms."),
         ),
-        state=(),
-        further_state=tuple("factor_A factor_B momentum_buffer_A momentum_buffer_B u_A u_B projected".split()),
         state_depends_on=("spectron_rank", "muon_split"),
-        keeps="two factors of rank r, their momenta, two singular vectors, and whether it was projected",
-        state_bytes="4 (2 r + 1) (m + n) + 4",
-        begin_with="--spectron-rank 32 --spectron-momentum-beta 0.95 --muon-lr 0.06 --muon-min-lr 0.006",
-        begin_why="the paper's momentum, and its rank: a quarter of the short side, which is 128 here",
-        refuses="a rank above the short side of a matrix; `blockwise`; in the first step a weight that is zero or not "
-        "finite; another rank than the checkpoint's",
     ),
-    Row(
+    OptimizerSpec(
         name="soap",
         cls=SOAP,
-        sentence="Adam in the eigenbases of Shampoo's two factors, the averages of `g g^T` and `g^T g`",
-        papers=f"{arxiv('2409.11321')}, KL factors {arxiv('2509.03378')}",
         vectors=True,
         betas="adam",
         flags=(
-            Flag("shampoo_beta", 0.95, "Decay rate of the factors, in [0, 1)."),
+            Flag("shampoo_beta", "Decay rate of the factors, in [0, 1)."),
             Flag(
-                "precondition_frequency", 1, "Steps from one refreshing of the bases to the next, counted from the "
+                "precondition_frequency",
+                "Steps from one refreshing of the bases to the next, counted from the "
                 "first step as the authors do: 4 refreshes them in steps 5, 9 and 13. From Python the default is 10.",
+                default=1,
             ),
-            Flag("use_kl_shampoo", True, "Factors as Shampoo has them, which is the default from Python."),
+            Flag("use_kl_shampoo", "Factors as Shampoo has them, which is the default from Python.", default=True),
+            Flag("basis_of", "Whether a gradient is seen in a basis made before it, as published, or with it."),
+            Flag("basis_method", "How bases are refreshed."),
+            Flag("max_dim", "The longest side that has a factor and a basis."),
             Flag(
-                "basis_of", "previous",
-                "Whether a gradient is seen in a basis made before it, as published, or with it.",
-            ),
-            Flag("basis_method", "qr", "How bases are refreshed."),
-            Flag("max_dim", 10000, "The longest side that has a factor and a basis."),
-            Flag(
-                "share_over_dp", True, "Every data-parallel rank keeps and computes all, as where Megatron deals out "
+                "share_over_dp",
+                "Every data-parallel rank keeps and computes all, as where Megatron deals out "
                 "parameters and where checkpoints are not torch_dist.",
+                default=True,
             ),
         ),
-        state=("exp_avg", "exp_avg_sq"),
-        further_state=("L", "R", "Q_L", "Q_R", "steps"),
         state_depends_on=("soap_max_dim", "muon_split"),
-        keeps="two moments, and for each side up to `--soap-max-dim` a factor and its basis, which one "
-        "tensor- or data-parallel rank of several has, each its share",
-        state_bytes="8 mn + 8 m² + 8 n² + 8",
-        begin_with="--soap-precondition-frequency 10 --adam-beta1 0.95 --adam-beta2 0.95 --muon-lr 0.003 "
-        "--muon-min-lr 0.0003",
         update_rms=ADAMW_RMS,
-        refuses="`--muon-split none` for fused parameters whose rows follow the tensor-parallel ranks (gate and up): "
-        "its bases of rows would fit no other number of ranks",
     ),
-    Row(
+    OptimizerSpec(
         name="lion",
         cls=Lion,
-        sentence="every entry moves by the sign of an interpolation of momentum and gradient",
-        papers=arxiv("2302.06675"),
         owns="all",
         betas="lion",
         flags=(
-            Flag("beta1", 0.95, "Weight of the momentum in the update, in [0, 1).", megatrons=True),
-            Flag("beta2", 0.98, "Decay rate of the momentum, in [0, 1).", megatrons=True),
+            Flag("beta1", "Weight of the momentum in the update, in [0, 1).", default=0.95, megatrons=True),
+            Flag("beta2", "Decay rate of the momentum, in [0, 1).", default=0.98, megatrons=True),
         ),
-        state=("exp_avg",),
-        begin_with="--weight-decay 0.1 --lr 0.0006 --min-lr 0.00006",
-        begin_why="3 to 10 times less than AdamW's rate, as much more decay",
         update_rms=1.0,
     ),
-    Row(
+    OptimizerSpec(
         name="signum",
         cls=Signum,
-        sentence="every entry moves by the sign of the momentum: Lion with one beta",
-        papers=arxiv("1802.04434"),
         owns="all",
-        flags=(Flag("momentum", 0.9, "Decay rate of the momentum, in [0, 1); 0 is signSGD."),),
-        state=("exp_avg",),
-        begin_with="--weight-decay 0.1 --lr 0.0006 --min-lr 0.00006",
-        begin_why="as Lion",
+        flags=(Flag("momentum", "Decay rate of the momentum, in [0, 1); 0 is signSGD."),),
         update_rms=1.0,
     ),
-    Row(
+    OptimizerSpec(
         name="schedule_free_adamw",
         cls=ScheduleFreeAdamW,
-        sentence="AdamW at a constant rate: gradients are taken at one point, and what is evaluated is the average of "
-        "the path of another",
-        papers=arxiv("2405.15682"),
         owns="all",
         betas="adam",
         flags=(
-            Flag("warmup_steps", 0, "Steps in which its rate grows; take --lr-decay-style constant with it."),
+            Flag("warmup_steps", "Steps in which its rate grows; take --lr-decay-style constant with it."),
             Flag(
-                "variant", "kempnerforge", "The weights of the average: the rate, or, as schedulefree, a power of the "
+                "variant",
+                "The weights of the average: the rate, or, as schedulefree, a power of the "
                 "largest rate so far; schedulefree also decays by y.",
             ),
-            Flag("r", 0.0, "For schedulefree: power of a step's number in the weight of the step."),
-            Flag("weight_lr_power", 2.0, "For schedulefree: power of the largest rate in the weight of a step."),
+            Flag("r", "For schedulefree: power of a step's number in the weight of the step."),
+            Flag("weight_lr_power", "For schedulefree: power of the largest rate in the weight of a step."),
         ),
-        state=("z", "exp_avg_sq", "x", "y"),
-        further_state=("schedule",),
-        keeps="the point `z`, the second moment, three numbers of the schedule in fp64; the average `x` only where "
-        "`--adam-beta1` is below 0.5",
-        state_bytes="8 mn + 24",
-        begin_with="--lr-decay-style constant --lr-warmup-iters 0 --schedule-free-adamw-warmup-steps 10 --lr 0.002 "
-        "--min-lr 0.002",
-        begin_why="its own warm-up in the place of Megatron's",
         update_rms=ADAMW_RMS,
-        averages=True,
-        refuses="`--use-distributed-optimizer`, `--no-save-optim`, `--ckpt-format torch`: the average could not be "
-        "made or saved",
+        state_settings=({"betas": (0.4, 0.95)},),  # the first one below 0.5, so that the average is kept
     ),
-    Row(
+    OptimizerSpec(
         name="scion",
         cls=Scion,
-        sentence="steps to the boundary of a ball of the operator norm from RMS to RMS, which takes the place of "
-        "weight decay",
-        papers=arxiv("2502.07529"),
         of_muon=(*ITERATION, "momentum_warmup"),
         flags=(
-            Flag("momentum", 0.9, "Decay rate of the momentum, in [0, 1); one minus the paper's alpha."),
-            Flag("radius", 50.0, "Radius of the ball of every matrix."),
-            Flag("constrained", True, "Bound the steps alone, not the matrices."),
+            Flag("momentum", "Decay rate of the momentum, in [0, 1); one minus the paper's alpha."),
+            Flag("radius", "Radius of the ball of every matrix."),
+            Flag("constrained", "Bound the steps alone, not the matrices."),
         ),
-        begin_with="--scion-radius 50 --muon-lr 0.0027 --muon-min-lr 0.00027",
-        begin_why="the paper's radius for hidden matrices",
-        refuses="a weight decay of its matrices (`--muon-weight-decay`), a radius that is not above 0, constrained an "
-        "`lr` outside [0, 1]",
     ),
-    Row(
+    OptimizerSpec(
         name="polargrad",
         cls=PolarGrad,
-        sentence="Muon whose update is as large as the nuclear norm of the momentum, so that steps become smaller "
-        "with the gradients",
-        papers=arxiv("2505.21799"),
         of_muon=(*ITERATION, "momentum_warmup"),
-        flags=(Flag("momentum", 0.95, "Decay rate of the momentum, in [0, 1)."),),
-        begin_with="--muon-coefficient-type polar_express --muon-num-ns-steps 8 --muon-lr 0.1 --muon-min-lr 0.01",
-        begin_why="steps that leave singular values at 1, as its size is a sum of them",
-        refuses="`blockwise`, whose norms would be those of shards",
+        flags=(Flag("momentum", "Decay rate of the momentum, in [0, 1)."),),
     ),
-    Row(
+    OptimizerSpec(
         name="muon_hyperball",
         cls=MuonHyperball,
-        sentence="Muon on spheres: every matrix keeps the Frobenius norm that it starts with, and a step turns it by "
-        "an angle of about `lr`",
-        papers="Wen et al., Fantastic Pretraining Optimizers 2.1: Hyperball Optimization (2025)",
         of_muon=(*ITERATION, *MOMENTUM),
-        further_state=("radius",),
         state_depends_on=("muon_split",),
-        keeps="the momentum, and the norm of each logical matrix in fp64",
-        state_bytes="4 mn + 8",
-        begin_with="--muon-momentum 0.95 --muon-nesterov --muon-lr 0.06 --muon-min-lr 0.006",
-        begin_why="the rate is the angle of a step",
-        refuses="a weight decay of its matrices; `blockwise`; in the first step a matrix whose norm is zero or not "
-        "finite",
     ),
-    Row(
+    OptimizerSpec(
         name="mars_muon",
         cls=MarsMuon,
-        sentence="Muon with MARS's variance reduction: before the momentum takes it, each gradient is corrected by its "
-        "difference from the previous one, and clipped",
-        papers=arxiv("2411.10438"),
         of_muon=MUON,
-        flags=(Flag("gamma", 0.025, "Strength of the correction, at least 0; 0 leaves Muon of clipped gradients."),),
-        state=("momentum_buffer", "previous_gradient"),
-        further_state=("has_previous",),
-        keeps="the momentum, the previous gradient, and whether there is one",
-        state_bytes="8 mn + 4",
-        begin_with="--muon-momentum 0.95 --muon-preset match_adamw --muon-lr 0.018 --muon-min-lr 0.0018",
-        begin_why="as Muon, without its look-ahead",
-        refuses="`blockwise`, whose norms would be those of shards",
+        flags=(Flag("gamma", "Strength of the correction, at least 0; 0 leaves Muon of clipped gradients."),),
     ),
-)  # fmt: skip
+)
 """In the order of the docs."""
 
-ROWS = {row.name: row for row in FAMILY}
-CLASSES: dict[str, type[Optimizer]] = {row.cls.__name__: row.cls for row in FAMILY}
-LIKE_MUON = tuple(row.name for row in FAMILY if row.of_muon == MUON)
+OPTIMIZERS = {row.name: row for row in _SPECS}
+CLASSES: dict[str, type[Optimizer]] = {row.cls.__name__: row.cls for row in _SPECS}
+LIKE_MUON = tuple(row.name for row in _SPECS if row.of_muon == MUON)
 """Optimizers that all of Muon's flags hold for: their updates have Muon's size, and their weight decay may be L2."""

@@ -1,4 +1,4 @@
-"""What optimizers show of a step in numbers, sampled, and reduced over all ranks: for writers, log lines and callbacks.
+"""Figures of sampled steps of optimizers, reduced over all ranks.
 
 ``watch`` does it in plain torch; :mod:`megatron_eopt.megatron.metrics` does in Megatron.
 """
@@ -20,24 +20,8 @@ from megatron_eopt.parallel.watched import PHASES, Watched
 from megatron_eopt.registry import BUILT_AS, EMERGING_OPTIMIZERS
 
 Metrics = dict[str, dict[str, float]]
-"""Name of an optimizer -> name of a figure, of :data:`MEANINGS` -> value."""
+"""Name of an optimizer -> name of a figure, as docs/metrics.md has them -> value."""
 
-MEANINGS = {
-    "learning_rate": "the largest of its groups",
-    "grad_norm": "of the gradients of its parameters, before they are clipped",
-    "update_rms": "root of the mean square of the entries of its updates, before the learning rate",
-    "predicted_update_rms": "the same, as predicted from the shapes of matrices of full rank",
-    "residual": "`norm(R - I) / sqrt(short side)` of the Gram matrices `R` before the last step of the iteration, mean",
-    "largest_residual": "the largest of them",
-    "effective_rank": "`trace(R)^2 / norm(R)^2` of the Gram matrices of what is orthogonalized, mean",
-    "effective_rank_share": "the same over the short side, mean",
-    "smallest_effective_rank_share": "the smallest of them",
-    "skipped": "steps of single parameters that were left out, as their gradient was not finite; of all steps so far",
-    "exchange_ms": "time in which the step packs and takes shards, and waits for other ranks",
-    "orthogonalize_ms": "time of the iterations",
-    "update_ms": "the rest of the step: momentum, decay, and the update of the parameters",
-    "sent_mb": "megabytes that a rank sends in the exchange",
-}
 _SUMS = "matrices effective_rank effective_rank_share residual squares entries predicted gradient".split()
 _LARGEST = "largest_residual smallest_effective_rank_share learning_rate skipped unpredicted present sent_mb".split()
 _LARGEST += [f"{phase}_ms" for phase in PHASES]
@@ -77,7 +61,7 @@ class Sampler:
                 optimizer.watch(None)
 
     def end(self, squared_gradients: Mapping[int, float], norm: float | None = None) -> Metrics:
-        """The figures of the steps since :meth:`begin`; all ranks come together, and get the same.
+        """The figures since :meth:`begin`, the same on all ranks, which call it together.
 
         It waits for the device.
 
@@ -138,7 +122,7 @@ class Sampler:
 
 
 def _figures(sums: Mapping[str, float], largest: Mapping[str, float]) -> dict[str, float]:
-    """Those of one optimizer, from what was reduced over ranks; what it does not have is left out."""
+    """The figures of one optimizer, from what was reduced over ranks."""
     found = {"learning_rate": largest["learning_rate"], "grad_norm": math.sqrt(max(sums["gradient"], 0.0))}
     if math.isnan(sums["gradient"]):
         del found["grad_norm"]
@@ -158,7 +142,7 @@ def _figures(sums: Mapping[str, float], largest: Mapping[str, float]) -> dict[st
 
 
 def name_of(optimizer: Optimizer) -> str:
-    """As ``--optimizer`` has it, also of a subclass; ``adam`` for every Adam, and ``other`` for what no table has."""
+    """The name for ``--optimizer``, else ``adam`` or ``other``."""
     known = {entry.optimizer_cls: name for name, entry in sorted(EMERGING_OPTIMIZERS.items())}
     named = (known[cls] for cls in type(optimizer).__mro__ if cls in known)
     is_adam = any(cls.__name__.endswith(("Adam", "AdamW")) for cls in type(optimizer).__mro__)
@@ -166,7 +150,7 @@ def name_of(optimizer: Optimizer) -> str:
 
 
 def line(metrics: Metrics) -> str:
-    """The figures as a part of a log line; the rate of the step comes once, if all optimizers have the same.
+    """The figures as a part of a log line; equal rates come once.
 
     It is not that of Megatron's line, which has the rate of the step after this one.
     """
@@ -200,7 +184,7 @@ def watch(
     """Call ``callback(step, metrics)`` after every ``interval``-th step of an optimizer, or of several.
 
     On other steps nothing is measured, and nothing waits for a device. With ``torch.distributed`` all ranks step
-    together, and each calls its own callback, with the same figures: :data:`MEANINGS` says which there are.
+    together, and each calls its own callback, with the same figures, which docs/metrics.md lists.
 
     Args:
         optimizer: of this package or of torch; of several, all step in turn, in the order in which they are given.

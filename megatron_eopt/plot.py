@@ -1,4 +1,4 @@
-"""``megatron-eopt plot RUN...``: losses and figures of optimizers, from what several runs left for TensorBoard."""
+"""The command ``megatron-eopt plot``: losses and figures of several runs."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""Replace attributes of other packages' modules and classes, as one thing that can be undone.
+"""Replace attributes of other packages, and undo that.
 
 Two rooms need it: :mod:`megatron_eopt.cpu` (torch.cuda answered by the CPU) and :mod:`megatron_eopt.megatron`
 (Megatron's registry and parser know our optimizers). Each replacement carries its reason, so that what was changed in
@@ -72,7 +72,7 @@ def around(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 class Redirections:
-    """Redirections that are installed once, and undone, as one thing: if one cannot be, those before it are undone.
+    """Redirections that are installed and undone together, all or none.
 
     Modules of the ``importers``, packages, may hold an original under a name of their own (``from torch.cuda import
     _lazy_init``). Those names are replaced as well, and put back as well: also in modules that are imported after
@@ -112,7 +112,7 @@ class Redirections:
         self._undoing.close()
 
     def _rename(self, new_of_id: dict[int, Any]) -> None:
-        """Point the names that modules of the importers hold at other objects; ``new_of_id`` is keyed by identity."""
+        """Rebind the importers' names of objects, which are keyed by identity."""
         prefixes = tuple(f"{package}." for package in self._importers)
         for module_name, module in list(sys.modules.items()):
             if isinstance(module, ModuleType) and f"{module_name}.".startswith(prefixes):
@@ -122,7 +122,7 @@ class Redirections:
 
 
 def _replace(target: Any, name: str, make: Callable[[Any], Any], undoing: contextlib.ExitStack) -> tuple[Any, Any]:
-    """Replace one attribute; returns what a reader got from it before, and gets from now on."""
+    """Replace one attribute; what was read there, and is from now on."""
     partial = functools.partial
     if isinstance(target, MutableMapping):
         seen, put = target.get(name), target.__setitem__

@@ -1,4 +1,4 @@
-"""Which optimizers there are: name -> what is needed to build one for Megatron, and name -> builder of plain torch.
+"""Names of optimizers, and how Megatron and plain torch build them.
 
 The functions have the names and signatures of Megatron-Core's ``core.optimizer.emerging_optimizers``, whose underscored
 names are aliases here. The optimizers of the package are registered from its table, :mod:`megatron_eopt.family`.
@@ -17,22 +17,22 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.family import FAMILY, ROWS
+from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.family import TensorParallelAdaptiveMuon as TensorParallelAdaptiveMuon
 from megatron_eopt.family import TensorParallelMuon as TensorParallelMuon
+from megatron_eopt.from_config import get_qkv_split_shapes, kwargs_from_config
 from megatron_eopt.matrices import declared_split
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types as get_supported_coefficient_types
 from megatron_eopt.orthogonalize.coefficients import validate_coefficient_type as validate_coefficient_type
-from megatron_eopt.row import get_qkv_split_shapes, kwargs_from_config
 
 InitStateFn = Callable[..., None]
 Builder = Callable[..., Optimizer]
 
 
 def is_nonlinear_or_embedding(param: Tensor) -> bool:
-    """True for a parameter that a matrix optimizer should leave to Adam: an embedding, an output layer, no matrix.
+    """Whether a parameter is Adam's: an embedding, an output layer, no matrix.
 
     A parameter of three dimensions is a stack of matrices where it is declared as one.
     """
@@ -57,13 +57,13 @@ def muon_param_overrides_factory() -> dict[Any, dict[str, Any]]:
 
 
 def _to_adam(name: str, takes: Callable[[Any], bool]) -> dict[Any, dict[str, Any]]:
-    """By name, when it is called: Megatron's ``ParamKey`` is known to a room above alone."""
+    """Overrides of Megatron, imported when called: it is above."""
     overrides: dict[Any, dict[str, Any]] = import_module("megatron_eopt.megatron.entries").to_adam(name, takes)
     return overrides
 
 
 class _DefaultOverrides:
-    """Field of an entry that may be given by a function of no arguments, which is called when it is first read."""
+    """A field that may be a function, called when it is first read."""
 
     def __get__(self, entry: Any, owner: type | None = None) -> Any:
         if entry is None:
@@ -123,7 +123,7 @@ class EmergingOptimizerEntry:
 
 
 class UnknownOptimizerError(ValueError, KeyError):
-    """A name under which no optimizer is registered: a bad value of a config, and a missing key of the registry."""
+    """No optimizer of this name: a bad value, and a missing key."""
 
     __str__ = Exception.__str__  # KeyError's puts the message in quotes
 
@@ -240,8 +240,8 @@ def get_optimizer_entry(name: str) -> EmergingOptimizerEntry:
 
 def get_optimizer_builder(name: str) -> Builder:
     """The plain-torch builder of a name; an :class:`UnknownOptimizerError` names those nearest to an unknown one."""
-    if isinstance(name, str) and name in ROWS and name not in _BUILDERS:
-        cls = ROWS[name].cls.__name__
+    if isinstance(name, str) and name in OPTIMIZERS and name not in _BUILDERS:
+        cls = OPTIMIZERS[name].cls.__name__
         raise UnknownOptimizerError(
             f"{name!r} has no builder of plain torch: take megatron_eopt.{cls}(matrices, ...), and AdamW for all other "
             f"parameters; megatron_eopt.Muon.around joins the two"
@@ -298,19 +298,19 @@ def create_emerging_optimizer(
 def default_adam_based_eopt_config_to_kwargs(
     eopt_name: str, config: Any, model_chunks: Sequence[Any], pg_collection: Any
 ) -> dict[str, Any]:
-    """Arguments of an optimizer that is built like Adam: what the config has under its name, and Adam's betas."""
+    """Arguments of an optimizer that is built like Adam."""
     kwargs = kwargs_from_config(get_optimizer_entry(eopt_name).optimizer_cls, eopt_name, config)
     return kwargs | {"betas": (config.adam_beta1, config.adam_beta2)}
 
 
-for _row in FAMILY:
+for _row in OPTIMIZERS.values():
     EMERGING_OPTIMIZERS[_row.name] = EmergingOptimizerEntry(
         _row.cls,
         config_to_kwargs=_row.config_to_kwargs,
         default_param_overrides=muon_param_overrides_factory if _row.owns == "matrices" else {},
     )
-muon_config_to_kwargs = ROWS["muon"].config_to_kwargs
-adaptive_muon_config_to_kwargs = ROWS["adaptive_muon"].config_to_kwargs
+muon_config_to_kwargs = OPTIMIZERS["muon"].config_to_kwargs
+adaptive_muon_config_to_kwargs = OPTIMIZERS["adaptive_muon"].config_to_kwargs
 
 # The names that Megatron-Core gives them.
 _EMERGING_OPTIMIZERS = EMERGING_OPTIMIZERS
@@ -343,10 +343,10 @@ def takes_matrices(name: str) -> bool:
 
 
 def pairs_rows(name: str) -> bool:
-    """Whether the state of an optimizer for matrices pairs rows with rows, by what is registered under its name."""
+    """Whether the state of a registered optimizer depends on the order of rows."""
     return bool(getattr(optimizer_class(name), "pairs_rows", False))
 
 
 def decays_weights(name: str) -> bool:
-    """Whether an optimizer has a weight decay, by what is registered under its name; any other is taken to have one."""
+    """Whether a registered optimizer has a weight decay; others are taken to."""
     return bool(getattr(optimizer_class(name), "decays_weights", True))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def main(argv: Sequence[str]) -> None:
-    """Activate the package, then run what ``argv`` names as ``__main__``, with the rest of ``argv`` as its own."""
+    """Activate the package, then run a script with the rest of ``argv``."""
     parser = argparse.ArgumentParser(
         prog="python -m megatron_eopt.run",
         usage="%(prog)s [-h] [--cpu] (SCRIPT | -m MODULE) [ARGS ...]",

@@ -6,32 +6,25 @@ A page has them between ``<!-- NAME -->`` and ``<!-- end -->``, and ``tests/test
 """
 
 import ast
+import inspect
+import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from pathlib import Path
 
+import torch
 from state_bytes import DATA, bytes_rows, share_rows
 
-from megatron_eopt import metrics
-from megatron_eopt.family import FAMILY, LIKE_MUON, MUON, ROWS
+from megatron_eopt.family import LIKE_MUON, MUON, OPTIMIZERS, Flag, OptimizerSpec
 from megatron_eopt.megatron.arguments import RUN_FLAGS
 from megatron_eopt.megatron.support.matrix import RELEASES, support_matrix
+from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.overrides import Known
 from megatron_eopt.overrides.settings import OF_ALL, SETTINGS, check_of
-from megatron_eopt.row import Flag, Row
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-
-ADAM = {
-    "family": (
-        "Megatron's own, here for reference and for what the others leave to it: Adam with decoupled weight decay, "
-        "each entry divided by the root of its own second moment",
-        "[1711.05101](https://arxiv.org/abs/1711.05101)",
-    ),
-    "state": ("two moments", "8 mn"),
-    "settings": ("`--lr 0.003 --min-lr 0.0003`", ""),
-}
-
 
 MEANINGS = {
     "optimizer": "what updates the parameter",
@@ -73,15 +66,9 @@ def prose(text: str) -> str:
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
-def family() -> str:
-    """What each optimizer is, and where it is from."""
-    rows = [(code([row.name]), row.sentence, row.papers) for row in FAMILY]
-    return table(("name", "in a sentence", "from"), [("`adam`", *ADAM["family"]), *rows])
-
-
 def owns() -> str:
     """Which parameters each optimizer is given in Megatron."""
-    of = {kind: [row.name for row in FAMILY if row.owns == kind] for kind in ("matrices", "all")}
+    of = {kind: [row.name for row in OPTIMIZERS.values() if row.owns == kind] for kind in ("matrices", "all")}
     matrices = "matrices, and declared stacks of them ([logical matrices](logical-matrices.md))"
     rest = "embeddings, output layer, norms, biases: Megatron's Adam (`--muon-scalar-optimizer`)"
     rows = [(code(of["matrices"]), matrices, rest), (code([*of["all"], "adam"]), "everything", "")]
@@ -89,38 +76,53 @@ def owns() -> str:
 
 
 def state() -> str:
-    """What each optimizer keeps; those that keep the same share a line."""
+    """The state tensors of each optimizer; those that keep the same share a line."""
     kept: dict[tuple[str, str], list[str]] = {}
-    for row in FAMILY:
-        kept.setdefault((row.keeps, row.state_bytes), []).append(row.name)
-    rows = [(code(names), *what) for what, names in kept.items()]
-    return table(("", "state", "bytes"), [("`adam`", *ADAM["state"]), *rows])
+    for row in OPTIMIZERS.values():
+        for settings in ({}, *row.state_settings):
+            tensors = row.state_tensors(MATRIX, **settings)
+            said = code([row.name]) + "".join(f", `{key}={value!r}`" for key, value in settings.items())
+            kept.setdefault((", ".join(map(_described, tensors)), _bytes(tensors)), []).append(said)
+    rows = [(", ".join(names), *what) for what, names in kept.items()]
+    return table(("", "state", "bytes"), [("`adam`", "`exp_avg`, `exp_avg_sq`", ADAM_BYTES), *rows])
 
 
-def settings() -> str:
-    """Flags to begin with; ``benchmarks/compare.py`` reads the table."""
-    rows = [(code([row.name]), code([row.begin_with]), row.begin_why) for row in FAMILY]
-    return table(("optimizer", "flags", ""), [("`adam`", *ADAM["settings"]), *rows])
+MATRIX = (131, 101)  # m x n; no other dimension of a state tensor has one of these lengths
+SIDES: dict[object, str] = {
+    "rows": "m",
+    "columns": "n",
+    131: "m",
+    101: "n",
+    OPTIMIZERS["spectron"].arguments["rank"].default: "r",
+}
+ADAM_BYTES = "8 mn"
 
 
-def refused() -> str:
-    """What single optimizers refuse."""
-    others = (
-        "`(use_)decoupled_weight_decay=False`, `--muon-preset`, and `scale_mode` and `extra_scale_factor` of overrides"
-    )
-    rates = "`--muon-lr` and its like, which are for optimizers of matrices"
-    rows = [
-        (f"all but {code(LIKE_MUON)}", f"{others}: none has Muon's scale"),
-        (code(row.name for row in FAMILY if row.owns == "all"), rates),
-        *((code([row.name]), row.refuses) for row in FAMILY if row.refuses),
-    ]
-    return table(("", "refuses"), rows)
+def _sides(tensor: StateTensor) -> list[object]:
+    """The dimensions of a state tensor: letters, and numbers that no letter stands for."""
+    return ["m", "n"] if tensor.dims is None else [SIDES.get(dim, dim) for dim in tensor.dims]
+
+
+def _described(tensor: StateTensor) -> str:
+    shape = "" if tensor.dims is None else f" ({' x '.join(map(str, _sides(tensor))) or 'a number'})"
+    return f"`{tensor.key}`{shape}"
+
+
+def _bytes(tensors: Iterable[StateTensor]) -> str:
+    """Bytes of the state tensors of a matrix of m x n in fp32, as a formula."""
+    counts = Counter[str]()
+    for tensor in tensors:
+        letters = sorted(side for side in _sides(tensor) if isinstance(side, str))
+        numbers = prod(side for side in _sides(tensor) if isinstance(side, int))
+        size = "".join(letters) if len({*letters}) == len(letters) else f"{letters[0]}²"
+        counts[size] += numbers * (tensor.dtype or torch.float32).itemsize
+    return " + ".join(f"{count} {size}".rstrip() for size, count in sorted(counts.items(), key=lambda x: not x[0]))
 
 
 def plain() -> str:
     """What plain torch builds."""
     rows = []
-    for row in (row for row in FAMILY if row.plain):
+    for row in (row for row in OPTIMIZERS.values() if row.plain):
         rest = "the same" if row.owns == "all" else "its own Adam" if row.vectors else "AdamW"
         rows.append((code([row.name]), row.cls.__name__, rest, code(_plain_options(row))))
     adamw = '`amsgrad`; the field `fused="transformer_engine"` or `"apex"` takes their FusedAdam'
@@ -130,7 +132,7 @@ def plain() -> str:
     )
 
 
-def _plain_options(row: Row) -> list[str]:
+def _plain_options(row: OptimizerSpec) -> list[str]:
     of_fields = ("momentum", "num_ns_steps") if row.name == "muon" else ("warmup_steps",)
     return [
         flag.setting
@@ -219,7 +221,7 @@ def _kind(flag: Flag) -> str:
 
 def _holds_for(flag: Flag) -> str:
     """Optimizers other than the flag's own that it holds for."""
-    others = [row for row in FAMILY if row.name != flag.optimizer]
+    others = [row for row in OPTIMIZERS.values() if row.name != flag.optimizer]
     if flag.setting in MUON:
         return code(row.name for row in others if flag.setting in row.of_muon)
     if flag.setting == "preset":
@@ -231,18 +233,19 @@ def _holds_for(flag: Flag) -> str:
 
 def flags() -> str:
     """The page of flags: those of a run, Muon's, and the other optimizers' own."""
-    text = [FLAGS_HEAD, flags_of(RUN_FLAGS), MUON_HEAD, flags_of(ROWS["muon"].flags, holds_for=True)]
-    for row in FAMILY:
+    text = [FLAGS_HEAD, flags_of(RUN_FLAGS), MUON_HEAD, flags_of(OPTIMIZERS["muon"].flags, holds_for=True)]
+    for row in OPTIMIZERS.values():
         if row.name != "muon":
-            text += [f"## {row.name}", prose(f"{row.sentence[0].upper()}{row.sentence[1:]}.")]
+            first, *_ = inspect.cleandoc(row.cls.__doc__ or "").splitlines()
+            text += [f"## {row.name}", prose(re.sub(r" \[1\]", "", first).replace("``", "`"))]
             text += [prose(_flags_of_others(row))]
             text += [flags_of(row.flags) if row.flags else ""]
     return "\n\n".join(filter(None, text))
 
 
-def _flags_of_others(row: Row) -> str:
+def _flags_of_others(row: OptimizerSpec) -> str:
     """Flags of other optimizers that hold for it, in a sentence."""
-    names = [flag.name for flag in ROWS["muon"].flags if flag.setting in row.of_muon]
+    names = [flag.name for flag in OPTIMIZERS["muon"].flags if flag.setting in row.of_muon]
     names += [f"--adam-{setting}" for setting in ("beta1", "beta2", "eps") if row.betas == "adam"]
     text = (
         "It takes the flags of [Muon](#muon) that hold for all optimizers of matrices. "
@@ -276,12 +279,16 @@ Pages of their own: [presets](presets.md), [logical matrices](logical-matrices.m
 [planning](planning.md) for `--muon-tp-mode`."""
 
 
+def _bytes_of(row: OptimizerSpec) -> str:
+    return ", ".join(_bytes(row.state_tensors(MATRIX, **settings)) for settings in ({}, *row.state_settings))
+
+
 def costs() -> str:
     """What each optimizer keeps, and what was measured of it: the figures of the comparison, beside Adam's."""
     _, figures, _ = parts("compare.md", (DOCS / "compare.md").read_text(encoding="utf-8"), "figures")
     cells = (line.strip("| ").split(" | ") for line in figures.splitlines())
-    measured = {line[0]: line for line in cells if line[0] in {"adam", *ROWS}}
-    kept = {"adam": ADAM["state"][1]} | {row.name: row.state_bytes for row in FAMILY}
+    measured = {line[0]: line for line in cells if line[0] in {"adam", *OPTIMIZERS}}
+    kept = {"adam": ADAM_BYTES} | {row.name: _bytes_of(row) for row in OPTIMIZERS.values()}
 
     def beside_adam(name: str) -> tuple[str, str]:
         (loss, seconds), (adams, adams_seconds) = (
@@ -293,16 +300,10 @@ def costs() -> str:
     return table(("", "bytes of a matrix", "time of a step", "held-out loss"), rows)
 
 
-def meanings() -> str:
-    """The figures of a step."""
-    return table(("figure", ""), [(code([name]), said) for name, said in metrics.MEANINGS.items()])
-
-
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "choosing.md": {"costs": costs},
-    "adaptive.md": {"flags": lambda: flags_of(ROWS["adaptive_muon"].flags)},
-    "metrics.md": {"meanings": meanings},
-    "optimizers.md": {"family": family, "settings": settings, "owns": owns, "state": state, "refused": refused},
+    "adaptive.md": {"flags": lambda: flags_of(OPTIMIZERS["adaptive_muon"].flags)},
+    "optimizers.md": {"owns": owns, "state": state},
     "overrides.md": {"settings": override_settings, "settings of one": override_settings_of_one},
     "plain-torch.md": {"plain": plain},
     "state.md": {"bytes": held, "shares": shares},

@@ -200,7 +200,7 @@ def test_help_and_version_are_there_at_once():
         "from megatron_eopt import *\n"
         "assert Scion is megatron_eopt.Scion is megatron_eopt.registry.get_optimizer_entry('scion').optimizer_cls\n"
         "assert all(name in globals() for name in megatron_eopt.__all__)\n"
-        "assert not hasattr(megatron_eopt, 'Row') and not hasattr(megatron_eopt, 'nothing')\n"
+        "assert not hasattr(megatron_eopt, 'OptimizerSpec') and not hasattr(megatron_eopt, 'nothing')\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)

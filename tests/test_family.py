@@ -11,12 +11,12 @@ from megatron.core.optimizer import OptimizerConfig, emerging_optimizers
 from megatron.training.arguments import add_megatron_arguments
 
 import megatron_eopt
-from megatron_eopt.family import CLASSES, FAMILY, LIKE_MUON, MUON, ROWS
+from megatron_eopt.family import CLASSES, LIKE_MUON, MUON, OPTIMIZERS
 from megatron_eopt.megatron.arguments import FLAGS, amend
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers
 from tests.optimizers.family import build
 
-rows = pytest.mark.parametrize("row", FAMILY, ids=lambda row: row.name)
+rows = pytest.mark.parametrize("row", OPTIMIZERS.values(), ids=lambda row: row.name)
 # What flags set that is not for a constructor: rates of groups, splits, presets, and the optimizer of the rest.
 OF_MUON = {"lr", "min_lr", "weight_decay", "split", "preset", "scalar_optimizer", "momentum_from_adam", "share_over_dp"}
 # Where the command line has another default than the constructor: Megatron's own flags, those of its SOAP, and where
@@ -39,7 +39,7 @@ def matrices(rows, columns):
 def config(row, **settings):
     """A config that has what all flags say without being given."""
     adams = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8}
-    flags = {flag.dest: flag.default for each in FAMILY for flag in each.flags}
+    flags = {flag.dest: flag.default for each in OPTIMIZERS.values() for flag in each.flags}
     return SimpleNamespace(**{"lr": 0.1, "weight_decay": 0.2, **adams, **flags, **settings})
 
 
@@ -47,8 +47,8 @@ MODEL = [SimpleNamespace(config=SimpleNamespace(num_attention_heads=0, num_query
 
 
 def test_every_row_is_an_optimizer_of_the_registry_and_a_name_of_the_package():
-    assert sorted(ROWS) == list_optimizers()
-    assert len(ROWS) == len(CLASSES) == len(FAMILY)
+    assert sorted(OPTIMIZERS) == list_optimizers()
+    assert len(OPTIMIZERS) == len(CLASSES)
     for name, cls in CLASSES.items():
         assert name in megatron_eopt.__all__
         assert getattr(megatron_eopt, name) is getattr(megatron_eopt.optimizers, name) is cls
@@ -65,7 +65,7 @@ def test_flags_are_arguments_of_the_constructor(row):
         assert flag.choices or not isinstance(flag.default, str), flag.name
         if (row.name, flag.setting) not in OTHER_DEFAULTS:
             assert arguments[flag.setting].default == flag.default, flag.name
-    of_muons_flags = {flag.setting for flag in ROWS["muon"].flags} & set(row.of_muon)
+    of_muons_flags = {flag.setting for flag in OPTIMIZERS["muon"].flags} & set(row.of_muon)
     assert of_muons_flags <= arguments.keys()
     assert set(MUON) <= inspect.signature(megatron_eopt.TensorParallelMuon).parameters.keys()
 
@@ -138,15 +138,20 @@ def test_megatrons_config_with_the_contracts_flag_gives_what_megatron_makes_of_i
 
 
 @rows
-def test_its_state_is_what_the_row_says(row):
+def test_the_state_that_a_step_keeps_has_the_keys_and_shapes_of_the_row(row):
     params = matrices(6, 4)
     optimizer = build(row.name, params)
-    optimizer.init_state()
-    shapes = {re.sub(r"_\d+$", "", key): value.shape for key, value in optimizer.state[params[0]].items()}
-    assert shapes.keys() <= {*row.state, *row.further_state}
-    assert shapes.keys() >= set(row.further_state)
-    assert all(shapes[key] == params[0].shape for key in shapes.keys() & set(row.state))
-    assert bool(row.state) == bool(shapes.keys() & set(row.state))
+    params[0].grad = torch.ones(6, 4)
+    optimizer.step()
+    kept = {re.sub(r"_\d+$", "", key): value.shape for key, value in optimizer.state[params[0]].items()}
+    assert kept.keys() <= row.state_keys
+    assert {tensor.key for tensor in row.state_tensors()} <= kept.keys()
+    assert all(kept[tensor.key] == (6, 4) for tensor in optimizer.state_tensors(params[0]) if tensor.dims is None)
+
+
+def test_state_keys_are_those_of_every_setting():
+    assert OPTIMIZERS["schedule_free_adamw"].state_keys == {"z", "exp_avg_sq", "x", "schedule"}
+    assert [tensor.dims for tensor in OPTIMIZERS["adaptive_muon"].state[1::2]] == [None, ("rows",), ()]
 
 
 @rows
@@ -164,8 +169,8 @@ def test_megatron_has_the_flags_that_the_table_says_are_its_own():
         return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
     megatrons = parser()._option_string_actions
-    for flag in (flag for row in FAMILY for flag in row.flags):
+    for flag in (flag for row in OPTIMIZERS.values() for flag in row.flags):
         assert (flag.name in megatrons) is flag.megatrons, flag.name
     ours = vars(amend(parser()).parse_args([]))
-    for flag in (*FLAGS, *(flag for row in FAMILY for flag in row.flags)):
+    for flag in (*FLAGS, *(flag for row in OPTIMIZERS.values() for flag in row.flags)):
         assert ours[flag.dest] == flag.default, flag.name

@@ -25,7 +25,7 @@ import gpu_training  # noqa: E402
 from compare_figures import between  # noqa: E402
 from gpu_verdicts import Rates, Run, Verdict, line  # noqa: E402
 
-from megatron_eopt.family import ROWS  # noqa: E402
+from megatron_eopt.family import OPTIMIZERS  # noqa: E402
 from megatron_eopt.orthogonalize import timing  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -230,7 +230,7 @@ def test_a_step_that_is_another_one_is_seen(run, monkeypatch):
         return start, end + next(off) * (end - start), skipped, optimizer
 
     monkeypatch.setattr(gpu_optimizers, "trajectory", moved)
-    monkeypatch.setattr(gpu_optimizers, "ROWS", {"muon": ROWS["muon"]})
+    monkeypatch.setattr(gpu_optimizers, "OPTIMIZERS", {"muon": OPTIMIZERS["muon"]})
     gpu.run_here("optimizers", run)
     assert [each.status for each in run.verdicts] == ["failed", "passed", "skipped"]
     assert run.verdicts[0].value == pytest.approx(3e-4, rel=0.1)

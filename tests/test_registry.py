@@ -293,7 +293,7 @@ def test_an_entry_makes_optimizers(made_by):
         registry.EmergingOptimizerEntry(made_by)
 
 
-@pytest.mark.parametrize("name", registry.ROWS)
+@pytest.mark.parametrize("name", registry.OPTIMIZERS)
 def test_what_a_config_of_megatron_brings_is_not_warned_of(name, caplog):
     built(name, spectron_rank=2)
     assert "no effect" not in caplog.text

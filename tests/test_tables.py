@@ -20,6 +20,14 @@ def test_a_page_is_up_to_date(page):
     )
 
 
+def test_every_optimizer_is_in_the_first_tables_of_the_page_of_optimizers():
+    page = (ROOT / "docs" / "optimizers.md").read_text()
+    sentences, settings, _ = page.split("\n## ", maxsplit=2)
+    for name in [*tables.OPTIMIZERS, "adam"]:
+        assert f"\n| `{name}` |" in sentences
+        assert f"\n| `{name}` |" in settings
+
+
 def test_a_page_without_marks_is_refused(monkeypatch, tmp_path):
     (tmp_path / "support.md").write_text("<!-- support -->\n")
     monkeypatch.setattr(tables, "DOCS", tmp_path)

@@ -3,17 +3,18 @@
 import re
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 
 from megatron_eopt.checkpoints.contents import Contents, StoredTensor
 from megatron_eopt.checkpoints.problems import Problem
-from megatron_eopt.family import FAMILY, ROWS
+from megatron_eopt.family import OPTIMIZERS
 
 BLOCK = "megatron_eopt"  # what this package writes into the state of each of Megatron's optimizers: our block
 MAIN = "fp32_param"  # the state key of the main copy in runs with bf16 or fp16
-_ADAM, _LION = frozenset({"exp_avg", "exp_avg_sq"}), frozenset(ROWS["lion"].state)
+_ADAM, _LION = frozenset({"exp_avg", "exp_avg_sq"}), frozenset({"exp_avg"})
 # What an optimizer without our block is called by, where it keeps nothing else.
 _LABELS = {
     frozenset({"momentum_buffer", "moment2_buffer"}): "adaptive Muon",
@@ -21,7 +22,6 @@ _LABELS = {
     _ADAM: "Adam",
     _LION: "Lion",
 }
-_SHAPED_AS_PARAMETER = {MAIN, *_ADAM}.union(*(row.state for row in FAMILY))
 
 # Under the distributed optimizer Megatron puts the number of the optimizer ahead.
 _STATE = re.compile(r"(?:chained_\d+\.)*optimizer\.state\.([^.]+)\.(.+)")
@@ -119,6 +119,14 @@ def state_keys(contents: Contents) -> Kept:
     return kept
 
 
+@cache
+def _shaped_as_parameter() -> set[str]:
+    """State keys of the tensors that always have the shape of their parameter."""
+    tensors = [tensor for row in OPTIMIZERS.values() for tensor in row.state]
+    weights = {row.cls.live_key for row in OPTIMIZERS.values() if row.cls.live_key is not None}
+    return {MAIN, *_ADAM, *weights, *(x.key for x in tensors)} - {x.key for x in tensors if x.dims is not None}
+
+
 def optimizer_states(contents: Contents) -> list[OptimizerState]:
     """The optimizers that keep something for a parameter: those of our blocks, the rest by what they keep."""
     rest = state_keys(contents)
@@ -150,7 +158,7 @@ def check_states(contents: Contents, zeros: Set[str] = frozenset()) -> Iterator[
         yield Problem("error", what, "the model was not saved with it: take another checkpoint")
     for key, states in kept.items():
         for state, tensor in states.items():
-            if key in model and state in _SHAPED_AS_PARAMETER and tensor.shape != model[key].shape:
+            if key in model and state in _shaped_as_parameter() and tensor.shape != model[key].shape:
                 what = f"{tensor.key} is {list(tensor.shape)}, and its parameter {list(model[key].shape)}"
                 yield Problem("error", what, _INCOMPLETE)
     yield from _incomplete(contents)

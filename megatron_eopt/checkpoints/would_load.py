@@ -11,7 +11,7 @@ from typing import Any
 from megatron_eopt.checkpoints.contents import Contents
 from megatron_eopt.checkpoints.problems import Problem
 from megatron_eopt.checkpoints.states import MAIN, base, distributed_format, state_keys
-from megatron_eopt.family import FAMILY, ROWS
+from megatron_eopt.family import OPTIMIZERS
 
 # Flags by the names of Megatron's arguments, and their types.
 _OF_MODEL: dict[type, str] = {
@@ -33,7 +33,7 @@ _OF_RUN: dict[type, str] = {
 _MODEL = " ".join(_OF_MODEL.values()).split()
 _FLAGS = {name: kind for each in (_OF_MODEL, _OF_RUN) for kind, names in each.items() for name in names.split()}
 # Those of optimizers, but for rates, which the schedule has.
-_OF_OPTIMIZERS = tuple(flag for row in FAMILY for flag in row.flags if not flag.field)
+_OF_OPTIMIZERS = tuple(flag for row in OPTIMIZERS.values() for flag in row.flags if not flag.field)
 _OF_LOADING = ("muon_momentum_from_adam", "muon_scalar_optimizer")
 _SPLIT_BY_DEFAULT = {"default", "all"}  # the same for optimizers whose state pairs rows with rows
 _SPELLED = {
@@ -127,7 +127,7 @@ def would_load(contents: Contents, given: dict[str, Any], ignored: list[str]) ->
         problems.append(_error("the run wants optimizer state, and there is none", "load it"))
     else:
         problems += [*_optimizer(contents, run, saved), *_precision(contents, run), *_schedule(contents, run)]
-        row = ROWS.get(_kept(contents, saved))
+        row = OPTIMIZERS.get(_kept(contents, saved))
         others = (*_OF_LOADING, *(row.state_depends_on if row else ()))  # of no update, or problems
         for flag in _OF_OPTIMIZERS:
             now = given.get(flag.dest)
@@ -160,10 +160,10 @@ def _optimizer(contents: Contents, run: dict[str, Any], saved: dict[str, Any]) -
             yield _error(what, "save it with --dist-ckpt-optim-fully-reshardable first")
     wanted = run.get("optimizer", was).removeprefix("dist_")
     what = f"it holds the state of {was}, and the run wants {wanted}"
-    rows = (ROWS.get(name) for name in (was, wanted))
-    kept, keeps = ({*row.state, *row.further_state} if row else set() for row in rows)
+    rows = (OPTIMIZERS.get(name) for name in (was, wanted))
+    kept, keeps = (row.state_keys if row else set() for row in rows)
     if wanted == was:
-        row = ROWS.get(was)
+        row = OPTIMIZERS.get(was)
         if row is None or row.owns == "all":
             return
         for name in _changed((*row.state_depends_on, "muon_scalar_optimizer"), run, saved):
@@ -171,12 +171,12 @@ def _optimizer(contents: Contents, run: dict[str, Any], saved: dict[str, Any]) -
             if not (name == "muon_split" and row.cls.pairs_rows and both <= _SPLIT_BY_DEFAULT):
                 changed = f"{name} was {saved[name]} and is {run[name]}, which keeps other state"
                 yield _error(changed, f"give {_flag(name)} {saved[name]}")
-    elif was == "adam" and wanted in ROWS and ROWS[wanted].takes_adams:
+    elif was == "adam" and wanted in OPTIMIZERS and OPTIMIZERS[wanted].takes_adams:
         if flat:
             yield _error(f"{what}; Adam's is in flat buckets ({flat})", "go on with adam")
         elif not run.get("muon_momentum_from_adam"):
             yield _error(what, "--muon-momentum-from-adam takes Adam's first moment as momentum")
-    elif wanted in ROWS and keeps < kept:
+    elif wanted in OPTIMIZERS and keeps < kept:
         lost = " and ".join(sorted(kept - keeps))
         yield _error(f"{what}: its {lost} would be dropped without a word", f"keep {was}")
     else:

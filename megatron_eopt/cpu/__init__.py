@@ -43,7 +43,7 @@ def installed() -> bool:
 
 
 def install() -> None:
-    """Redirect all that Megatron asks of a GPU to the CPU; nothing happens where that is done already.
+    """Redirect what Megatron asks of a GPU to the CPU, once.
 
     Raises:
         RuntimeError: where a GPU is there, or torch.distributed runs on another backend than gloo already. Nothing has
@@ -69,7 +69,7 @@ def install() -> None:
 
 
 def undo() -> None:
-    """Put everything back as it was before :func:`install`; nothing happens where nothing is installed.
+    """Undo :func:`install`; without it nothing happens.
 
     Process groups that were made in the meantime stay; destroying them is for whoever made them.
     """
@@ -80,5 +80,5 @@ def undo() -> None:
 
 
 def describe() -> list[str]:
-    """One line per redirection, ``what: why``: of those installed, else of those that :func:`install` would make."""
+    """A line ``what: why`` for each redirection that is installed, or would be."""
     return [str(redirection) for redirection in (_active or _all()).redirections]

@@ -1,4 +1,4 @@
-"""What torch and Megatron do otherwise without a GPU: tensors for it are on the CPU, nccl is gloo."""
+"""Tensors for the GPU are on the CPU, and nccl is gloo."""
 
 import importlib.util
 import logging
@@ -40,7 +40,7 @@ def _factory(real: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _to(real: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """For ``Tensor.to`` and ``Module.to``, whose first argument may be a device, a dtype or a tensor."""
+    """``Tensor.to`` and ``Module.to``, whose first argument may be a device."""
     if args and _is_cuda(args[0]):
         args = (_CPU, *args[1:])
     return _factory(real, self, *args, **kwargs)
@@ -140,7 +140,7 @@ def _is_there(module: str) -> bool:
 
 
 def redirections() -> list[Redirection]:
-    """Factories, moves and names of tensors; compilers, which return what they were given; process groups."""
+    """Redirections of tensors, compilers and process groups."""
     # Before any is replaced: `with torch.device("meta")` knows its factories by identity.
     known = torch.utils._device._device_constructors()
     names = sorted(getattr(each, "__name__", "") for each in known)

@@ -1,4 +1,4 @@
-"""What torch.cuda answers when the host is the device: devices, streams, memory and random numbers."""
+"""What torch.cuda answers when the host is the device."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ _CAPABILITY = (10, 0)
 
 
 class _Stream:
-    """Stands in for torch.cuda.Stream and torch.cuda.Event: what was asked of it has already happened."""
+    """A stream or event on which all work is done."""
 
     cuda_stream = 0
 
@@ -49,14 +49,14 @@ class _ExternalStream(_Stream): ...
 
 
 class _DeviceGuard(contextlib.nullcontext[None]):
-    """Stands in for the context managers torch.cuda.device and torch.cuda.stream: there is one device, one stream."""
+    """torch.cuda.device and torch.cuda.stream, where there is one of each."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 
 
 def redirections() -> list[Redirection]:
-    """torch.cuda's and torch.accelerator's answers; the index that set_device chose lives as long as they do."""
+    """Redirections of torch.cuda and torch.accelerator, with their own current device."""
     chosen = 0
     host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes
 
@@ -134,5 +134,5 @@ def redirections() -> list[Redirection]:
 
 
 def _local_ranks() -> int:
-    """How many ranks torchrun started on this machine: each believes to have a GPU of its own."""
+    """Ranks on this machine, each with a GPU, it believes."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -7,9 +7,9 @@ table, JSON, and what changed from one manifest to another.
 from megatron_eopt.manifest.checks import compare as compare
 from megatron_eopt.manifest.checks import problems as problems
 from megatron_eopt.manifest.checks import warnings as warnings
-from megatron_eopt.manifest.families import Family as Family
 from megatron_eopt.manifest.families import LogicalMatrix as LogicalMatrix
 from megatron_eopt.manifest.families import ManifestRow as ManifestRow
+from megatron_eopt.manifest.families import ParamPattern as ParamPattern
 from megatron_eopt.manifest.families import families as families
 from megatron_eopt.manifest.families import merged as merged
 from megatron_eopt.manifest.families import rows as rows

@@ -1,18 +1,25 @@
-"""What the manifest is looked through for: errors of a start, warnings, and changes since a checkpoint."""
+"""Errors and warnings of a manifest, and changes since a checkpoint."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from megatron_eopt.family import LIKE_MUON
-from megatron_eopt.manifest.families import Family, ManifestRow, by_index, by_pattern, compressed, expanded, split_name
-from megatron_eopt.row import ADAMW_RMS
+from megatron_eopt.family import ADAMW_RMS, LIKE_MUON
+from megatron_eopt.manifest.families import (
+    ManifestRow,
+    ParamPattern,
+    by_index,
+    by_pattern,
+    compressed,
+    expanded,
+    split_name,
+)
 
 FAR = 4.0  # an update that is more than so many times larger or smaller than AdamW's is warned of
 _TIED = ("optimizer", "lr", "min_lr", "weight_decay", "settings")  # what tied parameters must have in common
 
 
-def problems(families: Sequence[Family], optimizer: str, for_matrices: bool) -> list[str]:
-    """Errors that a start fails on, each with what was found, what was expected and what to do.
+def problems(families: Sequence[ParamPattern], optimizer: str, for_matrices: bool) -> list[str]:
+    """Errors that end a start.
 
     The families are of all ranks together, and ``optimizer`` is of the run: one ``for_matrices`` is of no use without.
     """
@@ -20,7 +27,7 @@ def problems(families: Sequence[Family], optimizer: str, for_matrices: bool) -> 
     return [*found, *_without_matrices(families, optimizer)] if for_matrices else found
 
 
-def _without_optimizer(found: Sequence[Family]) -> Iterator[str]:
+def _without_optimizer(found: Sequence[ParamPattern]) -> Iterator[str]:
     for family in found:
         row = family.like
         if row.optimizer is None and not row.excluded:
@@ -36,7 +43,7 @@ def _without_optimizer(found: Sequence[Family]) -> Iterator[str]:
             )
 
 
-def _listed_twice(found: Sequence[Family]) -> Iterator[str]:
+def _listed_twice(found: Sequence[ParamPattern]) -> Iterator[str]:
     for group in by_pattern(found).values():
         twice: dict[frozenset[ManifestRow], list[tuple[int, ...]]] = {}
         for index, rows in by_index(group).items():
@@ -44,14 +51,14 @@ def _listed_twice(found: Sequence[Family]) -> Iterator[str]:
                 twice.setdefault(rows, []).append(index)
         for rows, indices in twice.items():
             optimizers = " and ".join(sorted(_shown(row.optimizer) + _because(row) for row in rows))
-            label = Family(group[0].like, compressed(indices)).label
+            label = ParamPattern(group[0].like, compressed(indices)).label
             yield (
                 f"{label} is listed {len(rows)} times, for the optimizers {optimizers}: expected one optimizer, or it "
                 f"is stepped twice; give each optimizer its own parameters"
             )
 
 
-def _drifting_ties(found: Sequence[Family]) -> Iterator[str]:
+def _drifting_ties(found: Sequence[ParamPattern]) -> Iterator[str]:
     """A tied parameter whose partner is not listed is another name of it, and cannot differ."""
     groups = by_pattern(found)
     for family in found:
@@ -69,7 +76,7 @@ def _drifting_ties(found: Sequence[Family]) -> Iterator[str]:
                 )
 
 
-def _without_matrices(found: Sequence[Family], optimizer: str) -> Iterator[str]:
+def _without_matrices(found: Sequence[ParamPattern], optimizer: str) -> Iterator[str]:
     if any(family.like.matrices for family in found if family.like.optimizer == optimizer):
         return
     numbers: Counter[str] = Counter()
@@ -82,8 +89,8 @@ def _without_matrices(found: Sequence[Family], optimizer: str) -> Iterator[str]:
     )
 
 
-def warnings(families: Sequence[Family], scale_mode: str) -> list[str]:
-    """What a run may well be meant to have, and should be seen: a line for each class of parameters.
+def warnings(families: Sequence[ParamPattern], scale_mode: str) -> list[str]:
+    """Warnings, a line for each class of parameters.
 
     ``scale_mode`` is that of the run, for parameters whose settings have no other.
     """
@@ -92,8 +99,8 @@ def warnings(families: Sequence[Family], scale_mode: str) -> list[str]:
     return [*_far_from_adam(families, scale_mode), *kept, *_decayed_vectors(families)]
 
 
-def _far_from_adam(found: Sequence[Family], scale_mode: str) -> Iterator[str]:
-    classes: dict[tuple[str, str, bool], list[Family]] = {}
+def _far_from_adam(found: Sequence[ParamPattern], scale_mode: str) -> Iterator[str]:
+    classes: dict[tuple[str, str, bool], list[ParamPattern]] = {}
     for family in found:
         row, rms = family.like, family.like.update_rms
         if row.optimizer and row.matrices and rms is not None and not ADAMW_RMS / FAR <= rms <= ADAMW_RMS * FAR:
@@ -114,8 +121,8 @@ def _far_from_adam(found: Sequence[Family], scale_mode: str) -> Iterator[str]:
         )
 
 
-def _decayed_vectors(found: Sequence[Family]) -> Iterator[str]:
-    decays: dict[float, list[Family]] = {}
+def _decayed_vectors(found: Sequence[ParamPattern]) -> Iterator[str]:
+    decays: dict[float, list[ParamPattern]] = {}
     for family in found:
         row = family.like
         if row.optimizer is not None and len(row.shape) < 2 and row.weight_decay:
@@ -127,8 +134,8 @@ def _decayed_vectors(found: Sequence[Family]) -> Iterator[str]:
         )
 
 
-def compare(old: Iterable[Family], new: Iterable[Family]) -> list[str]:
-    """A line for every change from one manifest to another, with all parameters that it was made for.
+def compare(old: Iterable[ParamPattern], new: Iterable[ParamPattern]) -> list[str]:
+    """Changes from one manifest to another, a line each.
 
     What another number of ranks changes is no change: layouts, schemes (but for blockwise, which makes other updates)
     and sizes of state. Neither are reasons and sources of settings. A parameter of two optimizers is a ``ValueError``.
@@ -149,13 +156,13 @@ def compare(old: Iterable[Family], new: Iterable[Family]) -> list[str]:
             if known[pair]:
                 changed.setdefault(known[pair], []).append(index)
         like = (now.get(pattern) or before[pattern])[0].like
-        lines += [f"{Family(like, compressed(indices)).named}: {what}" for what, indices in changed.items()]
+        lines += [f"{ParamPattern(like, compressed(indices)).named}: {what}" for what, indices in changed.items()]
     return lines
 
 
 def _only(rows: frozenset[ManifestRow], index: tuple[int, ...]) -> ManifestRow | None:
     if len(rows) > 1:
-        name = Family(next(iter(rows)), compressed([index])).label
+        name = ParamPattern(next(iter(rows)), compressed([index])).label
         optimizers = " and ".join(sorted(_shown(row.optimizer) for row in rows))
         raise ValueError(
             f"{name} is listed {len(rows)} times, for the optimizers {optimizers}: expected a manifest without "
@@ -202,7 +209,7 @@ def _because(row: ManifestRow) -> str:
     return f" ({row.reason})" if row.reason else ""
 
 
-def _some(members: Sequence[Family]) -> str:
+def _some(members: Sequence[ParamPattern]) -> str:
     number = sum(family.count for family in members)
     more = f" and {len(members) - 1} more families" if len(members) > 1 else ""
     return f"{number:,} {'parameter' if number == 1 else 'parameters'} ({members[0].label}{more})"

@@ -1,4 +1,4 @@
-"""What the manifest is made of: a row for each parameter, and families of rows that are alike but for numbers.
+"""Rows of parameters, and patterns of rows that differ by numbers.
 
 A name is a pattern with ``*`` for every number, and an index: its numbers. A set of indices is kept as boxes, a short
 form that is exact.
@@ -72,14 +72,14 @@ class ManifestRow:
 
     @property
     def sizes(self) -> str:
-        """Names and sizes of the logical matrices: ``q 64x64, k 32x64``, and ``8 q 16x64`` for 8 heads of one size."""
+        """Logical matrices, as ``q 64x64, k 32x64``, or ``8 q 16x64``."""
         unnumbered = ((re.sub(r"\s*\b[0-9]+\b", "", each.name).strip(), each) for each in self.matrices)
         named = (f"{name} {each.rows}x{each.cols}".strip() for name, each in unnumbered)
         return ", ".join(size if number == 1 else f"{number:,} {size}" for size, number in Counter(named).items())
 
 
 def as_tuples(value: Any, what: str) -> Any:
-    """Lists as tuples, all the way down; a ``TypeError`` that names ``what`` for other values than JSON has."""
+    """Lists as nested tuples; a ``TypeError`` for values that JSON has not."""
     if isinstance(value, list | tuple):
         return tuple(as_tuples(each, what) for each in value)
     if isinstance(value, str | bool | int | float | None):
@@ -91,7 +91,7 @@ def as_tuples(value: Any, what: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Family:
+class ParamPattern:
     """Parameters whose rows are alike."""
 
     like: ManifestRow  # with the pattern for a name: ``decoder.layers.*.mlp.linear_fc1.weight``
@@ -116,7 +116,7 @@ class Family:
 
     @property
     def is_sound(self) -> bool:
-        """Whether these are members of the pattern, in the form that :func:`compressed` gives them."""
+        """Whether the members fit the pattern, as :func:`compressed` gives them."""
         try:
             indices = expanded(self.members)
             name = join_name(self.pattern, indices[0])
@@ -130,8 +130,8 @@ class Family:
         return self.label if self.count == 1 else f"{self.label} ({self.count:,} parameters)"
 
 
-def families(rows: Iterable[ManifestRow]) -> list[Family]:
-    """Rows in their short form, by name and then by number; :func:`rows` is its inverse.
+def families(rows: Iterable[ManifestRow]) -> list[ParamPattern]:
+    """Rows as patterns; :func:`rows` is the inverse.
 
     Two rows of one name may differ, as those of two optimizers do. Two that are equal are a ``ValueError``, for one
     parameter was collected twice, and so is a name with a ``*``.
@@ -143,24 +143,24 @@ def families(rows: Iterable[ManifestRow]) -> list[Family]:
         if index in found[like]:
             raise _listed_twice(like, index)
         found[like].add(index)
-    return in_order(Family(like, compressed(indices)) for like, indices in found.items())
+    return in_order(ParamPattern(like, compressed(indices)) for like, indices in found.items())
 
 
-def rows(families: Iterable[Family]) -> list[ManifestRow]:
-    """Every parameter by itself, by name; numbers in names count as numbers, so layer 2 comes before layer 10."""
+def rows(families: Iterable[ParamPattern]) -> list[ManifestRow]:
+    """A row for each parameter by name, layer 2 before layer 10."""
     indices = ((family, index) for family in families for index in expanded(family.members))
     found = [replace(family.like, name=join_name(family.pattern, index)) for family, index in indices]
     return sorted(found, key=lambda row: _by_numbers(row.name))
 
 
-def merged(lists: Iterable[Sequence[Family]], ranks: Sequence[int] | None = None) -> list[Family]:
-    """The families of all ranks together: the same for every order of the ranks.
+def merged(lists: Iterable[Sequence[ParamPattern]], ranks: Sequence[int] | None = None) -> list[ParamPattern]:
+    """The patterns of all ranks together, whatever their order.
 
     Families that several ranks have alike are looked at once, so the cost grows with what the ranks have of their own.
     A parameter of which two ranks have different rows is a ``ValueError`` with both; ``ranks`` are those of the lists.
     """
     known: dict[ManifestRow, ManifestRow] = {}
-    seen: set[frozenset[Family]] = set()
+    seen: set[frozenset[ParamPattern]] = set()
     together: dict[tuple[str, Index], tuple[int, frozenset[ManifestRow]]] = {}
     for rank, each in zip(count() if ranks is None else ranks, lists, strict=False):
         for pattern, group in by_pattern(each).items():
@@ -168,7 +168,7 @@ def merged(lists: Iterable[Sequence[Family]], ranks: Sequence[int] | None = None
                 continue
             seen.add(alike)
             # one object for equal rows, so that comparing them per parameter is cheap
-            group = [Family(known.setdefault(family.like, family.like), family.members) for family in group]
+            group = [ParamPattern(known.setdefault(family.like, family.like), family.members) for family in group]
             for index, likes in by_index(group).items():
                 first, before = together.setdefault((pattern, index), (rank, likes))
                 if before != likes:
@@ -177,19 +177,19 @@ def merged(lists: Iterable[Sequence[Family]], ranks: Sequence[int] | None = None
     for (_, index), (_, likes) in together.items():
         for like in likes:
             found[like].append(index)
-    return in_order(Family(like, compressed(indices)) for like, indices in found.items())
+    return in_order(ParamPattern(like, compressed(indices)) for like, indices in found.items())
 
 
-def by_pattern(found: Iterable[Family]) -> dict[str, list[Family]]:
+def by_pattern(found: Iterable[ParamPattern]) -> dict[str, list[ParamPattern]]:
     """Families whose names differ by their numbers only, together."""
-    groups: dict[str, list[Family]] = {}
+    groups: dict[str, list[ParamPattern]] = {}
     for family in found:
         groups.setdefault(family.pattern, []).append(family)
     return groups
 
 
-def by_index(group: Iterable[Family]) -> dict[Index, frozenset[ManifestRow]]:
-    """The rows of each parameter, of families of one pattern: one, unless two optimizers have the parameter."""
+def by_index(group: Iterable[ParamPattern]) -> dict[Index, frozenset[ManifestRow]]:
+    """The rows of each parameter: two where two optimizers have it."""
     found: dict[Index, frozenset[ManifestRow]] = {}
     for family in group:
         alone = frozenset([family.like])
@@ -202,7 +202,7 @@ def by_index(group: Iterable[Family]) -> dict[Index, frozenset[ManifestRow]]:
     return found
 
 
-def in_order(found: Iterable[Family]) -> list[Family]:
+def in_order(found: Iterable[ParamPattern]) -> list[ParamPattern]:
     """The one order that families are listed in."""
     return sorted(found, key=lambda family: (_by_numbers(family.pattern), family.members, repr(family.like)))
 
@@ -215,13 +215,13 @@ def split_name(name: str) -> tuple[str, Index]:
 
 
 def join_name(pattern: str, numbers: Iterable[object]) -> str:
-    """A pattern with numbers, or what is to be shown for them, for its stars."""
+    """A pattern with numbers, or texts, for its stars."""
     first, *rest = pattern.split("*")
     return first + "".join(f"{number}{text}" for number, text in zip(numbers, rest, strict=True))
 
 
 def compressed(indices: Iterable[Index]) -> Members:
-    """The short form of a set of indices of one length: the same for every order of them, so sets can be compared."""
+    """Boxes of a set of indices; equal for equal sets."""
     indices = set(indices)
     if not all(indices):  # of a name without numbers
         return ((),)

@@ -9,7 +9,15 @@ from reprlib import repr as short
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from megatron_eopt.manifest.families import Family, LogicalMatrix, ManifestRow, Members, as_tuples, in_order, merged
+from megatron_eopt.manifest.families import (
+    LogicalMatrix,
+    ManifestRow,
+    Members,
+    ParamPattern,
+    as_tuples,
+    in_order,
+    merged,
+)
 
 FORMAT = 1  # counts up with every change that an older release cannot read
 # Fields of a row that have another key here.
@@ -17,8 +25,8 @@ _KEYS = {"name": "pattern", "optimizer": "owner"}
 _KINDS = {_KEYS.get(name, name): kind for name, kind in get_type_hints(ManifestRow).items()} | {"members": Members}
 
 
-def to_json(families: Iterable[Family]) -> dict[str, Any]:
-    """Families as dicts, lists, texts, numbers, bools and None: what ``json`` gives back as it was."""
+def to_json(families: Iterable[ParamPattern]) -> dict[str, Any]:
+    """Patterns as values that JSON gives back as they were."""
     written = []
     for family in in_order(families):
         of_row = {_KEYS.get(key, key): value for key, value in asdict(family.like).items()}
@@ -26,16 +34,16 @@ def to_json(families: Iterable[Family]) -> dict[str, Any]:
     return json.loads(json.dumps({"format": FORMAT, "families": written}))
 
 
-def write_json(families: Iterable[Family], file: str) -> None:
-    """Write them to a file; a ``ValueError`` that names it where that fails, as on a full disk."""
+def write_json(families: Iterable[ParamPattern], file: str) -> None:
+    """Write them to a file; a ``ValueError`` where that fails."""
     try:
         Path(file).write_text(json.dumps(to_json(families), indent=1) + "\n")
     except OSError as error:
         raise ValueError(f"the manifest cannot be written to {file}: {error.strerror}; give another file") from error
 
 
-def from_json(manifest: Any) -> list[Family]:
-    """The families, equal to those that went in; a ``ValueError`` for anything that :func:`to_json` does not write."""
+def from_json(manifest: Any) -> list[ParamPattern]:
+    """The patterns; a ``ValueError`` for what :func:`to_json` does not write."""
     number = manifest.get("format") if isinstance(manifest, dict) else None
     if type(number) is not int:
         raise ValueError(f"no manifest: expected a dict with its format number, got {short(manifest)}")
@@ -56,12 +64,12 @@ def from_json(manifest: Any) -> list[Family]:
     return found
 
 
-def _family(written: Any, index: int) -> Family:
+def _family(written: Any, index: int) -> ParamPattern:
     mistake = _mistake(written)
     if mistake is None:
         values = {name: written[_KEYS.get(name, name)] for name in ManifestRow.__dataclass_fields__}
         values["matrices"] = [LogicalMatrix(**each) for each in written["matrices"]]
-        family = Family(ManifestRow(**values), as_tuples(written["members"], "members"))
+        family = ParamPattern(ManifestRow(**values), as_tuples(written["members"], "members"))
         if family.is_sound:
             return family
         mistake = f"'members' cannot be {short(written['members'])}"

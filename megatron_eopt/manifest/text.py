@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from math import prod
 
-from megatron_eopt.manifest.families import Family, ManifestRow, rows
-from megatron_eopt.row import ADAMW_RMS
+from megatron_eopt.family import ADAMW_RMS
+from megatron_eopt.manifest.families import ManifestRow, ParamPattern, rows
 
 _HEADER = "parameter, n, shape, optimizer, reason, matrices, layout, update RMS, lr, decay, state MB".split(", ")
 _LEGEND = (
@@ -25,8 +25,8 @@ class _Wrapper(textwrap.TextWrapper):
     wordsep_simple_re = re.compile(r"( +)|(?<=\.)(?=[^0-9 ])")
 
 
-def table(families: Sequence[Family], full: bool = False, width: int | None = None) -> str:
-    """The optimizer of every parameter, the totals of each optimizer, and the sources of settings that were set.
+def table(families: Sequence[ParamPattern], full: bool = False, width: int | None = None) -> str:
+    """Optimizers of parameters, totals, and sources of settings.
 
     It has a line for each family, or for each parameter (``full``). Cells of lines that are longer than ``width`` go on
     in the next one: than 170 by default, and than none where ``full``, so that each line has a whole name.
@@ -71,7 +71,7 @@ def _cells(name: str, number: int, row: ManifestRow) -> list[str]:
     ]
 
 
-def _totals(found: Sequence[Family]) -> Iterator[list[str]]:
+def _totals(found: Sequence[ParamPattern]) -> Iterator[list[str]]:
     optimizers = sorted({family.like.optimizer for family in found}, key=lambda name: (name is None, name or ""))
     totals = {name or "none": [family for family in found if family.like.optimizer == name] for name in optimizers}
     for name, those in (totals if len(totals) == 1 else totals | {"all": found}).items():
@@ -104,7 +104,7 @@ def _wrapped(lines: Sequence[str], width: int) -> list[str]:
 
 
 def aligned(header: Sequence[str], lines: Sequence[Sequence[str]], width: int, numbers: Sequence[str]) -> list[str]:
-    """A table as lines of text: columns as wide as their content, and cells on several lines where it is too much.
+    """A table as lines of text, with wrapped cells where it is too wide.
 
     The first column is for names, and is made narrower last. In columns of more than two dozen characters words may
     be cut, so that any content fits the width. ``numbers`` are titles of the columns that are aligned to the right.

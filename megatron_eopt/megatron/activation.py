@@ -14,6 +14,7 @@ from megatron.core.optimizer import optimizer_config
 from megatron.core.tensor_parallel import layers
 
 from megatron_eopt import registry
+from megatron_eopt.from_config import with_fields
 from megatron_eopt.matrices import ATTRIBUTE
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.arguments import (
@@ -44,7 +45,6 @@ from megatron_eopt.megatron.qk_clip import clip
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.parameters import NAME, ROWS, SAVED_BY_LAYOUT
 from megatron_eopt.redirect import Redirection, Redirections, around, becomes
-from megatron_eopt.row import with_fields
 
 logger = logging.getLogger(__name__)
 

@@ -12,56 +12,65 @@ from typing import Any, NoReturn, get_args
 
 import torch.distributed as dist
 
-from megatron_eopt.family import FAMILY, MUON, ROWS
+from megatron_eopt.family import DEFAULT_TP_MODE as DEFAULT_TP_MODE
+from megatron_eopt.family import MUON, OPTIMIZERS, Flag
 from megatron_eopt.megatron.agreement import refuse_different
 from megatron_eopt.megatron.settings import of_command_line
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.parallel.plan import TpMode
+from megatron_eopt.parallel.workspace import Workspace
 from megatron_eopt.redirect import Redirection, Redirections, around
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers, takes_matrices
-from megatron_eopt.row import Flag
 
-DEFAULT_TP_MODE: TpMode = "auto"
 TP_MODE_SOURCE = "muon_tp_mode_source"  # on arguments and configs: the flag that named muon_tp_mode, or UNNAMED
 UNNAMED = "default"
 
 RUN_FLAGS = (
-    Flag("optimizer_overrides", None, "Settings of single parameters, in YAML or JSON.", metavar="FILE"),
+    Flag("optimizer_overrides", "Settings of single parameters, in YAML or JSON.", default=None, metavar="FILE"),
     Flag(
         "optimizer_manifest",
-        "short",
         "Print which optimizer has which parameter: a line for parameters that are alike, or one for each.",
+        default="short",
         choices=("short", "full", "none"),
     ),
-    Flag("optimizer_manifest_file", None, "Write that as JSON, too.", metavar="FILE"),
-    Flag("optimizer_workspace", 2.0, "GiB that a step of Muon may take, beside its largest matrix.", metavar="GIB"),
-    Flag("balanced_deal", True, "Let Megatron's distributed optimizer deal matrices by size, not by predicted time."),
+    Flag("optimizer_manifest_file", "Write that as JSON, too.", default=None, metavar="FILE"),
+    Flag(
+        "optimizer_workspace",
+        "GiB that a step of Muon may take, beside its largest matrix.",
+        default=Workspace.bytes / 2**30,
+        metavar="GIB",
+    ),
+    Flag(
+        "balanced_deal",
+        "Let Megatron's distributed optimizer deal matrices by size, not by predicted time.",
+        default=True,
+    ),
     Flag(
         "optimizer_momentum_dtype",
-        "fp32",
         "Keep momenta of Muon and its relatives in bf16, rounded at random.",
+        default="fp32",
         choices=("fp32", "bf16"),
     ),
     Flag(
         "optimizer_metrics_interval",
-        None,
         "Steps from one that is measured to the next; by default --log-interval, 0 for none.",
+        default=None,
         kind=int,
         metavar="STEPS",
     ),
-    Flag("checksums", True, "Save no checksums in torch_dist checkpoints, and compare none on load."),
+    Flag("checksums", "Save no checksums in torch_dist checkpoints, and compare none on load.", default=True),
     Flag(
         "trust_checkpoint_globals",
-        None,
         "Classes and functions, with commas between, that checkpoints may name besides Megatron's and torch's.",
+        default=None,
         metavar="NAMES",
     ),
-    Flag("check_replicas", True, "Never compare parameters over ranks that have the same."),
+    Flag("check_replicas", "Never compare parameters over ranks that have the same.", default=True),
 )
 """Flags of a run, whatever its optimizer."""
 
-FLAGS = (*(flag for row in FAMILY for flag in row.flags if not flag.megatrons), *RUN_FLAGS)
+FLAGS = (*(flag for row in OPTIMIZERS.values() for flag in row.flags if not flag.megatrons), *RUN_FLAGS)
 """The flags that are added; one that a later Megatron has itself is left to it."""
 
 
@@ -90,7 +99,7 @@ def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozens
         actions[name].choices = list(choices)
         actions[name].help = f"{(actions[name].help or '').split(' Valid types')[0]} One of {', '.join(choices)}."
     tp_mode.choices, tp_mode.default = list(get_args(TpMode)), DEFAULT_TP_MODE
-    tp_mode.help = next(flag.help for flag in ROWS["muon"].flags if flag.setting == "tp_mode")
+    tp_mode.help = next(flag.help for flag in OPTIMIZERS["muon"].flags if flag.setting == "tp_mode")
     tp_mode.__class__ = _StoreNamed
     parser.set_defaults(**{TP_MODE_SOURCE: UNNAMED})
     parser.usage = "%(prog)s [FLAGS], which --help lists"  # theirs is 700 lines, before the error
@@ -192,7 +201,7 @@ def with_our_offload(validate: Callable[..., Any], args: argparse.Namespace, *re
 
 def builds(args: argparse.Namespace) -> bool:
     """Whether the optimizer of a run is one of the table of this package."""
-    return args.optimizer.removeprefix("dist_") in ROWS
+    return args.optimizer.removeprefix("dist_") in OPTIMIZERS
 
 
 @contextmanager
@@ -224,8 +233,8 @@ def with_our_qk_clip(validate: Callable[..., Any], args: argparse.Namespace, *re
 
 def _is_shared_with(flag: Flag, name: str) -> bool:
     """Whether a flag of another optimizer holds for this one: of those of matrices, if it takes the setting."""
-    if name in ROWS and flag.setting in MUON and flag.setting != "split_qkv":  # which is declared on parameters
-        return flag.optimizer == "muon" and flag.setting in ROWS[name].of_muon
+    if name in OPTIMIZERS and flag.setting in MUON and flag.setting != "split_qkv":  # which is declared on parameters
+        return flag.optimizer == "muon" and flag.setting in OPTIMIZERS[name].of_muon
     return flag.shared and takes_matrices(name)
 
 
@@ -236,7 +245,7 @@ def _check_effect(args: argparse.Namespace) -> None:
         if name in ("adam", "sgd"):
             raise ValueError(
                 f"--optimizer-overrides {overrides} would have no effect with --optimizer {name}, which Megatron "
-                f"builds by itself: take an optimizer of this package ({', '.join(sorted(ROWS))}), in whose "
+                f"builds by itself: take an optimizer of this package ({', '.join(sorted(OPTIMIZERS))}), in whose "
                 f"overrides 'optimizer: adam' gives parameters to Adam"
             )
         return
@@ -247,8 +256,8 @@ def _check_effect(args: argparse.Namespace) -> None:
             f"and --optimizer {name} is Megatron's own: leave it away"
         )
     # a user's optimizer may read any flag of Megatron's, whose defaults are others where activate() came too late
-    all_known = name in (*ROWS, "adam", "sgd") and hasattr(args, TP_MODE_SOURCE)
-    flags = [flag for row in FAMILY for flag in row.flags if all_known or not flag.megatrons]
+    all_known = name in (*OPTIMIZERS, "adam", "sgd") and hasattr(args, TP_MODE_SOURCE)
+    flags = [flag for row in OPTIMIZERS.values() for flag in row.flags if all_known or not flag.megatrons]
     built = {name, getattr(args, "muon_scalar_optimizer", "adam") if takes_matrices(name) else name}
     others = [flag for flag in flags if flag.optimizer not in built and not _is_shared_with(flag, name)]
     given = [flag.name for flag in others if getattr(args, flag.dest, None) not in (None, flag.default)]

@@ -8,6 +8,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_eopt.family import LIKE_MUON
+from megatron_eopt.from_config import with_fields
 from megatron_eopt.megatron import assignment, dealing, fsdp, qk_clip, releases
 from megatron_eopt.megatron.agreement import choose_kernels, on_all_ranks, refuse_different, say
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED
@@ -30,7 +31,6 @@ from megatron_eopt.orthogonalize.scale import PRESETS
 from megatron_eopt.parallel.records import TpMode
 from megatron_eopt.redirect import around
 from megatron_eopt.registry import EMERGING_OPTIMIZERS, create_emerging_optimizer
-from megatron_eopt.row import with_fields
 
 
 class OptimizerOfRun:

@@ -16,9 +16,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from megatron_eopt.from_config import with_fields
 from megatron_eopt.megatron import releases
 from megatron_eopt.registry import create_emerging_optimizer
-from megatron_eopt.row import with_fields
 
 
 class Joined:

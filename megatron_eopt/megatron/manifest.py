@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_eopt import manifest
-from megatron_eopt.family import FAMILY
-from megatron_eopt.manifest import Family, LogicalMatrix, ManifestRow, families, merged, rows
+from megatron_eopt.family import ADAMW_RMS, OPTIMIZERS
+from megatron_eopt.manifest import LogicalMatrix, ManifestRow, ParamPattern, families, merged, rows
 from megatron_eopt.matrices import warn_of_unmatched
 from megatron_eopt.megatron.agreement import by_first_rank
 from megatron_eopt.megatron.assignment import Assignment
@@ -25,15 +25,14 @@ from megatron_eopt.overrides import ParameterInfo
 from megatron_eopt.parallel.dtensor import tells_its_chunk
 from megatron_eopt.parallel.layout import is_cut_again, is_expert, is_sharded
 from megatron_eopt.registry import takes_matrices
-from megatron_eopt.row import ADAMW_RMS
 
 _TIED = {"output_layer.weight": "embedding.word_embeddings.weight"}
-_RMS = {"adam": ADAMW_RMS} | {row.name: row.update_rms for row in FAMILY}
+_RMS = {"adam": ADAMW_RMS} | {row.name: row.update_rms for row in OPTIMIZERS.values()}
 _FULL_TENSORS = {"adam": 2, "sgd": 1}
 _SHOWN_ELSEWHERE = {"optimizer", "lr", "min_lr", "weight_decay", "exclude"}
 
 
-def declare(optimizer: Any, assigned: Sequence[Assignment], config: Any, groups: Any) -> tuple[list[Family], int]:
+def declare(optimizer: Any, assigned: Sequence[Assignment], config: Any, groups: Any) -> tuple[list[ParamPattern], int]:
     """Collect all trainable parameters of all ranks, each with the optimizer that updates it, and check the manifest.
 
     Under a distributed optimizer a rank updates some of its parameters only. All ranks call it together; rank 0 prints
@@ -66,7 +65,7 @@ def declare(optimizer: Any, assigned: Sequence[Assignment], config: Any, groups:
     return everywhere, sum(len(each.matrices) for each in found)
 
 
-def _report(found: list[Family], config: Any) -> None:
+def _report(found: list[ParamPattern], config: Any) -> None:
     form, file = getattr(config, "optimizer_manifest", "short"), getattr(config, "optimizer_manifest_file", None)
     if form != "none":
         listed = manifest.table(found, full=form == "full")

@@ -17,10 +17,10 @@ from typing import Any
 
 from torch.nn import Module
 
+from megatron_eopt.from_config import momentum_dtype_from, workspace_from
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.redirect import Redirection, Redirections, becomes
 from megatron_eopt.registry import list_optimizers
-from megatron_eopt.row import momentum_dtype_from, workspace_from
 
 SUPPORTED = ("0.19", "0.18", "0.17")  # the latest first
 

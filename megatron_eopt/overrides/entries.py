@@ -2,7 +2,7 @@
 
 A file is a list of entries, each a mapping of ``select`` and of settings; or a mapping of selectors to settings. YAML
 is read as version 1.2 has it, of which JSON is a part: ``1e-3`` is a number, which version 1.1 takes for text, and
-``no`` is text. Nothing is built from tags, and a file is read as far as :mod:`~megatron_eopt.overrides.bounds` has it.
+``no`` is text. Nothing is built from tags, and a file is read as far as :mod:`~megatron_eopt.overrides.limits` has it.
 """
 
 import json
@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from megatron_eopt.orthogonalize.choices import did_you_mean
-from megatron_eopt.overrides.bounds import MAX_DEPTH, MAX_FILE_BYTES, MAX_MISTAKES, MAX_SETTINGS, MAX_VALUES
 from megatron_eopt.overrides.known import Known, OverrideError, shown, unfit
+from megatron_eopt.overrides.limits import MAX_DEPTH, MAX_FILE_BYTES, MAX_MISTAKES, MAX_SETTINGS, MAX_VALUES
 from megatron_eopt.overrides.selectors import Kind, ParameterInfo, Predicate, Selector, Specificity
 from megatron_eopt.overrides.settings import NO_SETTINGS, SETTINGS, checked
 
@@ -63,7 +63,7 @@ def make_entry(
     *,
     keep_mistakes: bool = False,
 ) -> Entry:
-    """One checked entry; an :class:`OverrideError` has a line, which begins with the source, for each mistake.
+    """One checked entry; an :class:`OverrideError` has a line for each mistake.
 
     ``keep_mistakes``: they stay on the entry, for :func:`resolve` to report.
     """
@@ -119,7 +119,7 @@ def entries_from_dict(
 
 
 def _renamed(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Settings with our names for Megatron's, whose scheduler takes its largest learning rate from ``max_lr``."""
+    """Settings with our names for Megatron's: ``lr`` for ``max_lr``, say."""
     if not isinstance(settings, Mapping):
         return settings
     renamed = {"lr" if key == "max_lr" else key: value for key, value in settings.items()}
@@ -264,7 +264,7 @@ def _written(root: _Node) -> Iterator[tuple[object, int, _Node]]:
 
 
 def _entry(written: object, line: int, node: _Node, known: Known) -> tuple[Selector, dict[str, Any], list[_Wrong]]:
-    """Selector and settings of an entry, as far as they are right, and the lines with what is wrong."""
+    """Selector and settings of an entry, and what is wrong with it."""
     if not isinstance(node, yaml.MappingNode):
         inside = "expected an entry {select: ..., SETTING: ...}"
         expected = inside if written == _SELECT else f"{written}: expected a mapping of settings"
@@ -324,7 +324,7 @@ def _plain(node: _Node) -> Any:
 
 
 def _pairs(node: _Node) -> _Pairs:
-    """What a mapping has: its own keys, and those of mappings that ``<<`` merges into it where it has not."""
+    """Keys of a mapping, with those that ``<<`` merges into it."""
     _check_tag(node)
     own: _Pairs = {}
     merged: _Pairs = {}

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.overrides.bounds import MAX_TEXT
+from megatron_eopt.overrides.limits import MAX_TEXT
 from megatron_eopt.registry import get_optimizer_entry, list_optimizers
 
 SPLITS = ("none", "default", "all")
@@ -73,14 +73,14 @@ class Known:
 
 
 def settings_of_groups(optimizer: Optimizer) -> dict[str, Any]:
-    """The settings that single groups of an optimizer may have: by its own method of this name, else its defaults."""
+    """Settings that groups may have: by the optimizer's method, else its defaults."""
     own = getattr(optimizer, "settings_of_groups", None)
     return {key: value for key, value in (own() if own else optimizer.defaults).items() if key not in _COMMON}
 
 
 @cache
 def _read(optimizer_cls: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    """Settings of single parameters that the optimizers of a class have, with their defaults; its further arguments.
+    """Settings of groups with defaults, and further arguments, of a class.
 
     Read from an optimizer without parameters, or where a class cannot be built so, from its constructor's arguments.
     """

@@ -1,4 +1,4 @@
-"""Regular expressions, searched for in time that grows with the length of a name and no faster.
+"""Regular expressions, searched for in linear time.
 
 Python's ``re`` tries every way in which a pattern can match: ``(a+)+$`` takes twice as long for each further letter.
 Here the pattern takes all positions that a match may have reached together, each of them once.
@@ -10,8 +10,8 @@ from functools import lru_cache
 from re import _compiler, _parser  # type: ignore[attr-defined]  # re has no public name for its parser
 from typing import Any
 
-from megatron_eopt.overrides.bounds import MAX_LEAST
 from megatron_eopt.overrides.known import OverrideError
+from megatron_eopt.overrides.limits import MAX_LEAST
 
 _Items = tuple[Any, ...]  # how a character matches, or (least, most, options): one of several _Items, so many times
 

@@ -1,13 +1,8 @@
-"""Which settings a parameter gets when several entries are for it: docs/overrides.md has the rules at length.
+"""Which of several entries wins: docs/overrides.md has the rules.
 
 Every entry that selects a parameter claims each of its settings, with the rank ``(specificity, layer)``, and the claim
-of the highest rank wins. Claims of the same rank with different values are a tie, which is an error. Nothing depends on
-the order of entries within a layer. The defaults count as no more specific than a shape, among themselves excepted:
-their predicates would otherwise win over what a user says of an attribute or a shape.
-
-Then an absolute value replaces a multiplier that is ranked below it, and a ``weight_decay`` the ends of its schedule;
-an end that is ranked above it takes its place there. An ``exclude: true`` drops all settings ranked below it, and an
-``optimizer`` those that it has not: ranked above or beside, they are errors, for they would have no effect.
+of the highest rank wins. Nothing depends on the order of entries within a layer. The defaults count as no more specific
+than a shape, among themselves excepted: their predicates would otherwise win over what a user says of an attribute.
 """
 
 import re
@@ -17,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron_eopt.orthogonalize.choices import close, did_you_mean, near_or_all
-from megatron_eopt.overrides.bounds import MAX_MISTAKES
 from megatron_eopt.overrides.entries import UNREADABLE, Entry, Layer, Order
 from megatron_eopt.overrides.known import Known, OverrideError, SettingError, shown
+from megatron_eopt.overrides.limits import MAX_MISTAKES
 from megatron_eopt.overrides.selectors import Condition, Kind, ParameterInfo, Selector
 from megatron_eopt.overrides.settings import ENDS, OF_ALL, REPLACED, check_setting, foreign, inconsistent, refusal
 
@@ -41,7 +36,7 @@ class Resolved:
     overruled: tuple[Overruled, ...] = ()  # what other entries have for this parameter
 
     def learning_rates(self, lr: float | None, min_lr: float | None) -> tuple[float | None, float | None]:
-        """Largest and smallest learning rate of the schedule, from those of the optimizer; an error if upside down.
+        """Largest and smallest learning rate of the schedule; an error if upside down.
 
         None is for one that neither the optimizer nor an override has: a loop without a schedule needs none.
         """
@@ -188,7 +183,7 @@ def _resolve_one(
 
 
 def _drop_replaced(won: dict[str, _Claim]) -> Iterator[str]:
-    """Drop what an absolute value replaces: what multiplies it, and of a constant weight decay both ends."""
+    """Drop multipliers and ends that an absolute value replaces."""
     for absolute, other in REPLACED:
         if absolute in won and other in won:
             first, second = won[absolute], won[other]

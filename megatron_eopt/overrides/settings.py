@@ -1,4 +1,4 @@
-"""The settings that a parameter can have of its own: what a value may be, which optimizers have them, what fits."""
+"""Settings of single parameters: their values, and which optimizers have them."""
 
 import math
 import re
@@ -215,7 +215,7 @@ def inconsistent(settings: Mapping[str, Any]) -> list[SettingError]:
 
 
 def checked(raw: Mapping[Any, Any], known: Known, optimizer: str | None) -> tuple[dict[str, Any], list[SettingError]]:
-    """The settings of one entry that are right by themselves, and what is wrong with the others or with all together.
+    """The right settings of an entry, and what is wrong with the others.
 
     They are for the parameters of an optimizer: of one that the entry sets, else of ``optimizer``, by which it selects.
     """

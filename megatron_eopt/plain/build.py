@@ -1,4 +1,4 @@
-"""From a model and a config to an optimizer of plain torch, by the builder of its name."""
+"""Build an optimizer of plain torch for a model."""
 
 import logging
 from collections import Counter
@@ -16,7 +16,7 @@ from torch.optim import AdamW
 from torch.optim.optimizer import Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from megatron_eopt.family import FAMILY
+from megatron_eopt.family import DEFAULT_TP_MODE, OPTIMIZERS, OptimizerSpec
 from megatron_eopt.matrices import tag_declared, warn_of_unmatched
 from megatron_eopt.optimizers.first_step import warn_of_fp16
 from megatron_eopt.optimizers.group_settings import STEPS
@@ -30,13 +30,16 @@ from megatron_eopt.plain import routing
 from megatron_eopt.plain.config import OptimizerConfig, config_of, given_fields, nearest_field
 from megatron_eopt.plain.routing import Group, Rule, decays
 from megatron_eopt.registry import get_optimizer_builder, register_optimizer
-from megatron_eopt.row import Row
 
 logger = logging.getLogger(__name__)
 
 # Name -> class, whose argument lr has the default rate.
-OWN: dict[str, type[Optimizer]] = {"adamw": AdamW, **{row.name: row.cls for row in FAMILY if row.plain}, "muon": Muon}
-BESIDE_ADAMW = {row.name for row in FAMILY if row.plain and not row.vectors}
+OWN: dict[str, type[Optimizer]] = {
+    "adamw": AdamW,
+    **{row.name: row.cls for row in OPTIMIZERS.values() if row.plain},
+    "muon": Muon,
+}
+BESIDE_ADAMW = {row.name for row in OPTIMIZERS.values() if row.plain and not row.vectors}
 # Fields of the config with an effect on one optimizer alone; others follow from the arguments of its class.
 _OWN_FIELDS = {
     "muon": {"muon_momentum", "muon_ns_steps", "muon_embeddings"},
@@ -160,13 +163,13 @@ def _check_built(name: str, optimizer: Any, trained: Sequence[tuple[str, Tensor]
 def register_builders() -> None:
     """Register the builder of each optimizer of the table, and that of torch's AdamW."""
     _register("adamw", build_adamw)
-    for row in FAMILY:
+    for row in OPTIMIZERS.values():
         if row.plain:
             _register(row.name, partial(build_of_row, row))
 
 
 def _register(name: str, build: Callable[[list[Group], OptimizerConfig], Optimizer]) -> None:
-    """Register a builder, which gets the groups that have parameters, and the config as one of ours."""
+    """Register a builder of non-empty groups and our config."""
 
     @register_optimizer(name)
     def build_of_any_config(groups: list[Group], config: Any) -> Optimizer:
@@ -188,8 +191,8 @@ def build_adamw(groups: list[Group], config: OptimizerConfig) -> Optimizer:
     return package.FusedAdam(groups, **_settings(config, package.FusedAdam, **adam, adam_w_mode=True))
 
 
-def build_of_row(row: Row, groups: list[Group], config: OptimizerConfig) -> Optimizer:
-    """An optimizer that takes every shape; or one of matrices, with AdamW inside for the rest, or alone without any."""
+def build_of_row(row: OptimizerSpec, groups: list[Group], config: OptimizerConfig) -> Optimizer:
+    """One optimizer for all, or one of matrices with AdamW for the rest."""
     if row.vectors:
         return row.cls(groups, **_settings(config, row.cls))
     why_adamw: Rule = routing.for_matrices
@@ -224,7 +227,7 @@ def build_of_row(row: Row, groups: list[Group], config: OptimizerConfig) -> Opti
         return Muon(matrices, rest, **settings) if matrices else AdamW(rest, **adam)
     settings = _settings(config, row.cls)
     if row.takes("tp_mode") and row.cls is not Spectron:
-        settings.setdefault("tp_mode", "auto")
+        settings.setdefault("tp_mode", DEFAULT_TP_MODE)
     if not row.cls.decays_weights:
         settings["weight_decay"] = 0.0
         matrices = [{**group, "weight_decay": 0.0} for group in matrices]
@@ -238,7 +241,7 @@ def _counted(groups: list[Group], what: str) -> str:
 
 
 def _settings(config: OptimizerConfig, cls: Callable[..., Optimizer], **own: Any) -> dict[str, Any]:
-    """Arguments of a class: the rates, what else it takes of the config's fields, its own and the config's options."""
+    """Arguments of a class from the fields and the options of a config."""
     found = {"betas": config.betas, "eps": config.eps, "warmup_steps": config.schedule_free_warmup_steps}
     taken = {key: x for key, x in found.items() if x is not None and key in signature(cls).parameters}
     known = {"lr": config.lr, "weight_decay": config.weight_decay, **taken, **own}

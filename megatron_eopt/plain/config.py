@@ -17,7 +17,7 @@ _OTHER_NAMES = {"optimizer": "name", "learning_rate": "lr", "warmup_steps": "sch
 
 
 def _naming_fields[T](cls: type[T]) -> type[T]:
-    """A dataclass whose constructor names the nearest field to one that it does not have."""
+    """A dataclass whose constructor suggests fields for unknown ones."""
     constructor = cls.__init__
 
     @wraps(constructor)
@@ -160,5 +160,5 @@ def check_fields(called: str, given: Iterable[str]) -> None:
 
 
 def nearest_field(name: str) -> str | None:
-    """The field of a config that is meant by another name; None where none is like it."""
+    """The field that is nearest to a name, or None."""
     return next(iter(close(_OTHER_NAMES.get(name, name), FIELDS)), None)

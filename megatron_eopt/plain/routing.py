@@ -1,4 +1,4 @@
-"""Which parameters decay, which are matrices, which are factors of one, and which are embeddings and output layers."""
+"""What parameters are: matrices, factors, embeddings, output layers, the rest."""
 
 import re
 from collections import Counter
@@ -58,14 +58,14 @@ def declare_conv1d(model: nn.Module) -> list[str]:
 
 
 def for_matrices(parameter: Tensor) -> str | None:
-    """The rule of optimizers of matrices: what has two dimensions, or is declared to be several matrices."""
+    """The rule of optimizers of matrices: two dimensions, or declared matrices."""
     if parameter.ndim > 2 and declared_split(parameter) is None:
         return "of more than two dimensions"
     return _other_than_hidden(parameter)
 
 
 def for_muon(parameter: Tensor) -> str | None:
-    """The rule of Muon: also what is flattened to a matrix, and nothing that is far longer than wide."""
+    """The rule of Muon: also flattened parameters, nothing far longer than wide."""
     return for_muon_of_all(parameter) or _other_than_hidden(parameter)
 
 
@@ -87,7 +87,7 @@ def _other_than_hidden(parameter: Tensor) -> str | None:
 
 
 def divided(groups: Sequence[Group], why_adamw: Rule) -> tuple[list[Group], list[Group]]:
-    """Groups of what an optimizer of matrices is given, and of the rest; none is empty."""
+    """Groups of matrices, and of the rest; none is empty."""
     matrices: list[Group] = []
     rest: list[Group] = []
     for group in groups:

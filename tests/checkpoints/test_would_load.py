@@ -7,7 +7,7 @@ import torch
 
 from megatron_eopt.checkpoints.contents import read_contents
 from megatron_eopt.checkpoints.would_load import parse_flags, would_load
-from megatron_eopt.family import FAMILY
+from megatron_eopt.family import OPTIMIZERS
 from tests.checkpoints.made import common, save, tensors
 
 WHOLE = """--num-layers 2 --hidden-size 8 --ffn-hidden-size 12 --num-attention-heads 2 --swiglu --normalization RMSNorm
@@ -157,10 +157,10 @@ def test_another_second_moment(compared):
     assert "was adamuon and is normuon" in errors(compared(flags, tensors(ADAPTIVE), **saved))
 
 
-@pytest.mark.parametrize("row", FAMILY, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", OPTIMIZERS.values(), ids=lambda row: row.name)
 def test_every_optimizer_is_what_its_run_asked_for(compared, row):
     other = "signum" if row.name == "lion" else "lion"
-    values = tensors([*row.state, *row.further_state])
+    values = tensors(row.state_keys)
     assert compared(WHOLE.replace("muon", row.name), values, optimizer=row.name).problems == ()
     said = errors(compared(WHOLE.replace("muon", other), values, optimizer=row.name))
     assert f"it holds the state of {row.name}, and the run wants {other}" in said

@@ -8,13 +8,13 @@ from torch import nn
 from torch.amp import GradScaler
 
 from megatron_eopt import OptimizerConfig, build_optimizer
-from megatron_eopt.family import ROWS
+from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers.with_adamw import Muon
 from tests.optimizers.family import build, every
 from tests.plain.made import assert_same, parameters
 
 SCALE = 2.0**13
-PLAIN = ["adamw", *(name for name, row in ROWS.items() if row.plain)]
+PLAIN = ["adamw", *(name for name, row in OPTIMIZERS.items() if row.plain)]
 OPTIONS = {"spectron": {"rank": 3}, "soap": {"precondition_frequency": 2}}
 BAD = {"a matrix": ("2.weight", None), "an embedding": ("0.weight", None), "a clipped norm": ("1.weight", 1.0)}
 by_config = pytest.mark.parametrize("name", PLAIN)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_eopt.family import FAMILY
+from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.matrices import concatenated, declare, experts, transposed, undeclare
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
 
@@ -148,7 +148,7 @@ def trained(model, optimizer, steps=4):
 OPTIONS = {"spectron": {"rank": 4}, "scion": {"radius": 1.0}, "soap": {"max_dim": 16}}
 
 
-@pytest.mark.parametrize("name", [row.name for row in FAMILY if row.plain])
+@pytest.mark.parametrize("name", [row.name for row in OPTIMIZERS.values() if row.plain])
 def test_conv1d_is_read_as_the_linear_layer_that_it_is(name):
     theirs, ours = alike()
     found, wanted = (

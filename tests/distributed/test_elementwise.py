@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.distributed.ranks import run_ranks
-from tests.optimizers.family import ELEMENTWISE, ROWS, build
+from tests.optimizers.family import ELEMENTWISE, OPTIMIZERS, build
 
 
 def numbers(seed):
@@ -38,7 +38,7 @@ def steps(rank, ranks):
     mesh = init_device_mesh("cpu", (ranks,))
     groups = SimpleNamespace(tp=dist.group.WORLD, expt_tp=None)
     found = {}
-    for name in ROWS:
+    for name in OPTIMIZERS:
         parameter = torch.nn.Parameter(distribute_tensor(numbers(0), mesh, [Shard(0)]))
         gradients = [distribute_tensor(g, mesh, [Shard(0)]) for g in (numbers(1), poisoned(2), numbers(3))]
         found[name, "FSDP2"] = unmoved(build(name, [parameter]), parameter, gradients)

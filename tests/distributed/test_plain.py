@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_eopt.family import FAMILY
+from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
 from tests.distributed.ranks import run_ranks
@@ -31,7 +31,7 @@ VOCABULARY, WIDTH, INNER = 17, 12, 20
 STEPS = 6
 SAVED_BY_FOUR, SAVED_BY_TWO = 2, 4
 EXACT = {"fp32_matmul_prec": "highest"}
-NAMES = ["adamw", *(row.name for row in FAMILY if row.plain)]
+NAMES = ["adamw", *(row.name for row in OPTIMIZERS.values() if row.plain)]
 OWN = {
     "adamw": {"lr": 1e-2},
     "lion": {"lr": 1e-3},

@@ -15,14 +15,14 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from megatron_eopt.family import FAMILY
+from megatron_eopt.family import OPTIMIZERS
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_plain import Model, optimizer_of, sharded
 from tests.plain.made import assert_same
 
 pytestmark = pytest.mark.wide
 
-NAMES = [row.name for row in FAMILY if row.plain and not row.vectors]
+NAMES = [row.name for row in OPTIMIZERS.values() if row.plain and not row.vectors]
 STEPS = 3
 FORMS = {"plain": None, "flat": StateDictOptions(flatten_optimizer_state_dict=True)}
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_eopt import Lion, TensorParallelMuon
 from megatron_eopt.matrices import Part, Split
 from tests.distributed.ranks import run_ranks
-from tests.optimizers.family import ELEMENTWISE, ROWS, build, decays
+from tests.optimizers.family import ELEMENTWISE, OPTIMIZERS, build, decays
 
 EXACT = ("duplicated", "distributed", "owner", "gram", "auto")
 TP, GTP = 2, 2
@@ -175,7 +175,7 @@ def test_blockwise_takes_the_rows_of_a_rank_for_a_matrix(results, name):
 
 
 FAMILY = [
-    *((name, {}) for name in ROWS),
+    *((name, {}) for name in OPTIMIZERS),
     *(("adaptive_muon", {"moment2_method": method}) for method in ("adamuon", "namo")),
 ]
 OF_FAMILY = [case for case in CASES if case.name in ("padded rows", "padded, in one group", "gate and up")]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.manifest import FORMAT, Family, families, from_json, merged, rows, to_json, write_json
+from megatron_eopt.manifest import FORMAT, ParamPattern, families, from_json, merged, rows, to_json, write_json
 from megatron_eopt.manifest.families import compressed, expanded, join_name, split_name
 from tests.manifest.made import BIAS, QKV, any_rows, changed, model, muons, one_of_each_name, row
 
@@ -91,7 +91,7 @@ def test_a_parameter_collected_twice_is_refused():
 def test_indices_come_back_from_members(indices):
     members = compressed(indices)
     assert expanded(members) == sorted(indices)
-    assert Family(row("a", ()), members).count == len(indices)
+    assert ParamPattern(row("a", ()), members).count == len(indices)
 
 
 @given(INDICES, INDICES)
@@ -100,7 +100,7 @@ def test_members_are_equal_where_indices_are(one, other):
 
 
 def label(pattern, indices):
-    return Family(row(pattern, ()), compressed(indices)).label
+    return ParamPattern(row(pattern, ()), compressed(indices)).label
 
 
 def test_labels_name_ranges():

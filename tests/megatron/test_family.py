@@ -9,7 +9,7 @@ import pytest
 from megatron_eopt.checkpoints.contents import newest, read_contents
 from megatron_eopt.checkpoints.states import check_states
 from megatron_eopt.cli import main
-from megatron_eopt.family import ROWS
+from megatron_eopt.family import OPTIMIZERS
 from tests.megatron.runs import MUON, SMALL_GPT, assert_same, start, summary, train, whole
 from tests.megatron.test_described import planned
 
@@ -24,7 +24,9 @@ OWN = {  # flags, and what the line at start says of it
     "signum": (["--lr", "1e-3", "--min-lr", "1e-3"], "Signum owns 15 parameters"),
 }
 ELSEWHERE = ("muon", "adaptive_muon", "lion", "schedule_free_adamw")  # in files of their own
-FAMILY = {name: OWN.get(name, ([], f"{row.cls.__name__} owns")) for name, row in ROWS.items() if name not in ELSEWHERE}
+FAMILY = {
+    name: OWN.get(name, ([], f"{row.cls.__name__} owns")) for name, row in OPTIMIZERS.items() if name not in ELSEWHERE
+}
 # Gradients of a few tokens do not span the sides of a matrix, so that their rounding chooses a part of SOAP's bases, by
 # which weights move from the second step on: with noise in the last bits of its gradients, one rank is as far from one
 # without as another layout is. Where the gradients are the same, so are the steps: test_same_gradients.py.
@@ -57,7 +59,7 @@ def test_two_ranks_train_as_one_and_resume_bit_for_bit(tmp_path, name):
     straight, _ = train(tmp_path / "straight", 2, *flags, *TP2, *saved)
     resumed, _ = train(tmp_path / "resumed", 2, *flags, *TP2, "--load", tmp_path / "checkpoint", "--ckpt-step", 3)
     kept = {key.rstrip("_0123456789") for state in straight[0]["after"].values() for key in state}
-    assert {key.rstrip("_0123456789") for key in (*ROWS[name].state, *ROWS[name].further_state)} <= kept
+    assert {key.rstrip("_0123456789") for key in OPTIMIZERS[name].state_keys} <= kept
     for one, other in zip(straight, resumed, strict=True):
         compared = slice(LOSSES_TO_COMPARE.get(name))
         assert one["losses"][compared] == pytest.approx(alone["losses"][compared], rel=1e-4)

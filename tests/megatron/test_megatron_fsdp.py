@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_eopt.checkpoints.contents import CheckpointError
-from megatron_eopt.family import ROWS
+from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
 from tests.megatron.runs import MUON, WARMUP, assert_close_in_bf16, assert_same, losses, train, whole
 
@@ -211,7 +211,7 @@ def test_in_bf16_a_resumed_run_is_the_straight_one(tmp_path):
     assert_same(after(found), after(expected))
 
 
-OTHERS = sorted(ROWS.keys() - {"muon", "schedule_free_adamw"})
+OTHERS = sorted(OPTIMIZERS.keys() - {"muon", "schedule_free_adamw"})
 OWN = {"spectron": ["--spectron-rank", "16"]}
 
 

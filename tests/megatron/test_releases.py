@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatron_eopt.family import ROWS
+from megatron_eopt.family import OPTIMIZERS
 from tests.megatron.runs import MUON, ROOT, SMALL_GPT, UPSTREAM, assert_same, start, train
 
 full = pytest.mark.full
@@ -16,7 +16,7 @@ OWN = {
     "signum": ["--lr", "1e-3", "--min-lr", "1e-3"],
     "scion": ["--muon-lr", "4e-4", "--muon-min-lr", "4e-4"],
 }
-FAMILY = {name: OWN.get(name, []) for name in ROWS if name not in ("muon", "adaptive_muon", "lion")}
+FAMILY = {name: OWN.get(name, []) for name in OPTIMIZERS if name not in ("muon", "adaptive_muon", "lion")}
 TP2 = ["--num-layers", 2, "--tensor-model-parallel-size", 2]
 
 

@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 
-from megatron_eopt.family import ROWS
+from megatron_eopt.family import OPTIMIZERS
 from tests.megatron.runs import MUON, WARMUP, assert_same, losses, train, whole
 from tests.megatron.test_same_gradients import GPT, PLAIN, PROGRAM
 from tests.megatron.test_same_gradients import OPTIMIZERS as OF_SAME_GRADIENTS
 
 ADAPTIVE = ["--optimizer", "adaptive_muon", *MUON[2:], "--adaptive-muon-moment2-method"]
-OPTIMIZERS = {
+CASES = {
     "muon": [*MUON, *WARMUP],
     "adamuon": [*ADAPTIVE, "adamuon"],
     "normuon": [*ADAPTIVE, "normuon"],
@@ -29,7 +29,9 @@ OWN = {
     "mars_muon": ["--lr", "3e-3", "--min-lr", "3e-3"],
 }
 RELATIVES = {
-    name: ["--optimizer", name, *OWN.get(name, [])] for name in ROWS if name not in ("muon", "adaptive_muon", "lion")
+    name: ["--optimizer", name, *OWN.get(name, [])]
+    for name in OPTIMIZERS
+    if name not in ("muon", "adaptive_muon", "lion")
 }
 TP, PP, EP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--expert-model-parallel-size"
 TP_CHAIN = [(2, [TP, 2]), (1, []), (2, [TP, 2]), (4, [TP, 4])]
@@ -60,14 +62,14 @@ OF_RELATIVES = {"TP-bf16", "PP", "DP-distributed", "FSDP-bf16", "FSDP-alone", "E
 ONE_SIDE = {"normuon", "spectron"}  # which refuse matrices that are cut along both sides
 MOVES = [
     pytest.param(*one, id="-".join(one), marks=[] if one in ALWAYS else pytest.mark.full)
-    for one in itertools.product(OPTIMIZERS, CHAINS)
+    for one in itertools.product(CASES, CHAINS)
     if one[1] not in ("TP-DP", "DP-distributed-fp32", "FSDP", "FSDP-alone" if one[0] not in ONE_SIDE else "FSDP-bf16")
 ]
 MOVES += [
     pytest.param(*one, id="-".join(one), marks=pytest.mark.full)
     for one in itertools.product(RELATIVES, CHAINS)
     if one[1] in OF_RELATIVES - {"FSDP-bf16" if one[0] in ONE_SIDE else "FSDP-alone"}
-    and not (one[1] == "DP-distributed" and ROWS[one[0]].averages)  # which it is refused for
+    and not (one[1] == "DP-distributed" and OPTIMIZERS[one[0]].cls.live_key)  # which it is refused for
 ]
 MOVES += [pytest.param("soap", "TP-DP", id="soap-TP-DP", marks=pytest.mark.wide)]  # shared over data parallelism
 MOVES += [pytest.param("muon", "DP-distributed-fp32", id="muon-DP-distributed-fp32", marks=pytest.mark.wide)]
@@ -89,7 +91,7 @@ def unmoved(tmp_path_factory):
 
 
 def run(optimizer, model):
-    flags = (OPTIMIZERS | RELATIVES)[optimizer]
+    flags = (CASES | RELATIVES)[optimizer]
     if same_gradients(optimizer, model):
         flags = [*PLAIN, *OF_SAME_GRADIENTS[optimizer][0]]
     exact = ["--muon-fp32-matmul-prec", "highest", "--ckpt-format", "torch_dist"]

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from megatron_eopt.family import ROWS
+from megatron_eopt.family import OPTIMIZERS
 from tests.megatron.runs import CLIP, MUON, SMALL_GPT, WARMUP, assert_same, train, whole
 
 # Learning rates that warm up and decay, another one for embeddings, growing weight decay, and clipping in every step:
@@ -15,7 +15,7 @@ SCHEDULE = """
 """.split()
 TIED = [flag for flag in SMALL_GPT if flag != "--untie-embeddings-and-output-weights"]
 ADAPTIVE = ["--optimizer", "adaptive_muon", *MUON[2:], "--adaptive-muon-moment2-method"]
-OPTIMIZERS = {  # flags, and what is kept beside the parameters
+CASES = {  # flags, and what is kept beside the parameters
     "muon": (MUON, {"momentum_buffer", "exp_avg_sq"}),
     "adamuon": ([*ADAPTIVE, "adamuon"], {"momentum_buffer", "moment2_buffer", "exp_avg_sq"}),
     "normuon": ([*ADAPTIVE, "normuon"], {"momentum_buffer", "moment2_buffer", "exp_avg_sq"}),
@@ -32,9 +32,9 @@ OWN = {
     "scion": (["--muon-lr", "4e-4", "--muon-min-lr", "4e-5"], {"momentum_buffer"}),
 }
 RELATIVES = {}
-for name, row in ROWS.items():
+for name, row in OPTIMIZERS.items():
     if name not in ("muon", "adaptive_muon", "lion"):
-        flags, states = OWN.get(name, ([], {*row.state, *row.further_state}))
+        flags, states = OWN.get(name, ([], row.state_keys))
         RELATIVES[name] = (["--optimizer", name, *flags], states)
 LAYOUTS = {
     "TP2": ["--tensor-model-parallel-size", 2],
@@ -68,7 +68,7 @@ OF_RELATIVES = {
 
 COMBINATIONS = [
     pytest.param(*one, id="-".join(one), marks=[] if one in ALWAYS else pytest.mark.full)
-    for one in itertools.product(OPTIMIZERS, LAYOUTS, PRECISIONS)
+    for one in itertools.product(CASES, LAYOUTS, PRECISIONS)
     if one[1] != "PP2-tied"
 ]
 # Those of the relatives; test_family.py has TP2 in fp32.
@@ -76,21 +76,21 @@ COMBINATIONS += [
     pytest.param(*one, id="-".join(one), marks=pytest.mark.full)
     for one in itertools.product(RELATIVES, LAYOUTS, PRECISIONS)
     if one[1:] in OF_RELATIVES
-    and not (one[1] == "DP2-distributed" and ROWS[one[0]].averages)  # which it is refused for
+    and not (one[1] == "DP2-distributed" and OPTIMIZERS[one[0]].cls.live_key)  # which it is refused for
 ]
 
 
 def steered(optimizer):
     """The flags of an optimizer, with QK-clip, and with the warm-up of its momentum where it takes one."""
-    flags, _ = (OPTIMIZERS | RELATIVES)[optimizer]
-    row = ROWS.get(optimizer) or ROWS["adaptive_muon" if "adaptive_muon" in flags else "muon"]
+    flags, _ = (CASES | RELATIVES)[optimizer]
+    row = OPTIMIZERS.get(optimizer) or OPTIMIZERS["adaptive_muon" if "adaptive_muon" in flags else "muon"]
     return [*flags, *CLIP, *(WARMUP if row.takes("momentum_warmup") else [])]
 
 
 @pytest.mark.parametrize(("optimizer", "layout", "precision"), COMBINATIONS)
 @pytest.mark.shows("fp32", "--bf16", "--ckpt-format torch_dist")
 def test_a_resumed_run_is_the_straight_one(tmp_path, optimizer, layout, precision):
-    _, kept = (OPTIMIZERS | RELATIVES)[optimizer]
+    _, kept = (CASES | RELATIVES)[optimizer]
     model = TIED if layout == "PP2-tied" else SMALL_GPT
     layers = 1 if layout == "PP2-embedding" else 2
     run = ["--num-layers", layers, *SCHEDULE, *steered(optimizer), *LAYOUTS[layout], *PRECISIONS[precision]]
@@ -113,7 +113,7 @@ def test_a_resumed_run_is_the_straight_one(tmp_path, optimizer, layout, precisio
 
 @pytest.mark.wide
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", CASES)
 @pytest.mark.shows("--ckpt-format torch")
 def test_files_of_the_torch_format_are_read_again(tmp_path, optimizer, precision):
     """Megatron's, which it reads as plain values: with logical matrices declared, which are marks on parameters."""

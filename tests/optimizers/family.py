@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_eopt import DistributedMuon, Muon, OrthogonalizedOptimizer
-from megatron_eopt.family import ROWS
+from megatron_eopt.family import OPTIMIZERS
 
 # What is set to let a few steps of small matrices show what the optimizer does.
 SETTINGS = {
@@ -13,9 +13,9 @@ SETTINGS = {
     "soap": {"precondition_frequency": 2},
     "schedule_free_adamw": {"warmup_steps": 2},
 }
-ELEMENTWISE = tuple(name for name, row in ROWS.items() if row.owns == "all")
-FOR_VECTORS = tuple(name for name, row in ROWS.items() if row.vectors)
-every = pytest.mark.parametrize("name", ROWS)
+ELEMENTWISE = tuple(name for name, row in OPTIMIZERS.items() if row.owns == "all")
+FOR_VECTORS = tuple(name for name, row in OPTIMIZERS.items() if row.vectors)
+every = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
 def _users(params, lr):
@@ -31,21 +31,21 @@ def _with_adamw(params, **settings):
 
 # Optimizers that are in no row, and every class with those.
 FURTHER = {"with_adamw": _with_adamw, "distributed_muon": DistributedMuon, "users_own": _users}
-every_class = pytest.mark.parametrize("name", [*ROWS, *FURTHER])
+every_class = pytest.mark.parametrize("name", [*OPTIMIZERS, *FURTHER])
 
 
 def build(name, params, **settings):
     """An optimizer of the family, or of those in no row."""
     if name in FURTHER:
         return FURTHER[name](params, **{"lr": 0.01, **settings})
-    return ROWS[name].cls(params, **{"lr": 0.01, **SETTINGS.get(name, {}), **settings})
+    return OPTIMIZERS[name].cls(params, **{"lr": 0.01, **SETTINGS.get(name, {}), **settings})
 
 
 def having(*settings):
     """Names of the optimizers whose constructors take all of these."""
-    return [name for name, row in ROWS.items() if all(map(row.takes, settings))]
+    return [name for name, row in OPTIMIZERS.items() if all(map(row.takes, settings))]
 
 
 def decays(name):
     """Whether an optimizer has a weight decay."""
-    return getattr(ROWS[name].cls, "decays_weights", True)
+    return getattr(OPTIMIZERS[name].cls, "decays_weights", True)

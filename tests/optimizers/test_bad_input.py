@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from megatron_eopt import DistributedMuon, OrthogonalizedOptimizer, TensorParallelMuon
-from megatron_eopt.family import ROWS
+from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers.group_settings import arguments_of
 from megatron_eopt.optimizers.with_adamw import Muon
 from tests.distributed.ranks import run_ranks
 from tests.optimizers.family import FOR_VECTORS, build, having
 
-every = pytest.mark.parametrize("name", [*ROWS, "hybrid"])
+every = pytest.mark.parametrize("name", [*OPTIMIZERS, "hybrid"])
 
 AT_LEAST_0 = "must be a finite number of at least 0"
 ABOVE_0 = "must be a finite number above 0"
@@ -33,7 +33,7 @@ BETAS = {"betas": having("betas"), "adam_betas": ["hybrid"]}
 EPS = {"eps": having("eps"), "adam_eps": ["hybrid"]}
 
 CASES = [
-    *((name, *rate) for name in [*ROWS, "hybrid"] for rate in RATES),
+    *((name, *rate) for name in [*OPTIMIZERS, "hybrid"] for rate in RATES),
     *(
         (name, key, value, BELOW_1)
         for key, names in MOMENTA.items()
@@ -105,7 +105,7 @@ def test_more_newton_schulz_steps_than_any_run_needs_are_refused_before_they_are
 
 
 SCALARS = [
-    *((name, key) for name in [*ROWS, "hybrid"] for key in ("lr", "weight_decay")),
+    *((name, key) for name in [*OPTIMIZERS, "hybrid"] for key in ("lr", "weight_decay")),
     *((name, key) for key, names in (MOMENTA | EPS).items() for name in names if key != "adam_eps"),
     *((name, "betas") for name in BETAS["betas"]),
     ("scion", "radius"),
@@ -133,7 +133,7 @@ def test_a_tensor_of_several_entries_is_refused_where_a_number_is_wanted(name, k
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_learning_rate_that_is_a_tensor_of_one_entry_serves(name):
     results = []
     for lr in (0.25, torch.tensor(0.25, dtype=torch.float64)):
@@ -146,7 +146,7 @@ def test_a_learning_rate_that_is_a_tensor_of_one_entry_serves(name):
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_group_that_fails_otherwise_is_not_kept(name):
     p, q = matrices()
     optimizer = build(name, [p])
@@ -194,7 +194,7 @@ def test_a_gradient_that_torchs_adamw_cannot_take_leaves_the_matrices_too(dtype,
     assert not optimizer.state
 
 
-MATRICES_ALONE = [name for name in ROWS if name not in FOR_VECTORS]
+MATRICES_ALONE = [name for name in OPTIMIZERS if name not in FOR_VECTORS]
 
 
 @pytest.mark.parametrize("shape", [(4,), (), (2, 3, 4)], ids=str)
@@ -210,7 +210,7 @@ def _gradients_that_lie_otherwise(rank, world_size):
     x = distribute_tensor(torch.arange(24.0).view(1, 6, 4) % 5, mesh, [Shard(1)])
     norm(x).redistribute(placements=[Replicate()]).to_local().square().sum().backward()
     found = {}
-    for name in ROWS:
+    for name in OPTIMIZERS:
         vector = norm.weight if name in FOR_VECTORS else None
         whole = torch.nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Replicate()]))
         whole.grad = DTensor.from_local(torch.ones(6, 4), mesh, [Partial()])
@@ -244,7 +244,7 @@ def test_gradients_that_lie_otherwise_than_their_parameters_are_refused_on_all_r
 
 FLAGS = [
     (name, key)
-    for name, row in ROWS.items()
+    for name, row in OPTIMIZERS.items()
     for key, kind in arguments_of(row.cls).items()
     if kind is bool and row.takes(key)
 ]
@@ -365,7 +365,7 @@ KEYS_OF_OTHERS = (
 )
 
 
-@pytest.mark.parametrize("name", [*ROWS, "with_adamw", "distributed_muon", "users_own"])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "with_adamw", "distributed_muon", "users_own"])
 def test_keys_of_megatron_and_of_schedulers_in_groups_are_nobodys_business(name, caplog):
     build(name, [{"params": matrices(1), **dict.fromkeys(KEYS_OF_OTHERS.split(), 1), "param_names": ["w"]}])
     assert not [r for r in caplog.records if "no setting" in r.getMessage()]

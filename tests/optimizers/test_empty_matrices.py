@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.optimizers.family import ELEMENTWISE, ROWS, build
+from tests.optimizers.family import ELEMENTWISE, OPTIMIZERS, build
 
 SHAPES = [(4, 0), (0, 4), (0, 0)]
 MODES = ["spectral", "unit_rms_norm", "shape_scaling"]
@@ -12,7 +12,7 @@ CASES = [
     *(("muon", {"scale_mode": mode}) for mode in MODES),
     *(("adaptive_muon", {"scale_mode": mode, "moment2_method": method}) for mode in MODES for method in METHODS),
     *(("muon", {"tp_mode": mode, "scale_mode": "unit_rms_norm"}) for mode in ("auto", "blockwise", "gram")),
-    *((name, {}) for name in ROWS if name not in ("muon", "adaptive_muon", "spectron", *ELEMENTWISE)),
+    *((name, {}) for name in OPTIMIZERS if name not in ("muon", "adaptive_muon", "spectron", *ELEMENTWISE)),
 ]
 
 

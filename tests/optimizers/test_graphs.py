@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from megatron_eopt import TensorParallelMuon
-from megatron_eopt.family import ROWS
+from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers.cuda_graph import GraphedUpdate, capture_cuda
 from megatron_eopt.optimizers.with_adamw import HeavyBallMuon
 from tests.optimizers.family import build, decays
 from tests.optimizers.test_orthogonalized import gradient, matrix
 
 CUDA = torch.cuda.is_available()
-MUONS = [name for name, row in ROWS.items() if issubclass(row.cls, TensorParallelMuon)]
+MUONS = [name for name, row in OPTIMIZERS.items() if issubclass(row.cls, TensorParallelMuon)]
 
 
 def build_muon(name, params):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from counting import HOST_READ, Operations
 
-from megatron_eopt.family import ROWS
+from megatron_eopt.family import OPTIMIZERS
 from tests.optimizers.family import ELEMENTWISE, build
 
 SHAPES = [(64, 64), (96, 64), (64, 96), (128, 64), (64, 128)]
@@ -53,8 +53,8 @@ def built(name, masked=False, of_each=OF_EACH):
     params = [torch.nn.Parameter(torch.randn(s, generator=generator)) for _ in range(of_each) for s in SHAPES]
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator)
-    products = TORCH_PRODUCTS if ROWS[row].takes("symmetric_products") else {}
-    optimizer = ROWS[row].cls(params, **products, **settings)
+    products = TORCH_PRODUCTS if OPTIMIZERS[row].takes("symmetric_products") else {}
+    optimizer = OPTIMIZERS[row].cls(params, **products, **settings)
     return masking(optimizer) if masked else optimizer
 
 

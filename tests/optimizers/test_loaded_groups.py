@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from tests.optimizers.family import ROWS, build, every
+from tests.optimizers.family import OPTIMIZERS, build, every
 
 
 def matrices(count=2):
@@ -25,7 +25,7 @@ def keys_of(name):
     return [key for key in build(name, matrices()).param_groups[0] if key != "params"]
 
 
-@pytest.mark.parametrize(("name", "key"), [(name, key) for name in ROWS for key in keys_of(name)])
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name in OPTIMIZERS for key in keys_of(name)])
 def test_a_setting_that_a_state_lacks_is_the_one_that_the_optimizer_was_built_with(name, key):
     straight = build(name, matrices())
     run(straight, range(4))

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_eopt import TensorParallelMuon
-from megatron_eopt.family import ROWS
+from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.optimizers import offload
 from megatron_eopt.optimizers.offload import Streamed, on_host
 from tests.optimizers.family import build, having
@@ -260,4 +260,10 @@ def test_what_cannot_be_is_refused_at_construction(mesh):
 
 
 def test_every_optimizer_says_whether_it_takes_the_setting():
-    assert set(ROWS) - set(having("offload_fraction")) == {"lion", "signum", "soap", "spectron", "schedule_free_adamw"}
+    assert set(OPTIMIZERS) - set(having("offload_fraction")) == {
+        "lion",
+        "signum",
+        "soap",
+        "spectron",
+        "schedule_free_adamw",
+    }

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_eopt import SOAP, DistributedMuon, Scion, Spectron, TensorParallelMuon
-from megatron_eopt.family import FAMILY
+from megatron_eopt.family import OPTIMIZERS
 from tests.optimizers.test_lion import parameters, run
 
 CASES = [
@@ -46,7 +46,9 @@ def test_two_names_with_two_values_are_refused(call, error, message):
         call(parameters([(6, 4)]))
 
 
-@pytest.mark.parametrize("kind", [*(row.cls for row in FAMILY), DistributedMuon], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [*(row.cls for row in OPTIMIZERS.values()), DistributedMuon], ids=lambda kind: kind.__name__
+)
 def test_an_unknown_argument_is_refused_with_the_nearest(kind):
     message = rf"^{kind.__name__}\(\) got an unexpected keyword argument 'weight_deca', did you mean 'weight_decay'\?$"
     with pytest.raises(TypeError, match=message):

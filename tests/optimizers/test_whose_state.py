@@ -12,11 +12,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from megatron_eopt import DistributedMuon, Lion, TensorParallelMuon
 from megatron_eopt.optimizers.orthogonalized import OrthogonalizedOptimizer
 from megatron_eopt.optimizers.with_adamw import Muon
-from tests.optimizers.family import ROWS, build
+from tests.optimizers.family import OPTIMIZERS, build
 from tests.plain.made import assert_same
 
 BUILDERS = {
-    **{row.cls.__name__: lambda params, name=name: build(name, params) for name, row in ROWS.items()},
+    **{row.cls.__name__: lambda params, name=name: build(name, params) for name, row in OPTIMIZERS.items()},
     "Muon": lambda params: Muon(params[:-1], params[-1:]),
     "DistributedMuon": DistributedMuon,
 }

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_eopt.overrides import OverrideError, Selector, bounds, entries_from_dict, read_overrides, regex, resolve
+from megatron_eopt.overrides import OverrideError, Selector, entries_from_dict, limits, read_overrides, regex, resolve
 from tests.overrides.made import KNOWN, model
 
 # Each file in a child of its own, which has imported everything and has two seconds for what it does itself.
@@ -135,7 +135,7 @@ FILES = {
     "betas.yaml": (f"- select: x\n  betas: [{'1, ' * 5_000}]", r":2: betas: expected two numbers in .{80}"),
     "alias.yaml": (f"- *{'n' * 100_000}", r":1: this is no YAML: found undefined alias"),
     "zero.yaml": ("\0" * 1000, r":1: this is no YAML: unacceptable character #x0000"),
-    "large.yaml": ("#" * (bounds.MAX_FILE_BYTES + 1), r": expected a file of at most 262,144 bytes"),
+    "large.yaml": ("#" * (limits.MAX_FILE_BYTES + 1), r": expected a file of at most 262,144 bytes"),
 }
 
 
@@ -175,20 +175,20 @@ def test_what_is_no_file_with_text_is_not_opened(tmp_path, make):
 
 def test_after_many_mistakes_the_last_line_says_how_far_the_file_was_read(tmp_path):
     path = tmp_path / "o.yaml"
-    path.write_text("- {select: x, lrr: 1}\n" * (bounds.MAX_MISTAKES + 9))
+    path.write_text("- {select: x, lrr: 1}\n" * (limits.MAX_MISTAKES + 9))
     with pytest.raises(OverrideError) as error:
         read_overrides(path, KNOWN, keep_mistakes=True)
     *mistakes, last = str(error.value).splitlines()
     assert mistakes == [f"{path}:{k}: lrr: unknown setting, did you mean 'lr'?" for k in range(1, len(mistakes) + 1)]
     assert last == f"{path}:{len(mistakes)}: read up to here: mend these first"
-    assert len(mistakes) == bounds.MAX_MISTAKES + 1
+    assert len(mistakes) == limits.MAX_MISTAKES + 1
 
 
 def test_many_selectors_that_match_nothing_are_all_reported():
-    entries = entries_from_dict({f"x{k}": {"lr": 1} for k in range(bounds.MAX_MISTAKES + 9)}, known=KNOWN)
+    entries = entries_from_dict({f"x{k}": {"lr": 1} for k in range(limits.MAX_MISTAKES + 9)}, known=KNOWN)
     with pytest.raises(OverrideError) as error:
         resolve(entries, model(1), "muon", known=KNOWN)
-    assert str(error.value).count("matches no parameter") == bounds.MAX_MISTAKES + 9
+    assert str(error.value).count("matches no parameter") == limits.MAX_MISTAKES + 9
 
 
 NUMBERS = [10**400, 10**5000, -(10**400), math.nan, -math.inf, True, "1" * 5000]

@@ -14,12 +14,12 @@ from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.overrides import Known, OverrideError, SettingError, check_setting, make_entry, resolve
 from megatron_eopt.overrides.settings import OF_ALL, SETTINGS, check_of
 from megatron_eopt.registry import EMERGING_OPTIMIZERS
-from tests.optimizers.family import ROWS, build, decays, every
+from tests.optimizers.family import OPTIMIZERS, build, decays, every
 from tests.overrides.made import KNOWN, having, model
 
 DOCS = Path(__file__).parents[2] / "docs" / "overrides.md"
 FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
-OF_OPTIMIZERS = [(name, key) for name in ROWS for key in sorted(KNOWN.optimizers[name]) if key != "split"]
+OF_OPTIMIZERS = [(name, key) for name in OPTIMIZERS for key in sorted(KNOWN.optimizers[name]) if key != "split"]
 
 # What half of a default, or its opposite, would not show.
 OTHERS = {
@@ -64,13 +64,13 @@ def test_a_group_with_its_own_value_is_an_optimizer_with_that_value(name, key):
     value, beside = other(key, KNOWN.optimizers[name][key]), BESIDE.get(key, {})
     own = after(name, {key: value}, **beside)
     assert not torch.equal(own, after(name, **beside)), f"{name} does not read {key} from its groups"
-    if key in inspect.signature(ROWS[name].cls).parameters:
+    if key in inspect.signature(OPTIMIZERS[name].cls).parameters:
         assert torch.equal(own, after(name, **{key: value}, **beside))
 
 
 @every
 def test_every_argument_of_a_constructor_is_a_setting_of_groups_or_is_refused(name):
-    taken = inspect.signature(ROWS[name].cls).parameters.keys() - {"params", "lr", "weight_decay"}
+    taken = inspect.signature(OPTIMIZERS[name].cls).parameters.keys() - {"params", "lr", "weight_decay"}
     settings, fixed = KNOWN.optimizers[name], KNOWN.fixed[name]
     assert taken <= settings.keys() | fixed
     assert not settings.keys() & fixed
@@ -96,7 +96,7 @@ def test_settings_that_users_ask_for_are_there(name, keys):
 
 def test_whether_factors_are_pairs_and_scales_of_other_rules_are_no_settings():
     assert "pairs" not in KNOWN.optimizers["spectron"]
-    for name in ROWS.keys() - LIKE_MUON:
+    for name in OPTIMIZERS.keys() - LIKE_MUON:
         assert not {"scale_mode", "extra_scale_factor"} & KNOWN.optimizers[name].keys()
 
 
@@ -212,7 +212,7 @@ def test_a_value_that_is_taken_has_the_type_of_the_default_and_can_be_sorted(nam
         assert len(found) == len(default)
 
 
-@given(st.sampled_from(OF_OPTIMIZERS), st.sampled_from(sorted(ROWS)))
+@given(st.sampled_from(OF_OPTIMIZERS), st.sampled_from(sorted(OPTIMIZERS)))
 def test_suggestions_are_settings_that_the_optimizer_has(named, optimizer):
     """A key of one optimizer for a parameter of another: what is suggested would be taken."""
     _, key = named
@@ -228,7 +228,7 @@ def test_suggestions_are_settings_that_the_optimizer_has(named, optimizer):
         assert suggested in KNOWN.optimizers[optimizer] or suggested in OF_ALL
 
 
-@given(st.text("abcdefimnoprstu_2", min_size=1, max_size=10), st.sampled_from([None, *ROWS]))
+@given(st.text("abcdefimnoprstu_2", min_size=1, max_size=10), st.sampled_from([None, *OPTIMIZERS]))
 def test_no_key_is_suggested_that_the_optimizer_named_beside_it_has_not(key, optimizer):
     try:
         check_setting(key, 0.5, KNOWN, optimizer)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_eopt.family import FAMILY, LIKE_MUON
+from megatron_eopt.family import LIKE_MUON, OPTIMIZERS
 from megatron_eopt.overrides import SETTINGS, Known, OverrideError, SettingError, check_setting, make_entry
 from megatron_eopt.overrides.settings import OF_ALL
 from tests.overrides.made import KNOWN, having
@@ -55,10 +55,18 @@ def test_optimizers_say_themselves_what_they_take():
     relatives = {*muons, "muon_hyperball", "polargrad", "scion", "spectron"}
     assert table["lr"] == table["exclude"] == sorted(KNOWN.optimizers)
     assert muons <= set(table["scale_mode"]) == set(LIKE_MUON)
-    assert relatives <= set(table["num_ns_steps"]) == {row.name for row in FAMILY if row.takes("num_ns_steps")}
-    assert {*relatives, "soap"} <= set(table["split"]) == {row.name for row in FAMILY if row.owns == "matrices"}
+    assert (
+        relatives
+        <= set(table["num_ns_steps"])
+        == {row.name for row in OPTIMIZERS.values() if row.takes("num_ns_steps")}
+    )
+    assert (
+        {*relatives, "soap"}
+        <= set(table["split"])
+        == {row.name for row in OPTIMIZERS.values() if row.owns == "matrices"}
+    )
     for key, some in (("eps", {"adaptive_muon", "soap"}), ("betas", {"lion", "soap"})):
-        assert some <= set(table[key]) == {"adam", *(row.name for row in FAMILY if row.takes(key))}
+        assert some <= set(table[key]) == {"adam", *(row.name for row in OPTIMIZERS.values() if row.takes(key))}
     assert table["rank"] == ["spectron"]
     own = Known({"mine": {"betas": (0.9, 0.99)}}, ("none", "thirds"))
     entry = make_entry("*", {"optimizer": "mine", "betas": (0, 0)}, known=own)

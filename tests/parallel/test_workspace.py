@@ -9,7 +9,7 @@ import torch.distributed as dist
 from counting import Allocations
 from hypothesis import given
 from hypothesis import strategies as st
-from step import MODES, OPTIMIZERS, RANKS, counted_step
+from step import CASES, MODES, RANKS, counted_step
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -95,7 +95,7 @@ def test_nor_where_shards_differ_from_matrix_to_matrix(fake_group, workspace):
 
 @pytest.mark.parametrize("name", ["adamuon", "normuon", "namo", "muon_hyperball", "polargrad"])
 def test_no_relative_takes_more(fake_group, name):
-    engine, peak = counted_step(fake_group, "owner", 2, 2**31, OPTIMIZERS[name])
+    engine, peak = counted_step(fake_group, "owner", 2, 2**31, CASES[name])
     assert peak <= step_bytes(engine.plan, engine.works, engine.workspace)
     assert peak <= 2**31 + 2 * (2 * 8192 * 57344 + 2 * 8192 * 8192)
 
@@ -104,7 +104,7 @@ def test_no_relative_takes_more(fake_group, name):
     ("name", "mode"), [("muon", "owner"), ("muon", "gram"), ("adamuon", "owner"), ("mars_muon", "auto")]
 )
 def test_state_from_host_memory_is_on_the_device_within_the_workspace(fake_group, name, mode):
-    optimizer = partial(OPTIMIZERS[name], offload_fraction=1.0)
+    optimizer = partial(CASES[name], offload_fraction=1.0)
     engine, peak = counted_step(fake_group, mode, 2, 2**31, optimizer)
     assert peak <= step_bytes(engine.plan, engine.works, engine.workspace)
     assert peak <= 2**31 + 2 * (2 * 8192 * 57344 + 2 * 8192 * 8192)

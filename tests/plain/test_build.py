@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from megatron_eopt import registry
-from megatron_eopt.family import FAMILY, ROWS
+from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.matrices import concatenated, declare, undeclare
 from megatron_eopt.plain import OptimizerConfig, build_optimizer
 from megatron_eopt.registry import get_optimizer_builder, register_optimizer
@@ -20,8 +20,8 @@ from tests.optimizers.family import decays
 
 MESSAGE = r"build_optimizer takes a model, a torch\.nn\.Module, .* got {}: .* megatron_eopt\.Muon\(matrices, rest\)"
 OPTIONS = {"spectron": {"rank": 4}, "scion": {"radius": 1.0}}
-NAMES = ["adamw", *(row.name for row in FAMILY if row.plain)]
-MATRIX_OPTIMIZERS = [row.name for row in FAMILY if row.plain and not row.vectors]
+NAMES = ["adamw", *(row.name for row in OPTIMIZERS.values() if row.plain)]
+MATRIX_OPTIMIZERS = [row.name for row in OPTIMIZERS.values() if row.plain and not row.vectors]
 
 
 class Model(nn.Module):
@@ -146,7 +146,7 @@ def test_embeddings_and_output_layers_are_adamws(name, caplog):
 def test_what_is_built_goes_by_its_own_name(name):
     model = Model()
     optimizer = build(model, name)
-    called = "Muon" if name == "muon" else ROWS[name].cls.__name__
+    called = "Muon" if name == "muon" else OPTIMIZERS[name].cls.__name__
     assert repr(optimizer).startswith(f"{called} (\nParameter Group 0")
     model.lm_head.weight.grad = torch.ones(11, 8).to_sparse()
     with pytest.raises(ValueError, match=rf"AdamW in {called} takes real, dense gradients"):

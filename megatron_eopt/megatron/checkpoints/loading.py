@@ -33,7 +33,7 @@ from megatron_eopt.checkpoints.contents import (
 )
 from megatron_eopt.checkpoints.problems import check_files, check_pickles
 from megatron_eopt.checkpoints.states import BLOCK, MAIN, blocks_of, holding, split_key
-from megatron_eopt.manifest import Family, compare, from_json, to_json
+from megatron_eopt.manifest import ParamPattern, compare, from_json, to_json
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import distinct, from_rank_0, say
 from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, Sums, checksums, loaded_tensors
@@ -352,7 +352,7 @@ def report_converted(state: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> N
         say(f"the state of the checkpoint is converted: {', '.join(everywhere)}")
 
 
-def report_changes(saved: dict[str, Any] | None, families: Sequence[Family]) -> None:
+def report_changes(saved: dict[str, Any] | None, families: Sequence[ParamPattern]) -> None:
     """Say what changed since the save. Nothing is decided by it, so one that cannot be read ends no run."""
     if saved is None or dist.get_rank() != 0:
         return

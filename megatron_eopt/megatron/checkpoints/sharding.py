@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_eopt.manifest import Family, rows
+from megatron_eopt.manifest import ParamPattern, rows
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.agreement import distinct
 from megatron_eopt.megatron.parameters import shard_of
@@ -145,7 +145,7 @@ def _replica_id(dims: Sequence[str | int], layout: Layout, own: int | tuple[int,
     return (pipeline, tensor * layout.ranks + earlier, *data)
 
 
-def layers_differ(families: Iterable[Family], frozen: Iterable[str]) -> bool:
+def layers_differ(families: Iterable[ParamPattern], frozen: Iterable[str]) -> bool:
     """Whether layers differ in the optimizers of parameters that are alike; all ranks call it together.
 
     ``families`` are the manifest, ``frozen`` the names of this rank's parameters that no optimizer may have. Different

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_eopt.manifest import Family, families, merged, problems, warnings
+from megatron_eopt.manifest import ParamPattern, families, merged, problems, warnings
 from megatron_eopt.megatron.described.model import described_run, ranks_to_describe
 from megatron_eopt.registry import takes_matrices
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class PlannedRun:
     """A run before it is one."""
 
-    families: list[Family]  # the manifest, as the run will print it
+    families: list[ParamPattern]  # the manifest, as the run will print it
     explained: list[str]  # the plan of each optimizer on the first rank, as a table, and deals
     stages: list[tuple[int, "Memory"]]  # of each pipeline stage its matrices on all ranks, and what a rank holds
     problems: list[str]  # what the run will end on at its start

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
-from megatron_eopt.family import ROWS
+from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.support.rules import TORCH_FSDP2, Run, unsupported
 from megatron_eopt.registry import takes_matrices
@@ -39,7 +39,7 @@ _INSTANCES = {"ddp.use_megatron_fsdp": True, "ddp.num_distributed_optimizer_inst
 _WHOLE = "whole matrices are shared out over data-parallel ranks"
 
 FEATURES = (
-    *(Feature(f"--optimizer {name}", _of(name)) for name in ROWS),
+    *(Feature(f"--optimizer {name}", _of(name)) for name in OPTIMIZERS),
     Feature("--muon-scalar-optimizer lion", {"config.muon_scalar_optimizer": "lion"}),
     Feature("fp32", {"config.bf16": False}),
     Feature("--bf16"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any, NamedTuple
 
-from megatron_eopt.family import LIKE_MUON, ROWS
+from megatron_eopt.family import LIKE_MUON, OPTIMIZERS
 from megatron_eopt.megatron import releases
 from megatron_eopt.registry import (
     EMERGING_OPTIMIZERS,
@@ -178,7 +178,7 @@ def _unsaved(name: str, parameter: Any, model: Any) -> bool:
 
 
 def _offloads(optimizer: str) -> bool:
-    return optimizer in ROWS and ROWS[optimizer].takes("offload_fraction")
+    return optimizer in OPTIMIZERS and OPTIMIZERS[optimizer].takes("offload_fraction")
 
 
 def _gathers_alone(run: Run) -> bool:

@@ -1,4 +1,4 @@
-"""How much a file of overrides may ask for: more than runs need, and little enough to be answered in a few seconds."""
+"""How large a file of overrides may be, to be read in seconds."""
 
 MAX_FILE_BYTES = 2**18  # three thousand entries of three lines, which take half a second to parse
 MAX_TEXT = 500  # characters of a selector, key or value: names of parameters have 50 to 150

@@ -1,4 +1,4 @@
-"""The matrices of a transformer that is given by Megatron's flags: for plans without a GPU, a model or Megatron."""
+"""The matrices of a transformer that is given by Megatron's flags."""
 
 from dataclasses import dataclass, replace
 
@@ -62,13 +62,6 @@ MODELS = {
 }
 
 
-def matrices_of(
-    model: Model, parallel: Parallel, work: Work, *, split_gate_up: bool = False, itemsize: int = 2
-) -> list[Matrix]:
-    """Those of :func:`dealt_matrices`, where they are dealt for the mode ``auto``."""
-    return dealt_matrices(model, parallel, work, split_gate_up=split_gate_up, itemsize=itemsize)[0]
-
-
 def dealt_matrices(
     model: Model,
     parallel: Parallel,
@@ -79,7 +72,7 @@ def dealt_matrices(
     split_gate_up: bool = False,
     itemsize: int = 2,
 ) -> tuple[list[Matrix], list[Deal]]:
-    """The logical matrices that the busiest data-parallel rank has of the longest pipeline stage, and how it got them.
+    """Logical matrices of the busiest rank of the longest stage, and the deals.
 
     Embeddings and the output layer are not Muon's. ``itemsize`` is of an entry where it is exchanged: 2 where products
     have 16 bits, else 4. There is a deal of dense parameters and one of experts, as far as there are several ranks.

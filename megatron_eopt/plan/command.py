@@ -1,4 +1,4 @@
-"""The command ``megatron-eopt plan``: what a step of a model will cost, without a GPU and without Megatron.
+"""The command ``megatron-eopt plan``: what a step of a model will cost.
 
 ``plan --model llama3-70b --tensor-model-parallel-size 8``, or the sizes of a model by the names of Megatron's flags.
 ``plan -- FLAGS`` takes those of a whole pretrain command, and also says which optimizer each parameter will have.
@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
 from typing import get_args
 
+from megatron_eopt.family import DEFAULT_TP_MODE
+from megatron_eopt.from_config import workspace_from
 from megatron_eopt.manifest import table, write_json
 from megatron_eopt.manifest.text import aligned, megabytes
-from megatron_eopt.models import MODELS, Model, Parallel, dealt_matrices
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.timing import fastest, saved_times, shares
@@ -25,7 +26,7 @@ from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Work
 from megatron_eopt.parallel.explain import explain
 from megatron_eopt.parallel.plan import TpMode, make_plan
 from megatron_eopt.parallel.workspace import Workspace
-from megatron_eopt.row import workspace_from
+from megatron_eopt.plan.models import MODELS, Model, Parallel, dealt_matrices
 
 _OF_RUN = {"--world-size", "--full", "--json"}
 _QUIET = 2.0  # seconds after which a plan says how far it is
@@ -50,14 +51,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         field_name = name.removesuffix("-model").replace("-", "_")
         ranks.add_argument(f"--{name}-parallel-size", dest=field_name, type=_positive, default=1, help=dealt)
     muon = parser.add_argument_group("Muon")
-    muon.add_argument("--muon-tp-mode", choices=get_args(TpMode), default="auto")
-    muon.add_argument("--muon-coefficient-type", choices=get_supported_coefficient_types(), default="quintic")
-    muon.add_argument("--muon-num-ns-steps", type=_positive, default=5)
+    muon.add_argument("--muon-tp-mode", choices=get_args(TpMode), default=DEFAULT_TP_MODE)
+    sets, iteration = get_supported_coefficient_types(), NewtonSchulz()
+    muon.add_argument("--muon-coefficient-type", choices=sets, default=iteration.coefficient_type)
+    muon.add_argument("--muon-num-ns-steps", type=_positive, default=iteration.steps)
     products = muon.add_mutually_exclusive_group()
     products.add_argument("--dense", action="store_true", help="without kernels for symmetric products")
     products.add_argument("--kernel-times", metavar="FILE", help="of make gpu: the fastest kernel and its time")
     muon.add_argument("--exchange-itemsize", type=int, choices=(2, 4), default=2, help="bytes of an entry on the wire")
-    muon.add_argument("--optimizer-workspace", type=float, default=2.0, metavar="GIB", help="for temporaries of a step")
+    gib, temporaries = Workspace.bytes / 2**30, "for temporaries of a step"
+    muon.add_argument("--optimizer-workspace", type=float, default=gib, metavar="GIB", help=temporaries)
     rates = parser.add_argument_group("rates of one rank")
     rates.add_argument("--tflops", type=_above_zero, default=DEFAULT_RATES.flops / 1e12, help="TFLOP/s")
     rates.add_argument("--bandwidth", type=_above_zero, default=DEFAULT_RATES.bytes / 1e9, help="GB/s sent")

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_eopt.models import MODELS, Model, Parallel, dealt_matrices, matrices_of
 from megatron_eopt.orthogonalize import get_coefficients
 from megatron_eopt.parallel.cost import Work, plan_cost
 from megatron_eopt.parallel.plan import Matrix, make_plan
 from megatron_eopt.parallel.records import cut
+from megatron_eopt.plan.models import MODELS, Model, Parallel, dealt_matrices
 
 QUINTIC = get_coefficients("quintic", 5)
 WORK = Work(schedule=QUINTIC, restarts=(3,))
@@ -22,7 +22,7 @@ def shapes(matrices):
 
 
 def test_a_dense_model():
-    matrices = matrices_of(SMALL, Parallel(tensor=2), WORK)
+    matrices = dealt_matrices(SMALL, Parallel(tensor=2), WORK)[0]
     assert shapes(matrices) == {
         ("self_attention.linear_qkv.weight[q]", (64, 64), 2, "tp"): 3,
         ("self_attention.linear_qkv.weight[k]", (16, 64), 2, "tp"): 3,
@@ -37,13 +37,13 @@ def test_a_dense_model():
     }
     assert of_qkv["[q]"] == [(32, 64)] * 2
     assert of_qkv["[k]"] == [(8, 64)] * 2
-    split = shapes(matrices_of(SMALL, Parallel(tensor=2, pipeline=2), WORK, split_gate_up=True, itemsize=2))
+    split = shapes(dealt_matrices(SMALL, Parallel(tensor=2, pipeline=2), WORK, split_gate_up=True, itemsize=2)[0])
     assert split["mlp.linear_fc1.weight[gate]", (96, 64), 2, "tp"] == 2
     assert split["mlp.linear_fc1.weight[up]", (96, 64), 2, "tp"] == 2
 
 
 def test_more_ranks_than_query_groups_cut_inside_a_group():
-    matrices = {m.name: m for m in matrices_of(SMALL, Parallel(tensor=4), WORK)}
+    matrices = {m.name: m for m in dealt_matrices(SMALL, Parallel(tensor=4), WORK)[0]}
     name = "decoder.layers.0.self_attention.linear_qkv.weight"
     # a group is 32 rows of q, 8 of k and 8 of v; a rank has 24 of these 48
     assert [rectangle.shape[0] for rectangle in matrices[f"{name}[q]"].rectangles] == [24, 8, 24, 8]
@@ -55,21 +55,21 @@ def test_more_ranks_than_query_groups_cut_inside_a_group():
 def test_experts():
     model = Model(num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=8, num_experts=8,
                   moe_ffn_hidden_size=32)  # fmt: skip
-    matrices = matrices_of(model, Parallel(tensor=4, expert_tensor=2, expert=2), WORK)
+    matrices = dealt_matrices(model, Parallel(tensor=4, expert_tensor=2, expert=2), WORK)[0]
     counted = Counter((m.shape, m.ranks, m.group) for m in matrices)
     # 4 ranks hold the experts twice over in shards of two: nothing is dealt
     assert counted[(32, 64), 2, "expt_tp"] == 8
     assert counted[(64, 32), 2, "expt_tp"] == 8
     assert counted[(8, 64), 1, "tp"] == 2
     # as many data-parallel ranks of experts as there are ranks
-    dealt = matrices_of(model, Parallel(tensor=4, data=2), WORK)
+    dealt = dealt_matrices(model, Parallel(tensor=4, data=2), WORK)[0]
     assert sum("experts" in m.name for m in dealt) == 2 * 8 * 2 // 8
 
 
 def test_the_matrices_are_those_of_the_busiest_rank():
     model = replace(SMALL, num_layers=5)
     matrices, (found,) = dealt_matrices(model, Parallel(tensor=2, data=3), WORK)
-    everything = matrices_of(model, Parallel(tensor=2), WORK)
+    everything = dealt_matrices(model, Parallel(tensor=2), WORK)[0]
     assert {replace(m, itemsize=2) for m in matrices} < set(everything)
     parameters = {m.name.partition("[")[0] for m in matrices}
     assert len(parameters) == found.ranks.count(found.seconds.index(max(found.seconds)))
@@ -97,13 +97,13 @@ def test_the_busiest_rank_before_and_after(data, by_size, by_time):
 )
 def test_what_cannot_be_divided_is_refused(parallel, model, message):
     with pytest.raises(ValueError, match=message):
-        matrices_of(model, parallel, WORK)
+        dealt_matrices(model, parallel, WORK)[0]
 
 
 def predicted(model, pipeline, data, **settings):
     """Predicted milliseconds of each mode at TP8 in fp32, and the plan of ``auto``."""
     parallel = Parallel(tensor=8, pipeline=pipeline, data=data)
-    matrices = matrices_of(MODELS[model], parallel, WORK, itemsize=4, **settings)
+    matrices = dealt_matrices(MODELS[model], parallel, WORK, itemsize=4, **settings)[0]
     modes = ("auto", "owner", "gram", "duplicated", "distributed")
     plans = {mode: make_plan(matrices, mode, WORK) for mode in modes}
     return {mode: plan_cost(plan, WORK).seconds * 1e3 for mode, plan in plans.items()}, plans["auto"]

@@ -1,0 +1,54 @@
+"""Arguments of constructors from Megatron's config."""
+
+import copy
+import inspect
+from collections.abc import Callable
+from math import ceil, inf
+from typing import Any
+
+import torch
+
+
+def kwargs_from_config(optimizer_cls: Callable[..., Any], prefix: str, config: Any) -> dict[str, Any]:
+    """The named arguments of an optimizer that a config has: ``config.{prefix}_{name}``, else ``config.{name}``."""
+    kwargs = {}
+    for name, argument in inspect.signature(optimizer_cls).parameters.items():
+        fields = [field for field in (f"{prefix}_{name}", name) if hasattr(config, field)]
+        named = argument.kind not in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
+        if fields and named and name not in ("params", *getattr(optimizer_cls, "keywords", ())):  # of a partial
+            kwargs[name] = getattr(config, fields[0])
+    return kwargs
+
+
+def with_fields(config: Any, **values: Any) -> Any:
+    """A copy of a config with other values; nothing is recomputed."""
+    found = copy.copy(config)
+    for name, value in values.items():
+        setattr(found, name, value)
+    return found
+
+
+def workspace_from(config: Any) -> dict[str, int]:
+    """The argument ``workspace``, in bytes, from ``--optimizer-workspace`` in GiB."""
+    gib = getattr(config, "optimizer_workspace", None)
+    if gib is not None and not 0 < gib < inf:
+        raise ValueError(f"--optimizer-workspace must be a finite number of GiB above 0, got {gib}")
+    return {} if gib is None else {"workspace": ceil(gib * 2**30)}
+
+
+def momentum_dtype_from(config: Any) -> dict[str, torch.dtype]:
+    """The argument ``momentum_dtype``, from ``--optimizer-momentum-dtype``; none where that is ``fp32``, the default.
+
+    fp32 means the dtype of the parameters that the optimizer has, which in Megatron is fp32.
+    """
+    name = getattr(config, "optimizer_momentum_dtype", "fp32")
+    if name not in ("fp32", "bf16"):
+        raise ValueError(f"--optimizer-momentum-dtype is fp32 or bf16, got {name!r}")
+    return {} if name == "fp32" else {"momentum_dtype": torch.bfloat16}
+
+
+def get_qkv_split_shapes(model_cfg: Any) -> list[int]:
+    """Rows of q, k and v (or q, gate, k, v) in a query group."""
+    query_rows = model_cfg.num_attention_heads // model_cfg.num_query_groups * model_cfg.kv_channels
+    queries = [query_rows, query_rows] if getattr(model_cfg, "attention_output_gate", False) else [query_rows]
+    return [*queries, model_cfg.kv_channels, model_cfg.kv_channels]

@@ -47,10 +47,7 @@ def parameters_of(seed, ranks, iteration, group):
         (on_one_rank(shape) if rectangles is None or group is None else Layout(shape, rectangles, group, "dp"), split)
         for shape, rectangles, split in lying(seed, ranks)
     ]
-    return [
-        Parameter(str(i), torch.float32, layout, split, iteration, scale=lambda rows, cols: 1 + rows / cols)
-        for i, (layout, split) in enumerate(layouts)
-    ]
+    return [Parameter(str(i), torch.float32, layout, split, iteration) for i, (layout, split) in enumerate(layouts)]
 
 
 def updates_of(seed, parameters):

@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from megatron_eopt.matrices import Part, Split
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
+from megatron_eopt.parallel.chunks import subset
 from megatron_eopt.parallel.collectives import counters
-from megatron_eopt.parallel.engine import Engine, Parameter, subset
+from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, on_one_rank
 from megatron_eopt.parallel.records import cut, cut_at
 from megatron_eopt.parallel.workspace import Workspace
@@ -84,7 +85,7 @@ def on_ranks(rank, ranks):
                 counters.reset()
                 factors = factors_of(engine, updates, indices)
                 counted = {name: (counters.calls[name], counters.bytes[name]) for name in counters.calls}
-                numbers = [m for m, (i, _) in enumerate(engine._of_matrix) if i in indices]
+                numbers = [m for m, (i, _) in enumerate(engine._compiler.of_matrix) if i in indices]
                 expected = predicted(subset(engine.plan, numbers), rank, engine.works)
                 results.append((factors, counted, expected))
             chunks = 1 + max(bucket.chunk for bucket in engine.plan.buckets)

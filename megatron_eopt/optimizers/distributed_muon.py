@@ -22,8 +22,9 @@ from megatron_eopt.orthogonalize.coefficients import get_coefficients
 from megatron_eopt.orthogonalize.newton_schulz import newton_schulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, product_dtype, validate_matmul_precision
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
+from megatron_eopt.parallel.agreement import check_same
 from megatron_eopt.parallel.collectives import all_gather, broadcast
-from megatron_eopt.parallel.engine import Engine, Parameter, check_same
+from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import is_sharded
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, whole
 

@@ -197,6 +197,8 @@ def executed(plan, shards, groups, iterations, scale=scale):
         for i in bucket.matrices if bucket.scheme == "blockwise" else ():
             shape = layouts[i].rectangle.shape
             engine.matrices[i] = (replace(plan.matrices[i], shape=shape, rectangles=(whole(shape),), group=""),)
-    scales = [scale(*matrix.shape) for matrix in engine.flat(range(len(shards)))]
+    # that of an empty shard may divide by zero
+    matrices = engine.flat(range(len(shards)))
+    scales = [1.0 if 0 in matrix.shape else scale(*matrix.shape) for matrix in matrices]
     factors = engine.factors(range(len(shards)), shards)
     return [x.mul_(each) for x, each in zip(factors, scales, strict=True)]

@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from megatron_eopt.matrices import Part, Split
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
+from megatron_eopt.parallel.chunks import subset
 from megatron_eopt.parallel.collectives import counters
-from megatron_eopt.parallel.engine import Engine, Parameter, subset
+from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, on_one_rank
 from megatron_eopt.parallel.records import cut, cut_at
 from megatron_eopt.parallel.workspace import Workspace
@@ -47,10 +48,7 @@ def parameters_of(seed, ranks, iteration, group):
         (on_one_rank(shape) if rectangles is None or group is None else Layout(shape, rectangles, group, "dp"), split)
         for shape, rectangles, split in lying(seed, ranks)
     ]
-    return [
-        Parameter(str(i), torch.float32, layout, split, iteration, scale=lambda rows, cols: 1 + rows / cols)
-        for i, (layout, split) in enumerate(layouts)
-    ]
+    return [Parameter(str(i), torch.float32, layout, split, iteration) for i, (layout, split) in enumerate(layouts)]
 
 
 def updates_of(seed, parameters):
@@ -87,7 +85,7 @@ def on_ranks(rank, ranks):
                 counters.reset()
                 factors = factors_of(engine, updates, indices)
                 counted = {name: (counters.calls[name], counters.bytes[name]) for name in counters.calls}
-                numbers = [m for m, (i, _) in enumerate(engine._of_matrix) if i in indices]
+                numbers = [m for m, (i, _) in enumerate(engine._compiler.of_matrix) if i in indices]
                 expected = predicted(subset(engine.plan, numbers), rank, engine.works)
                 results.append((factors, counted, expected))
             chunks = 1 + max(bucket.chunk for bucket in engine.plan.buckets)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from megatron_eopt.parallel.chunks import subset
 from megatron_eopt.parallel.cost import Rates, bucket_traffic, cube_flops, plan_cost, whole_flops, work_of
-from megatron_eopt.parallel.engine import subset
 from megatron_eopt.parallel.plan import (
     REPLICATED_ROWS,
     SHARED_PARTS,

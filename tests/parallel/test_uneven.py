@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_eopt.parallel.chunks import subset
 from megatron_eopt.parallel.cost import plan_cost
-from megatron_eopt.parallel.engine import subset
 from megatron_eopt.parallel.plan import first_difference, make_plan
 from megatron_eopt.parallel.records import Matrix, cut_at
 from megatron_eopt.parallel.workspace import Workspace, chunk_bytes

@@ -16,32 +16,23 @@ from megatron_eopt.parallel.watched import Watched
 Shapes = tuple[int, int, int] | list[Shape]
 """Of a stack (n x rows x cols); where its matrices differ, of each: they lie back to back in one dimension then."""
 
-Alike = Sequence[tuple[int, Matrix]]
+LayoutRuns = Sequence[tuple[int, Matrix]]
 """Runs of matrices with equal layouts, in order: (how many, the first of them)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A bucket at work.
-
-    Attributes:
-        matrix: one of those of the bucket, all of which have its shape, and its shards but under ``owner``.
-        group: the ranks; None where nothing is exchanged.
-        iteration: for matrices of the shape that is orthogonalized, in the form that the scheme has.
-        shapes: of this rank's shards.
-        alike: the matrices of each compute rank, in the order of the stack.
-        first: whether the rank is the first of those that hold what nobody shares.
-        watched: the step, where somebody watches it.
-    """
+    """A bucket at work."""
 
     bucket: Bucket
-    matrix: Matrix
-    group: ProcessGroup | None
-    iteration: Iteration
-    shapes: Shapes
-    alike: Sequence[Alike] = ()
-    first: bool = True
-    watched: Watched | None = None
+    matrix: Matrix  # one of those of the bucket, all of which have its shape, and its shards but under owner
+    group: ProcessGroup | None  # the ranks; None where nothing is exchanged
+    iteration: Iteration  # for matrices of the shape that is orthogonalized, in the form that the scheme has
+    shapes: Shapes  # of this rank's shards
+    dtype: torch.dtype  # in which they are exchanged
+    layout_runs: Sequence[LayoutRuns] = ()  # the matrices of each compute rank, in the order of the stack
+    first: bool = True  # whether the rank is the first of those that hold what nobody shares
+    watched: Watched | None = None  # the step, where somebody watches it
 
     @property
     def counts(self) -> bool:
@@ -87,17 +78,17 @@ def duplicated(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
 
 def owner(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
     """``owner``: shards may be any, cut along both dimensions too, and of several copies. See :data:`Run`."""
-    group, own, ranks = job.ranks, job.alike[job.ranks.rank()] or [(0, job.matrix)], range(job.ranks.size())
+    group, own, ranks = job.ranks, job.layout_runs[job.ranks.rank()] or [(0, job.matrix)], range(job.ranks.size())
     copy = job.matrix.copy_of(group.rank())  # to whose compute ranks this rank's shards go
-    sizes = [sum(count * matrix.rectangles[group.rank()].numel for count, matrix in each) for each in job.alike]
+    sizes = [sum(count * matrix.rectangles[group.rank()].numel for count, matrix in each) for each in job.layout_runs]
     arriving = [[count * (rank in ranks[copy]) * m.rectangles[rank].numel for count, m in own] for rank in ranks]
     sent = stack.view(-1)[sum(sizes[: copy.start]) : sum(sizes[: copy.stop])]
     near = [size * (rank in ranks[copy]) for rank, size in enumerate(sizes)]
     pending = exchange(sent, near, [sum(each) for each in arriving], group)
     del stack, sent
     yield
-    parts, alike = (each[copy] for each in _of_each(pending.wait(), arriving)), of_copy(own, copy)
-    factors = orthogonalized(assemble(parts, alike, True), job)
+    parts, runs = (each[copy] for each in _of_each(pending.wait(), arriving)), of_copy(own, copy)
+    factors = orthogonalized(assemble(parts, runs, True), job)
     del parts
     pairs = [(x, matrix.rectangles) for x, (_, matrix) in zip(_stacks(factors, own), own, strict=True)]
     back, of_each = packed([[cut_out(x, each[rank]) for x, each in pairs if each[rank].numel] for rank in ranks])
@@ -222,32 +213,32 @@ def _of_each(received: Tensor, sizes: Sequence[Sequence[int]]) -> Iterator[tuple
     return zip(*batched(received.split(flat), len(sizes[0])), strict=True)
 
 
-def of_copy(alike: Alike, copy: slice) -> Alike:
+def of_copy(runs: LayoutRuns, copy: slice) -> LayoutRuns:
     """Matrices of which ranks hold several copies, as those hold them that have one of these between them."""
-    if len(alike[0][1].rectangles[copy]) == alike[0][1].ranks:
-        return alike
-    return [(count, replace(matrix, rectangles=matrix.rectangles[copy])) for count, matrix in alike]
+    if len(runs[0][1].rectangles[copy]) == runs[0][1].ranks:
+        return runs
+    return [(count, replace(matrix, rectangles=matrix.rectangles[copy])) for count, matrix in runs]
 
 
-def assemble(parts: Iterable[Sequence[Tensor]], alike: Alike, short_first: bool = False) -> Tensor:
+def assemble(parts: Iterable[Sequence[Tensor]], runs: LayoutRuns, short_first: bool = False) -> Tensor:
     """Whole matrices (n x rows x cols) of what each rank has of those that lie alike, one matrix behind the other.
 
     With ``short_first`` tall ones are transposed in memory, as an iteration works on them.
     """
-    parts, shape = list(parts), alike[0][1].shape
+    parts, shape = list(parts), runs[0][1].shape
     transposed = short_first and shape[0] > shape[1]
-    stack = parts[0][0].new_empty(sum(count for count, _ in alike), *(shape[::-1] if transposed else shape))
+    stack = parts[0][0].new_empty(sum(count for count, _ in runs), *(shape[::-1] if transposed else shape))
     stack = stack.mT if transposed else stack
-    for of_ranks, x, (count, matrix) in zip(parts, _stacks(stack, alike), alike, strict=True):
+    for of_ranks, x, (count, matrix) in zip(parts, _stacks(stack, runs), runs, strict=True):
         for part, rectangle in zip(of_ranks, matrix.rectangles, strict=True):
             if rectangle.numel:
                 cut_out(x, rectangle).copy_(part.view(count, *rectangle.shape))
     return stack
 
 
-def _stacks(stack: Tensor, alike: Alike) -> Sequence[Tensor]:
+def _stacks(stack: Tensor, runs: LayoutRuns) -> Sequence[Tensor]:
     """The part of a stack that lies alike, then the next."""
-    return stack.split([count for count, _ in alike]) if len(alike) > 1 else [stack]
+    return stack.split([count for count, _ in runs]) if len(runs) > 1 else [stack]
 
 
 def cut_out(x: Tensor, rectangle: Rectangle) -> Tensor:

@@ -1,0 +1,101 @@
+"""How ranks agree: on the names of their groups, on a plan, and on how fast they are."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from hashlib import sha256
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_eopt.orthogonalize.timing import seconds
+from megatron_eopt.parallel.collectives import all_gather, all_reduce, lowest
+from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
+from megatron_eopt.parallel.plan import fingerprint, first_difference
+from megatron_eopt.parallel.records import Plan
+
+Groups = Mapping[str, ProcessGroup]  # of ranks, by label
+_SENT_BYTES = 2**22
+
+
+def groups_by_label(shared_by: Iterable[tuple[str, Groups]]) -> dict[str, ProcessGroup]:
+    """The groups that share parameters, given by name, in the order of their labels: the same on every rank."""
+    groups: dict[str, ProcessGroup] = {}
+    for name, own in shared_by:
+        for label, group in own.items():
+            if groups.setdefault(label, group) is not group:
+                raise ValueError(
+                    f"{name} lies on another group of ranks than parameters before it, but both are called "
+                    f"{label!r}: give the dimensions of one device mesh other names, or each mesh an optimizer"
+                )
+    return dict(sorted(groups.items()))
+
+
+def check_same(
+    plan: Plan, groups: Groups, device: torch.device, settings: Mapping[str, Mapping[str, Any]] | None = None
+) -> None:
+    """Refuse a plan, or settings, that differ between the ranks of a group; the first difference is named.
+
+    ``settings`` are those of the parameters that a group shares, by its label and their names.
+    """
+    for label, group in groups.items():
+        of_group = {} if settings is None else settings[label]
+        hashed = sha256((fingerprint(plan, label) + repr(of_group)).encode()).digest()
+        own = torch.tensor(list(hashed), dtype=torch.int32, device=device)
+        least, most = lowest(own, group), -lowest(-own, group)
+        if torch.equal(least, most):
+            continue
+        of_ranks: list[Any] = [None] * group.size()
+        dist.all_gather_object(of_ranks, (plan, of_group), group=group)
+        (first, of_first), *_ = of_ranks
+        told = (_first_setting(of_first, own) or first_difference(first, other, label) for other, own in of_ranks)
+        rank, difference = next((rank, each) for rank, each in enumerate(told) if each is not None)
+        raise ValueError(
+            f"the optimizer's plan differs between ranks 0 and {rank} of group {label!r}: {difference}. Ranks that "
+            f"share parameters need the same parameters in the same order, with the same settings"
+        )
+
+
+def _first_setting(of_one: Mapping[str, Any], of_other: Mapping[str, Any]) -> str | None:
+    """The first parameter, and the setting of it, in which two ranks differ."""
+    for i, (one, another) in enumerate(zip_longest(of_one, of_other)):
+        if one != another:
+            return f"parameter {i} is {one!r} in the one and {another!r} in the other"
+        for key in {**of_one[one], **of_other[one]}:
+            mine, theirs = (settings[one].get(key) for settings in (of_one, of_other))
+            if repr(mine) != repr(theirs):
+                return f"{one!r} has {key} {mine!r} in the one and {theirs!r} in the other"
+    return None
+
+
+def lowest_of_all(x: Tensor, groups: Groups) -> Tensor:
+    """Element-wise minimum over the ranks of every group, one group after another."""
+    for group in groups.values():
+        x = lowest(x, group)
+    return x
+
+
+def measured_rates(groups: Groups, device: torch.device, dtype: torch.dtype) -> Rates:
+    """How fast the slowest rank multiplies, sends and starts a collective: the same figures on every rank.
+
+    Without groups, over which matrices are exchanged, bytes and latency stay those of the default.
+    """
+    rows = 4096 if device.type == "cuda" else 1024
+    x = torch.randn(rows, rows, device=device).to(dtype)
+    flag, sent = torch.zeros(1, device=device), torch.zeros(_SENT_BYTES // 4, device=device)
+
+    def bytes_and_calls(group: ProcessGroup) -> tuple[float, float]:
+        latency = seconds(lambda: all_reduce(flag, group).wait(), device)
+        gathered = seconds(lambda: all_gather(sent, group).wait(), device)
+        return (group.size() - 1) * _SENT_BYTES / max(gathered - latency, 1e-9), 1 / latency
+
+    rates = [2 * rows**3 / seconds(lambda: x @ x, device)]
+    for group in groups.values():
+        rates += bytes_and_calls(group)
+    flops, *others = lowest_of_all(torch.tensor(rates, dtype=torch.float64, device=device), groups).tolist()
+    if not others:
+        return replace(DEFAULT_RATES, flops=flops)
+    return Rates(flops=flops, bytes=min(others[::2]), latency=1 / min(others[1::2]))

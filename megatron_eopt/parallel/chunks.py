@@ -1,0 +1,211 @@
+"""What is planned of parameters, and how a plan is compiled: into chunks of buckets, and what programs work on."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import chain, groupby
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megatron_eopt.matrices import WHOLE, Split
+from megatron_eopt.orthogonalize.newton_schulz import Form, NewtonSchulz
+from megatron_eopt.orthogonalize.precision import gram_dtype, product_dtype
+from megatron_eopt.orthogonalize.products import Fp32Precision, Products, default_products
+from megatron_eopt.parallel.cost import Work
+from megatron_eopt.parallel.layout import Layout, split_layout
+from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle
+from megatron_eopt.parallel.schemes.whole import Job, LayoutRuns, Shapes
+from megatron_eopt.parallel.workspace import OF_ENTRY, Workspace, chunk_bytes
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What an engine has to know of a parameter."""
+
+    name: str  # the same on every rank, and unique
+    dtype: torch.dtype  # of its updates
+    layout: Layout | None = None  # of it, or of each matrix of a stack; None where its entries step each for itself
+    split: Split = WHOLE  # its logical matrices
+    iteration: NewtonSchulz | None = None  # what orthogonalizes these; None where nothing is orthogonalized
+    settings: Mapping[str, Any] = field(default_factory=dict)  # plain data that is the same on all ranks that share it
+    groups: Mapping[str, ProcessGroup] = field(default_factory=dict)  # by label, that share one without layout
+    offloaded: int = 0  # bytes that this rank keeps of it in host memory
+
+    @property
+    def shared_by(self) -> Mapping[str, ProcessGroup]:
+        """The groups of ranks that share it, by label."""
+        layout = self.layout
+        return self.groups if layout is None or layout.group is None else {layout.label: layout.group}
+
+    def matrices(self) -> list[tuple[Matrix, Layout]]:
+        """Its logical matrices as they are planned, each with its layout; none without a layout."""
+        if self.layout is None:
+            return []
+        iteration, itemsize = "", self.dtype.itemsize
+        if self.iteration is not None:
+            iteration, itemsize = self.iteration.name, self.iteration.sent_dtype(self.dtype).itemsize
+        names = [f"{self.name}[{part}]" if part else self.name for part in self.split.names(self.layout.shape[0])]
+        each = zip(names, split_layout(self.layout, self.split), strict=True)
+        return [(Matrix(name, x.shape, x.rectangles, x.label, itemsize, iteration), x) for name, x in each]
+
+
+@dataclass(frozen=True)
+class BucketSlice:
+    """The matrices that a bucket and the parameters of a program have in common."""
+
+    bucket: int  # among those of the chunk
+    rows: list[int]  # of its stack, ascending
+    at: list[int]  # among the shards of the program
+    shapes: Shapes  # of the factors
+    dtypes: list[torch.dtype]  # of the updates
+    widest: torch.dtype  # holds what is in any of these
+
+
+@dataclass(frozen=True)
+class ParamSlice:
+    """As many parameters of a chunk as one program works on."""
+
+    parameters: tuple[int, ...]
+    buckets: list[BucketSlice]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Buckets that are worked on together, all decided; ``bytes`` are what they take."""
+
+    jobs: list[Job]
+    slices: list[ParamSlice]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """What plans of an engine are compiled from."""
+
+    of_matrix: Sequence[tuple[int, Layout]]  # of each matrix its parameter and its layout
+    dtypes: Sequence[torch.dtype]  # of the updates of each parameter
+    iterations: Mapping[str, NewtonSchulz]  # by name
+    groups: Mapping[str, ProcessGroup]  # of ranks, by label
+    first: bool  # whether this rank is the first of each group
+    device: torch.device
+    workspace: Workspace
+
+    def work(self, name: str, matrices: Sequence[Matrix]) -> Work:
+        """What costs are predicted with: the same on every rank, so not with the kernel that will be chosen."""
+        iteration, share = self.iterations[name], 0.5
+        own = [i for i, matrix in enumerate(matrices) if matrix.iteration == name]
+        if self.device.type == "cpu":
+            short = max((min(matrices[i].shape) for i in own), default=0)
+            share = default_products(self.device, torch.float32).share(short)
+        itemsize = max(product_dtype(self._dtype(i), iteration.fp32_matmul_prec).itemsize for i in own)
+        return Work(schedule=iteration.schedule, restarts=iteration.restarts, share=share, itemsize=itemsize)
+
+    def product_dtypes(self) -> list[torch.dtype]:
+        """The dtypes in which the products of the standard form are computed."""
+        precision = next(iter(self.iterations.values())).fp32_matmul_prec
+        return [product_dtype(dtype, precision) for dtype in sorted(set(self.dtypes), key=str)]
+
+    def stacks(self, plan: Plan) -> tuple[list[tuple[int, ...]], list[torch.dtype], torch.device, Fp32Precision]:
+        """What a kernel is chosen for: matrices and stacks (n x rows x cols), dtypes, device and precision of fp32."""
+        stacks = set()
+        for bucket in plan.buckets if self.iterations else ():
+            matrix, (_, layout) = plan.matrices[bucket.matrices[0]], self.of_matrix[bucket.matrices[0]]
+            shape = layout.rectangle.shape if bucket.scheme == "blockwise" else matrix.shape
+            count = -(-len(bucket.matrices) // (matrix.ranks if bucket.compute_ranks else 1))
+            stacks.add((count, *shape) if count > 1 else shape)
+        products = self.product_dtypes() if self.iterations else []
+        dtypes = dict.fromkeys(dtype for each in products for dtype in (each, gram_dtype(each, self.device)) if dtype)
+        high = any(each.fp32_matmul_prec == "high" for each in self.iterations.values())
+        return sorted(each for each in stacks if 0 not in each), list(dtypes), self.device, "tf32" if high else "ieee"
+
+    def chunks(self, plan: Plan, parameters: Sequence[int], products: Callable[[int], Products | None]) -> list[Chunk]:
+        """The chunks of a plan, with some of its parameters alone; ``products`` are those for a number of rows."""
+        kept = set(parameters)
+        numbers = [m for m, (i, _) in enumerate(self.of_matrix) if i in kept]
+        part, of_chunks = subset(plan, numbers), dict[int, list[Bucket]]()
+        for bucket in part.buckets:
+            of_chunks.setdefault(bucket.chunk, []).append(bucket)
+        needed = chunk_bytes(plan, self.workspace)  # of all parameters: the same whichever have gradients
+        found = []
+        for number, buckets in of_chunks.items():
+            jobs, stacked = list[Job](), list[list[int]]()
+            for bucket in buckets:
+                order, runs = in_order(part, bucket)
+                of_bucket = [numbers[bucket.matrices[i]] for i in order]
+                matrix, (_, layout) = part.matrices[bucket.matrices[0]], self.of_matrix[of_bucket[0]]
+                settings = self.iterations[matrix.iteration]
+                dtype = reduce(torch.promote_types, [settings.sent_dtype(self._dtype(m)) for m in of_bucket])
+                gram, distributed = bucket.scheme.startswith("gram"), bucket.scheme == "distributed"
+                form: Form = "gram" if gram else "standard" if distributed else "auto"
+                shape = layout.rectangle.shape if bucket.scheme == "blockwise" else layout.shape
+                settings = replace(settings, products=products(min(shape)))
+                iteration, shapes = settings.compile(shape, dtype, self.device, form), self._shapes(of_bucket)
+                group = self.groups.get(matrix.group)
+                jobs.append(Job(bucket, matrix, group, iteration, shapes, dtype, runs, self.first))
+                stacked.append(of_bucket)
+            found.append(Chunk(jobs, self._slices(plan, stacked), needed[number]))
+        return found
+
+    def _slices(self, plan: Plan, stacked: Sequence[Sequence[int]]) -> list[ParamSlice]:
+        """The parameters of a chunk, as many at a time as hooks may work on, from the matrices of its buckets."""
+        slices, some, held = [], dict[int, list[int]](), dict[str, Counter[int]]()  # entries of ranks, by their group
+        for m in sorted(chain(*stacked)):
+            i, matrix = self.of_matrix[m][0], plan.matrices[m]
+            held.setdefault(matrix.group, Counter()).update(own := dict(matrix.held))
+            most = sum(max(of_ranks.values(), default=0) for of_ranks in held.values())
+            if some and i not in some and most * OF_ENTRY > self.workspace.part:
+                slices.append(self._slice(some, stacked))
+                some, held = {}, {matrix.group: Counter(own)}
+            some.setdefault(i, []).append(m)
+        return [*slices, self._slice(some, stacked)]
+
+    def _slice(self, matrices: Mapping[int, Sequence[int]], stacked: Sequence[Sequence[int]]) -> ParamSlice:
+        """Parameters with their ``matrices``, which are among those of buckets as they are ``stacked``."""
+        at, buckets = {m: at for at, m in enumerate(chain(*matrices.values()))}, []
+        for bucket, of_bucket in enumerate(stacked):
+            if rows := [row for row, m in enumerate(of_bucket) if m in at]:
+                own = [of_bucket[row] for row in rows]
+                in_own, dtypes = [at[m] for m in own], [self._dtype(m) for m in own]
+                widest = reduce(torch.promote_types, dtypes)
+                buckets.append(BucketSlice(bucket, rows, in_own, self._shapes(own), dtypes, widest))
+        return ParamSlice(tuple(matrices), buckets)
+
+    def _shapes(self, matrices: Sequence[int]) -> Shapes:
+        shapes = [self.of_matrix[m][1].rectangle.shape for m in matrices]
+        return (len(shapes), *shapes[0]) if len(set(shapes)) == 1 else shapes
+
+    def _dtype(self, matrix: int) -> torch.dtype:
+        return self.dtypes[self.of_matrix[matrix][0]]
+
+
+def subset(plan: Plan, kept: Sequence[int]) -> Plan:
+    """The plan with some of its matrices alone, ascending; each keeps its scheme and its compute rank."""
+    new = {old: i for i, old in enumerate(kept)}
+    buckets = []
+    for bucket in plan.buckets:
+        if left := [i for i, matrix in enumerate(bucket.matrices) if matrix in new]:
+            compute_ranks = tuple(bucket.compute_ranks[i] for i in left) if bucket.compute_ranks else ()
+            indices = tuple(new[bucket.matrices[i]] for i in left)
+            buckets.append(replace(bucket, matrices=indices, compute_ranks=compute_ranks))
+    return Plan(tuple(plan.matrices[i] for i in kept), tuple(buckets))
+
+
+def in_order(plan: Plan, bucket: Bucket) -> tuple[list[int], list[LayoutRuns]]:
+    """The order of a bucket's matrices in its stack, and those of each compute rank where it is sent to these as it is.
+
+    In such a stack they are ordered by compute ranks, and those of one rank that lie alike follow one another.
+    """
+    indices = range(len(bucket.matrices))
+    if bucket.scheme not in ("owner", "share"):
+        return list(indices), []
+    first: dict[tuple[Rectangle, ...], int] = {}
+    dealt = zip(bucket.compute_ranks, bucket.matrices, strict=True)
+    kinds = [(rank, first.setdefault(plan.matrices[i].rectangles, i)) for rank, i in dealt]
+    order = sorted(indices, key=kinds.__getitem__)
+    runs: list[list[tuple[int, Matrix]]] = [[] for _ in range(plan.matrices[bucket.matrices[0]].ranks)]
+    for (rank, i), same in groupby(order, kinds.__getitem__):
+        runs[rank].append((len(list(same)), plan.matrices[i]))
+    return order, list(runs)

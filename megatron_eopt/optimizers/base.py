@@ -584,7 +584,8 @@ class BaseOptimizer(Optimizer):
             RuntimeError: if a gradient was not finite in several steps in a row; and after a step that an exception
                 ended while it changed parameters or state, until a state is loaded.
         """
-        self.refuse_half_step()
+        if self._session.changing:
+            self.refuse_half_step()
         loss = None
         if closure is not None:
             with torch.enable_grad():

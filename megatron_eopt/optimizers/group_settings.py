@@ -80,17 +80,15 @@ def seen(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
 
     A tensor counts as another one only if it is: what is written into it is not seen.
     """
-    plain = str | int | float | None
+    plain = str | int | float | None  # of others the ids differ before anybody compares them
     return [
-        {key: x if isinstance(x, plain) else _seen(x) for key, x in group.items() if key != "params"}
+        {
+            key: x if isinstance(x, plain) else (id(x), tuple(x) if isinstance(x, list) else x)
+            for key, x in group.items()
+            if key != "params"
+        }
         for group in groups
     ]
-
-
-def _seen(value: object) -> object:
-    if isinstance(value, list):  # may be written to
-        return tuple((id(each), each) for each in value)
-    return id(value), value  # ids differ before anybody compares two values
 
 
 def own_settings(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

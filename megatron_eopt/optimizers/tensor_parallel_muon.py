@@ -249,9 +249,9 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             session.changing = True
             run(batches)
         # without __setattr__, which looks whether ranks have to plan anew
-        vars(self)["newton_schulz_calls"] = self.newton_schulz_calls + sum(
-            len(self.engine.matrices[i]) for batch in batches for i in batch.indices
-        )
+        matrices = self.engine.matrices
+        calls = sum(len(matrices[i]) for batch in batches for i in batch.indices)
+        vars(self)["newton_schulz_calls"] = self.newton_schulz_calls + calls
         for group in self.param_groups:
             if MOMENTUM_STEPS in group:
                 group[MOMENTUM_STEPS] += 1

@@ -69,8 +69,8 @@ def with_decay(gradients: Tensors, weights: Tensors, weight_decay: Scalar) -> li
 
 def average(momenta: Tensors, gradients: Tensors, beta: float, nesterov: bool, accepted: Mask) -> list[Tensor]:
     """``m += (1 - beta) (g - m)``; returns ``(1 - beta) g + beta m``, or ``m`` itself without Nesterov's look-ahead."""
-    if accepted is not None:  # averaged with itself a momentum stays as it is
-        gradients = masked(gradients, momenta, accepted)
+    # averaged with itself a momentum stays as it is
+    gradients = list(gradients) if accepted is None else masked(gradients, momenta, accepted)
     torch._foreach_lerp_(list(momenta), gradients, 1 - beta)
     return list(torch._foreach_lerp(gradients, list(momenta), beta)) if nesterov else list(momenta)
 

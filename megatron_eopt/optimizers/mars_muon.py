@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.optimizers import foreach
+from megatron_eopt.optimizers.foreach import Tensors
 from megatron_eopt.optimizers.group_settings import DecayMethod
 from megatron_eopt.optimizers.muon import Batch, Chunk, decay, momentum, scaled, subtract, with_gradients
 from megatron_eopt.optimizers.relatives import Transport, passed_on, spelled_out
@@ -105,7 +106,12 @@ class MarsMuon(TensorParallelMuon):
     def program(self, chunk: Chunk, engine: Engine) -> Program:
         """The step of some parameters."""
         decay(chunk)
-        c = clipped(engine, chunk.indices, [c for batch in chunk.batches for c in corrected(batch)])
+        c = list[Tensor]()
+        for batch in chunk.batches:
+            strength = batch.settings["gamma"] * batch.beta / (1 - batch.beta)
+            previous, has_previous = zip(*batch.further, strict=True)
+            c += corrected(batch.gradients, previous, has_previous, strength)
+        c = clipped(engine, chunk.indices, c)
         u = engine.split(chunk.indices, momentum(with_gradients(chunk, c)))
         factors = yield from engine.orthogonalize(chunk.indices, u)
         subtract(chunk, engine, scaled(factors, chunk.scales))
@@ -113,12 +119,13 @@ class MarsMuon(TensorParallelMuon):
             keep(batch)
 
 
-def corrected(batch: Batch) -> list[Tensor]:
-    """``c = g + gamma * beta / (1 - beta) * (g - g_prev)``, or ``c = g`` without ``g_prev``; each rounded once."""
-    previous, has_previous = zip(*batch.further, strict=True)
-    start = foreach.masked(previous, batch.gradients, torch.stack(has_previous) > 0)
-    strength = batch.settings["gamma"] * batch.beta / (1 - batch.beta)
-    torch._foreach_lerp_(start, batch.gradients, 1 + strength)
+def corrected(gradients: Tensors, previous: Tensors, has_previous: Tensors, strength: float) -> list[Tensor]:
+    """``c = g + strength (g - g_prev)``, and ``c = g`` where there is no previous gradient; each rounded once.
+
+    The paper's ``strength`` is ``gamma beta / (1 - beta)``.
+    """
+    start = foreach.masked(previous, gradients, torch.stack(list(has_previous)) > 0)
+    torch._foreach_lerp_(start, list(gradients), 1 + strength)
     return start
 
 

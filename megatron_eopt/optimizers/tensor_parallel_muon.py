@@ -241,7 +241,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         if self._of_user(*OF_PARAMETERS):
             batches = self._take_users(accepted)
         else:
-            batches = self._batches(accepted, masked=self.cuda_graphs)
+            batches = self._batches(accepted, masked=True) if self.cuda_graphs else self._batches(accepted)
             session, run = self._session, self._run
             if self.cuda_graphs:
                 run = session.plans.graphed = session.plans.graphed or GraphedUpdate(self._run)
@@ -252,9 +252,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         matrices = self.engine.matrices
         calls = sum(len(matrices[i]) for batch in batches for i in batch.indices)
         vars(self)["newton_schulz_calls"] = self.newton_schulz_calls + calls
-        for group in self.param_groups:
-            if MOMENTUM_STEPS in group:
-                group[MOMENTUM_STEPS] += 1
+        for group in self.param_groups if self.momentum_dtype is not None or self.momentum_warmup else ():
+            group[MOMENTUM_STEPS] += 1
 
     def _run(self, batches: Sequence[Batch]) -> None:
         """Run the programs of all parameters."""

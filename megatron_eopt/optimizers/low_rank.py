@@ -1,126 +1,80 @@
-"""Weights of low rank, ``W = A B^T``: the layouts of their factors, and one step of them, Spectron's."""
+"""Factors of weights of low rank, ``W = A B^T``, which are state of the weights, or parameters themselves in pairs."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import batched
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_eopt.matrices import Split
 from megatron_eopt.optimizers import foreach
-from megatron_eopt.orthogonalize.spectral import low_rank_factors, power_iterations
+from megatron_eopt.optimizers.state import SIDES, Dim, StateTensor
+from megatron_eopt.orthogonalize.spectral import low_rank_factors
 from megatron_eopt.parallel.collectives import all_reduce, broadcast
-from megatron_eopt.parallel.engine import Engine
-from megatron_eopt.parallel.layout import Layout, on_one_rank
+from megatron_eopt.parallel.layout import Layout, on_one_rank, split_layout
 from megatron_eopt.parallel.records import Rectangle, whole
 
+PROJECTED = "projected"  # 1 where the factors are those of the weight, 0 before the first step
+# Of both factors, with _A and _B behind; of a parameter that is a factor itself the last two, without.
+FACTOR, MOMENTUM, U = "factor", "momentum_buffer", "u"
+Tensors = Callable[[Tensor, "Factor"], list[Tensor]]  # of a parameter: a factor, its momentum and its singular vector
 
-@dataclass(frozen=True, eq=False)
-class Factors:
-    """Factors of equal layout, one of each of several pairs, as this rank holds them.
 
-    ``values``, ``momenta`` and ``us``, the singular vectors that the last step found, are written to. Each is
-    (rows x r), a singular vector (rows,).
+def factor_pairs(pairs: Iterable[Sequence[Any]], **settings: Any) -> dict[str, Any]:
+    """A group of parameters that are factors themselves, for a model that computes with them::
+
+        Spectron([factor_pairs([(layer.up, layer.down) for layer in layers], lr=0.01), {"params": dense_weights}])
+
+    Args:
+        pairs: the two factors of each weight, in any order and orientation (``A`` and ``B``, or ``A`` and ``B^T`` as
+            two linear layers hold them), each a parameter or its name and it.
+        **settings: of the group.
+
+    Raises:
+        ValueError: for what is not two parameters.
     """
-
-    positions: Sequence[int]  # of the pairs, among those that are worked on at a time
-    indices: Sequence[int]  # among the factors that are orthogonalized together
-    label: str  # of the ranks that hold other rows; empty where this rank holds all
-    transposed: bool  # values, momenta and gradients are (r x rows)
-    accepted: Tensor  # whether the pairs step, on their device
-    settings: Mapping[str, Any]  # of their group
-    values: list[Tensor]
-    momenta: list[Tensor]
-    us: list[Tensor]
-    gradients: list[Tensor] = field(default_factory=list)  # taken out when the momenta have them
-
-    def upright(self, x: Tensor) -> Tensor:
-        """(rows x r), of one of them or of a stack, which may be transposed."""
-        return x.mT if self.transposed else x
-
-    def stack(self) -> Tensor:
-        """(pairs x rows x r), a copy of the values."""
-        return self.upright(torch.stack(self.values))
+    params = []
+    for index, pair in enumerate(pairs):
+        if len(pair) != 2:
+            raise ValueError(f"a pair has two factors, got {len(pair)} in pair {index}")
+        params += list(pair)
+    return {"params": params, "pairs": True, **settings}
 
 
-def spectron(factors: Sequence[Factors], engine: Engine, power_steps: int) -> None:
-    """One step of Spectron on pairs of factors, all first ones of equal pairs and then their second ones.
+@dataclass(frozen=True)
+class Factor:
+    """A factor of a logical matrix, and what is kept of it."""
 
-    Does not wait for a GPU. For factors ``A`` and ``B`` with gradients ``gA`` and ``gB``, in this order:
-
-    1. weight decay of each factor: ``A -= lr * weight_decay * A``;
-    2. momentum: ``mA += (1 - beta) (gA - mA)``;
-    3. ``sA`` and ``sB``, the largest singular values, by power iteration;
-    4. ``A -= lr / (sA + sB + 1) * orth(mA)``, and so ``B``.
-    """
-    for some in factors:
-        lr, weight_decay, beta = (some.settings[key] for key in ("lr", "weight_decay", "momentum_beta"))
-        # 1 - lr * weight_decay as one factor would be rounded alike in every step, and the errors would add up
-        foreach.subtract(some.values, some.values, lr * weight_decay, some.accepted)
-        foreach.average(some.momenta, some.gradients, beta, False, some.accepted)
-        some.gradients.clear()
-    momenta = {i: some.upright(m) for some in factors for i, m in zip(some.indices, some.momenta, strict=True)}
-    indices = sorted(momenta)
-    directions = dict(zip(indices, engine.factors(indices, [momenta[i] for i in indices]), strict=True))
-    summed = partial(engine.sums, labels=[some.label for some in factors])
-    found = power_iterations([x.stack for x in factors], [torch.stack(x.us) for x in factors], power_steps, summed)
-    norms = summed([(u * image).sum(-1) for u, _, image in found])
-    bounds = [sA + sB + 1 for sA, sB in batched(norms, 2) for _ in "AB"]
-    for some, (u, _, _), bound in zip(factors, found, bounds, strict=True):
-        torch._foreach_copy_(some.us, foreach.masked(u.unbind(), some.us, some.accepted))
-        updates = [some.upright(directions.pop(i)) for i in some.indices]
-        foreach.subtract(some.values, updates, some.settings["lr"] / bound, some.accepted)
+    name: str  # behind that of its parameter
+    number: int  # of the matrix, among those of its parameter
+    matrix: Layout  # of which it is a factor, one object where they are equal; where it is a parameter, its own
+    layout: Layout  # (rows x r)
+    dtype: torch.dtype  # of what is kept
+    in_state: bool  # or it is the parameter
+    transposed: bool  # that is (r x rows)
+    kept: list[StateTensor]  # itself where it is in the state, its momentum and its singular vector
 
 
-def project(
-    rectangles: Iterable[Tensor], layouts: Sequence[Layout], ranks: Sequence[int], turns: Sequence[int]
-) -> list[tuple[Tensor, Tensor, float]]:
-    """Factors of low rank of matrices of which this rank holds shards; reads on the host once, at the end.
-
-    Matrices that are cut are put together on all ranks of their group, one at a time; the decomposition of each is made
-    on one of them, which its turn says, and is sent to the others, so that all have the same to the bit.
-
-    ``rectangles`` are in the dtype of the factors, and ``ranks`` are each one's ``r``. Returned are this rank's rows of
-    ``A`` and ``B``, and the relative error: NaN for a weight that is zero or not finite.
-    """
-    packed = []
-    for rectangle, layout, r, turn in zip(rectangles, layouts, ranks, turns, strict=True):
-        W, own = rectangle, layout.rectangle
-        if layout.group is not None and layout.sharded:
-            W = rectangle.new_zeros(layout.shape)
-            W[own.top : own.bottom, own.left : own.right] = rectangle
-            W = all_reduce(W, layout.group).wait()
-        if layout.rank == turn % layout.ranks:
-            A, B, S = low_rank_factors(torch.where(W.isfinite().all(), W, 0), r)  # of zero the error is NaN
-            squares = S.double().square()
-            error = (squares[r:].sum() / squares.sum()).sqrt().to(A.dtype)
-            packed.append(torch.cat([A.reshape(-1), B.reshape(-1), error[None]]))
-        else:
-            packed.append(W.new_empty(sum(layout.shape) * r + 1))
-    found, errors = [], []
-    for both, layout, r, turn in zip(packed, layouts, ranks, turns, strict=True):
-        if layout.group is not None:
-            both = broadcast(both, turn % layout.ranks, layout.group).wait()
-        A, B, error = both.split([layout.shape[0] * r, layout.shape[1] * r, 1])
-        own = layout.rectangle
-        found.append((A.view(-1, r)[own.top : own.bottom], B.view(-1, r)[own.left : own.right]))
-        errors.append(error)
-    return [(A, B, error) for (A, B), error in zip(found, torch.cat(errors).tolist(), strict=True)]
+def factors_of_weight(matrix: Layout, i: int, name: str, end: str, rank: int, dtype: torch.dtype) -> list[Factor]:
+    """``A`` and ``B`` of the ``i``-th logical matrix of a weight, which are state; its keys have that ``end``."""
+    factors = []
+    for dim, letter in enumerate("AB"):
+        side: Dim = SIDES[dim]
+        dims = {FACTOR: (side, rank), MOMENTUM: (side, rank), U: (side,)}
+        kept = [StateTensor(f"{key}_{letter}{end}", of_key, i, dtype) for key, of_key in dims.items()]
+        called = f"[{name} {letter}]" if name else f"[{letter}]"
+        factors.append(Factor(called, i, matrix, _side(matrix, dim, rank), dtype, True, False, kept))
+    return factors
 
 
-def is_tall(layout: Layout) -> bool:
-    """Whether the rank is the second dimension of a parameter that is a factor; squares count as tall."""
-    return layout.shape[0] >= layout.shape[1]
-
-
-def factor_layouts(matrices: Sequence[Layout], rank: int | None) -> tuple[Layout, ...]:
-    """The layouts of the factors of logical matrices, ``A`` and ``B`` in turn; of one that is a factor for no rank."""
-    if rank is not None:
-        return tuple(_side(layout, dim, rank) for layout in matrices for dim in (0, 1))
-    (own,) = matrices
-    return (_side(own, 0 if is_tall(own) else 1, min(own.shape)),)
+def factor_of_pair(matrix: Layout, i: int, name: str, end: str, rank: int, dtype: torch.dtype) -> list[Factor]:
+    """The parameter itself, whose short side is the rank."""
+    dim = int(matrix.shape[0] < matrix.shape[1])  # squares count as tall
+    kept = [StateTensor(MOMENTUM, dtype=dtype), StateTensor(U, (SIDES[dim],), 0, dtype)]
+    return [Factor("", i, matrix, _side(matrix, dim, min(matrix.shape)), dtype, False, dim == 1, kept)]
 
 
 def _side(layout: Layout, dim: int, rank: int) -> Layout:
@@ -133,17 +87,32 @@ def _side(layout: Layout, dim: int, rank: int) -> Layout:
     return replace(layout, shape=shape, rectangles=rectangles)
 
 
-def check_pairs(name: str, layouts: Sequence[Layout], names: Sequence[str]) -> None:
+def check_weights(name: str, rank: int, parameters: Sequence[tuple[str, Layout, Split]]) -> None:
+    """Refuse weights that have no factors of this rank, by a ``ValueError`` that names the first."""
+    for called, layout, split in parameters:
+        for part, matrix in zip(split.names(layout.shape[0]), split_layout(layout, split), strict=True):
+            if rank > min(matrix.shape):
+                of_part = f"{called} ({part})" if part else called
+                raise ValueError(
+                    f"{name}: rank must lie in [1, {min(matrix.shape)}] for {of_part}, a matrix {matrix.shape}, got "
+                    f"{rank}: set rank (options={{'rank': ...}} of build_optimizer, or in a group of its own), or take "
+                    f"another optimizer"
+                )
+
+
+def check_pairs(name: str, rank: int, parameters: Sequence[tuple[str, Layout, Split]]) -> None:
     """Refuse parameters that are not the factors of weights, two by two, by a ``ValueError`` that names the first."""
-    if len(layouts) % 2:
-        raise ValueError(f"{name}: a group of pairs has an even number of factors, got {len(layouts)}")
-    for layout, called in zip(layouts, names, strict=True):
-        if (1 if is_tall(layout) else 0) in layout.cut_dims:
+    for called, layout, split in parameters:
+        if not split.is_whole:
+            raise ValueError(f"{name}: {called} is a factor of a pair, and cannot be split into logical matrices")
+        if int(layout.shape[0] >= layout.shape[1]) in layout.cut_dims:
             raise ValueError(
                 f"{name}: {called}, a factor {layout.shape}, is cut along its rank: cut it along its long side "
                 f"(under FSDP2 a shard_placement_fn says so), or keep it whole"
             )
-    for (a, of_a), (b, of_b) in batched(zip(layouts, names, strict=True), 2):
+    if len(parameters) % 2:
+        raise ValueError(f"{name}: a group of pairs has an even number of factors, got {len(parameters)}")
+    for (of_a, a, _), (of_b, b, _) in batched(parameters, 2):
         if min(a.shape) not in b.shape or min(b.shape) not in a.shape:
             raise ValueError(
                 f"{name}: {of_a} and {of_b} are no factors of one weight: {a.shape} and {b.shape} have no rank in "
@@ -151,6 +120,106 @@ def check_pairs(name: str, layouts: Sequence[Layout], names: Sequence[str]) -> N
             )
 
 
-def wide_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype of what is kept of a parameter: fp32, or fp64 for an fp64 one."""
-    return torch.promote_types(parameter.dtype, torch.float32)
+@dataclass(eq=False)
+class FactorStack:
+    """Factors of equal layout, one of each of several pairs, as this rank holds them."""
+
+    pairs: Sequence[int]  # their numbers among those of the program
+    parameters: Sequence[Tensor]  # each one's
+    indices: Sequence[int]  # among the factors that are orthogonalized together
+    label: str  # of the ranks that hold other rows; empty where this rank holds all
+    transposed: bool  # values, momenta and gradients are (r x rows)
+    accepted: Tensor  # whether the pairs step, on their device
+    settings: Mapping[str, Any]  # of their group
+    values: list[Tensor]  # (rows x r), written to as the next two are
+    momenta: list[Tensor]
+    us: list[Tensor]  # (rows,), the singular vectors that the last step found
+    gradients: Any = ()  # of each one, or a stack; taken out when the momenta have them
+    summed_over: str = ""  # label of the ranks whose stacks of gradients are to be summed
+
+    def upright(self, x: Tensor) -> Tensor:
+        """(rows x r), of one of them or of a stack, which may be transposed."""
+        return x.mT if self.transposed else x
+
+    def stack(self) -> Tensor:
+        """(pairs x rows x r), a copy of the values."""
+        return self.upright(torch.stack(self.values))
+
+
+@dataclass(frozen=True, eq=False)
+class Factored:
+    """A parameter, and the factors of its logical matrices: ``A`` and ``B`` of one after the other, or itself."""
+
+    index: int  # of the parameter
+    first: int  # index of its first factor among those of all parameters
+    factors: list[Factor]
+    nbytes: int  # of the largest shard of any rank and matrix, in the dtype of the factors
+
+
+def chunks(units: Iterable[Sequence[Tensor]], known: Mapping[Tensor, Factored]) -> Iterable[Mapping[Tensor, Factored]]:
+    """Parameters to work on together, up to a size; all ranks that share one have the same, and so round alike."""
+    chunks: dict[object, dict[Tensor, Factored]] = {}
+    nbytes: Counter[object] = Counter()
+    for unit in units:
+        of_unit = {p: known[p] for p in unit}
+        alike = tuple((p.dtype, own.factors[0].matrix.label) for p, own in of_unit.items())
+        nbytes[alike] += sum(own.nbytes * len(own.factors[::2]) for own in of_unit.values())
+        chunks.setdefault((alike, nbytes[alike] // foreach.MOST_BYTES), {}).update(of_unit)
+    return chunks.values()
+
+
+def stacks(
+    factored: Mapping[Tensor, Factored], group: Mapping[str, Any], flags: Mapping[Tensor, Tensor], tensors: Tensors
+) -> Iterator[FactorStack]:
+    """The first and the second factors of equal pairs, of so many pairs that their size is bounded."""
+    factors = [(p, i, each) for p, own in factored.items() for i, each in enumerate(own.factors, own.first)]
+    alike: dict[tuple[int, ...], list[Any]] = {}
+    for number, pair in enumerate(batched(factors, 2)):
+        alike.setdefault(tuple(id(each.matrix) for *_, each in pair), []).append((number, pair))
+    for equal in alike.values():
+        nbytes = max(1, *(factored[p].nbytes for p, *_ in equal[0][1]))
+        for some in batched(equal, max(1, foreach.MOST_BYTES // nbytes)):
+            numbers, pairs = zip(*some, strict=True)
+            both = list(zip(*pairs, strict=True))
+            accepted = torch.stack([flags[p] for side in both for p, *_ in side]).view(2, -1).all(0)
+            for side in both:
+                of_side, indices, (first, *_) = zip(*side, strict=True)
+                label, transposed = first.layout.label, first.transposed
+                values, momenta, us = map(list, zip(*(tensors(p, each) for p, _, each in side), strict=True))
+                yield FactorStack(numbers, of_side, indices, label, transposed, accepted, group, values, momenta, us)
+
+
+def project(
+    rectangles: Iterable[Tensor], factors: Sequence[Factor], turns: Sequence[int]
+) -> list[tuple[Tensor, Tensor, float]]:
+    """Factors of low rank of matrices of which this rank holds shards; reads on the host once, at the end.
+
+    Matrices that are cut are put together on all ranks of their group, one at a time; the decomposition of each is made
+    on one of them, which its turn says, and is sent to the others, so that all have the same to the bit.
+
+    ``rectangles`` are in the dtype of the factors, of which ``factors`` has the first one of each matrix. Returns this
+    rank's rows of ``A`` and ``B``, and the relative error: NaN for a weight that is zero or not finite.
+    """
+    packed = []
+    for rectangle, factor, turn in zip(rectangles, factors, turns, strict=True):
+        W, layout, (_, r) = rectangle, factor.matrix, factor.layout.shape
+        if layout.group is not None and layout.sharded:
+            W, own = rectangle.new_zeros(layout.shape), layout.rectangle
+            W[own.top : own.bottom, own.left : own.right] = rectangle
+            W = all_reduce(W, layout.group).wait()
+        if layout.rank == turn % layout.ranks:
+            A, B, S = low_rank_factors(torch.where(W.isfinite().all(), W, 0), r)  # of zero the error is NaN
+            squares = S.double().square()
+            error = (squares[r:].sum() / squares.sum()).sqrt().to(A.dtype)
+            packed.append(torch.cat([A.reshape(-1), B.reshape(-1), error[None]]))
+        else:
+            packed.append(W.new_empty(sum(layout.shape) * r + 1))
+    found = []
+    for both, factor, turn in zip(packed, factors, turns, strict=True):
+        layout, own, (_, r) = factor.matrix, factor.matrix.rectangle, factor.layout.shape
+        if layout.group is not None:
+            both = broadcast(both, turn % layout.ranks, layout.group).wait()
+        A, B, error = both.split([layout.shape[0] * r, layout.shape[1] * r, 1])
+        found.append((A.view(-1, r)[own.top : own.bottom], B.view(-1, r)[own.left : own.right], error))
+    errors = torch.cat([error for *_, error in found]).tolist()
+    return [(A, B, error) for (A, B, _), error in zip(found, errors, strict=True)]

@@ -1,12 +1,11 @@
 """Spectron: weights of low rank, each the product of two factors that take steps bounded by their spectral norms."""
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import batched
 from math import isnan
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,8 @@ from megatron_eopt.matrices import WHOLE
 from megatron_eopt.optimizers import foreach, group_settings, low_rank
 from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
 from megatron_eopt.optimizers.group_settings import Scalar, UpdateSettings, also_called, check_rates
+from megatron_eopt.optimizers.low_rank import FACTOR, PROJECTED, Factor, Factored, FactorStack
+from megatron_eopt.optimizers.low_rank import factor_pairs as factor_pairs
 from megatron_eopt.optimizers.parameters import (
     DescribedMatrix,
     TensorParallelGroups,
@@ -25,13 +26,13 @@ from megatron_eopt.optimizers.parameters import (
     names_of_last,
     scale_rows,
 )
-from megatron_eopt.optimizers.state import Dim, StateTensor
+from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice, check_count
 from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.kernels import KERNELS
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
-from megatron_eopt.orthogonalize.spectral import start_vector
+from megatron_eopt.orthogonalize.spectral import power_iterations, start_vector
 from megatron_eopt.orthogonalize.timing import times
 from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout
@@ -39,46 +40,76 @@ from megatron_eopt.parallel.records import TpMode
 
 logger = logging.getLogger(__name__)
 
-FACTOR, MOMENTUM, U = "factor", "momentum_buffer", "u"
-"""Of a parameter that is a factor itself the last two; else of both its factors, with ``_A`` and ``_B`` behind."""
-
-PROJECTED = "projected"
-"""1 where the factors are those of the weight, 0 before the first step."""
+# Yields factors with their gradients, and goes on when those of all programs have stepped together.
+Program = Iterator[list[FactorStack]]
 
 
-def factor_pairs(pairs: Iterable[Sequence[Any]], **settings: Any) -> dict[str, Any]:
-    """A group of parameters that are factors themselves, for a model that computes with them::
+def of_weights(weights: list[Tensor], indices: list[int], factors: list[FactorStack], engine: Engine) -> Program:
+    """Spectron's step of weights ``W = A B^T`` with gradients ``G``, whose factors are state."""
+    shards = engine.split(indices, [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in weights])
+    for A, B in batched(factors, 2):
+        G = torch.stack([shards[i] for i in A.pairs]).to(A.values[0].dtype)
+        A.gradients, A.summed_over = G @ B.stack(), B.label  # gA = G B
+        B.gradients, B.summed_over = G.mT @ A.stack(), A.label  # gB = G^T A
+    del shards, G
+    yield factors  # step_of_factors
+    tensors = [local(p) for p in weights]
+    shards = engine.split(indices, list(tensors))
+    for A, B in batched(factors, 2):
+        before = torch.stack([shards[i] for i in A.pairs])
+        changed = (A.accepted & (A.settings["lr"] != 0)).view(-1, 1, 1)
+        W = torch.where(changed, (A.stack() @ B.stack().mT).to(before.dtype), before)  # W = A B^T
+        for i, shard in zip(A.pairs, W.unbind(), strict=True):
+            shards[i] = shard
+    torch._foreach_copy_(tensors, engine.merge(indices, shards))
 
-        Spectron([factor_pairs([(layer.up, layer.down) for layer in layers], lr=0.01), {"params": dense_weights}])
 
-    Args:
-        pairs: the two factors of each weight, in any order and orientation (``A`` and ``B``, or ``A`` and ``B^T`` as
-            two linear layers hold them), each a parameter or its name and it.
-        **settings: of the group.
-
-    Raises:
-        ValueError: for what is not two parameters.
-    """
-    params = []
-    for index, pair in enumerate(pairs):
-        if len(pair) != 2:
-            raise ValueError(f"a pair has two factors, got {len(pair)} in pair {index}")
-        params += list(pair)
-    return {"params": params, "pairs": True, **settings}
+def of_pairs(parameters: list[Tensor], indices: list[int], factors: list[FactorStack], engine: Engine) -> Program:
+    """Spectron's step of parameters that are ``A`` and ``B`` themselves, with gradients ``gA`` and ``gB``."""
+    for some in factors:
+        of_some = zip(some.parameters, some.momenta, strict=True)  # averaged with itself a momentum stays as it is
+        some.gradients = [m if p.grad is None else local(p.grad) for p, m in of_some]
+    yield factors  # step_of_factors
 
 
-@dataclass(frozen=True, eq=False)
-class Weight:
-    """A parameter, and the factors of its logical matrices: ``A`` and ``B`` of one after the other.
+def step_of_factors(factors: Sequence[FactorStack], engine: Engine, power_steps: int) -> None:
+    """The step of factors, the first ones of equal pairs and then their second ones; waits for no GPU."""
+    cut = [some for some in factors if some.summed_over]
+    sums = engine.sums([some.gradients for some in cut], [some.summed_over for some in cut])
+    for some in cut:
+        some.gradients = sums.pop(0)
+    for some in factors:
+        lr, weight_decay, beta = (some.settings[key] for key in ("lr", "weight_decay", "momentum_beta"))
+        # A -= lr * weight_decay * A; 1 - lr * weight_decay as one factor would be rounded alike in every step
+        foreach.subtract(some.values, some.values, lr * weight_decay, some.accepted)
+        foreach.average(some.momenta, list(some.gradients), beta, False, some.accepted)  # mA += (1 - beta) (gA - mA)
+        some.gradients = []
+    momenta = {i: some.upright(m) for some in factors for i, m in zip(some.indices, some.momenta, strict=True)}
+    indices = sorted(momenta)
+    directions = dict(zip(indices, engine.factors(indices, [momenta[i] for i in indices]), strict=True))  # orth(mA)
+    summed = partial(engine.sums, labels=[some.label for some in factors])
+    found = power_iterations([x.stack for x in factors], [torch.stack(x.us) for x in factors], power_steps, summed)
+    norms = summed([(u * image).sum(-1) for u, _, image in found])  # sA, sB
+    bounds = [sA + sB + 1 for sA, sB in batched(norms, 2) for _ in "AB"]  # lr' = lr / (sA + sB + 1)
+    for some, (u, _, _), bound in zip(factors, found, bounds, strict=True):
+        torch._foreach_copy_(some.us, foreach.masked(u.unbind(), some.us, some.accepted))
+        updates = [some.upright(directions.pop(i)) for i in some.indices]
+        foreach.subtract(some.values, updates, some.settings["lr"] / bound, some.accepted)  # A -= lr' orth(mA)
 
-    A parameter that is a factor itself is its only factor, as a layout whose second dimension is the rank.
-    """
 
-    index: int  # of the parameter
-    first: int  # index of its first factor among those of all parameters
-    factors: tuple[Layout, ...]
-    matrices: tuple[Layout, ...]  # one object where they are equal
-    nbytes: int  # of the largest shard of any rank and matrix, in the dtype of the factors
+class Kind(NamedTuple):
+    """What the parameters of a group are."""
+
+    unit: int  # parameters that step together
+    program: Callable[..., Program]
+    factors: Callable[..., list[Factor]]
+    check: Callable[..., None]
+
+
+KINDS = {  # by the setting "pairs" of a group
+    False: Kind(1, of_weights, low_rank.factors_of_weight, low_rank.check_weights),
+    True: Kind(2, of_pairs, low_rank.factor_of_pair, low_rank.check_pairs),
+}
 
 
 class Spectron(BaseOptimizer):
@@ -102,42 +133,29 @@ class Spectron(BaseOptimizer):
     :meth:`scale_rows`.
 
     Factors, momenta and singular vectors are kept in fp32 (fp64 for an fp64 parameter), and steps 1, 4 and 6 are
-    computed in it. Gradients are never written to; what has none, or one that is not finite, stays as it is:
-    see :mod:`~megatron_eopt.optimizers.nonfinite`. Only steps up to the one that projects a parameter wait for a GPU.
+    computed in it. Only steps up to the one that projects a parameter wait for a GPU.
 
-    In the paper's own form the model holds the factors: see
-    :func:`~megatron_eopt.optimizers.spectron.factor_pairs` for groups of such pairs, which skip steps 1 and 6 and the
-    projection, and keep momenta and singular vectors alone. There, no setting ``rank`` is read.
+    In the paper's own form the model holds the factors: groups of
+    :func:`~megatron_eopt.optimizers.spectron.factor_pairs` skip steps 1 and 6 and the projection, keep momenta and
+    singular vectors alone, and read no ``rank``.
 
     A weight that is cut by tensor parallelism has the factor of the cut dimension cut as it is and the other on every
     rank, and takes the step of one rank. A step exchanges, for a matrix cut along its rows, ``n r`` entries for ``gB``
     in one all-reduce for all matrices, ``mA`` for its orthogonal factor as ``tp_mode`` says, and ``2 k + 1`` small
-    all-reduces for ``k`` power iterations.
-
-    DTensors (FSDP2, HSDP, tensor parallelism) are taken as they lie, where they are cut along rows or along columns;
-    what is kept of them are DTensors too, which torch's checkpoints load on any number of ranks.
+    all-reduces for ``k`` power iterations. DTensors are taken as they lie, where they are cut along rows or along
+    columns; what is kept of them are DTensors too, which torch's checkpoints load on any number of ranks.
 
     A group may have its own ``lr``, ``rank``, ``momentum_beta``, ``weight_decay``, ``num_ns_steps`` and
-    ``coefficient_type``; the rank is settled when the state is created.
+    ``coefficient_type``; the rank is settled when the state is created. What is not told below is as of
+    :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`.
 
     Args:
         params: matrices, or groups of them; the attribute ``logical_matrices`` declares those that are several.
-        lr: learning rate, at least 0.
         rank: ``r``, from 1 to the short side of every logical matrix. The paper has a quarter of that.
         momentum_beta: ``beta``, in [0, 1). The paper has 0.95.
-        weight_decay: at least 0.
         num_power_iterations: of each step, at least 1; also as ``num_power_iter``.
-        num_ns_steps: Newton-Schulz steps.
-        coefficient_type: name of a coefficient set, or a list of ``(a, b, c)``.
-        fp32_matmul_prec: of the products of the Newton-Schulz iteration: ``low``, ``medium``, ``high`` or ``highest``.
-        split_qkv: give the parts of fused query, key and value projections factors of their own.
-        is_qkv_fn: tells which parameters are fused.
-        qkv_split_shapes: rows of (q, k, v), or of (q, gate, k, v), in one query group; the attribute
-            ``qkv_split_shapes`` of a parameter wins.
-        pg_collection: the process groups ``tp`` and, for experts, ``expt_tp``; None where nothing is sharded.
         tp_mode: how a factor that is cut is orthogonalized: ``duplicated``, ``owner``, ``distributed``, ``gram`` or
             ``auto``, all exact: see :mod:`~megatron_eopt.parallel.plan`.
-        symmetric_products: the kernel of symmetric products, as of Muon.
 
     Raises:
         ValueError: for a setting out of its range, a parameter that is no matrix or is cut along both dimensions, a
@@ -148,14 +166,13 @@ class Spectron(BaseOptimizer):
     """
 
     carried_settings = frozenset({KERNEL})
-
     newton_schulz_calls: int = 0
 
     # What prepare() makes, and the engine of the parameters for which it did.
     _factors: Engine
-    _weights: dict[Tensor, Weight]
+    _factored: dict[Tensor, Factored]
     _prepared: Engine | None = None
-    _done: frozenset[Tensor] = frozenset()
+    _done: frozenset[Tensor] = frozenset()  # that are not to be projected, or no more
     _errors: Mapping[str, float] = {}
 
     @also_called(num_power_iter="num_power_iterations")
@@ -185,9 +202,8 @@ class Spectron(BaseOptimizer):
         group_settings.note_short_schedule(self.newton_schulz)
         self.num_power_iterations = num_power_iterations
         self._set_split(split_qkv, is_qkv_fn, qkv_split_shapes)
-        self.pg_collection = pg_collection
+        self.pg_collection, self.symmetric_products = pg_collection, symmetric_products
         self.tp_mode = tp_mode
-        self.symmetric_products = symmetric_products
         defaults = {"lr": lr, "rank": rank, "momentum_beta": momentum_beta, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "pairs": False})
 
@@ -205,9 +221,7 @@ class Spectron(BaseOptimizer):
 
     @property
     def projection_errors(self) -> dict[str, float]:
-        """Relative errors of the projections that this optimizer made, by parameter, the largest where it is several
-        matrices: ``||W - A B^T||_F / ||W||_F``.
-        """
+        """``||W - A B^T||_F / ||W||_F`` of the projections that were made, by parameter, of its worst matrix."""
         return dict(self._errors)
 
     def explain(self) -> str:
@@ -228,17 +242,16 @@ class Spectron(BaseOptimizer):
         """The logical matrices of each parameter; the size of their updates follows from the factors."""
         if settled:
             self.prepare()
-        engine, weights = (self._factors, self._weights) if settled else self._proposed_factors()
+        engine, factored = (self._factors, self._factored) if settled else self._proposed_factors()
         schemes = {i: b.scheme.replace("_", " ") for b in engine.plan.buckets for i in b.matrices}
         described = {}
-        for parameter, weight in weights.items():
+        for parameter, own in factored.items():
             names = self.split_of(parameter).names(self.layout(parameter).shape[0])
-            of_factors = [schemes[weight.first + n] for n in range(len(weight.factors))]
-            both = batched(of_factors, max(1, len(of_factors) // len(weight.matrices)))
-            # that of the factor which is cut
-            found = (next((scheme for scheme in some if scheme != "local"), "local") for some in both)
-            each = zip(names, weight.matrices, found, strict=True)
-            described[parameter] = [DescribedMatrix(name, x.shape, scheme, 1.0, None) for name, x, scheme in each]
+            cut = {each.number: schemes[i] for i, each in enumerate(own.factors, own.first) if schemes[i] != "local"}
+            described[parameter] = [
+                DescribedMatrix(name, A.matrix.shape, cut.get(A.number, "local"), 1.0, None)
+                for name, A in zip(names, own.factors[::2], strict=True)
+            ]
         return described
 
     def prepare(self) -> Engine:
@@ -253,9 +266,10 @@ class Spectron(BaseOptimizer):
                         f"{type(self).__name__} keeps factors of rank {kept} for the parameter of shape "
                         f"{tuple(parameter.shape)}, whose group now has rank {rank}: set it back, it cannot change"
                     )
-            factors, self._weights = self._proposed_factors()
+            factors, self._factored = self._proposed_factors()
             kernel = factors.prepare(self.symmetric_products, self.param_groups[0].get(KERNEL))
             self._factors, self._prepared = factors, engine
+            self._done |= {p for p, own in self._factored.items() if not own.factors[0].in_state}
             for group in self.param_groups:
                 group[KERNEL] = kernel
         return engine
@@ -271,52 +285,46 @@ class Spectron(BaseOptimizer):
         return group_settings.own_settings(self.param_groups), [group["rank"] for group in self.param_groups]
 
     def _described(self, name: str, parameter: Tensor) -> Parameter:
-        return Parameter(name, low_rank.wide_dtype(parameter), self.layout(parameter), self.split_of(parameter))
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        return Parameter(name, dtype, self.layout(parameter), self.split_of(parameter))
 
-    def _proposed_factors(self) -> tuple[Engine, dict[Tensor, Weight]]:
+    def _proposed_factors(self) -> tuple[Engine, dict[Tensor, Factored]]:
         """The engine of the factors before ranks agree on it, and the factors of each parameter."""
-        weights: dict[Tensor, Weight] = {}
-        factors: list[Parameter] = []
+        factored: dict[Tensor, Factored] = {}
+        described: list[Parameter] = []
         known: dict[Layout, Layout] = {}
         for index, (name, parameter) in enumerate(zip(self._names(), self._parameters(), strict=True)):
-            group, split = self.group_of(parameter), self.split_of(parameter)
-            layout = self.layout(parameter)
-            matrices = tuple(known.setdefault(x, x) for x in self.matrix_layouts(parameter))
-            layouts = low_rank.factor_layouts(matrices, None if group["pairs"] else group["rank"])
-            ends = [f"{each} {side}".strip() for each in split.names(layout.shape[0]) for side in "AB"]
-            called = [name] if group["pairs"] else [f"{name}[{end}]" for end in ends]
-            dtype = low_rank.wide_dtype(parameter)
-            nbytes = dtype.itemsize * max(each.numel for x in matrices for each in x.rectangles)
-            weights[parameter] = Weight(index, len(factors), layouts, matrices, nbytes)
-            of_factors = zip(called, layouts, strict=True)
-            factors += [Parameter(each, dtype, layout, WHOLE, self._iteration(group)) for each, layout in of_factors]
-        return Engine(factors, self._parameters()[0].device, self.tp_mode), weights
+            iteration = self._iteration(self.group_of(parameter))
+            matrices = [known.setdefault(x, x) for x in self.matrix_layouts(parameter)]
+            factors = self._factors_of(parameter, matrices)
+            nbytes = factors[0].dtype.itemsize * max(each.numel for x in matrices for each in x.rectangles)
+            factored[parameter] = Factored(index, len(described), factors, nbytes)
+            described += [Parameter(name + each.name, each.dtype, each.layout, WHOLE, iteration) for each in factors]
+        return Engine(described, self._parameters()[0].device, self.tp_mode), factored
+
+    def _factors_of(self, parameter: Tensor, matrices: Sequence[Layout]) -> list[Factor]:
+        group, names = self.group_of(parameter), self.split_of(parameter).names(self.layout(parameter).shape[0])
+        dtype, kind = torch.promote_types(parameter.dtype, torch.float32), KINDS[group["pairs"]]
+        each = enumerate(zip(matrices, names, self.key_ends(parameter), strict=True))
+        return [
+            factor for i, (matrix, *name) in each for factor in kind.factors(matrix, i, *name, group["rank"], dtype)
+        ]
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Also rows of the first factor of each logical matrix; what is a factor itself is scaled as it is."""
         self.prepare()
         super().scale_rows(parameters, factors)
         for parameter, factor in zip(parameters, factors, strict=True):
-            if not self.group_of(parameter)["pairs"]:
-                of_entries = factor[:, None].expand(local(parameter).shape)
-                for i, of_matrix in enumerate(self._split(self._weights[parameter], of_entries)):
-                    scale_rows(self._tensors(parameter, 2 * i)[0], of_matrix[:, 0])
-
-    # Groups and state.
+            own, of_entries = self._factored[parameter], factor[:, None].expand(local(parameter).shape)
+            of_matrices = self.engine.split([own.index], [of_entries])
+            for A in (each for each in own.factors[::2] if each.in_state):
+                scale_rows(self._tensors(parameter, A)[0], of_matrices[A.number][:, 0])
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """Factors, their momenta and singular vectors, for each logical matrix; of a factor what it has of these."""
-        dtype, group = low_rank.wide_dtype(parameter), self.group_of(parameter)
-        if group["pairs"]:
-            side: Dim = "rows" if low_rank.is_tall(self.layout(parameter)) else "columns"
-            return [StateTensor(MOMENTUM, dtype=dtype), StateTensor(U, (side,), 0, dtype)]
-        rank = group["rank"]
-        described = [StateTensor(PROJECTED, (), 0, dtype)]
-        for part, end in enumerate(self.key_ends(parameter)):
-            for key, dims in ((FACTOR, (rank,)), (MOMENTUM, (rank,)), (U, ())):
-                described.append(StateTensor(f"{key}_A{end}", ("rows", *dims), part, dtype))
-                described.append(StateTensor(f"{key}_B{end}", ("columns", *dims), part, dtype))
-        return described
+        factors = self._factors_of(parameter, self.matrix_layouts(parameter))
+        projected = [StateTensor(PROJECTED, (), 0, factors[0].dtype)] if factors[0].in_state else []
+        return [*projected, *(tensor for each in factors for tensor in each.kept)]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state: of a weight that was projected the factors, which are not computed anew."""
@@ -330,18 +338,13 @@ class Spectron(BaseOptimizer):
         super().load_state_dict(state_dict)
         self._done = frozenset()
 
-    def _state_of(self, parameter: Tensor, key: str | None = None) -> dict[str, Any]:
-        if key in self.state[parameter]:
-            return self.state[parameter]
-        before, layouts = set(self.state[parameter]), self.matrix_layouts(parameter)
-        state = super()._state_of(parameter)
-        for tensor in (each for each in self.state_tensors(parameter) if each.key not in before):
-            (rows, columns), own = layouts[tensor.matrix].shape, layouts[tensor.matrix].rectangle
-            if tensor.dims == ("rows",):
-                local(state[tensor.key]).copy_(start_vector(rows)[own.top : own.bottom])
-            elif tensor.dims == ("columns",):
-                local(state[tensor.key]).copy_(start_vector(columns)[own.left : own.right])
-        return state
+    def _zeros(self, parameter: Tensor, tensor: StateTensor) -> Tensor:
+        made = super()._zeros(parameter, tensor)
+        if tensor.dims in (("rows",), ("columns",)):  # a singular vector
+            matrix = self.matrix_layouts(parameter)[tensor.matrix]
+            side = matrix if tensor.dims == ("rows",) else matrix.transposed
+            local(made).copy_(start_vector(side.shape[0])[side.rectangle.top : side.rectangle.bottom])
+        return made
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
         check_rates(type(self).__name__, group, "momentum_beta")
@@ -354,7 +357,7 @@ class Spectron(BaseOptimizer):
         for key in (group_settings.SCALE_MODE, group_settings.EXTRA_SCALE):
             if key in group:
                 raise ValueError(f"{name}: group {number} has {key}, but the size of an update follows from lr alone")
-        names = names_of_last(self.param_groups)
+        parameters, names = [], names_of_last(self.param_groups)
         indices = names_of_last(self.param_groups, shapes=False)
         for parameter, called, index in zip(group["params"], names, indices, strict=True):
             if not parameter.is_floating_point():
@@ -369,116 +372,42 @@ class Spectron(BaseOptimizer):
                     f"TensorParallelMuon"
                 )
             self._check_placements(parameter, called)
-            split, rank = self.split_of(parameter), group["rank"]
-            if group["pairs"] and not split.is_whole:
-                raise ValueError(f"{name}: {called} is a factor of a pair, and cannot be split into logical matrices")
-            for part, matrix in zip(split.names(layout.shape[0]), self.matrix_layouts(parameter), strict=True):
-                if rank > min(matrix.shape) and not group["pairs"]:
-                    of_part = f"{called} ({part})" if part else called
-                    raise ValueError(
-                        f"{name}: rank must lie in [1, {min(matrix.shape)}] for {of_part}, a matrix {matrix.shape}, "
-                        f"got {rank}: set rank (options={{'rank': ...}} of build_optimizer, or in a group of its own), "
-                        f"or take another optimizer"
-                    )
-        if group["pairs"]:
-            low_rank.check_pairs(name, [self.layout(p) for p in group["params"]], names)
+            parameters.append((called, layout, self.split_of(parameter)))
+        KINDS[group["pairs"]].check(name, group["rank"], parameters)
         try:
             self._iteration(group)
         except ValueError as error:
             raise ValueError(f"{name}: group {number}: {error}") from error
-
-    # The step.
 
     def _take(self, accepted: Tensor) -> None:
         flags = dict(zip(self._parameters(), accepted.unbind(), strict=True))
         # also without a gradient where others wait for this rank's part
         active = {p for i, p in enumerate(self._parameters()) if p.grad is not None or self.engine.shares(i)}
         with fp32_products("highest"):
-            weights = [p for p in self._parameters() if p in active and not self.group_of(p)["pairs"]]
-            if waiting := [p for p in weights if p not in self._done]:
+            if waiting := [p for p in self._parameters() if p in active and p not in self._done]:
                 self._project(waiting, flags)
             self._session.changing = True
-            chunks = [(chunk, list(self._factors_of(chunk, flags))) for chunk in self._chunks(active)]
-            of_weights = [each for each in chunks if not self.group_of(each[0][0])["pairs"]]
-            self._set_gradients(of_weights)
-            factors = [equal for _, factors in chunks for equal in factors]
-            low_rank.spectron(factors, self._factors, self.num_power_iterations)
-            for chunk, factors in of_weights:
-                self._write(chunk, factors)
-        # a factor that is a parameter is a matrix of its own
-        self.newton_schulz_calls += sum(len(self._weights[p].matrices) for chunk, _ in chunks for p in chunk)
+            programs = list(self._programs(active, flags))
+            factors = [some for program in programs for some in next(program)]
+            step_of_factors(factors, self._factors, self.num_power_iterations)
+            for program in programs:
+                next(program, None)
 
-    def _chunks(self, active: set[Tensor]) -> Iterator[list[Tensor]]:
-        """Parameters to work on together, up to a size; all ranks that share one have the same, and so round alike."""
+    def _programs(self, active: set[Tensor], flags: Mapping[Tensor, Tensor]) -> Iterator[Program]:
         for group in self.param_groups:
-            chunks: dict[object, list[Tensor]] = {}
-            nbytes: Counter[object] = Counter()
-            for unit in batched(group["params"], 2 if group["pairs"] else 1):
-                if not active.isdisjoint(unit) and (group["pairs"] or unit[0] in self._done):
-                    alike = tuple((p.dtype, self._weights[p].matrices[0].label) for p in unit)
-                    nbytes[alike] += sum(self._weights[p].nbytes * len(self._weights[p].matrices) for p in unit)
-                    chunks.setdefault((alike, nbytes[alike] // foreach.MOST_BYTES), []).extend(unit)
-            yield from chunks.values()
+            kind = KINDS[group["pairs"]]
+            units = (each for each in batched(group["params"], kind.unit) if not active.isdisjoint(each))
+            for factored in low_rank.chunks(filter(self._done.issuperset, units), self._factored):
+                factors = list(low_rank.stacks(factored, group, flags, self._tensors))
+                # a factor that is a parameter is a matrix of its own
+                self.newton_schulz_calls += sum(len(own.factors[::2]) for own in factored.values())
+                yield kind.program(list(factored), [own.index for own in factored.values()], factors, self.engine)
 
-    def _factors_of(self, chunk: Sequence[Tensor], flags: Mapping[Tensor, Tensor]) -> Iterator[low_rank.Factors]:
-        """The first and the second factors of equal pairs of a chunk, of so many pairs that their size is bounded."""
-        group = self.group_of(chunk[0])
-        factors = [(p, i) for p in chunk for i, _ in enumerate(self._weights[p].factors)]
-        kinds: dict[tuple[int, ...], list[int]] = {}
-        for position, pair in enumerate(batched(factors, 2)):
-            kinds.setdefault(tuple(id(self._weights[p].matrices[i // 2]) for p, i in pair), []).append(position)
-        for equal in kinds.values():
-            nbytes = max(1, *(self._weights[p].nbytes for p, _ in factors[2 * equal[0] :][:2]))
-            for positions in batched(equal, max(1, foreach.MOST_BYTES // nbytes)):
-                both = [[factors[2 * position + side] for position in positions] for side in (0, 1)]
-                accepted = torch.stack([flags[p] for some in both for p, _ in some]).view(2, -1).all(0)
-                for some in both:
-                    (first, i), indices = some[0], [self._weights[p].first + i for p, i in some]
-                    label = self._weights[first].factors[i].label
-                    transposed = group["pairs"] and not low_rank.is_tall(self._weights[first].matrices[0])
-                    tensors = map(list, zip(*(self._tensors(*each) for each in some), strict=True))
-                    yield low_rank.Factors(positions, indices, label, transposed, accepted, group, *tensors)
-
-    def _split(self, weight: Weight, x: Tensor) -> list[Tensor]:
-        return self.engine.split([weight.index], [x])
-
-    def _tensors(self, parameter: Tensor, factor: int) -> list[Tensor]:
-        """A factor of a parameter, its momentum and its singular vector; of one that is the parameter its gradient."""
-        pairs = self.group_of(parameter)["pairs"]
-        end = "" if pairs else ("_B" if factor % 2 else "_A") + self.key_ends(parameter)[factor // 2]
-        state = self._state_of(parameter, U + end)
-        if pairs:
-            gradient = state[MOMENTUM] if parameter.grad is None else parameter.grad
-            return [local(x) for x in (parameter, state[MOMENTUM], state[U], gradient)]
-        return [local(state[key + end]) for key in (FACTOR, MOMENTUM, U)]
-
-    def _set_gradients(self, chunks: Sequence[tuple[list[Tensor], list[low_rank.Factors]]]) -> None:
-        """``G B`` and ``G^T A`` of each logical matrix of weights, in the dtype of the factors."""
-        products, labels = [], []
-        for chunk, factors in chunks:
-            gradients = [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in chunk]
-            shards = self.engine.split([self._weights[p].index for p in chunk], gradients)
-            for first, second in batched(factors, 2):
-                A, B = first.stack(), second.stack()
-                G = torch.stack([shards[position] for position in first.positions]).to(A.dtype)
-                products += [G @ B, G.mT @ A]
-                # a product along a dimension that is cut is of this rank's part of it alone
-                labels += [second.label, first.label]
-        summed = self._factors.sums(products, labels)
-        for some, product in zip((some for _, factors in chunks for some in factors), summed, strict=True):
-            some.gradients.extend(product.unbind())
-
-    def _write(self, chunk: Sequence[Tensor], factors: Sequence[low_rank.Factors]) -> None:
-        """``W = A B^T`` of weights, where it changed."""
-        weights, indices = [local(p) for p in chunk], [self._weights[p].index for p in chunk]
-        shards = self.engine.split(indices, list(weights))
-        for A, B in batched(factors, 2):
-            before = torch.stack([shards[position] for position in A.positions])
-            changed = (A.accepted & (A.settings["lr"] != 0)).view(-1, 1, 1)
-            new = torch.where(changed, (A.stack() @ B.stack().mT).to(before.dtype), before)
-            for position, shard in zip(A.positions, new.unbind(), strict=True):
-                shards[position] = shard
-        torch._foreach_copy_(weights, self.engine.merge(indices, shards))
+    def _tensors(self, parameter: Tensor, factor: Factor) -> list[Tensor]:
+        """A factor, its momentum and its singular vector, as this rank holds them."""
+        state = self._state_of(parameter, factor.kept[-1].key)
+        value = [] if factor.in_state else [parameter]
+        return [local(x) for x in (*value, *(state[tensor.key] for tensor in factor.kept))]
 
     def _project(self, waiting: Sequence[Tensor], flags: Mapping[Tensor, Tensor]) -> None:
         """Take the factors from the weights that step for the first time; waits for the device while there are any."""
@@ -487,17 +416,16 @@ class Spectron(BaseOptimizer):
         begin = [flags[p] & (self.group_of(p)["lr"] > 0) for p in waiting]
         read = list(zip(waiting, *torch.stack([*kept, *begin]).view(2, -1).tolist(), strict=True))
         self._done |= {p for p, done, _ in read if done}
-        new = {p: self._weights[p] for p, done, begins in read if begins and not done}
+        new = {p: self._factored[p] for p, done, begins in read if begins and not done}
         if not new:
             return
-        parts = [(p, i) for p, w in new.items() for i, _ in enumerate(w.matrices)]
-        shards = (x.to(low_rank.wide_dtype(p)) for p, w in new.items() for x in self._split(w, local(p)))
-        layouts = [new[p].matrices[i] for p, i in parts]
-        ranks = [self.group_of(p)["rank"] for p, _ in parts]
-        found = low_rank.project(shards, layouts, ranks, [new[p].first // 2 + i for p, i in parts])
+        pairs = [(p, *pair) for p, own in new.items() for pair in batched(own.factors, 2)]
+        shards = (x.to(w.factors[0].dtype) for p, w in new.items() for x in self.engine.split([w.index], [local(p)]))
+        turns = [new[p].first // 2 + A.number for p, A, _ in pairs]
+        found = low_rank.project(shards, [A for _, A, _ in pairs], turns)
         names = dict(zip(self._parameters(), self._names(), strict=True))
         largest: dict[str, float] = {}
-        for (p, _), (_, _, error) in zip(parts, found, strict=True):
+        for (p, *_), (_, _, error) in zip(pairs, found, strict=True):
             if isnan(error):
                 raise ValueError(
                     f"{type(self).__name__} cannot take factors from {names[p]}: a matrix of it is zero, and factors "
@@ -512,11 +440,11 @@ class Spectron(BaseOptimizer):
                 f"{min(largest.values()):.3g} to {largest[worst]:.3g} of their norm, most {worst}"
             )
         self._session.changing = True
-        for (p, i), (A, B, _) in zip(parts, found, strict=True):
-            for factor, found_factor in enumerate((A, B), 2 * i):
+        for (p, *pair), (*of_pair, _) in zip(pairs, found, strict=True):
+            for factor, rows in zip(pair, of_pair, strict=True):
                 value, _, u = self._tensors(p, factor)
-                value.copy_(found_factor)
+                value.copy_(rows)
                 # up to its norm its singular vector, whatever the order of rows, which may follow the ranks
-                u.copy_(found_factor[:, 0])
+                u.copy_(rows[:, 0])
             self.state[p][PROJECTED].fill_(1)
         self._done |= new.keys()

@@ -28,17 +28,11 @@ from megatron_eopt.megatron.arguments import (
     with_our_qk_clip,
 )
 from megatron_eopt.megatron.averaging import averaged
+from megatron_eopt.megatron.checkpoints.files import checked_base, checked_tracker, named_disk
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import prepared
-from megatron_eopt.megatron.checkpoints.loading import (
-    checked_base,
-    checked_load,
-    checked_save,
-    checked_tracker,
-    named_disk,
-    with_optimizer,
-)
 from megatron_eopt.megatron.checkpoints.run_mark import marked_save
 from megatron_eopt.megatron.checkpoints.sharding import by_shard, named_apart, undecided
+from megatron_eopt.megatron.checkpoints.torch_dist import checked_load, checked_save, with_optimizer
 from megatron_eopt.megatron.factory import checked, checked_elsewhere, with_registered
 from megatron_eopt.megatron.qk_clip import clip
 from megatron_eopt.optimizers.lion import Lion

@@ -11,11 +11,11 @@ from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.megatron import assignment, dealing, fsdp, qk_clip, releases
 from megatron_eopt.megatron.agreement import choose_kernels, on_all_ranks, refuse_different, say
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED
-from megatron_eopt.megatron.checkpoints.attach import attach
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
 from megatron_eopt.megatron.checkpoints.run_mark import RunMark
 from megatron_eopt.megatron.checkpoints.sharding import layers_differ
+from megatron_eopt.megatron.checkpoints.torch_dist import attach
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag, warn_of_shared_keys
 from megatron_eopt.megatron.manifest import declare

@@ -1,11 +1,17 @@
-"""Megatron's optimizers save and load what is described: their own methods, wrapped one object at a time."""
+"""Optimizer state in ``torch_dist`` checkpoints: what Megatron's optimizers save and load of it, described and checked.
+
+The methods of Megatron's optimizers are wrapped one object at a time, its functions that save and load a checkpoint as
+they are called.
+"""
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
 from megatron.core.optimizer.optimizer import FP32Optimizer
@@ -14,25 +20,46 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.checkpoints.contents import CheckpointError
-from megatron_eopt.checkpoints.states import BLOCK, base
+from megatron_eopt.checkpoints.states import BLOCK, base, blocks_of, holding, split_key
 from megatron_eopt.manifest import to_json
-from megatron_eopt.megatron.agreement import distinct
+from megatron_eopt.megatron.agreement import distinct, from_rank_0, say
 from megatron_eopt.megatron.averaging import export, go_on_from, trained
-from megatron_eopt.megatron.checkpoints.loading import FORMAT, FRESH, report_changes
+from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, checksums, loaded_tensors
+from megatron_eopt.megatron.checkpoints.differences import (
+    FORMAT,
+    FRESH,
+    Stored,
+    of_another,
+    other_padding,
+    problem_of,
+    read_stored,
+    report_changes,
+    report_converted,
+    requested_of,
+)
 from megatron_eopt.megatron.checkpoints.matching import (
     MAIN_PARAMETERS,
     compressed,
     has,
     merged,
+    put_back,
     settings_of_group,
+    taken_out,
     torch_state,
 )
-from megatron_eopt.megatron.checkpoints.sharding import joined, keep_apart, sharded_state, stacked_index
+from megatron_eopt.megatron.checkpoints.sharding import (
+    joined,
+    keep_apart,
+    sharded_state,
+    sharded_tensors,
+    stacked_index,
+)
 from megatron_eopt.megatron.parameters import model_parameters, plain_wrappers
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
 from megatron_eopt.parallel.layout import is_cut_again
+from megatron_eopt.redirect import around
 
 
 def attach(optimizer: Any, model_chunks: Sequence[Any], run: Any, layers_differ: bool) -> None:
@@ -240,3 +267,75 @@ def _like(parameter: Tensor | None, shard: Tensor) -> Tensor:
     mesh, placements = parameter.device_mesh, parameter.placements
     shape, stride = parameter.shape, parameter.stride()
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+@around
+def checked_load(
+    load: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
+) -> Any:
+    """Around ``dist_checkpointing.load``: the checkpoint must have the state of our optimizers that is requested.
+
+    State of our optimizers must not be loaded by Megatron's own.
+    """
+    optimizers = list(holding(sharded_state_dict, BLOCK))
+    if not optimizers and "optimizer" not in sharded_state_dict:
+        return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    stored = from_rank_0(lambda: read_stored(Path(checkpoint_dir)))
+    if not optimizers:  # of ours; Megatron checks the rest itself
+        own = sorted(requested_of({"optimizer": sharded_state_dict["optimizer"]}))
+        wanted = set().union(*distinct(own))
+        if problem := of_another(None, wanted, blocks_of(stored.optimizer)):
+            raise CheckpointError(f"{checkpoint_dir}: {problem}")
+        return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    if problem := stored.damage or problem_of(optimizers, stored):
+        raise CheckpointError(f"{checkpoint_dir}: {problem}")
+    if dist.get_rank() == 0 and (warning := other_padding(sharded_tensors(sharded_state_dict), stored.shapes)):
+        say(f"warning: {warning}")
+    request = taken_out(sharded_state_dict)
+    of_state = [(split_key(t.key)[0], t) for t in sharded_tensors(request)]
+    report_converted((name, stored.dtypes.get(t.key, t.dtype), t.dtype) for name, t in of_state if name)
+    result = load(request, checkpoint_dir, *args, **kwargs)
+    loaded = result[0] if isinstance(result, tuple) else result
+    if stored.sums and any(each[BLOCK]["checksums"] for each in optimizers):
+        _compare(stored, request, loaded, checkpoint_dir)
+    loaded.pop(CHECKSUMS, None)
+    put_back(sharded_state_dict, loaded, stored.optimizer)
+    return result
+
+
+@around
+def checked_save(save: Callable[..., Any], sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``dist_checkpointing.save``: with our optimizers, checksums of all tensors are saved."""
+    if any(each[BLOCK]["checksums"] for each in holding(sharded_state_dict, BLOCK)):
+        sharded_state_dict[CHECKSUMS] = checksums(sharded_tensors(sharded_state_dict))
+    return save(sharded_state_dict, *args, **kwargs)
+
+
+@around
+def with_optimizer(load: Callable[..., Any], model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``load_checkpoint``: optimizers of ours are always told what was loaded for them.
+
+    Under torch FSDP2 Megatron relies on tensors that are loaded in place, and step counts and settings are none.
+    """
+    if hasattr(optimizer, "megatron_eopt") and kwargs.get("skip_load_to_model_and_opt"):
+        kwargs["skip_load_to_model_and_opt"] = False
+    return load(model, optimizer, *args, **kwargs)
+
+
+def _compare(stored: Stored, requested: Any, loaded: dict[str, Any], folder: str) -> None:
+    comparable = (
+        tensor
+        for tensor in loaded_tensors(requested, loaded)
+        if stored.shapes.get(tensor.key) == tuple(tensor.global_shape) and stored.dtypes[tensor.key] == tensor.dtype
+    )
+    changed = sorted(
+        key
+        for key, (value, entries) in checksums(comparable).items()
+        # Of a vocabulary with another padding, other entries were loaded.
+        if key in stored.sums and entries == stored.sums[key][1] and value != stored.sums[key][0]
+    )
+    if changed:
+        raise CheckpointError(
+            f"{folder}: {len(changed)} tensors are not what was saved, such as {changed[0]}: their bytes have changed "
+            f"since. megatron-eopt verify-checkpoint says where; load another checkpoint, or a good copy of this one"
+        )

@@ -28,7 +28,8 @@ from megatron_eopt.megatron.checkpoints.files import named_disk
 from megatron_eopt.megatron.checkpoints.run_mark import FILE, RunMark, process
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.qk_clip import refuse_unclipped
-from megatron_eopt.megatron.support.rules import Run, refuse_unsupported
+from megatron_eopt.megatron.support.rules import refuse_unsupported
+from megatron_eopt.megatron.support.run import Run
 from megatron_eopt.overrides import ParameterInfo, Resolved, entries_from_dict, resolve
 from tests.manifest.made import muons, row
 

@@ -23,7 +23,8 @@ from megatron_eopt.megatron.metrics import interval_of, measure
 from megatron_eopt.megatron.parameters import frozen_names, mark, remember, torch_optimizers, trainable
 from megatron_eopt.megatron.settings import of_config, of_optimizers
 from megatron_eopt.megatron.summary import print_summary
-from megatron_eopt.megatron.support.rules import Run, on, refuse_unsupported
+from megatron_eopt.megatron.support.rules import refuse_unsupported
+from megatron_eopt.megatron.support.run import Run, on
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.scale import PRESETS

@@ -33,7 +33,7 @@ from megatron_eopt.megatron.checkpoints.fsdp_dtensor import prepared
 from megatron_eopt.megatron.checkpoints.run_mark import marked_save
 from megatron_eopt.megatron.checkpoints.sharding import by_shard, named_apart, undecided
 from megatron_eopt.megatron.checkpoints.torch_dist import checked_load, checked_save, with_optimizer
-from megatron_eopt.megatron.factory import checked, checked_elsewhere, with_registered
+from megatron_eopt.megatron.factory import checked_elsewhere, wrap_emerging_builder, wrap_group_builder
 from megatron_eopt.megatron.qk_clip import clip
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.parameters import NAME, ROWS, SAVED_BY_LAYOUT
@@ -122,8 +122,8 @@ def _of_registry() -> list[Redirection]:
         *(Redirection(theirs, name, becomes(getattr(registry, name)), imported) for name in _NAMES),
         Redirection(core_optimizer, "Lion", becomes(Lion), scalar),
         Redirection(core_optimizer, "check_config_overrides_consistency", checked_elsewhere, named_in),
-        Redirection(core_optimizer, "_get_megatron_optimizer_based_on_param_groups", with_registered, several),
-        Redirection(core_optimizer, "_get_megatron_emerging_optimizer", checked, before),
+        Redirection(core_optimizer, "_get_megatron_optimizer_based_on_param_groups", wrap_group_builder, several),
+        Redirection(core_optimizer, "_get_megatron_emerging_optimizer", wrap_emerging_builder, before),
     ]
 
 
@@ -131,7 +131,9 @@ def _of_0_17() -> list[Redirection]:
     module = releases.core_optimizer(".muon")
     return [
         Redirection(module, "TensorParallelMuon", becomes(releases.muon_of_0_17), "Megatron builds Muon by this name"),
-        Redirection(module, "get_megatron_muon_optimizer", checked, "checks come before the model is touched"),
+        Redirection(
+            module, "get_megatron_muon_optimizer", wrap_emerging_builder, "checks come before the model is touched"
+        ),
     ]
 
 

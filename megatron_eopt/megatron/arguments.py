@@ -13,8 +13,7 @@ from typing import Any, NoReturn, get_args
 import torch.distributed as dist
 
 from megatron_eopt.family import FAMILY, MUON, ROWS
-from megatron_eopt.megatron.agreement import refuse_different
-from megatron_eopt.megatron.settings import of_command_line
+from megatron_eopt.megatron.agreement import of_command_line, refuse_different
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.parallel.plan import TpMode

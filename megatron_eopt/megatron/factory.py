@@ -9,7 +9,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.megatron import assignment, dealing, fsdp, qk_clip, releases
-from megatron_eopt.megatron.agreement import choose_kernels, on_all_ranks, refuse_different, say
+from megatron_eopt.megatron.agreement import (
+    choose_kernels,
+    of_config,
+    of_optimizers,
+    on_all_ranks,
+    refuse_different,
+    say,
+)
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
@@ -18,10 +25,9 @@ from megatron_eopt.megatron.checkpoints.sharding import layers_differ
 from megatron_eopt.megatron.checkpoints.torch_dist import attach
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag, warn_of_shared_keys
-from megatron_eopt.megatron.manifest import declare
+from megatron_eopt.megatron.manifest import build_manifest
 from megatron_eopt.megatron.metrics import interval_of, measure
 from megatron_eopt.megatron.parameters import frozen_names, mark, remember, torch_optimizers, trainable
-from megatron_eopt.megatron.settings import of_config, of_optimizers
 from megatron_eopt.megatron.summary import print_summary
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.support.run import Run, on
@@ -62,7 +68,7 @@ class OptimizerOfRun:
         tag(matrices)
         self.build(build, overrides)
         self.prepare()
-        self.declare()
+        self.build_manifest()
         self.attach_checkpoints()
         if self.metrics_interval:
             measure(self.optimizer, self.model_chunks, self.metrics_interval, self.facts.layer_wise)
@@ -116,9 +122,9 @@ class OptimizerOfRun:
         choose_kernels(here)
         on_all_ranks(lambda: [each.prepare() for each in here if hasattr(each, "prepare")])
 
-    def declare(self) -> None:
+    def build_manifest(self) -> None:
         """Say which optimizer updates every parameter, as it was built."""
-        self.families, self.matrices_here = declare(self.optimizer, self.assigned, self.config, self.groups)
+        self.families, self.matrices_here = build_manifest(self.optimizer, self.assigned, self.config, self.groups)
 
     def attach_checkpoints(self) -> None:
         """Let checkpoints hold the optimizers' state."""
@@ -145,7 +151,7 @@ class OptimizerOfRun:
             on_all_ranks(take)
             self.tp_mode, self.tp_mode_source = tp_mode, "checkpoint"
             self.prepare()
-            self.declare()
+            self.build_manifest()
             print_summary(self.optimizer, self.tp_mode_source)
 
     def guard_first_step(self) -> None:
@@ -196,7 +202,7 @@ def offloading(config: Any) -> Any:
 
 
 @around
-def checked(
+def wrap_emerging_builder(
     build: Callable[..., Any], config: Any, model_chunks: Any, config_overrides: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     """Around Megatron's builder of emerging optimizers: what it builds is the :class:`OptimizerOfRun`."""
@@ -218,7 +224,7 @@ def checked_elsewhere(check: Callable[..., Any], config: Any, config_overrides: 
 
 
 @around
-def with_registered(
+def wrap_group_builder(
     build: Callable[..., Any], config: Any, model_chunks: Any, param_groups: list[Any], **kwargs: Any
 ) -> Any:
     """Around Megatron's builder of adam, sgd and lion: it builds every registered optimizer, too."""

@@ -117,13 +117,14 @@ def choose_kernels(optimizers: Sequence[Any]) -> None:
     """Give optimizers that orthogonalize the kernels of symmetric products that are the fastest for the whole run.
 
     The slowest rank counts, and what fails on one serves on none. Ranks without optimizers come here, too: all have one
-    choice, since a checkpoint holds one, and replicas need not have a group in common. On a CPU there is none.
+    choice, since a checkpoint holds one, and replicas need not have a group in common. Nothing is timed for those whose
+    groups have that of a checkpoint, and on a CPU.
     """
     found = timing.times([], [], torch.device("cpu"))
     choosing = [each for each in optimizers if KERNEL in getattr(each, "carried_settings", ())]
     for each in choosing:
         device = next(p for group in each.param_groups for p in group["params"]).device
-        if timing.is_timed(device) and each.symmetric_products is None:
+        if timing.is_timed(device) and each.symmetric_products is None and KERNEL not in each.param_groups[0]:
             found = found.maximum(each.kernel_times())
     choice = timing.fastest(-lowest(-found, dist.group.WORLD) if dist.group.WORLD else found)
     for group in (group for each in choosing for group in each.param_groups if choice):

@@ -20,6 +20,7 @@ from megatron_eopt.megatron.agreement import (
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
+from megatron_eopt.megatron.checkpoints.read_ahead import Decided, decided_before
 from megatron_eopt.megatron.checkpoints.run_mark import RunMark
 from megatron_eopt.megatron.checkpoints.sharding import layers_differ
 from megatron_eopt.megatron.checkpoints.torch_dist import attach
@@ -31,7 +32,7 @@ from megatron_eopt.megatron.parameters import frozen_names, mark, remember, torc
 from megatron_eopt.megatron.summary import print_summary
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.support.run import Run, on
-from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.optimizers.base import KERNEL, RATES, BaseOptimizer
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.scale import PRESETS
 from megatron_eopt.parallel.records import TpMode
@@ -49,6 +50,9 @@ class OptimizerOfRun:
     object as its attribute ``megatron_eopt``.
     """
 
+    optimizer: Any = None  # Megatron's, once it is built
+    decided = Decided()  # what the run that saved the checkpoint to be loaded had decided
+
     def __init__(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any, layer_wise: bool = False) -> None:
         self.facts = Run.of(config, model_chunks, pg_collection, layer_wise=layer_wise)
         self.config = offloading(without_sharing(with_preset(config), self.facts))
@@ -57,6 +61,7 @@ class OptimizerOfRun:
         self.tp_mode, self.tp_mode_source = config.muon_tp_mode, getattr(config, TP_MODE_SOURCE, "config")
         if self.tp_mode_source == UNNAMED and self.tp_mode != DEFAULT_TP_MODE:
             self.tp_mode_source = "config"  # which was changed after it was made
+        self.tp_mode_of_checkpoint: TpMode | None = None  # of which the run has spoken
 
     def built_by(self, build: Callable[[Any, Any], Any], config_overrides: Any) -> Any:
         """Megatron's optimizer, by its builder of a config and of overrides."""
@@ -66,6 +71,7 @@ class OptimizerOfRun:
         matrices, overrides = on_all_ranks(self.check)
         self.mark = RunMark(self.facts.args)
         tag(matrices)
+        self.read_checkpoint()
         self.build(build, overrides)
         self.prepare()
         self.build_manifest()
@@ -103,6 +109,12 @@ class OptimizerOfRun:
         overrides = assignment.MegatronOverrides(self.assigned, self.config)
         return logical_matrices(self.assigned, self.config), overrides
 
+    def read_checkpoint(self) -> None:
+        """Take over what was decided in the run that saved the checkpoint which is going to be loaded."""
+        self.decided = decided_before(self.facts.args, self.facts.megatron_fsdp)
+        if self.decided.tp_mode is not None:
+            self.adopt_tp_mode(self.decided.tp_mode)
+
     def build(self, build: Callable[[Any, Any], Any], overrides: dict[Any, Any]) -> None:
         """Let Megatron build its optimizer, and look at what it has built."""
         dealt = dealing.dealt_by_time(self.config, self.facts.args, self.tp_mode)
@@ -118,6 +130,19 @@ class OptimizerOfRun:
 
     def prepare(self) -> None:
         """Let every optimizer that has parameters here agree on its steps with the ranks that share them."""
+        ours = [each for each in torch_optimizers(self.optimizer) if isinstance(each, BaseOptimizer)]
+
+        def take_over() -> None:
+            for each in ours:
+                if "tp_mode" in each.settings():
+                    each.tp_mode = self.tp_mode
+
+        if self.tp_mode_source == "checkpoint":
+            on_all_ranks(take_over)
+        for key, value in ((KERNEL, self.decided.kernel), (RATES, self.decided.rates)):
+            for each in ours if value is not None else ():
+                for group in each.param_groups if key in each.carried_settings else ():
+                    group.setdefault(key, value)
         here = [x for x in torch_optimizers(self.optimizer) if any(group["params"] for group in x.param_groups)]
         choose_kernels(here)
         on_all_ranks(lambda: [each.prepare() for each in here if hasattr(each, "prepare")])
@@ -134,25 +159,23 @@ class OptimizerOfRun:
         differ = layers_differ(self.families, frozen_names(self.model_chunks))
         attach(self.optimizer, self.model_chunks, self, differ)
 
-    def go_on_with(self, tp_mode: TpMode) -> None:
-        """Keep the ``tp_mode`` of a checkpoint if the run names none; all ranks call it before the state is loaded."""
-        keep = self.tp_mode_source in (UNNAMED, "checkpoint")
+    def adopt_tp_mode(self, tp_mode: TpMode) -> None:
+        """Keep the ``tp_mode`` of a checkpoint if the run names none; all ranks call it together.
 
-        def take() -> None:
-            for each in torch_optimizers(self.optimizer):
-                if isinstance(each, BaseOptimizer) and "tp_mode" in each.settings():
-                    each.tp_mode = tp_mode
-
-        if tp_mode == self.tp_mode:
+        They do so before anything is built, and again with what is loaded: a framework may load what no flag names.
+        """
+        if tp_mode in (self.tp_mode, self.tp_mode_of_checkpoint):
             return
+        keep = self.tp_mode_source in (UNNAMED, "checkpoint")
         why = "kept, since this run names none" if keep else f"not {self.tp_mode}, by {self.tp_mode_source}"
         say(f"the tp_mode of the checkpoint is {tp_mode}: {why}")
+        self.tp_mode_of_checkpoint = tp_mode
         if keep:
-            on_all_ranks(take)
             self.tp_mode, self.tp_mode_source = tp_mode, "checkpoint"
-            self.prepare()
-            self.build_manifest()
-            print_summary(self.optimizer, self.tp_mode_source)
+            if self.optimizer is not None:
+                self.prepare()
+                self.build_manifest()
+                print_summary(self.optimizer, self.tp_mode_source)
 
     def guard_first_step(self) -> None:
         """Check what can only be known in the first step, or in any."""

@@ -95,9 +95,12 @@ def named_disk(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise
 
 
-def resumed(folder: Path, step: int | None) -> Path:
-    """The checkpoint that Megatron will take from a folder: of a step, or the newest."""
-    return folder / f"iter_{step:07d}" if step else newest(folder)
+def resumed(folder: Path, step: int | None) -> Path | None:
+    """The checkpoint that Megatron will take from a folder: of a step, or the newest; None where it starts anew."""
+    if step:
+        return folder / f"iter_{step:07d}"
+    tracker = folder / TRACKER
+    return newest(folder) if tracker.exists() and read_text(tracker, TRACKER_BYTES).strip() else None
 
 
 def _is_ours(args: Any) -> bool:
@@ -118,11 +121,8 @@ def _damage_of_resumed(
     reads arguments alone, and each rank looks only at what they are in.
     """
     try:
-        tracker = folder / TRACKER
-        if not step and not (tracker.exists() and read_text(tracker, TRACKER_BYTES).strip()):
-            return None
         path = resumed(folder, step)
-        if path.is_dir() and is_legacy(path):
+        if path is None or (path.is_dir() and is_legacy(path)):
             return None
         if ckpt_format == "torch_dist":
             contents = read_contents(path)

@@ -86,7 +86,7 @@ class SavedShards:
         run = json.loads(state_dict[BLOCK]["run"])
         if problem := too_new(run["format"]):
             raise CheckpointError(f"the checkpoint cannot serve this run: {problem}")
-        self._run.go_on_with(run["tp_mode"])
+        self._run.adopt_tp_mode(run["tp_mode"])
         report_changes(run["manifest"], self._run.families)
         saved = {name: json.loads(each) for name, each in state_dict["settings"].items()}
         if problems := sorted(set().union(*distinct(sorted(set(self._problems(saved)))))):
@@ -231,5 +231,6 @@ def _refuse_missing(args: Any, wanted: dict[str, dict[str, Tensor]]) -> None:
 def _stored(folder: Path, step: int | None) -> tuple[Path, dict[str, torch.dtype]]:
     """The checkpoint that is to be loaded, and the dtypes of its tensors."""
     path = resumed(folder, step)
+    assert path is not None, "Megatron loads it"
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
     return path, {key: x.properties.dtype for key, x in stored.items() if isinstance(x, TensorStorageMetadata)}

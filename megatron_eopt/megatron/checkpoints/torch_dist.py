@@ -143,7 +143,7 @@ class SavedState:
             return
         block = state_dict.pop(BLOCK, {})
         if self._run is not None and "tp_mode" in block:
-            self._run.go_on_with(block["tp_mode"])
+            self._run.adopt_tp_mode(block["tp_mode"])
         if self._run is not None:
             report_changes(block.get("manifest"), self._run.families)
         for index, parameter, tensor in self._described():

@@ -139,11 +139,11 @@ class OptimizerOfRun:
 
         if self.tp_mode_source == "checkpoint":
             on_all_ranks(take_over)
-        for key, value in ((KERNEL, self.decided.kernel), (RATES, self.decided.rates)):
-            for each in ours if value is not None else ():
-                for group in each.param_groups if key in each.carried_settings else ():
-                    group.setdefault(key, value)
         here = [x for x in torch_optimizers(self.optimizer) if any(group["params"] for group in x.param_groups)]
+        for key, value in ((KERNEL, self.decided.kernel), (RATES, self.decided.rates)):
+            for each in here if value is not None else ():
+                for group in each.param_groups if key in getattr(each, "carried_settings", ()) else ():
+                    group.setdefault(key, value)
         choose_kernels(here)
         on_all_ranks(lambda: [each.prepare() for each in here if hasattr(each, "prepare")])
 

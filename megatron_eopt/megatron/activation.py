@@ -28,11 +28,7 @@ from megatron_eopt.megatron.arguments import (
     with_our_qk_clip,
 )
 from megatron_eopt.megatron.averaging import averaged
-from megatron_eopt.megatron.checkpoints.files import checked_base, checked_tracker, named_disk
-from megatron_eopt.megatron.checkpoints.fsdp_dtensor import prepared
-from megatron_eopt.megatron.checkpoints.run_mark import marked_save
-from megatron_eopt.megatron.checkpoints.sharding import by_shard, named_apart, undecided
-from megatron_eopt.megatron.checkpoints.torch_dist import checked_load, checked_save, with_optimizer
+from megatron_eopt.megatron.checkpoints import files, fsdp_dtensor, run_mark, sharding, torch_dist
 from megatron_eopt.megatron.factory import checked_elsewhere, wrap_emerging_builder, wrap_group_builder
 from megatron_eopt.megatron.qk_clip import clip
 from megatron_eopt.optimizers.lion import Lion
@@ -153,9 +149,9 @@ def _of_core() -> list[Redirection]:
     kept = ("qkv_split_shapes", "pad_length", ATTRIBUTE, NAME, ROWS, SAVED_BY_LAYOUT)
     return [
         *(Redirection(attributes, name, lambda default: default, lost) for name in kept),
-        Redirection(state_of_parameters, "get_optim_param_to_id_map", by_shard, shards),
-        Redirection(dist_checkpointing, "load", checked_load, refused),
-        Redirection(dist_checkpointing, "save", checked_save, compared),
+        Redirection(state_of_parameters, "get_optim_param_to_id_map", sharding.by_shard, shards),
+        Redirection(dist_checkpointing, "load", torch_dist.checked_load, refused),
+        Redirection(dist_checkpointing, "save", torch_dist.checked_save, compared),
         *(Redirection(config, "__init__", _with_our_settings, auto) for config in configs),
         Redirection(optimizer_config.OptimizerConfig.__dataclass_fields__, "muon_tp_mode", exact, later),
     ]
@@ -194,20 +190,20 @@ def _of_training() -> list[Redirection]:
         return with_our_qk_clip(with_our_offload(sharded(validate)))
 
     def saves(save: Callable[..., Any]) -> Callable[..., Any]:
-        return named_disk(marked_save(save))
+        return files.named_disk(run_mark.marked_save(save))
 
     clipped = "QK-clip in every kind of layer and attention, and with negative logits"
     named = "Megatron prepares Adam's state alone for fsdp_dtensor, and finds no weights of a model in fp32"
     flags = "what the flags of our optimizers say reaches the config, which has no fields for some of them"
     return [
-        Redirection(checkpointing, "_load_base_checkpoint", checked_base, whole),
-        Redirection(checkpointing, "_build_sharded_state_dict_metadata", undecided, apart),
-        Redirection(checkpointing, "generate_state_dict", named_apart, apart),
-        Redirection(checkpointing, "preprocess_fsdp_dtensor_state_dict", prepared, named),
-        Redirection(checkpointing, "load_checkpoint", with_optimizer, in_place),
-        Redirection(checkpointing, "read_metadata", checked_tracker, empty),
+        Redirection(checkpointing, "_load_base_checkpoint", files.checked_base, whole),
+        Redirection(checkpointing, "_build_sharded_state_dict_metadata", sharding.undecided, apart),
+        Redirection(checkpointing, "generate_state_dict", sharding.named_apart, apart),
+        Redirection(checkpointing, "preprocess_fsdp_dtensor_state_dict", fsdp_dtensor.prepared, named),
+        Redirection(checkpointing, "load_checkpoint", torch_dist.with_optimizer, in_place),
+        Redirection(checkpointing, "read_metadata", files.checked_tracker, empty),
         Redirection(checkpointing, "save_checkpoint", saves, f"two runs that save to one folder are noticed; {full}"),
-        Redirection(async_utils, "maybe_finalize_async_save", named_disk, full),
+        Redirection(async_utils, "maybe_finalize_async_save", files.named_disk, full),
         Redirection(arguments, "add_megatron_arguments", amended, parsed),
         Redirection(arguments, "validate_args", checks, fsdp),
         Redirection(training, "get_megatron_optimizer_config", with_flags, flags),

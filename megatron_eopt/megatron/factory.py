@@ -22,13 +22,13 @@ from megatron_eopt.megatron.checkpoints.checksums import check_replicas
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
 from megatron_eopt.megatron.checkpoints.read_ahead import Decided, decided_before
 from megatron_eopt.megatron.checkpoints.run_mark import RunMark
-from megatron_eopt.megatron.checkpoints.sharding import layers_differ
-from megatron_eopt.megatron.checkpoints.torch_dist import attach
+from megatron_eopt.megatron.checkpoints.sharding import keep_apart, layers_differ
+from megatron_eopt.megatron.checkpoints.torch_dist import SavedState
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag, warn_of_shared_keys
 from megatron_eopt.megatron.manifest import build_manifest
 from megatron_eopt.megatron.metrics import interval_of, measure
-from megatron_eopt.megatron.parameters import frozen_names, mark, remember, torch_optimizers, trainable
+from megatron_eopt.megatron.parameters import frozen_names, mark, plain_wrappers, remember, torch_optimizers, trainable
 from megatron_eopt.megatron.summary import print_summary
 from megatron_eopt.megatron.support.rules import refuse_unsupported
 from megatron_eopt.megatron.support.run import Run, on
@@ -157,7 +157,9 @@ class OptimizerOfRun:
             SavedShards(self.optimizer.chained_optimizers[0], self)
             return
         differ = layers_differ(self.families, frozen_names(self.model_chunks))
-        attach(self.optimizer, self.model_chunks, self, differ)
+        keep_apart(self.model_chunks, differ)
+        for number, each in enumerate(plain_wrappers(self.optimizer)):  # of which the first saves the manifest
+            SavedState(each, self if number == 0 else None, differ, self.facts.layer_wise)
 
     def adopt_tp_mode(self, tp_mode: TpMode) -> None:
         """Keep the ``tp_mode`` of a checkpoint if the run names none; all ranks call it together.

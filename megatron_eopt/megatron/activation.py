@@ -22,10 +22,8 @@ from megatron_eopt.megatron.arguments import (
     TP_MODE_SOURCE,
     UNNAMED,
     amend,
-    sharded,
+    validated,
     with_flags,
-    with_our_offload,
-    with_our_qk_clip,
 )
 from megatron_eopt.megatron.averaging import averaged
 from megatron_eopt.megatron.checkpoints import files, fsdp_dtensor, run_mark, sharding, torch_dist
@@ -186,9 +184,6 @@ def _of_training() -> list[Redirection]:
         "--optimizer-cpu-offload with an Adam that steps on the CPU; and --qk-clip with Transformer Engine"
     )
 
-    def checks(validate: Callable[..., Any]) -> Callable[..., Any]:
-        return with_our_qk_clip(with_our_offload(sharded(validate)))
-
     def saves(save: Callable[..., Any]) -> Callable[..., Any]:
         return files.named_disk(run_mark.marked_save(save))
 
@@ -205,7 +200,7 @@ def _of_training() -> list[Redirection]:
         Redirection(checkpointing, "save_checkpoint", saves, f"two runs that save to one folder are noticed; {full}"),
         Redirection(async_utils, "maybe_finalize_async_save", files.named_disk, full),
         Redirection(arguments, "add_megatron_arguments", amended, parsed),
-        Redirection(arguments, "validate_args", checks, fsdp),
+        Redirection(arguments, "validate_args", validated, fsdp),
         Redirection(training, "get_megatron_optimizer_config", with_flags, flags),
         Redirection(training, "evaluate", averaged, "Schedule-Free trains at one point and is evaluated at another"),
         *([Redirection(training, "clip_qk", clip, clipped)] if hasattr(training, "clip_qk") else []),

@@ -70,11 +70,13 @@ class SavedShards:
                 for parameter in group["params"]:
                     name = self._megatron._param_name(parameter)
                     settings[name] = _TO_LOAD if is_loading else json.dumps([type(optimizer).__name__, plain])
+                    tensors = optimizer.state_tensors(parameter) if isinstance(optimizer, BaseOptimizer) else ()
+                    described = {tensor.key: tensor for tensor in tensors}
                     for key, x in optimizer.state[parameter].items():
                         if is_loading:
                             local(x).fill_(torch.nan)
-                        described = self._described(optimizer, parameter).get(key, StateTensor(key))
-                        for part, piece in self._pieces(optimizer, parameter, described, x):
+                        tensor = described.get(key, StateTensor(key))
+                        for part, piece in self._pieces(optimizer, parameter, tensor, x):
                             state.setdefault(f"{name}{part}", {})[key] = piece
         run = {"format": FORMAT, "manifest": to_json(self._run.families), "tp_mode": self._run.tp_mode}
         return {"state": state, "settings": settings, BLOCK: {"run": _TO_LOAD if is_loading else json.dumps(run)}}
@@ -92,7 +94,12 @@ class SavedShards:
         if problems := sorted(set().union(*distinct(sorted(set(self._problems(saved)))))):
             raise CheckpointError(f"the checkpoint cannot serve this run: {problems[0]}; {FRESH}")
         for optimizer in self._optimizers:
-            self._go_on(optimizer, saved)
+            own = optimizer.state_dict()
+            for number, group in enumerate(optimizer.param_groups):
+                found = [saved[self._megatron._param_name(parameter)][1] for parameter in group["params"]]
+                different = [each for i, each in enumerate(found) if each not in found[:i]]
+                own["param_groups"][number] |= settings_of_group(optimizer, number, different)
+            optimizer.load_state_dict(own)
 
     def _init_state(self) -> None:
         """Create the state of every parameter; Megatron's way leaves the step counts of torch's Adam to its step."""
@@ -114,19 +121,6 @@ class SavedShards:
                 else:
                     bad = [key for key, x in state.items() if not local(x).isfinite().all()]
                     yield from (f"its {key} of {name} has values that are not finite" for key in bad)
-
-    def _go_on(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-        """Take over the settings of groups that the checkpoint decides."""
-        state_dict = optimizer.state_dict()
-        for number, own in enumerate(state_dict["param_groups"]):
-            params = optimizer.param_groups[number]["params"]
-            found = [saved[self._megatron._param_name(parameter)][1] for parameter in params]
-            own |= settings_of_group(optimizer, number, [each for i, each in enumerate(found) if each not in found[:i]])
-        optimizer.load_state_dict(state_dict)
-
-    def _described(self, optimizer: Optimizer, parameter: Tensor) -> dict[str, StateTensor]:
-        described = optimizer.state_tensors(parameter) if isinstance(optimizer, BaseOptimizer) else []
-        return {tensor.key: tensor for tensor in described}
 
     def _pieces(
         self, optimizer: Optimizer, parameter: DTensor, tensor: StateTensor, data: Tensor

@@ -111,6 +111,12 @@ class Redirections:
         """Put every original back, the last replaced first."""
         self._undoing.close()
 
+    def __enter__(self) -> None:
+        self.install()
+
+    def __exit__(self, *error: object) -> None:
+        self.undo()
+
     def _rename(self, new_of_id: dict[int, Any]) -> None:
         """Point the names that modules of the importers hold at other objects; ``new_of_id`` is keyed by identity."""
         prefixes = tuple(f"{package}." for package in self._importers)

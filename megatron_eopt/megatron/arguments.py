@@ -159,14 +159,12 @@ def validated(validate: Callable[..., Any], args: argparse.Namespace, *rest: Any
         reason = "the arguments that are printed name the optimizer of the run"
         changes.append(Redirection(validate.__module__, "_print_args", around(print_named), reason))
     given = {key: getattr(args, key) for key in hidden}
-    redirections = Redirections(changes)
-    redirections.install()
     vars(args).update(hidden)
     try:
-        return validate(args, *rest, **named)
+        with Redirections(changes):
+            return validate(args, *rest, **named)
     finally:
         vars(args).update(given)
-        redirections.undo()
 
 
 @around

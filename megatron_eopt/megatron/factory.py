@@ -11,6 +11,7 @@ from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.megatron import assignment, dealing, fsdp, qk_clip, releases
 from megatron_eopt.megatron.agreement import (
     choose_kernels,
+    from_rank_0,
     of_config,
     of_optimizers,
     on_all_ranks,
@@ -111,7 +112,7 @@ class OptimizerOfRun:
 
     def read_checkpoint(self) -> None:
         """Take over what was decided in the run that saved the checkpoint which is going to be loaded."""
-        self.decided = decided_before(self.facts.args, self.facts.megatron_fsdp)
+        self.decided = from_rank_0(lambda: decided_before(self.facts.args, self.facts.megatron_fsdp))
         if self.decided.tp_mode is not None:
             self.adopt_tp_mode(self.decided.tp_mode)
 

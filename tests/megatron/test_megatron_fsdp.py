@@ -9,7 +9,7 @@ import torch
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.family import ROWS
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
-from megatron_eopt.megatron.checkpoints.read_ahead import Decided, _decided
+from megatron_eopt.megatron.checkpoints.read_ahead import Decided, decided_before
 from megatron_eopt.parallel.cost import DEFAULT_RATES
 from tests.megatron.runs import MUON, WARMUP, assert_close_in_bf16, assert_same, losses, train, whole
 
@@ -132,7 +132,7 @@ def test_a_resumed_run_is_the_straight_one_bit_for_bit(tmp_path, straight):
     assert_same(after(found), after(expected))
     assert "changed since the checkpoint" not in said
     decided = Decided("auto", "torch", asdict(DEFAULT_RATES))
-    assert _decided(SimpleNamespace(load=saved), megatron_fsdp=True) == decided
+    assert decided_before(SimpleNamespace(load=saved), megatron_fsdp=True) == decided
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_eopt.megatron.checkpoints.read_ahead import Decided, _decided
+from megatron_eopt.megatron.checkpoints.read_ahead import Decided, decided_before
 from tests.checkpoints.made import block, common, save
 
 RATES = {"flops": 1e15, "bytes": 1e11, "latency": 1e-5}
@@ -23,7 +23,7 @@ def saved(folder, mode="distributed", of_groups=(SAVED, SAVED)):
 
 
 def decided(folder, **flags):
-    return _decided(SimpleNamespace(load=folder, **flags), megatron_fsdp=False)
+    return decided_before(SimpleNamespace(load=folder, **flags), megatron_fsdp=False)
 
 
 def test_what_the_run_had_decided(tmp_path):
@@ -50,7 +50,7 @@ def test_settings_that_differ_between_groups_are_left_to_the_load(tmp_path):
 )
 def test_where_no_state_of_this_checkpoint_is_loaded_nothing_is_known(tmp_path, flags):
     args = SimpleNamespace(**{"load": saved(tmp_path), **flags})
-    assert _decided(args, megatron_fsdp=False) == Decided()
+    assert decided_before(args, megatron_fsdp=False) == Decided()
 
 
 @pytest.mark.parametrize("file", [".metadata", "metadata.json", "__0_0.distcp"])
@@ -65,4 +65,4 @@ def test_a_mode_or_a_kernel_of_no_kind_is_left_to_the_load(tmp_path):
 
 def test_a_folder_without_a_checkpoint(tmp_path):
     assert decided(tmp_path) == decided(tmp_path / "nothing") == Decided()
-    assert _decided(None, megatron_fsdp=False) == Decided()
+    assert decided_before(None, megatron_fsdp=False) == Decided()

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, get_args
 from megatron_eopt.checkpoints.contents import CheckpointError, read_archive, read_blob, read_contents, read_layout
 from megatron_eopt.checkpoints.pickles import faults
 from megatron_eopt.checkpoints.states import BLOCK, blocks_of
-from megatron_eopt.megatron.agreement import from_rank_0
 from megatron_eopt.megatron.checkpoints.files import resumed
 from megatron_eopt.megatron.support.run import on
 from megatron_eopt.optimizers.base import KERNEL, RATES
@@ -31,14 +30,10 @@ class Decided(NamedTuple):
 
 
 def decided_before(args: Any, megatron_fsdp: bool) -> Decided:
-    """What the run had decided that saved the checkpoint to be loaded; all ranks call it together.
+    """What the run had decided that saved the checkpoint to be loaded, by the arguments of ``megatron.training``.
 
-    ``args`` are those of ``megatron.training``. A checkpoint that cannot be read is left to the load, which refuses it.
+    One that cannot be read is left to the load, which refuses it.
     """
-    return from_rank_0(lambda: _decided(args, megatron_fsdp))
-
-
-def _decided(args: Any, megatron_fsdp: bool) -> Decided:
     if not on(args, "load") or any(on(args, flag) for flag in _NOT_READ):
         return Decided()
     try:

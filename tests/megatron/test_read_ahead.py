@@ -3,7 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from megatron_eopt.checkpoints.contents import read_contents
+from megatron_eopt.megatron.checkpoints import files
+from megatron_eopt.megatron.checkpoints.differences import read_stored
 from megatron_eopt.megatron.checkpoints.read_ahead import Decided, decided_before
 from tests.checkpoints.made import block, common, save
 
@@ -31,6 +35,19 @@ def test_what_the_run_had_decided(tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()
     assert decided(tmp_path) == Decided()  # Megatron starts anew
     assert decided(tmp_path, ckpt_step=5) == Decided("distributed", "torch", RATES)
+
+
+def test_the_metadata_are_read_once_for_a_run_and_then_forgotten(tmp_path, monkeypatch):
+    checkpoint, read = saved(tmp_path) / "iter_0000005", []
+    monkeypatch.setattr(files, "read_contents", lambda path: read.append(path) or read_contents(path))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert decided(tmp_path).tp_mode == "distributed"
+    assert files._damage_of_resumed(tmp_path, None) is None
+    assert read_stored(checkpoint).damage is None
+    assert read == [checkpoint]
+    (checkpoint / "__0_0.distcp").unlink()
+    assert "__0_0.distcp" in read_stored(checkpoint).damage
+    assert read == [checkpoint] * 2
 
 
 def test_settings_that_differ_between_groups_are_left_to_the_load(tmp_path):

@@ -7,7 +7,7 @@ Megatron itself takes a damaged checkpoint for one of another format, or fails i
 import tempfile
 from collections.abc import Callable, Set
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any
@@ -95,6 +95,18 @@ def named_disk(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise
 
 
+def contents_of(path: Path) -> Contents:
+    """What a checkpoint holds; :data:`keep_contents` has it from the first time that a run asks until the load."""
+    file = path / METADATA
+    return keep_contents(path, file.stat().st_mtime_ns if file.exists() else 0)
+
+
+@lru_cache(maxsize=1)
+def keep_contents(path: Path, changed: int) -> Contents:
+    """Those of a checkpoint whose metadata last changed then: a hundred thousand chunks take seconds to read."""
+    return read_contents(path)
+
+
 def resumed(folder: Path, step: int | None) -> Path | None:
     """The checkpoint that Megatron will take from a folder: of a step, or the newest; None where it starts anew."""
     if step:
@@ -125,7 +137,7 @@ def _damage_of_resumed(
         if path is None or (path.is_dir() and is_legacy(path)):
             return None
         if ckpt_format == "torch_dist":
-            contents = read_contents(path)
+            contents = contents_of(path) if dist.is_initialized() else read_contents(path)
             if damage := damage_of(contents):
                 return f"{path}: {damage}"
         else:

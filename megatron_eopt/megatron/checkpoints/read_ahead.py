@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from megatron_eopt.checkpoints.contents import CheckpointError, read_archive, read_blob, read_contents, read_layout
+from megatron_eopt.checkpoints.contents import CheckpointError, read_archive, read_blob, read_layout
 from megatron_eopt.checkpoints.pickles import faults
 from megatron_eopt.checkpoints.states import BLOCK, blocks_of
-from megatron_eopt.megatron.checkpoints.files import resumed
+from megatron_eopt.megatron.checkpoints.files import contents_of, resumed
 from megatron_eopt.megatron.support.run import on
 from megatron_eopt.optimizers.base import KERNEL, RATES
 from megatron_eopt.parallel.plan import TpMode
@@ -49,7 +49,7 @@ def decided_before(args: Any, megatron_fsdp: bool) -> Decided:
 
 def _of_torch_dist(path: Path) -> tuple[list[Any], list[Mapping[str, Any]]]:
     """The modes of optimizers, and the settings of groups."""
-    blocks = blocks_of(read_contents(path).common.get("optimizer"))
+    blocks = blocks_of(contents_of(path).common.get("optimizer"))
     modes = [block["settings"].get("tp_mode") for block in blocks]
     return modes, [group["settings"] for block in blocks for group in block["groups"]]
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_eopt.checkpoints import bounds
-from megatron_eopt.checkpoints.pickles import NAMES, faults
+from megatron_eopt.checkpoints.pickles import NAMES, OF_METADATA, faults
 
 METADATA = ".metadata"
 FORMAT = "metadata.json"
@@ -37,10 +37,8 @@ INTEGRITY = "integrity.json"  # Megatron's list of the SHA-256 of files (--verif
 TRACKER = "latest_checkpointed_iteration.txt"
 OWN_FILES = frozenset({METADATA, FORMAT, INTEGRITY, "modelopt_state"})  # beside those with chunks
 
-_OF_METADATA = """BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties
-    TensorStorageMetadata _MEM_FORMAT_ENCODING"""
 _METADATA_CLASSES: dict[tuple[str, str], Any] = {
-    **{(metadata.__name__, name): getattr(metadata, name) for name in _OF_METADATA.split()},
+    **{(metadata.__name__, name): getattr(metadata, name) for name in OF_METADATA.split()},
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,

@@ -131,11 +131,10 @@ class OptimizerOfRun:
 
     def prepare(self) -> None:
         """Let every optimizer that has parameters here agree on its steps with the ranks that share them."""
-        ours = [each for each in torch_optimizers(self.optimizer) if isinstance(each, BaseOptimizer)]
 
         def take_over() -> None:
-            for each in ours:
-                if "tp_mode" in each.settings():
+            for each in torch_optimizers(self.optimizer):
+                if isinstance(each, BaseOptimizer) and "tp_mode" in each.settings():
                     each.tp_mode = self.tp_mode
 
         if self.tp_mode_source == "checkpoint":

@@ -15,7 +15,7 @@ from megatron_eopt.checkpoints.states import BLOCK, MAIN, blocks_of, split_key
 from megatron_eopt.manifest import Family, compare, from_json, to_json
 from megatron_eopt.megatron.agreement import distinct, say
 from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, Sums
-from megatron_eopt.megatron.checkpoints.files import contents_of, damage_of, keep_contents
+from megatron_eopt.megatron.checkpoints.files import contents_of, damage_of
 from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors, state_key
 from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
 from megatron_eopt.registry import list_optimizers, optimizer_class
@@ -43,7 +43,7 @@ def read_stored(folder: Path) -> Stored:
         contents = contents_of(folder)
     except CheckpointError as error:
         return Stored(str(error), {}, {}, None, {})
-    keep_contents.cache_clear()  # nobody asks again
+    contents_of.cache_clear()  # nobody asks again
     return Stored(
         damage_of(contents),
         {key: tensor.shape for key, tensor in contents.tensors.items()},

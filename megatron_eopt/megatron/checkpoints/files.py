@@ -33,6 +33,9 @@ from megatron_eopt.megatron.agreement import from_rank_0, say
 from megatron_eopt.redirect import around
 from megatron_eopt.registry import list_optimizers
 
+# Reading takes seconds for each hundred thousand chunks: what a run reads before its build is kept until the load.
+contents_of = lru_cache(maxsize=1)(read_contents)
+
 
 @around
 def checked_base(
@@ -93,18 +96,6 @@ def named_disk(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                     f"room, or give another folder to --save, and start the run again"
                 ) from error
         raise
-
-
-def contents_of(path: Path) -> Contents:
-    """What a checkpoint holds; :data:`keep_contents` has it from the first time that a run asks until the load."""
-    file = path / METADATA
-    return keep_contents(path, file.stat().st_mtime_ns if file.exists() else 0)
-
-
-@lru_cache(maxsize=1)
-def keep_contents(path: Path, changed: int) -> Contents:
-    """Those of a checkpoint whose metadata last changed then: a hundred thousand chunks take seconds to read."""
-    return read_contents(path)
 
 
 def resumed(folder: Path, step: int | None) -> Path | None:

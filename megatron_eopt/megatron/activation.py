@@ -15,16 +15,7 @@ from megatron.core.tensor_parallel import layers
 
 from megatron_eopt import registry
 from megatron_eopt.matrices import ATTRIBUTE
-from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.arguments import (
-    DEFAULT_TP_MODE,
-    FLAGS,
-    TP_MODE_SOURCE,
-    UNNAMED,
-    amend,
-    validated,
-    with_flags,
-)
+from megatron_eopt.megatron import arguments, releases
 from megatron_eopt.megatron.averaging import averaged
 from megatron_eopt.megatron.checkpoints import files, fsdp_dtensor, run_mark, sharding, torch_dist
 from megatron_eopt.megatron.factory import checked_elsewhere, wrap_emerging_builder, wrap_group_builder
@@ -142,7 +133,7 @@ def _of_core() -> list[Redirection]:
         "settings that are flags of ours"
     )
     later = "so does a config whose class a framework derives from Megatron's later"
-    exact = partial(with_fields, default=DEFAULT_TP_MODE)
+    exact = partial(with_fields, default=arguments.DEFAULT_TP_MODE)
     configs = list(_and_derived(optimizer_config.OptimizerConfig))
     kept = ("qkv_split_shapes", "pad_length", ATTRIBUTE, NAME, ROWS, SAVED_BY_LAYOUT)
     return [
@@ -167,7 +158,7 @@ def _and_derived(config: Any) -> Iterator[Any]:
 
 
 def _of_training() -> list[Redirection]:
-    import megatron.training.arguments as arguments
+    import megatron.training.arguments as parsing
     import megatron.training.async_utils as async_utils
     import megatron.training.checkpointing as checkpointing
     import megatron.training.training as training
@@ -178,7 +169,7 @@ def _of_training() -> list[Redirection]:
     full = "an error on a disk that is full does not say so, above all where a writer of Megatron's had it"
     in_place = "what is no tensor of an optimizer has to be loaded too, which Megatron leaves out under torch FSDP2"
     parsed = "--optimizer and the flags of Muon take what our optimizers take, and refuse the rest when parsed"
-    amended = around(lambda add_arguments, parser: amend(add_arguments(parser), releases.unavailable()))
+    amended = around(lambda add_arguments, parser: arguments.amend(add_arguments(parser), releases.unavailable()))
     fsdp = (
         "Megatron's checks allow its FSDPs with adam and sgd alone, and so check a run with ours as one with adam; and "
         "--optimizer-cpu-offload with an Adam that steps on the CPU; and --qk-clip with Transformer Engine"
@@ -199,9 +190,9 @@ def _of_training() -> list[Redirection]:
         Redirection(checkpointing, "read_metadata", files.checked_tracker, empty),
         Redirection(checkpointing, "save_checkpoint", saves, f"two runs that save to one folder are noticed; {full}"),
         Redirection(async_utils, "maybe_finalize_async_save", files.named_disk, full),
-        Redirection(arguments, "add_megatron_arguments", amended, parsed),
-        Redirection(arguments, "validate_args", validated, fsdp),
-        Redirection(training, "get_megatron_optimizer_config", with_flags, flags),
+        Redirection(parsing, "add_megatron_arguments", amended, parsed),
+        Redirection(parsing, "validate_args", arguments.validated, fsdp),
+        Redirection(training, "get_megatron_optimizer_config", arguments.with_flags, flags),
         Redirection(training, "evaluate", averaged, "Schedule-Free trains at one point and is evaluated at another"),
         *([Redirection(training, "clip_qk", clip, clipped)] if hasattr(training, "clip_qk") else []),
     ]
@@ -210,12 +201,12 @@ def _of_training() -> list[Redirection]:
 @around
 def _with_our_settings(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     if "muon_tp_mode" not in kwargs:
-        setattr(self, TP_MODE_SOURCE, UNNAMED)
+        setattr(self, arguments.TP_MODE_SOURCE, arguments.UNNAMED)
     fields = {field.name for field in dataclasses.fields(self)}
-    ours = {flag.dest for flag in FLAGS} & kwargs.keys() - fields
+    ours = {flag.dest for flag in arguments.FLAGS} & kwargs.keys() - fields
     for name in ours:
         setattr(self, name, kwargs.pop(name))
-    init(self, *args, **{"muon_tp_mode": DEFAULT_TP_MODE, **kwargs})
+    init(self, *args, **{"muon_tp_mode": arguments.DEFAULT_TP_MODE, **kwargs})
 
 
 def _forward_registry() -> None:

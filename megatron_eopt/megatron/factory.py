@@ -8,16 +8,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_eopt.family import LIKE_MUON
-from megatron_eopt.megatron import assignment, dealing, fsdp, qk_clip, releases
-from megatron_eopt.megatron.agreement import (
-    choose_kernels,
-    from_rank_0,
-    of_config,
-    of_optimizers,
-    on_all_ranks,
-    refuse_different,
-    say,
-)
+from megatron_eopt.megatron import agreement, assignment, dealing, fsdp, qk_clip, releases
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
@@ -66,10 +57,10 @@ class OptimizerOfRun:
 
     def built_by(self, build: Callable[[Any, Any], Any], config_overrides: Any) -> Any:
         """Megatron's optimizer, by its builder of a config and of overrides."""
-        on_all_ranks(lambda: refuse_unsupported(self.facts))  # pipeline stages may differ in theirs
+        agreement.on_all_ranks(lambda: refuse_unsupported(self.facts))  # pipeline stages may differ in theirs
         self.describe()
         self.assign(config_overrides)
-        matrices, overrides = on_all_ranks(self.check)
+        matrices, overrides = agreement.on_all_ranks(self.check)
         self.mark = RunMark(self.facts.args)
         tag(matrices)
         self.read_checkpoint()
@@ -112,7 +103,7 @@ class OptimizerOfRun:
 
     def read_checkpoint(self) -> None:
         """Take over what was decided in the run that saved the checkpoint which is going to be loaded."""
-        self.decided = from_rank_0(lambda: decided_before(self.facts.args, self.facts.megatron_fsdp))
+        self.decided = agreement.from_rank_0(lambda: decided_before(self.facts.args, self.facts.megatron_fsdp))
         if self.decided.tp_mode is not None:
             self.adopt_tp_mode(self.decided.tp_mode)
 
@@ -123,8 +114,8 @@ class OptimizerOfRun:
             self.optimizer = build(self.config, overrides)
         self.optimizer.megatron_eopt = self
         remember(self.optimizer, self.model_chunks)
-        on_all_ranks(lambda: assignment.refuse_unread(self.optimizer, self.assigned))
-        refuse_different(of_optimizers(torch_optimizers(self.optimizer)))
+        agreement.on_all_ranks(lambda: assignment.refuse_unread(self.optimizer, self.assigned))
+        agreement.refuse_different(agreement.of_optimizers(torch_optimizers(self.optimizer)))
         for each in torch_optimizers(self.optimizer):
             if isinstance(each, BaseOptimizer):  # a scalar optimizer, which Megatron has not told of its ranks
                 each.pg_collection = self.groups
@@ -138,14 +129,14 @@ class OptimizerOfRun:
                     each.tp_mode = self.tp_mode
 
         if self.tp_mode_source == "checkpoint":
-            on_all_ranks(take_over)
+            agreement.on_all_ranks(take_over)
         here = [x for x in torch_optimizers(self.optimizer) if any(group["params"] for group in x.param_groups)]
         for key, value in ((KERNEL, self.decided.kernel), (RATES, self.decided.rates)):
             for each in here if value is not None else ():
                 for group in each.param_groups if key in getattr(each, "carried_settings", ()) else ():
                     group.setdefault(key, value)
-        choose_kernels(here)
-        on_all_ranks(lambda: [each.prepare() for each in here if hasattr(each, "prepare")])
+        agreement.choose_kernels(here)
+        agreement.on_all_ranks(lambda: [each.prepare() for each in here if hasattr(each, "prepare")])
 
     def build_manifest(self) -> None:
         """Say which optimizer updates every parameter, as it was built."""
@@ -170,7 +161,7 @@ class OptimizerOfRun:
             return
         keep = self.tp_mode_source in (UNNAMED, "checkpoint")
         why = "kept, since this run names none" if keep else f"not {self.tp_mode}, by {self.tp_mode_source}"
-        say(f"the tp_mode of the checkpoint is {tp_mode}: {why}")
+        agreement.say(f"the tp_mode of the checkpoint is {tp_mode}: {why}")
         self.tp_mode_of_checkpoint = tp_mode
         if keep:
             self.tp_mode, self.tp_mode_source = tp_mode, "checkpoint"
@@ -235,7 +226,7 @@ def wrap_emerging_builder(
         kwargs["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
     layer_wise = kwargs.get("layer_wise_distributed_optimizer", False)
     groups = kwargs["pg_collection"]
-    refuse_different(of_config(config))
+    agreement.refuse_different(agreement.of_config(config))
     run = OptimizerOfRun(config, model_chunks, groups, layer_wise)
     if run.facts.megatron_fsdp:
         return run.built_by(lambda config, own: fsdp.build(config, model_chunks, own, groups), config_overrides)

@@ -168,7 +168,7 @@ def test_optimizers_that_have_parameters_here_are_prepared(monkeypatch):
     parameter = nn.Parameter(torch.ones(2))
     with_one, without = (Prepared([{"params": params}], lr=0.1) for params in ([parameter], []))
     plain = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    monkeypatch.setattr("megatron_eopt.megatron.factory.on_all_ranks", lambda decide: decide())
+    monkeypatch.setattr("megatron_eopt.megatron.agreement.on_all_ranks", lambda decide: decide())
     run = OptimizerOfRun.__new__(OptimizerOfRun)
     run.optimizer = SimpleNamespace(chained_optimizers=[FP32Optimizer(each) for each in (with_one, without, plain)])
     run.tp_mode_source = "default"
@@ -178,7 +178,7 @@ def test_optimizers_that_have_parameters_here_are_prepared(monkeypatch):
 
 @pytest.mark.parametrize(("kernel", "expected"), [(None, "blocked"), ("torch", "torch")])
 def test_the_kernel_of_the_checkpoint_is_that_of_the_plan(monkeypatch, kernel, expected):
-    monkeypatch.setattr("megatron_eopt.megatron.factory.on_all_ranks", lambda decide: decide())
+    monkeypatch.setattr("megatron_eopt.megatron.agreement.on_all_ranks", lambda decide: decide())
     optimizer = TensorParallelMuon([nn.Parameter(torch.randn(512, 512))], fp32_matmul_prec="highest")
     run = OptimizerOfRun.__new__(OptimizerOfRun)
     run.optimizer, run.tp_mode_source, run.decided = FP32Optimizer(optimizer), "default", Decided(kernel=kernel)

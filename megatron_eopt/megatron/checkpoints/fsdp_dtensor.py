@@ -14,13 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import FileSystemReader, metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW
@@ -162,13 +156,13 @@ def with_chunk(piece: Tensor, like: DTensor, shape: Sequence[int], start: Sequen
         piece, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
     own: Any = found._local_tensor
-    chunk = ChunkStorageMetadata(offsets=torch.Size(start), sizes=own.shape)
+    chunk = metadata.ChunkStorageMetadata(offsets=torch.Size(start), sizes=own.shape)
 
     def write_items(name: str, x: DTensor) -> list[WriteItem]:
         if not own.numel():
             return []
-        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(own), x.size())
-        return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+        data = TensorWriteData(chunk, metadata.TensorProperties.create_from_tensor(own), x.size())
+        return [WriteItem(metadata.MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 
     own.__create_chunk_list__, own.__create_write_items__ = lambda: [chunk], write_items
     return found
@@ -227,4 +221,4 @@ def _stored(folder: Path, step: int | None) -> tuple[Path, dict[str, torch.dtype
     path = resumed(folder, step)
     assert path is not None, "Megatron loads it"
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
-    return path, {key: x.properties.dtype for key, x in stored.items() if isinstance(x, TensorStorageMetadata)}
+    return path, {key: x.properties.dtype for key, x in stored.items() if isinstance(x, metadata.TensorStorageMetadata)}

@@ -8,15 +8,9 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
+from megatron_eopt import registry
 from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.megatron import releases
-from megatron_eopt.registry import (
-    EMERGING_OPTIMIZERS,
-    get_optimizer_entry,
-    is_nonlinear_or_embedding,
-    optimizer_class,
-    takes_matrices,
-)
 
 
 @dataclass(frozen=True)
@@ -79,7 +73,7 @@ class Run:
             model=model,
             args=releases.training_args(),
             layer_wise=layer_wise or name != config.optimizer or on(config, "use_layer_wise_distributed_optimizer"),
-            leaves_scalars=bool(get_optimizer_entry(name).default_param_overrides),
+            leaves_scalars=bool(registry.get_optimizer_entry(name).default_param_overrides),
             scalar_optimizers=releases.scalar_optimizers(),
             data_parallel=size("dp_cp"),
             expert_data_parallel=size("expt_dp") if experts else None,
@@ -89,7 +83,7 @@ class Run:
             cut_twice=next((n for n, p in parameters if shards > 1 and on(p, "is_gtp_weight_remat")), None),
             grouped_experts=next(grouped, None),
             unsaved=next((n for n, p in parameters if _unsaved(n, p, model)), None),
-            expert_vector=next((n for n, p in experts if is_nonlinear_or_embedding(p)), None),
+            expert_vector=next((n for n, p in experts if registry.is_nonlinear_or_embedding(p)), None),
         )
 
     @property
@@ -136,12 +130,12 @@ class Run:
     @property
     def matrix_optimizers(self) -> str:
         """The optimizers but for those beside one of matrices, for messages."""
-        return ", ".join(dict.fromkeys([self.optimizer, *filter(takes_matrices, sorted(self.assigned))]))
+        return ", ".join(dict.fromkeys([self.optimizer, *filter(registry.takes_matrices, sorted(self.assigned))]))
 
     @property
     def without_momentum_dtype(self) -> str | None:
         """The first optimizer of the run that has no choice of the dtype of its momentum, but for Adam and SGD."""
-        entries = {name: EMERGING_OPTIMIZERS.get(name) for name in (self.optimizer, *sorted(self.assigned))}
+        entries = {name: registry.EMERGING_OPTIMIZERS.get(name) for name in (self.optimizer, *sorted(self.assigned))}
         known = ((name, entry.optimizer_cls) for name, entry in entries.items() if entry is not None)
         return next((name for name, cls in known if "momentum_dtype" not in signature(cls).parameters), None)
 
@@ -149,7 +143,7 @@ class Run:
     def averages(self) -> bool:
         """Whether an optimizer of the run trains at another point than is evaluated and saved as the model."""
         names = (self.optimizer, *self.assigned)
-        return any(getattr(optimizer_class(name), "live_key", None) is not None for name in names)
+        return any(getattr(registry.optimizer_class(name), "live_key", None) is not None for name in names)
 
 
 def on(settings: Any, name: str) -> bool:

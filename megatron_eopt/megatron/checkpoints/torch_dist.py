@@ -26,6 +26,7 @@ from megatron_eopt.megatron.agreement import distinct, from_rank_0, say
 from megatron_eopt.megatron.averaging import export, go_on_from, trained
 from megatron_eopt.megatron.checkpoints import differences, matching, sharding
 from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, checksums, loaded_tensors
+from megatron_eopt.megatron.checkpoints.files import contents_of
 from megatron_eopt.megatron.parameters import model_parameters
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
@@ -240,9 +241,11 @@ def checked_load(
     State of our optimizers must not be loaded by Megatron's own.
     """
     optimizers = list(holding(sharded_state_dict, BLOCK))
-    if not optimizers and "optimizer" not in sharded_state_dict:
+    with_state = optimizers or "optimizer" in sharded_state_dict
+    stored = from_rank_0(lambda: differences.read_stored(Path(checkpoint_dir))) if with_state else None
+    contents_of.cache_clear()  # nobody asks again
+    if stored is None:
         return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-    stored = from_rank_0(lambda: differences.read_stored(Path(checkpoint_dir)))
     if not optimizers:  # of ours; Megatron checks the rest itself
         own = sorted(differences.requested_of({"optimizer": sharded_state_dict["optimizer"]}))
         wanted = set().union(*distinct(own))
@@ -251,9 +254,8 @@ def checked_load(
         return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     if problem := stored.damage or differences.problem_of(optimizers, stored):
         raise CheckpointError(f"{checkpoint_dir}: {problem}")
-    if dist.get_rank() == 0 and (
-        warning := differences.other_padding(sharding.sharded_tensors(sharded_state_dict), stored.shapes)
-    ):
+    tensors = sharding.sharded_tensors(sharded_state_dict)
+    if dist.get_rank() == 0 and (warning := differences.other_padding(tensors, stored.shapes)):
         say(f"warning: {warning}")
     request = matching.taken_out(sharded_state_dict)
     of_state = [(split_key(t.key)[0], t) for t in sharding.sharded_tensors(request)]

@@ -111,6 +111,12 @@ class Redirections:
         """Put every original back, the last replaced first."""
         self._undoing.close()
 
+    def __enter__(self) -> None:
+        self.install()
+
+    def __exit__(self, *error: object) -> None:
+        self.undo()
+
     def _rename(self, new_of_id: dict[int, Any]) -> None:
         """Rebind the importers' names of objects, which are keyed by identity."""
         prefixes = tuple(f"{package}." for package in self._importers)

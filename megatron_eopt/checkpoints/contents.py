@@ -26,18 +26,8 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from megatron_eopt.checkpoints.bounds import (
-    DEPTH,
-    METADATA_BYTES,
-    OBJECT_BYTES,
-    TEXT_BYTES,
-    TRACKER_BYTES,
-    VALUES,
-    check_name,
-    open_file,
-    read_text,
-)
-from megatron_eopt.checkpoints.pickles import NAMES, faults
+from megatron_eopt.checkpoints import bounds
+from megatron_eopt.checkpoints.pickles import NAMES, OF_METADATA, faults
 
 METADATA = ".metadata"
 FORMAT = "metadata.json"
@@ -47,10 +37,8 @@ INTEGRITY = "integrity.json"  # Megatron's list of the SHA-256 of files (--verif
 TRACKER = "latest_checkpointed_iteration.txt"
 OWN_FILES = frozenset({METADATA, FORMAT, INTEGRITY, "modelopt_state"})  # beside those with chunks
 
-_OF_METADATA = """BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties
-    TensorStorageMetadata _MEM_FORMAT_ENCODING"""
 _METADATA_CLASSES: dict[tuple[str, str], Any] = {
-    **{(metadata.__name__, name): getattr(metadata, name) for name in _OF_METADATA.split()},
+    **{(metadata.__name__, name): getattr(metadata, name) for name in OF_METADATA.split()},
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
@@ -143,7 +131,7 @@ def newest(folder: Path) -> Path:
             )
         return folder
     try:
-        said = read_text(tracker, TRACKER_BYTES).strip()
+        said = bounds.read_text(tracker, bounds.TRACKER_BYTES).strip()
     except OSError as error:
         raise CheckpointError(f"{error}; {there}: write one's number into it") from error
     name = f"iter_{int(said):07d}" if said.isdecimal() else said
@@ -176,7 +164,7 @@ def read_layout(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Chunk]
     """Tensors and objects that ``.metadata`` name, in any format of torch's, and the faults of that pickle."""
     tensors, blobs, found = {}, {}, set[str]()
     try:
-        with open_file(folder / METADATA, METADATA_BYTES) as file:
+        with bounds.open_file(folder / METADATA, bounds.METADATA_BYTES) as file:
             pickled = file.read()
         found = _faults_of_file(folder / METADATA, (folder / METADATA).stat().st_mtime_ns)
         _check_followed(found)
@@ -205,7 +193,7 @@ def read_layout(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Chunk]
 @lru_cache(maxsize=4)
 def _faults_of_file(path: Path, changed: int) -> set[str]:
     """Those of a file that last changed then: a load reads it twice, and most of the time is for this."""
-    with open_file(path, METADATA_BYTES) as file:
+    with bounds.open_file(path, bounds.METADATA_BYTES) as file:
         return faults(io.BytesIO(file.read()))
 
 
@@ -232,7 +220,7 @@ def _fault(folder: Path) -> str | None:
             "wrote it. Megatron will not load it: take the checkpoint before it"
         )
     try:
-        backend = json.loads(read_text(folder / FORMAT, TEXT_BYTES))["sharded_backend"]
+        backend = json.loads(bounds.read_text(folder / FORMAT, bounds.TEXT_BYTES))["sharded_backend"]
     except (ValueError, TypeError, KeyError, OSError, RecursionError) as error:
         return f"is damaged: {FORMAT} cannot be read ({error})"
     if backend != "torch_dist":
@@ -245,7 +233,7 @@ def _chunk(found: Metadata, key: str, offsets: torch.Size | None = None, sizes: 
     if getattr(stored, "transform_descriptors", None):
         raise ValueError(f"{key} is compressed or otherwise transformed, which Megatron never does")
     start, length = _extents((stored.offset, stored.length))
-    return Chunk(_extents(offsets or ()), _extents(sizes), check_name(stored.relative_path), start, length)
+    return Chunk(_extents(offsets or ()), _extents(sizes), bounds.check_name(stored.relative_path), start, length)
 
 
 def _extents(numbers: Sequence[int]) -> tuple[int, ...]:
@@ -266,8 +254,8 @@ def _named(found: set[str]) -> str:
 
 def _size(value: Any, sizes: dict[int, int], depth: int = 0) -> int:
     """How many values it has in it, each as often as it is there: a few may hold each other a great many times."""
-    if depth > DEPTH:
-        raise ValueError(f"it has values in values, more than {DEPTH} deep")
+    if depth > bounds.DEPTH:
+        raise ValueError(f"it has values in values, more than {bounds.DEPTH} deep")
     if id(value) not in sizes:
         inner = vars(value) if isinstance(value, argparse.Namespace | Unknown) else value
         each = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list | tuple | set) else ()
@@ -289,8 +277,8 @@ def _common(folder: Path, blob: Chunk | None) -> tuple[dict[str, Any], set[str]]
             common = common[0]
         if not isinstance(common, dict):
             raise TypeError(f"it holds a {type(common).__name__}")
-        if _size(common, {}) > VALUES:
-            raise ValueError(f"it has more than {VALUES:,} values")
+        if _size(common, {}) > bounds.VALUES:
+            raise ValueError(f"it has more than {bounds.VALUES:,} values")
     except Exception as error:  # a damaged archive raises anything
         raise CheckpointError(
             f"{path}: the common state (arguments, iteration, parameter groups) cannot be read "
@@ -302,9 +290,9 @@ def _common(folder: Path, blob: Chunk | None) -> tuple[dict[str, Any], set[str]]
 
 def read_blob(folder: Path, blob: Chunk) -> io.BytesIO:
     """The archive of an object."""
-    if blob.length > OBJECT_BYTES:
-        raise ValueError(f"it has {blob.length:,} bytes, and at most {OBJECT_BYTES:,} are read of an object")
-    with open_file(folder / blob.file) as file:
+    if blob.length > bounds.OBJECT_BYTES:
+        raise ValueError(f"it has {blob.length:,} bytes, and at most {bounds.OBJECT_BYTES:,} are read of an object")
+    with bounds.open_file(folder / blob.file) as file:
         file.seek(blob.start)
         return io.BytesIO(file.read(blob.length))
 

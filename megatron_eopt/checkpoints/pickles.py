@@ -37,6 +37,8 @@ class _UnresolvedError(ValueError):
     """What a pickle does depends on more than its constants."""
 
 
+OF_METADATA = """BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties
+    TensorStorageMetadata _MEM_FORMAT_ENCODING"""
 # What Megatron-Core 0.17 to 0.19, Transformer Engine, torch and this package write, by module. To construct any of
 # these with any arguments does no harm; of functions there are those alone that make tensors and arrays.
 _NAMES = {
@@ -63,8 +65,7 @@ _NAMES = {
     "torch.serialization": "_get_layout",
     "torch.storage": "TypedStorage UntypedStorage _load_from_bytes",
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",
-    "torch.distributed.checkpoint.metadata": """BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex
-        StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING""",
+    "torch.distributed.checkpoint.metadata": OF_METADATA,
     "torch.distributed.checkpoint.planner": """BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType""",
     "megatron.core.optimizer.optimizer_config": "OptimizerConfig AdamOptimizerConfig SGDOptimizerConfig",
     "megatron.core.rerun_state_machine": "RerunDiagnostic RerunMode RerunState",

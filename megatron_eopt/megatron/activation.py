@@ -16,31 +16,10 @@ from megatron.core.tensor_parallel import layers
 from megatron_eopt import registry
 from megatron_eopt.from_config import with_fields
 from megatron_eopt.matrices import ATTRIBUTE
-from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.arguments import (
-    DEFAULT_TP_MODE,
-    FLAGS,
-    TP_MODE_SOURCE,
-    UNNAMED,
-    amend,
-    sharded,
-    with_flags,
-    with_our_offload,
-    with_our_qk_clip,
-)
+from megatron_eopt.megatron import arguments, releases
 from megatron_eopt.megatron.averaging import averaged
-from megatron_eopt.megatron.checkpoints.fsdp_dtensor import prepared
-from megatron_eopt.megatron.checkpoints.loading import (
-    checked_base,
-    checked_load,
-    checked_save,
-    checked_tracker,
-    named_disk,
-    with_optimizer,
-)
-from megatron_eopt.megatron.checkpoints.run_mark import marked_save
-from megatron_eopt.megatron.checkpoints.sharding import by_shard, named_apart, undecided
-from megatron_eopt.megatron.factory import checked, checked_elsewhere, with_registered
+from megatron_eopt.megatron.checkpoints import files, fsdp_dtensor, run_mark, sharding, torch_dist
+from megatron_eopt.megatron.factory import checked_elsewhere, wrap_emerging_builder, wrap_group_builder
 from megatron_eopt.megatron.qk_clip import clip
 from megatron_eopt.optimizers.lion import Lion
 from megatron_eopt.optimizers.parameters import NAME, ROWS, SAVED_BY_LAYOUT
@@ -128,8 +107,8 @@ def _of_registry() -> list[Redirection]:
         *(Redirection(theirs, name, becomes(getattr(registry, name)), imported) for name in _NAMES),
         Redirection(core_optimizer, "Lion", becomes(Lion), scalar),
         Redirection(core_optimizer, "check_config_overrides_consistency", checked_elsewhere, named_in),
-        Redirection(core_optimizer, "_get_megatron_optimizer_based_on_param_groups", with_registered, several),
-        Redirection(core_optimizer, "_get_megatron_emerging_optimizer", checked, before),
+        Redirection(core_optimizer, "_get_megatron_optimizer_based_on_param_groups", wrap_group_builder, several),
+        Redirection(core_optimizer, "_get_megatron_emerging_optimizer", wrap_emerging_builder, before),
     ]
 
 
@@ -137,7 +116,9 @@ def _of_0_17() -> list[Redirection]:
     module = releases.core_optimizer(".muon")
     return [
         Redirection(module, "TensorParallelMuon", becomes(releases.muon_of_0_17), "Megatron builds Muon by this name"),
-        Redirection(module, "get_megatron_muon_optimizer", checked, "checks come before the model is touched"),
+        Redirection(
+            module, "get_megatron_muon_optimizer", wrap_emerging_builder, "checks come before the model is touched"
+        ),
     ]
 
 
@@ -152,14 +133,14 @@ def _of_core() -> list[Redirection]:
         "settings that are flags of ours"
     )
     later = "so does a config whose class a framework derives from Megatron's later"
-    exact = partial(with_fields, default=DEFAULT_TP_MODE)
+    exact = partial(with_fields, default=arguments.DEFAULT_TP_MODE)
     configs = list(_and_derived(optimizer_config.OptimizerConfig))
     kept = ("qkv_split_shapes", "pad_length", ATTRIBUTE, NAME, ROWS, SAVED_BY_LAYOUT)
     return [
         *(Redirection(attributes, name, lambda default: default, lost) for name in kept),
-        Redirection(state_of_parameters, "get_optim_param_to_id_map", by_shard, shards),
-        Redirection(dist_checkpointing, "load", checked_load, refused),
-        Redirection(dist_checkpointing, "save", checked_save, compared),
+        Redirection(state_of_parameters, "get_optim_param_to_id_map", sharding.by_shard, shards),
+        Redirection(dist_checkpointing, "load", torch_dist.checked_load, refused),
+        Redirection(dist_checkpointing, "save", torch_dist.checked_save, compared),
         *(Redirection(config, "__init__", _with_our_settings, auto) for config in configs),
         Redirection(optimizer_config.OptimizerConfig.__dataclass_fields__, "muon_tp_mode", exact, later),
     ]
@@ -177,7 +158,7 @@ def _and_derived(config: Any) -> Iterator[Any]:
 
 
 def _of_training() -> list[Redirection]:
-    import megatron.training.arguments as arguments
+    import megatron.training.arguments as parsing
     import megatron.training.async_utils as async_utils
     import megatron.training.checkpointing as checkpointing
     import megatron.training.training as training
@@ -188,33 +169,30 @@ def _of_training() -> list[Redirection]:
     full = "an error on a disk that is full does not say so, above all where a writer of Megatron's had it"
     in_place = "what is no tensor of an optimizer has to be loaded too, which Megatron leaves out under torch FSDP2"
     parsed = "--optimizer and the flags of Muon take what our optimizers take, and refuse the rest when parsed"
-    amended = around(lambda add_arguments, parser: amend(add_arguments(parser), releases.unavailable()))
+    amended = around(lambda add_arguments, parser: arguments.amend(add_arguments(parser), releases.unavailable()))
     fsdp = (
         "Megatron's checks allow its FSDPs with adam and sgd alone, and so check a run with ours as one with adam; and "
         "--optimizer-cpu-offload with an Adam that steps on the CPU; and --qk-clip with Transformer Engine"
     )
 
-    def checks(validate: Callable[..., Any]) -> Callable[..., Any]:
-        return with_our_qk_clip(with_our_offload(sharded(validate)))
-
     def saves(save: Callable[..., Any]) -> Callable[..., Any]:
-        return named_disk(marked_save(save))
+        return files.named_disk(run_mark.marked_save(save))
 
     clipped = "QK-clip in every kind of layer and attention, and with negative logits"
     named = "Megatron prepares Adam's state alone for fsdp_dtensor, and finds no weights of a model in fp32"
     flags = "what the flags of our optimizers say reaches the config, which has no fields for some of them"
     return [
-        Redirection(checkpointing, "_load_base_checkpoint", checked_base, whole),
-        Redirection(checkpointing, "_build_sharded_state_dict_metadata", undecided, apart),
-        Redirection(checkpointing, "generate_state_dict", named_apart, apart),
-        Redirection(checkpointing, "preprocess_fsdp_dtensor_state_dict", prepared, named),
-        Redirection(checkpointing, "load_checkpoint", with_optimizer, in_place),
-        Redirection(checkpointing, "read_metadata", checked_tracker, empty),
+        Redirection(checkpointing, "_load_base_checkpoint", files.checked_base, whole),
+        Redirection(checkpointing, "_build_sharded_state_dict_metadata", sharding.undecided, apart),
+        Redirection(checkpointing, "generate_state_dict", sharding.named_apart, apart),
+        Redirection(checkpointing, "preprocess_fsdp_dtensor_state_dict", fsdp_dtensor.prepared, named),
+        Redirection(checkpointing, "load_checkpoint", torch_dist.with_optimizer, in_place),
+        Redirection(checkpointing, "read_metadata", files.checked_tracker, empty),
         Redirection(checkpointing, "save_checkpoint", saves, f"two runs that save to one folder are noticed; {full}"),
-        Redirection(async_utils, "maybe_finalize_async_save", named_disk, full),
-        Redirection(arguments, "add_megatron_arguments", amended, parsed),
-        Redirection(arguments, "validate_args", checks, fsdp),
-        Redirection(training, "get_megatron_optimizer_config", with_flags, flags),
+        Redirection(async_utils, "maybe_finalize_async_save", files.named_disk, full),
+        Redirection(parsing, "add_megatron_arguments", amended, parsed),
+        Redirection(parsing, "validate_args", arguments.validated, fsdp),
+        Redirection(training, "get_megatron_optimizer_config", arguments.with_flags, flags),
         Redirection(training, "evaluate", averaged, "Schedule-Free trains at one point and is evaluated at another"),
         *([Redirection(training, "clip_qk", clip, clipped)] if hasattr(training, "clip_qk") else []),
     ]
@@ -223,12 +201,12 @@ def _of_training() -> list[Redirection]:
 @around
 def _with_our_settings(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     if "muon_tp_mode" not in kwargs:
-        setattr(self, TP_MODE_SOURCE, UNNAMED)
+        setattr(self, arguments.TP_MODE_SOURCE, arguments.UNNAMED)
     fields = {field.name for field in dataclasses.fields(self)}
-    ours = {flag.dest for flag in FLAGS} & kwargs.keys() - fields
+    ours = {flag.dest for flag in arguments.FLAGS} & kwargs.keys() - fields
     for name in ours:
         setattr(self, name, kwargs.pop(name))
-    init(self, *args, **{"muon_tp_mode": DEFAULT_TP_MODE, **kwargs})
+    init(self, *args, **{"muon_tp_mode": arguments.DEFAULT_TP_MODE, **kwargs})
 
 
 def _forward_registry() -> None:

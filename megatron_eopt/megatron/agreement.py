@@ -1,16 +1,24 @@
-"""What all ranks of a run find out together, each calling and getting the same; what the first one says for all."""
+"""What all ranks of a run find out together: each calls, and gets the same. Settings that have to be the same."""
 
+import argparse
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from os.path import basename
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import Optimizer
 
-from megatron_eopt.optimizers.base import KERNEL
+from megatron_eopt.optimizers.base import KERNEL, BaseOptimizer
+from megatron_eopt.optimizers.group_settings import is_plain, plain
 from megatron_eopt.orthogonalize import timing
-from megatron_eopt.overrides import OverrideError
+from megatron_eopt.overrides import Entry, OverrideError
 from megatron_eopt.parallel.collectives import lowest
+
+# Texts that are no choice are names and paths, which a node may have of its own, but for those of the data's order.
+_DATA = ("split", "step_batch_size_schedule", "data_path", "train_data_path", "valid_data_path", "test_data_path")
+_PATHS = ("_dir", "_file", "optimizer_overrides")  # ends of names in a config
 
 
 def say(message: str) -> None:
@@ -109,14 +117,53 @@ def choose_kernels(optimizers: Sequence[Any]) -> None:
     """Give optimizers that orthogonalize the kernels of symmetric products that are the fastest for the whole run.
 
     The slowest rank counts, and what fails on one serves on none. Ranks without optimizers come here, too: all have one
-    choice, since a checkpoint holds one, and replicas need not have a group in common. On a CPU there is none.
+    choice, since a checkpoint holds one, and replicas need not have a group in common. Nothing is timed for those whose
+    groups have that of a checkpoint, and on a CPU.
     """
     found = timing.times([], [], torch.device("cpu"))
     choosing = [each for each in optimizers if KERNEL in getattr(each, "carried_settings", ())]
     for each in choosing:
         device = next(p for group in each.param_groups for p in group["params"]).device
-        if timing.is_timed(device) and each.symmetric_products is None:
+        if timing.is_timed(device) and each.symmetric_products is None and KERNEL not in each.param_groups[0]:
             found = found.maximum(each.kernel_times())
     choice = timing.fastest(-lowest(-found, dist.group.WORLD) if dist.group.WORLD else found)
     for group in (group for each in choosing for group in each.param_groups if choice):
         group.setdefault(KERNEL, choice)
+
+
+def of_command_line(args: Any) -> dict[str, Any]:
+    """The numbers and choices of Megatron's flags and of ours, and the data; of its paths the last part alone."""
+    from megatron.training import arguments
+
+    found = {}
+    actions = arguments.add_megatron_arguments(argparse.ArgumentParser(add_help=False))._actions
+    for dest, action in {each.dest: each for each in reversed(actions)}.items():  # the first of those that set the same
+        is_text = action.nargs != 0 and action.choices is None and action.type in (None, str)
+        value = getattr(args, dest, None)
+        if dest in _DATA and dest.endswith("_path"):
+            value = [basename(word) for word in value or ()]
+        if dest != "local_rank" and (not is_text or dest in _DATA) and is_plain(value):
+            found[action.option_strings[0]] = value
+    return found
+
+
+def of_config(config: Any) -> dict[str, Any]:
+    """What a config of Megatron's says, but for paths."""
+    name = type(config).__name__
+    return {f"{name}.{key}": x for key, x in vars(config).items() if is_plain(x) and not key.endswith(_PATHS)}
+
+
+def of_entries(entries: Sequence[Entry]) -> dict[str, Any]:
+    """The overrides of a run and their mistakes, by number, from whatever file."""
+    said = ((str(each.selector), plain(each.settings), each.mistakes) for each in entries)
+    return {"the number of overrides": len(entries)} | {f"override {n}": each for n, each in enumerate(said)}
+
+
+def of_optimizers(optimizers: Iterable[Optimizer]) -> dict[str, Any]:
+    """What torch optimizers have for all of their groups, as far as those of one class on this rank have it alike."""
+    values: dict[str, list[Any]] = {}
+    for each in optimizers:
+        own = plain(each.defaults | (each.settings() if isinstance(each, BaseOptimizer) else {}))
+        for key in own.keys() - {"of_groups"}:
+            values.setdefault(f"{type(each).__name__} {key}", []).append(own[key])
+    return {name: alike[0] for name, alike in sorted(values.items()) if all(each == alike[0] for each in alike)}

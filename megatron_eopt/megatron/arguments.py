@@ -4,8 +4,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -14,8 +13,7 @@ import torch.distributed as dist
 
 from megatron_eopt.family import DEFAULT_TP_MODE as DEFAULT_TP_MODE
 from megatron_eopt.family import MUON, OPTIMIZERS, Flag
-from megatron_eopt.megatron.agreement import refuse_different
-from megatron_eopt.megatron.settings import of_command_line
+from megatron_eopt.megatron.agreement import of_command_line, refuse_different
 from megatron_eopt.orthogonalize.coefficients import get_supported_coefficient_types
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.parallel.plan import TpMode
@@ -140,29 +138,42 @@ def tell_torchrun(error: str) -> bool:
 
 
 @around
-def sharded(validate: Callable[..., Any], args: argparse.Namespace, *rest: Any, **named: Any) -> Any:
-    """Around Megatron's ``validate_args``: a run with one of its FSDPs is checked as that of Adam.
+def validated(validate: Callable[..., Any], args: argparse.Namespace, *rest: Any, **named: Any) -> Any:
+    """Around Megatron's ``validate_args``, which sees neither of these, since it has them for other optimizers alone.
 
-    Megatron asserts sgd or adam for Megatron-FSDP; for other optimizers no FSDP, and ckpt_format torch or torch_dist.
-    It also makes ``use_distributed_optimizer``, which Megatron-FSDP needs, the layer-wise one. It asks for the name of
-    the optimizer nowhere else, so its other checks hold as they are: those of FSDP and of ckpt_format too.
+    - The name of the optimizer under an FSDP: Megatron asserts sgd or adam for Megatron-FSDP; for other optimizers no
+      FSDP, and ckpt_format torch or torch_dist. It also makes ``use_distributed_optimizer``, which Megatron-FSDP needs,
+      the layer-wise one. It asks for the name nowhere else, so its other checks hold as they are: those of FSDP and of
+      ckpt_format too.
+    - ``--optimizer-cpu-offload``, which is there for an Adam that steps on the CPU, and wants flags which that needs.
+    - ``--qk-clip``, for which it wants Transformer Engine, by its version. What is needed is attention that records its
+      largest logits, by whatever package: that is looked at with the model.
     """
-    name, fsdp = args.optimizer, any(getattr(args, f"use_{kind}", False) for kind in ("torch_fsdp2", "megatron_fsdp"))
-    if not fsdp or name in ("adam", "sgd") or name.startswith("dist_"):  # which means the layer-wise optimizer
-        return validate(args, *rest, **named)
+    name, hidden = args.optimizer, dict[str, Any]()
+    if builds(args):
+        hidden = {flag: False for flag in ("optimizer_cpu_offload", "qk_clip") if getattr(args, flag, False)}
+    if "qk_clip" in hidden and (not 0 < args.qk_clip_alpha < 1 or not args.qk_clip_threshold > 0):
+        raise ValueError(
+            f"--qk-clip needs an alpha between 0 and 1 and a threshold above 0, got --qk-clip-alpha "
+            f"{args.qk_clip_alpha} and --qk-clip-threshold {args.qk_clip_threshold}"
+        )
+    fsdp = any(getattr(args, f"use_{kind}", False) for kind in ("torch_fsdp2", "megatron_fsdp"))
+    changes = []
+    if fsdp and name not in ("adam", "sgd") and not name.startswith("dist_"):  # which means the layer-wise optimizer
 
-    def print_named(print_args: Callable[..., Any], title: str, args: argparse.Namespace) -> None:
-        print_args(title, argparse.Namespace(**vars(args) | {"optimizer": name}))
+        def print_named(print_args: Callable[..., Any], title: str, args: argparse.Namespace) -> None:
+            print_args(title, argparse.Namespace(**vars(args) | {"optimizer": name}))
 
-    reason = "the arguments that are printed name the optimizer of the run"
-    named_as_it_is = Redirections([Redirection(validate.__module__, "_print_args", around(print_named), reason)])
-    named_as_it_is.install()
-    args.optimizer = "adam"
+        hidden["optimizer"] = "adam"
+        reason = "the arguments that are printed name the optimizer of the run"
+        changes.append(Redirection(validate.__module__, "_print_args", around(print_named), reason))
+    given = {key: getattr(args, key) for key in hidden}
+    vars(args).update(hidden)
     try:
-        return validate(args, *rest, **named)
+        with Redirections(changes):
+            return validate(args, *rest, **named)
     finally:
-        args.optimizer = name
-        named_as_it_is.undo()
+        vars(args).update(given)
 
 
 @around
@@ -187,48 +198,9 @@ def with_flags(make_config: Callable[..., Any], args: argparse.Namespace) -> Any
     return config, overrides
 
 
-@around
-def with_our_offload(validate: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-    """Around Megatron's ``validate_args``, which does not see ``--optimizer-cpu-offload`` with an optimizer of ours.
-
-    It has that for an Adam that steps on the CPU, and wants flags which that needs.
-    """
-    if not builds(args) or not getattr(args, "optimizer_cpu_offload", False):
-        return validate(args, *rest, **kwargs)
-    with _unseen(args, "optimizer_cpu_offload"):
-        return validate(args, *rest, **kwargs)
-
-
 def builds(args: argparse.Namespace) -> bool:
     """Whether the optimizer of a run is one of the table of this package."""
     return args.optimizer.removeprefix("dist_") in OPTIMIZERS
-
-
-@contextmanager
-def _unseen(args: argparse.Namespace, flag: str) -> Iterator[None]:
-    """A flag that was given is as if it were not."""
-    setattr(args, flag, False)
-    try:
-        yield
-    finally:
-        setattr(args, flag, True)
-
-
-@around
-def with_our_qk_clip(validate: Callable[..., Any], args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-    """Around Megatron's ``validate_args``, which wants Transformer Engine for ``--qk-clip``, by its version.
-
-    What is needed is attention that records its largest logits, by whatever package: that is looked at with the model.
-    """
-    if not builds(args) or not getattr(args, "qk_clip", False):
-        return validate(args, *rest, **kwargs)
-    if not 0 < args.qk_clip_alpha < 1 or not args.qk_clip_threshold > 0:
-        raise ValueError(
-            f"--qk-clip needs an alpha between 0 and 1 and a threshold above 0, got --qk-clip-alpha "
-            f"{args.qk_clip_alpha} and --qk-clip-threshold {args.qk_clip_threshold}"
-        )
-    with _unseen(args, "qk_clip"):
-        return validate(args, *rest, **kwargs)
 
 
 def _is_shared_with(flag: Flag, name: str) -> bool:

@@ -11,10 +11,9 @@ from typing import Any
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.agreement import distinct, on_all_ranks, refuse_different
+from megatron_eopt.megatron.agreement import distinct, of_entries, on_all_ranks, refuse_different
 from megatron_eopt.megatron.entries import DEFAULT, all_entries, known_names
 from megatron_eopt.megatron.parameters import ModelParameter, optimizer_parameters
-from megatron_eopt.megatron.settings import of_entries
 from megatron_eopt.optimizers.nonfinite import listed
 from megatron_eopt.overrides import SETTINGS, Entry, OverrideError, Resolved, match_counts, resolve
 from megatron_eopt.overrides.known import settings_of_groups

@@ -1,7 +1,6 @@
 """How whole parameters are dealt to data-parallel ranks under Megatron's layer-wise distributed optimizer."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -19,9 +18,8 @@ from megatron_eopt.parallel.records import Matrix, TpMode
 from megatron_eopt.redirect import Redirection, Redirections, around
 
 
-@contextmanager
-def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Iterator[None]:
-    """While it is open, the layer-wise optimizer that is made deals its parameters by predicted time.
+def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Redirections:
+    """While they are installed, the layer-wise optimizer that is made deals its parameters by predicted time.
 
     Those of experts, and the others, are dealt each for themselves, since they have other data-parallel ranks. Where
     buffers were laid out for whole parameters, Megatron's deal stays.
@@ -51,12 +49,7 @@ def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Iterator[None]:
     if balances(config, args):
         reason = "whole parameters are dealt to data-parallel ranks by predicted time, not by size"
         changes.append(Redirection(LayerWiseDistributedOptimizer, "shard_params", shard_params, reason))
-    redirections = Redirections(changes)
-    redirections.install()
-    try:
-        yield
-    finally:
-        redirections.undo()
+    return Redirections(changes)
 
 
 @around

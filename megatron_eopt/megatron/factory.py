@@ -9,23 +9,23 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_eopt.family import LIKE_MUON
 from megatron_eopt.from_config import with_fields
-from megatron_eopt.megatron import assignment, dealing, fsdp, qk_clip, releases
-from megatron_eopt.megatron.agreement import choose_kernels, on_all_ranks, refuse_different, say
+from megatron_eopt.megatron import agreement, assignment, dealing, fsdp, qk_clip, releases
 from megatron_eopt.megatron.arguments import DEFAULT_TP_MODE, TP_MODE_SOURCE, UNNAMED
-from megatron_eopt.megatron.checkpoints.attach import attach
 from megatron_eopt.megatron.checkpoints.checksums import check_replicas
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
+from megatron_eopt.megatron.checkpoints.read_ahead import Decided, decided_before
 from megatron_eopt.megatron.checkpoints.run_mark import RunMark
-from megatron_eopt.megatron.checkpoints.sharding import layers_differ
+from megatron_eopt.megatron.checkpoints.sharding import keep_apart, layers_differ
+from megatron_eopt.megatron.checkpoints.torch_dist import SavedState
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.fused import Matrices, logical_matrices, tag, warn_of_shared_keys
-from megatron_eopt.megatron.manifest import declare
+from megatron_eopt.megatron.manifest import build_manifest
 from megatron_eopt.megatron.metrics import interval_of, measure
-from megatron_eopt.megatron.parameters import frozen_names, mark, remember, torch_optimizers, trainable
-from megatron_eopt.megatron.settings import of_config, of_optimizers
+from megatron_eopt.megatron.parameters import frozen_names, mark, plain_wrappers, remember, torch_optimizers, trainable
 from megatron_eopt.megatron.summary import print_summary
-from megatron_eopt.megatron.support.rules import Run, on, refuse_unsupported
-from megatron_eopt.optimizers.base import BaseOptimizer
+from megatron_eopt.megatron.support.rules import refuse_unsupported
+from megatron_eopt.megatron.support.run import Run, on
+from megatron_eopt.optimizers.base import KERNEL, RATES, BaseOptimizer
 from megatron_eopt.orthogonalize.choices import check_choice
 from megatron_eopt.orthogonalize.scale import PRESETS
 from megatron_eopt.parallel.records import TpMode
@@ -42,6 +42,9 @@ class OptimizerOfRun:
     object as its attribute ``megatron_eopt``.
     """
 
+    optimizer: Any = None  # Megatron's, once it is built
+    decided = Decided()  # what the run that saved the checkpoint to be loaded had decided
+
     def __init__(self, config: Any, model_chunks: Sequence[Any], pg_collection: Any, layer_wise: bool = False) -> None:
         self.facts = Run.of(config, model_chunks, pg_collection, layer_wise=layer_wise)
         self.config = offloading(without_sharing(with_preset(config), self.facts))
@@ -50,18 +53,20 @@ class OptimizerOfRun:
         self.tp_mode, self.tp_mode_source = config.muon_tp_mode, getattr(config, TP_MODE_SOURCE, "config")
         if self.tp_mode_source == UNNAMED and self.tp_mode != DEFAULT_TP_MODE:
             self.tp_mode_source = "config"  # which was changed after it was made
+        self.tp_mode_of_checkpoint: TpMode | None = None  # of which the run has spoken
 
     def built_by(self, build: Callable[[Any, Any], Any], config_overrides: Any) -> Any:
         """Megatron's optimizer, by its builder of a config and of overrides."""
-        on_all_ranks(lambda: refuse_unsupported(self.facts))  # pipeline stages may differ in theirs
+        agreement.on_all_ranks(lambda: refuse_unsupported(self.facts))  # pipeline stages may differ in theirs
         self.describe()
         self.assign(config_overrides)
-        matrices, overrides = on_all_ranks(self.check)
+        matrices, overrides = agreement.on_all_ranks(self.check)
         self.mark = RunMark(self.facts.args)
         tag(matrices)
+        self.read_checkpoint()
         self.build(build, overrides)
         self.prepare()
-        self.declare()
+        self.build_manifest()
         self.attach_checkpoints()
         if self.metrics_interval:
             measure(self.optimizer, self.model_chunks, self.metrics_interval, self.facts.layer_wise)
@@ -96,6 +101,12 @@ class OptimizerOfRun:
         overrides = assignment.MegatronOverrides(self.assigned, self.config)
         return logical_matrices(self.assigned, self.config), overrides
 
+    def read_checkpoint(self) -> None:
+        """Take over what was decided in the run that saved the checkpoint which is going to be loaded."""
+        self.decided = agreement.from_rank_0(lambda: decided_before(self.facts.args, self.facts.megatron_fsdp))
+        if self.decided.tp_mode is not None:
+            self.adopt_tp_mode(self.decided.tp_mode)
+
     def build(self, build: Callable[[Any, Any], Any], overrides: dict[Any, Any]) -> None:
         """Let Megatron build its optimizer, and look at what it has built."""
         dealt = dealing.dealt_by_time(self.config, self.facts.args, self.tp_mode)
@@ -103,21 +114,33 @@ class OptimizerOfRun:
             self.optimizer = build(self.config, overrides)
         self.optimizer.megatron_eopt = self
         remember(self.optimizer, self.model_chunks)
-        on_all_ranks(lambda: assignment.refuse_unread(self.optimizer, self.assigned))
-        refuse_different(of_optimizers(torch_optimizers(self.optimizer)))
+        agreement.on_all_ranks(lambda: assignment.refuse_unread(self.optimizer, self.assigned))
+        agreement.refuse_different(agreement.of_optimizers(torch_optimizers(self.optimizer)))
         for each in torch_optimizers(self.optimizer):
             if isinstance(each, BaseOptimizer):  # a scalar optimizer, which Megatron has not told of its ranks
                 each.pg_collection = self.groups
 
     def prepare(self) -> None:
         """Let every optimizer that has parameters here agree on its steps with the ranks that share them."""
-        here = [x for x in torch_optimizers(self.optimizer) if any(group["params"] for group in x.param_groups)]
-        choose_kernels(here)
-        on_all_ranks(lambda: [each.prepare() for each in here if hasattr(each, "prepare")])
 
-    def declare(self) -> None:
+        def take_over() -> None:
+            for each in torch_optimizers(self.optimizer):
+                if isinstance(each, BaseOptimizer) and "tp_mode" in each.settings():
+                    each.tp_mode = self.tp_mode
+
+        if self.tp_mode_source == "checkpoint":
+            agreement.on_all_ranks(take_over)
+        here = [x for x in torch_optimizers(self.optimizer) if any(group["params"] for group in x.param_groups)]
+        for key, value in ((KERNEL, self.decided.kernel), (RATES, self.decided.rates)):
+            for each in here if value is not None else ():
+                for group in each.param_groups if key in getattr(each, "carried_settings", ()) else ():
+                    group.setdefault(key, value)
+        agreement.choose_kernels(here)
+        agreement.on_all_ranks(lambda: [each.prepare() for each in here if hasattr(each, "prepare")])
+
+    def build_manifest(self) -> None:
         """Say which optimizer updates every parameter, as it was built."""
-        self.families, self.matrices_here = declare(self.optimizer, self.assigned, self.config, self.groups)
+        self.families, self.matrices_here = build_manifest(self.optimizer, self.assigned, self.config, self.groups)
 
     def attach_checkpoints(self) -> None:
         """Let checkpoints hold the optimizers' state."""
@@ -125,27 +148,27 @@ class OptimizerOfRun:
             SavedShards(self.optimizer.chained_optimizers[0], self)
             return
         differ = layers_differ(self.families, frozen_names(self.model_chunks))
-        attach(self.optimizer, self.model_chunks, self, differ)
+        keep_apart(self.model_chunks, differ)
+        for number, each in enumerate(plain_wrappers(self.optimizer)):  # of which the first saves the manifest
+            SavedState(each, self if number == 0 else None, differ, self.facts.layer_wise)
 
-    def go_on_with(self, tp_mode: TpMode) -> None:
-        """Keep the ``tp_mode`` of a checkpoint if the run names none; all ranks call it before the state is loaded."""
-        keep = self.tp_mode_source in (UNNAMED, "checkpoint")
+    def adopt_tp_mode(self, tp_mode: TpMode) -> None:
+        """Keep the ``tp_mode`` of a checkpoint if the run names none; all ranks call it together.
 
-        def take() -> None:
-            for each in torch_optimizers(self.optimizer):
-                if isinstance(each, BaseOptimizer) and "tp_mode" in each.settings():
-                    each.tp_mode = tp_mode
-
-        if tp_mode == self.tp_mode:
+        They do so before anything is built, and again with what is loaded: a framework may load what no flag names.
+        """
+        if tp_mode in (self.tp_mode, self.tp_mode_of_checkpoint):
             return
+        keep = self.tp_mode_source in (UNNAMED, "checkpoint")
         why = "kept, since this run names none" if keep else f"not {self.tp_mode}, by {self.tp_mode_source}"
-        say(f"the tp_mode of the checkpoint is {tp_mode}: {why}")
+        agreement.say(f"the tp_mode of the checkpoint is {tp_mode}: {why}")
+        self.tp_mode_of_checkpoint = tp_mode
         if keep:
-            on_all_ranks(take)
             self.tp_mode, self.tp_mode_source = tp_mode, "checkpoint"
-            self.prepare()
-            self.declare()
-            print_summary(self.optimizer, self.tp_mode_source)
+            if self.optimizer is not None:
+                self.prepare()
+                self.build_manifest()
+                print_summary(self.optimizer, self.tp_mode_source)
 
     def guard_first_step(self) -> None:
         """Check what can only be known in the first step, or in any."""
@@ -195,7 +218,7 @@ def offloading(config: Any) -> Any:
 
 
 @around
-def checked(
+def wrap_emerging_builder(
     build: Callable[..., Any], config: Any, model_chunks: Any, config_overrides: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     """Around Megatron's builder of emerging optimizers: what it builds is the :class:`OptimizerOfRun`."""
@@ -203,7 +226,7 @@ def checked(
         kwargs["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
     layer_wise = kwargs.get("layer_wise_distributed_optimizer", False)
     groups = kwargs["pg_collection"]
-    refuse_different(of_config(config))
+    agreement.refuse_different(agreement.of_config(config))
     run = OptimizerOfRun(config, model_chunks, groups, layer_wise)
     if run.facts.megatron_fsdp:
         return run.built_by(lambda config, own: fsdp.build(config, model_chunks, own, groups), config_overrides)
@@ -217,7 +240,7 @@ def checked_elsewhere(check: Callable[..., Any], config: Any, config_overrides: 
 
 
 @around
-def with_registered(
+def wrap_group_builder(
     build: Callable[..., Any], config: Any, model_chunks: Any, param_groups: list[Any], **kwargs: Any
 ) -> Any:
     """Around Megatron's builder of adam, sgd and lion: it builds every registered optimizer, too."""

@@ -32,7 +32,9 @@ _FULL_TENSORS = {"adam": 2, "sgd": 1}
 _SHOWN_ELSEWHERE = {"optimizer", "lr", "min_lr", "weight_decay", "exclude"}
 
 
-def declare(optimizer: Any, assigned: Sequence[Assignment], config: Any, groups: Any) -> tuple[list[ParamPattern], int]:
+def build_manifest(
+    optimizer: Any, assigned: Sequence[Assignment], config: Any, groups: Any
+) -> tuple[list[ParamPattern], int]:
     """Collect all trainable parameters of all ranks, each with the optimizer that updates it, and check the manifest.
 
     Under a distributed optimizer a rank updates some of its parameters only. All ranks call it together; rank 0 prints

@@ -9,8 +9,7 @@ import importlib.util
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -96,9 +95,8 @@ def builder(optimizer: str) -> Any:
     return core_optimizer(".muon").get_megatron_muon_optimizer
 
 
-@contextmanager
-def package_not_needed() -> Iterator[None]:
-    """While it is open, Megatron builds optimizers without asking for the emerging-optimizers package.
+def package_not_needed() -> Redirections:
+    """While they are installed, Megatron builds optimizers without asking for the emerging-optimizers package.
 
     Its flags are left alone otherwise: code behind them imports the package.
     """
@@ -106,12 +104,7 @@ def package_not_needed() -> Iterator[None]:
     if not has_registry():
         flags = [(core_optimizer(".muon"), name) for name in ("HAVE_EMERGING_OPTIMIZERS", "HAVE_EO_V02")]
     reason = "the optimizers that Megatron builds are ours"
-    package_found = Redirections([Redirection(module, name, becomes(True), reason) for module, name in flags])
-    package_found.install()
-    try:
-        yield
-    finally:
-        package_found.undo()
+    return Redirections([Redirection(module, name, becomes(True), reason) for module, name in flags])
 
 
 def check_supported() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from megatron_eopt import ScheduleFreeAdamW, TensorParallelMuon
 from megatron_eopt.megatron.assignment import Assignment, MegatronOverrides, refuse_other_dtypes
 from megatron_eopt.megatron.averaging import averaged
+from megatron_eopt.megatron.checkpoints.read_ahead import Decided
 from megatron_eopt.megatron.factory import OptimizerOfRun
 from megatron_eopt.megatron.first_step import check_steps, warn_of_unused
 from megatron_eopt.megatron.parameters import remember, trainable
@@ -167,11 +168,22 @@ def test_optimizers_that_have_parameters_here_are_prepared(monkeypatch):
     parameter = nn.Parameter(torch.ones(2))
     with_one, without = (Prepared([{"params": params}], lr=0.1) for params in ([parameter], []))
     plain = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    monkeypatch.setattr("megatron_eopt.megatron.factory.on_all_ranks", lambda decide: decide())
+    monkeypatch.setattr("megatron_eopt.megatron.agreement.on_all_ranks", lambda decide: decide())
     run = OptimizerOfRun.__new__(OptimizerOfRun)
     run.optimizer = SimpleNamespace(chained_optimizers=[FP32Optimizer(each) for each in (with_one, without, plain)])
+    run.tp_mode_source = "default"
     run.prepare()
     assert prepared == [with_one]
+
+
+@pytest.mark.parametrize(("kernel", "expected"), [(None, "blocked"), ("torch", "torch")])
+def test_the_kernel_of_the_checkpoint_is_that_of_the_plan(monkeypatch, kernel, expected):
+    monkeypatch.setattr("megatron_eopt.megatron.agreement.on_all_ranks", lambda decide: decide())
+    optimizer = TensorParallelMuon([nn.Parameter(torch.randn(512, 512))], fp32_matmul_prec="highest")
+    run = OptimizerOfRun.__new__(OptimizerOfRun)
+    run.optimizer, run.tp_mode_source, run.decided = FP32Optimizer(optimizer), "default", Decided(kernel=kernel)
+    run.prepare()
+    assert optimizer.param_groups[0]["symmetric_products"] == expected
 
 
 def test_what_megatron_adds_to_the_overrides_is_left_out():

@@ -29,7 +29,7 @@ from megatron_eopt.megatron.fused import (
     warn_of_shared_keys,
 )
 from megatron_eopt.megatron.parameters import trainable
-from megatron_eopt.megatron.support.rules import Run
+from megatron_eopt.megatron.support.run import Run
 from megatron_eopt.optimizers.parameters import rows_of as numbered_rows_of
 from megatron_eopt.overrides import Resolved
 from megatron_eopt.parallel.layout import layout_of, on_one_rank

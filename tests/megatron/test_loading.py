@@ -1,6 +1,7 @@
 """Checkpoints of other optimizers and other settings: imported or refused with the reason, never loaded in part."""
 
 import re
+import shutil
 
 import pytest
 import torch
@@ -170,9 +171,18 @@ def test_a_resume_keeps_the_tp_mode_of_its_checkpoint_unless_another_is_named(tm
     resume = [*run, "--load", tmp_path / "checkpoint", "--ckpt-step", 2]
     unnamed, output = train(tmp_path / "unnamed", 2, *resume)
     kept = ["distributed: kept, since this run names none"]
-    assert modes(output) == (["auto (default)", "distributed (checkpoint)"], kept)
+    assert modes(output) == (["distributed (checkpoint)"], kept)
+    assert output.count("the optimizer of every trainable parameter") == 1
     assert "changed since the checkpoint" not in output
     for one, other in zip(unnamed, straight, strict=True):
+        assert_same(one["after"], other["after"])
+
+    # which checkpoint it is shows in the load alone
+    (tmp_path / "checkpoint" / "latest_checkpointed_iteration.txt").write_text("")
+    shutil.rmtree(tmp_path / "checkpoint" / "iter_0000004")
+    late, output = train(tmp_path / "late", 2, *resume[:-2])
+    assert modes(output) == (["auto (default)", "distributed (checkpoint)"], kept)
+    for one, other in zip(late, straight, strict=True):
         assert_same(one["after"], other["after"])
 
     named, output = train(tmp_path / "named", 2, *resume, "--muon-tp-mode", "auto")
@@ -190,6 +200,6 @@ def test_a_resume_keeps_blockwise_and_says_that_it_is_an_approximation(tmp_path)
     saved = [*SAVE, tmp_path / "checkpoint"]
     train(tmp_path / "first", 2, *RUN, *MUON, *TP2, *saved, "--muon-tp-mode", "blockwise")
     _, output = train(tmp_path / "second", 2, *RUN, *MUON, *TP2, "--load", tmp_path / "checkpoint")
-    assert modes(output)[0] == ["auto (default)", "blockwise (checkpoint)"]
+    assert modes(output)[0] == ["blockwise (checkpoint)"]
     assert "12 blockwise over 2 ranks (an approximation)" in output
     assert "changed since the checkpoint" not in output  # where matrices would be orthogonalized exactly

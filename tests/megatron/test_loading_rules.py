@@ -9,15 +9,14 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eopt.megatron.checkpoints.loading import (
-    _damage_of_resumed,
+from megatron_eopt.megatron.checkpoints.differences import (
     has_adams_alone,
     mismatch,
-    named_disk,
     of_another,
     other_padding,
     stacks_layers,
 )
+from megatron_eopt.megatron.checkpoints.files import _damage_of_resumed, named_disk
 from megatron_eopt.megatron.checkpoints.matching import compressed, has, merged, settings_after_load
 
 MODEL = {"decoder.weight": (2, 8, 4), "output.weight": (16, 4)}

@@ -1,11 +1,16 @@
 """Real Megatron runs under Megatron-FSDP, which cuts flat buffers of parameters at any row."""
 
+from dataclasses import asdict
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron_eopt.checkpoints.contents import CheckpointError
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.megatron.checkpoints.fsdp_dtensor import SavedShards
+from megatron_eopt.megatron.checkpoints.read_ahead import Decided, decided_before
+from megatron_eopt.parallel.cost import DEFAULT_RATES
 from tests.megatron.runs import MUON, WARMUP, assert_close_in_bf16, assert_same, losses, train, whole
 
 # Adam's usual epsilon makes of the rounding of a gradient near zero a hundredth of a step: 1e-5 here, on some CPUs.
@@ -126,6 +131,8 @@ def test_a_resumed_run_is_the_straight_one_bit_for_bit(tmp_path, straight):
     found, said = train(tmp_path / "run", 2, *RESUMED, *SHARDED, "--load", saved, "--train-iters", 6)
     assert_same(after(found), after(expected))
     assert "changed since the checkpoint" not in said
+    decided = Decided("auto", "torch", asdict(DEFAULT_RATES))
+    assert decided_before(SimpleNamespace(load=saved), megatron_fsdp=True) == decided
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ from megatron.core.optimizer import OptimizerConfig
 
 from megatron_eopt import ScheduleFreeAdamW, TensorParallelMuon
 from megatron_eopt.megatron import activation
-from megatron_eopt.megatron.agreement import differences
+from megatron_eopt.megatron.agreement import differences, of_command_line, of_config, of_entries, of_optimizers
 from megatron_eopt.megatron.entries import all_entries
-from megatron_eopt.megatron.settings import of_command_line, of_config, of_entries, of_optimizers
 from tests.megatron.runs import HERE, LAUNCHER, MUON, SMALL_GPT, start
 
 # Not compared, each with the reason; beside them free texts, which are names and paths but for those of the data.

@@ -12,7 +12,8 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_eopt.megatron import releases
 from megatron_eopt.megatron.support.matrix import FEATURES, RELEASES, support_matrix
-from megatron_eopt.megatron.support.rules import RULES, Run, refuse_unsupported, unsupported
+from megatron_eopt.megatron.support.rules import RULES, refuse_unsupported, unsupported
+from megatron_eopt.megatron.support.run import Run
 from megatron_eopt.registry import takes_matrices
 from tests.megatron.runs import MUON, SMALL_GPT, start
 from tests.parallel.test_layout import Group

@@ -12,7 +12,7 @@ import torch
 
 from megatron_eopt import TensorParallelMuon
 from megatron_eopt.checkpoints.contents import CheckpointError
-from megatron_eopt.megatron.checkpoints.attach import SavedState
+from megatron_eopt.megatron.checkpoints.torch_dist import SavedState
 from megatron_eopt.megatron.manifest import _layout
 from megatron_eopt.megatron.parameters import trainable
 from tests.parallel.test_layout import Group

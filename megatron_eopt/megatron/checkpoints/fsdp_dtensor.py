@@ -14,13 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import FileSystemReader, metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW
@@ -31,7 +25,8 @@ from megatron_eopt.checkpoints.states import BLOCK
 from megatron_eopt.manifest import to_json
 from megatron_eopt.matrices import WHOLE, Split
 from megatron_eopt.megatron.agreement import distinct, from_rank_0
-from megatron_eopt.megatron.checkpoints.loading import FORMAT, FRESH, report_changes, report_converted, resumed, too_new
+from megatron_eopt.megatron.checkpoints.differences import FORMAT, FRESH, report_changes, report_converted, too_new
+from megatron_eopt.megatron.checkpoints.files import resumed
 from megatron_eopt.megatron.checkpoints.matching import settings_of_group
 from megatron_eopt.megatron.fused import fused
 from megatron_eopt.megatron.parameters import ModelParameter, torch_optimizers
@@ -69,11 +64,13 @@ class SavedShards:
                 for parameter in group["params"]:
                     name = self._megatron._param_name(parameter)
                     settings[name] = _TO_LOAD if is_loading else json.dumps([type(optimizer).__name__, plain])
+                    tensors = optimizer.state_tensors(parameter) if isinstance(optimizer, BaseOptimizer) else ()
+                    described = {tensor.key: tensor for tensor in tensors}
                     for key, x in optimizer.state[parameter].items():
                         if is_loading:
                             local(x).fill_(torch.nan)
-                        described = self._described(optimizer, parameter).get(key, StateTensor(key))
-                        for part, piece in self._pieces(optimizer, parameter, described, x):
+                        tensor = described.get(key, StateTensor(key))
+                        for part, piece in self._pieces(optimizer, parameter, tensor, x):
                             state.setdefault(f"{name}{part}", {})[key] = piece
         run = {"format": FORMAT, "manifest": to_json(self._run.families), "tp_mode": self._run.tp_mode}
         return {"state": state, "settings": settings, BLOCK: {"run": _TO_LOAD if is_loading else json.dumps(run)}}
@@ -85,13 +82,18 @@ class SavedShards:
         run = json.loads(state_dict[BLOCK]["run"])
         if problem := too_new(run["format"]):
             raise CheckpointError(f"the checkpoint cannot serve this run: {problem}")
-        self._run.go_on_with(run["tp_mode"])
+        self._run.adopt_tp_mode(run["tp_mode"])
         report_changes(run["manifest"], self._run.families)
         saved = {name: json.loads(each) for name, each in state_dict["settings"].items()}
         if problems := sorted(set().union(*distinct(sorted(set(self._problems(saved)))))):
             raise CheckpointError(f"the checkpoint cannot serve this run: {problems[0]}; {FRESH}")
         for optimizer in self._optimizers:
-            self._go_on(optimizer, saved)
+            own = optimizer.state_dict()
+            for number, group in enumerate(optimizer.param_groups):
+                found = [saved[self._megatron._param_name(parameter)][1] for parameter in group["params"]]
+                different = [each for i, each in enumerate(found) if each not in found[:i]]
+                own["param_groups"][number] |= settings_of_group(optimizer, number, different)
+            optimizer.load_state_dict(own)
 
     def _init_state(self) -> None:
         """Create the state of every parameter; Megatron's way leaves the step counts of torch's Adam to its step."""
@@ -113,19 +115,6 @@ class SavedShards:
                 else:
                     bad = [key for key, x in state.items() if not local(x).isfinite().all()]
                     yield from (f"its {key} of {name} has values that are not finite" for key in bad)
-
-    def _go_on(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-        """Take over the settings of groups that the checkpoint decides."""
-        state_dict = optimizer.state_dict()
-        for number, own in enumerate(state_dict["param_groups"]):
-            params = optimizer.param_groups[number]["params"]
-            found = [saved[self._megatron._param_name(parameter)][1] for parameter in params]
-            own |= settings_of_group(optimizer, number, [each for i, each in enumerate(found) if each not in found[:i]])
-        optimizer.load_state_dict(state_dict)
-
-    def _described(self, optimizer: Optimizer, parameter: Tensor) -> dict[str, StateTensor]:
-        described = optimizer.state_tensors(parameter) if isinstance(optimizer, BaseOptimizer) else []
-        return {tensor.key: tensor for tensor in described}
 
     def _pieces(
         self, optimizer: Optimizer, parameter: DTensor, tensor: StateTensor, data: Tensor
@@ -167,13 +156,13 @@ def with_chunk(piece: Tensor, like: DTensor, shape: Sequence[int], start: Sequen
         piece, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
     own: Any = found._local_tensor
-    chunk = ChunkStorageMetadata(offsets=torch.Size(start), sizes=own.shape)
+    chunk = metadata.ChunkStorageMetadata(offsets=torch.Size(start), sizes=own.shape)
 
     def write_items(name: str, x: DTensor) -> list[WriteItem]:
         if not own.numel():
             return []
-        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(own), x.size())
-        return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+        data = TensorWriteData(chunk, metadata.TensorProperties.create_from_tensor(own), x.size())
+        return [WriteItem(metadata.MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 
     own.__create_chunk_list__, own.__create_write_items__ = lambda: [chunk], write_items
     return found
@@ -230,5 +219,6 @@ def _refuse_missing(args: Any, wanted: dict[str, dict[str, Tensor]]) -> None:
 def _stored(folder: Path, step: int | None) -> tuple[Path, dict[str, torch.dtype]]:
     """The checkpoint that is to be loaded, and the dtypes of its tensors."""
     path = resumed(folder, step)
+    assert path is not None, "Megatron loads it"
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
-    return path, {key: x.properties.dtype for key, x in stored.items() if isinstance(x, TensorStorageMetadata)}
+    return path, {key: x.properties.dtype for key, x in stored.items() if isinstance(x, metadata.TensorStorageMetadata)}

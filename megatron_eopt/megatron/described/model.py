@@ -125,8 +125,7 @@ def _make_process_groups(args: Namespace, stack: ExitStack) -> None:
     global_vars.set_args(args)
     dist.init_process_group("fake", store=FakeStore(), rank=args.rank, world_size=args.world_size)
     stack.callback(dist.destroy_process_group)
-    redirections.install()
-    stack.callback(redirections.undo)
+    stack.enter_context(redirections)
     with refused("cannot lay out these parallel sizes"):
         initialize._initialize_distributed(None, None, None)
         tensor_parallel.model_parallel_cuda_manual_seed(args.seed)

@@ -5,7 +5,8 @@ from typing import Any, Literal, NamedTuple
 
 from megatron_eopt.family import OPTIMIZERS
 from megatron_eopt.megatron import releases
-from megatron_eopt.megatron.support.rules import TORCH_FSDP2, Run, unsupported
+from megatron_eopt.megatron.support.rules import TORCH_FSDP2, unsupported
+from megatron_eopt.megatron.support.run import Run
 from megatron_eopt.registry import takes_matrices
 
 RELEASES = releases.SUPPORTED

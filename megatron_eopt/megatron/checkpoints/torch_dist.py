@@ -1,11 +1,17 @@
-"""Megatron's optimizers save and load what is described: their own methods, wrapped one object at a time."""
+"""Optimizer state in ``torch_dist`` checkpoints: what Megatron's optimizers save and load of it, described and checked.
+
+The methods of Megatron's optimizers are wrapped one object at a time, its functions that save and load a checkpoint as
+they are called.
+"""
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
 from megatron.core.optimizer.optimizer import FP32Optimizer
@@ -14,35 +20,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_eopt.checkpoints.contents import CheckpointError
-from megatron_eopt.checkpoints.states import BLOCK, base
+from megatron_eopt.checkpoints.states import BLOCK, base, blocks_of, holding, split_key
 from megatron_eopt.manifest import to_json
-from megatron_eopt.megatron.agreement import distinct
+from megatron_eopt.megatron.agreement import distinct, from_rank_0, say
 from megatron_eopt.megatron.averaging import export, go_on_from, trained
-from megatron_eopt.megatron.checkpoints.loading import FORMAT, FRESH, report_changes
-from megatron_eopt.megatron.checkpoints.matching import (
-    MAIN_PARAMETERS,
-    compressed,
-    has,
-    merged,
-    settings_of_group,
-    torch_state,
-)
-from megatron_eopt.megatron.checkpoints.sharding import joined, keep_apart, sharded_state, stacked_index
-from megatron_eopt.megatron.parameters import model_parameters, plain_wrappers
+from megatron_eopt.megatron.checkpoints import differences, matching, sharding
+from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, checksums, loaded_tensors
+from megatron_eopt.megatron.checkpoints.files import contents_of
+from megatron_eopt.megatron.parameters import model_parameters
 from megatron_eopt.optimizers.base import BaseOptimizer
 from megatron_eopt.optimizers.parameters import local
 from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
 from megatron_eopt.parallel.layout import is_cut_again
-
-
-def attach(optimizer: Any, model_chunks: Sequence[Any], run: Any, layers_differ: bool) -> None:
-    """Let every optimizer inside Megatron's wrappers save and load its state by its description.
-
-    The first one saves the run's manifest. If layers differ in their optimizers, a checkpoint has to keep them apart.
-    """
-    keep_apart(model_chunks, layers_differ)
-    for number, each in enumerate(plain_wrappers(optimizer)):
-        SavedState(each, run if number == 0 else None, layers_differ, run.facts.layer_wise)
+from megatron_eopt.redirect import around
 
 
 class SavedState:
@@ -86,13 +76,13 @@ class SavedState:
             hook.remove()
         sharded = get_param_id_to_sharded_param_map(model_sharded_state_dict, model_parameters(self._megatron))
         # Index of a parameter -> its key in the checkpoint, and its index among the layers that are stacked there.
-        self._names = {index: (each.key, stacked_index(each)) for index, each in sharded.items()}
+        self._names = {index: (each.key, sharding.stacked_index(each)) for index, each in sharded.items()}
         state: dict[int, dict[str, Any]] = defaultdict(dict)  # what is not shaped as its parameter
         for index, parameter, tensor in self._described():
             if tensor.dims is not None:
                 assert isinstance(self._torch, BaseOptimizer)  # no other says what it keeps
                 layouts, data = self._torch.matrix_layouts(parameter), local(self._torch.state[parameter][tensor.key])
-                state[index][tensor.key] = sharded_state(tensor, data, sharded[index], layouts)
+                state[index][tensor.key] = sharding.sharded_state(tensor, data, sharded[index], layouts)
         config = self._megatron.config
         sums = bool(getattr(config, "checksums", True))
         block: dict[str, Any] = {"state": dict(state), "optimizer": type(self._torch).__name__, "checksums": sums}
@@ -100,31 +90,31 @@ class SavedState:
             block["import_adam"] = bool(getattr(config, "muon_momentum_from_adam", False))
             block["layers_differ"] = self._layers_differ
             # A run may have other groups than the one that saved: ours are put together in load_state_dict.
-            torch_state(state_dict)["param_groups"] = []
+            matching.torch_state(state_dict)["param_groups"] = []
         else:
-            block |= self._about(torch_state(state_dict)["state"].get("common_step"))
+            block |= self._about(matching.torch_state(state_dict)["state"].get("common_step"))
             block |= {} if self._run is None else {"manifest": to_json(self._run.families)}
             export(self._megatron, model_sharded_state_dict)
         return ({"optimizer": state_dict} if self._nested else state_dict) | {BLOCK: block}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`sharded_state_dict` saved, or what Megatron did before this package was there."""
-        inner = torch_state(state_dict)
+        inner = matching.torch_state(state_dict)
         theirs = inner["param_groups"]
         if any("params" in group for group in theirs):  # not from torch_dist: as it was
             self._load(state_dict)
             return
         block = state_dict.pop(BLOCK, {})
         if self._run is not None and "tp_mode" in block:
-            self._run.go_on_with(block["tp_mode"])
+            self._run.adopt_tp_mode(block["tp_mode"])
         if self._run is not None:
-            report_changes(block.get("manifest"), self._run.families)
+            differences.report_changes(block.get("manifest"), self._run.families)
         for index, parameter, tensor in self._described():
             if tensor.dims is not None:
                 found = block.get("state", {}).get(index, {}).get(tensor.key, [])
                 loaded = [each for each in nested_values(found) if each is not None]
                 shape = tuple(self._torch.state[parameter][tensor.key].shape)
-                inner["state"].setdefault(index, {})[tensor.key] = joined(tensor, loaded, shape)
+                inner["state"].setdefault(index, {})[tensor.key] = sharding.joined(tensor, loaded, shape)
         groups = self._torch.state_dict()["param_groups"]
         kept = [{key: group[key] for key in NO_SETTINGS & group.keys()} for group in groups]  # indices, and the mark
         settings = self._settings(theirs, block)
@@ -143,13 +133,13 @@ class SavedState:
     def _place(self, state_dict: dict[str, Any]) -> None:
         """Make DTensors, in place, of the shards of those that were loaded: Megatron does not."""
         plain = {(index, tensor.key) for index, _, tensor in self._described() if tensor.dims is not None}
-        for index, values in torch_state(state_dict)["state"].items():
+        for index, values in matching.torch_state(state_dict)["state"].items():
             parameter = self._parameters()[index] if isinstance(index, int) else None
             for key in values if isinstance(parameter, DTensor) else ():
                 if (index, key) not in plain and isinstance(values[key], Tensor) and values[key].ndim:
                     values[key] = _like(parameter, values[key])
         mains = getattr(self._megatron, "fp32_from_float16_groups", [])
-        for own, loaded in zip(mains, state_dict.get(MAIN_PARAMETERS, []), strict=False):
+        for own, loaded in zip(mains, state_dict.get(matching.MAIN_PARAMETERS, []), strict=False):
             loaded[:] = map(_like, own, loaded)
 
     def _shaped_as_parameters(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -171,23 +161,23 @@ class SavedState:
     def _about(self, step: Any) -> dict[str, Any]:
         """Which optimizer this is, with the parameters and settings of its groups: the same on every rank."""
         settings = [{key: g[key] for key in sorted(g.keys() - NO_SETTINGS)} for g in self._torch.param_groups]
-        own = list(zip(map(compressed, self._names_of_groups()), settings, strict=True))
+        own = list(zip(map(matching.compressed, self._names_of_groups()), settings, strict=True))
         having: dict[str, set[tuple[str, int]]] = defaultdict(set)  # the parameters that have each described state
         keys = [(index, tensor.key) for index, _, tensor in self._described()]
         keys += [(index, key) for index, (key, _) in trained(self._megatron).items()]
         for index, key in keys:
             having[base(key)].add(self._names[index])
-        everywhere = distinct((step, own, {state: compressed(names) for state, names in having.items()}))
+        everywhere = distinct((step, own, {state: matching.compressed(names) for state, names in having.items()}))
         groups = []
         for of_ranks in zip(*(each for _, each, _ in everywhere), strict=True):
             # a stage of a pipeline that has no parameter of a group does not know what became of it
             _, of_group = next((each for each in of_ranks if each[0]), of_ranks[0])
-            groups.append({"names": merged([names for names, _ in of_ranks]), "settings": of_group})
-        names = merged([each["names"] for each in groups])
+            groups.append({"names": matching.merged([names for names, _ in of_ranks]), "settings": of_group})
+        names = matching.merged([each["names"] for each in groups])
         states = sorted({state for *_, kept in everywhere for state in kept})
-        kept = {state: merged([of_rank.get(state, {}) for *_, of_rank in everywhere]) for state in states}
+        kept = {state: matching.merged([of_rank.get(state, {}) for *_, of_rank in everywhere]) for state in states}
         return {
-            "format": FORMAT,
+            "format": differences.FORMAT,
             "settings": self._torch.settings() if isinstance(self._torch, BaseOptimizer) else {},
             "groups": groups,
             "common_step": next((each for each, *_ in everywhere if each is not None), None),
@@ -200,12 +190,12 @@ class SavedState:
         results = []
         for number, own in enumerate(self._names_of_groups()):
             if "groups" in block:
-                saved = [g["settings"] for g in block["groups"] if any(has(g["names"], *name) for name in own)]
+                saved = [g["settings"] for g in block["groups"] if any(matching.has(g["names"], *name) for name in own)]
             elif isinstance(self._torch, BaseOptimizer):
                 saved = []
             else:  # nothing says which group a parameter was in, but all have made as many steps
                 saved = [{key: each[key] for key in ("step",) if key in each} for each in theirs]
-            results.append(settings_of_group(self._torch, number, saved))
+            results.append(matching.settings_of_group(self._torch, number, saved))
         return results
 
     def _check_finite(self) -> None:
@@ -222,7 +212,7 @@ class SavedState:
         if found := sorted(set().union(*distinct(bad))):
             raise CheckpointError(
                 f"the checkpoint holds values that are not finite, in {len(found)} tensors, such as {found[0]}: a run "
-                f"would not get rid of them. Load an earlier checkpoint, or {FRESH}"
+                f"would not get rid of them. Load an earlier checkpoint, or {differences.FRESH}"
             )
 
     def _parameters(self) -> list[Tensor]:
@@ -240,3 +230,78 @@ def _like(parameter: Tensor | None, shard: Tensor) -> Tensor:
     mesh, placements = parameter.device_mesh, parameter.placements
     shape, stride = parameter.shape, parameter.stride()
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+@around
+def checked_load(
+    load: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any
+) -> Any:
+    """Around ``dist_checkpointing.load``: the checkpoint must have the state of our optimizers that is requested.
+
+    State of our optimizers must not be loaded by Megatron's own.
+    """
+    optimizers = list(holding(sharded_state_dict, BLOCK))
+    with_state = optimizers or "optimizer" in sharded_state_dict
+    stored = from_rank_0(lambda: differences.read_stored(Path(checkpoint_dir))) if with_state else None
+    contents_of.cache_clear()  # nobody asks again
+    if stored is None:
+        return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    if not optimizers:  # of ours; Megatron checks the rest itself
+        own = sorted(differences.requested_of({"optimizer": sharded_state_dict["optimizer"]}))
+        wanted = set().union(*distinct(own))
+        if problem := differences.of_another(None, wanted, blocks_of(stored.optimizer)):
+            raise CheckpointError(f"{checkpoint_dir}: {problem}")
+        return load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    if problem := stored.damage or differences.problem_of(optimizers, stored):
+        raise CheckpointError(f"{checkpoint_dir}: {problem}")
+    tensors = sharding.sharded_tensors(sharded_state_dict)
+    if dist.get_rank() == 0 and (warning := differences.other_padding(tensors, stored.shapes)):
+        say(f"warning: {warning}")
+    request = matching.taken_out(sharded_state_dict)
+    of_state = [(split_key(t.key)[0], t) for t in sharding.sharded_tensors(request)]
+    differences.report_converted((name, stored.dtypes.get(t.key, t.dtype), t.dtype) for name, t in of_state if name)
+    result = load(request, checkpoint_dir, *args, **kwargs)
+    loaded = result[0] if isinstance(result, tuple) else result
+    if stored.sums and any(each[BLOCK]["checksums"] for each in optimizers):
+        _compare(stored, request, loaded, checkpoint_dir)
+    loaded.pop(CHECKSUMS, None)
+    matching.put_back(sharded_state_dict, loaded, stored.optimizer)
+    return result
+
+
+@around
+def checked_save(save: Callable[..., Any], sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``dist_checkpointing.save``: with our optimizers, checksums of all tensors are saved."""
+    if any(each[BLOCK]["checksums"] for each in holding(sharded_state_dict, BLOCK)):
+        sharded_state_dict[CHECKSUMS] = checksums(sharding.sharded_tensors(sharded_state_dict))
+    return save(sharded_state_dict, *args, **kwargs)
+
+
+@around
+def with_optimizer(load: Callable[..., Any], model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``load_checkpoint``: optimizers of ours are always told what was loaded for them.
+
+    Under torch FSDP2 Megatron relies on tensors that are loaded in place, and step counts and settings are none.
+    """
+    if hasattr(optimizer, "megatron_eopt") and kwargs.get("skip_load_to_model_and_opt"):
+        kwargs["skip_load_to_model_and_opt"] = False
+    return load(model, optimizer, *args, **kwargs)
+
+
+def _compare(stored: differences.Stored, requested: Any, loaded: dict[str, Any], folder: str) -> None:
+    comparable = (
+        tensor
+        for tensor in loaded_tensors(requested, loaded)
+        if stored.shapes.get(tensor.key) == tuple(tensor.global_shape) and stored.dtypes[tensor.key] == tensor.dtype
+    )
+    changed = sorted(
+        key
+        for key, (value, entries) in checksums(comparable).items()
+        # Of a vocabulary with another padding, other entries were loaded.
+        if key in stored.sums and entries == stored.sums[key][1] and value != stored.sums[key][0]
+    )
+    if changed:
+        raise CheckpointError(
+            f"{folder}: {len(changed)} tensors are not what was saved, such as {changed[0]}: their bytes have changed "
+            f"since. megatron-eopt verify-checkpoint says where; load another checkpoint, or a good copy of this one"
+        )

@@ -1,0 +1,209 @@
+"""How a checkpoint in torch_dist differs from the run that loads it: what refuses the load, and what is only said."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+from megatron_eopt.checkpoints.contents import CheckpointError
+from megatron_eopt.checkpoints.states import BLOCK, MAIN, blocks_of, split_key
+from megatron_eopt.manifest import ParamPattern, compare, from_json, to_json
+from megatron_eopt.megatron.agreement import distinct, say
+from megatron_eopt.megatron.checkpoints.checksums import CHECKSUMS, Sums
+from megatron_eopt.megatron.checkpoints.files import contents_of, damage_of
+from megatron_eopt.megatron.checkpoints.sharding import sharded_tensors, state_key
+from megatron_eopt.optimizers.orthogonalized import MOMENTUM_BUFFER
+from megatron_eopt.registry import list_optimizers, optimizer_class
+
+FORMAT = 1  # of what this package writes down; it grows when an older release could not read a checkpoint any more
+_FIRST_MOMENT, _SECOND_MOMENT = "exp_avg", "exp_avg_sq"
+_DISTRIBUTED_MAIN = "param"  # the main copy, in what Megatron's distributed optimizer saves by parameter
+FRESH = "pass --no-load-optim to load the weights alone and start with fresh optimizer state"
+_STACKED = re.compile(r"\.layers\.(?!\d)")
+
+
+class Stored(NamedTuple):
+    """What a checkpoint holds, as it is sent to all ranks."""
+
+    damage: str | None  # why it cannot be read
+    shapes: dict[str, tuple[int, ...]]  # global, by key
+    dtypes: dict[str, torch.dtype]
+    optimizer: Any  # the common state of it
+    sums: Sums  # empty where the checkpoint has none
+
+
+def read_stored(folder: Path) -> Stored:
+    """What a checkpoint holds, by its metadata."""
+    try:
+        contents = contents_of(folder)
+    except CheckpointError as error:
+        return Stored(str(error), {}, {}, None, {})
+    return Stored(
+        damage_of(contents),
+        {key: tensor.shape for key, tensor in contents.tensors.items()},
+        {key: tensor.dtype for key, tensor in contents.tensors.items()},
+        contents.common.get("optimizer"),
+        contents.common.get(CHECKSUMS, {}),
+    )
+
+
+def problem_of(optimizers: Sequence[dict[Any, Any]], stored: Stored) -> str | None:
+    """Why the checkpoint cannot serve, the same on every rank; momenta are read from Adam's where that is requested."""
+    blocks = blocks_of(stored.optimizer)
+    written = max((block.get("format", 0) for block in blocks), default=0)
+    if problem := too_new(written):
+        return problem
+    if not any(split_key(key)[0] for key in stored.shapes):
+        if any(".distributed." in key for key in stored.shapes):
+            return (
+                f"it holds the state of Adam in flat buffers of the distributed optimizer, which say nothing of "
+                f"parameters: save it with --dist-ckpt-optim-fully-reshardable, or {FRESH}"
+            )
+        return f"it holds no optimizer state (it was saved with --no-save-optim, or converted): {FRESH}"
+    optional = frozenset[str]()
+    if any(each[BLOCK]["import_adam"] for each in optimizers) and has_adams_alone(stored.shapes):
+        optional = frozenset({_SECOND_MOMENT, _DISTRIBUTED_MAIN})
+        theirs = {MOMENTUM_BUFFER: _FIRST_MOMENT}
+        if any(split_key(key)[0] == _DISTRIBUTED_MAIN for key in stored.shapes):
+            theirs[MAIN] = _DISTRIBUTED_MAIN
+        requested = (value for each in optimizers for value in nested_values(each))
+        for value in (each for each in requested if isinstance(each, ShardedTensor | ShardedTensorFactory)):
+            name, parameter = split_key(value.key)
+            if name in theirs:
+                value.key = state_key(theirs[name], parameter)
+    own = [(each[BLOCK]["optimizer"], requested_of(each)) for each in optimizers]
+    for of_ranks in zip(*distinct(own), strict=True):
+        name, wanted = of_ranks[0][0], {key: shape for _, shapes in of_ranks for key, shape in shapes.items()}
+        if problem := mismatch(name, wanted, stored.shapes, optional) or of_another(name, wanted, blocks):
+            return problem
+    return stacks_layers(stored.shapes) if any(each[BLOCK]["layers_differ"] for each in optimizers) else None
+
+
+def too_new(written: int) -> str | None:
+    """Why a checkpoint of this format cannot be read; None for one that can."""
+    if written <= FORMAT:
+        return None
+    found = f"format {written}; this one reads up to {FORMAT}"
+    return f"it was written by a later release of megatron_eopt ({found}): update the package"
+
+
+def mismatch(
+    name: str,
+    wanted: Mapping[str, tuple[int, ...] | None],
+    stored: Mapping[str, tuple[int, ...]],
+    optional: Set[str] = frozenset(),
+) -> str | None:
+    """Why a checkpoint cannot serve the optimizer of this name; ``optional`` states need not be loaded.
+
+    ``wanted`` has the global shape of every tensor that it loads on any rank, by key; None where any shape will do.
+    ``stored`` has those of the checkpoint, of models and of all optimizers.
+    """
+    parameters = {split_key(key)[1] for key in wanted}
+    missing = sorted(wanted.keys() - stored.keys())
+    split = ((key, *split_key(key)) for key in sorted(stored.keys() - wanted.keys()))
+    unused = [key for key, state, name in split if name in parameters and state not in optional | {""}]
+    if missing or unused:
+        example = split_key((missing or unused)[0])[1]
+        needs, has = ({split_key(key)[0] for key in keys if split_key(key)[1] == example} for keys in (wanted, stored))
+        has.discard("")
+        if not has and example not in stored:
+            others = f"{len(missing) - 1} other tensors that this run needs"
+            return f"{example} is not in it, nor are {others}: it is of another model"
+        copies = {MAIN, _DISTRIBUTED_MAIN}
+        of_adam = has - copies == {_FIRST_MOMENT, _SECOND_MOMENT} and has_adams_alone(stored)
+        reason = "another optimizer wrote it, or this one with other settings; resume with that one, or"
+        if MAIN in has ^ needs and _DISTRIBUTED_MAIN not in has:
+            saved, now = ("bf16", "fp32") if MAIN in has else ("fp32", "bf16")
+            reason = f"it is of a run in {saved}, and this one is in {now}; resume in {saved}, or"
+        elif of_adam and needs - {MAIN} == {MOMENTUM_BUFFER}:
+            reason = "Adam wrote it. Pass --muon-momentum-from-adam to make its first moment the momentum, or"
+        listed_has, listed_needs = (", ".join(sorted(states)) or "no state" for states in (has, needs))
+        return f"it holds {listed_has} for {example}, and {name} needs {listed_needs}: {reason} {FRESH}"
+    for key, shape in wanted.items():
+        if shape is not None and stored[key] != shape:
+            reason = f"it is of another model, or of other settings of the optimizer; {FRESH}"
+            return f"{key} has shape {stored[key]} in it, and this run needs {shape}: {reason}"
+    return None
+
+
+def has_adams_alone(stored: Iterable[str]) -> bool:
+    """Whether there are first moments that can be imported: a checkpoint that also has momenta goes on with those."""
+    starts = [state_key(name, "") for name in (MOMENTUM_BUFFER, _FIRST_MOMENT)]
+    momentum, first_moment = (any(key.startswith(start) for key in stored) for start in starts)
+    return first_moment and not momentum
+
+
+def of_another(name: str | None, wanted: Iterable[str], blocks: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why state with the same names and shapes cannot serve: one of our optimizers wrote it, and another one loads it.
+
+    The name is None for one of Megatron's own. What a user's own optimizer is called now, or was, says nothing.
+    """
+    ours = {optimizer_class(each).__name__ for each in list_optimizers()}
+    parameters = {split_key(key)[1] for key in wanted}
+    for block in blocks if name is None or name in ours else ():
+        wrote = block["optimizer"]
+        shared = sorted(parameters & {key for group in block["groups"] for key in group["names"]})
+        if shared and wrote != name and wrote in ours:
+            taker = name or "an optimizer of Megatron"
+            taken = f"{wrote} wrote the state of {shared[0]}, and {taker} would take it for its own"
+            return f"{taken}: resume with that one, or {FRESH}"
+    return None
+
+
+def stacks_layers(stored: Iterable[str]) -> str | None:
+    """Why a checkpoint cannot serve a run that keeps its layers apart; None where it keeps them apart, too."""
+    stacked = next((key for key in sorted(stored) if split_key(key)[0] and _STACKED.search(key)), None)
+    return stacked and (
+        f"it stacks the state of all layers ({stacked}), which were treated alike when it was saved, and in this run "
+        f"layers differ in their optimizers: leave away the overrides that single out layers (and what freezes some), "
+        f"or {FRESH}"
+    )
+
+
+def requested_of(optimizer: Any) -> dict[str, tuple[int, ...] | None]:
+    """Key -> shape of the tensors that are requested; None for a vocabulary, whose padding may differ."""
+    return {t.key: None if t.allow_shape_mismatch else t.global_shape for t in sharded_tensors(optimizer)}
+
+
+def other_padding(requested: Iterable[ShardedTensor], stored: Mapping[str, tuple[int, ...]]) -> str | None:
+    """What a resume makes of a vocabulary that is padded otherwise, and which flag pads it as in the checkpoint."""
+    for tensor in (t for t in requested if t.allow_shape_mismatch and t.key in stored):
+        shapes = zip(stored[tensor.key], tensor.global_shape, tensor.axis_fragmentations, strict=True)
+        for was, now, ranks in shapes:
+            if was != now:
+                flag = f"--make-vocab-size-divisible-by {was // ranks} pads the same vocabulary as it was"
+                if was % ranks:
+                    flag = f"no --make-vocab-size-divisible-by pads it so at a tensor-parallel size of {ranks}"
+                return (
+                    f"the vocabulary is padded to {now} rows, and was to {was} in the checkpoint ({tensor.key}): rows "
+                    f"that only one of them has are dropped, or begin anew; {flag}"
+                )
+    return None
+
+
+def report_converted(state: Iterable[tuple[str, torch.dtype, torch.dtype]]) -> None:
+    """Say which state has another dtype in the checkpoint: it is rounded to the nearest as it is read.
+
+    ``state`` has the name of a state, its dtype there and the one here. All ranks call it together.
+    """
+    found = {f"{name} from {was} to {now}" for name, was, now in state if was != now}
+    everywhere = sorted(set().union(*distinct(sorted(found))))
+    if everywhere:
+        say(f"the state of the checkpoint is converted: {', '.join(everywhere)}")
+
+
+def report_changes(saved: dict[str, Any] | None, families: Sequence[ParamPattern]) -> None:
+    """Say what changed since the save. Nothing is decided by it, so one that cannot be read ends no run."""
+    if saved is None or dist.get_rank() != 0:
+        return
+    try:
+        changes = compare(from_json(saved), from_json(to_json(families)))
+    except ValueError as error:
+        changes = [f"not known, since {error}"]
+    for line in changes:
+        say(f"changed since the checkpoint: {line}")

@@ -1,0 +1,150 @@
+"""The files of checkpoints: those of a load are whole and name no code; a disk that is full is named.
+
+Megatron itself takes a damaged checkpoint for one of another format, or fails in a read far below, or exits with status
+0 after a save that was killed while it wrote the tracker file, which a job queue takes for success.
+"""
+
+import tempfile
+from collections.abc import Callable, Set
+from dataclasses import replace
+from functools import lru_cache, partial
+from pathlib import Path
+from shutil import disk_usage
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_eopt.checkpoints.bounds import TRACKER_BYTES, printable, read_text
+from megatron_eopt.checkpoints.contents import (
+    METADATA,
+    TRACKER,
+    CheckpointError,
+    Contents,
+    is_legacy,
+    newest,
+    read_contents,
+    read_layout,
+)
+from megatron_eopt.checkpoints.problems import check_files, check_pickles
+from megatron_eopt.megatron import releases
+from megatron_eopt.megatron.agreement import from_rank_0, say
+from megatron_eopt.redirect import around
+from megatron_eopt.registry import list_optimizers
+
+# Reading takes seconds for each hundred thousand chunks: what a run reads before its build is kept until the load.
+contents_of = lru_cache(maxsize=1)(read_contents)
+
+
+@around
+def checked_base(
+    load_base: Callable[..., Any], load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any
+) -> Any:
+    """Around ``_load_base_checkpoint``: one in torch_dist that is not whole is refused on all ranks, before it is read.
+
+    So is one in any format of torch's distributed checkpointing whose pickles name what may not be called. Without a
+    tracker file Megatron starts anew, as it does without this package: a first save that was killed leaves none.
+    """
+    if rank0 and load_dir is not None and _is_ours(args):
+        registered = torch.serialization.get_safe_globals()
+        trusted = {
+            each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}" for each in registered
+        }
+        trusted.update((getattr(args, "trust_checkpoint_globals", None) or "").split(","))
+        folders = [(Path(load_dir), getattr(args, "ckpt_step", None))]
+        if getattr(args, "non_persistent_ckpt_type", None) == "global":
+            folders.append((Path(args.non_persistent_global_ckpt_dir or Path(load_dir, "non_persistent")), None))
+        for folder, step in folders:
+            find = partial(_damage_of_resumed, folder, step, args.ckpt_format, trusted)
+            if problem := from_rank_0(find) if dist.is_initialized() else find():
+                raise CheckpointError(printable(problem))
+    return load_base(load_dir, args, rank0, *rest, **kwargs)
+
+
+@around
+def checked_tracker(read_metadata: Callable[..., Any], tracker_filename: str) -> Any:
+    """Around ``read_metadata``: an empty tracker file, which a killed save leaves, stands for the newest checkpoint."""
+    tracker, iteration = Path(tracker_filename), None
+    args = releases.training_args()
+    if _is_ours(args) and args.ckpt_format == "torch_dist" and dist.is_initialized():
+        iteration = from_rank_0(
+            lambda: None if read_text(tracker, TRACKER_BYTES).strip() else _newest_whole(tracker.parent)
+        )
+    if iteration is None:
+        return read_metadata(tracker_filename)
+    killed = f"{tracker} is empty, as a save leaves it that was killed while it wrote there"
+    say(f"{killed}; the newest checkpoint that is whole is of iteration {iteration}")
+    return iteration, False
+
+
+@around
+def named_disk(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around ``save_checkpoint``, and the end of an asynchronous save: a disk that takes no more is named."""
+    try:
+        return save(*args, **kwargs)
+    except (Exception, CheckpointException) as error:
+        folder = Path(getattr(releases.training_args(), "save", None) or "")
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(2**20))  # writers of Megatron's log their errors, and raise others
+        except OSError as full:
+            if folder.is_dir():  # and not one that Megatron has by other means
+                raise CheckpointError(
+                    f"the checkpoint was not written: {full.strerror} in {folder}, where {disk_usage(folder).free:,} "
+                    f"bytes are free. Those before it are untouched, and --load takes the newest complete one: make "
+                    f"room, or give another folder to --save, and start the run again"
+                ) from error
+        raise
+
+
+def resumed(folder: Path, step: int | None) -> Path | None:
+    """The checkpoint that Megatron will take from a folder: of a step, or the newest; None where it starts anew."""
+    if step:
+        return folder / f"iter_{step:07d}"
+    tracker = folder / TRACKER
+    return newest(folder) if tracker.exists() and read_text(tracker, TRACKER_BYTES).strip() else None
+
+
+def _is_ours(args: Any) -> bool:
+    return getattr(args, "optimizer", "").removeprefix("dist_") in list_optimizers()
+
+
+def damage_of(contents: Contents) -> str | None:
+    """Why the files of a checkpoint are not whole."""
+    return next((f"{fault.what}. {fault.advice}" for fault in check_files(contents)), None)
+
+
+def _damage_of_resumed(
+    folder: Path, step: int | None, ckpt_format: str = "torch_dist", trusted: Set[str] | None = None
+) -> str | None:
+    """Why the checkpoint that Megatron will take from a folder is not whole, or may not be unpickled.
+
+    Pickles are looked at if it is known which other names are ``trusted``. Before there is a process group Megatron
+    reads arguments alone, and each rank looks only at what they are in.
+    """
+    try:
+        path = resumed(folder, step)
+        if path is None or (path.is_dir() and is_legacy(path)):
+            return None
+        if ckpt_format == "torch_dist":
+            contents = contents_of(path) if dist.is_initialized() else read_contents(path)
+            if damage := damage_of(contents):
+                return f"{path}: {damage}"
+        else:
+            tensors, blobs, of_metadata = read_layout(path)
+            contents = Contents(path, tensors, blobs, {}, "", {METADATA: of_metadata})
+        if trusted is not None:
+            if ckpt_format == "torch_dist" and not dist.is_initialized():
+                contents = replace(contents, blobs={})
+            if harm := next(check_pickles(contents, trusted), None):
+                return f"{path}: {harm.what}. {harm.advice}"
+    except (CheckpointError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _newest_whole(folder: Path) -> int | None:
+    names = [each.name.removeprefix("iter_") for each in folder.glob("iter_*")]
+    steps = sorted(map(int, filter(str.isdecimal, names)), reverse=True)
+    return next((step for step in steps if _damage_of_resumed(folder, step) is None), None)

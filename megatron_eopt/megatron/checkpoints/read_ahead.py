@@ -1,0 +1,75 @@
+"""What a run takes over from the checkpoint that it is going to load, read before its optimizer is built.
+
+A plan follows from the ``tp_mode``, the kernel of symmetric products and the measured rates, and a resume goes on bit
+for bit with those of its checkpoint only.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from megatron_eopt.checkpoints.contents import CheckpointError, read_archive, read_blob, read_layout
+from megatron_eopt.checkpoints.pickles import faults
+from megatron_eopt.checkpoints.states import BLOCK, blocks_of
+from megatron_eopt.megatron.checkpoints.files import contents_of, resumed
+from megatron_eopt.megatron.support.run import on
+from megatron_eopt.optimizers.base import KERNEL, RATES
+from megatron_eopt.parallel.plan import TpMode
+
+# With these Megatron loads no optimizer state, or chooses between two folders.
+_NOT_READ = ("finetune", "no_load_optim", "moe_use_upcycling", "non_persistent_ckpt_type")
+
+
+class Decided(NamedTuple):
+    """What a run had decided that was saved; empty where it is not known."""
+
+    tp_mode: TpMode | None = None
+    kernel: str | None = None  # of symmetric products
+    rates: dict[str, float] | None = None  # of the plan
+
+
+def decided_before(args: Any, megatron_fsdp: bool) -> Decided:
+    """What the run had decided that saved the checkpoint to be loaded, by the arguments of ``megatron.training``.
+
+    One that cannot be read is left to the load, which refuses it.
+    """
+    if not on(args, "load") or any(on(args, flag) for flag in _NOT_READ):
+        return Decided()
+    try:
+        path = resumed(Path(args.load), getattr(args, "ckpt_step", None))
+        if path is None or path.name == "release":  # which is without optimizer state
+            return Decided()
+        modes, groups = (_of_fsdp_dtensor if megatron_fsdp else _of_torch_dist)(path)
+        mode = next((mode for mode in modes if mode in get_args(TpMode)), None)
+        return Decided(mode, _common(groups, KERNEL, str), _common(groups, RATES, dict))
+    except Exception:  # whatever is wrong with it, the load says
+        return Decided()
+
+
+def _of_torch_dist(path: Path) -> tuple[list[Any], list[Mapping[str, Any]]]:
+    """The modes of optimizers, and the settings of groups."""
+    blocks = blocks_of(contents_of(path).common.get("optimizer"))
+    modes = [block["settings"].get("tp_mode") for block in blocks]
+    return modes, [group["settings"] for block in blocks for group in block["groups"]]
+
+
+def _of_fsdp_dtensor(path: Path) -> tuple[list[Any], list[Mapping[str, Any]]]:
+    _, blobs, _ = read_layout(path)
+
+    def read(key: str) -> Any:
+        archive = read_blob(path, blobs[key])
+        if found := faults(archive):
+            raise CheckpointError(f"{key} {min(found)}")
+        archive.seek(0)
+        return json.loads(read_archive(archive))
+
+    settings = (read(key) for key in blobs if key.startswith("optimizer.settings."))
+    return [read(f"optimizer.{BLOCK}.run")["tp_mode"]], [group for _, group in settings]
+
+
+def _common(groups: Iterable[Mapping[str, Any]], key: str, kind: type) -> Any:
+    """A setting, where all groups that have it have the same."""
+    values = [group[key] for group in groups if key in group]
+    known = values and isinstance(values[0], kind) and all(value == values[0] for value in values)
+    return values[0] if known else None

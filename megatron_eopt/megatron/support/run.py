@@ -1,0 +1,159 @@
+"""The facts of a run that decide whether it can work, by the names of fields of Megatron's configs.
+
+Older releases lack some of these fields, so nothing of Megatron is imported here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+from megatron_eopt import registry
+from megatron_eopt.family import LIKE_MUON
+from megatron_eopt.megatron import releases
+
+
+@dataclass(frozen=True)
+class Run:
+    """The facts of a run that decide whether it can work."""
+
+    optimizer: str  # its name in the registry
+    release: str  # of Megatron-Core
+    config: Any  # Megatron's OptimizerConfig
+    ddp: Any = None  # its DistributedDataParallelConfig; None for a model that is not wrapped
+    model: Any = None  # its TransformerConfig; None if unknown
+    args: Any = None  # of megatron.training; None without it
+    layer_wise: bool = False  # whether its layer-wise distributed optimizer is requested, under any of its names
+    leaves_scalars: bool = True  # whether the optimizer leaves what is no matrix to a scalar optimizer
+    scalar_optimizers: tuple[str, ...] = ("adam", "lion")  # what muon_scalar_optimizer may name in this release
+    data_parallel: int = 1  # number of data-parallel ranks, those of context parallelism among them
+    expert_data_parallel: int | None = None  # those of expert-parallel parameters; None where there are none
+    wrapper: str = ""  # name of the class that wraps the model
+    whole_matrices: bool = False  # whether Megatron laid its gradient buffers out for shards that cut no matrix
+    weight_shards: int = 1  # ranks over which --tensor-parallel-num-weight-shards cuts, or the one of experts
+    cut_twice: str | None = None  # name of the first parameter that is cut by it
+    grouped_experts: str | None = None  # of the first that holds the weights, or the biases, of several experts
+    expert_vector: str | None = None  # of the first expert-parallel one that goes to the scalar optimizer
+    unsaved: str | None = None  # name of the first parameter that Megatron cannot save under torch FSDP2
+    routes_optimizers: bool = False  # whether overrides give parameters another optimizer than the default routing
+    excludes: bool = False  # whether overrides exclude parameters from every optimizer
+    assigned: frozenset[str] = frozenset()  # optimizers that have parameters; none where that is not known yet
+
+    @classmethod
+    def of(cls, config: Any, model_chunks: Sequence[Any], pg_collection: Any, *, layer_wise: bool = False) -> "Run":
+        """The facts of a run in this process, from what Megatron's builder of optimizers gets.
+
+        ``layer_wise`` is what the caller of Megatron-Core 0.17 passes; later releases have it in ``config``. An unknown
+        optimizer is a ValueError.
+        """
+        name = config.optimizer.removeprefix("dist_")
+        parameters = [(n, p) for chunk in model_chunks for n, p in chunk.named_parameters() if p.requires_grad]
+        model = getattr(model_chunks[0], "config", None)
+        # the parameters of Megatron-FSDP lack the mark of those that they were cut from
+        experts = [(n, p) for n, p in parameters if not getattr(getattr(p, "orig_param", p), "allreduce", True)]
+        grouped = (
+            f"{path}.{kind}"
+            for chunk in model_chunks
+            for path, module in chunk.named_modules()
+            for kind in ("weight", "bias")  # Transformer Engine's
+            if on(module, f"single_grouped_{kind}") and on(getattr(module, kind, None), "requires_grad")
+        )
+
+        def size(group: str) -> int:
+            found = getattr(pg_collection, group, None)
+            return 1 if found is None else int(found.size())
+
+        # whose axis it is cannot be told here: Megatron marks the parameters of experts only later
+        shards = max(size("gtp_remat"), size("expt_gtp_remat"))
+        return cls(
+            optimizer=name,
+            release=releases.version(),
+            config=config,
+            ddp=getattr(model_chunks[0], "ddp_config", None),
+            model=model,
+            args=releases.training_args(),
+            layer_wise=layer_wise or name != config.optimizer or on(config, "use_layer_wise_distributed_optimizer"),
+            leaves_scalars=bool(registry.get_optimizer_entry(name).default_param_overrides),
+            scalar_optimizers=releases.scalar_optimizers(),
+            data_parallel=size("dp_cp"),
+            expert_data_parallel=size("expt_dp") if experts else None,
+            wrapper=type(model_chunks[0]).__name__,
+            whole_matrices=any(hasattr(p, "is_managed_by_layer_wise_optimizer") for _, p in parameters),
+            weight_shards=shards,
+            cut_twice=next((n for n, p in parameters if shards > 1 and on(p, "is_gtp_weight_remat")), None),
+            grouped_experts=next(grouped, None),
+            unsaved=next((n for n, p in parameters if _unsaved(n, p, model)), None),
+            expert_vector=next((n for n, p in experts if registry.is_nonlinear_or_embedding(p)), None),
+        )
+
+    @property
+    def has_registry(self) -> bool:
+        """Whether this release knows emerging optimizers by their names."""
+        return releases.has("a registry", self.release)
+
+    @property
+    def megatron_fsdp(self) -> bool:
+        """Whether the model is sharded by Megatron-FSDP."""
+        return on(self.ddp, "use_megatron_fsdp") or self.wrapper == "FullyShardedDataParallel"
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients are those of several micro-batches, as far as is known."""
+        sizes = [getattr(self.args, f"{name}_size", None) for name in ("global_batch", "micro_batch", "data_parallel")]
+        return None in sizes or sizes[0] > sizes[1] * sizes[2]  # type: ignore[operator]
+
+    @property
+    def hybrid_fsdp(self) -> bool:
+        """Whether there are several instances of Megatron-FSDP, each with the whole model."""
+        return self.megatron_fsdp and getattr(self.ddp, "num_distributed_optimizer_instances", 1) > 1
+
+    @property
+    def scatters(self) -> bool:
+        """Whether each data-parallel rank is left with a shard of the summed gradients, in another way than FSDP."""
+        return on(self.ddp, "use_distributed_optimizer") and self.data_parallel > 1 and not self.megatron_fsdp
+
+    @property
+    def scalar(self) -> str | None:
+        """Name of the scalar optimizer; None where there is none, or none to choose."""
+        return getattr(self.config, "muon_scalar_optimizer", None) if self.optimizer in LIKE_MUON else None
+
+    @property
+    def scalars(self) -> str:
+        """The scalar optimizers there are, for messages."""
+        return ", ".join(self.scalar_optimizers)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether optimizer state is to be in host memory."""
+        return on(self.config, "optimizer_cpu_offload")
+
+    @property
+    def matrix_optimizers(self) -> str:
+        """The optimizers but for those beside one of matrices, for messages."""
+        return ", ".join(dict.fromkeys([self.optimizer, *filter(registry.takes_matrices, sorted(self.assigned))]))
+
+    @property
+    def without_momentum_dtype(self) -> str | None:
+        """The first optimizer of the run that has no choice of the dtype of its momentum, but for Adam and SGD."""
+        entries = {name: registry.EMERGING_OPTIMIZERS.get(name) for name in (self.optimizer, *sorted(self.assigned))}
+        known = ((name, entry.optimizer_cls) for name, entry in entries.items() if entry is not None)
+        return next((name for name, cls in known if "momentum_dtype" not in signature(cls).parameters), None)
+
+    @property
+    def averages(self) -> bool:
+        """Whether an optimizer of the run trains at another point than is evaluated and saved as the model."""
+        names = (self.optimizer, *self.assigned)
+        return any(getattr(registry.optimizer_class(name), "live_key", None) is not None for name in names)
+
+
+def on(settings: Any, name: str) -> bool:
+    """Whether a config has a field of this name that is set; configs may be None, and of any release."""
+    return bool(getattr(settings, name, False))
+
+
+def _unsaved(name: str, parameter: Any, model: Any) -> bool:
+    """Whether Megatron fails to save a parameter: shards of torch FSDP2 have to be equal, and either gate or up."""
+    if not hasattr(parameter, "is_torch_fsdp2_param") or (ranks := parameter.device_mesh.size()) == 1:
+        return False
+    gate_up = on(model, "gated_linear_unit") and name.endswith("linear_fc1.weight")
+    return ".experts." in name or parameter.shape[0] % ranks > 0 or (gate_up and ranks % 2 > 0)

@@ -1,0 +1,84 @@
+"""What is read of a checkpoint before the optimizer is built: what its run had decided, or nothing."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_eopt.megatron.checkpoints.differences import read_stored
+from megatron_eopt.megatron.checkpoints.files import _damage_of_resumed, contents_of
+from megatron_eopt.megatron.checkpoints.read_ahead import Decided, decided_before
+from megatron_eopt.megatron.checkpoints.torch_dist import checked_load
+from tests.checkpoints.made import block, common, save
+
+RATES = {"flops": 1e15, "bytes": 1e11, "latency": 1e-5}
+SAVED = {"symmetric_products": "torch", "plan_rates": RATES}
+
+
+def saved(folder, mode="distributed", of_groups=(SAVED, SAVED)):
+    """A folder of ``--save`` with one checkpoint, in which each optimizer has one group with these settings."""
+    blocks = [block(f"Optimizer{i}", [f"mlp.fc{i}"], settings={"tp_mode": mode}) for i, _ in enumerate(of_groups)]
+    for each, settings in zip(blocks, of_groups, strict=True):
+        each["groups"][0]["settings"] |= settings
+    optimizer = {i: {"megatron_eopt": each} for i, each in enumerate(blocks)}
+    save(folder / "iter_0000005", state={**common(), "optimizer": optimizer})
+    (folder / "latest_checkpointed_iteration.txt").write_text("5")
+    return folder
+
+
+def decided(folder, **flags):
+    return decided_before(SimpleNamespace(load=folder, **flags), megatron_fsdp=False)
+
+
+def test_what_the_run_had_decided(tmp_path):
+    assert decided(saved(tmp_path)) == Decided("distributed", "torch", RATES)
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    assert decided(tmp_path) == Decided()  # Megatron starts anew
+    assert decided(tmp_path, ckpt_step=5) == Decided("distributed", "torch", RATES)
+
+
+def test_the_metadata_are_read_once_for_a_run_and_then_forgotten(tmp_path, monkeypatch):
+    checkpoint = saved(tmp_path) / "iter_0000005"
+    contents_of.cache_clear()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert decided(tmp_path).tp_mode == "distributed"
+    assert _damage_of_resumed(tmp_path, None) is None
+    assert read_stored(checkpoint).damage is None
+    assert contents_of.cache_info()[:2] == (2, 1)  # hits, misses
+    checked_load(lambda state, folder: None)({}, str(checkpoint))
+    assert contents_of.cache_info().currsize == 0
+
+
+def test_settings_that_differ_between_groups_are_left_to_the_load(tmp_path):
+    slower = {**SAVED, "plan_rates": {**RATES, "flops": 1e14}}
+    assert decided(saved(tmp_path, of_groups=[SAVED, slower, {}])) == Decided("distributed", "torch")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"load": None},
+        {"finetune": True},
+        {"no_load_optim": True},
+        {"ckpt_step": 4},
+        {"non_persistent_ckpt_type": "local"},
+    ],
+)
+def test_where_no_state_of_this_checkpoint_is_loaded_nothing_is_known(tmp_path, flags):
+    args = SimpleNamespace(**{"load": saved(tmp_path), **flags})
+    assert decided_before(args, megatron_fsdp=False) == Decided()
+
+
+@pytest.mark.parametrize("file", [".metadata", "metadata.json", "__0_0.distcp"])
+def test_what_cannot_be_read_is_left_to_the_load(tmp_path, file):
+    (saved(tmp_path) / "iter_0000005" / file).write_bytes(b"\x80")
+    assert decided(tmp_path) == Decided()
+
+
+def test_a_mode_or_a_kernel_of_no_kind_is_left_to_the_load(tmp_path):
+    assert decided(saved(tmp_path, "no mode", [{"symmetric_products": 3}])) == Decided()
+
+
+def test_a_folder_without_a_checkpoint(tmp_path):
+    assert decided(tmp_path) == decided(tmp_path / "nothing") == Decided()
+    assert decided_before(None, megatron_fsdp=False) == Decided()

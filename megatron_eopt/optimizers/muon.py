@@ -26,7 +26,6 @@ from megatron_eopt.optimizers.group_settings import (
     SCALE_MODE,
     STEPS,
     DecayMethod,
-    Scalar,
     UpdateSettings,
     decay_method,
     note_short_schedule,

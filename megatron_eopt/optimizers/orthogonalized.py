@@ -24,8 +24,7 @@ from megatron_eopt.optimizers.group_settings import (
 from megatron_eopt.optimizers.parameters import local, names_of_last, parameter_names, rows_of
 from megatron_eopt.optimizers.rounding import Numbered, numbered
 from megatron_eopt.optimizers.state import NO_SETTINGS, StateTensor
-from megatron_eopt.optimizers.users_functions import checked
-from megatron_eopt.optimizers.users_step import users_step
+from megatron_eopt.optimizers.users_functions import checked, users_step
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import local_rows, on_one_rank

@@ -1,16 +1,115 @@
-"""Functions of the user's that orthogonalize a matrix, in place of Newton-Schulz, and what they get of its shards."""
+"""Functions of the user's that orthogonalize, in place of Newton-Schulz: a matrix, or a parameter."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_eopt.optimizers import foreach
+from megatron_eopt.optimizers.chunk import Batch, Chunk, chosen
+from megatron_eopt.optimizers.foreach import Mask
 from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix, cut_dimension
+from megatron_eopt.parallel.scheduler import Program, resume
 from megatron_eopt.parallel.schemes.whole import cut_out, gather
+
+
+def users_step(
+    batches: Sequence[Batch],
+    engine: Engine,
+    program: Callable[[Chunk, Engine], Program],
+    orthogonalize: Callable[..., Tensor],
+    accept: Callable[[Mapping[int, Tensor]], Tensor],
+    changing: Callable[[bool], None],
+) -> None:
+    """Make a step by a user's ``orthogonalize(p, u, **settings)``, which returns the update of a parameter.
+
+    All updates come before anything is changed: the program of the optimizer runs on copies of weights and state, and
+    what it makes of them is written when every update is there.
+
+    Args:
+        batches: all that the step works on.
+        engine: of the parameters.
+        program: of the optimizer, which gets updates where it asks for orthogonal factors.
+        orthogonalize: the user's. While it runs, ``p`` is as it is after its weight decay.
+        accept: tells which of the updates, by the indices of their parameters, are finite on all ranks: a vector over
+            all parameters of the optimizer.
+        changing: is told when weights or state begin to be changed, and when they are again as they were.
+
+    Raises:
+        ValueError: for an update that cannot be subtracted from its parameter.
+    """
+    batches = chosen(batches)
+    indices = [i for batch in batches for i in batch.indices]
+    if not indices:
+        accept({})
+        return
+    copies = [_copied(batch) for batch in batches]
+    running = program(Chunk(copies, indices, [1.0] * len(engine.flat(indices))), engine)
+    momenta = engine.merge(indices, next(running))
+    updates = list(_updates(batches, copies, momenta, engine, orthogonalize, changing))
+    finite = accept(dict(zip(indices, updates, strict=True)))
+    masks: list[Mask] = [None] * len(batches)
+    if finite.device.type != "cpu" or not finite[indices].all():
+        flags = finite.unbind()
+        of_batches = [torch.stack([flags[i] for i in batch.indices]) for batch in batches]
+        updates, masks = foreach.masked(updates, 0.0, torch.cat(of_batches)), [*of_batches]
+    resume(running, engine.split(indices, updates))
+    changing(True)
+    for batch, copy, mask in zip(batches, copies, masks, strict=True):
+        for old, new in zip(_changed(batch), _changed(copy), strict=True):
+            torch._foreach_copy_(old, foreach.masked(new, old, mask))
+
+
+def _changed(batch: Batch) -> list[list[Tensor]]:
+    """What a program writes to: weights, momenta, and each kind of further state, of all parameters."""
+    return [batch.weights, batch.momenta, *map(list, zip(*batch.further, strict=True))]
+
+
+def _copied(batch: Batch) -> Batch:
+    weights, momenta, *further = ([x.clone() for x in tensors] for tensors in _changed(batch))
+    of_parameters = list(map(list, zip(*further, strict=True))) if further else batch.further
+    return replace(batch, weights=weights, momenta=momenta, further=of_parameters)
+
+
+def _updates(
+    batches: Sequence[Batch],
+    copies: Sequence[Batch],
+    momenta: Sequence[Tensor],
+    engine: Engine,
+    orthogonalize: Callable[..., Tensor],
+    changing: Callable[[bool], None],
+) -> Iterator[Tensor]:
+    """What ``orthogonalize`` makes of each parameter, as copies: it may write to the same memory again."""
+    taken = list(inspect.signature(orthogonalize).parameters.values())
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in taken)
+    by_name = {each.name for each in taken[2:] if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    of_parameters = iter(momenta)
+    for batch, copy in zip(batches, copies, strict=True):
+        settings = {key: value for key, value in batch.settings.items() if takes_all or key in by_name}
+        decayed = batch.decays and batch.decay_method != "l2"
+        each = zip(batch.indices, batch.parameters, batch.weights, copy.weights, strict=True)
+        for index, p, weight, after_decay in each:
+            momentum = next(of_parameters)
+            if not momentum.numel() and not engine.shares(index):
+                yield momentum
+                continue
+            before = weight.clone() if decayed else None
+            try:
+                if before is not None:
+                    changing(True)
+                    weight.copy_(after_decay)
+                result = orthogonalize(p, momentum.clone(), **settings)
+            finally:
+                if before is not None:
+                    weight.copy_(before)
+                    changing(False)
+            yield checked("orthogonalize of a parameter", result, momentum, p.dtype).clone()
 
 
 def of_whole(

@@ -1,8 +1,7 @@
 """Keller Jordan's distributed Muon: a rank computes its share of the matrices, and keeps their momenta."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import batched, chain
 from typing import Any
 
@@ -27,6 +26,7 @@ from megatron_eopt.parallel.collectives import all_gather, broadcast
 from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import is_sharded
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, whole
+from megatron_eopt.parallel.scheduler import rounds
 
 logger = logging.getLogger(__name__)
 
@@ -227,19 +227,26 @@ class DistributedMuon(BaseOptimizer):
         self._session.changing = True
         self._consolidated = None
         parameters, flags = self._parameters(), accepted.unbind()
-        before: Callable[[], None] | None = None
-        for group, rounds in zip(self.param_groups, self.rounds, strict=True):
-            for each in rounds:
-                of_round = [parameters[i] for i in each.matrices]
-                if self.ranks == 1 and of_round[0].grad is None:
-                    continue  # with others, who wait for it, the round is made, and its result is left out
-                taken = torch.stack([flags[i] for i in each.matrices])
-                received = self._exchange(each, self._factor(each, of_round, taken, group))
-                if before is not None:
-                    before()
-                before = partial(_apply, of_round, received, taken, group)
-        if before is not None:
-            before()
+        pairs = zip(self.param_groups, self.rounds, strict=True)
+        waiting = (self._round(each, group, parameters, flags) for group, dealt in pairs for each in dealt)
+        for _ in rounds(waiting):
+            pass
+
+    def _round(
+        self, each: Bucket, group: dict[str, Any], parameters: Sequence[Tensor], flags: Sequence[Tensor]
+    ) -> Generator[None, None, None]:
+        """The step of the matrices of a round; yields while their factors travel."""
+        matrices, accepted = [parameters[i] for i in each.matrices], torch.stack([flags[i] for i in each.matrices])
+        if self.ranks == 1 and matrices[0].grad is None:
+            return  # with others, who wait for it, the round is made, and its result is left out
+        # M <- M + (1 - momentum) (g - M), and its factor O, of the matrix that this rank computes
+        received = self._exchange(each, self._factor(each, matrices, accepted, group))
+        yield
+        updates = [factor.to(W.dtype).view_as(W) for W, factor in zip(matrices, received(), strict=True)]
+        # W <- (1 - lr weight_decay) W - lr max(1, m/n)^0.5 O
+        foreach.scale(matrices, 1 - group["lr"] * group["weight_decay"], accepted)
+        scale = muon_scale_factor(len(matrices[0]), matrices[0][:1].numel(), "shape_scaling")
+        foreach.subtract(matrices, updates, group["lr"] * scale, accepted)
 
     def _factor(self, each: Bucket, parameters: Sequence[Tensor], accepted: Tensor, group: dict[str, Any]) -> Tensor:
         """The orthogonal factor of this rank's matrix of a round, as it is sent; an empty buffer where it has none."""
@@ -286,21 +293,11 @@ def deal(shapes: Sequence[tuple[torch.Size, torch.dtype]], loads: list[int], fir
     alike: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
     for index, each in enumerate(shapes, first):
         alike.setdefault(each, []).append(index)
-    rounds = []
+    dealt = []
     for (shape, dtype), indices in sorted(alike.items(), key=lambda each: each[0][0].numel(), reverse=True):
         for some in batched(indices, len(loads)) if shape.numel() else ():
             least = sorted(range(len(loads)), key=loads.__getitem__)[: len(some)]
             for rank in least:
                 loads[rank] += shape.numel() * dtype.itemsize
-            rounds.append(Bucket(some, "share", tuple(sorted(least))))
-    return rounds
-
-
-def _apply(
-    parameters: Sequence[Tensor], received: Callable[[], list[Tensor]], accepted: Tensor, group: dict[str, Any]
-) -> None:
-    """``W <- (1 - lr weight_decay) W - lr max(1, m/n)^0.5 O``, for the matrices of a round that are accepted."""
-    rows, cols = parameters[0].flatten(1).shape
-    updates = [factor.to(p.dtype).view_as(p) for p, factor in zip(parameters, received(), strict=True)]
-    foreach.scale(parameters, 1 - group["lr"] * group["weight_decay"], accepted)
-    foreach.subtract(parameters, updates, group["lr"] * muon_scale_factor(rows, cols, "shape_scaling"), accepted)
+            dealt.append(Bucket(some, "share", tuple(sorted(least))))
+    return dealt

@@ -1,11 +1,8 @@
 """SOAP: Adam in the eigenbasis of Shampoo's factors."""
 
-import math
-from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import chain, compress, repeat
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,28 +11,52 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from megatron_eopt.matrices import WHOLE, Split
-from megatron_eopt.optimizers import foreach
 from megatron_eopt.optimizers.base import BaseOptimizer
-from megatron_eopt.optimizers.foreach import stacked
+from megatron_eopt.optimizers.foreach import decay_power, stacked
 from megatron_eopt.optimizers.group_settings import Scalar, also_called, check_adam_settings
-from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_shard, local, names_of_last
+from megatron_eopt.optimizers.parameters import DescribedMatrix, TensorParallelGroups, check_shard, names_of_last
+from megatron_eopt.optimizers.soap_chunks import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MOST_BYTES,
+    STEPS,
+    Chunk,
+    EqualMatrices,
+    ParameterStep,
+    Planned,
+    chunks_of,
+    merge,
+    split,
+)
 from megatron_eopt.optimizers.soap_math import CLOCK, BasisMethod, Preconditioned, Side, update_of
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice, check_count
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
 from megatron_eopt.parallel.engine import Engine, Parameter
 from megatron_eopt.parallel.layout import Layout, is_expert, on_one_rank, shared_out
+from megatron_eopt.parallel.scheduler import rounds
 
 Gradients = Literal["previous", "current"]
 Decay = Literal["decoupled", "independent", "palm"]
 
-EXP_AVG, EXP_AVG_SQ, STEPS = "exp_avg", "exp_avg_sq", "steps"
 
-SIDES = (("L", "Q_L"), ("R", "Q_R"))
-"""Names of the factor and of the basis of the rows, and of the columns."""
+def soap(chunk: Chunk, engine: Engine) -> Generator[None, None, None]:
+    """SOAP's step of a chunk, equal matrices as stacks.
 
-MOST_BYTES = 2**28
-"""Of the equal matrices that are worked on as one stack, and of what is gathered at once, where one is not larger."""
+    For each matrix ``p`` with gradient ``g``, moments ``M`` and ``V``, factors ``L`` and ``R``, bases ``Q_L`` and
+    ``Q_R``. What is cut is whole between the exchanges: on its compute rank, or on all ranks that share a DTensor.
+    """
+    matrices = split(chunk, engine)
+    spread = [equal.spread for equal in matrices]
+    stacks = [first_moment(equal) for equal in matrices]  # g;  M <- beta1 M + (1 - beta1) g;  V
+    stacks = yield from engine.gather_whole(stacks, spread)
+    for i, equal in enumerate(matrices):
+        stacks[i] = updated(equal, *stacks[i])  # U = Q_L [Q_L^T M Q_R / (sqrt(V) + eps)] Q_R^T;  V, L, R, Q_L, Q_R
+    stacks = yield from engine.scatter_back(stacks, spread)
+    for equal, stack in zip(matrices, stacks, strict=True):
+        if equal.moves:
+            subtract(equal, *stack)  # p <- (1 - lr weight_decay) p - lr U
+    merge(matrices, engine)
 
 
 class SOAP(BaseOptimizer):
@@ -123,7 +144,7 @@ class SOAP(BaseOptimizer):
     pairs_rows = True
 
     _based: set[Tensor] | None = None  # parameters known to have a basis
-    _plans: dict[Tensor, list["Planned"]] | None = None
+    _plans: dict[Tensor, list[Planned]] | None = None
     _updated: int = 0
 
     @also_called(use_eigh=("basis_method", {False: "qr", True: "eigh"}), max_precond_dim="max_dim")
@@ -240,7 +261,7 @@ class SOAP(BaseOptimizer):
         found = super()._described(name, parameter)
         return replace(found, layout=self.layout(parameter), split=self.split_of(parameter))
 
-    def _planned(self, parameter: Tensor) -> list["Planned"]:
+    def _planned(self, parameter: Tensor) -> list[Planned]:
         """How each logical matrix of a parameter is worked on: the same on all ranks that share it.
 
         What is cut is dealt to compute ranks, the costliest first, each to the rank that has the least so far. Group by
@@ -266,232 +287,89 @@ class SOAP(BaseOptimizer):
         self._session.changing = True
         for group in self.param_groups:
             group[CLOCK] += 1
-        if tasks := self._tasks(accepted):
-            soap(tasks, self.engine)
-        self._updated += sum(len(task.plans) for task in tasks if task.parameter.ndim > 1)
+        if not (parameters := self._parameter_steps(accepted)):
+            return
+        steps = [p.state[STEPS] for p in parameters]
+        counted = torch.stack(steps) + torch.stack([p.accepted for p in parameters])
+        torch._foreach_copy_(steps, list(counted.unbind()))
+        for chunks in chunks_of(parameters, MOST_BYTES):
+            for _ in rounds(soap(chunk, self.engine) for chunk in chunks):
+                pass
+        self._updated += sum(len(p.plans) for p in parameters if p.parameter.ndim > 1)
 
-    def _tasks(self, accepted: Tensor) -> list["Task"]:
+    def _parameter_steps(self, accepted: Tensor) -> list[ParameterStep]:
         """What is worked on in this step: the same on all ranks that share a parameter."""
-        self._based = set() if self._based is None else self._based
+        based = self._based = set() if self._based is None else self._based
         grouped = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
-        tasks = []
+        steps = []
         for index, ((parameter, group), flag) in enumerate(zip(grouped, accepted.unbind(), strict=True)):
             plans = self._planned(parameter)
             # also without a gradient where others wait for this rank's part
             if parameter.grad is not None or any(plan.gathered for plan in plans):
                 state = self.state.get(parameter, {}) if parameter.grad is None else self._state_of(parameter, STEPS)
-                first = parameter not in self._based and any(plan.cost for plan in plans)
-                tasks.append(Task(index, parameter, state, group, flag, first, plans, self.engine))
+                first = parameter not in based and any(plan.cost for plan in plans)
+                steps.append(ParameterStep(index, parameter, state, group, flag, first, plans))
         # a device is waited for until all bases are known to be there, and no longer
-        if starting := [task for task in tasks if task.first]:
-            for task, has_bases, makes_them in zip(starting, *_known(starting, self.engine), strict=True):
-                task.first = not has_bases
-                self._based |= {task.parameter} if has_bases or makes_them else set()
-        return [task for task in tasks if not task.first or task.parameter in self._based]
+        if starting := [p for p in steps if p.first]:
+            has_bases, makes_them = _known(starting, self.engine)
+            based |= {p.parameter for p, *known in zip(starting, has_bases, makes_them, strict=True) if any(known)}
+            old = {p.index for p, has in zip(starting, has_bases, strict=True) if has}
+            steps = [replace(p, first=False) if p.index in old else p for p in steps]
+        return [p for p in steps if not p.first or p.parameter in based]
 
 
-class Planned:
-    """How the steps of a logical matrix are made."""
-
-    def __init__(self, end: str, layout: Layout, longest: int) -> None:
-        (rows, cols), self.layout = layout.shape, layout
-        has_factor = [min(rows, cols) > 0 and length <= longest for length in (rows, cols)]
-        # keys of factor and basis of the rows, and of the columns; none of a side without
-        self.sides = [[f"{key}{end}" for key in keys if has] for keys, has in zip(SIDES, has_factor, strict=True)]
-        # of a step, up to a factor that is the same for all: cubes of sides, and products with them
-        self.cost = sum(n * (n**2 + rows * cols) for n in compress((rows, cols), has_factor))
-        self.gathered = any(has_factor) and layout.ranks > 1  # whether a rank needs what others have of it
-        self.compute_rank: int | None = None  # the one of its group that alone needs it
-
-
-@dataclass(eq=False)
-class Task:
-    """A parameter that a step works on, with or without a gradient: the same on all ranks that share it."""
-
-    index: int
-    parameter: Tensor
-    state: dict[str, Any]
-    settings: Mapping[str, Any]
-    accepted: Tensor  # if not, everything stays as it is
-    first: bool  # whether it has no bases so far, but is to have some; only if accepted
-    plans: list[Planned]  # of each logical matrix
-    engine: Engine
-
-    @property
-    def label(self) -> str:
-        """Of the ranks that exchange matrices of it; empty where none is exchanged."""
-        return next((plan.layout.label for plan in self.plans if plan.gathered), "")
-
-    @cached_property
-    def kinds(self) -> list[Hashable]:
-        """Of each logical matrix what equal ones have in common."""
-        ours = id(self.settings), self.first, self.parameter.dtype, min(self.parameter.ndim, 2)
-        return [(*ours, *map(bool, plan.sides), plan.layout.shape, plan.layout.rectangles) for plan in self.plans]
-
-    @cached_property
-    def shards(self) -> list[list[Tensor]]:
-        """This rank's shards of the logical matrices: of weights, first and second moments, and gradients."""
-        return [self.engine.split([self.index], [x]) for x in (*self._written(), self.gradient())]
-
-    def gradient(self) -> Tensor:
-        """This rank's part of the gradient; zeros where there is none."""
-        x = self.parameter
-        return torch.atleast_1d(local(torch.zeros_like(x) if x.grad is None else x.grad))
-
-    def put_back(self) -> None:
-        """End with :attr:`shards`, which were written to and may be copies."""
-        for x, shards in zip(self._written(), self.shards, strict=False):
-            memory = {each.untyped_storage().data_ptr() for each in shards if each.numel()}
-            if memory - {x.untyped_storage().data_ptr()}:
-                x.copy_(self.engine.merge([self.index], shards)[0])
-        del self.shards
-
-    def _written(self) -> list[Tensor]:
-        # this rank's part, sharing its memory; a scalar as a vector, for only that can be split
-        return [torch.atleast_1d(local(x)) for x in (self.parameter, self.state[EXP_AVG], self.state[EXP_AVG_SQ])]
-
-
-def _known(tasks: Sequence[Task], engine: Engine) -> list[list[bool]]:
+def _known(parameters: Sequence[ParameterStep], engine: Engine) -> list[list[bool]]:
     """Which parameters have bases, and which others can make them: of a gradient that is accepted and not zero.
 
     A basis of nothing would turn to that of the gradients to come only step by step.
     """
     found = []
-    for task in tasks:
-        shards = zip(task.plans, engine.split([task.index], [task.gradient()]), strict=True)
+    for p in parameters:
+        shards = zip(p.plans, engine.split([p.index], [p.gradient]), strict=True)
         found.append(torch.stack([shard.any() for plan, shard in shards if plan.cost]).any().float())
-    some = torch.stack(engine.sums(found, [task.label for task in tasks])) > 0
-    steps = torch.stack([task.state.get(STEPS, torch.zeros_like(found[0])) for task in tasks])
-    accepted = torch.stack([task.accepted for task in tasks])
+    some = torch.stack(engine.sums(found, [p.label for p in parameters])) > 0
+    steps = torch.stack([p.state.get(STEPS, torch.zeros_like(found[0])) for p in parameters])
+    accepted = torch.stack([p.accepted for p in parameters])
     return torch.stack([steps > 0, accepted & some]).tolist()
 
 
-def soap(tasks: Sequence[Task], engine: Engine, most_bytes: int = MOST_BYTES) -> None:
-    """One step of SOAP.
+def first_moment(equal: EqualMatrices) -> list[Tensor]:
+    """Let the first moment follow the gradient; stacks of gradient and moments, to be handed on.
 
-    Equal matrices of a bucket are worked on as stacks. Of those that are cut, shards of gradient and moments go to a
-    compute rank, and those of update and second moment come back; DTensors are gathered by every rank that shares them,
-    and all make the same of the same numbers. All ranks name the same of those that are shared, in the same order.
+    It is elementwise, so each rank does it with its shards.
     """
-    steps = [task.state[STEPS] for task in tasks]
-    counted = torch.stack(steps) + torch.stack([task.accepted for task in tasks])
-    torch._foreach_copy_(steps, list(counted.unbind()))
-    for buckets in _buckets(tasks, most_bytes):
-        # of three at work, shards of one arrive, one is computed, and results of one leave
-        at_work: deque[Iterator[None]] = deque(maxlen=3)
-        for run in chain((_run(bucket, engine) for bucket in buckets), repeat(iter(()), 2)):
-            at_work.appendleft(run)
-            for each in at_work:
-                next(each, None)
+    settings, momentum = equal.settings, stacked(equal.momenta)
+    gradient = stacked(equal.gradients).to(momentum.dtype)
+    gradient = torch.where(equal.accepted, -gradient if settings["maximize"] else gradient, 0.0)
+    if equal.moves:
+        taken = torch.where(equal.accepted, gradient, momentum)
+        momentum = torch.lerp(momentum, taken, 1 - settings["betas"][0])
+        torch._foreach_copy_(equal.momenta, list(momentum.unbind()))
+    return [gradient, momentum, stacked(equal.squares)]
 
 
-Piece = tuple[Task, int]  # a logical matrix of a parameter
+def updated(equal: EqualMatrices, gradient: Tensor, momentum: Tensor, squares: Tensor) -> list[Tensor]:
+    """Updates and second moments of whole matrices, whose factors and bases follow; nothing where no matrix moves."""
+    update: Tensor | None = squares if equal.moves else None
+    if own := equal.members[equal.own]:
+        sides = [[[p.state[key] for key in p.plans[i].sides[dim]] for p, i in own] for dim in (0, 1)]
+        kept = [[list(of_all) for of_all in zip(*of_side, strict=True)] for of_side in sides]
+        stacks = [[stacked(of_all) for of_all in of_side] for of_side in kept]
+        left, right = (Side(*each) if each else None for each in stacks)
+        accepted = equal.accepted[equal.own]
+        steps = torch.stack([p.state[STEPS] for p, _ in own]).view(accepted.shape)
+        matrices = Preconditioned(gradient, momentum, squares, steps, accepted, (left, right))
+        with fp32_products(equal.settings["fp32_matmul_prec"]):
+            update = update_of(matrices, equal.settings, equal.first)
+        for old, new in zip(chain(*kept), chain(*stacks), strict=True):
+            torch._foreach_copy_(old, list(new.unbind()))
+    return [] if update is None else [update, squares]
 
 
-def _buckets(tasks: Sequence[Task], most_bytes: int) -> Iterator[list[list[Piece]]]:
-    """The matrices that are worked on at once, equal ones together where they can be, of so many bytes on any rank.
-
-    Those of one group of ranks and one dtype, which are exchanged, follow one another.
-    """
-    found: dict[tuple[str, str], dict[tuple[Hashable, ...], list[Task]]] = {}
-    for task in tasks:
-        found.setdefault((task.label, str(task.parameter.dtype)), {}).setdefault(tuple(task.kinds), []).append(task)
-    for _, alike in sorted(found.items()):
-        buckets: list[list[Piece]] = [[]]
-        loads: Counter[int | None] = Counter()
-        for task, i, plan in ((each, *of_one) for each in chain(*alike.values()) for of_one in enumerate(each.plans)):
-            # gradient and moments come together; a factor may be larger
-            most = max([3 * math.prod(plan.layout.shape), *(n**2 for n in compress(plan.layout.shape, plan.sides))])
-            size = most * task.state[EXP_AVG].element_size()
-            if buckets[-1] and loads[plan.compute_rank] + size > most_bytes:
-                buckets.append([])
-                loads.clear()
-            loads[plan.compute_rank] += size
-            buckets[-1].append((task, i))
-        yield buckets
-
-
-def _run(bucket: Sequence[Piece], engine: Engine) -> Iterator[None]:
-    """Work on a bucket: start to bring matrices together, yield, compute and start the way back, yield, and write."""
-    kinds: dict[Hashable, list[Piece]] = {}
-    for task, i in sorted(bucket, key=lambda piece: piece[0].plans[piece[1]].compute_rank or 0):
-        kinds.setdefault(task.kinds[i], []).append((task, i))
-    stacks = [Stack(pieces, engine) for pieces in kinds.values()]
-    yield from _exchange(stacks, engine.gather_whole)
-    for stack in stacks:
-        stack.compute()
-    yield from _exchange(stacks, engine.scatter_back)
-    for stack in stacks:
-        stack.apply()
-    for task, i in bucket:
-        if i == len(task.plans) - 1:
-            task.put_back()
-
-
-def _exchange(stacks: Sequence["Stack"], verb: Callable[..., Callable[[], list[Tensor]]]) -> Iterator[None]:
-    """Send the tensors of what is cut, yield, and put what arrives in their place; only if there are some."""
-    cut = [stack for stack in stacks if stack.plan.gathered and stack.tensors]
-    if not cut:
-        return
-    sent = [(x, stack.matrix, stack.numbers) for stack in cut for x in stack.tensors]
-    tensors, matrices, numbers = zip(*sent, strict=True)
-    wait = verb(tensors, matrices, [each for each in numbers if each])
-    yield
-    arrived = iter(wait())
-    for stack in cut:
-        stack.tensors = [next(arrived) for _ in stack.tensors]
-
-
-class Stack:
-    """Equal matrices of parameters of one group, at work in a step, in the order of their compute ranks."""
-
-    def __init__(self, pieces: Sequence[Piece], engine: Engine) -> None:
-        task, i = pieces[0]
-        self.plan, self.matrix = task.plans[i], engine.matrices[task.index][i]
-        self.settings, self.first = task.settings, task.first
-        self.states = [(each.state, each.plans[j].sides) for each, j in pieces]
-        ranks, rank = [each.plans[j].compute_rank for each, j in pieces], self.plan.layout.rank
-        self.numbers = [] if ranks[0] is None else [ranks.count(each) for each in range(self.plan.layout.ranks)]
-        self.own = slice(sum(self.numbers[:rank]), sum(self.numbers[: rank + 1]) if self.numbers else None)
-        shards = zip(*([of_all[j] for of_all in each.shards] for each, j in pieces), strict=True)
-        self.weights, momenta, self.squares, gradients = (list(of_pieces) for of_pieces in shards)
-        column = (-1, *[1] * momenta[0].ndim)
-        self.accepted = torch.stack([each.accepted for each, _ in pieces]).view(column)
-        self.steps = torch.stack([state[STEPS] for state, _ in self.states]).view(column)
-        self.moves = not (self.first and self.plan.cost and self.settings["basis_of"] == "previous")
-        gradient, momentum = stacked(gradients).to(momenta[0].dtype), stacked(momenta)
-        gradient = torch.where(self.accepted, -gradient if self.settings["maximize"] else gradient, 0.0)
-        if self.moves:
-            # elementwise, so each rank does it with its shards
-            taken = torch.where(self.accepted, gradient, momentum)
-            momentum = torch.lerp(momentum, taken, 1 - self.settings["betas"][0])
-            torch._foreach_copy_(momenta, list(momentum.unbind()))
-        self.tensors = [gradient, momentum, stacked(self.squares)]  # which are handed on
-
-    def compute(self) -> None:
-        """Make the updates of the matrices that this rank has whole, and let gradients into their factors and bases."""
-        gradient, momentum, squares = self.tensors
-        update: Tensor | None = squares
-        if states := self.states[self.own]:
-            kept = [[[state[key] for key in sides[dim]] for state, sides in states] for dim in (0, 1)]
-            stacks = [[stacked(of_all) for of_all in zip(*of_side, strict=True)] for of_side in kept]
-            left, right = (Side(*each) if each else None for each in stacks)
-            steps, accepted = self.steps[self.own], self.accepted[self.own]
-            matrices = Preconditioned(gradient, momentum, squares, steps, accepted, (left, right))
-            with fp32_products(self.settings["fp32_matmul_prec"]):
-                update = update_of(matrices, self.settings, self.first)
-            for of_side, new in zip(kept, stacks, strict=True):
-                for old, of_all in zip(zip(*of_side, strict=True), new, strict=True):
-                    torch._foreach_copy_(list(old), list(of_all.unbind()))
-        self.tensors = [update, squares] if self.moves and update is not None else []
-
-    def apply(self) -> None:
-        """Subtract the updates, and write the second moments."""
-        if not self.moves:
-            return
-        update, squares = self.tensors
-        lr, weights = self.settings["lr"], stacked(self.weights)
-        decay = foreach.decay_power(lr, self.settings["weight_decay_method"]) * self.settings["weight_decay"]
-        moved = (weights.to(update.dtype) * (1 - decay) - update * lr).to(weights.dtype)
-        torch._foreach_copy_(self.weights, list(torch.where(self.accepted, moved, weights).unbind()))
-        torch._foreach_copy_(self.squares, list(squares.unbind()))
+def subtract(equal: EqualMatrices, update: Tensor, squares: Tensor) -> None:
+    """Subtract updates with weight decay, and write the second moments."""
+    lr, weights = equal.settings["lr"], stacked(equal.weights)
+    decay = decay_power(lr, equal.settings["weight_decay_method"]) * equal.settings["weight_decay"]
+    moved = (weights.to(update.dtype) * (1 - decay) - update * lr).to(weights.dtype)
+    torch._foreach_copy_(equal.weights, list(torch.where(equal.accepted, moved, weights).unbind()))
+    torch._foreach_copy_(equal.squares, list(squares.unbind()))

@@ -2,13 +2,14 @@
 
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_eopt.matrices import LocalRows
 from megatron_eopt.orthogonalize import timing
@@ -31,6 +32,19 @@ from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, IN_FLIGHT, Workspace
 
 _MOST_PLANS = 1024  # that are kept: one for each set of parameters that had gradients in a step
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How equal matrices are spread over the ranks of a group.
+
+    Attributes:
+        matrix: one of them, with entries, cut or held in copies.
+        numbers: how many each rank works on, the first ones the first; empty where each rank works on all.
+    """
+
+    matrix: Matrix
+    numbers: Sequence[int]
 
 
 class Engine:
@@ -306,23 +320,45 @@ class Engine:
         return found
 
     def gather_whole(
-        self, stacks: Sequence[Tensor], matrices: Sequence[Matrix], numbers: Sequence[Sequence[int]] = ()
-    ) -> Callable[[], list[Tensor]]:
-        """Start to bring whole matrices together, by one collective; the result waits, and has such stacks of them.
+        self, stacks: Sequence[Sequence[Tensor]], spread: Sequence[Spread | None]
+    ) -> Generator[None, None, list[list[Tensor]]]:
+        """Bring whole matrices together, by one collective, and return stacks of them; yields while it waits.
+
+        Where nothing is exchanged it does not yield.
 
         Args:
-            stacks: this rank's shards, (n x rows x cols) for ``n`` tensors that lie as the matrix does.
-            matrices: of each stack; all of one group, each with entries, cut or held in copies.
-            numbers: of each stack how many matrices each rank gets, the first ones the first; by default all get all.
+            stacks: some for each of ``spread``, of this rank's shards (n x rows x cols) of ``n`` tensors.
+            spread: how these are; all of one group. Where None, stacks stay as they are.
         """
-        group = self.groups[matrices[0].group]
-        return bring(stacks, matrices, numbers, group) if numbers else gather(stacks, matrices, group)
+        return self._exchanged(stacks, spread, bring, gather)
 
     def scatter_back(
-        self, stacks: Sequence[Tensor], matrices: Sequence[Matrix], numbers: Sequence[Sequence[int]] = ()
-    ) -> Callable[[], list[Tensor]]:
-        """Start the way back from :meth:`gather_whole`, to stacks of shards; where all have all, these are views."""
-        group = self.groups[matrices[0].group]
-        if numbers:
-            return hand_out(stacks, matrices, numbers, group)
-        return lambda: [cut_out(x, each.rectangles[group.rank()]) for x, each in zip(stacks, matrices, strict=True)]
+        self, stacks: Sequence[Sequence[Tensor]], spread: Sequence[Spread | None]
+    ) -> Generator[None, None, list[list[Tensor]]]:
+        """Go the way back from :meth:`gather_whole`, to stacks of shards; where all have all, these are views."""
+        return self._exchanged(stacks, spread, hand_out, _own_shards)
+
+    def _exchanged(
+        self,
+        stacks: Sequence[Sequence[Tensor]],
+        spread: Sequence[Spread | None],
+        of_one: Callable[..., Callable[[], list[Tensor]]],
+        of_all: Callable[..., Callable[[], list[Tensor]]],
+    ) -> Generator[None, None, list[list[Tensor]]]:
+        kinds = list(zip(stacks, spread, strict=True))
+        sent = [(x, each) for some, each in kinds if each is not None for x in some]
+        if not sent:
+            return [list(some) for some in stacks]
+        tensors, matrices = [x for x, _ in sent], [each.matrix for _, each in sent]
+        numbers, group = [each.numbers for _, each in sent], self.groups[matrices[0].group]
+        wait = of_one(tensors, matrices, numbers, group) if numbers[0] else of_all(tensors, matrices, group)
+        yield
+        arrived = iter(wait())
+        return [list(some) if each is None else [next(arrived) for _ in some] for some, each in kinds]
+
+
+def _own_shards(
+    stacks: Sequence[Tensor], matrices: Sequence[Matrix], group: ProcessGroup
+) -> Callable[[], list[Tensor]]:
+    """This rank's shards of whole matrices."""
+    return lambda: [cut_out(x, each.rectangles[group.rank()]) for x, each in zip(stacks, matrices, strict=True)]

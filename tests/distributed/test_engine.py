@@ -14,7 +14,7 @@ from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel import collectives
 from megatron_eopt.parallel.collectives import counters
 from megatron_eopt.parallel.cost import DEFAULT_RATES
-from megatron_eopt.parallel.engine import Engine, Parameter
+from megatron_eopt.parallel.engine import Engine, Parameter, Spread
 from megatron_eopt.parallel.layout import Layout, on_one_rank
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, cut, cut_at
 from megatron_eopt.parallel.schemes import SCHEMES
@@ -135,6 +135,16 @@ def test_exchanges_of_several_iterations_overlap():
 # Sums, whole matrices, agreement.
 
 
+def finished(generator):
+    """How often a generator yields, and what it returns."""
+    for waits in range(3):
+        try:
+            next(generator)
+        except StopIteration as stop:
+            return waits, stop.value
+    raise AssertionError("it waits more than twice")
+
+
 def summed_and_gathered(rank, ranks):
     pair = dist.new_group([0, 1])
     other = dist.new_group([1, 2])
@@ -178,17 +188,23 @@ def summed_and_gathered(rank, ranks):
     shards = [
         torch.stack([part_of(x, m.rectangles[rank]) for x in stack]) for stack, m in zip(whole, matrices, strict=True)
     ]
-    for numbers, collective in (((), "all_gather"), ([[0, 3, 0], [2, 1, 1]], "all_to_all")):
+    for numbers, collective in (([(), ()], "all_gather"), ([[0, 3, 0], [2, 1, 1]], "all_to_all")):
         counters.reset()
-        gathered = engine.gather_whole(shards, matrices, numbers)()
-        own = [stack.split(of)[rank] for stack, of in zip(whole, numbers, strict=True)] if numbers else whole
-        for found, expected in zip(gathered, own, strict=True):
+        spread, alone = [*map(Spread, matrices, numbers), None], torch.tensor([[10.0 * rank]])
+        waits, gathered = finished(engine.gather_whole([*([x] for x in shards), [alone]], spread))
+        own = [stack.split(of)[rank] if of else stack for stack, of in zip(whole, numbers, strict=True)]
+        for (found,), expected in zip(gathered, [*own, alone], strict=True):
             assert torch.equal(found, expected)
         there = counters.bytes[collective]
-        for back, expected in zip(engine.scatter_back(gathered, matrices, numbers)(), shards, strict=True):
-            assert torch.equal(back, expected)
-            assert bool(numbers) or back._base is not None
-        assert counters.calls == {collective: 2 if numbers else 1}
+        waits_back, back = finished(engine.scatter_back(gathered, spread))
+        for (found,), expected in zip(back, [*shards, alone], strict=True):
+            assert torch.equal(found, expected)
+            assert bool(numbers[0]) or found is alone or found._base is not None
+        assert (waits, waits_back) == (1, 1)
+        # where nothing is exchanged nothing is waited for
+        assert finished(engine.gather_whole([[alone]], [None])) == (0, [[alone]])
+        assert finished(engine.scatter_back([[], []], spread[:2])) == (0, [[], []])
+        assert counters.calls == {collective: 2 if numbers[0] else 1}
     # fp32: what others compute goes there, a shard each, and from here the others' shards of what is computed here
     sizes = [[each.numel for each in matrix.rectangles] for matrix in matrices]
     elsewhere = [len(stack) - len(of_rank) for stack, of_rank in zip(whole, own, strict=True)]

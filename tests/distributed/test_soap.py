@@ -1,6 +1,5 @@
 """SOAP at TP=k takes the steps of one rank, and keeps each factor and basis on one of them where a matrix is cut."""
 
-from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -125,15 +124,15 @@ def on_ranks(rank, world_size):
 
 
 def on_two(rank, world_size):
-    whole_step, report = soap.soap, NonFinite._report
+    most, report = soap.MOST_BYTES, NonFinite._report
     counters.reset()
     trained(rank, world_size, {}, range(1))
     calls = dict(counters.calls)
-    soap.soap = partial(whole_step, most_bytes=4 * 3 * 48 * 20 * 2)
+    soap.MOST_BYTES = 4 * 3 * 48 * 20 * 2
     counters.reset()
     in_small_buckets = result(*trained(rank, world_size, {}))
     exchanges = counters.calls["all_to_all"]
-    soap.soap = whole_step
+    soap.MOST_BYTES = most
     refused = without_gradients(rank, world_size, ["tall along dim 0"] if rank else [])
     NonFinite._report = lambda self: None  # as on a GPU, where what happened is known two steps later
     later = without_gradients(rank, world_size, ["tall along dim 0"] if rank else [])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_eopt.matrices import GATE_UP, concatenated, experts, heads, query_key_value
+from megatron_eopt.optimizers import soap
 from megatron_eopt.optimizers.soap import SOAP
 from tests.optimizers.soap_reference import SETTINGS
 from tests.optimizers.test_lion import parameters, run, set_gradients
@@ -73,3 +74,12 @@ def test_each_matrix_has_the_sides_that_are_short_enough():
     assert keys[1] == {"L_0": (6, 6), "L_1": (6, 6)}
     assert keys[2] == {"L_0": (8, 8), "L_1": (8, 8)}
     assert optimizer.settings()["split_qkv"] is False
+
+
+def test_matrices_whose_rows_lie_apart_step_in_chunks_of_their_own(monkeypatch):
+    together, apart = parameters([(32, 6)]), parameters([(32, 6)])
+    for params, most in ((together, soap.MOST_BYTES), (apart, 1)):
+        monkeypatch.setattr(soap, "MOST_BYTES", most)
+        params[0].logical_matrices = query_key_value([4, 2, 2])
+        run(SOAP(params, **SETTINGS), params, range(STEPS))
+    assert torch.equal(together[0], apart[0])

@@ -1,0 +1,153 @@
+"""Which matrices SOAP works on together, which rank computes them, and this rank's shards of them."""
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, compress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_eopt.optimizers.parameters import local
+from megatron_eopt.parallel.engine import Engine, Spread
+from megatron_eopt.parallel.layout import Layout
+
+EXP_AVG, EXP_AVG_SQ, STEPS = "exp_avg", "exp_avg_sq", "steps"
+
+SIDES = (("L", "Q_L"), ("R", "Q_R"))
+"""Names of the factor and of the basis of the rows, and of the columns."""
+
+MOST_BYTES = 2**28
+"""Of the equal matrices that are worked on as one stack, and of what is gathered at once, where one is not larger."""
+
+
+class Planned:
+    """How the steps of a logical matrix are made."""
+
+    def __init__(self, end: str, layout: Layout, longest: int) -> None:
+        (rows, cols), self.layout = layout.shape, layout
+        has_factor = [min(rows, cols) > 0 and length <= longest for length in (rows, cols)]
+        # keys of factor and basis of the rows, and of the columns; none of a side without
+        self.sides = [[f"{key}{end}" for key in keys if has] for keys, has in zip(SIDES, has_factor, strict=True)]
+        # of a step, up to a factor that is the same for all: cubes of sides, and products with them
+        self.cost = sum(n * (n**2 + rows * cols) for n in compress((rows, cols), has_factor))
+        self.gathered = any(has_factor) and layout.ranks > 1  # whether a rank needs what others have of it
+        self.compute_rank: int | None = None  # the one of its group that alone needs it
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterStep:
+    """A parameter that a step works on, with or without a gradient: the same on all ranks that share it."""
+
+    index: int
+    parameter: Tensor
+    state: dict[str, Any]
+    settings: Mapping[str, Any]
+    accepted: Tensor  # if not, everything stays as it is
+    first: bool  # whether it has no bases so far, but is to have some; only if accepted
+    plans: list[Planned]  # of each logical matrix
+
+    @property
+    def label(self) -> str:
+        """Of the ranks that exchange matrices of it; empty where none is exchanged."""
+        return next((plan.layout.label for plan in self.plans if plan.gathered), "")
+
+    @cached_property
+    def kinds(self) -> tuple[Hashable, ...]:
+        """Of each logical matrix what equal ones have in common."""
+        ours = id(self.settings), self.first, self.parameter.dtype, min(self.parameter.ndim, 2)
+        return tuple((*ours, *map(bool, each.sides), each.layout.shape, each.layout.rectangles) for each in self.plans)
+
+    @property
+    def gradient(self) -> Tensor:
+        """This rank's part of the gradient; zeros where there is none."""
+        x = self.parameter
+        return torch.atleast_1d(local(torch.zeros_like(x) if x.grad is None else x.grad))
+
+    @property
+    def written(self) -> list[Tensor]:
+        """This rank's part of weight and moments, sharing memory; a scalar as a vector, for only that can be split."""
+        return [torch.atleast_1d(local(x)) for x in (self.parameter, self.state[EXP_AVG], self.state[EXP_AVG_SQ])]
+
+
+Chunk = list[tuple[ParameterStep, int]]
+"""Logical matrices of parameters, by their indices, that are worked on and exchanged together."""
+
+
+def chunks_of(parameters: Sequence[ParameterStep], most_bytes: int) -> Iterator[list[Chunk]]:
+    """Chunks of so many bytes on any rank, with equal matrices together where they can be.
+
+    Those of one group of ranks and one dtype follow one another in a list.
+    """
+    found: dict[tuple[str, str], dict[tuple[Hashable, ...], list[ParameterStep]]] = {}
+    for p in parameters:
+        found.setdefault((p.label, str(p.parameter.dtype)), {}).setdefault(p.kinds, []).append(p)
+    for _, alike in sorted(found.items()):
+        chunks: list[Chunk] = [[]]
+        loads: Counter[int | None] = Counter()
+        for p, i, plan in ((each, *of_one) for each in chain(*alike.values()) for of_one in enumerate(each.plans)):
+            # gradient and moments come together; a factor may be larger
+            most = max([3 * math.prod(plan.layout.shape), *(n**2 for n in compress(plan.layout.shape, plan.sides))])
+            size = most * p.state[EXP_AVG].element_size()
+            if chunks[-1] and loads[plan.compute_rank] + size > most_bytes:
+                chunks.append([])
+                loads.clear()
+            loads[plan.compute_rank] += size
+            chunks[-1].append((p, i))
+        yield chunks
+
+
+@dataclass(frozen=True, eq=False)
+class EqualMatrices:
+    """Equal matrices of a chunk, worked on as a stack, in the order of their compute ranks."""
+
+    members: Chunk
+    settings: Mapping[str, Any]  # of their group
+    first: bool  # whether this step makes their bases
+    moves: bool  # whether there is an update; without, the gradients make the bases alone
+    own: slice  # those that this rank computes
+    spread: Spread | None  # as what they are exchanged; None where nothing is
+    accepted: Tensor  # of each, with as many dimensions as a stack has
+    weights: list[Tensor]  # this rank's shards, which may be copies
+    momenta: list[Tensor]
+    squares: list[Tensor]
+    gradients: list[Tensor]
+
+
+def split(chunk: Chunk, engine: Engine) -> list[EqualMatrices]:
+    """The matrices of a chunk, equal ones together, with this rank's shards."""
+    kinds: dict[Hashable, Chunk] = {}
+    for p, i in sorted(chunk, key=lambda each: each[0].plans[each[1]].compute_rank or 0):
+        kinds.setdefault(p.kinds[i], []).append((p, i))
+    shards = {p: [engine.split([p.index], [x]) for x in (*p.written, p.gradient)] for p in dict(chunk)}
+    found = []
+    for members in kinds.values():
+        (p, i), ranks = members[0], [q.plans[j].compute_rank for q, j in members]
+        plan, rank = p.plans[i], p.plans[i].layout.rank
+        moves = not (p.first and plan.cost and p.settings["basis_of"] == "previous")
+        numbers = [] if ranks[0] is None else [ranks.count(each) for each in range(plan.layout.ranks)]
+        own = slice(sum(numbers[:rank]), sum(numbers[: rank + 1]) if numbers else None)
+        spread = Spread(engine.matrices[p.index][i], numbers) if plan.gathered else None
+        tensors = [[shards[q][n][j] for q, j in members] for n in range(4)]
+        accepted = torch.stack([q.accepted for q, _ in members]).view(-1, *[1] * tensors[0][0].ndim)
+        found.append(EqualMatrices(members, p.settings, p.first, moves, own, spread, accepted, *tensors))
+    return found
+
+
+def merge(matrices: Sequence[EqualMatrices], engine: Engine) -> None:
+    """End with the shards of weights and moments, which were written to and may be copies."""
+    written: dict[ParameterStep, dict[int, list[Tensor]]] = {}
+    for equal in matrices:
+        for (p, i), *of_one in zip(equal.members, equal.weights, equal.momenta, equal.squares, strict=True):
+            written.setdefault(p, {})[i] = of_one
+    for p, of_matrices in written.items():
+        for n, x in enumerate(p.written):
+            new = {i: of_one[n] for i, of_one in of_matrices.items()}
+            memory = {each.untyped_storage().data_ptr() for each in new.values() if each.numel()}
+            if memory - {x.untyped_storage().data_ptr()}:
+                if len(new) < len(p.plans):  # other chunks have the rest
+                    new = dict(enumerate(engine.split([p.index], [x]))) | new
+                x.copy_(engine.merge([p.index], [new[i] for i in range(len(p.plans))])[0])

@@ -35,7 +35,7 @@ from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix, Shape, TpMode
 from megatron_eopt.parallel.scheduler import Program
-from megatron_eopt.parallel.statistics import Statistics, Wanted, norms_of, squared_norms
+from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, norms_of, squared_norms
 
 MOMENT2_BUFFER = "moment2_buffer"
 
@@ -84,7 +84,7 @@ def normuon(engine: Engine, matrices: Sequence[Matrix], factors: Tensors, moment
     """
     steps: dict[int, Tensor] = {}
     each = [(m, x, _tall(m.shape)) for m, x in zip(matrices, factors, strict=True)]
-    means = [Wanted(matrix=m, x=x, row_squares=tall, column_squares=not tall) for m, x, tall in each]
+    means = [StatisticsRequest(matrix=m, x=x, row_squares=tall, column_squares=not tall) for m, x, tall in each]
     crossing = [i for i, matrix in enumerate(matrices) if _means_cross(matrix)]
     here = [i for i, matrix in enumerate(matrices) if not _means_cross(matrix)]
 
@@ -102,7 +102,9 @@ def normuon(engine: Engine, matrices: Sequence[Matrix], factors: Tensors, moment
         foreach.scale_each([steps[i] for i in some], _alignment(*squares.chunk(2)).unbind())
 
     lengths = follow(here, engine.statistics([means[i] for i in here])) if here else []  # exchanges nothing
-    norms = [Wanted(matrix=matrices[i], x=x, squared_norm=True) for i, x in zip(here * 2, lengths, strict=True)]
+    norms = [
+        StatisticsRequest(matrix=matrices[i], x=x, squared_norm=True) for i, x in zip(here * 2, lengths, strict=True)
+    ]
     reduced = engine.statistics([*norms, *(means[i] for i in crossing)])
     if here:
         align(here, norms_of(reduced[: len(norms)]))
@@ -135,7 +137,7 @@ def _means_cross(matrix: Matrix) -> bool:
 def _squared_norms(engine: Engine, matrices: Sequence[Matrix], *shards: Tensors) -> tuple[Tensor, ...]:
     """The squared norms of several lists of tensors that lie as the matrices do, a vector in fp64 for each list."""
     several = [zip(matrices, xs, strict=True) for xs in shards]
-    wanted = [Wanted(matrix=matrix, x=x, squared_norm=True) for each in several for matrix, x in each]
+    wanted = [StatisticsRequest(matrix=matrix, x=x, squared_norm=True) for each in several for matrix, x in each]
     return norms_of(engine.statistics(wanted)).chunk(len(shards))
 
 

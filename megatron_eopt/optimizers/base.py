@@ -37,8 +37,9 @@ from megatron_eopt.optimizers.session import Plans, Session, packed, unpacked
 from megatron_eopt.optimizers.state import STATE_OF, StateTensor, check_placements, check_shape, check_writer, zeros
 from megatron_eopt.orthogonalize.choices import check_arguments
 from megatron_eopt.orthogonalize.timing import times
+from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
-from megatron_eopt.parallel.engine import Engine, Parameter
+from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, split_layout
 from megatron_eopt.parallel.plan import validate_tp_mode
 from megatron_eopt.parallel.records import TpMode
@@ -233,9 +234,9 @@ class BaseOptimizer(Optimizer):
         """Refuse, by a ``ValueError``, gradients that the optimizer cannot take: none takes sparse ones, say."""
         check_gradients(type(self).__name__, parameters, self.param_groups)
 
-    def _described(self, name: str, parameter: Tensor) -> Parameter:
+    def _described(self, name: str, parameter: Tensor) -> ParamSpec:
         """What the engine has to know of a parameter."""
-        return Parameter(name, local(parameter).dtype, groups=sharing_groups(parameter, self.pg_collection))
+        return ParamSpec(name, local(parameter).dtype, groups=sharing_groups(parameter, self.pg_collection))
 
     def _kept_bytes(self) -> int:
         """Bytes that a program keeps of each entry while it is orthogonalized, beside its state."""

@@ -22,8 +22,9 @@ from megatron_eopt.orthogonalize.newton_schulz import newton_schulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, product_dtype, validate_matmul_precision
 from megatron_eopt.orthogonalize.scale import muon_scale_factor
 from megatron_eopt.parallel.agreement import check_same
+from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.collectives import all_gather, broadcast
-from megatron_eopt.parallel.engine import Engine, Parameter
+from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import is_sharded
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, whole
 from megatron_eopt.parallel.scheduler import rounds
@@ -207,9 +208,9 @@ class DistributedMuon(BaseOptimizer):
                     f"TensorParallelMuon"
                 )
 
-    def _described(self, name: str, parameter: Tensor) -> Parameter:
+    def _described(self, name: str, parameter: Tensor) -> ParamSpec:
         groups = {} if self.process_group is None else {_LABEL: self.process_group}
-        return Parameter(name, parameter.dtype, groups=groups)
+        return ParamSpec(name, parameter.dtype, groups=groups)
 
     def prepare(self) -> Engine:
         """Compare parameters and rounds with the other ranks; all ranks call it together, and the first step does."""

@@ -20,7 +20,7 @@ from megatron_eopt.orthogonalize.forms import nonzero
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.records import Matrix
 from megatron_eopt.parallel.scheduler import Program
-from megatron_eopt.parallel.statistics import Wanted, norms_of
+from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
 
 RADIUS = "radius"  # kept of each logical matrix
 
@@ -110,7 +110,9 @@ class MuonHyperball(TensorParallelMuon):
         index_of = {parameter: index for index, parameter in enumerate(self._parameters())}
         indices = [index_of[parameter] for parameter in parameters]
         matrices, shards = self.engine.flat(indices), self.engine.split(indices, list(map(local, parameters)))
-        wanted = [Wanted(matrix=matrix, x=x, squared_norm=True) for matrix, x in zip(matrices, shards, strict=True)]
+        wanted = [
+            StatisticsRequest(matrix=matrix, x=x, squared_norm=True) for matrix, x in zip(matrices, shards, strict=True)
+        ]
         radii = [radius for parameter in parameters for radius in self._further_state(parameter)]
         return matrices, radii, norms_of(self.engine.statistics(wanted)).sqrt()
 
@@ -137,8 +139,8 @@ def rotate(chunk: Chunk, engine: Engine, factors: Tensors) -> None:
     weights = [weight for batch in chunk.batches for weight in batch.weights]
     shards = engine.split(chunk.indices, list(weights))
     several = list(zip(engine.flat(chunk.indices), shards, factors, strict=True))
-    wanted = [Wanted(matrix=matrix, x=x, squared_norm=True, inner=factor) for matrix, x, factor in several]
-    wanted += [Wanted(matrix=matrix, x=factor, squared_norm=True) for matrix, _, factor in several]
+    wanted = [StatisticsRequest(matrix=matrix, x=x, squared_norm=True, inner=factor) for matrix, x, factor in several]
+    wanted += [StatisticsRequest(matrix=matrix, x=factor, squared_norm=True) for matrix, _, factor in several]
     found = engine.statistics(wanted)
     squares, inner = norms_of(found), torch.stack([each["inner_product"] for each in found[: len(several)]])
     radii = [torch.stack([radius for each in batch.further for radius in each]) for batch in chunk.batches]

@@ -18,7 +18,7 @@ from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon
 from megatron_eopt.orthogonalize.scale import ScaleMode
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program
-from megatron_eopt.parallel.statistics import Wanted, norms_of
+from megatron_eopt.parallel.statistics import StatisticsRequest, norms_of
 
 PREVIOUS_GRADIENT = "previous_gradient"
 HAS_PREVIOUS = "has_previous"  # 1 where there is a previous gradient: after a step with a rate above 0
@@ -133,7 +133,7 @@ def clipped(engine: Engine, indices: Sequence[int], gradients: list[Tensor]) -> 
     """``c / max(1, ||c||_F)`` of each logical matrix of parameters."""
     shards = engine.split(indices, gradients)
     matrices = zip(engine.flat(indices), shards, strict=True)
-    norms = engine.statistics([Wanted(matrix=matrix, x=x, squared_norm=True) for matrix, x in matrices])
+    norms = engine.statistics([StatisticsRequest(matrix=matrix, x=x, squared_norm=True) for matrix, x in matrices])
     foreach.scale_each(shards, (LARGEST_NORM / norms_of(norms).sqrt().clamp(min=LARGEST_NORM)).unbind())
     return engine.merge(indices, shards)
 

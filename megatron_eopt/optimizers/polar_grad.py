@@ -11,7 +11,7 @@ from megatron_eopt.optimizers.relatives import Transport, passed_on, spelled_out
 from megatron_eopt.optimizers.tensor_parallel_muon import TensorParallelMuon, Traits
 from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.scheduler import Program
-from megatron_eopt.parallel.statistics import Wanted
+from megatron_eopt.parallel.statistics import StatisticsRequest
 
 
 class PolarGrad(TensorParallelMuon):
@@ -66,7 +66,9 @@ class PolarGrad(TensorParallelMuon):
         decay(chunk)
         M = engine.split(chunk.indices, momentum(chunk))
         U = yield from engine.orthogonalize(chunk.indices, list(M))
-        wanted = [Wanted(matrix=W, x=m, inner=u) for W, m, u in zip(engine.flat(chunk.indices), M, U, strict=True)]
+        wanted = [
+            StatisticsRequest(matrix=W, x=m, inner=u) for W, m, u in zip(engine.flat(chunk.indices), M, U, strict=True)
+        ]
         norms = [found["inner_product"] for found in engine.statistics(wanted)]  # <M, U>
         foreach.scale_each(U, norms)
         subtract(chunk, engine, U)

@@ -32,7 +32,8 @@ from megatron_eopt.optimizers.soap_math import CLOCK, BasisMethod, Preconditione
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice, check_count
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products, validate_matmul_precision
-from megatron_eopt.parallel.engine import Engine, Parameter
+from megatron_eopt.parallel.chunks import ParamSpec
+from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, is_expert, on_one_rank, shared_out
 from megatron_eopt.parallel.scheduler import rounds
 
@@ -257,7 +258,7 @@ class SOAP(BaseOptimizer):
         super().load_state_dict(state_dict)
         self._based = None
 
-    def _described(self, name: str, parameter: Tensor) -> Parameter:
+    def _described(self, name: str, parameter: Tensor) -> ParamSpec:
         found = super()._described(name, parameter)
         return replace(found, layout=self.layout(parameter), split=self.split_of(parameter))
 

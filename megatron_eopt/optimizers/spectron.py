@@ -34,7 +34,8 @@ from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision, fp32_products
 from megatron_eopt.orthogonalize.spectral import power_iterations, start_vector
 from megatron_eopt.orthogonalize.timing import times
-from megatron_eopt.parallel.engine import Engine, Parameter
+from megatron_eopt.parallel.chunks import ParamSpec
+from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import TpMode
 
@@ -284,14 +285,14 @@ class Spectron(BaseOptimizer):
     def _planned_settings(self) -> object:
         return group_settings.own_settings(self.param_groups), [group["rank"] for group in self.param_groups]
 
-    def _described(self, name: str, parameter: Tensor) -> Parameter:
+    def _described(self, name: str, parameter: Tensor) -> ParamSpec:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
-        return Parameter(name, dtype, self.layout(parameter), self.split_of(parameter))
+        return ParamSpec(name, dtype, self.layout(parameter), self.split_of(parameter))
 
     def _proposed_factors(self) -> tuple[Engine, dict[Tensor, Factored]]:
         """The engine of the factors before ranks agree on it, and the factors of each parameter."""
         factored: dict[Tensor, Factored] = {}
-        described: list[Parameter] = []
+        described: list[ParamSpec] = []
         known: dict[Layout, Layout] = {}
         for index, (name, parameter) in enumerate(zip(self._names(), self._parameters(), strict=True)):
             iteration = self._iteration(self.group_of(parameter))
@@ -299,7 +300,7 @@ class Spectron(BaseOptimizer):
             factors = self._factors_of(parameter, matrices)
             nbytes = factors[0].dtype.itemsize * max(each.numel for x in matrices for each in x.rectangles)
             factored[parameter] = Factored(index, len(described), factors, nbytes)
-            described += [Parameter(name + each.name, each.dtype, each.layout, WHOLE, iteration) for each in factors]
+            described += [ParamSpec(name + each.name, each.dtype, each.layout, WHOLE, iteration) for each in factors]
         return Engine(described, self._parameters()[0].device, self.tp_mode), factored
 
     def _factors_of(self, parameter: Tensor, matrices: Sequence[Layout]) -> list[Factor]:

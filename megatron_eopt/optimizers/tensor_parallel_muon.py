@@ -43,8 +43,9 @@ from megatron_eopt.orthogonalize.coefficients import Coefficients
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.orthogonalize.precision import MatmulPrecision
 from megatron_eopt.orthogonalize.scale import ScaleMode
+from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates
-from megatron_eopt.parallel.engine import Engine, Parameter
+from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, cut_over, is_expert, shared_out
 from megatron_eopt.parallel.plan import sharing_pays
 from megatron_eopt.parallel.records import Matrix, TpMode
@@ -509,11 +510,11 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         """Settings of a subclass that each group may have a value of its own for."""
         return self._further or {}
 
-    def _described(self, name: str, parameter: Tensor, group: Mapping[str, Any] | None = None) -> Parameter:
+    def _described(self, name: str, parameter: Tensor, group: Mapping[str, Any] | None = None) -> ParamSpec:
         settings = self.update_settings(self.group_of(parameter) if group is None else group)
         dtype, layout, split = local(parameter).dtype, self.layout(parameter), self.split_of(parameter)
         offloaded = self.on_host(parameter) * parameter.numel() * self._bytes_of_entry(parameter)
-        return Parameter(name, dtype, layout, split, settings.newton_schulz, offloaded=offloaded)
+        return ParamSpec(name, dtype, layout, split, settings.newton_schulz, offloaded=offloaded)
 
     def _scale(self, group: Mapping[str, Any]) -> Callable[[int, int], float] | None:
         """What multiplies the orthogonal factors of a group's matrices; None for 1."""

@@ -22,7 +22,7 @@ from megatron_eopt.parallel.workspace import OF_ENTRY, Workspace, chunk_bytes
 
 
 @dataclass(frozen=True)
-class Parameter:
+class ParamSpec:
     """What an engine has to know of a parameter."""
 
     name: str  # the same on every rank, and unique

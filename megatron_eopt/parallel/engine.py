@@ -17,8 +17,7 @@ from megatron_eopt.orthogonalize.kernels import choose, made
 from megatron_eopt.orthogonalize.products import Fp32Precision, Products
 from megatron_eopt.orthogonalize.timing import fastest, times
 from megatron_eopt.parallel.agreement import check_same, groups_by_label, lowest_of_all, measured_rates
-from megatron_eopt.parallel.chunks import Chunk, Compiler
-from megatron_eopt.parallel.chunks import Parameter as Parameter
+from megatron_eopt.parallel.chunks import Chunk, Compiler, ParamSpec
 from megatron_eopt.parallel.collectives import all_reduce, lowest
 from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, chunk_seconds, largest_iteration
 from megatron_eopt.parallel.explain import explain, explain_offloaded
@@ -27,7 +26,7 @@ from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Matrix, Plan, TpMode, whole
 from megatron_eopt.parallel.scheduler import Program, StartedChunk
 from megatron_eopt.parallel.schemes.whole import Factors, bring, cut_out, gather, hand_out
-from megatron_eopt.parallel.statistics import Statistics, Wanted, reduce_statistics
+from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, reduce_statistics
 from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, IN_FLIGHT, Workspace
 
@@ -76,7 +75,7 @@ class Engine:
 
     def __init__(
         self,
-        parameters: Sequence[Parameter],
+        parameters: Sequence[ParamSpec],
         device: torch.device,
         tp_mode: TpMode = "duplicated",
         rates: Rates | None = DEFAULT_RATES,
@@ -293,7 +292,7 @@ class Engine:
         self.run(indices, program)
         return shards
 
-    def statistics(self, wanted: Sequence[Wanted]) -> list[Statistics]:
+    def statistics(self, wanted: Sequence[StatisticsRequest]) -> list[Statistics]:
         """Statistics of logical matrices, with at most one all-reduce for each group; the same on all its ranks."""
         pending = []
         for label in sorted({one.matrix.group for one in wanted}):

@@ -17,7 +17,7 @@ MOST_BYTES = 2**26  # of a copy in fp64 at a time, where a single row does not t
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class StatisticsRequest:
     """A matrix, and which of its statistics are wanted: the same on every rank of its group.
 
     Its shard ``x`` may be empty. For the squared norm alone it may also be the norms of its rows, or of its columns.
@@ -49,7 +49,7 @@ def norms_of(statistics: Sequence[Statistics]) -> Tensor:
 _Sums = tuple[str, bool, list[int], Tensor, int, int, int | None]
 
 
-def reduce_statistics(wanted: Sequence[Wanted], group: ProcessGroup | None) -> Pending[list[Statistics]]:
+def reduce_statistics(wanted: Sequence[StatisticsRequest], group: ProcessGroup | None) -> Pending[list[Statistics]]:
     """Start what several matrices of one group need: at most one all-reduce, in fp64, of partial sums.
 
     Only sums along a dimension that is cut cross; where there is none, nothing does. Sums are taken in fp64, so there
@@ -78,7 +78,7 @@ def reduce_statistics(wanted: Sequence[Wanted], group: ProcessGroup | None) -> P
     return Pending(None, finish)
 
 
-def _partial_sums(wanted: Sequence[Wanted], rank: int) -> list[_Sums]:
+def _partial_sums(wanted: Sequence[StatisticsRequest], rank: int) -> list[_Sums]:
     """Those of matrices of one layout together, in an order that follows from what all ranks know."""
     layouts: dict[tuple[Shape, tuple[Rectangle, ...], torch.dtype], list[int]] = {}
     for i, one in enumerate(wanted):

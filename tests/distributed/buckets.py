@@ -7,7 +7,8 @@ from itertools import pairwise
 import torch
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.parallel.engine import Engine, Parameter
+from megatron_eopt.parallel.chunks import ParamSpec
+from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, cut_at, whole
 
@@ -187,7 +188,7 @@ def executed(plan, shards, groups, iterations, scale=scale):
         for each in plan.matrices
     ]
     parameters = [
-        Parameter(str(i), shard.dtype, layout, iteration=iteration)
+        ParamSpec(str(i), shard.dtype, layout, iteration=iteration)
         for i, (shard, layout, iteration) in enumerate(zip(shards, layouts, of_matrices, strict=True))
     ]
     engine = Engine(parameters, shards[0].device)

@@ -12,9 +12,10 @@ import torch.multiprocessing as mp
 from megatron_eopt.matrices import Part, Split
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
 from megatron_eopt.parallel import collectives
+from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.collectives import counters
 from megatron_eopt.parallel.cost import DEFAULT_RATES
-from megatron_eopt.parallel.engine import Engine, Parameter, Spread
+from megatron_eopt.parallel.engine import Engine, Spread
 from megatron_eopt.parallel.layout import Layout, on_one_rank
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, cut, cut_at
 from megatron_eopt.parallel.schemes import SCHEMES
@@ -52,7 +53,7 @@ def mixed(ranks):
     """Parameters of which each kind has every iteration, in an order that mixes these."""
     lying = [on_one_rank(shape) if dim is None else sharded(shape, dim, ranks) for shape, dim in SHAPES]
     return [
-        Parameter(f"{number}.{copy}.{name}", F32, layout, iteration=iteration)
+        ParamSpec(f"{number}.{copy}.{name}", F32, layout, iteration=iteration)
         for copy in range(2)
         for number, layout in enumerate(lying)
         for name, iteration in ITERATIONS.items()
@@ -152,7 +153,7 @@ def summed_and_gathered(rank, ranks):
     # no layout, no iteration: such an engine only agrees and sums
     names = ["all", "pair", "other", "own"]
     of_each = [{name: groups[name]} if name in groups else {} for name in names]
-    engine = Engine([Parameter(*each, groups=own) for *each, own in zip(names, [F32] * 4, of_each, strict=True)], CPU)
+    engine = Engine([ParamSpec(*each, groups=own) for *each, own in zip(names, [F32] * 4, of_each, strict=True)], CPU)
     assert engine.prepare() is None
     assert engine.groups == groups
     assert (engine.plan, engine.matrices, engine.works) == (Plan((), ()), [()] * 4, {})
@@ -182,7 +183,7 @@ def summed_and_gathered(rank, ranks):
     # whole matrices of unequal shards, several stacks in one exchange, and back: to all ranks, and to one each
     uneven = [((7, 5), 0, [0, 4, 4, 7]), ((4, 6), 1, [0, 1, 3, 6])]
     layouts = [Layout(shape, cut_at(shape, *cut), dist.group.WORLD, "tp") for shape, *cut in uneven]
-    engine = Engine([Parameter(str(each.shape), F32, each) for each in layouts], CPU)
+    engine = Engine([ParamSpec(str(each.shape), F32, each) for each in layouts], CPU)
     matrices = [of_parameter[0] for of_parameter in engine.matrices]
     whole = [torch.stack([matrix_of(10 * i + n, m.shape) for n in range(3 + i)]) for i, m in enumerate(matrices)]
     shards = [
@@ -223,10 +224,10 @@ def with_and_without_layout(rank, ranks):
     """Parameters of both kinds in one engine: indices are those of all parameters."""
     group = dist.group.WORLD
     iteration = NewtonSchulz(fp32_matmul_prec="highest")
-    fused = Parameter("fused", F32, sharded((8, 30), 1, ranks), Split((Part("a", 3), Part("b", 5))), iteration)
-    vector = Parameter("vector", F32, groups={"tp": group})
-    own = Parameter("own", F32)
-    plain = Parameter("plain", F32, sharded((8, 30), 1, ranks), iteration=iteration)
+    fused = ParamSpec("fused", F32, sharded((8, 30), 1, ranks), Split((Part("a", 3), Part("b", 5))), iteration)
+    vector = ParamSpec("vector", F32, groups={"tp": group})
+    own = ParamSpec("own", F32)
+    plain = ParamSpec("plain", F32, sharded((8, 30), 1, ranks), iteration=iteration)
     engine = Engine([vector, fused, own, plain], CPU, "owner", DEFAULT_RATES)
     engine.prepare("torch")
     assert [len(matrices) for matrices in engine.matrices] == [0, 2, 0, 1]
@@ -253,20 +254,20 @@ def test_parameters_with_and_without_layout_are_one_engine():
 @pytest.mark.parametrize("split", [Split(), Split((Part("a", 3), Part("b", 5)))], ids=["one matrix", "fused"])
 def test_matrices_beside_those_that_are_iterated_are_refused(split):
     """An iteration is that of a parameter, so either all of its logical matrices have it, or none."""
-    iterated = Parameter("iterated", F32, on_one_rank((8, 30)), split, NewtonSchulz())
-    alone = Parameter("alone", F32, on_one_rank((8, 30)), split)
+    iterated = ParamSpec("iterated", F32, on_one_rank((8, 30)), split, NewtonSchulz())
+    alone = ParamSpec("alone", F32, on_one_rank((8, 30)), split)
     for parameters in ([iterated, alone], [alone, iterated]):
         with pytest.raises(ValueError, match="alone has a layout and no iteration, but other parameters have one"):
             Engine(parameters, CPU)
     assert Engine([iterated], CPU).plan.buckets
-    assert not Engine([alone, Parameter("vector", F32)], CPU).plan.buckets
+    assert not Engine([alone, ParamSpec("vector", F32)], CPU).plan.buckets
 
 
 def blockwise(rank, ranks):
     """Shards of different shapes, of matrices of one shape."""
     iteration = NewtonSchulz(fp32_matmul_prec="highest")
     layouts = [sharded((40, 40), dim, ranks) for dim in (0, 1)]
-    parameters = [Parameter(str(i), F32, layout, iteration=iteration) for i, layout in enumerate(layouts)]
+    parameters = [ParamSpec(str(i), F32, layout, iteration=iteration) for i, layout in enumerate(layouts)]
     engine = Engine(parameters, CPU, "blockwise")
     engine.prepare("torch")
     shards = [part_of(matrix_of(0, (40, 40)), layout.rectangle) for layout in layouts]
@@ -290,7 +291,7 @@ def differing(rank, ranks):
         [("a", None, {}), ("bc"[rank], None, {})],
     ):
         parameters = [
-            Parameter(name, F32, layout if i else None, iteration=i, settings=each, groups={"tp": dist.group.WORLD})
+            ParamSpec(name, F32, layout if i else None, iteration=i, settings=each, groups={"tp": dist.group.WORLD})
             for name, i, each in of_rank
         ]
         try:

@@ -15,7 +15,7 @@ from megatron_eopt.optimizers.polar_grad import PolarGrad
 from megatron_eopt.optimizers.scion import Scion
 from megatron_eopt.parallel.collectives import counters
 from megatron_eopt.parallel.records import Matrix
-from megatron_eopt.parallel.statistics import Wanted, reduce_statistics
+from megatron_eopt.parallel.statistics import StatisticsRequest, reduce_statistics
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_adaptive_invariance import cut
 from tests.distributed.test_statistics import layouts, matrix_of, part_of
@@ -166,7 +166,7 @@ def inner_products(rank, world_size):
     x, y = matrix_of(0), matrix_of(1, dtype=torch.bfloat16)
     kept = x.double().clone()
     wanted = [
-        Wanted(matrix=matrix, x=part_of(x.to(dtype), rectangle), inner=part_of(y, rectangle))
+        StatisticsRequest(matrix=matrix, x=part_of(x.to(dtype), rectangle), inner=part_of(y, rectangle))
         for matrix in matrices
         for rectangle in [matrix.rectangles[rank]]
         for dtype in (torch.float32, torch.float64)
@@ -177,7 +177,7 @@ def inner_products(rank, world_size):
     for each in statistics:
         assert (each["inner_product"].dtype, each.get("squared_norm")) == (torch.float64, None)
         torch.testing.assert_close(each["inner_product"], (kept * y.double()).sum(), rtol=1e-12, atol=0)
-    assert reduce_statistics([Wanted(matrix=matrices[0], x=wanted[0].x)], None).wait() == [{}]
+    assert reduce_statistics([StatisticsRequest(matrix=matrices[0], x=wanted[0].x)], None).wait() == [{}]
 
 
 def on_all(rank, world_size):

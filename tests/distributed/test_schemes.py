@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
+from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.collectives import counters
-from megatron_eopt.parallel.engine import Engine, Parameter
+from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import on_one_rank
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Rectangle, cut_at
 from tests.distributed.buckets import (
@@ -224,7 +225,7 @@ def test_parameters_without_gradients_may_leave_all_to_one_rank():
 
 
 def test_a_shard_for_every_matrix():
-    engine = Engine([Parameter("a", torch.float32, on_one_rank((4, 4)), iteration=NewtonSchulz())], torch.device("cpu"))
+    engine = Engine([ParamSpec("a", torch.float32, on_one_rank((4, 4)), iteration=NewtonSchulz())], torch.device("cpu"))
     engine.prepare()
     with pytest.raises(ValueError, match="1 matrices, got 0 shards"):
         engine.factors([0], [])

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_eopt.parallel import statistics as statistics_module
 from megatron_eopt.parallel.collectives import counters
 from megatron_eopt.parallel.records import Matrix, Rectangle, cut_at, whole
-from megatron_eopt.parallel.statistics import Wanted, reduce_statistics
+from megatron_eopt.parallel.statistics import StatisticsRequest, reduce_statistics
 from tests.distributed.ranks import run_ranks
 
 ROWS, COLS = 14, 22
@@ -85,7 +85,9 @@ def on_ranks(rank, ranks):
             for factor, dtype in ((1.0, torch.float32), (1e-25, torch.float32), (1e6, torch.bfloat16))
             if not (any(choice[:2]) and factor == 1e-25)  # a mean in fp32 has no 1e-50
         ]
-        wanted = [Wanted(matrix=matrix, x=part_of(x, matrix.rectangles[rank]), **chosen) for matrix, x in cases]
+        wanted = [
+            StatisticsRequest(matrix=matrix, x=part_of(x, matrix.rectangles[rank]), **chosen) for matrix, x in cases
+        ]
         counters.reset()
         found = reduce_statistics(wanted, group).wait()
         for (matrix, x), statistics in zip(cases, found, strict=True):
@@ -113,7 +115,7 @@ def on_ranks(rank, ranks):
 
 def norms(matrices, rank):
     return [
-        Wanted(matrix=matrix, x=part_of(matrix_of(0), matrix.rectangles[rank]), squared_norm=True)
+        StatisticsRequest(matrix=matrix, x=part_of(matrix_of(0), matrix.rectangles[rank]), squared_norm=True)
         for matrix in matrices
     ]
 
@@ -128,7 +130,7 @@ def test_statistics_are_those_of_one_process(ranks):
 def test_one_rank_exchanges_nothing():
     counters.reset()
     x, choice = matrix_of(0), (True, True, True)
-    wanted = Wanted(
+    wanted = StatisticsRequest(
         matrix=Matrix("a", (ROWS, COLS), (whole((ROWS, COLS)),)),
         x=x,
         row_squares=True,
@@ -155,7 +157,7 @@ def test_copies_in_fp64_are_made_a_piece_at_a_time(tmp_path, monkeypatch):
     shapes = [(150, 100)] * 2 + [(100, 150)] + [(16, 20)] * 9  # in fp64 some 7 times as much, and in all 1.4 times
     xs, ys = ([torch.randn(shape, generator=generator) for shape in shapes] for generator in map(seeded, (0, 1)))
     wanted = [
-        Wanted(
+        StatisticsRequest(
             matrix=Matrix("a", x.shape, (whole(x.shape),)),
             x=x,
             row_squares=True,
@@ -177,7 +179,9 @@ def test_copies_in_fp64_are_made_a_piece_at_a_time(tmp_path, monkeypatch):
 def test_pieces_that_overlap_and_a_missing_group_are_refused():
     overlapping = (Rectangle(0, 4, 0, 4), Rectangle(0, 2, 0, 4))
     with pytest.raises(ValueError, match="shards of a are not 4 x 4 entries"):
-        reduce_statistics([Wanted(matrix=Matrix("a", (4, 4), overlapping), x=torch.ones(4, 4))], None)
-    cut_once = Wanted(matrix=Matrix("a", (4, 4), cut_at((4, 4), 0, [0, 2, 4])), x=torch.ones(2, 4), squared_norm=True)
+        reduce_statistics([StatisticsRequest(matrix=Matrix("a", (4, 4), overlapping), x=torch.ones(4, 4))], None)
+    cut_once = StatisticsRequest(
+        matrix=Matrix("a", (4, 4), cut_at((4, 4), 0, [0, 2, 4])), x=torch.ones(2, 4), squared_norm=True
+    )
     with pytest.raises(ValueError, match="need the group"):
         reduce_statistics([cut_once], None)

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from megatron_eopt.matrices import Part, Split
 from megatron_eopt.orthogonalize.newton_schulz import NewtonSchulz
-from megatron_eopt.parallel.chunks import subset
+from megatron_eopt.parallel.chunks import ParamSpec, subset
 from megatron_eopt.parallel.collectives import counters
-from megatron_eopt.parallel.engine import Engine, Parameter
+from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout, on_one_rank
 from megatron_eopt.parallel.records import cut, cut_at
 from megatron_eopt.parallel.workspace import Workspace
@@ -48,7 +48,7 @@ def parameters_of(seed, ranks, iteration, group):
         (on_one_rank(shape) if rectangles is None or group is None else Layout(shape, rectangles, group, "dp"), split)
         for shape, rectangles, split in lying(seed, ranks)
     ]
-    return [Parameter(str(i), torch.float32, layout, split, iteration) for i, (layout, split) in enumerate(layouts)]
+    return [ParamSpec(str(i), torch.float32, layout, split, iteration) for i, (layout, split) in enumerate(layouts)]
 
 
 def updates_of(seed, parameters):

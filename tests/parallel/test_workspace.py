@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_eopt.orthogonalize import NewtonSchulz
+from megatron_eopt.parallel.chunks import ParamSpec
 from megatron_eopt.parallel.cost import largest_iteration, step_bytes
-from megatron_eopt.parallel.engine import Engine, Parameter
+from megatron_eopt.parallel.engine import Engine
 from megatron_eopt.parallel.layout import Layout
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.workspace import IN_FLIGHT, Workspace, chunk_bytes
@@ -83,7 +84,7 @@ def orthogonalizing(shards):
 def test_nor_where_shards_differ_from_matrix_to_matrix(fake_group, workspace):
     shapes = [(2816, 2048), (2048, 1408)] * 16
     layouts = [Layout(*each, fake_group, "dp") for each in zip(shapes, flat(shapes, RANKS), strict=True)]
-    parameters = [Parameter(str(i), torch.bfloat16, each, iteration=NewtonSchulz()) for i, each in enumerate(layouts)]
+    parameters = [ParamSpec(str(i), torch.bfloat16, each, iteration=NewtonSchulz()) for i, each in enumerate(layouts)]
     engine = Engine(parameters, torch.device("cpu"), "owner", workspace=Workspace(bytes=workspace))
     with FakeTensorMode():
         shards = [torch.empty(each.rectangle.shape, dtype=torch.bfloat16) for each in layouts]

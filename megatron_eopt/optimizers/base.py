@@ -594,7 +594,7 @@ class BaseOptimizer(Optimizer):
         parameters, session = self._parameters(), self._session
         if not parameters:
             return loss
-        checked = group_settings.seen(self.param_groups)
+        checked = _seen(self.param_groups)
         changed = checked != session.checked  # schedulers change settings between steps
         for group in self.param_groups if changed else ():
             self._check_settings(group)
@@ -604,7 +604,7 @@ class BaseOptimizer(Optimizer):
         engine = session.plans.engine
         if changed or engine is None:
             engine = self.prepare()
-            session.checked = group_settings.seen(self.param_groups)
+            session.checked = _seen(self.param_groups)
         if session.looks is not False:
             self._look(parameters)
         engine.watched = session.watched
@@ -647,3 +647,19 @@ class BaseOptimizer(Optimizer):
     def skipped_steps(self) -> dict[str, int]:
         """Parameter -> steps left out because its gradient or update was not finite. Waits for the device."""
         return {} if self._session.nonfinite is None else self._session.nonfinite.total
+
+
+def _seen(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
+    """The settings of groups, to find out later whether one has changed; no device is waited for.
+
+    A tensor counts as another one only if it is: what is written into it is not seen.
+    """
+    plain = str | int | float | None  # of others the ids differ before anybody compares them
+    return [
+        {
+            key: x if isinstance(x, plain) else (id(x), tuple(x) if isinstance(x, list) else x)
+            for key, x in group.items()
+            if key != "params"
+        }
+        for group in groups
+    ]

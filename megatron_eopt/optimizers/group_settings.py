@@ -75,22 +75,6 @@ class UpdateSettings:
         return predicted_update_rms(rows, cols, self.scale_mode, self.extra_scale_factor)
 
 
-def seen(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
-    """The settings of groups, to find out later whether one has changed; no device is waited for.
-
-    A tensor counts as another one only if it is: what is written into it is not seen.
-    """
-    plain = str | int | float | None  # of others the ids differ before anybody compares them
-    return [
-        {
-            key: x if isinstance(x, plain) else (id(x), tuple(x) if isinstance(x, list) else x)
-            for key, x in group.items()
-            if key != "params"
-        }
-        for group in groups
-    ]
-
-
 def own_settings(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What each group says of the iteration and the scale; what it does not say is the optimizer's."""
     keys = (STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE)

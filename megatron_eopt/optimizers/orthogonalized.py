@@ -324,7 +324,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         try:
             batches = self._batches(accepted)
             with fp32_products(self.fp32_matmul_prec, as_torch=True):
-                users_step(batches, self.engine, self.program, self.orthogonalize, accept, changing)
+                users_step(batches, self.engine, self.program, self.orthogonalize, self._waited_for, accept, changing)
         except Exception:
             for p, keys in before.items():
                 for key in self.state.get(p, {}).keys() - keys:

@@ -24,6 +24,7 @@ def users_step(
     engine: Engine,
     program: Callable[[Chunk, Engine], Program],
     orthogonalize: Callable[..., Tensor],
+    waited_for: Callable[[int], bool],
     accept: Callable[[Mapping[int, Tensor]], Tensor],
     changing: Callable[[bool], None],
 ) -> None:
@@ -34,6 +35,7 @@ def users_step(
         engine: of the parameters.
         program: of the optimizer, which gets updates where it asks for orthogonal factors.
         orthogonalize: the user's. While it runs, ``p`` is as it is after its weight decay.
+        waited_for: whether other ranks wait for this one's part of a parameter, which may have no entries.
         accept: tells which of the updates, by the indices of their parameters, are finite on all ranks: a vector over
             all parameters of the optimizer.
         changing: is told when weights or state begin to be changed, and when they are again as they were.
@@ -49,7 +51,7 @@ def users_step(
     copies = [_copied(batch) for batch in batches]
     running = program(Chunk(copies, indices, [1.0] * len(engine.flat(indices))), engine)
     momenta = engine.merge(indices, next(running))
-    updates = list(_updates(batches, copies, momenta, engine, orthogonalize, changing))
+    updates = list(_updates(batches, copies, momenta, orthogonalize, waited_for, changing))
     finite = accept(dict(zip(indices, updates, strict=True)))
     masks: list[Mask] = [None] * len(batches)
     if finite.device.type != "cpu" or not finite[indices].all():
@@ -78,8 +80,8 @@ def _updates(
     batches: Sequence[Batch],
     copies: Sequence[Batch],
     momenta: Sequence[Tensor],
-    engine: Engine,
     orthogonalize: Callable[..., Tensor],
+    waited_for: Callable[[int], bool],
     changing: Callable[[bool], None],
 ) -> Iterator[Tensor]:
     """What ``orthogonalize`` makes of each parameter, as copies: it may write to the same memory again."""
@@ -93,7 +95,7 @@ def _updates(
         each = zip(batch.indices, batch.parameters, batch.weights, copy.weights, strict=True)
         for index, p, weight, after_decay in each:
             momentum = next(of_parameters)
-            if not momentum.numel() and not engine.shares(index):
+            if not momentum.numel() and not waited_for(index):
                 yield momentum
                 continue
             before = weight.clone() if decayed else None

@@ -186,15 +186,16 @@ def choose_restarts(schedule: Sequence[Coefficients], extra: int = 0) -> Restart
 
     Args:
         schedule: one ``(a, b, c)`` per step.
-        extra: restarts beyond the necessary ones.
+        extra: restarts beyond the necessary ones, at most one after every step.
 
     Returns:
         Steps, counted from 1, after which to restart; None if :data:`MAX_RESTARTS` do not suffice.
     """
-    for count in range(MAX_RESTARTS + 1):
+    most = len(schedule) - 1
+    for count in range(min(MAX_RESTARTS, most) + 1):
         restarts, score = _best(tuple(schedule), count)
         if score <= 1:
-            return _best(tuple(schedule), count + extra)[0] if extra else restarts
+            return _best(tuple(schedule), min(count + extra, most))[0] if extra else restarts
     return None
 
 

@@ -125,6 +125,19 @@ def test_restarts_of_a_schedule(coefficient_type, steps, extra, restarts):
     assert restarts_for(coefficient_type, steps, extra) == restarts
 
 
+@pytest.mark.parametrize(
+    ("coefficient_type", "steps", "extra", "restarts"),
+    [
+        ("quintic", 4, 0, (2,)),
+        ("quintic", 1, 1, ()),  # nothing to restart
+        ("aol", 4, 3, (1, 2, 3)),
+        ("aol", 4, 9, (1, 2, 3)),
+    ],
+)
+def test_restarts_that_are_chosen_for_a_schedule_of_ones_own(coefficient_type, steps, extra, restarts):
+    assert choose_restarts(get_coefficients(coefficient_type, steps), extra=extra) == restarts
+
+
 def test_restarts_of_ones_own():
     x = torch.stack([gaussian(24, 64), gaussian(24, 64).flip(0)])
     own = [(2.0, -1.5, 0.5)] * 3

@@ -109,7 +109,8 @@ def subtract(chunk: Chunk, engine: Engine, updates: Sequence[Tensor]) -> None:
         chunk.watch(chunk.indices, updates)
     merged = iter(engine.merge(chunk.indices, updates))
     for batch in chunk.batches:
-        of_batch = [x.view(weight.shape) for weight, x in zip(batch.weights, merged, strict=False)]
+        pairs = zip(batch.weights, merged, strict=False)
+        of_batch = [x if x.ndim == weight.ndim else x.view(weight.shape) for weight, x in pairs]
         foreach.subtract(batch.weights, of_batch, batch.lr, batch.accepted)
 
 

@@ -134,7 +134,6 @@ def test_the_decays_of_the_section_are_there():
 
 SAME = {"lr": 0.01, "momentum": 0.9, "nesterov": False, "fp32_matmul_prec": "highest"}
 ADAPTIVE = {**SAME, "weight_decay": 0.1}
-CONSTRAINED = {key: SAME[key] for key in ("lr", "momentum", "fp32_matmul_prec")}
 # of each row: arguments of both, arguments of theirs, arguments of ours that make the same steps
 STATES = {
     "`Muon`": (SAME, {}, {}),

@@ -5,56 +5,30 @@ its own, on one rank.
 """
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.megatron.runs import ROOT
+from tests.contracts.scripts import run_script
 
 MODEL = """
 import dataclasses
 import torch
 import megatron_eopt
-import megatron_eopt.cpu
-megatron_eopt.cpu.install()
-from megatron.core import dist_checkpointing, parallel_state
+from tests.megatron import small_gpt
+from tests.megatron.small_gpt import steps
+from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.muon import get_megatron_muon_optimizer
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-parallel_state.initialize_model_parallel()
-model_parallel_cuda_manual_seed(1)
+small_gpt.begin()
 
 def make_model(seed=1):
     torch.manual_seed(seed)
-    config = TransformerConfig(
-        num_layers=1, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True, add_bias_linear=False,
-        hidden_dropout=0.0, attention_dropout=0.0, bf16=True, params_dtype=torch.bfloat16,
-    )
-    model = GPTModel(config, get_gpt_layer_local_spec(), 64, 16, position_embedding_type="rope")
+    model = small_gpt.gpt(bf16=True, params_dtype=torch.bfloat16)
     wrapped = DistributedDataParallelConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=True)
-    return DistributedDataParallel(config, wrapped, Float16Module(config, model))
-
-def steps(model, optimizer, count=3):
-    tokens = torch.arange(16).expand(2, 16)
-    losses = []
-    for _ in range(count):
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        loss = model(tokens, tokens, torch.ones(1, 1, 16, 16).tril() < 0.5, labels=tokens).float().mean()
-        loss.backward()
-        model.finish_grad_sync()
-        assert optimizer.step()[0]
-        losses.append(loss.item())
-    return losses
+    return DistributedDataParallel(model.config, wrapped, Float16Module(model.config, model))
 
 def weights(model):
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -72,20 +46,8 @@ def muon_of(optimizer):
 """
 
 
-def run(script, path="", **more):
-    """Run a script, which asserts, with this folder on the path and more in the environment."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(path), str(ROOT)))),
-        "PYTHONWARNINGS": "ignore",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "TORCHDYNAMO_DISABLE": "1",
-        **more,
-    }
-    command = [sys.executable, "-c", MODEL + script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
+def run(script, *folders, **more):
+    run_script(MODEL + script, *folders, **more)
 
 
 def test_megatron_bridge_and_nemo_rl():
@@ -322,6 +284,6 @@ for config in (
     load_megatron_optimizer(optimizer)
     trains(model, optimizer)
 """,
-        path=tmp_path,
+        tmp_path,
         VERL_USE_EXTERNAL_MODULES="my_optimizers",
     )

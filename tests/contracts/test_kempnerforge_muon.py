@@ -7,63 +7,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from megatron_eopt import Muon
-from tests.plain.made import assert_same
+from tests.plain.made import SIMPLE, adamw_reference, assert_same, gradients, muon_reference, parameters, run, values
 
 SHAPES = [(64, 32), (32, 64), (48, 48), (10, 97), (8, 3, 3, 3), (6, 5, 4)]
 STEPS = 5
 
 
-def reference(w, gradients, lrs, betas, ns_steps, weight_decay=0.0):
-    """Parameter and last update of Muon: heavy ball, simple Newton-Schulz steps, scale max(1, m/n)^0.5."""
-    m = torch.zeros_like(w)
-    for g, lr, beta in zip(gradients, lrs, betas, strict=True):
-        m = beta * m + g
-        x = m.flatten(1) / m.norm()
-        for _ in range(ns_steps):
-            a = x @ x.T
-            x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-        update = max(1, x.shape[0] / x.shape[1]) ** 0.5 * x.view_as(w)
-        w = w * (1 - lr * weight_decay) - lr * update
-    return w, update
-
-
-def adamw(w, gradients, lrs, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01):
-    m = v = torch.zeros_like(w)
-    for t, (g, lr) in enumerate(zip(gradients, lrs, strict=True), 1):
-        m, v = betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g * g
-        w = w * (1 - lr * weight_decay)
-        w = w - lr * (m / (1 - betas[0] ** t)) / ((v / (1 - betas[1] ** t)).sqrt() + eps)
-    return w
-
-
-def made(*shapes, scale=0.02):
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(scale * torch.randn(shape, generator=generator)) for shape in shapes]
-
-
-def gradients_of(params, steps=STEPS, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return [[torch.randn(p.shape, generator=generator) for p in params] for _ in range(steps)]
-
-
-def step(optimizer, params, gradients):
-    for p, g in zip(params, gradients, strict=True):
-        p.grad = g.clone()
-    optimizer.step()
-
-
-def of(steps, i):
-    return [gradients[i] for gradients in steps]
-
-
-@pytest.mark.parametrize("ns_steps", range(3, 10))
-def test_parameters_and_updates_are_those_of_the_formula(ns_steps):
-    params = made(*SHAPES, (7,))
-    starts, steps = copy.deepcopy(params), gradients_of(params)
+@pytest.mark.parametrize("ns_steps", [1, 2, 5, 10, 12])
+def test_parameters_are_those_of_the_formula(ns_steps):
+    params = parameters(*SHAPES, (7,))
+    starts, steps = values(params), gradients(params, STEPS)
     optimizer = Muon(
         muon_params=[{"params": params[:-1]}],
         adam_params=[{"params": params[-1:]}],
@@ -75,22 +31,17 @@ def test_parameters_and_updates_are_those_of_the_formula(ns_steps):
         ns_steps=ns_steps,
         adam_lr=1e-3,
     )
-    for gradients in steps[:-1]:
-        step(optimizer, params, gradients)
-    before = copy.deepcopy(params)
-    step(optimizer, params, steps[-1])
-    for i, (p, start) in enumerate(zip(params[:-1], starts[:-1], strict=True)):
-        expected, update = reference(start, of(steps, i), [0.02] * STEPS, [0.95] * STEPS, ns_steps, weight_decay=0.1)
-        torch.testing.assert_close(p, expected, rtol=0, atol=1e-6)
-        # a difference of parameters has their rounding, 0.02 of which an update of 1 has
-        taken = (before[i] * (1 - 0.02 * 0.1) - p) / 0.02
-        torch.testing.assert_close(taken, update, rtol=0, atol=1e-5)
-    expected = adamw(starts[-1], of(steps, -1), [1e-3] * STEPS)  # a group without weight_decay has torch's
-    torch.testing.assert_close(params[-1], expected, rtol=0, atol=1e-7)
+    run(optimizer, params, steps)
+    *of_matrices, of_vector = zip(*steps, strict=True)
+    for p, start, own in zip(params, starts, of_matrices, strict=False):
+        expected = muon_reference(start, own, 0.02, 0.95, 0.1, SIMPLE[:1] * ns_steps)
+        torch.testing.assert_close(p.detach(), expected, rtol=0, atol=1e-5)
+    expected = adamw_reference(starts[-1], of_vector, 1e-3)  # a group without weight_decay has torch's
+    torch.testing.assert_close(params[-1].detach(), expected, rtol=0, atol=1e-6)
 
 
 def test_defaults_are_the_originals():
-    matrix, vector = made((4, 4), (4,))
+    matrix, vector = parameters((4, 4), (4,))
     optimizer = Muon([matrix], [vector])
     (group,) = optimizer.param_groups
     assert {key: group[key] for key in ("lr", "momentum", "weight_decay", "ns_steps")} == {
@@ -108,106 +59,75 @@ def test_defaults_are_the_originals():
     }
 
 
-@pytest.mark.parametrize("ns_steps", [1, 2, 10, 12])
-def test_any_number_of_steps_is_served(ns_steps):
-    (p,) = made((12, 8))
-    start, steps = p.detach().clone(), gradients_of([p])
-    optimizer = Muon([p], [], ns_steps=ns_steps)
-    for gradients in steps:
-        step(optimizer, [p], gradients)
-    expected, _ = reference(start, of(steps, 0), [0.02] * STEPS, [0.95] * STEPS, ns_steps)
-    torch.testing.assert_close(p.detach(), expected, rtol=0, atol=1e-6)
-
-
 @settings(deadline=None, max_examples=15)
 @given(st.lists(st.floats(0.0, 0.99), min_size=STEPS, max_size=STEPS), st.integers(1, 9))
 def test_a_schedule_of_momentum_is_that_of_a_heavy_ball(betas, ns_steps):
-    p, *_ = params = made((12, 7), (4,))
-    start, steps = p.detach().clone(), gradients_of(params)
+    p, *_ = params = parameters((12, 7), (4,))
+    start, steps = p.detach().clone(), gradients(params, STEPS)
     optimizer = Muon([p], params[1:], ns_steps=ns_steps)
     momentum = torch.zeros_like(start)
-    for gradients, beta in zip(steps, betas, strict=True):
+    for of_step, beta in zip(steps, betas, strict=True):
         optimizer.param_groups[0]["momentum"] = beta
-        step(optimizer, params, gradients)
-        momentum = beta * momentum + gradients[0]
+        run(optimizer, params, [of_step])
+        momentum = beta * momentum + of_step[0]
     torch.testing.assert_close(optimizer.state[p]["momentum_buffer"], momentum, rtol=0, atol=1e-6)
-    expected, _ = reference(start, of(steps, 0), [0.02] * STEPS, betas, ns_steps)
+    expected = muon_reference(start, [g for g, _ in steps], 0.02, betas, 0.0, SIMPLE[:1] * ns_steps)
     torch.testing.assert_close(p.detach(), expected, rtol=0, atol=1e-6)
 
 
 def test_ns_steps_are_a_setting_of_a_group_that_may_change():
-    a, b = params = made((12, 8), (9, 12))
-    starts, steps = copy.deepcopy(params), gradients_of(params, 1)
+    a, b = params = parameters((12, 8), (9, 12))
+    starts, steps = copy.deepcopy(params), gradients(params, 1)
     optimizer = Muon([{"params": [a], "ns_steps": 7}, {"params": [b]}], [], ns_steps=3)
     assert [group["ns_steps"] for group in optimizer.param_groups] == [7, 3]
     optimizer.param_groups[1]["ns_steps"] = 6
-    step(optimizer, params, steps[0])
+    run(optimizer, params, [steps[0]])
     for i, ns_steps in enumerate((7, 6)):
-        expected, _ = reference(starts[i], of(steps, i), [0.02], [0.95], ns_steps)
+        expected = muon_reference(starts[i], [steps[0][i]], 0.02, 0.95, 0.0, SIMPLE[:1] * ns_steps)
         torch.testing.assert_close(params[i], expected, rtol=0, atol=1e-6)
     loaded = copy.deepcopy(params)
     other = Muon([{"params": loaded[:1]}, {"params": loaded[1:]}], [])
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert [group["ns_steps"] for group in other.param_groups] == [7, 6]
     for each, its in ((optimizer, params), (other, loaded)):
-        step(each, its, gradients_of(params, 1, seed=2)[0])
+        run(each, its, gradients(params, 1, seed=2))
     assert all(torch.equal(p, q) for p, q in zip(params, loaded, strict=True))
     optimizer.param_groups[0]["ns_steps"] = 0
     before = copy.deepcopy(params)
     with pytest.raises(ValueError, match="Newton-Schulz steps must be a whole number of at least 1, got 0"):
-        step(optimizer, params, steps[0])
+        run(optimizer, params, [steps[0]])
     assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
     with pytest.raises(ValueError, match="steps of a group are 'ns_steps' here, not 'num_ns_steps'"):
         Muon([{"params": [a], "num_ns_steps": 4}], [])
 
 
 def test_one_scheduler_drives_both_rates():
-    p, v = params = made((12, 8), (5,))
-    starts, steps = copy.deepcopy(params), gradients_of(params)
+    p, v = params = parameters((12, 8), (5,))
+    starts, steps = copy.deepcopy(params), gradients(params, STEPS)
     optimizer = Muon([p], [{"params": [v], "weight_decay": 0.2}], lr=0.02, adam_lr=3e-4)
     scheduler = LambdaLR(optimizer, lambda t: 0.5**t)
-    for gradients in steps:
-        step(optimizer, params, gradients)
+    for of_step in steps:
+        run(optimizer, params, [of_step])
         scheduler.step()
     factors = [0.5**t for t in range(STEPS)]
-    expected, _ = reference(starts[0], of(steps, 0), [0.02 * f for f in factors], [0.95] * STEPS, 5)
+    of_matrix, of_vector = zip(*steps, strict=True)
+    expected = muon_reference(starts[0], of_matrix, [0.02 * f for f in factors], 0.95)
     torch.testing.assert_close(p, expected, rtol=0, atol=1e-6)
-    expected = adamw(starts[1], of(steps, 1), [3e-4 * f for f in factors], weight_decay=0.2)
+    expected = adamw_reference(starts[1], of_vector, [3e-4 * f for f in factors], weight_decay=0.2)
     torch.testing.assert_close(v, expected, rtol=0, atol=1e-7)
 
 
-def test_a_loop_that_sets_rates_never_gives_adamw_that_of_muon():
-    p, v, w = params = made((12, 8), (5,), (3,))
-    optimizer = Muon([p], [{"params": [v]}, {"params": [w], "lr": 1e-2}], lr=0.02, adam_lr=3e-4)
-    for lr in (0.02, 0.01, 0.04):
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        step(optimizer, params, gradients_of(params, 1)[0])
-        # a group's own rate keeps its own ratio
-        assert [g["lr"] for g in optimizer.adamw.param_groups] == pytest.approx([3e-4 * lr / 0.02, 1e-2 * lr / 0.02])
-        assert [q is p for group in optimizer.param_groups for q in group["params"]] == [True]
-
-
 def test_param_groups_and_state_are_those_of_the_matrices():
-    p, v = params = made((12, 8), (5,))
+    p, v = params = parameters((12, 8), (5,))
     optimizer = Muon([p], [v])
-    step(optimizer, params, gradients_of(params, 1)[0])
+    run(optimizer, params, gradients(params, 1))
     assert [q is p for group in optimizer.param_groups for q in group["params"]] == [True]
     assert [q is p for q in optimizer.state] == [True]
     assert optimizer.adamw.state[v]["step"] == 1
 
 
-def test_with_an_initial_rate_of_zero_adamw_keeps_its_own():
-    p, v = params = made((12, 8), (5,))
-    start, steps = v.detach().clone(), gradients_of(params)
-    optimizer = Muon([p], [v], lr=0.0, adam_lr=1e-3)
-    for gradients in steps:
-        step(optimizer, params, gradients)
-    torch.testing.assert_close(v.detach(), adamw(start, of(steps, 1), [1e-3] * STEPS), rtol=0, atol=1e-7)
-
-
 def test_gradients_of_both_are_cleared():
-    params = made((12, 8), (5,))
+    params = parameters((12, 8), (5,))
     optimizer = Muon(params[:1], params[1:])
     for to_none in (True, False):
         for p in params:
@@ -217,7 +137,7 @@ def test_gradients_of_both_are_cleared():
 
 
 def test_groups_are_taken_as_they_are_given():
-    long, embedding, vector = made((40, 2), (90, 3), (4,))
+    long, embedding, vector = parameters((40, 2), (90, 3), (4,))
     optimizer = Muon([long], [embedding, vector])
     assert optimizer.param_groups[0]["params"][0] is long
     assert len(optimizer.adamw.param_groups[0]["params"]) == 2
@@ -245,28 +165,29 @@ def original_state(optimizer, params, rates):
 
 
 def test_a_state_dict_of_the_original_goes_on_as_there():
-    params = made((12, 8), (5,))
-    starts, steps = copy.deepcopy(params), gradients_of(params, 3)
+    params = parameters((12, 8), (5,))
+    starts, steps = copy.deepcopy(params), gradients(params, 3)
     optimizer = Muon(params[:1], params[1:], lr=0.01, momentum=0.9, weight_decay=0.1, ns_steps=6, adam_lr=1e-3)
-    for gradients in steps[:2]:
+    for of_step in steps[:2]:
         for group in optimizer.param_groups:
             group["lr"] = 0.005
-        step(optimizer, params, gradients)
+        run(optimizer, params, [of_step])
     saved = original_state(optimizer, params, (0.01, 1e-3))
     kept = copy.deepcopy(saved)
     other = Muon(params[:1], params[1:], lr=0.3, adam_lr=0.7)
     other.load_state_dict(saved)
     assert_same(saved, kept)
-    step(other, params, steps[2])
-    expected, _ = reference(starts[0], of(steps, 0), [0.005] * 3, [0.9] * 3, 6, weight_decay=0.1)
+    run(other, params, [steps[2]])
+    of_matrix, of_vector = zip(*steps, strict=True)
+    expected = muon_reference(starts[0], of_matrix, 0.005, 0.9, 0.1, SIMPLE[:1] * 6)
     torch.testing.assert_close(params[0], expected, rtol=0, atol=1e-6)
-    torch.testing.assert_close(params[1], adamw(starts[1], of(steps, 1), [5e-4] * 3), rtol=0, atol=1e-7)
+    torch.testing.assert_close(params[1], adamw_reference(starts[1], of_vector, 5e-4), rtol=0, atol=1e-7)
 
 
 def test_a_state_without_that_of_adamw_is_refused():
-    params = made((12, 8), (5,))
+    params = parameters((12, 8), (5,))
     optimizer = Muon(params[:1], params[1:])
-    step(optimizer, params, gradients_of(params, 1)[0])
+    run(optimizer, params, gradients(params, 1))
     saved = original_state(optimizer, params, (0.02, 0.02))
     del saved["_adam_state"]
     kept = copy.deepcopy(optimizer.state_dict())
@@ -280,11 +201,11 @@ def test_a_state_without_that_of_adamw_is_refused():
 
 @pytest.mark.parametrize("before_first_step", [True, False])
 def test_one_file_of_torch_save_has_both_states(before_first_step):
-    params = made((12, 8), (3, 2, 2), (5,), (6,))
+    params = parameters((12, 8), (3, 2, 2), (5,), (6,))
     optimizer = Muon([{"params": params[:2]}], [{"params": params[2:3]}, {"params": params[3:], "lr": 0.5}])
     if not before_first_step:
-        for gradients in gradients_of(params, 3):
-            step(optimizer, params, gradients)
+        for of_step in gradients(params, 3):
+            run(optimizer, params, [of_step])
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
@@ -293,7 +214,7 @@ def test_one_file_of_torch_save_has_both_states(before_first_step):
     other = Muon([{"params": loaded[:2]}], [{"params": loaded[2:3]}, {"params": loaded[3:]}], lr=0.5, momentum=0.1)
     other.load_state_dict(saved)
     assert_same(saved, kept)
-    for gradients in gradients_of(params, 3, seed=2):
-        step(optimizer, params, gradients)
-        step(other, loaded, gradients)
+    for of_step in gradients(params, 3, seed=2):
+        run(optimizer, params, [of_step])
+        run(other, loaded, [of_step])
     assert all(torch.equal(p, q) for p, q in zip(params, loaded, strict=True))

@@ -3,14 +3,12 @@
 Each runs in a process of its own, with the emerging-optimizers package and without it.
 """
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.megatron.runs import ROOT, without_emerging_optimizers
+from tests.contracts.scripts import run_script
+from tests.megatron.runs import without_emerging_optimizers
 
 pytestmark = [pytest.mark.wide, pytest.mark.parametrize("package", ["with the package", "without the package"])]
 
@@ -32,32 +30,14 @@ class Mine(torch.optim.Optimizer):
 """
 
 MODEL = """
-import megatron_eopt.cpu
-megatron_eopt.cpu.install()
-from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
+from tests.megatron import small_gpt
 
 def model():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1)
-    config = TransformerConfig(
-        num_layers=1, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True, add_bias_linear=False,
-    )
-    return GPTModel(config, get_gpt_layer_local_spec(), 64, 16, position_embedding_type="rope")
+    small_gpt.begin()
+    return small_gpt.gpt()
 
 def train(model, optimizer):
-    tokens = torch.arange(16).expand(2, 16)
-    losses = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = model(tokens, tokens, torch.ones(1, 1, 16, 16).tril() < 0.5, labels=tokens).mean()
-        loss.backward()
-        assert optimizer.step()[0]
-        losses.append(loss.item())
+    losses = small_gpt.steps(model, optimizer)
     assert losses[-1] < losses[0], losses
 """
 
@@ -65,24 +45,8 @@ def train(model, optimizer):
 @pytest.fixture
 def run(package, tmp_path):
     """Run a script, which asserts; what it has printed and logged."""
-
-    def run(script):
-        path = [str(ROOT)]
-        if package == "without the package":
-            path.insert(0, str(without_emerging_optimizers(tmp_path / "hidden")))
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path),
-            "PYTHONWARNINGS": "ignore",
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "TORCHDYNAMO_DISABLE": "1",
-        }
-        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return done.stdout + done.stderr
-
-    return run
+    hidden = [without_emerging_optimizers(tmp_path / "hidden")] if package == "without the package" else []
+    return lambda script: run_script(script, *hidden)
 
 
 def test_a_script_imports_megatrons_names_and_builds_through_megatron(run):

@@ -11,19 +11,11 @@ import pytest
 import torch
 
 import megatron_eopt
-import megatron_eopt.cpu
+from megatron_eopt import TensorParallelMuon, registry
+from tests.megatron import small_gpt
 
-megatron_eopt.cpu.install()
-
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.optimizer import OptimizerConfig  # noqa: E402
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer import TransformerConfig  # noqa: E402
-
-from megatron_eopt import TensorParallelMuon, registry  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
+from megatron.core.optimizer import OptimizerConfig  # isort: skip
 
 
 class OfEnvironment(TensorParallelMuon):
@@ -40,20 +32,9 @@ class OfEnvironment(TensorParallelMuon):
 
 def model_of(axis):
     sizes = {f"{axis}_model_parallel_size": 2} if axis != "data" else {}
-    parallel_state.initialize_model_parallel(**sizes)
-    model_parallel_cuda_manual_seed(1)
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        use_cpu_initialization=True,
-        add_bias_linear=False,
-        pipeline_dtype=torch.float32,
-        **sizes,
-    )
-    stages = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    model = GPTModel(config, get_gpt_layer_local_spec(), 64, 16, *stages, position_embedding_type="rope")
-    return DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    small_gpt.begin(**sizes)
+    model = small_gpt.gpt(layers=2, pipeline_dtype=torch.float32, **sizes)
+    return DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
 
 
 def main(axis):

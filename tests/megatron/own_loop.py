@@ -6,35 +6,17 @@ import pytest
 import torch
 
 import megatron_eopt
-import megatron_eopt.cpu
+from tests.megatron import small_gpt
+from tests.megatron.small_gpt import MASK, TOKENS
 
-megatron_eopt.cpu.install()
-
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.optimizer import OptimizerConfig, _get_param_groups, get_standard_config_overrides  # noqa: E402
-from megatron.core.optimizer.optimizer_config import ParamKey  # noqa: E402
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, _get_param_groups, get_standard_config_overrides  # isort: skip
+from megatron.core.optimizer.optimizer_config import ParamKey  # isort: skip
 
 
 def main():
     torch.distributed.init_process_group("nccl")
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1)
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        use_cpu_initialization=True,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )
-    model, other = (
-        GPTModel(config, get_gpt_layer_local_spec(), 64, 16, position_embedding_type="rope") for _ in range(2)
-    )
+    small_gpt.begin()
+    model, other = (small_gpt.gpt(layers=2) for _ in range(2))
     model.imaginary = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
     with pytest.raises(ValueError, match=r"got imaginary \(torch.complex64\)"):
         megatron_eopt.get_megatron_optimizer(OptimizerConfig(optimizer="muon", lr=1e-2), [model])
@@ -43,11 +25,10 @@ def main():
     optimizer = megatron_eopt.get_megatron_optimizer(
         OptimizerConfig(optimizer="muon", lr=1e-2, muon_extra_scale_factor=0.2), [model]
     )
-    tokens = torch.arange(16).expand(2, 16)
     losses = []
     for _ in range(5):
         optimizer.zero_grad()
-        loss = model(tokens, tokens, torch.ones(1, 1, 16, 16).tril() < 0.5, labels=tokens).mean()
+        loss = model(TOKENS, TOKENS, MASK, labels=TOKENS).mean()
         loss = loss + 0 * model.aside.sum()
         loss.backward()
         optimizer.step()

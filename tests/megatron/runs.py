@@ -30,7 +30,15 @@ SMALL_GPT = """
     --no-persist-layer-norm --no-rope-fusion --no-create-attention-mask-in-dataloader --num-workers 0
     --hidden-dropout 0 --attention-dropout 0 --log-interval 1 --eval-iters 0 --eval-interval 1000
 """.split()
+WITHOUT_GQA = SMALL_GPT.copy()
+WITHOUT_GQA[(_first := WITHOUT_GQA.index("--group-query-attention")) : _first + 3] = []
+TIED = [flag for flag in SMALL_GPT if flag != "--untie-embeddings-and-output-weights"]
+MLA = """--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 20 --qk-head-dim 12 --qk-pos-emb-head-dim 8
+    --v-head-dim 16 --rotary-scaling-factor 1""".split()
+TP2 = ["--tensor-model-parallel-size", 2]
+EXPERTS = ["--num-experts", 4, "--expert-model-parallel-size", 2, "--moe-token-dispatcher-type", "alltoall"]
 MUON = ["--optimizer", "muon", "--muon-nesterov", "--muon-momentum", "0.95", "--muon-extra-scale-factor", "0.2"]
+ADAPTIVE = ["--optimizer", "adaptive_muon", *MUON[2:], "--adaptive-muon-moment2-method"]
 # What a user may have on beside, and resumes with. Most logits of a model that is not trained are above the threshold.
 WARMUP = ["--muon-momentum-warmup", "5"]
 CLIP = ["--qk-clip", "--qk-clip-threshold", "5e-3"]
@@ -169,6 +177,30 @@ def train(folder, ranks, *arguments, model=SMALL_GPT, **how):
     return [torch.load(folder / f"{rank}.pt") for rank in range(ranks)], done.stdout
 
 
+def refused(*arguments, ranks=1, model=SMALL_GPT, **how):
+    """What a run says that ends with an error before its first step."""
+    done = start(ranks, *model, *arguments, **how)
+    assert done.returncode != 0
+    assert "iteration        1/" not in done.stdout
+    return done.stdout
+
+
+def resumed(folder, ranks, *run, at=2, **how):
+    """A run that saves on the way, and the one that goes on from there, which ends the same bit for bit.
+
+    Returns what :func:`train` does of each. ``at`` is the step after which the second one goes on.
+    """
+    save, load = (["--save", folder / "checkpoint", "--save-interval", at], ["--load", folder / "checkpoint"])
+    straight = train(folder / "straight", ranks, *run, *save, **how)
+    again = train(folder / "resumed", ranks, *run, *load, "--ckpt-step", at, **how)
+    assert_same_ranks(again[0], straight[0])
+    for one, other in zip(again[0], straight[0], strict=True):
+        assert one["groups"] == other["groups"]
+        assert one["grad_norms"] == other["grad_norms"][at:]
+        assert one["losses"] == other["losses"][len(other["losses"]) - len(one["losses"]) :]
+    return straight, again
+
+
 def summary(output):
     """The line that says which optimizer owns how many parameters."""
     (line,) = [line for line in output.splitlines() if line.startswith("megatron_eopt:") and " owns " in line]
@@ -183,6 +215,12 @@ def assert_same(a, b):
         for key in a[name]:
             equal = torch.equal(a[name][key], b[name][key]) if key != "cut" else a[name][key] == b[name][key]
             assert equal, (name, key)
+
+
+def assert_same_ranks(found, expected):
+    """Each rank of two runs ends with the same parameters and state, bit for bit."""
+    for one, other in zip(found, expected, strict=True):
+        assert_same(one["after"], other["after"])
 
 
 def whole(snapshots):

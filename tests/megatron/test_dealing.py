@@ -5,7 +5,18 @@ import re
 import pytest
 import torch
 
-from tests.megatron.runs import MUON, SMALL_GPT, assert_same, losses, summary, train, whole
+from tests.megatron.runs import (
+    EXPERTS,
+    MUON,
+    SMALL_GPT,
+    assert_same,
+    assert_same_ranks,
+    losses,
+    resumed,
+    summary,
+    train,
+    whole,
+)
 
 FP32 = ["--num-layers", 3, *MUON, "--muon-fp32-matmul-prec", "highest"]
 RUN = [*FP32, "--bf16"]
@@ -55,16 +66,13 @@ def test_two_ranks_train_in_fp32_as_one_and_resume(tmp_path, overlap):
     run = [*FP32, "--train-iters", 5, "--clip-grad", 0.5, "--ckpt-format", "torch_dist"]
     alone, _ = train(tmp_path / "one", 1, *run)
     run += ["--use-distributed-optimizer", *overlap]
-    two, output = train(tmp_path / "two", 2, *run, "--save", tmp_path / "checkpoint", "--save-interval", 2)
+    (two, output), _ = resumed(tmp_path, 2, *run)
     assert len(deal(output)) == 1
     assert not set.intersection(*hands(two))
     expected, found = (whole([rank["after"] for rank in ranks]) for ranks in (alone, two))
     for name, state in expected.items():
         torch.testing.assert_close(found[name]["parameter"], state["parameter"], rtol=0, atol=1e-5)
     assert two[0]["grad_norms"] == pytest.approx(alone[0]["grad_norms"], rel=1e-5)
-    resumed, _ = train(tmp_path / "resumed", 2, *run, "--load", tmp_path / "checkpoint", "--ckpt-step", 2)
-    for one, other in zip(resumed, two, strict=True):
-        assert_same(one["after"], other["after"])
 
 
 @pytest.mark.wide
@@ -74,23 +82,17 @@ def test_two_ranks_train_in_fp32_as_one_and_resume(tmp_path, overlap):
 def test_four_ranks_train_as_one_and_resume(tmp_path, layout, overlap):
     run = ["--train-iters", 4, "--global-batch-size", 8, "--ckpt-format", "torch_dist"]
     (alone,), _ = train(tmp_path / "one", 1, *RUN, *run)
-    saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2]
-    straight, output = train(tmp_path / "straight", 4, *SHARED, *run, *layout, *overlap, *saved)
+    (straight, output), _ = resumed(tmp_path, 4, *SHARED, *run, *layout, *overlap)
     assert [ranks for _, ranks, *_ in deal(output)] == [2 if layout else 4]
     assert losses(straight) == pytest.approx(losses([alone]), rel=1e-2)  # of bf16
     assert straight[0]["grad_norms"] == pytest.approx(alone["grad_norms"], rel=1e-2)
-    load = ["--load", tmp_path / "checkpoint", "--ckpt-step", 2]
-    resumed, _ = train(tmp_path / "resumed", 4, *SHARED, *run, *layout, *overlap, *load)
-    for one, other in zip(resumed, straight, strict=True):
-        assert_same(one["after"], other["after"])
 
 
 @pytest.mark.wide
 def test_experts_are_dealt_to_data_parallel_ranks_of_their_own(tmp_path):
-    experts = ["--num-experts", 4, "--expert-model-parallel-size", 2, "--moe-token-dispatcher-type", "alltoall"]
-    run = ["--train-iters", 3, "--global-batch-size", 8]
-    plain, _ = train(tmp_path / "plain", 4, *RUN, *experts, *run)
-    shared, output = train(tmp_path / "shared", 4, *SHARED, *experts, *run)
+    run = [*EXPERTS, "--train-iters", 3, "--global-batch-size", 8]
+    plain, _ = train(tmp_path / "plain", 4, *RUN, *run)
+    shared, output = train(tmp_path / "shared", 4, *SHARED, *run)
     assert [found[:2] for found in deal(output)] == [(18, 4), (12, 2)]
     assert losses(shared) == pytest.approx(losses(plain), rel=1e-3)
 
@@ -99,17 +101,11 @@ def test_experts_are_dealt_to_data_parallel_ranks_of_their_own(tmp_path):
 @pytest.mark.shows("--use-distributed-optimizer with biases in experts")
 def test_biases_of_experts_are_dealt_beside_their_matrices(tmp_path):
     model = [flag for flag in SMALL_GPT if flag != "--disable-bias-linear"]
-    experts = ["--num-experts", 4, "--expert-model-parallel-size", 2, "--moe-token-dispatcher-type", "alltoall"]
-    run = ["--train-iters", 4, "--global-batch-size", 8, "--ckpt-format", "torch_dist"]
-    plain, _ = train(tmp_path / "plain", 4, *RUN, *experts, *run, model=model)
-    saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2]
-    shared, _ = train(tmp_path / "shared", 4, *SHARED, *experts, *run, *saved, model=model)
+    run = [*EXPERTS, "--train-iters", 4, "--global-batch-size", 8, "--ckpt-format", "torch_dist"]
+    plain, _ = train(tmp_path / "plain", 4, *RUN, *run, model=model)
+    (shared, _), _ = resumed(tmp_path, 4, *SHARED, *run, model=model)
     assert any("experts" in name and "bias" in name for name in shared[0]["after"])
     assert losses(shared) == pytest.approx(losses(plain), rel=1e-3)
-    load = ["--load", tmp_path / "checkpoint", "--ckpt-step", 2]
-    resumed, _ = train(tmp_path / "resumed", 4, *SHARED, *experts, *run, *load, model=model)
-    for one, other in zip(resumed, shared, strict=True):
-        assert_same(one["after"], other["after"])
 
 
 @pytest.mark.wide
@@ -124,13 +120,8 @@ def test_biases_of_experts_are_dealt_beside_their_matrices(tmp_path):
 def test_dist_muon_is_muon_with_the_distributed_optimizer(tmp_path, ranks, flags):
     run = [*flags, "--train-iters", 4, "--ckpt-format", "torch_dist"]
     expected, _ = train(tmp_path / "muon", ranks, *SHARED, *run)
-    saved = ["--save", tmp_path / "checkpoint", "--save-interval", 2]
-    found, _ = train(tmp_path / "dist_muon", ranks, *RUN, "--optimizer", "dist_muon", *run, *saved)
-    load = ["--load", tmp_path / "checkpoint", "--ckpt-step", 2]
-    resumed, _ = train(tmp_path / "resumed", ranks, *RUN, "--optimizer", "dist_muon", *run, *load)
-    for one, other, again in zip(expected, found, resumed, strict=True):
-        assert_same(other["after"], one["after"])
-        assert_same(again["after"], one["after"])
+    (found, _), _ = resumed(tmp_path, ranks, *RUN, "--optimizer", "dist_muon", *run)
+    assert_same_ranks(found, expected)
 
 
 @pytest.mark.wide
@@ -141,13 +132,8 @@ def test_dist_muon_is_muon_with_the_distributed_optimizer(tmp_path, ranks, flags
 )
 def test_files_of_single_ranks_are_read_by_the_deal_that_wrote_them(tmp_path, precision):
     shared = [*FP32, *precision, "--use-distributed-optimizer"]
-    files = ["--ckpt-format", "torch", "--save", tmp_path / "checkpoint", "--save-interval", 2, "--train-iters", 4]
-    straight, output = train(tmp_path / "straight", 2, *shared, *files)
+    (_, output), _ = resumed(tmp_path, 2, *shared, "--ckpt-format", "torch", "--train-iters", 4)
     assert not deal(output)
-    load = ["--ckpt-format", "torch", "--load", tmp_path / "checkpoint", "--ckpt-step", 2, "--train-iters", 4]
-    resumed, _ = train(tmp_path / "resumed", 2, *shared, *load)
-    for one, other in zip(resumed, straight, strict=True):
-        assert_same(one["after"], other["after"])
 
 
 @pytest.mark.wide
@@ -156,11 +142,6 @@ def test_data_parallel_ranks_share_shards_where_nothing_is_dealt(tmp_path):
     run += ["--global-batch-size", 8, "--train-iters", 4, "--muon-tp-mode", "owner", "--ckpt-format", "torch_dist"]
     plain, output = train(tmp_path / "plain", 4, *run)
     assert "18 owner over 2 ranks" in summary(output)
-    saved = ["--muon-share-over-dp", "--save", tmp_path / "checkpoint", "--save-interval", 2]
-    shared, output = train(tmp_path / "shared", 4, *run, *saved)
+    (shared, output), _ = resumed(tmp_path, 4, *run, "--muon-share-over-dp")
     assert "18 owner over 4 ranks" in summary(output)
     assert losses(shared) == pytest.approx(losses(plain), rel=1e-5)
-    load = ["--muon-share-over-dp", "--load", tmp_path / "checkpoint", "--ckpt-step", 2]
-    resumed, _ = train(tmp_path / "resumed", 4, *run, *load)
-    for one, other in zip(resumed, shared, strict=True):
-        assert_same(one["after"], other["after"])

@@ -7,8 +7,7 @@ to say up to which release that was so.
 
 import pytest
 
-from tests.megatron.runs import CASES, UPSTREAM, train, whole
-from tests.megatron.test_qk_clip import MLA, WITHOUT_GQA
+from tests.megatron.runs import CASES, MLA, UPSTREAM, WITHOUT_GQA, train, whole
 
 pytestmark = pytest.mark.wide
 

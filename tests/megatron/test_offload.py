@@ -5,20 +5,19 @@ import re
 import pytest
 
 from megatron_eopt.megatron.described import planned_run
-from tests.megatron.runs import CLIP, MUON, SMALL_GPT, WARMUP, assert_same, start, train
+from tests.megatron.runs import ADAPTIVE, CLIP, EXPERTS, MUON, SMALL_GPT, TP2, WARMUP, assert_same_ranks, refused, train
 
-ADAMUON = ["--optimizer", "adaptive_muon", *MUON[2:], "--adaptive-muon-moment2-method", "adamuon"]
 OFFLOAD = ["--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"]
 RUN = ["--num-layers", 2, "--bf16", "--train-iters", 4]
 LAYOUTS = {
-    "TP2": ["--tensor-model-parallel-size", 2],
+    "TP2": TP2,
     "DP2-distributed": ["--use-distributed-optimizer"],
-    "EP2": ["--num-experts", 4, "--expert-model-parallel-size", 2, "--moe-token-dispatcher-type", "alltoall"],
+    "EP2": EXPERTS,
 }
 HALF = [*OFFLOAD, "--optimizer-offload-fraction", 0.5]
 CASES = [  # and how the run is resumed
     pytest.param(MUON, "TP2", HALF, id="muon-TP2-half", marks=pytest.mark.wide),
-    pytest.param(ADAMUON, "TP2", [], id="adamuon-TP2-without", marks=pytest.mark.wide),
+    pytest.param([*ADAPTIVE, "adamuon"], "TP2", [], id="adamuon-TP2-without", marks=pytest.mark.wide),
     pytest.param(MUON, "DP2-distributed", HALF, id="muon-DP2-distributed-half", marks=pytest.mark.wide),
     pytest.param(["--optimizer", "mars_muon"], "EP2", [], id="mars-EP2-without", marks=pytest.mark.wide),
 ]
@@ -42,14 +41,13 @@ def test_a_run_with_state_in_host_memory_is_the_run_without(tmp_path, optimizer,
     resumed, some_of_it = run("resumed", *then, "--load", tmp_path / "saved", "--ckpt-step", 2)
     assert none == 0 < all_of_it
     assert 0.49 * all_of_it <= some_of_it < all_of_it if then else some_of_it == 0
-    for ranks in (offloaded, resumed):
-        for one, other in zip(ranks, straight, strict=True):
-            assert_same(one["after"], other["after"])
+    assert_same_ranks(offloaded, straight)
+    assert_same_ranks(resumed, straight)
     assert [rank["losses"] for rank in offloaded] == [rank["losses"] for rank in straight]
 
 
 def test_the_plan_of_described_flags_says_what_the_step_copies():
-    flags = list(map(str, [*SMALL_GPT, *RUN, *LAYOUTS["TP2"], *MUON, *OFFLOAD, "--optimizer-offload-fraction", 0.5]))
+    flags = list(map(str, [*SMALL_GPT, *RUN, *TP2, *MUON, *OFFLOAD, "--optimizer-offload-fraction", 0.5]))
     (plan,) = planned_run(flags).explained
     without, *_ = planned_run([flag for flag in flags if flag != "--optimizer-cpu-offload"]).explained
     entries = 2 * (64 * 128 + 64 * 64 + 192 * 64 + 96 * 64) // 2  # of this rank
@@ -60,9 +58,7 @@ def test_the_plan_of_described_flags_says_what_the_step_copies():
 
 def test_flags_for_an_adam_on_the_cpu_are_refused_by_their_names():
     flags = ["--num-layers", 1, "--bf16", "--train-iters", 1, *OFFLOAD]
-    ended = start(1, *SMALL_GPT, *flags, *MUON, "--use-torch-optimizer-for-cpu-offload", "--no-pin-cpu-grads")
-    assert ended.returncode
-    assert "use_torch_optimizer_for_cpu_offload, no_pin_cpu_grads and no_pin_cpu_params are for an" in ended.stdout
-    ended = start(1, *SMALL_GPT, *flags, "--optimizer", "adam")  # which is Megatron's alone
-    assert ended.returncode
-    assert "must be used in conjunction with `--use-precision-aware-optimizer`" in ended.stdout
+    said = refused(*flags, *MUON, "--use-torch-optimizer-for-cpu-offload", "--no-pin-cpu-grads")
+    assert "use_torch_optimizer_for_cpu_offload, no_pin_cpu_grads and no_pin_cpu_params are for an" in said
+    said = refused(*flags, "--optimizer", "adam")  # which is Megatron's alone
+    assert "must be used in conjunction with `--use-precision-aware-optimizer`" in said

@@ -4,13 +4,13 @@ import functools
 
 import pytest
 
-from tests.megatron.runs import LAUNCHER, MUON, UPSTREAM, train
+from tests.megatron.runs import LAUNCHER, MUON, TP2, UPSTREAM, train
 
 RUN = ["--num-layers", 4, "--train-iters", 20, *MUON, "--muon-fp32-matmul-prec", "high", "--seed", 42]
 LAYOUTS = {
     "one rank": (1, []),
-    "duplicated": (2, ["--tensor-model-parallel-size", 2, "--muon-tp-mode", "duplicated"]),
-    "distributed": (2, ["--tensor-model-parallel-size", 2, "--muon-tp-mode", "distributed"]),
+    "duplicated": (2, [*TP2, "--muon-tp-mode", "duplicated"]),
+    "distributed": (2, [*TP2, "--muon-tp-mode", "distributed"]),
 }
 WIDE = pytest.param("distributed", marks=pytest.mark.wide)
 

@@ -5,11 +5,10 @@ import itertools
 import pytest
 
 from megatron_eopt.family import OPTIMIZERS
-from tests.megatron.runs import MUON, WARMUP, assert_same, losses, train, whole
+from tests.megatron.runs import ADAPTIVE, MUON, WARMUP, assert_same, losses, train, whole
 from tests.megatron.test_same_gradients import GPT, PLAIN, PROGRAM
 from tests.megatron.test_same_gradients import OPTIMIZERS as OF_SAME_GRADIENTS
 
-ADAPTIVE = ["--optimizer", "adaptive_muon", *MUON[2:], "--adaptive-muon-moment2-method"]
 CASES = {
     "muon": [*MUON, *WARMUP],
     "adamuon": [*ADAPTIVE, "adamuon"],

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from tests.megatron.runs import HERE, LAUNCHER, MUON, SMALL_GPT, train, whole
+from tests.megatron.runs import ADAPTIVE, HERE, LAUNCHER, MUON, TP2, WITHOUT_GQA, train, whole
 from tests.megatron.test_megatron_fsdp import fsdp
 
 BOUND = 1e-5
@@ -18,13 +18,11 @@ are 5e-6 apart, those of the others 5e-7.
 PROGRAM = [*LAUNCHER[:-1], str(HERE / "same_gradients.py")]
 GROUPED, UNTIED = ["--group-query-attention", "--num-query-groups"], "--untie-embeddings-and-output-weights"
 # The short side of every logical matrix is 8, and its long side a multiple.
-GPT = [flag for flag in SMALL_GPT if flag not in (*GROUPED, UNTIED)]
-GPT.remove("2")  # query groups
+GPT = [flag for flag in WITHOUT_GQA if flag != UNTIED]
 GPT += ["--hidden-size", 8, "--ffn-hidden-size", 24, "--num-attention-heads", 8, "--kv-channels", 8, "--num-layers", 2]
 GPT += ["--seq-length", 16, "--micro-batch-size", 1, "--global-batch-size", 2, "--train-iters", 6]
 GPT += ["--muon-fp32-matmul-prec", "highest", "--ckpt-format", "torch_dist"]
 GPT += ["--clip-grad", 1e6]  # a gradient that is clipped is rounded
-ADAPTIVE = ["--optimizer", "adaptive_muon", *MUON[2:], "--adaptive-muon-moment2-method"]
 OPTIMIZERS = {  # flags, and one that changes the steps
     "muon": (MUON, ["--muon-momentum", 0.9]),
     # Where a gradient is nearly zero in its eigenbases, rounding makes its sign, which a small eps would make a step.
@@ -42,7 +40,7 @@ OPTIMIZERS = {  # flags, and one that changes the steps
         ["--spectron-momentum-beta", 0.85],
     ),
 }
-TP2, TP4 = ["--tensor-model-parallel-size", 2], ["--tensor-model-parallel-size", 4]
+TP4 = ["--tensor-model-parallel-size", 4]
 PP2, EP2, ETP2 = ([f"--{name}-parallel-size", 2] for name in ("pipeline-model", "expert-model", "expert-tensor"))
 EXPERTS = ["--num-experts", 8, "--moe-router-topk", 2, "--moe-token-dispatcher-type", "alltoall"]
 LATENT = """--multi-latent-attention --q-lora-rank 8 --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 16

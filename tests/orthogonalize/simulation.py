@@ -175,10 +175,8 @@ def _samples(rows: int, cols: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.linalg.qr(left).Q, s / s.norm(dim=-1, keepdim=True), torch.linalg.qr(right).Q.mT
 
 
-def choose_restarts(
-    schedule: Sequence[Coefficients], rounding: torch.dtype = torch.float16, extra: int = 0
-) -> Restarts | None:
-    """The fewest restarts that keep the Gram form as exact as the standard form in bf16, found by simulation.
+def choose_restarts(schedule: Sequence[Coefficients], extra: int = 0) -> Restarts | None:
+    """The fewest restarts that keep the Gram form in fp16 as exact as the standard form in bf16, found by simulation.
 
     On each spectrum and shape above, the error must be no larger than that of
     the standard form in bf16, nor than :data:`LARGEST_ERROR`. Of equally many restarts those are taken whose largest
@@ -188,44 +186,31 @@ def choose_restarts(
 
     Args:
         schedule: one ``(a, b, c)`` per step.
-        rounding: dtype of the Gram form.
         extra: restarts beyond the necessary ones, at most one after every step.
 
     Returns:
         Steps, counted from 1, after which to restart; None if :data:`MAX_RESTARTS` do not suffice.
-
-    Raises:
-        ValueError: for a negative ``extra``.
     """
-    if extra < 0:
-        raise ValueError(f"the number of extra restarts is at least 0, got {extra!r}")
-    return _choose(tuple(schedule), rounding, extra)
-
-
-@lru_cache(maxsize=256)
-def _choose(schedule: tuple[Coefficients, ...], rounding: torch.dtype, extra: int) -> Restarts | None:
     most = len(schedule) - 1
     for count in range(min(MAX_RESTARTS, most) + 1):
-        restarts, score = _best(schedule, count, rounding)
+        restarts, score = _best(tuple(schedule), count)
         if score <= 1:
-            return _best(schedule, min(count + extra, most), rounding)[0] if extra else restarts
+            return _best(tuple(schedule), min(count + extra, most))[0] if extra else restarts
     return None
 
 
-def _best(schedule: tuple[Coefficients, ...], count: int, rounding: torch.dtype) -> tuple[Restarts, float]:
+def _best(schedule: tuple[Coefficients, ...], count: int) -> tuple[Restarts, float]:
     """The best ``count`` restarts, and their largest ratio of error to bound."""
     scores = {
-        restarts: max(_ratio(schedule, restarts, rounding, shape) for shape in SHAPES)
+        restarts: max(_ratio(schedule, restarts, shape) for shape in SHAPES)
         for restarts in combinations(range(1, len(schedule)), count)
     }
     least = min(scores.values())
     return next((restarts, score) for restarts, score in scores.items() if score <= _TIE * least)
 
 
-def _ratio(
-    schedule: tuple[Coefficients, ...], restarts: Restarts, rounding: torch.dtype, shape: tuple[int, int]
-) -> float:
-    errors = simulated_error(schedule, restarts, rounding, shape=shape)
+def _ratio(schedule: tuple[Coefficients, ...], restarts: Restarts, shape: tuple[int, int]) -> float:
+    errors = simulated_error(schedule, restarts, shape=shape)
     return max(errors[name] / bound for name, bound in _bounds(schedule, shape).items())
 
 

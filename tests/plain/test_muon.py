@@ -6,46 +6,25 @@ import torch
 from megatron_eopt.optimizers.scion import Scion
 from megatron_eopt.optimizers.with_adamw import Muon
 from megatron_eopt.orthogonalize.coefficients import get_coefficients
-from tests.plain.made import gradients, parameters, run, values
+from tests.plain.made import (
+    SIMPLE,
+    adamw_reference,
+    gradients,
+    muon_reference,
+    newton_schulz,
+    parameters,
+    run,
+    values,
+)
 
 STEPS = 20
-
-
-def newton_schulz(x, coefficients):
-    """The quintic iteration, of the wide form of a matrix."""
-    tall = x.shape[0] > x.shape[1]
-    x = x.T if tall else x
-    x = x / x.norm()
-    for a, b, c in coefficients:
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T if tall else x
-
-
-def muon_reference(p, gradients, lr, momentum, weight_decay, coefficients):
-    """Heavy ball, scale max(1, rows / columns)^0.5, decoupled decay; more dimensions are rows x the rest."""
-    m = torch.zeros_like(p).flatten(1)
-    for g in gradients:
-        m = momentum * m + g.flatten(1)
-        p = p * (1 - lr * weight_decay)
-        p = p - lr * max(1, m.shape[0] / m.shape[1]) ** 0.5 * newton_schulz(m, coefficients).view_as(p)
-    return p
-
-
-def adamw_reference(p, gradients, lr, betas, eps, weight_decay):
-    m = v = torch.zeros_like(p)
-    for t, g in enumerate(gradients, 1):
-        m, v = betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g * g
-        p = p * (1 - lr * weight_decay)
-        p = p - lr * (m / (1 - betas[0] ** t)) / ((v / (1 - betas[1] ** t)).sqrt() + eps)
-    return p
 
 
 @pytest.mark.parametrize(
     ("settings", "coefficients"),
     [
         ({"coefficient_type": "quintic"}, get_coefficients("quintic", 5)),
-        ({"ns_steps": 4}, [(3.4445, -4.7750, 2.0315)] * 4),
+        ({"ns_steps": 4}, SIMPLE[:4]),
     ],
 )
 def test_twenty_steps_are_those_of_the_references(settings, coefficients):
@@ -84,7 +63,7 @@ def test_nesterov_looks_ahead_by_the_momentum():
     m = torch.zeros_like(start)
     for (g,) in steps:
         m = 0.9 * m + g
-        start = start - 0.02 * newton_schulz(g + 0.9 * m, [(3.4445, -4.7750, 2.0315)] * 5)
+        start = start - 0.02 * newton_schulz(g + 0.9 * m, SIMPLE)
     torch.testing.assert_close(p.detach(), start, rtol=0, atol=1e-6)
 
 

@@ -9,7 +9,6 @@ from math import prod
 from typing import Any, Literal, Self, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
@@ -34,7 +33,15 @@ from megatron_eopt.optimizers.parameters import (
     sharing_groups,
 )
 from megatron_eopt.optimizers.session import Plans, Session, packed, unpacked
-from megatron_eopt.optimizers.state import STATE_OF, StateTensor, check_placements, check_shape, check_writer, zeros
+from megatron_eopt.optimizers.state import (
+    STATE_OF,
+    StateTensor,
+    check_kept_state,
+    check_loaded,
+    check_placements,
+    check_writer,
+    zeros,
+)
 from megatron_eopt.orthogonalize.choices import check_arguments
 from megatron_eopt.orthogonalize.timing import times
 from megatron_eopt.parallel.chunks import ParamSpec
@@ -145,7 +152,7 @@ class BaseOptimizer(Optimizer):
             self.param_groups = []
             for group in groups:
                 self.add_param_group(group)  # which checks it
-            self._check_kept(name)
+            check_kept_state(type(self).__name__, name, self.state, self.state_tensors, self.matrix_layouts)
         except Exception:
             vars(self).clear()
             vars(self).update(before)
@@ -402,19 +409,6 @@ class BaseOptimizer(Optimizer):
         shaped_alike = (tensor for tensor in self.state_tensors(parameter) if tensor.dims is None)
         return sum((tensor.dtype or parameter.dtype).itemsize for tensor in shaped_alike)
 
-    def _check_kept(self, name: str) -> None:
-        """Refuse a new value of an attribute with which the state would be that of other logical matrices."""
-        for parameter, state in self.state.items():
-            try:
-                for tensor in self.state_tensors(parameter) if state else ():
-                    check_shape(parameter, tensor, self.matrix_layouts, state[tensor.key])
-            except (KeyError, ValueError) as error:
-                raise ValueError(
-                    f"{type(self).__name__} cannot take another {name} now: of a parameter of shape "
-                    f"{tuple(parameter.shape)} it keeps {sorted(state)} for the logical matrices as they were; set it "
-                    f"before the first step"
-                ) from error
-
     def _check_placements(self, parameter: Tensor, called: str) -> None:
         """Refuse a DTensor whose state cannot be saved; to be called by all ranks, before there is any state."""
         tensors = self.state_tensors(parameter)
@@ -447,26 +441,14 @@ class BaseOptimizer(Optimizer):
             if (state := state_dict["state"].get(index, {})).keys() - self.state.get(p, {}).keys()
             or any(tensor.key in state for tensor in self.state_tensors(p))
         ]
-        other: set[str] = set()  # that are converted
-        for parameter, state in states:
-            for tensor in self.state_tensors(parameter):
-                if tensor.key in state:
-                    check_shape(parameter, tensor, self.matrix_layouts, state[tensor.key])
-                    was, now = state[tensor.key].dtype, tensor.dtype or parameter.dtype
-                    other |= {f"{tensor.key} from {was} to {now}"} if was != now else set()
-                else:
-                    raise ValueError(
-                        f"{type(self).__name__} needs {tensor.key!r} for the parameter of shape "
-                        f"{tuple(parameter.shape)}, but the state has {sorted(state)}: it is of another optimizer, or "
-                        f"of other settings of this one"
-                    )
+        other = check_loaded(type(self).__name__, states, self.state_tensors, self.matrix_layouts)
         # torch moves all that it gets to the devices of the parameters, where there may be no room
         on_host = {(i, t.key) for p, i in by_index for t in self.state_tensors(p) if self._keeps_on_host(p, t)}
         given = state_dict["state"].items()
         others = {i: {key: x for key, x in state.items() if (i, key) not in on_host} for i, state in given}
         super().load_state_dict({**state_dict, "state": others})
-        if other and (not dist.is_initialized() or dist.get_rank() == 0):
-            logger.warning(f"{type(self).__name__} converts the state that it loads: {', '.join(sorted(other))}")
+        if other:
+            group_settings.warn(f"{type(self).__name__} converts the state that it loads: {', '.join(sorted(other))}")
         self._session.plans.engine = None
         for parameter, state in states:
             for tensor in self.state_tensors(parameter):

@@ -148,7 +148,7 @@ class Spectron(BaseOptimizer):
 
     A group may have its own ``lr``, ``rank``, ``momentum_beta``, ``weight_decay``, ``num_ns_steps`` and
     ``coefficient_type``; the rank is settled when the state is created. What is not told below is as of
-    :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`.
+    :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
     Args:
         params: matrices, or groups of them; the attribute ``logical_matrices`` declares those that are several.
@@ -325,7 +325,8 @@ class Spectron(BaseOptimizer):
         """Factors, their momenta and singular vectors, for each logical matrix; of a factor what it has of these."""
         factors = self._factors_of(parameter, self.matrix_layouts(parameter))
         projected = [StateTensor(PROJECTED, (), 0, factors[0].dtype)] if factors[0].in_state else []
-        return [*projected, *(tensor for each in factors for tensor in each.kept)]
+        pairs = (zip(*(factor.kept for factor in pair), strict=True) for pair in batched(factors, 2))
+        return [*projected, *(tensor for pair in pairs for both in pair for tensor in both)]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state: of a weight that was projected the factors, which are not computed anew."""

@@ -5,7 +5,7 @@ that all ranks have alike, and save that of one rank.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
@@ -70,6 +70,9 @@ class StateTensor:
         return tuple(dim if isinstance(dim, int) else sides[dim] for dim in self.dims)
 
 
+Described = Callable[[Tensor], list[StateTensor]]
+
+
 def zeros(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Tensor:
     """A state tensor before the first step, where ``layouts`` tells those of the logical matrices of a parameter.
 
@@ -124,6 +127,39 @@ def check_shape(parameter: Tensor, tensor: StateTensor, layouts: Layouts, found:
             + (f"; {spread} parameters" if own[0] == expected[0] else "")
             + ("" if tensor.rank is None else ", or ranks had dealt matrices otherwise: group parameters as before")
         )
+
+
+def check_loaded(
+    name: str, states: Iterable[tuple[Tensor, Mapping[str, Tensor]]], described: Described, layouts: Layouts
+) -> set[str]:
+    """Refuse states of parameters that lack a tensor, or have one of another shape; return what is converted."""
+    converted: set[str] = set()
+    for parameter, state in states:
+        for tensor in described(parameter):
+            if tensor.key not in state:
+                raise ValueError(
+                    f"{name} needs {tensor.key!r} for the parameter of shape {tuple(parameter.shape)}, but the state "
+                    f"has {sorted(state)}: it is of another optimizer, or of other settings of this one"
+                )
+            check_shape(parameter, tensor, layouts, state[tensor.key])
+            was, now = state[tensor.key].dtype, tensor.dtype or parameter.dtype
+            converted |= {f"{tensor.key} from {was} to {now}"} if was != now else set()
+    return converted
+
+
+def check_kept_state(
+    name: str, attribute: str, kept: Mapping[Tensor, Mapping[str, Tensor]], described: Described, layouts: Layouts
+) -> None:
+    """Refuse a new value of an attribute with which the state would be that of other logical matrices."""
+    for parameter, state in kept.items():
+        try:
+            for tensor in described(parameter) if state else ():
+                check_shape(parameter, tensor, layouts, state[tensor.key])
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                f"{name} cannot take another {attribute} now: of a parameter of shape {tuple(parameter.shape)} it "
+                f"keeps {sorted(state)} for the logical matrices as they were; set it before the first step"
+            ) from error
 
 
 def _expected(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> StateShape:

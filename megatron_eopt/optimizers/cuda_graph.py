@@ -1,8 +1,8 @@
-"""A step captured once as a CUDA graph and replayed: for models whose step is short against its launches.
+"""A step captured once as a CUDA graph and replayed.
 
-What a step works on must stay where it is, so gradients, flags and rates are copied to fixed memory before each replay.
-Learning rate and weight decay are among them: they live on as device scalars, and schedulers keep working. Everything
-else of a group (momentum, number of steps) is a part of what was captured.
+It serves models whose step is short against its launches. Captured memory must stay in place, so gradients, flags,
+learning rate and weight decay are copied to fixed tensors before each replay; schedulers keep working. All other
+settings of a group are part of the capture.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ _WARM_UPS = 2  # torch's advice is a few runs before the capture: kernels are co
 
 
 def capture_cuda(run: Replay, device: torch.device | None = None) -> Replay:
-    """Record what ``run`` launches on a device as a CUDA graph; the result launches it again."""
+    """Capture ``run`` as a CUDA graph; returns its replay."""
     graph = torch.cuda.CUDAGraph()
     # a thread that pins memory for a data loader would break a capture in the default mode
     with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -31,10 +31,9 @@ def capture_cuda(run: Replay, device: torch.device | None = None) -> Replay:
 
 
 class GraphedUpdate:
-    """Runs an update, which reads masked batches and waits for nothing, through a graph captured at the first call.
+    """Runs an update through a graph captured once.
 
-    What captures it records a function of no arguments, and returns what runs it again: :func:`capture_cuda`, on the
-    device of the batches, unless there is another.
+    The update reads masked batches and does not wait for the device. ``capture`` is :func:`capture_cuda` by default.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class GraphedUpdate:
         self._replay: Replay | None = None
 
     def check(self, batches: Sequence[Batch]) -> None:
-        """Raise a ``RuntimeError`` if something that was captured has changed since."""
+        """Raise a ``RuntimeError`` if something captured has changed since."""
         if self._replay is not None and self._key(batches) != self._captured:
             raise RuntimeError(
                 "the parameters with gradients, or the settings of a group, are not those that the CUDA graph of the "
@@ -52,7 +51,7 @@ class GraphedUpdate:
             )
 
     def __call__(self, batches: Sequence[Batch]) -> None:
-        """Update as ``update`` would, with batches that :meth:`check` has passed."""
+        """Update as ``update`` would; call :meth:`check` before."""
         if self._replay is None:
             self._replay = self._record(batches)
         for batch, static in zip(batches, self._batches, strict=True):

@@ -1,4 +1,4 @@
-"""Muon on a hyperball: every matrix keeps the norm that it starts with."""
+"""Muon on a hyperball: matrices keep their initial norm."""
 
 from collections.abc import Sequence
 from itertools import repeat
@@ -26,7 +26,7 @@ RADIUS = "radius"  # kept of each logical matrix
 
 
 class MuonHyperball(TensorParallelMuon):
-    """Muon whose matrices move on spheres, so that neither they nor their relative steps need weight decay [1].
+    """Muon whose matrices move on spheres, without weight decay [1].
 
     For each logical matrix ``W``, where ``R`` is the Frobenius norm that it has before the first step, ``O`` the
     orthogonal factor of its momentum as in
@@ -81,7 +81,7 @@ class MuonHyperball(TensorParallelMuon):
         super().__init__(**passed_on(locals()))
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
-        """The momentum, and the norm of each logical matrix; zero as long as it was not measured."""
+        """The momentum and each matrix's norm, zero until measured."""
         ends = enumerate(self.key_ends(parameter))
         radii = [StateTensor(RADIUS + end, (), index, torch.float64) for index, end in ends]
         return [*super().state_tensors(parameter), *radii]
@@ -93,7 +93,7 @@ class MuonHyperball(TensorParallelMuon):
         super()._take(accepted)
 
     def _find_radii(self) -> None:
-        """Measure the matrices that were not yet; all ranks come here together."""
+        """Measure matrices without a radius, on all ranks together."""
         matrices, radii, norms = self._norms(self._parameters())
         known_radii = torch.stack(radii)
         for matrix, radius, norm in zip(matrices, *torch.stack([known_radii, norms]).tolist(), strict=True):
@@ -106,7 +106,7 @@ class MuonHyperball(TensorParallelMuon):
         torch._foreach_copy_(radii, torch.where(known_radii == 0, norms, known_radii).unbind())
 
     def _norms(self, parameters: Sequence[Tensor]) -> tuple[list[Matrix], list[Tensor], Tensor]:
-        """The logical matrices of parameters, the norms that they keep, and those that they have, (n,)."""
+        """Logical matrices, the norms they keep and those they have."""
         index_of = {parameter: index for index, parameter in enumerate(self._parameters())}
         indices = [index_of[parameter] for parameter in parameters]
         matrices, shards = self.engine.flat(indices), self.engine.split(indices, list(map(local, parameters)))
@@ -117,7 +117,7 @@ class MuonHyperball(TensorParallelMuon):
         return matrices, radii, norms_of(self.engine.statistics(wanted)).sqrt()
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
-        """Also the norms that matrices keep, by as much as theirs change."""
+        """Also scale the norms that matrices keep."""
         if not parameters:
             return
         _, radii, before = self._norms(parameters)
@@ -126,14 +126,14 @@ class MuonHyperball(TensorParallelMuon):
         torch._foreach_mul_(radii, torch.where(before > 0, after / nonzero(before), 1.0).unbind())
 
     def program(self, chunk: Chunk, engine: Engine) -> Program:
-        """The step of some parameters."""
+        """One chunk's step."""
         u = engine.split(chunk.indices, momentum(chunk))
         factors = yield from engine.orthogonalize(chunk.indices, u)
         rotate(chunk, engine, factors)
 
 
 def rotate(chunk: Chunk, engine: Engine, factors: Tensors) -> None:
-    """``W <- R normalize(W - lr R normalize(O))`` for each logical matrix."""
+    """Apply ``W <- R normalize(W - lr R normalize(O))``."""
     if chunk.watch is not None:
         chunk.watch(chunk.indices, factors)
     weights = [weight for batch in chunk.batches for weight in batch.weights]
@@ -155,12 +155,12 @@ def rotate(chunk: Chunk, engine: Engine, factors: Tensors) -> None:
 
 
 def on_spheres(squares: Tensor, inner: Tensor, radii: Tensor, lengths: Tensor) -> Tensor:
-    """``(moves, a, b)`` of each matrix, which if it moves becomes ``(W - a O) b = R normalize(W - lr R normalize(O))``.
+    """Coefficients ``(moves, a, b)`` of each step ``(W - a O) b``.
 
-    The norm of the difference follows from those of its terms, so that one reduction is enough; in fp64, where what
-    they cancel does not matter. Waits for no device.
+    That is ``R normalize(W - lr R normalize(O))``. The norm of the difference follows from those of its terms, so one
+    reduction is enough; fp64 leaves enough digits where they cancel. Waits for no device.
 
-    Vectors in fp64: the squared norms of all ``W`` and then of all ``O``, their inner products, ``R``, and ``lr R``,
+    Takes vectors in fp64: the squared norms of all ``W``, then of all ``O``; their inner products; ``R``; and ``lr R``,
     which is 0 where a matrix stays.
     """
     squared_weights, squared_factors = squares.chunk(2)
@@ -172,7 +172,7 @@ def on_spheres(squares: Tensor, inner: Tensor, radii: Tensor, lengths: Tensor) -
 
 
 def move(shards: Tensors, factors: Tensors, coefficients: Tensor) -> None:
-    """``W <- (W - a O) b`` in place, rounded once, where a matrix moves: see :func:`on_spheres`."""
+    """Apply ``W <- (W - a O) b`` in place, rounded once."""
     pieces: list[tuple[Tensor, ...]] = []  # of few enough rows that a copy is bounded
     for x, factor, each in zip(shards, factors, coefficients.unbind(), strict=True):
         height = max(1, foreach.MOST_BYTES // 4 // max(1, x.shape[1]))

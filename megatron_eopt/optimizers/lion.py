@@ -1,4 +1,4 @@
-"""Lion and Signum: every entry of the update is the sign of a momentum."""
+"""Lion and Signum: updates are signs of a momentum."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ EXP_AVG = "exp_avg"
 
 
 class Signs(BaseOptimizer):
-    """What Lion and Signum have in common: one momentum, and the step; the arguments are those of their groups."""
+    """The step that Lion and Signum share."""
 
     averages: tuple[str, ...] = ()  # settings of a group that are the beta of one
 
@@ -37,7 +37,7 @@ class Signs(BaseOptimizer):
 
     @abstractmethod
     def betas(self, group: dict[str, Any]) -> tuple[float, float]:
-        """Those of the update and of the momentum."""
+        """Return the betas of the update and of the momentum."""
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum."""
@@ -54,7 +54,7 @@ class Signs(BaseOptimizer):
 
 
 class Lion(Signs):
-    """Lion [1]: the sign of an interpolated momentum, with decoupled weight decay.
+    """Lion [1]: signs of interpolated momentum, decoupled weight decay.
 
     For a parameter ``p`` with gradient ``g`` and momentum ``m``, in this order:
 
@@ -98,7 +98,7 @@ class Lion(Signs):
         super().__init__(params, pg_collection, lr=lr, betas=betas, **decay, maximize=maximize)
 
     def betas(self, group: dict[str, Any]) -> tuple[float, float]:
-        """The group's own."""
+        """Return the group's own."""
         return cast(tuple[float, float], group["betas"])
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
@@ -107,7 +107,7 @@ class Lion(Signs):
 
 
 class Signum(Signs):
-    """Signum, signSGD with momentum [1], with decoupled weight decay: Lion with one beta.
+    """Signum [1]: signSGD with momentum and decoupled weight decay.
 
     For a parameter ``p`` with gradient ``g`` and momentum ``m``, in this order:
 
@@ -144,14 +144,14 @@ class Signum(Signs):
         super().__init__(params, pg_collection, lr=lr, momentum=momentum, **decay, maximize=maximize)
 
     def betas(self, group: dict[str, Any]) -> tuple[float, float]:
-        """The momentum takes the gradient in first, and then its sign is taken: one beta serves both."""
+        """One beta serves both."""
         return group["momentum"], group["momentum"]
 
 
 def lion(
     weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], accepted: foreach.Mask, group: dict[str, Any]
 ) -> None:
-    """One step of weights and momenta, those not accepted excepted; does not wait for a GPU.
+    """One step; does not wait for a GPU.
 
     ``u = sign(m + (1 - beta1) (g - m))``, ``m += (1 - beta2) (g - m)``, weight decay, ``w -= lr u``.
     """

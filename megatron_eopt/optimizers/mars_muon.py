@@ -1,4 +1,4 @@
-"""MARS-Muon: Muon of gradients that are corrected by the previous one, for parameters that may be sharded."""
+"""MARS-Muon: Muon of variance-reduced gradients."""
 
 from collections.abc import Mapping, Sequence
 from math import inf
@@ -26,7 +26,7 @@ LARGEST_NORM = 1.0  # of a corrected gradient; the paper has no other
 
 
 class MarsMuon(TensorParallelMuon):
-    """Muon with MARS's variance reduction [1], in its approximate form: one gradient a step, and the previous one kept.
+    """Muon with MARS's variance reduction [1], in its approximate form.
 
     For each parameter ``p`` with gradient ``g``, the gradient ``g_prev`` of its last step, momentum ``m``, and logical
     matrices of scale ``s``, in this order:
@@ -104,7 +104,7 @@ class MarsMuon(TensorParallelMuon):
         return [*super().state_tensors(parameter), *further]
 
     def program(self, chunk: Chunk, engine: Engine) -> Program:
-        """The step of some parameters."""
+        """One chunk's step."""
         decay(chunk)
         c = list[Tensor]()
         for batch in chunk.batches:
@@ -120,17 +120,14 @@ class MarsMuon(TensorParallelMuon):
 
 
 def corrected(gradients: Tensors, previous: Tensors, has_previous: Tensors, strength: float) -> list[Tensor]:
-    """``c = g + strength (g - g_prev)``, and ``c = g`` where there is no previous gradient; each rounded once.
-
-    The paper's ``strength`` is ``gamma beta / (1 - beta)``.
-    """
+    """``c = g + strength (g - g_prev)``; ``g`` without ``g_prev``."""
     start = foreach.masked(previous, gradients, torch.stack(list(has_previous)) > 0)
     torch._foreach_lerp_(start, list(gradients), 1 + strength)
     return start
 
 
 def clipped(engine: Engine, indices: Sequence[int], gradients: list[Tensor]) -> list[Tensor]:
-    """``c / max(1, ||c||_F)`` of each logical matrix of parameters."""
+    """``c / max(1, ||c||_F)`` of each logical matrix."""
     shards = engine.split(indices, gradients)
     matrices = zip(engine.flat(indices), shards, strict=True)
     norms = engine.statistics([StatisticsRequest(matrix=matrix, x=x, squared_norm=True) for matrix, x in matrices])
@@ -139,7 +136,7 @@ def clipped(engine: Engine, indices: Sequence[int], gradients: list[Tensor]) -> 
 
 
 def keep(batch: Batch) -> None:
-    """``g`` becomes ``g_prev``, where it is accepted."""
+    """``g`` becomes ``g_prev`` where it is accepted."""
     previous, has_previous = (list(tensors) for tensors in zip(*batch.further, strict=True))
     torch._foreach_copy_(previous, foreach.masked(batch.gradients, previous, batch.accepted))
     flags = torch.stack(has_previous)

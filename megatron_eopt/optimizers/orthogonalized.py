@@ -1,4 +1,4 @@
-"""Optimizers whose update is an orthogonalized momentum: their step, and the base class that users subclass."""
+"""Base class of optimizers that orthogonalize momentum."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -102,7 +102,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     momentum_dtype: torch.dtype | None  # None for that of each parameter
 
     def __new__(cls, *args: Any, **named: Any) -> Self:
-        """Also refuse names that emerging-optimizers has for arguments that are missing."""
+        """Also refuse emerging-optimizers' names for missing arguments."""
         missing = cls.__init__ is OrthogonalizedOptimizer.__init__ and len(args) < 3 and "momentum_beta" not in named
         renamed = [f"{here} for {there}" for there, here in OTHER_NAMES.items() if there in named]
         if missing and renamed:
@@ -150,39 +150,37 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         super().__init__(params, self._in_own_words(defaults, {}))
 
     def _further_settings(self) -> dict[str, Any]:
-        """Those of ``kwargs`` that a relative knows."""
         return {}
 
     @property
     def use_nesterov(self) -> bool:
-        """Whether groups look ahead that say nothing else."""
+        """The default of groups."""
         return bool(self.defaults[self.nesterov_key])
 
     @property
     def use_decoupled_weight_decay(self) -> bool:
-        """Whether groups have another weight decay than L2 that say nothing else."""
+        """The default of groups."""
         return bool(self.defaults[DECOUPLED])
 
     # Groups.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of matrices; also a ``TypeError`` for a flag that is no bool."""
+        """Add a group of matrices, with flags that are bools."""
         if isinstance(param_group, dict):  # else torch says what is wrong
             self._take_words(param_group, self.defaults)
         super().add_param_group(param_group)
 
     def _take_words(self, group: dict[str, Any], known: Mapping[str, Any]) -> None:
-        """Rename what a group gives, in place: the dict of the user is the group."""
+        """Rename a group's settings in place, in the user's dict."""
         own = self._in_own_words(group, known)
         if own != group:
             group.clear()
             group.update(own)
 
     def _in_own_words(self, given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-        """What a group gives, under the names that this class reads; ``known`` is what it gets where it gives nothing.
+        """A group's settings under this class's names.
 
-        A momentum or a look-ahead under the other of its two names is taken over. Where a group gives one of the two
-        settings of weight decay, the other one follows from it, not from the optimizer's own.
+        A setting of weight decay that a group lacks follows from the other one, not from the defaults.
         """
         own = dict(given)
         pairs = (self.momentum_key, "momentum", "momentum_beta"), (self.nesterov_key, "nesterov", "use_nesterov")
@@ -240,24 +238,23 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             )
 
     def settings_of_groups(self) -> dict[str, Any]:
-        """Among them the kind of weight decay, by its name where the flag says it."""
+        """Also the name of the weight decay's kind."""
         return super().settings_of_groups() | {METHOD: decay_method(type(self).__name__, self.defaults)}
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
-        """The momentum."""
+        """Describe the momentum."""
         return [StateTensor(MOMENTUM_BUFFER, dtype=self.momentum_dtype)]
 
     # The step.
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
-        """The update of one parameter, before the learning rate; the method for subclasses to override.
+        """One parameter's update, before the learning rate; to override.
 
-        An override may take all settings of the group, those that it names, or none. A step calls it for each
-        parameter that has a gradient with entries, before it changes any; while it runs, ``p`` is as it is after its
-        decoupled weight decay.
+        An override may take all settings of the group, some by name, or none. A step calls it for each parameter that
+        has a nonempty gradient, before any is changed; while it runs, ``p`` is as after its decoupled weight decay.
 
         Args:
-            p: the parameter, for what it carries as attributes; or any tensor with these. Not to be written to.
+            p: the parameter, or any tensor with its attributes. Not to be written to.
             grad: its momentum, after the look-ahead; a tensor of its own.
             **group_settings: the settings of its group.
 
@@ -280,25 +277,25 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         return checked("scaled_orthogonalize_fn of a matrix", result, matrix)
 
     def scaled_orthogonalize_fn(self, grad: Tensor) -> Tensor:
-        """The update of one matrix, scaled: for subclasses to override, or to set as emerging-optimizers' do."""
+        """One matrix's scaled update, to override or set."""
         factor = checked("orthogonalize_fn of a matrix", self.orthogonalize_fn(grad), grad)
         return factor * self.scale_factor_fn(*grad.shape[:2])
 
     def orthogonalize_fn(self, matrix: Tensor) -> Tensor:
-        """The orthogonal factor of a matrix; the matrix itself, where the constructor gets no function."""
+        """The orthogonal factor; the matrix itself without a function."""
         return matrix
 
     def scale_factor_fn(self, rows: int, cols: int) -> float:
-        """What multiplies the orthogonal factor; 1 where the constructor gets no function."""
+        """Factor of the orthogonal factor; 1 without a function."""
         return 1.0
 
     def _of_user(self, *names: str) -> list[str]:
-        """Those of these methods that the user has replaced, in a subclass or for this object."""
+        """Which of these methods a user has overridden or set."""
         owners = {name: next(cls for cls in type(self).__mro__ if name in vars(cls)) for name in names}
         return [name for name, cls in owners.items() if name in vars(self) or not cls.__module__.startswith(f"{OURS}.")]
 
     def program(self, chunk: Chunk, engine: Engine) -> Program:
-        """The step of some parameters: see :class:`OrthogonalizedOptimizer`."""
+        """One chunk's step: see :class:`OrthogonalizedOptimizer`."""
         decay(chunk)
         u = momentum(chunk)
         updates = yield from engine.orthogonalize(chunk.indices, u)
@@ -308,7 +305,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         self._take_users(accepted)
 
     def _take_users(self, accepted: Tensor) -> list[Batch]:
-        """A step by an :meth:`orthogonalize` that may be the user's."""
+        """Step by an :meth:`orthogonalize` that may be the user's."""
         session = self._session
         assert session.nonfinite is not None  # a step is made
         of_updates = session.nonfinite.of_updates
@@ -335,7 +332,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         return batches
 
     def _numbers(self) -> dict[Tensor, Numbered]:
-        """What the random bits of each parameter's entries follow from."""
+        """Seeds of each parameter's random rounding."""
         plans = self._session.plans
         if plans.numbered is None or plans.numbered[0] is not self.engine:
             parameters, names = self._parameters(), parameter_names(self.param_groups, shapes=False)
@@ -346,10 +343,9 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         return plans.numbered[1]
 
     def _batches(self, accepted: Tensor, masked: bool = False) -> list[Batch]:
-        """What the step works on, a batch for each group that has something.
+        """The step's batches, one for each nonempty group.
 
-        A CPU has it at once which parameters are accepted, and leaves out the others. With ``masked`` it does not, so
-        that the batches are the same in every step.
+        A CPU leaves out parameters that are not accepted, unless ``masked`` asks for the same batches in every step.
         """
         flags = None if masked or accepted.device.type != "cpu" else accepted.tolist()
         masks = accepted.unbind() if flags is None else ()
@@ -397,18 +393,18 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         return batches
 
     def momentum_of(self, group: Mapping[str, Any]) -> float:
-        """The momentum that the next step of a group has."""
+        """The momentum of a group's next step."""
         return cast(float, group[self.momentum_key])
 
     def _waited_for(self, index: int) -> bool:
-        """Whether other ranks wait for this one's part of a parameter, whether it has a gradient or not."""
+        """Whether other ranks need this one's part, gradient or not."""
         return False
 
     def _weight_decay(self, group: Mapping[str, Any]) -> Scalar:
         return cast(Scalar, group["weight_decay"])
 
     def _further_state(self, parameter: Tensor) -> list[Tensor]:
-        """What is kept of a parameter beside its momentum, and changed in a step: this rank's part."""
+        """Local state beside the momentum that a step changes."""
         known = self._session.plans.further_keys
         if parameter not in known:  # asked in every step
             known[parameter] = [t.key for t in self.state_tensors(parameter) if t.key != MOMENTUM_BUFFER]

@@ -1,4 +1,4 @@
-"""Schedule-Free AdamW: gradients are taken at one point, and what is evaluated is the average of another one's path."""
+"""Schedule-Free AdamW: gradients at one point, evaluation at an average."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ TRAIN_MODE = "train_mode"
 
 
 class ScheduleFreeAdamW(BaseOptimizer):
-    """AdamW without a schedule of the learning rate [1]: use it with a constant one.
+    """AdamW without a schedule [1]: use a constant learning rate.
 
     Three points belong to a parameter. ``z`` makes the steps; ``x`` is the average of its path, which is what to
     evaluate and to export; gradients are taken at ``y = (1 - beta1) z + beta1 x``. **The parameter is at y while
@@ -134,12 +134,12 @@ class ScheduleFreeAdamW(BaseOptimizer):
 
     @property
     def live(self) -> Literal["x", "y"]:
-        """At which point the parameters are: ``y``, where gradients are taken, or ``x``, for evaluation and export."""
+        """Where the parameters are: ``y`` to train, ``x`` to evaluate."""
         return "y" if all(group.get(TRAIN_MODE, True) for group in self.param_groups) else "x"
 
     @property
     def warmup_steps(self) -> int:
-        """Of the first group; setting it sets that of all, as KempnerForge's optimizer has one for all."""
+        """Of the first group; setting it sets that of all."""
         return int(self.param_groups[0]["warmup_steps"])
 
     @warmup_steps.setter
@@ -150,7 +150,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
 
     @torch.no_grad()
     def eval_params(self) -> None:
-        """Set the parameters to ``x``, for evaluation and export; nothing happens where they are."""
+        """Set the parameters to ``x``, for evaluation and export."""
         for group in self.param_groups:
             for parameter in group["params"] if group[TRAIN_MODE] else ():
                 self._begun_state(parameter)  # of all, as train_params() asks for it
@@ -161,7 +161,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
 
     @torch.no_grad()
     def train_params(self) -> None:
-        """Set the parameters back to ``y``, bit for bit, for training; nothing happens where they are."""
+        """Set the parameters back to ``y``, bit for bit."""
         for group in self.param_groups:
             for parameter in group["params"] if not group[TRAIN_MODE] else ():
                 parameter.copy_(self.state[parameter].pop(KEPT))
@@ -171,7 +171,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
 
     @torch.no_grad()
     def average(self, parameter: Tensor) -> Tensor:
-        """``x`` of a parameter, in the dtype of the parameter and as it lies: a copy."""
+        """A copy of ``x``, in the parameter's dtype and layout."""
         if KEPT in (own := self.state.get(parameter, {})) or SCHEDULE not in own:
             return parameter.detach().clone()
         state = self._begun_state(parameter)
@@ -181,11 +181,11 @@ class ScheduleFreeAdamW(BaseOptimizer):
         return state[Z] + (parameter.detach() - state[Z]) / beta1
 
     def exported(self, parameter: Tensor) -> Tensor:
-        """``x``: see :meth:`average`."""
+        """Return ``x``: see :meth:`average`."""
         return self.average(parameter)
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
-        """``z``, ``v``, the numbers of the schedule, ``x`` where it cannot be derived, and in evaluation ``y``."""
+        """``z``, ``v``, the schedule, and ``x`` or ``y`` where needed."""
         group = self.group_of(parameter)
         wide = torch.promote_types(parameter.dtype, torch.float32)
         # below 0.5 y has too little of x in it, and its rounding is multiplied by 1 / beta1
@@ -199,11 +199,14 @@ class ScheduleFreeAdamW(BaseOptimizer):
         ]
 
     def matrix_layouts(self, parameter: Tensor) -> list[Layout]:
-        """One, whatever the shape: nothing of the state is cut otherwise than the parameter."""
+        """Return one column: all state is elementwise."""
         return [on_one_rank((parameter.numel(), 1))]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, of KempnerForge's optimizer too, and its mode; the parameters are those saved with it."""
+        """Load a state and its mode, KempnerForge's too.
+
+        The parameters are those saved with it.
+        """
         state_dict = from_kempnerforge(state_dict)
         saved_groups = [{TRAIN_MODE: True, COUNT: 0, **group} for group in state_dict["param_groups"]]
         state_dict = {**state_dict, "param_groups": saved_groups}
@@ -235,7 +238,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
         super()._check_gradients(parameters)
 
     def _warn_of_schedule(self) -> None:
-        """Say once, on the first rank, that the rate changes; one that is a tensor is not looked at."""
+        """Warn once, on the first rank, that the rate changes."""
         rates = [None if isinstance(group["lr"], Tensor) else group["lr"] for group in self.param_groups]
         known = self._constant if self._constant and len(self._constant) == len(rates) else [None] * len(rates)
         self._constant = [rate if first is None else first for first, rate in zip(known, rates, strict=True)]
@@ -259,7 +262,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
             schedule_free_adamw(some, [self._begun_state(p) for p in some], accepted_of_some, group)
 
     def _begun_state(self, parameter: Tensor) -> dict[str, Any]:
-        """The state of a parameter, whose ``z`` and ``x`` are the parameter itself before its first step."""
+        """A parameter's state; ``z`` and ``x`` start at the parameter."""
         state = self._state_of(parameter, SCHEDULE)
         self._begun = set() if self._begun is None else self._begun
         if parameter not in self._begun:
@@ -274,10 +277,10 @@ class ScheduleFreeAdamW(BaseOptimizer):
 def schedule_free_adamw(
     parameters: Sequence[Tensor], states: Sequence[dict[str, Tensor]], accepted: foreach.Mask, group: dict[str, Any]
 ) -> None:
-    """One step of :class:`ScheduleFreeAdamW`, of parameters that all have an ``x`` or of which none has.
+    """One step; all parameters have an ``x``, or none.
 
-    Where there is none: ``y += share (z - y) - (1 - beta1 (1 - share)) step``, of ``z`` before its step. What is not
-    accepted stays as it is, with all of its state. Nothing waits for a GPU.
+    Without ``x``: ``y += share (z - y) - (1 - beta1 (1 - share)) step``, with ``z`` before its step. Nothing waits for
+    a GPU.
     """
     ys, gradients = [local(p) for p in parameters], [local(p.grad) for p in parameters if p.grad is not None]
     zs, xs, squares = ([local(state[key]) for state in states if key in state] for key in (Z, X, EXP_AVG_SQ))
@@ -333,11 +336,11 @@ def schedule_free_adamw(
 
 
 def from_kempnerforge(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict of KempnerForge's ScheduleFreeAdamW as one of ours; any other as it is. Nothing is written to.
+    """Convert a state dict of KempnerForge's ScheduleFreeAdamW, into a copy.
 
-    Theirs has ``_k`` and ``_warmup_steps`` beside the groups, where torch's ``get_optimizer_state_dict`` leaves them
-    out, and of each parameter ``z``, ``v``, ``x`` and ``weight_sum``, a sum of ``l (1 - beta1)``, where ours is one of
-    ``l``.
+    Theirs has ``_k`` and ``_warmup_steps`` beside the groups, where torch's ``get_optimizer_state_dict`` drops them,
+    and for each parameter ``z``, ``v``, ``x`` and ``weight_sum``, a sum of ``l (1 - beta1)``, where ours sums ``l``.
+    Others are returned as they are.
     """
     if "_k" not in state_dict:
         if any("weight_sum" in state for state in state_dict["state"].values()):

@@ -1,4 +1,4 @@
-"""Scion for hidden matrices: steps to the extreme points of a spectral-norm ball."""
+"""Scion for hidden matrices."""
 
 from collections.abc import Mapping
 from math import inf
@@ -14,7 +14,7 @@ RADIUS = "radius"
 
 
 class Scion(TensorParallelMuon):
-    """Scion [1] for hidden matrices: conditional gradient steps in the operator norm from RMS to RMS.
+    """Scion [1] for hidden matrices: steps in a spectral-norm ball.
 
     For each logical matrix ``W`` (rows x cols, outputs x inputs) with gradient ``g``, in this order:
 
@@ -75,7 +75,7 @@ class Scion(TensorParallelMuon):
         super().__init__(**passed_on(locals()), nesterov=False)
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
-        """The iteration of the matrices of a group, and its radius."""
+        """The iteration of a group's matrices, and its radius."""
         of_group, radius = super().update_settings(group), group.get(RADIUS, self.radius)
         check_scalars(type(self).__name__, {RADIUS: radius}, (RADIUS,))
         if not 0 < radius < inf:
@@ -83,7 +83,7 @@ class Scion(TensorParallelMuon):
         return UpdateSettings(of_group.newton_schulz, "unit_rms_norm", radius)
 
     def settings(self) -> dict[str, Any]:
-        """What a checkpoint says of this optimizer to those who read it."""
+        """Settings that a checkpoint describes."""
         return super().settings() | {"constrained": self.constrained}
 
     def _own_settings(self) -> list[dict[str, Any]]:

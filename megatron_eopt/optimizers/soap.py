@@ -44,8 +44,8 @@ Decay = Literal["decoupled", "independent", "palm"]
 def soap(chunk: Chunk, engine: Engine) -> Generator[None, None, None]:
     """SOAP's step of a chunk, equal matrices as stacks.
 
-    For each matrix ``p`` with gradient ``g``, moments ``M`` and ``V``, factors ``L`` and ``R``, bases ``Q_L`` and
-    ``Q_R``. What is cut is whole between the exchanges: on its compute rank, or on all ranks that share a DTensor.
+    Each matrix ``p`` has a gradient ``g``, moments ``M`` and ``V``, factors ``L`` and ``R``, and bases ``Q_L`` and
+    ``Q_R``. Cut ones are whole between the exchanges, on their compute rank.
     """
     matrices = split(chunk, engine)
     spread = [equal.spread for equal in matrices]
@@ -184,12 +184,12 @@ class SOAP(BaseOptimizer):
         super().__init__(params, {**adam, **decay, **shampoo, **bases, **further})
 
     def settings(self) -> dict[str, Any]:
-        """What a checkpoint says of this optimizer to those who read it."""
+        """Settings that a checkpoint describes."""
         return super().settings() | {"split_qkv": self.split_qkv}
 
     @property
     def matrices_updated(self) -> int:
-        """Those that were worked on: matrices without a factor as well, which get Adam."""
+        """Also counts matrices without a factor, which get Adam."""
         return self._updated
 
     def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
@@ -205,7 +205,7 @@ class SOAP(BaseOptimizer):
         return described
 
     def layout(self, parameter: Tensor) -> Layout:
-        """Where a parameter lies: of a stack each of its matrices, of fewer dimensions this rank's part as a column."""
+        """The layout of a parameter; a vector is a column."""
         if parameter.ndim == 0 or (parameter.ndim == 1 and not isinstance(parameter, DTensor)):
             return on_one_rank((parameter.numel(), 1))
         layout, name = super().layout(parameter), "expt_dp" if is_expert(parameter) else "dp_cp"
@@ -215,11 +215,11 @@ class SOAP(BaseOptimizer):
         return layout if group is None else shared_out(layout, group, joint, name)
 
     def split_of(self, parameter: Tensor) -> Split:
-        """The logical matrices of a parameter; what is no matrix is dealt with elementwise, and so never split."""
+        """The logical matrices of a parameter; others are never split."""
         return WHOLE if parameter.ndim < 2 else super().split_of(parameter)
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
-        """Adam's moments, the second in the eigenbases, the steps, and each matrix' factors and bases, whole."""
+        """Adam's moments, the steps, and each matrix's factors and bases."""
         wide = torch.promote_types(parameter.dtype, torch.float32)
         return [
             StateTensor(EXP_AVG, dtype=wide),
@@ -254,7 +254,7 @@ class SOAP(BaseOptimizer):
         group.setdefault(CLOCK, 0)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state."""
+        """Load a state."""
         super().load_state_dict(state_dict)
         self._based = None
 
@@ -263,10 +263,10 @@ class SOAP(BaseOptimizer):
         return replace(found, layout=self.layout(parameter), split=self.split_of(parameter))
 
     def _planned(self, parameter: Tensor) -> list[Planned]:
-        """How each logical matrix of a parameter is worked on: the same on all ranks that share it.
+        """Plan each logical matrix, alike on all ranks.
 
-        What is cut is dealt to compute ranks, the costliest first, each to the rank that has the least so far. Group by
-        group, so that a further one leaves the state of those before it where it is.
+        Cut matrices are dealt to compute ranks, the costliest first, each to the least loaded rank; group by group, so
+        that a new group moves no state of others.
         """
         if self._plans is None or parameter not in self._plans:
             planned: dict[Tensor, list[Planned]] = {}
@@ -299,7 +299,7 @@ class SOAP(BaseOptimizer):
         self._updated += sum(len(p.plans) for p in parameters if p.parameter.ndim > 1)
 
     def _parameter_steps(self, accepted: Tensor) -> list[ParameterStep]:
-        """What is worked on in this step: the same on all ranks that share a parameter."""
+        """Parameters of this step, alike on all sharing ranks."""
         based = self._based = set() if self._based is None else self._based
         grouped = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
         steps = []
@@ -320,9 +320,10 @@ class SOAP(BaseOptimizer):
 
 
 def _known(parameters: Sequence[ParameterStep], engine: Engine) -> list[list[bool]]:
-    """Which parameters have bases, and which others can make them: of a gradient that is accepted and not zero.
+    """Which parameters have bases, and which can make them now.
 
-    A basis of nothing would turn to that of the gradients to come only step by step.
+    That takes an accepted gradient that is not zero: a basis of nothing would turn to that of later gradients only step
+    by step.
     """
     found = []
     for p in parameters:
@@ -335,10 +336,7 @@ def _known(parameters: Sequence[ParameterStep], engine: Engine) -> list[list[boo
 
 
 def first_moment(equal: EqualMatrices) -> list[Tensor]:
-    """Let the first moment follow the gradient; stacks of gradient and moments, to be handed on.
-
-    It is elementwise, so each rank does it with its shards.
-    """
+    """Update first moments; returns stacked gradients and moments."""
     settings, momentum = equal.settings, stacked(equal.momenta)
     gradient = stacked(equal.gradients).to(momentum.dtype)
     gradient = torch.where(equal.accepted, -gradient if settings["maximize"] else gradient, 0.0)
@@ -350,7 +348,7 @@ def first_moment(equal: EqualMatrices) -> list[Tensor]:
 
 
 def updated(equal: EqualMatrices, gradient: Tensor, momentum: Tensor, squares: Tensor) -> list[Tensor]:
-    """Updates and second moments of whole matrices, whose factors and bases follow; nothing where no matrix moves."""
+    """Update factors and bases; returns updates and second moments."""
     update: Tensor | None = squares if equal.moves else None
     if own := equal.members[equal.own]:
         sides = [[[p.state[key] for key in p.plans[i].sides[dim]] for p, i in own] for dim in (0, 1)]

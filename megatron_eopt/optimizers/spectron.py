@@ -1,4 +1,4 @@
-"""Spectron: weights of low rank, each the product of two factors that take steps bounded by their spectral norms."""
+"""Spectron: low-rank weights with spectrally bounded steps of factors."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ Program = Iterator[list[FactorStack]]
 
 
 def of_weights(weights: list[Tensor], indices: list[int], factors: list[FactorStack], engine: Engine) -> Program:
-    """Spectron's step of weights ``W = A B^T`` with gradients ``G``, whose factors are state."""
+    """Step weights ``W = A B^T`` whose factors are state."""
     shards = engine.split(indices, [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in weights])
     for A, B in batched(factors, 2):
         G = torch.stack([shards[i] for i in A.pairs]).to(A.values[0].dtype)
@@ -66,7 +66,7 @@ def of_weights(weights: list[Tensor], indices: list[int], factors: list[FactorSt
 
 
 def of_pairs(parameters: list[Tensor], indices: list[int], factors: list[FactorStack], engine: Engine) -> Program:
-    """Spectron's step of parameters that are ``A`` and ``B`` themselves, with gradients ``gA`` and ``gB``."""
+    """Step parameters that are ``A`` and ``B`` themselves."""
     for some in factors:
         of_some = zip(some.parameters, some.momenta, strict=True)  # averaged with itself a momentum stays as it is
         some.gradients = [m if p.grad is None else local(p.grad) for p, m in of_some]
@@ -74,7 +74,7 @@ def of_pairs(parameters: list[Tensor], indices: list[int], factors: list[FactorS
 
 
 def step_of_factors(factors: Sequence[FactorStack], engine: Engine, power_steps: int) -> None:
-    """The step of factors, the first ones of equal pairs and then their second ones; waits for no GPU."""
+    """Step first factors of equal pairs, then their second ones."""
     cut = [some for some in factors if some.summed_over]
     sums = engine.sums([some.gradients for some in cut], [some.summed_over for some in cut])
     for some in cut:
@@ -114,7 +114,7 @@ KINDS = {  # by the setting "pairs" of a group
 
 
 class Spectron(BaseOptimizer):
-    """Spectron [1]: ``W = A B^T`` of rank ``r``, whose factors take orthogonalized steps of a bounded product.
+    """Spectron [1]: orthogonalized, bounded steps of low-rank factors of weights.
 
     For a weight ``W`` (m x n) with gradient ``G`` and its factors ``A`` (m x r) and ``B`` (n x r), in this order:
 
@@ -209,24 +209,24 @@ class Spectron(BaseOptimizer):
         super().__init__(params, {**defaults, "pairs": False})
 
     def settings(self) -> dict[str, Any]:
-        """What a checkpoint says of this optimizer to those who read it."""
+        """Settings that a checkpoint describes."""
         coefficients, precision = list(map(list, self.newton_schulz.schedule)), self.newton_schulz.fp32_matmul_prec
         own = {key: getattr(self, key) for key in ("num_power_iterations", "split_qkv", "tp_mode")}
         return super().settings() | {"coefficients": coefficients, "fp32_matmul_prec": precision} | own
 
     def settings_of_groups(self) -> dict[str, Any]:
-        """Also those of the iteration; whether a group is of pairs is no setting, but says what its parameters are."""
+        """Also those of the iteration; ``pairs`` is no setting."""
         own = {key: value for key, value in super().settings_of_groups().items() if key != "pairs"}
         iteration = self.newton_schulz
         return own | {group_settings.STEPS: iteration.steps, group_settings.COEFFICIENTS: iteration.coefficient_type}
 
     @property
     def projection_errors(self) -> dict[str, float]:
-        """``||W - A B^T||_F / ||W||_F`` of the projections that were made, by parameter, of its worst matrix."""
+        """Parameter -> ``||W - A B^T||_F / ||W||_F`` of its worst matrix."""
         return dict(self._errors)
 
     def explain(self) -> str:
-        """The plan by which factors are orthogonalized, as a table. All ranks ask together."""
+        """The plan for factors, a table; all ranks ask."""
         self.prepare()
         return self._factors.explain()
 
@@ -236,11 +236,11 @@ class Spectron(BaseOptimizer):
 
     @property
     def matrices_updated(self) -> int:
-        """All of them are updated."""
+        """Counts all matrices."""
         return self.newton_schulz_calls
 
     def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
-        """The logical matrices of each parameter; the size of their updates follows from the factors."""
+        """The logical matrices of each parameter."""
         if settled:
             self.prepare()
         engine, factored = (self._factors, self._factored) if settled else self._proposed_factors()
@@ -256,7 +256,7 @@ class Spectron(BaseOptimizer):
         return described
 
     def prepare(self) -> Engine:
-        """Also settle how factors are orthogonalized; the engine that is returned is that of the parameters."""
+        """Also settle the factors; returns the engine of the parameters."""
         engine = super().prepare()
         if self._prepared is not engine:
             for parameter, state in self.state.items():
@@ -276,7 +276,7 @@ class Spectron(BaseOptimizer):
         return engine
 
     def kernel_times(self) -> Tensor:
-        """Those of the factors."""
+        """Times for the factors."""
         return times(*self._proposed_factors()[0].stacks())
 
     def _iteration(self, group: Mapping[str, Any]) -> NewtonSchulz:
@@ -290,7 +290,7 @@ class Spectron(BaseOptimizer):
         return ParamSpec(name, dtype, self.layout(parameter), self.split_of(parameter))
 
     def _proposed_factors(self) -> tuple[Engine, dict[Tensor, Factored]]:
-        """The engine of the factors before ranks agree on it, and the factors of each parameter."""
+        """Factors and their engine, before ranks agree on it."""
         factored: dict[Tensor, Factored] = {}
         described: list[ParamSpec] = []
         known: dict[Layout, Layout] = {}
@@ -312,7 +312,7 @@ class Spectron(BaseOptimizer):
         ]
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
-        """Also rows of the first factor of each logical matrix; what is a factor itself is scaled as it is."""
+        """Also scale rows of the first factors."""
         self.prepare()
         super().scale_rows(parameters, factors)
         for parameter, factor in zip(parameters, factors, strict=True):
@@ -322,13 +322,13 @@ class Spectron(BaseOptimizer):
                 scale_rows(self._tensors(parameter, A)[0], of_matrices[A.number][:, 0])
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
-        """Factors, their momenta and singular vectors, for each logical matrix; of a factor what it has of these."""
+        """Factors, momenta and singular vectors; without factors for pairs."""
         factors = self._factors_of(parameter, self.matrix_layouts(parameter))
         projected = [StateTensor(PROJECTED, (), 0, factors[0].dtype)] if factors[0].in_state else []
         return [*projected, *(tensor for each in factors for tensor in each.kept)]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state: of a weight that was projected the factors, which are not computed anew."""
+        """Load a state; projected weights keep its factors."""
         for number, (own, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=False)):
             for key in ("rank", "pairs"):
                 if saved.get(key, own[key]) != own[key]:
@@ -405,13 +405,13 @@ class Spectron(BaseOptimizer):
                 yield kind.program(list(factored), [own.index for own in factored.values()], factors, self.engine)
 
     def _tensors(self, parameter: Tensor, factor: Factor) -> list[Tensor]:
-        """A factor, its momentum and its singular vector, as this rank holds them."""
+        """A factor, its momentum and singular vector, local."""
         state = self._state_of(parameter, factor.kept[-1].key)
         value = [] if factor.in_state else [parameter]
         return [local(x) for x in (*value, *(state[tensor.key] for tensor in factor.kept))]
 
     def _project(self, waiting: Sequence[Tensor], flags: Mapping[Tensor, Tensor]) -> None:
-        """Take the factors from the weights that step for the first time; waits for the device while there are any."""
+        """Project weights in their first step; the host waits."""
         # also with lr=0: torch loads a checkpoint into what such a step makes
         kept = [self._state_of(p, PROJECTED)[PROJECTED] for p in waiting]
         begin = [flags[p] & (self.group_of(p)["lr"] > 0) for p in waiting]

@@ -1,7 +1,6 @@
-"""The step of an optimizer whose updates a method of the user's makes, one parameter after another.
+"""A step whose updates a user's method makes.
 
-All updates come before anything is changed: the program of the optimizer runs on copies of weights and state, and what
-it makes of them is written when every update is there.
+The program runs on copies of weights and state, which are written back when every update is there.
 """
 
 import inspect
@@ -27,16 +26,15 @@ def users_step(
     accept: Callable[[Mapping[int, Tensor]], Tensor],
     changing: Callable[[bool], None],
 ) -> None:
-    """Make a step by a user's ``orthogonalize(p, u, **settings)``, which returns the update of a parameter.
+    """Step by a user's ``orthogonalize(p, u, **settings)``.
 
     Args:
         batches: all that the step works on.
         engine: of the parameters.
         program: of the optimizer, which gets updates where it asks for orthogonal factors.
         orthogonalize: the user's. While it runs, ``p`` is as it is after its weight decay.
-        accept: tells which of the updates, by the indices of their parameters, are finite on all ranks: a vector over
-            all parameters of the optimizer.
-        changing: is told when weights or state begin to be changed, and when they are again as they were.
+        accept: maps updates, by parameter index, to flags of all parameters: finite on all ranks.
+        changing: is told when changes of weights or state begin, and when they are undone.
 
     Raises:
         ValueError: for an update that cannot be subtracted from its parameter.
@@ -64,7 +62,7 @@ def users_step(
 
 
 def _changed(batch: Batch) -> list[list[Tensor]]:
-    """What a program writes to: weights, momenta, and each kind of further state, of all parameters."""
+    """What a program writes: weights, momenta and other state."""
     return [batch.weights, batch.momenta, *map(list, zip(*batch.further, strict=True))]
 
 
@@ -82,7 +80,7 @@ def _updates(
     orthogonalize: Callable[..., Tensor],
     changing: Callable[[bool], None],
 ) -> Iterator[Tensor]:
-    """What ``orthogonalize`` makes of each parameter, as copies: it may write to the same memory again."""
+    """Copies of each parameter's update, since users may reuse memory."""
     taken = list(inspect.signature(orthogonalize).parameters.values())
     takes_all = any(each.kind is each.VAR_KEYWORD for each in taken)
     by_name = {each.name for each in taken[2:] if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}

@@ -1,4 +1,4 @@
-"""One optimizer of plain torch with two inside: one of matrices, and AdamW for all other parameters."""
+"""Muon, or another optimizer of matrices, with AdamW inside."""
 
 import inspect
 import itertools
@@ -35,7 +35,7 @@ Group = dict[str, Any]
 
 
 class Muon(Optimizer):
-    """Muon for matrices and AdamW for the rest, in one optimizer of plain torch.
+    """Muon for matrices, AdamW for the rest: one torch optimizer.
 
     For a matrix ``W`` (m x n) with gradient ``g``, in this order:
 
@@ -132,12 +132,12 @@ class Muon(Optimizer):
 
     @classmethod
     def around(cls, matrices: BaseOptimizer, adam_params: ParamsT, adam_settings: Mapping[str, Any]) -> Self:
-        """An optimizer of matrices, whichever, in place of Muon, with AdamW for the rest.
+        """Combine an optimizer of matrices with AdamW for the rest.
 
         Args:
-            matrices: with at least one parameter.
+            matrices: any of this package's, with at least one parameter.
             adam_params: as for :class:`Muon`.
-            adam_settings: arguments of ``torch.optim.AdamW``, whose defaults the others have.
+            adam_settings: arguments of ``torch.optim.AdamW``.
 
         Raises:
             TypeError: for ``matrices`` that are no optimizer of matrices of this package.
@@ -181,9 +181,9 @@ class Muon(Optimizer):
 
     @property
     def param_groups(self) -> list[Group]:
-        """Groups of the matrices; torch's GradScaler gets AdamW's too.
+        """Groups of the matrices; for torch's GradScaler also AdamW's.
 
-        It unscales what it finds here, and asks an optimizer nothing else before. So it is told by the function's name.
+        It unscales what it finds here and asks nothing else before, so its function is recognized by name.
         """
         own: list[Group] = self.__dict__["param_groups"]
         return [*own, *self._adam_groups] if sys._getframe(1).f_code.co_name == "_unscale_grads_" else own
@@ -194,7 +194,6 @@ class Muon(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """As in the optimizer of the matrices, of all parameters."""
         if not self.matrices._session.scalable:
             check_scalable([*self.param_groups, *self._adam_groups], self.matrices.pg_collection)
         return self.matrices._step_supports_amp_scaling
@@ -222,7 +221,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Step the matrices, then AdamW. What one of the two cannot take is refused before anything is changed."""
+        """Step the matrices, then AdamW; both check their gradients before."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -252,7 +251,7 @@ class Muon(Optimizer):
             self.adamw.step()
 
     def _warn_of_rates(self, rates: Sequence[Any]) -> None:
-        """Say once that a rate of AdamW was set and is overwritten; one that is a tensor is not looked at."""
+        """Warn once that a step overwrites an AdamW rate."""
         for index, (old, group) in enumerate(zip(self._adam_rates, self._adam_groups, strict=False)):
             if self._warned or isinstance(old, Tensor) or isinstance(group["lr"], Tensor) or group["lr"] == old:
                 continue
@@ -265,14 +264,14 @@ class Muon(Optimizer):
 
     @property
     def _carrier(self) -> Tensor:
-        """The matrix whose state holds AdamW's; torch's checkpoints drop the state of a frozen one."""
+        """The matrix that carries AdamW's state; checkpoints drop frozen ones'."""
         parameters = self.matrices._parameters()
         return next((p for p in parameters if p.requires_grad), parameters[0])
 
     def _carry(self) -> None:
-        """Let the first matrix and the first group hold AdamW's state and settings; what is not there yet is zero.
+        """Put AdamW's state into the first matrix and group.
 
-        What replaced a tensor there becomes AdamW's: users' loops move a state, or change it.
+        Tensors that users put in their place there become AdamW's.
         """
         if self.adamw is None:
             return
@@ -296,7 +295,7 @@ class Muon(Optimizer):
         self.param_groups[0][ADAMW] = {INITIAL_LR: self.initial_lr, "param_groups": settings}
 
     def _adam_names(self) -> list[list[str]]:
-        """Names of AdamW's parameters, for each group; their indices where not each has a name of its own.
+        """Names of AdamW's parameters by group, unique or indices.
 
         Names have no dots, at which torch's flat form of a state would divide them.
         """
@@ -309,13 +308,13 @@ class Muon(Optimizer):
         return [[name.replace(".", "/") for name in of_group] for of_group in known]
 
     def state_dict(self) -> dict[str, Any]:
-        """Both states: see the class."""
+        """Return both states: see the class."""
         self.matrices.refuse_half_step()
         self._carry()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over both states, as :meth:`state_dict` gave them, or KempnerForge's Muon did.
+        """Load both states, also from KempnerForge's Muon.
 
         That has AdamW's under ``_adam_state``, and the initial rates as ``_initial_lr`` and ``_initial_adam_lr``.
         """
@@ -342,7 +341,7 @@ class Muon(Optimizer):
             post_hook(self)
 
     def _apart(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], float]:
-        """State dicts of the matrices and of AdamW, and the matrices' initial rate."""
+        """State dicts of both optimizers, and the matrices' initial rate."""
         groups = [{**self.defaults, **group} for group in state_dict["param_groups"]]
         settings = [group.pop(ADAMW) for group in groups if ADAMW in group]
         state = {key: dict(of_one) for key, of_one in state_dict["state"].items()}
@@ -382,7 +381,7 @@ class Muon(Optimizer):
         return {"state": state, "param_groups": groups}, of_adamw, float(initial_lr)
 
     def _in_own_order(self, saved: Sequence[Group]) -> list[Group]:
-        """Groups of AdamW that were saved, in the order of this optimizer's names; as they are where one has none."""
+        """AdamW's saved groups in the order of this optimizer's names."""
         own, found = self._adam_names(), [list(group["params"]) for group in saved]
         if list(map(set, found)) == list(map(set, own)):
             return [{**group, "params": names} for group, names in zip(saved, own, strict=True)]
@@ -395,25 +394,24 @@ class Muon(Optimizer):
         return list(saved)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled and copied: groups and state stay the objects that the matrices have."""
         own = {"matrices": self.matrices, "adamw": self.adamw, "initial_lr": self.initial_lr}
         return {**super().__getstate__(), **own}
 
 
 class HeavyBallMuon(TensorParallelMuon):
-    """The matrices of :class:`Muon`: Muon of a momentum that is no average, for two dimensions or more."""
+    """The matrices of :class:`Muon`, with heavy-ball momentum and any dimensions."""
 
     def _further_settings(self) -> dict[str, Any]:
         return {NS_STEPS: self.newton_schulz.steps}
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
-        """As in Muon; a group has its steps as ``ns_steps``, and may not have them by the other name too."""
+        """As in Muon, with the steps as ``ns_steps`` alone."""
         if STEPS in group:
             raise ValueError(f"the Newton-Schulz steps of a group are {NS_STEPS!r} here, not {STEPS!r}")
         return super().update_settings({**group, STEPS: group[NS_STEPS]} if NS_STEPS in group else group)
 
     def program(self, chunk: Chunk, engine: Engine) -> Program:
-        """The step of some parameters, as the matrices that they are read as: Muon's with another momentum."""
+        """One chunk's step, of parameters read as matrices."""
         decay(chunk)
         parameters = [p for batch in chunk.batches for p in batch.parameters]
         several = zip(parameters, momentum(chunk, heavy_ball), strict=True)
@@ -422,7 +420,7 @@ class HeavyBallMuon(TensorParallelMuon):
         subtract(chunk, engine, scaled(factors, chunk.scales))
 
     def layout(self, parameter: Tensor) -> Layout:
-        """The layout of a parameter, as the matrix that it is read as."""
+        """The layout of a parameter, read as a matrix."""
         if _is_flattened(parameter) and not isinstance(parameter, DTensor):
             parameter = parameter.detach().flatten(1)
         return super().layout(parameter)
@@ -442,7 +440,7 @@ HeavyBallMuon.__name__ = "Muon"  # what users built, for messages; pickles go by
 
 
 def state_key(name: str, key: str) -> str:
-    """Where the state of the first matrix holds a tensor of AdamW; torch's flat form of a nested dict has the same."""
+    """AdamW's key in the first matrix's state."""
     return f"{ADAMW}.{name}.{key}"
 
 
@@ -451,7 +449,7 @@ def _is_flattened(parameter: Tensor) -> bool:
 
 
 def listed(params: Any) -> list[Any]:
-    """Parameters or groups as a list."""
+    """List parameters or groups."""
     if isinstance(params, Tensor | set):  # a set has no order
         raise TypeError(f"parameters come as an ordered list, or as a list of groups, got a {type(params).__name__}")
     return list(params)

@@ -48,10 +48,7 @@ class Moment:
 
 
 def average(moments: Sequence[Moment], values: list[Tensor] | tuple[Tensor, ...]) -> list[Tensor]:
-    """Average values into second moments, which it returns.
-
-    ``v += (1 - beta2) (value - v)``. Writes to ``values``: what exceeds fp32 counts as its largest number.
-    """
+    """``v += (1 - beta2) (value - v)``, overwriting ``values``; returns all ``v``."""
     vs, flags = [m.v for m in moments], [m.accepted for m in moments if isinstance(m.accepted, Tensor)]
     torch._foreach_clamp_max_(values, torch.finfo(torch.float32).max)  # an infinity would stay in v for ever
     new = foreach.masked(values, vs, torch.stack(flags) if flags else None)
@@ -116,7 +113,6 @@ def namo(moments: Sequence[Moment], squared_gradients: Tensor, squared_updates: 
 
 
 def _tall(shape: Shape) -> bool:
-    """Whether NorMuon keeps statistics of rows; squares count as tall."""
     return shape[0] >= shape[1]
 
 
@@ -132,9 +128,6 @@ def _squared_norms(engine: Engine, matrices: Sequence[Matrix], *shards: Tensors)
 
 
 def _alignment(factor: Tensor, update: Tensor) -> Tensor:
-    """-
-    ~ TensorParallelAdaptiveMuon
-    """
     return torch.where(update > 0, factor / update, 0.0).sqrt()
 
 
@@ -296,7 +289,6 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
     def _second_moment(
         self, chunk: Chunk, engine: Engine, factors: list[Tensor], updates: Tensors, scales: list[float]
     ) -> list[Tensor]:
-        """``U`` of each logical matrix, times its scale, in place."""
         indices, moments = chunk.indices, list[Moment]()
         for batch in chunk.batches:
             beta2, eps = batch.settings["beta2"], batch.settings["eps"]

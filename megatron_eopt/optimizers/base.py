@@ -115,10 +115,7 @@ class BaseOptimizer(Optimizer):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for pickles and copies: torch's, and public attributes.
-
-        A copy shares the process groups; they cannot be pickled.
-        """
+        """Public attributes and torch's state; copies share process groups."""
         self.refuse_half_step()
         return packed(vars(self)) | super().__getstate__()
 
@@ -162,10 +159,7 @@ class BaseOptimizer(Optimizer):
 
     @abstractmethod
     def _take(self, accepted: Tensor) -> None:
-        """Make the step of parameters for which ``accepted`` is True.
-
-        ``_session.changing`` is set before parameters or state are changed.
-        """
+        """Step accepted parameters; ``_session.changing`` is set before any changes."""
 
     def settings(self) -> dict[str, Any]:
         """Plain settings that a checkpoint describes."""
@@ -200,10 +194,7 @@ class BaseOptimizer(Optimizer):
         return 0
 
     def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
-        """The logical matrices of each parameter, if updates are counted.
-
-        With ``settled``, the other ranks are there to agree on plans.
-        """
+        """Each parameter's logical matrices; ``settled`` agrees on plans."""
         return {}
 
     def explain_proposed(self) -> str | None:
@@ -211,10 +202,7 @@ class BaseOptimizer(Optimizer):
         return None
 
     def _check_settings(self, group: dict[str, Any]) -> None:
-        """Refuse settings of a group that no step could use.
-
-        Each step calls it, so it waits for no device. Unknown settings are the user's, and may be anything.
-        """
+        """Refuse settings that no step could use, without waiting."""
         cls: type = type(self)
         known = {key: group[key] for key in self.defaults if key in group and key not in self.users_settings}
         group_settings.check_flags(cls, known)
@@ -229,7 +217,6 @@ class BaseOptimizer(Optimizer):
         group_settings.check_rates(type(self).__name__, group)
 
     def _check_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Refuse, by a ``ValueError``, gradients that the optimizer cannot take."""
         check_gradients(type(self).__name__, parameters, self.param_groups)
 
     def _described(self, name: str, parameter: Tensor) -> ParamSpec:

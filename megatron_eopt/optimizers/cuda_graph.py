@@ -31,10 +31,7 @@ def capture_cuda(run: Replay, device: torch.device | None = None) -> Replay:
 
 
 class GraphedUpdate:
-    """Runs an update through a graph captured once.
-
-    The update reads masked batches and does not wait for the device. ``capture`` is :func:`capture_cuda` by default.
-    """
+    """Runs an update of masked batches through a CUDA graph."""
 
     def __init__(
         self, update: Callable[[Sequence[Batch]], None], capture: Callable[[Replay], Replay] | None = None

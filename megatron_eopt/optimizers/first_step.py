@@ -45,9 +45,7 @@ def note_others[Kind: Optimizer](optimizer: Kind, names: Sequence[str], paramete
 
 
 def warn_of_fp16(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-    """-
-    Warn of parameters in fp16, whose range is too small.
-    """
+    """Warn of parameters in fp16, whose range is too small."""
     if half := [name for name, p in zip(names, parameters, strict=True) if p.dtype == torch.float16]:
         logger.warning(
             f"{listed(half)}: in fp16, gradients and state below 6e-8 become 0 (AdamW's eps of 1e-8 too) and those "

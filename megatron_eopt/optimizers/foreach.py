@@ -123,11 +123,8 @@ def _column(x: Tensor, some: Sequence[int], like: Tensor) -> Tensor:
 def active(
     groups: Sequence[dict[str, Any]], accepted: Tensor, kind: Callable[[Tensor], object] = lambda p: None
 ) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...], Mask]]:
-    """Batches ``(group, parameters, mask)`` of equal parameters with gradients.
-
-    A batch is as large as a bounded copy, or on a CPU as its cache, allows. A CPU leaves out what is not accepted.
-    """
-    on_cpu = accepted.device.type == "cpu"
+    """Bounded batches ``(group, parameters, mask)`` of equal parameters with gradients."""
+    on_cpu = accepted.device.type == "cpu"  # which knows what is not accepted, and leaves it out
     flags, most = iter(accepted.tolist() if on_cpu else accepted.unbind()), IN_CACHE if on_cpu else MOST_BYTES
     for group in groups:
         kinds: dict[tuple[object, ...], list[tuple[Tensor, Any]]] = {}

@@ -22,9 +22,7 @@ logger = logging.getLogger(__name__)
 
 OURS = __name__.partition(".")[0]
 
-Scalar = float | Tensor
-"""A number, or a tensor of one entry on the device of the parameters, which in a group has no dimensions."""
-
+Scalar = float | Tensor  # a tensor of one entry, on the device of the parameters
 NUMBER = float | int | Tensor | Real  # those that are there mostly come first
 
 DecayMethod = Literal["decoupled", "l2", "independent", "palm"]

@@ -28,28 +28,27 @@ RADIUS = "radius"  # kept of each logical matrix
 class MuonHyperball(TensorParallelMuon):
     """Muon whose matrices move on spheres, without weight decay [1].
 
-    For each logical matrix ``W``, where ``R`` is the Frobenius norm that it has before the first step, ``O`` the
-    orthogonal factor of its momentum as in
-    :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`, and ``normalize(X) = X / ||X||_F``::
+    Each logical matrix ``W`` has a radius ``R``, its Frobenius norm before the first step. With ``O`` the orthogonal
+    factor of its momentum, as in :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`, and
+    ``normalize(X) = X / ||X||_F``::
 
         W <- R normalize(W - lr R normalize(O))
 
     A step turns the matrix by an angle of about ``lr``, whatever its size and shape. Norms are those of the global
-    matrix, from one all-reduce of a step for each group of ranks. ``R`` is a state in fp64, found in the first step and
-    saved, and changed by :meth:`scale_rows` alone, so a parameter in bf16 strays from its sphere by its rounding alone,
-    which does not add up; but it needs fp32 for steps smaller than that rounding, as Megatron keeps it.
+    matrix, from one all-reduce of a step for each group of ranks. ``R`` is saved state in fp64, and only
+    :meth:`scale_rows` changes it, so rounding of a bf16 parameter does not add up; but steps smaller than that rounding
+    need fp32, as Megatron keeps it.
 
     A matrix stays as it is, bit for bit, where ``lr`` or the update is zero, where the step would end in the center,
     and where its gradient is missing or not finite.
 
     Args:
-        params: matrices, or groups of them, each of which may have its own ``lr``, ``momentum``, ``num_ns_steps`` and
-            ``coefficient_type``. Parameters are not scaled, so they are to have their initial values by the first step.
+        params: matrices, or groups of them with their own ``lr``, ``momentum``, ``num_ns_steps`` or
+            ``coefficient_type``; they have their initial values by the first step.
         lr: learning rate, at least 0: the length of a step relative to the norm of its matrix.
         momentum: of the exponential moving average, in [0, 1).
         nesterov: whether to look ahead.
-        weight_decay: 0, since a decay along the matrix is undone by the return to its norm; here for those who fill it
-            from a config.
+        weight_decay: 0, since the norm is kept anyway; here for those who fill it from a config.
         **transport: see :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
     Raises:
@@ -93,7 +92,6 @@ class MuonHyperball(TensorParallelMuon):
         super()._take(accepted)
 
     def _find_radii(self) -> None:
-        """Measure matrices without a radius, on all ranks together."""
         matrices, radii, norms = self._norms(self._parameters())
         known_radii = torch.stack(radii)
         for matrix, radius, norm in zip(matrices, *torch.stack([known_radii, norms]).tolist(), strict=True):

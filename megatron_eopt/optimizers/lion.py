@@ -15,8 +15,7 @@ from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice
 
-EXP_AVG = "exp_avg"
-"""Name of the momentum: the one that Megatron-Core gives it where it creates the state itself."""
+EXP_AVG = "exp_avg"  # the momentum, named as where Megatron-Core creates the state itself
 
 
 class Signs(BaseOptimizer):
@@ -64,9 +63,9 @@ class Lion(Signs):
     3. ``m <- beta2 m + (1 - beta2) g``.
 
     Every entry moves by ``lr``, or not at all where the interpolation is zero, so ``lr`` is usually 3 to 10 times
-    smaller than AdamW's and ``weight_decay`` as much larger. All of it is elementwise: parameters of any shape, and
-    shards and DTensors as they lie. Gradients are never written to, and a parameter without one is left as it is, and
-    so is one whose gradient is not finite: see :mod:`~megatron_eopt.optimizers.nonfinite`.
+    smaller than AdamW's and ``weight_decay`` as much larger. All is elementwise: parameters of any shape, shards and
+    DTensors. Gradients are not written to. A parameter stays as it is where its gradient is missing or not finite: see
+    :mod:`~megatron_eopt.optimizers.nonfinite`.
 
     Args:
         params: parameters, or groups of them.
@@ -115,8 +114,7 @@ class Signum(Signs):
     2. ``m <- beta m + (1 - beta) g``;
     3. ``p -= lr * sign(m)``.
 
-    Everything else is as in :class:`~megatron_eopt.optimizers.lion.Lion`: what is said there of rates, shards, DTensors
-    and gradients that are left out, the state, and the other arguments.
+    All else is as in :class:`~megatron_eopt.optimizers.lion.Lion`, which has two betas.
 
     Args:
         momentum: ``beta``, in [0, 1); 0 is signSGD.
@@ -151,10 +149,7 @@ class Signum(Signs):
 def lion(
     weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], accepted: foreach.Mask, group: dict[str, Any]
 ) -> None:
-    """One step; does not wait for a GPU.
-
-    ``u = sign(m + (1 - beta1) (g - m))``, ``m += (1 - beta2) (g - m)``, weight decay, ``w -= lr u``.
-    """
+    """One step of weights and momenta; waits for no device."""
     lr, (beta1, beta2) = group["lr"], group["betas"]
     weight_decay, method = group["weight_decay"], group["weight_decay_method"]
     if group["maximize"]:

@@ -32,27 +32,25 @@ class MarsMuon(TensorParallelMuon):
     matrices of scale ``s``, in this order:
 
     1. weight decay: ``p -= lr * weight_decay * p``;
-    2. the correction: ``c = g + gamma * beta / (1 - beta) * (g - g_prev)``, or ``c = g`` in the first step
-       (and behind steps with a rate of 0 alone, such as torch makes to create state);
+    2. the correction: ``c = g + gamma * beta / (1 - beta) * (g - g_prev)``, or ``c = g`` up to the first
+       step with a rate above 0;
     3. the clipping: ``c / ||c||_F`` takes the place of ``c``, for each whole logical matrix whose norm is above 1;
     4. its momentum: ``m += (1 - beta) (c - m)``, and ``u = m``, or ``u = (1 - beta) c + beta m`` with ``nesterov``;
     5. Muon's update: ``p -= lr * s O``, with ``O`` the orthogonal factor of each whole logical matrix of ``u``;
     6. ``g`` is kept as ``g_prev``.
 
-    The correction lets the momentum lag less behind the gradient. In this form ``gamma = 1`` would make it the last
-    gradient itself, so ``gamma`` is small. (The exact form takes ``g_prev`` with the batch of ``g``, at the price of a
-    second backward pass in each step.)
+    The correction lets the momentum lag less behind the gradient. ``gamma = 1`` would make it the last gradient itself,
+    so ``gamma`` is small. (The exact form takes ``g_prev`` with the batch of ``g``, by a second backward pass in each
+    step.)
 
     Norms are those of the global logical matrices, from one all-reduce of a step for each group of ranks, so the update
-    at TP=k is the update at TP=1. ``g_prev`` is as the optimizer was given it, after Megatron's ``--clip-grad``, of the
-    shape and dtype of ``m``, and saved beside it. A gradient that is missing or not finite leaves parameter and state
-    as they are: the next one is compared with the last that was taken. A step needs memory for one further copy of all
-    gradients.
-
-    L2 decay is added to the clipped ``c``, so that ``g_prev`` is a gradient of the loss alone.
+    at TP=k is the update at TP=1. ``g_prev`` is as the optimizer was given it, after Megatron's ``--clip-grad``, and
+    has the shape and dtype of ``m``. Where a gradient is missing or not finite, parameter and state stay as they are.
+    L2 decay is added to the clipped ``c``, so that ``g_prev`` is a gradient of the loss alone. A step needs memory for
+    one further copy of all gradients.
 
     Args:
-        params: matrices, or groups of them, each of which may have its own ``gamma`` beside what Muon's may have.
+        params: matrices, or groups of them, which may have their own ``gamma`` beside what Muon's may have.
         lr: learning rate, at least 0.
         momentum: ``beta``, of the exponential moving average, in [0, 1).
         nesterov: whether to look ahead, as Muon does and the paper does not.

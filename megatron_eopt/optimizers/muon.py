@@ -55,10 +55,7 @@ class Chunk:
 
 
 def muon(chunk: Chunk, engine: Engine) -> Program:
-    """Muon's step of a chunk, of matrices with scale ``s``.
-
-    Where it waits for other ranks, another chunk's program runs: see :mod:`~megatron_eopt.parallel.scheduler`.
-    """
+    """Muon's step of a chunk; ``s`` are scales of matrices."""
     decay(chunk)  # p -= lr * weight_decay * p
     u = engine.split(chunk.indices, momentum(chunk))  # m += (1 - beta) (g - m);  u = (1 - beta) g + beta m
     factors = yield from engine.orthogonalize(chunk.indices, u)  # O of each whole logical matrix

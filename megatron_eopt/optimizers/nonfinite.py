@@ -139,10 +139,7 @@ def to_host(x: Tensor, device: torch.device) -> Callable[[], Tensor]:
 def check_gradients(
     name: str, parameters: Iterable[Tensor], groups: Sequence[dict[str, Any]], placements: bool = True
 ) -> None:
-    """Refuse gradients that are complex, sparse or placed otherwise.
-
-    torch leaves those of norms under sequence parallelism as ``Partial``: each rank has its own summand.
-    """
+    """Refuse gradients that are complex, sparse or placed otherwise."""
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
@@ -150,6 +147,7 @@ def check_gradients(
         strange = gradient.layout is not torch.strided or gradient.is_complex()
         if not strange and not isinstance(parameter, DTensor) and not isinstance(gradient, DTensor):
             continue
+        # torch leaves those of norms under sequence parallelism as Partial: each rank has its own summand
         summand = isinstance(gradient, DTensor) and any(
             each.is_partial() and gradient.device_mesh.size(i) > 1 for i, each in enumerate(gradient.placements)
         )

@@ -40,22 +40,15 @@ def host_zeros(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Streamed:
-    """Moves state from host memory to a device and back.
-
-    Two slots on the device take turns: while a chunk is computed, the next one's state arrives in the other slot.
-
-    Attributes:
-        fetched: bytes copied to the device so far.
-        stored: bytes copied back.
-        held: bytes of the slots of the last step.
-    """
+    """Moves state from host memory to a device and back."""
 
     def __init__(self, device: torch.device) -> None:
-        self.fetched = self.stored = self.held = 0
+        self.fetched = self.stored = 0  # bytes copied to the device and back so far
+        self.held = 0  # bytes of the slots of the last step
         self._device = device
         self._arriving, self._leaving = (_Lane(device) for _ in range(2))
         self._left: Event = None  # comes when all is at home that was taken back
-        self._slots: list[Tensor] = []
+        self._slots: list[Tensor] = []  # two, in turn: while a chunk is computed, the next one's state arrives
         self._waiting: list[list[Tensor]] = []  # the state of each chunk, at home
         self._pairs: list[tuple[Tensor, Tensor]] = []  # of the chunk that arrives: at home, and on the device
         self._here: dict[int, Tensor] = {}  # of the chunk at work: the id of what is at home, and what is on the device
@@ -104,10 +97,7 @@ class Streamed:
         return [replace(each, momenta=m, gradients=g, further=further) for each, m, g, further in found]
 
     def around(self, chunk: Chunk, engine: Engine, program: Callable[[Chunk, Engine], Program]) -> Program:
-        """A program with its chunk's state on the device.
-
-        Momenta are there until they are averaged, other state to the end.
-        """
+        """Wrap a program with its chunk's state on the device."""
         chunk = replace(chunk, batches=self.bring(chunk.batches))
         running = program(chunk, engine)
         shards = next(running)
@@ -134,7 +124,6 @@ class Streamed:
             self._left.synchronize()
 
     def _fetch(self, number: int) -> None:
-        """Start a chunk's copies, when its slot is free."""
         if number >= len(self._waiting):
             return
         slot, start, self._pairs = self._slots[number % 2], 0, []

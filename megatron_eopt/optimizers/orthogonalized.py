@@ -54,20 +54,18 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     3. Nesterov's look-ahead ``u = (1 - beta) g + beta m``, or ``u = m``;
     4. ``p -= lr * orthogonalize(p, u)``.
 
-    Gradients are never written to, and a parameter without one is left as it is, and so is one whose gradient, or
-    update by a function of yours, is not finite: see :mod:`~megatron_eopt.optimizers.nonfinite`. A step leaves every
+    Gradients are not written to. A parameter stays as it is where its gradient, or its update by a function of yours,
+    is missing or not finite: see :mod:`~megatron_eopt.optimizers.nonfinite`. All updates are computed before anything
+    is changed: where a function of yours fails, parameters and state stay, bit for bit. A step leaves every
     process-wide setting of torch as it found it.
 
     A parameter whose attribute ``logical_matrices`` is a :class:`~megatron_eopt.matrices.Split` is orthogonalized and
     scaled as the matrices that it declares, whatever ``split_qkv`` says; a stack of them may have three dimensions.
 
     A group may have its own ``lr``, ``momentum_beta``, ``use_nesterov``, ``weight_decay``,
-    ``use_decoupled_weight_decay``, ``weight_decay_method`` and what ``kwargs`` adds. The values travel with
-    ``state_dict``; where a loaded one lacks a key, the group keeps its value. A changed value is in force in the next
-    step. ``momentum`` and ``nesterov`` are taken for other names of ``momentum_beta`` and ``use_nesterov``.
-
-    All updates are computed before anything is changed: where ``orthogonalize_fn``, ``scale_factor_fn`` or an
-    ``orthogonalize`` of a subclass fails, parameters and state are as they were, bit for bit.
+    ``use_decoupled_weight_decay``, ``weight_decay_method`` and what ``kwargs`` adds; ``momentum`` and ``nesterov`` are
+    other names of the second and third. The values travel with ``state_dict``; what a loaded one lacks stays as it is.
+    A changed value is in force in the next step.
 
     Args:
         params: matrices, or groups of them. With an ``orthogonalize_fn``, or with an ``orthogonalize`` of a subclass,
@@ -81,13 +79,13 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         is_qkv_fn: tells which parameters are fused; needed by ``split_qkv``.
         qkv_split_shapes: rows of q, k and v, which follow one another in dimension 0; needed by ``split_qkv``.
         fp32_matmul_prec: ``low``, ``medium``, ``high`` or ``highest``: precision of this optimizer's products.
-        orthogonalize_fn: maps a matrix to its orthogonal factor; the identity, with a warning, if missing. It gets a
-            parameter of more dimensions whole.
-        scale_factor_fn: maps rows and columns of a matrix to the factor of its update; 1, with a warning, if missing.
-            Of more dimensions it gets the first two.
+        orthogonalize_fn: maps a matrix, or a whole parameter of more dimensions, to its orthogonal factor; without, the
+            identity with a warning.
+        scale_factor_fn: maps rows and columns, or the first two dimensions, to the factor of an update; without, 1 with
+            a warning.
         weight_decay_method: ``decoupled``, ``l2``, ``independent`` or ``palm``; None for what
             ``use_decoupled_weight_decay`` says, which is False for ``l2`` and True for every other.
-        **kwargs: further settings of yours, whatever they are, that each group may have a value of its own for.
+        **kwargs: settings of your own, which each group may have a value for.
 
     Raises:
         ValueError: for a parameter that is not a matrix, a setting out of its range, a split that is not described, or
@@ -171,17 +169,13 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         super().add_param_group(param_group)
 
     def _take_words(self, group: dict[str, Any], known: Mapping[str, Any]) -> None:
-        """Rename a group's settings in place, in the user's dict."""
         own = self._in_own_words(group, known)
         if own != group:
             group.clear()
             group.update(own)
 
     def _in_own_words(self, given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-        """A group's settings under this class's names.
-
-        A setting of weight decay that a group lacks follows from the other one, not from the defaults.
-        """
+        """Settings under this class's names; ``known`` completes the weight decay."""
         own = dict(given)
         pairs = (self.momentum_key, "momentum", "momentum_beta"), (self.nesterov_key, "nesterov", "use_nesterov")
         for key, *both in pairs:
@@ -305,7 +299,6 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         self._take_users(accepted)
 
     def _take_users(self, accepted: Tensor) -> list[Batch]:
-        """Step by an :meth:`orthogonalize` that may be the user's."""
         session = self._session
         assert session.nonfinite is not None  # a step is made
         of_updates = session.nonfinite.of_updates
@@ -332,7 +325,6 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         return batches
 
     def _numbers(self) -> dict[Tensor, Numbered]:
-        """Seeds of each parameter's random rounding."""
         plans = self._session.plans
         if plans.numbered is None or plans.numbered[0] is not self.engine:
             parameters, names = self._parameters(), parameter_names(self.param_groups, shapes=False)
@@ -343,10 +335,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         return plans.numbered[1]
 
     def _batches(self, accepted: Tensor, masked: bool = False) -> list[Batch]:
-        """The step's batches, one for each nonempty group.
-
-        A CPU leaves out parameters that are not accepted, unless ``masked`` asks for the same batches in every step.
-        """
+        """One batch per group; ``masked`` ones are equal each step."""
         flags = None if masked or accepted.device.type != "cpu" else accepted.tolist()
         masks = accepted.unbind() if flags is None else ()
         more = type(self).state_tensors is not OrthogonalizedOptimizer.state_tensors

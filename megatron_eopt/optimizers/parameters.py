@@ -15,17 +15,12 @@ from megatron_eopt.parallel.dtensor import layout_of_dtensor, tells_its_chunk
 from megatron_eopt.parallel.layout import Layout, is_cut_again, is_expert, is_sharded, layout_of, split_layout, within
 from megatron_eopt.parallel.records import Shape
 
-NAME = "name_in_model"
-"""Attribute of a parameter: its name, where whoever makes the groups knows it and torch is not told."""
+# Attributes of parameters:
+NAME = "name_in_model"  # where whoever makes the groups knows it and torch is not told
+SAVED_BY_LAYOUT = "saved_by_layout"  # of a DTensor whose state is saved by layouts, and so may be plain tensors
+ROWS = "rows_by_matrix"  # where rows follow the ranks: the Split that numbers them alike at any layout
 
-SAVED_BY_LAYOUT = "saved_by_layout"
-"""Attribute of a DTensor: whoever saves its state asks for layouts, so state of another shape is a plain tensor."""
-
-ROWS = "rows_by_matrix"
-"""Attribute of a parameter whose rows follow the ranks: the ``Split`` by which they have the same numbers at any."""
-
-GROUPS = ("tp", "expt_tp", "gtp_remat", "expt_gtp_remat")
-"""Names of the groups in the order in which :func:`~megatron_eopt.parallel.layout.layout_of` takes them."""
+GROUPS = ("tp", "expt_tp", "gtp_remat", "expt_gtp_remat")  # in the order of layout_of
 
 
 class TensorParallelGroups(Protocol):
@@ -93,10 +88,7 @@ def check_distinct(name: str, groups: Sequence[dict[str, Any]]) -> None:
 
 
 def matrix_layout(parameter: Tensor, pg_collection: TensorParallelGroups | None) -> Layout:
-    """The layout by Megatron's attributes or as a DTensor.
-
-    Of a stack, it is that of each of its matrices.
-    """
+    """The layout of a parameter, or of each stacked matrix."""
     if isinstance(parameter, DTensor):
         tp = (getattr(pg_collection, name, None) for name in _cut_over(parameter))
         return within(layout_of_dtensor(parameter), getattr(parameter, "partition_dim", 0), next(tp, None))
@@ -115,15 +107,13 @@ def sharing_groups(parameter: Tensor, pg_collection: TensorParallelGroups | None
 
 
 def check_scalable(groups: Sequence[dict[str, Any]], pg_collection: TensorParallelGroups | None) -> None:
-    """Refuse parameters for which torch's GradScaler skips steps unevenly.
-
-    For the gradients of each dtype it asks only the ranks that share the first one, if that is a DTensor.
-    """
+    """Refuse parameters for which torch's GradScaler skips steps unevenly."""
     asked: dict[torch.dtype, set[ProcessGroup]] = {}
     parameters = (p for group in groups for p in group["params"])
     for name, p in zip(parameter_names(groups), parameters, strict=True):
         if p.grad is None:
             continue
+        # it asks only the ranks that share the first gradient of each dtype, if that is a DTensor
         shared = sharing_groups(p, pg_collection)
         known = asked.setdefault(p.grad.dtype, set(shared.values())) if isinstance(p, DTensor) else set()
         if not known.issuperset(shared.values()):
@@ -143,10 +133,7 @@ def _cut_over(parameter: Tensor) -> list[str]:
 
 
 def check_shard(parameter: Tensor, pg_collection: TensorParallelGroups | None, called: str, advice: str = "") -> None:
-    """Refuse a shard without its process groups.
-
-    ``called`` and ``advice`` go into the message.
-    """
+    """Refuse ``called``, a shard without its process groups, with ``advice``."""
     if isinstance(parameter, DTensor) or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     for name in _cut_over(parameter):

@@ -24,22 +24,17 @@ Variant = Literal["kempnerforge", "schedulefree"]
 
 Z, EXP_AVG_SQ, X, KEPT = "z", "exp_avg_sq", "x", "y"
 
-SCHEDULE = "schedule"
-"""Name of three numbers of a parameter in fp64: its steps so far, the sum of their weights, the largest rate so far."""
-
-COUNT = "k"
-"""Setting of a group: steps of the optimizer so far, the same in all groups."""
-
-TRAIN_MODE = "train_mode"
-"""Setting of a group: whether its parameters are at ``y``."""
+SCHEDULE = "schedule"  # three numbers in fp64: steps of a parameter, the sum of their weights, the largest rate so far
+# Settings of a group: steps of the optimizer so far, the same in all, and whether parameters are at y.
+COUNT, TRAIN_MODE = "k", "train_mode"
 
 
 class ScheduleFreeAdamW(BaseOptimizer):
     """AdamW without a schedule [1]: use a constant learning rate.
 
-    Three points belong to a parameter. ``z`` makes the steps; ``x`` is the average of its path, which is what to
-    evaluate and to export; gradients are taken at ``y = (1 - beta1) z + beta1 x``. **The parameter is at y while
-    training, and at x between** :meth:`eval_params` **and** :meth:`train_params`; :attr:`live` says at which.
+    ``z`` makes the steps; ``x`` averages its path, and is what to evaluate and export; gradients are taken at ``y = (1
+    - beta1) z + beta1 x``. **The parameter is at y while training, and at x between** :meth:`eval_params` **and**
+    :meth:`train_params`; :attr:`live` says which.
 
     In step ``k`` with gradient ``g`` and ``l = lr * min(1, k / warmup_steps)``:
 
@@ -47,20 +42,18 @@ class ScheduleFreeAdamW(BaseOptimizer):
     2. ``z``, decay and the weight ``w`` of the step:
 
        - ``kempnerforge``: ``z <- (1 - l weight_decay) (z - l u)``, ``w = l`` (times ``1 - beta1``, which cancels);
-       - ``schedulefree``, the authors' package: ``z <- z - l (u + weight_decay y)``,
-         ``w = k^r`` (largest ``l`` so far)^``weight_lr_power``;
+       - ``schedulefree``, the authors' package: ``z <- z - l (u + weight_decay y)``, ``w = k^r`` (largest ``l`` so
+         far)^``weight_lr_power``;
     3. ``x <- x + (z - x) w / sum(w)``; ``y`` follows.
 
-    Kept are ``z`` and ``v``, in fp32 (fp64 for fp64 parameters). ``x`` follows from ``y`` and ``z``, and is kept too
-    where ``y`` is rounded (parameters of 16 bits) or ``beta1`` is below 0.5. ``k`` counts the steps of the optimizer: a
-    parameter that joins late, or has no gradient at first, begins neither the warmup nor the correction of ``v`` anew.
-    The weights are summed for each parameter, over the steps that it took (by the authors' package for each group, over
-    all steps, so that a parameter that joins late begins with a smaller share). All of it is elementwise: parameters of
-    any shape, shards and DTensors as they lie. Betas stay as they are once steps were made.
+    ``z`` and ``v`` are kept in fp32 (fp64 for fp64 parameters), and ``x`` too where ``y`` is rounded (parameters of 16
+    bits) or ``beta1`` is below 0.5. ``k`` counts the steps of the optimizer, also for a parameter that joins late.
+    ``sum(w)`` is over the steps that the parameter took (the authors' package counts all steps of its group). All is
+    elementwise: parameters of any shape, shards and DTensors. Betas stay as they are once steps were made.
 
     A state dict is of the mode in which it is taken, and goes with parameters saved at the same time: in evaluation it
     holds ``y`` as well, and :meth:`train_params` after a load goes on bit for bit. State dicts of KempnerForge's
-    optimizer load too, if they were taken at ``y``.
+    optimizer load too, if taken at ``y``.
 
     Args:
         params: parameters, or groups of them.
@@ -76,7 +69,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
         pg_collection: the process groups of sharded parameters, to agree on gradients that are not finite.
 
     Raises:
-        ValueError: for a setting out of its range, or for a group that is added between :meth:`eval_params` and
+        ValueError: for a setting out of its range, or for a group added between :meth:`eval_params` and
             :meth:`train_params`.
 
     [1] Defazio et al., The Road Less Scheduled, arXiv 2405.15682.
@@ -203,10 +196,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
         return [on_one_rank((parameter.numel(), 1))]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state and its mode, KempnerForge's too.
-
-        The parameters are those saved with it.
-        """
+        """Load a state and its mode, KempnerForge's too."""
         state_dict = from_kempnerforge(state_dict)
         saved_groups = [{TRAIN_MODE: True, COUNT: 0, **group} for group in state_dict["param_groups"]]
         state_dict = {**state_dict, "param_groups": saved_groups}
@@ -238,7 +228,6 @@ class ScheduleFreeAdamW(BaseOptimizer):
         super()._check_gradients(parameters)
 
     def _warn_of_schedule(self) -> None:
-        """Warn once, on the first rank, that the rate changes."""
         rates = [None if isinstance(group["lr"], Tensor) else group["lr"] for group in self.param_groups]
         known = self._constant if self._constant and len(self._constant) == len(rates) else [None] * len(rates)
         self._constant = [rate if first is None else first for first, rate in zip(known, rates, strict=True)]

@@ -17,11 +17,8 @@ from megatron_eopt.parallel.layout import Layout
 
 EXP_AVG, EXP_AVG_SQ, STEPS = "exp_avg", "exp_avg_sq", "steps"
 
-SIDES = (("L", "Q_L"), ("R", "Q_R"))
-"""Names of the factor and of the basis of the rows, and of the columns."""
-
-MOST_BYTES = 2**28
-"""Of the equal matrices that are worked on as one stack, and of what is gathered at once, where one is not larger."""
+SIDES = (("L", "Q_L"), ("R", "Q_R"))  # state keys of factor and basis, of the rows and of the columns
+MOST_BYTES = 2**28  # of a stack of equal matrices, and of what is gathered at once, where one is not larger
 
 
 class Planned:
@@ -73,15 +70,11 @@ class ParameterStep:
         return [torch.atleast_1d(local(x)) for x in (self.parameter, self.state[EXP_AVG], self.state[EXP_AVG_SQ])]
 
 
-Chunk = list[tuple[ParameterStep, int]]
-"""Logical matrices of parameters, by their indices, that are worked on and exchanged together."""
+Chunk = list[tuple[ParameterStep, int]]  # logical matrices, by index, that are worked on and exchanged together
 
 
 def chunks_of(parameters: Sequence[ParameterStep], most_bytes: int) -> Iterator[list[Chunk]]:
-    """Chunks of bounded bytes on any rank, equal matrices together.
-
-    A list has the chunks of one group of ranks and one dtype.
-    """
+    """Chunks of bounded size, listed by ranks and dtype."""
     found: dict[tuple[str, str], dict[tuple[Hashable, ...], list[ParameterStep]]] = {}
     for p in parameters:
         found.setdefault((p.label, str(p.parameter.dtype)), {}).setdefault(p.kinds, []).append(p)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 BasisMethod = Literal["qr", "eigh"]
 
-CLOCK = "clock"
-"""Setting of a group: steps of the optimizer so far, by which bases are refreshed."""
+CLOCK = "clock"  # setting of a group: steps of the optimizer so far, by which bases are refreshed
 
 
 class Side(NamedTuple):
@@ -26,10 +25,7 @@ class Side(NamedTuple):
 
 @dataclass(frozen=True)
 class Preconditioned:
-    """Stacked whole matrices (n, rows, cols), or other equal tensors.
-
-    Second moments, factors and bases are changed in place.
-    """
+    """Stacked whole matrices (n, rows, cols), updated in place."""
 
     gradient: Tensor  # in the dtype of the rest; zero where it is not accepted
     momentum: Tensor  # Adam's first moment, with this gradient in it
@@ -40,10 +36,7 @@ class Preconditioned:
 
 
 def update_of(matrices: Preconditioned, settings: Mapping[str, Any], first: bool) -> Tensor | None:
-    """Updates before the learning rate; None for bases alone.
-
-    The ``first`` accepted gradient finds no bases.
-    """
+    """Updates before the learning rate; None for bases alone."""
     factored = matrices.sides != (None, None)
     of_previous = factored and settings["basis_of"] == "previous"
     if factored and (first or not of_previous):

@@ -128,10 +128,9 @@ class Spectron(BaseOptimizer):
     6. ``W = A B^T``.
 
     The first step with ``lr > 0`` takes the factors from the singular value decomposition of the weight, and **so
-    projects it to rank r**; by how much that changes it is logged, and in :attr:`projection_errors`. Before it steps
-    with ``lr = 0`` change nothing; after it, they leave weight and factors bit-equal, and the momenta go on. From the
-    first step on the factors are what is trained: a weight that is changed by others is written over, but by
-    :meth:`scale_rows`.
+    projects it to rank r**; the relative change is logged, and in :attr:`projection_errors`. Steps with ``lr = 0``
+    change nothing before, and only momenta after. From then on the factors are what is trained: other changes of a
+    weight are overwritten, except by :meth:`scale_rows`.
 
     Factors, momenta and singular vectors are kept in fp32 (fp64 for an fp64 parameter), and steps 1, 4 and 6 are
     computed in it. Only steps up to the one that projects a parameter wait for a GPU.
@@ -140,14 +139,14 @@ class Spectron(BaseOptimizer):
     :func:`~megatron_eopt.optimizers.spectron.factor_pairs` skip steps 1 and 6 and the projection, keep momenta and
     singular vectors alone, and read no ``rank``.
 
-    A weight that is cut by tensor parallelism has the factor of the cut dimension cut as it is and the other on every
-    rank, and takes the step of one rank. A step exchanges, for a matrix cut along its rows, ``n r`` entries for ``gB``
-    in one all-reduce for all matrices, ``mA`` for its orthogonal factor as ``tp_mode`` says, and ``2 k + 1`` small
-    all-reduces for ``k`` power iterations. DTensors are taken as they lie, where they are cut along rows or along
-    columns; what is kept of them are DTensors too, which torch's checkpoints load on any number of ranks.
+    A weight cut by tensor parallelism has the factor of the cut dimension cut alike and the other on every rank, and
+    takes the step of one rank. For a matrix cut along its rows, a step exchanges ``n r`` entries for ``gB`` in one
+    all-reduce for all matrices, ``mA`` for its orthogonal factor as ``tp_mode`` says, and ``2 k + 1`` small all-reduces
+    for ``k`` power iterations. DTensors may be cut along rows or along columns; their state are DTensors too, which
+    torch's checkpoints load on any number of ranks.
 
     A group may have its own ``lr``, ``rank``, ``momentum_beta``, ``weight_decay``, ``num_ns_steps`` and
-    ``coefficient_type``; the rank is settled when the state is created. What is not told below is as of
+    ``coefficient_type``; the rank is fixed when the state is created. All else is as of
     :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`.
 
     Args:
@@ -169,10 +168,9 @@ class Spectron(BaseOptimizer):
     carried_settings = frozenset({KERNEL})
     newton_schulz_calls: int = 0
 
-    # What prepare() makes, and the engine of the parameters for which it did.
-    _factors: Engine
+    _factors: Engine  # made by prepare(), as is _factored
     _factored: dict[Tensor, Factored]
-    _prepared: Engine | None = None
+    _prepared: Engine | None = None  # the engine of the parameters then
     _done: frozenset[Tensor] = frozenset()  # that are not to be projected, or no more
     _errors: Mapping[str, float] = {}
 
@@ -290,7 +288,6 @@ class Spectron(BaseOptimizer):
         return ParamSpec(name, dtype, self.layout(parameter), self.split_of(parameter))
 
     def _proposed_factors(self) -> tuple[Engine, dict[Tensor, Factored]]:
-        """Factors and their engine, before ranks agree on it."""
         factored: dict[Tensor, Factored] = {}
         described: list[ParamSpec] = []
         known: dict[Layout, Layout] = {}
@@ -405,7 +402,6 @@ class Spectron(BaseOptimizer):
                 yield kind.program(list(factored), [own.index for own in factored.values()], factors, self.engine)
 
     def _tensors(self, parameter: Tensor, factor: Factor) -> list[Tensor]:
-        """A factor, its momentum and singular vector, local."""
         state = self._state_of(parameter, factor.kept[-1].key)
         value = [] if factor.in_state else [parameter]
         return [local(x) for x in (*value, *(state[tensor.key] for tensor in factor.kept))]

@@ -69,11 +69,7 @@ class StateTensor:
 
 
 def zeros(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Tensor:
-    """A state tensor before the first step.
-
-    Raises:
-        ValueError: for rows twice or columns twice of a DTensor, which a mesh cannot cut both.
-    """
+    """A state tensor before the first step."""
     dtype = tensor.dtype or parameter.dtype
     if tensor.dims is None:
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
@@ -109,11 +105,9 @@ def check_writer(own: str, called: str, state_dict: Mapping[str, Any], warn: boo
 
 
 def check_shape(parameter: Tensor, tensor: StateTensor, layouts: Layouts, found: Tensor) -> None:
-    """Refuse a state tensor unlike :func:`zeros` in shape or placements.
-
-    Every rank may have what only a compute rank needs, as in earlier releases.
-    """
+    """Refuse a state tensor unlike :func:`zeros` in shape or placements."""
     own, expected = _shape_of(found), _expected(parameter, tensor, layouts)
+    # in earlier releases every rank had what only a compute rank needs
     whole = None if tensor.rank is None else (tensor.global_shape(layouts(parameter)), None, None)
     if own not in (expected, whole):
         spread = "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict spreads it over the ranks as their"

@@ -84,23 +84,23 @@ class Traits:
 class TensorParallelMuon(OrthogonalizedOptimizer):
     """Muon: orthogonalized momentum, scaled by the matrix's shape.
 
-    The momentum is orthogonalized by Newton-Schulz iteration as a matrix of the model, wherever its shards are: with
-    every ``tp_mode`` but ``blockwise`` the update at TP=k is the update at TP=1, scale factor and QKV split included.
-    DTensors (FSDP2, HSDP, tensor parallelism under them) are taken as they lie. Query groups of fused projections are
-    interleaved, ``(groups, q + k + v, hidden)``, as Megatron stores them. :func:`muon` is the step.
+    The momentum is orthogonalized by Newton-Schulz iteration as a whole matrix of the model: with every ``tp_mode`` but
+    ``blockwise`` the update at TP=k is the update at TP=1, scale factor and QKV split included. DTensors (FSDP2, HSDP,
+    tensor parallelism under them) work in their own layouts. Query groups of fused projections are interleaved,
+    ``(groups, q + k + v, hidden)``, as Megatron stores them. :func:`muon` is the step.
 
-    A group may have its own ``num_ns_steps``, ``coefficient_type``, ``scale_mode`` and ``extra_scale_factor``, as it
-    may have its own ``lr``, ``momentum``, ``nesterov``, ``weight_decay``, ``use_decoupled_weight_decay`` and
-    ``weight_decay_method``; what it does not say is as given here::
+    A group may have its own ``num_ns_steps``, ``coefficient_type``, ``scale_mode`` and ``extra_scale_factor``, and its
+    own ``lr``, ``momentum``, ``nesterov``, ``weight_decay``, ``use_decoupled_weight_decay`` and
+    ``weight_decay_method``::
 
         TensorParallelMuon([{"params": a, "num_ns_steps": 10}, {"params": b, "extra_scale_factor": 0.5}])
 
     The values travel with ``state_dict``. A changed one is in force in the next step, which all ranks plan anew; only a
-    step that was captured as a graph refuses it.
+    step captured as a graph refuses it.
 
     Args:
-        params: matrices, or groups of them; see :func:`megatron_eopt.parallel.layout.layout_of` for the attributes
-            that say how they are sharded.
+        params: matrices, or groups of them; see :func:`megatron_eopt.parallel.layout.layout_of` for the attributes that
+            say how they are sharded.
         lr: learning rate.
         momentum: of the exponential moving average, in [0, 1).
         nesterov: whether to look ahead.
@@ -108,8 +108,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         use_decoupled_weight_decay: decay the parameter (as AdamW does), or add to the gradient.
         split_qkv: orthogonalize and scale the logical matrices of fused projections separately.
         is_qkv_fn: tells which parameters are fused.
-        qkv_split_shapes: rows of (q, k, v), or of (q, gate, k, v), in one query group; the attribute
-            ``qkv_split_shapes`` of a parameter wins.
+        qkv_split_shapes: rows of (q, k, v), or of (q, gate, k, v), in one query group; the attribute of a parameter
+            wins.
         fp32_matmul_prec: ``low``, ``medium`` (bf16), ``high`` (TF32) or ``highest`` (fp32).
         coefficient_type: name of a coefficient set, or a list of ``(a, b, c)``.
         num_ns_steps: Newton-Schulz steps.
@@ -118,10 +118,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         pg_collection: the process groups ``tp`` and, for experts, ``expt_tp``; None where nothing is sharded.
         tp_mode: ``auto``, ``owner``, ``gram``, ``duplicated`` or ``distributed``, all exact: see
             :mod:`~megatron_eopt.parallel.plan`; or ``blockwise``, an approximation: each shard by itself.
-        data_parallel_group: ranks that all hold the same parameters and gradients (as under DDP): each orthogonalizes
-            its share of the matrices, and hands the results out. Of those that ``tp`` cuts only with ``tp_mode``
-            ``owner``, or ``auto`` where that is predicted to be faster, and where ``pg_collection.tp_dp_cp`` has the
-            ranks of both groups. Matrices of experts are not shared.
+        data_parallel_group: ranks with the same parameters and gradients (as under DDP), which share the work on
+            matrices. Those that ``tp`` cuts are shared only where ``pg_collection.tp_dp_cp`` has the ranks of both
+            groups, with ``tp_mode`` ``owner``, or ``auto`` if predicted to be faster. Matrices of experts are not
+            shared.
         plan_rates: of the cost model of ``auto``; ``measure`` measures them at start, and a checkpoint keeps them.
         symmetric_products: the kernel of symmetric products: ``triton``, ``blocked`` (on a CPU) or ``torch``. By
             default that of the checkpoint, else the fastest that serves here.
@@ -130,21 +130,20 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             :data:`~megatron_eopt.optimizers.group_settings.DecayMethod`; None for what ``use_decoupled_weight_decay``
             says.
         workspace: bytes of a step's temporaries on this rank, beside what one iteration of its largest matrix needs.
-        offload_fraction: share, in [0, 1], of what is kept in the shape of a parameter (momenta, above all) that is
-            kept in host memory, pinned where there is a GPU: whole parameters, spread evenly over all of them, and at
-            least so many bytes. A step is cut into chunks then, and brings the state of one while it works on another.
-            Before other code than :meth:`state_dict` reads it, ``torch.cuda.synchronize()`` waits for what is on its
-            way.
-        momentum_dtype: in which momenta are kept: None for that of each parameter, or ``torch.bfloat16``. Those are
-            averaged in fp32, which is also what is orthogonalized, and rounded at random, with the same bits at every
-            layout: see :mod:`~megatron_eopt.optimizers.rounding`.
+        offload_fraction: share, in [0, 1], of parameter-shaped state (momenta, above all) kept in host memory, pinned
+            where there is a GPU: whole parameters, spread evenly, and at least so many bytes. A step fetches the state
+            of one chunk while it works on another. Before other code than :meth:`state_dict` reads it, call
+            ``torch.cuda.synchronize()``.
+        momentum_dtype: of momenta: None for that of each parameter, or ``torch.bfloat16``, averaged and orthogonalized
+            in fp32 and rounded at random, with the same bits at every layout: see
+            :mod:`~megatron_eopt.optimizers.rounding`.
         momentum_warmup: steps in which the momentum grows evenly from :data:`WARMUP_FROM` to its value, as in Keller
-            Jordan's speedruns; 0 for none. A state that was saved without it goes on without it.
+            Jordan's speedruns; 0 for none. A state saved without it goes on without it.
 
     Attributes:
         newton_schulz: the iteration of groups that say nothing else of it.
-        newton_schulz_calls: how many logical matrices the steps of this optimizer have orthogonalized since it was
-            made: those of which this rank has a part, whichever rank computed them.
+        newton_schulz_calls: how many logical matrices the steps have orthogonalized: those of which this rank has a
+            part, whichever rank computed them.
 
     Raises:
         ValueError: at construction, for a setting out of its range, an unknown name, a schedule that the coefficient
@@ -433,10 +432,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return UpdateSettings(self.newton_schulz, self.scale_mode, self.extra_scale_factor).of_group(group)
 
     def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
-        """RMS of a matrix's first update, before the learning rate.
-
-        For full rank, by the settings of its group. None where it depends on gradients, or on a function of the user's.
-        """
+        """RMS of first updates before ``lr``; None if not predictable."""
         own = self._of_user(*OF_MATRICES, "scale_factor_fn")
         return None if self.traits.measures or own else self.update_settings(group or {}).predicted_rms(rows, cols)
 

@@ -49,16 +49,9 @@ def factors_by_user(
 
 
 def scaled_by_user(
-    function: Callable[..., Tensor],
-    tp: ProcessGroup | None,
-    engine: Engine,
-    index: int,
-    shards: Sequence[Tensor],
+    function: Callable[..., Tensor], tp: ProcessGroup | None, engine: Engine, index: int, shards: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Updates by a user's ``scaled_orthogonalize_fn``, of whole matrices or shards.
-
-    As Megatron's, it may take shards, with ``tp``, the tensor-parallel group.
-    """
+    """Updates by a user's ``scaled_orthogonalize_fn``, of shards with ``tp``."""
     name, updates = "scaled_orthogonalize_fn", []
     for matrix, shard in zip(engine.matrices[index], shards, strict=True):
         group, dim = engine.groups.get(matrix.group), partition_of(matrix)

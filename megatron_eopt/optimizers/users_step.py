@@ -28,16 +28,9 @@ def users_step(
 ) -> None:
     """Step by a user's ``orthogonalize(p, u, **settings)``.
 
-    Args:
-        batches: all that the step works on.
-        engine: of the parameters.
-        program: of the optimizer, which gets updates where it asks for orthogonal factors.
-        orthogonalize: the user's. While it runs, ``p`` is as it is after its weight decay.
-        accept: maps updates, by parameter index, to flags of all parameters: finite on all ranks.
-        changing: is told when changes of weights or state begin, and when they are undone.
-
-    Raises:
-        ValueError: for an update that cannot be subtracted from its parameter.
+    While it runs, ``p`` is as after its weight decay. ``accept`` maps updates, by parameter index, to flags of all
+    parameters, finite on all ranks; ``changing`` is told when weights or state begin to change, and when they are
+    restored. An update that cannot be subtracted from its parameter is a ``ValueError``.
     """
     batches = chosen(batches)
     indices = [i for batch in batches for i in batch.indices]
@@ -62,7 +55,6 @@ def users_step(
 
 
 def _changed(batch: Batch) -> list[list[Tensor]]:
-    """What a program writes: weights, momenta and other state."""
     return [batch.weights, batch.momenta, *map(list, zip(*batch.further, strict=True))]
 
 

@@ -41,35 +41,33 @@ class Muon(Optimizer):
 
     1. ``M <- momentum M + g``, kept as ``momentum_buffer``;
     2. ``W <- (1 - lr weight_decay) W``;
-    3. ``W <- W - lr max(1, m/n)^0.5 O``, with ``O`` the orthogonal factor of ``M`` by ``ns_steps`` steps of
-       ``X <- a X + (b A + c A^2) X``, ``A = X X^T``, from ``M / |M|_F``; (a, b, c) = (3.4445, -4.7750, 2.0315) [1].
+    3. ``W <- W - lr max(1, m/n)^0.5 O``, with ``O`` the orthogonal factor of ``M`` by ``ns_steps`` steps of ``X <- a X
+       + (b A + c A^2) X``, ``A = X X^T``, from ``M / |M|_F``; (a, b, c) = (3.4445, -4.7750, 2.0315) [1].
 
-    Matrices that are DTensors (FSDP2, HSDP, tensor parallelism) are orthogonalized as the whole matrices that they are.
-    More than two dimensions are read as a matrix: the first one times the rest; a declared stack stays one. Another
-    optimizer of matrices takes Muon's part in :meth:`around`.
+    DTensors are orthogonalized as whole matrices. More than two dimensions are read as a matrix, the first one times
+    the rest; a declared stack stays one. :meth:`around` takes another optimizer of matrices in place of Muon.
 
     ``param_groups`` and ``state`` are those of the matrices: schedulers and loops see them alone. Each group has its
-    ``lr``, ``momentum``, ``weight_decay`` and ``ns_steps``: a value that is changed is in force in the next step. The
-    rate of each group of AdamW follows that of the first group of matrices in every step::
+    ``lr``, ``momentum``, ``weight_decay`` and ``ns_steps``; a changed value is in force in the next step. AdamW's rates
+    follow the first group of matrices in every step, unless that began with an lr of 0::
 
         lr of the group = its initial lr * (lr of the first group / initial lr of the first group)
 
-    and stays as it is where the first group began with an lr of 0. To change AdamW's rate by itself, set ``initial_lr``
-    of a group in ``optimizer.adamw.param_groups``: an ``lr`` that is set there is overwritten, which is warned of.
+    To change AdamW's rate by itself, set ``initial_lr`` of a group in ``optimizer.adamw.param_groups``: an ``lr`` set
+    there is overwritten, with a warning.
 
-    ``state`` and ``state_dict`` have both states. AdamW's tensors are in the state of the first matrix, as
-    ``adamw.NAME.exp_avg`` and so on, and its settings are in the first group: what
-    ``torch.distributed.checkpoint.state_dict`` takes of an optimizer is what belongs to a parameter of its groups, and
-    everything else is dropped. A tensor that replaces one of them in ``state`` is AdamW's from the next step on.
+    ``state`` and ``state_dict`` have both states. ``torch.distributed.checkpoint.state_dict`` drops all state that
+    belongs to no parameter of the groups, so the state of the first matrix holds AdamW's tensors, as
+    ``adamw.NAME.exp_avg`` and so on, and the first group its settings. A tensor that replaces one of them in ``state``
+    is AdamW's from the next step on.
 
-    Gradients that are not finite: matrices are left out of that step, as their optimizer does of its own. torch's
-    AdamW looks for none: let a gradient clipper or scaler do so, or its parameters become NaN. torch's ``GradScaler``
-    unscales both, and leaves out the step of both.
+    A step leaves out matrices whose gradient is not finite. torch's AdamW does not: let a gradient clipper or scaler
+    check, or its parameters become NaN. torch's ``GradScaler`` unscales both, and skips both steps.
 
     Args:
         muon_params: matrices, named ones or groups of them; embeddings and output layers better go below.
-        adam_params: all other parameters, or groups of them; a group may have its own ``lr``, ``betas``, ``eps`` and
-            ``weight_decay``, which is otherwise torch's 0.01. May be empty.
+        adam_params: all other parameters, or groups of them with their own ``lr``, ``betas``, ``eps`` or
+            ``weight_decay`` (else torch's 0.01). May be empty.
         lr: of the matrices.
         momentum: in [0, 1).
         weight_decay: of the matrices, decoupled.
@@ -79,9 +77,8 @@ class Muon(Optimizer):
         adam_lr: of AdamW; None for ``lr``.
         adam_fused: whether AdamW uses torch's fused kernel; otherwise torch chooses.
         **muon_settings: further arguments of
-            :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`, such as
-            ``coefficient_type``, ``fp32_matmul_prec``, ``nesterov``, ``tp_mode`` (``auto`` here), and under DDP
-            ``data_parallel_group``.
+            :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`, such as ``coefficient_type``,
+            ``fp32_matmul_prec``, ``nesterov``, ``tp_mode`` (``auto`` here), and under DDP ``data_parallel_group``.
 
     Attributes:
         matrices: the optimizer of matrices.
@@ -90,9 +87,8 @@ class Muon(Optimizer):
 
     Raises:
         TypeError: for an unknown argument, with the nearest one, and for an ``adam_fused`` that is no bool.
-        ValueError: for a setting out of its range, for one of ``muon_params`` with fewer than two dimensions, for no
-            matrices at all, for a parameter that is in both, or for a DTensor of which a rank holds several separate
-            parts.
+        ValueError: for a setting out of its range, one of ``muon_params`` with fewer than two dimensions, no matrices
+            at all, a parameter that is in both, or a DTensor of which a rank holds several separate parts.
 
     [1] K. Jordan et al., Muon: An optimizer for hidden layers in neural networks (2024).
     """
@@ -251,7 +247,6 @@ class Muon(Optimizer):
             self.adamw.step()
 
     def _warn_of_rates(self, rates: Sequence[Any]) -> None:
-        """Warn once that a step overwrites an AdamW rate."""
         for index, (old, group) in enumerate(zip(self._adam_rates, self._adam_groups, strict=False)):
             if self._warned or isinstance(old, Tensor) or isinstance(group["lr"], Tensor) or group["lr"] == old:
                 continue
@@ -269,10 +264,7 @@ class Muon(Optimizer):
         return next((p for p in parameters if p.requires_grad), parameters[0])
 
     def _carry(self) -> None:
-        """Put AdamW's state into the first matrix and group.
-
-        Tensors that users put in their place there become AdamW's.
-        """
+        """Give the first matrix AdamW's state; tensors replaced there count."""
         if self.adamw is None:
             return
         self.matrices.init_state()
@@ -295,16 +287,14 @@ class Muon(Optimizer):
         self.param_groups[0][ADAMW] = {INITIAL_LR: self.initial_lr, "param_groups": settings}
 
     def _adam_names(self) -> list[list[str]]:
-        """Names of AdamW's parameters by group, unique or indices.
-
-        Names have no dots, at which torch's flat form of a state would divide them.
-        """
+        """Names of AdamW's parameters by group, unique or indices."""
         groups = self._adam_groups
         known = [g.get("param_names") or [getattr(p, NAME, None) for p in g["params"]] for g in groups]
         flat = [name for of_group in known for name in of_group]
         if None in flat or len(set(flat)) < len(flat):
             indices = itertools.count()
             return [[str(next(indices)) for _ in of_group] for of_group in known]
+        # torch's flat form of a state divides names at dots
         return [[name.replace(".", "/") for name in of_group] for of_group in known]
 
     def state_dict(self) -> dict[str, Any]:
@@ -314,10 +304,7 @@ class Muon(Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load both states, also from KempnerForge's Muon.
-
-        That has AdamW's under ``_adam_state``, and the initial rates as ``_initial_lr`` and ``_initial_adam_lr``.
-        """
+        """Load both states, also from KempnerForge's Muon."""
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
@@ -341,7 +328,6 @@ class Muon(Optimizer):
             post_hook(self)
 
     def _apart(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], float]:
-        """State dicts of both optimizers, and the matrices' initial rate."""
         groups = [{**self.defaults, **group} for group in state_dict["param_groups"]]
         settings = [group.pop(ADAMW) for group in groups if ADAMW in group]
         state = {key: dict(of_one) for key, of_one in state_dict["state"].items()}
@@ -353,7 +339,7 @@ class Muon(Optimizer):
                 carried.setdefault(name, {})[tensor] = of_one.pop(key)
         of_adamw: dict[str, Any] = {"state": {}, "param_groups": []}
         initial_lr = self.initial_lr
-        if "_adam_state" in state_dict:
+        if "_adam_state" in state_dict:  # KempnerForge's
             of_adamw = dict(state_dict["_adam_state"])
             rate = {INITIAL_LR: state_dict["_initial_adam_lr"]} if "_initial_adam_lr" in state_dict else {}
             of_adamw["param_groups"] = [{**group, **rate} for group in of_adamw["param_groups"]]

@@ -1,8 +1,4 @@
-"""Muon with a second moment: AdaMuon, NorMuon and NAMO.
-
-Orthogonal factors have any floating dtype; statistics are fp32. Each function makes at most one all-reduce per group of
-ranks for all logical matrices, and nothing waits for the device.
-"""
+"""Muon with a second moment in fp32: AdaMuon, NorMuon, NAMO."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,7 +44,7 @@ class Moment:
 
 
 def average(moments: Sequence[Moment], values: list[Tensor] | tuple[Tensor, ...]) -> list[Tensor]:
-    """``v += (1 - beta2) (value - v)``, overwriting ``values``; returns all ``v``."""
+    """``v += (1 - beta2) (value - v)``, overwriting ``values``."""
     vs, flags = [m.v for m in moments], [m.accepted for m in moments if isinstance(m.accepted, Tensor)]
     torch._foreach_clamp_max_(values, torch.finfo(torch.float32).max)  # an infinity would stay in v for ever
     new = foreach.masked(values, vs, torch.stack(flags) if flags else None)
@@ -69,14 +65,11 @@ def adamuon(factors: Tensors, moments: Sequence[Moment]) -> list[Tensor]:
 
 
 def normuon(engine: Engine, matrices: Sequence[Matrix], factors: Tensors, moments: Sequence[Moment]) -> list[Tensor]:
-    """NorMuon's multiplier for each row or column of each matrix.
-
-    One reduction serves both kinds of matrices. Where the short dimension is whole on every rank, so are the means, and
-    ``||O||`` and ``||U||`` are reduced. Where it is cut, the means are reduced; the long dimension is whole then.
-    """
+    """NorMuon's multipliers, of rows or columns, from one reduction."""
     steps: dict[int, Tensor] = {}
     each = [(m, x, _tall(m.shape)) for m, x in zip(matrices, factors, strict=True)]
     means = [StatisticsRequest(matrix=m, x=x, row_squares=tall, column_squares=not tall) for m, x, tall in each]
+    # where the short dimension is whole, norms are reduced; where it is cut, means, and norms are whole
     crossing = [i for i, matrix in enumerate(matrices) if _means_cross(matrix)]
     here = [i for i, matrix in enumerate(matrices) if not _means_cross(matrix)]
 

@@ -1,8 +1,7 @@
-"""A step captured once as a CUDA graph and replayed.
+"""A step captured as a CUDA graph and replayed.
 
-It serves models whose step is short against its launches. Captured memory must stay in place, so gradients, flags,
-learning rate and weight decay are copied to fixed tensors before each replay; schedulers keep working. All other
-settings of a group are part of the capture.
+Captured memory stays in place, so gradients, flags, learning rate and weight decay are copied to fixed tensors before
+each replay: schedulers keep working. All other settings of a group are part of the capture.
 """
 
 from collections.abc import Callable, Sequence

@@ -234,7 +234,6 @@ class DistributedMuon(BaseOptimizer):
     def _round(
         self, each: Bucket, group: dict[str, Any], parameters: Sequence[Tensor], flags: Sequence[Tensor]
     ) -> Generator[None, None, None]:
-        """Step a round's matrices; yields while their factors travel."""
         matrices, accepted = [parameters[i] for i in each.matrices], torch.stack([flags[i] for i in each.matrices])
         if self.ranks == 1 and matrices[0].grad is None:
             return  # with others, who wait for it, the round is made, and its result is left out
@@ -278,11 +277,11 @@ class DistributedMuon(BaseOptimizer):
 
 
 def deal(shapes: Sequence[tuple[torch.Size, torch.dtype]], loads: list[int], first: int = 0) -> list[Bucket]:
-    """Deal matrices to ranks, in rounds of equal ones.
+    """Deal equal matrices to ranks, in rounds of one each.
 
-    A rank computes at most one matrix of a round, and the least loaded ranks get a short round, so loads of two ranks
-    never differ by more than the largest matrix. Large matrices come first; an empty one is in no round. ``loads``, in
-    bytes per rank, is updated; ``first`` is the index of the first parameter.
+    The least loaded ranks get a short round, so loads of two ranks never differ by more than the largest matrix. Large
+    matrices come first; an empty one is in no round. ``loads``, in bytes per rank, is updated; ``first`` is the index
+    of the first parameter.
     """
     alike: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
     for index, each in enumerate(shapes, first):

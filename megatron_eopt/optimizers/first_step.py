@@ -21,11 +21,7 @@ _stepped_by = WeakTensorKeyDictionary()
 
 
 def note_others[Kind: Optimizer](optimizer: Kind, names: Sequence[str], parameters: Sequence[Tensor]) -> set[Kind]:
-    """Warn of parameters that two optimizers step in turn.
-
-    A finished run's optimizer may stay alive while another trains on, so only a step after the other's is a mistake.
-    Returns the optimizers that stepped these parameters before; their next step has to look again.
-    """
+    """Warn of a second optimizer; returns those seen before."""
     before, since = set[Kind](), dict[str, Kind]()
     for name, parameter in zip(names, parameters, strict=True):
         if parameter.grad is None:
@@ -34,7 +30,7 @@ def note_others[Kind: Optimizer](optimizer: Kind, names: Sequence[str], paramete
         if optimizer not in known:
             before.update(known)
             _stepped_by[parameter] = [ref(each) for each in (*known, optimizer)]
-        elif known[-1] is not optimizer:
+        elif known[-1] is not optimizer:  # after a run, its optimizer may stay alive while another trains on
             since[name] = known[-1]
     if since:
         kinds = " and ".join(dict.fromkeys(type(each).__name__ for each in (optimizer, *since.values())))

@@ -68,10 +68,7 @@ def with_decay(gradients: Tensors, weights: Tensors, weight_decay: Scalar) -> li
 
 
 def average(momenta: Tensors, gradients: Tensors, beta: float, nesterov: bool, accepted: Mask) -> list[Tensor]:
-    """``m += (1 - beta) (g - m)``; returns updates.
-
-    Returns ``(1 - beta) g + beta m``, or ``m`` itself without Nesterov's look-ahead.
-    """
+    """``m += (1 - beta) (g - m)``; returns ``m`` or its look-ahead."""
     # averaged with itself a momentum stays as it is
     gradients = list(gradients) if accepted is None else masked(gradients, momenta, accepted)
     torch._foreach_lerp_(list(momenta), gradients, 1 - beta)
@@ -79,10 +76,7 @@ def average(momenta: Tensors, gradients: Tensors, beta: float, nesterov: bool, a
 
 
 def heavy_ball(momenta: Tensors, gradients: Tensors, beta: float, nesterov: bool, accepted: Mask) -> list[Tensor]:
-    """Add gradients to momenta: ``m <- beta m + g``.
-
-    Returns ``g + beta m``, or ``m`` itself without Nesterov's look-ahead.
-    """
+    """``m <- beta m + g``; returns ``m`` or its look-ahead."""
     gradients = masked(gradients, 0.0, accepted)
     if accepted is None:
         torch._foreach_mul_(list(momenta), beta)  # rounded as the original does

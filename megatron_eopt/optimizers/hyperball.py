@@ -156,10 +156,8 @@ def on_spheres(squares: Tensor, inner: Tensor, radii: Tensor, lengths: Tensor) -
     """Coefficients ``(moves, a, b)`` of each step ``(W - a O) b``.
 
     That is ``R normalize(W - lr R normalize(O))``. The norm of the difference follows from those of its terms, so one
-    reduction is enough; fp64 leaves enough digits where they cancel. Waits for no device.
-
-    Takes vectors in fp64: the squared norms of all ``W``, then of all ``O``; their inner products; ``R``; and ``lr R``,
-    which is 0 where a matrix stays.
+    reduction is enough; fp64 leaves enough digits where they cancel. Takes vectors in fp64: squared norms of all ``W``,
+    then of all ``O``; inner products; ``R``; and ``lr R``, which is 0 where a matrix stays. Waits for no device.
     """
     squared_weights, squared_factors = squares.chunk(2)
     steps = lengths / nonzero(squared_factors.sqrt())

@@ -194,10 +194,9 @@ def project(
     """Low-rank factors of matrices of which this rank holds shards.
 
     A cut matrix is put together on all ranks of its group, one at a time. One rank, by its turn, decomposes it and
-    sends the factors to the others, so that all have the same bits. The host reads once, at the end.
-
-    ``rectangles`` are in the dtype of the factors; ``factors`` has the first one of each matrix. Returns this rank's
-    rows of ``A`` and ``B``, and the relative error: NaN for a weight that is zero or not finite.
+    sends the factors to the others, so that all have the same bits. The host reads once, at the end. ``factors`` has
+    each matrix's first one. Returns local rows of ``A`` and ``B``, and the relative error: NaN for a weight that is
+    zero or not finite.
     """
     packed = []
     for rectangle, factor, turn in zip(rectangles, factors, turns, strict=True):

@@ -1,7 +1,4 @@
-"""Muon's step and the lines of it that relatives share.
-
-Lines are multi-tensor operations: see :mod:`~megatron_eopt.optimizers.foreach`.
-"""
+"""Muon's step, in multi-tensor operations that relatives share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -30,11 +30,7 @@ def check_memory(
     """Refuse arguments of memory and momenta out of their range."""
     if type(workspace) is not int or workspace <= 0:
         raise ValueError(f"workspace is a whole number of bytes above 0, got {workspace!r}")
-    if (
-        isinstance(offload_fraction, bool)
-        or not isinstance(offload_fraction, int | float)
-        or not 0 <= offload_fraction <= 1
-    ):
+    if type(offload_fraction) is bool or not (isinstance(offload_fraction, int | float) and 0 <= offload_fraction <= 1):
         raise ValueError(f"offload_fraction is a number in [0, 1], got {offload_fraction!r}")
     if momentum_dtype not in (None, torch.bfloat16):
         wanted = "None, for that of each parameter, or torch.bfloat16"

@@ -1,9 +1,8 @@
 """Skipped steps of gradients that are not finite.
 
-A value that is not finite would stay in the momentum for ever. So the step of that parameter is skipped, counted and
-reported, and several in a row are an error. A CPU knows before anything is changed. On a GPU nothing waits: the step
-masks what is skipped, and the host reads it two steps later. Updates by a user's function are treated alike; the whole
-step is skipped, so that the momentum stays as it is.
+A value that is not finite would stay in the momentum for ever. So all ranks skip, count and report the step of that
+parameter, and several in a row are an error. A CPU knows before anything is changed. On a GPU nothing waits: the step
+masks what is skipped, and the host reads it two steps later. Updates by a user's function are treated alike.
 """
 
 import logging
@@ -55,11 +54,9 @@ class NonFinite:
     def accept(self, gradients: Sequence[Tensor | None], agree: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Which parameters have a finite gradient on all ranks.
 
-        ``agree`` takes the element-wise minimum of an int32 tensor (3 x parameters) over the ranks that share them.
-
-        Raises:
-            RuntimeError: after :data:`MAX_IN_A_ROW` skipped steps of one parameter in a row, and where only some of the
-                ranks that share a parameter have a gradient of it.
+        ``agree`` takes the element-wise minimum of an int32 tensor (3 x parameters) over the ranks that share them. A
+        ``RuntimeError`` after :data:`MAX_IN_A_ROW` skipped steps of one parameter in a row, and where only some of the
+        ranks that share a parameter have a gradient of it.
         """
         known = tuple([gradient is not None for gradient in gradients])
         if known != self._last[0]:

@@ -21,12 +21,8 @@ _ALIGNED = 256  # bytes: where tensors begin in a slot
 
 
 def on_host(sizes: Iterable[int], fraction: float) -> Iterator[bool]:
-    """Whether each parameter's state is in host memory.
-
-    They are spread evenly: of the first parameters, however many, at least ``fraction`` of the bytes (``sizes``) are on
-    the host, with no more parameters than that needs.
-    """
-    total = there = 0
+    """Whether each parameter is on the host, spread evenly."""
+    total = there = 0  # of the first parameters, however many, at least the fraction is there
     for size in sizes:
         total += size
         taken = there < fraction * total
@@ -55,13 +51,7 @@ class Streamed:
         self._home: dict[int, Tensor] = {}  # and the other way round
 
     def begin(self, batches: Sequence[Batch], chunks: Sequence[Sequence[int]], kept: Callable[[Tensor], bool]) -> None:
-        """Start a step and fetch its first chunk's state.
-
-        Args:
-            batches: what the step works on.
-            chunks: indices of the parameters of each chunk, in the order of :meth:`bring`.
-            kept: whether state in the shape of a parameter is in host memory.
-        """
+        """Start a step with its ``chunks`` of indices, in order."""
         self.end()  # of a step that failed
         homes: dict[int, list[Tensor]] = {}
         for batch in batches:

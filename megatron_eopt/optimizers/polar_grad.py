@@ -31,11 +31,8 @@ class PolarGrad(TensorParallelMuon):
     Args:
         params: matrices, or groups of them with their own ``lr``, ``momentum``, ``weight_decay``, ``num_ns_steps`` or
             ``coefficient_type``.
-        lr: learning rate, at least 0.
-        momentum: of the exponential moving average, in [0, 1).
         nesterov: whether ``(1 - momentum) g + momentum M`` takes the place of ``M`` in 3 and 4, as in Muon.
-        weight_decay: at least 0.
-        **transport: these, and ``weight_decay_method``, are those of
+        **transport: these, and what is not named here, as in
             :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
     Raises:

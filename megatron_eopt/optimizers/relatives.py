@@ -39,10 +39,7 @@ class Transport(TypedDict, total=False):
 
 
 def spelled_out[**P](init: Callable[P, None]) -> Callable[P, None]:
-    """Name the keywords of ``**transport`` in a constructor's signature.
-
-    So ``help`` and ``kwargs_from_config`` see them with their defaults, and any other name is a ``TypeError``.
-    """
+    """Name what ``**transport`` takes in a signature, and nothing else."""
     signature = inspect.signature(init)
     of_muon = inspect.signature(TensorParallelMuon).parameters
     own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]

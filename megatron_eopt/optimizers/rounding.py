@@ -1,12 +1,9 @@
 """Momenta in bf16, rounded at random.
 
-A momentum moves by ``1 - beta`` of its distance to the gradient. Rounded to the nearest, one in bf16 would stand still
-where that is less than half a unit. So the average is computed in fp32 and rounded to one of its two neighbours, with
-probabilities that give the error a mean of zero.
-
-The random bits of an entry are a hash of the names and numbers of its parameter and logical matrix, its global row and
-column, and the step. So they are the same at any layout, and after a resume. All is 32-bit integer arithmetic, with the
-same result on every device.
+Rounded to the nearest, a momentum would stand still where it moves by less than half a unit. So the average is computed
+in fp32 and rounded to one of its two neighbours, with probabilities that give the error a mean of zero. The random bits
+are a hash of parameter name, logical matrix, global row and column, and step: the same at any layout, and after a
+resume. All is 32-bit integer arithmetic, with the same result on every device.
 """
 
 import struct

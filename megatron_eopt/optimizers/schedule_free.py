@@ -268,8 +268,7 @@ def schedule_free_adamw(
 ) -> None:
     """One step; all parameters have an ``x``, or none.
 
-    Without ``x``: ``y += share (z - y) - (1 - beta1 (1 - share)) step``, with ``z`` before its step. Nothing waits for
-    a GPU.
+    Without: ``y += share (z - y) - (1 - beta1 (1 - share)) step``, with ``z`` before its step. Nothing waits for a GPU.
     """
     ys, gradients = [local(p) for p in parameters], [local(p.grad) for p in parameters if p.grad is not None]
     zs, xs, squares = ([local(state[key]) for state in states if key in state] for key in (Z, X, EXP_AVG_SQ))
@@ -325,13 +324,8 @@ def schedule_free_adamw(
 
 
 def from_kempnerforge(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Convert a state dict of KempnerForge's ScheduleFreeAdamW, into a copy.
-
-    Theirs has ``_k`` and ``_warmup_steps`` beside the groups, where torch's ``get_optimizer_state_dict`` drops them,
-    and for each parameter ``z``, ``v``, ``x`` and ``weight_sum``, a sum of ``l (1 - beta1)``, where ours sums ``l``.
-    Others are returned as they are.
-    """
-    if "_k" not in state_dict:
+    """Convert KempnerForge's state dict, or return ours; writes to neither."""
+    if "_k" not in state_dict:  # torch's get_optimizer_state_dict drops what is beside the groups
         if any("weight_sum" in state for state in state_dict["state"].values()):
             raise ValueError(
                 "these states are of KempnerForge's ScheduleFreeAdamW, but the state dict has no '_k', the steps made "
@@ -345,7 +339,7 @@ def from_kempnerforge(state_dict: dict[str, Any]) -> dict[str, Any]:
         groups.append({**group, **warmup, "variant": "kempnerforge", COUNT: count})
         for index in group["params"]:
             if state := state_dict["state"].get(index):
-                total = state["weight_sum"] / (1 - group["betas"][0])
+                total = state["weight_sum"] / (1 - group["betas"][0])  # theirs sums l (1 - beta1)
                 schedule = torch.tensor([count, total, 0.0], dtype=torch.float64)
                 states[index] = {Z: state["z"], EXP_AVG_SQ: state["v"], X: state["x"], SCHEDULE: schedule}
     return {"state": states, "param_groups": groups}

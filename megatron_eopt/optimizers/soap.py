@@ -310,12 +310,8 @@ class SOAP(BaseOptimizer):
 
 
 def _known(parameters: Sequence[ParameterStep], engine: Engine) -> list[list[bool]]:
-    """Which parameters have bases, and which can make them now.
-
-    That takes an accepted gradient that is not zero: a basis of nothing would turn to that of later gradients only step
-    by step.
-    """
-    found = []
+    """Which parameters have bases, and which can make them now."""
+    found = []  # a basis of nothing would turn to that of the gradients to come only step by step
     for p in parameters:
         shards = zip(p.plans, engine.split([p.index], [p.gradient]), strict=True)
         found.append(torch.stack([shard.any() for plan, shard in shards if plan.cost]).any().float())

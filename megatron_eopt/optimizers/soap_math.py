@@ -1,8 +1,4 @@
-"""SOAP's step of stacks of equal matrices.
-
-A factor is a symmetric matrix of a side of the gradient, (rows x rows) or (columns x columns); its basis has its
-eigenvectors as columns. None stands for a side without, which is not rotated.
-"""
+"""SOAP's step of stacked equal matrices; None is no side."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -89,7 +85,6 @@ def _absorb(matrices: Preconditioned, settings: Mapping[str, Any], first: bool) 
 
 
 def _adam(matrices: Preconditioned, moments: Tensor, settings: Mapping[str, Any], first: bool) -> Tensor:
-    """Adam's updates in the bases; updates the second moments."""
     beta1, beta2 = settings["betas"]
     gradient, squares = matrices.gradient, matrices.squares
     left, right = (None if side is None else side.basis for side in matrices.sides)

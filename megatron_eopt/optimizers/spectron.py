@@ -147,7 +147,7 @@ class Spectron(BaseOptimizer):
 
     A group may have its own ``lr``, ``rank``, ``momentum_beta``, ``weight_decay``, ``num_ns_steps`` and
     ``coefficient_type``; the rank is fixed when the state is created. All else is as of
-    :class:`~megatron_eopt.optimizers.muon.TensorParallelMuon`.
+    :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
     Args:
         params: matrices, or groups of them; the attribute ``logical_matrices`` declares those that are several.

@@ -157,10 +157,7 @@ def _placement(of_parameter: Placement, dims: Sequence[Dim], sides: Sequence[Dim
 
 
 def check_placements(where: str, parameter: Tensor, tensors: Sequence[StateTensor], layouts: Layouts) -> None:
-    """Refuse a DTensor whose state along matrices has no placement.
-
-    Its logical matrices are cut otherwise than it is. All ranks come to the same answer; ``where`` begins the message.
-    """
+    """Refuse a DTensor whose logical matrices have no placements."""
     for tensor in tensors:
         if not _is_cut_like(parameter, tensor):
             continue

@@ -1,7 +1,4 @@
-"""A step whose updates a user's method makes.
-
-The program runs on copies of weights and state, which are written back when every update is there.
-"""
+"""A step by a user's method, on copies at first."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -72,7 +69,6 @@ def _updates(
     orthogonalize: Callable[..., Tensor],
     changing: Callable[[bool], None],
 ) -> Iterator[Tensor]:
-    """Copies of each parameter's update, since users may reuse memory."""
     taken = list(inspect.signature(orthogonalize).parameters.values())
     takes_all = any(each.kind is each.VAR_KEYWORD for each in taken)
     by_name = {each.name for each in taken[2:] if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}

@@ -177,11 +177,9 @@ class Muon(Optimizer):
 
     @property
     def param_groups(self) -> list[Group]:
-        """Groups of the matrices; for torch's GradScaler also AdamW's.
-
-        It unscales what it finds here and asks nothing else before, so its function is recognized by name.
-        """
+        """Groups of the matrices; for torch's GradScaler also AdamW's."""
         own: list[Group] = self.__dict__["param_groups"]
+        # it unscales what it finds here and asks nothing else before, so it is told by the function's name
         return [*own, *self._adam_groups] if sys._getframe(1).f_code.co_name == "_unscale_grads_" else own
 
     @param_groups.setter
@@ -367,7 +365,6 @@ class Muon(Optimizer):
         return {"state": state, "param_groups": groups}, of_adamw, float(initial_lr)
 
     def _in_own_order(self, saved: Sequence[Group]) -> list[Group]:
-        """AdamW's saved groups in the order of this optimizer's names."""
         own, found = self._adam_names(), [list(group["params"]) for group in saved]
         if list(map(set, found)) == list(map(set, own)):
             return [{**group, "params": names} for group, names in zip(saved, own, strict=True)]

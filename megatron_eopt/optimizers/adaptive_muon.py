@@ -65,7 +65,7 @@ def adamuon(factors: Tensors, moments: Sequence[Moment]) -> list[Tensor]:
 
 
 def normuon(engine: Engine, matrices: Sequence[Matrix], factors: Tensors, moments: Sequence[Moment]) -> list[Tensor]:
-    """NorMuon's multipliers, of rows or columns, from one reduction."""
+    """``rsqrt(max(v, eps))`` of rows or columns, keeping ``||O||``; one reduction."""
     steps: dict[int, Tensor] = {}
     each = [(m, x, _tall(m.shape)) for m, x in zip(matrices, factors, strict=True)]
     means = [StatisticsRequest(matrix=m, x=x, row_squares=tall, column_squares=not tall) for m, x, tall in each]
@@ -99,18 +99,18 @@ def normuon(engine: Engine, matrices: Sequence[Matrix], factors: Tensors, moment
 
 
 def namo(moments: Sequence[Moment], squared_gradients: Tensor, squared_updates: Tensor) -> list[Tensor]:
-    """NAMO's multipliers, from squared norms ``G`` and ``g'`` in fp64."""
+    """``||g'|| / (sqrt(v) + eps)`` of each matrix, from squared norms."""
     roots = torch._foreach_sqrt(average(moments, squared_gradients.float().unbind()))
     torch._foreach_add_(roots, [moment.eps for moment in moments])
     return list((squared_updates.sqrt() / torch.stack(roots)).unbind())
 
 
 def _tall(shape: Shape) -> bool:
-    return shape[0] >= shape[1]
+    return shape[0] >= shape[1]  # normuon keeps statistics of rows then, else of columns
 
 
 def _means_cross(matrix: Matrix) -> bool:
-    short = 1 if _tall(matrix.shape) else 0
+    short = int(_tall(matrix.shape))
     return any(each.shape[1 - short] and each.shape[short] != matrix.shape[short] for each in matrix.rectangles)
 
 

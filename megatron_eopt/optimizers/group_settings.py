@@ -195,7 +195,7 @@ def without_dimensions(value: Any) -> Any:
 
 
 def without_tensors(value: Any) -> Any:
-    """0.5, in every range, for tensors, whose values nobody reads."""
+    """Replace tensors, unread, by 0.5, which is in every range."""
     if isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value):
         return type(value)(map(without_tensors, value))
     return 0.5 if isinstance(value, Tensor) else value

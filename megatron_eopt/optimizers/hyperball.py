@@ -46,10 +46,9 @@ class MuonHyperball(TensorParallelMuon):
         params: matrices, or groups of them with their own ``lr``, ``momentum``, ``num_ns_steps`` or
             ``coefficient_type``; they have their initial values by the first step.
         lr: learning rate, at least 0: the length of a step relative to the norm of its matrix.
-        momentum: of the exponential moving average, in [0, 1).
-        nesterov: whether to look ahead.
         weight_decay: 0, since the norm is kept anyway; here for those who fill it from a config.
-        **transport: see :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
+        **transport: these, ``momentum`` and ``nesterov`` are those of
+            :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
     Raises:
         ValueError: as by Muon; for a weight decay, for scale settings, and with ``blockwise`` for shards. In the first

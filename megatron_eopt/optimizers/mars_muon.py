@@ -51,13 +51,11 @@ class MarsMuon(TensorParallelMuon):
 
     Args:
         params: matrices, or groups of them, which may have their own ``gamma`` beside what Muon's may have.
-        lr: learning rate, at least 0.
         momentum: ``beta``, of the exponential moving average, in [0, 1).
         nesterov: whether to look ahead, as Muon does and the paper does not.
-        weight_decay: at least 0.
         use_decoupled_weight_decay: decay the parameter (as AdamW does), or add to ``c``.
         gamma: strength of the correction, at least 0; 0 leaves Muon of clipped gradients.
-        **transport: these, ``scale_mode``, ``extra_scale_factor`` and ``weight_decay_method`` are those of
+        **transport: these, and what is not named here, as in
             :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
     Raises:

@@ -21,7 +21,7 @@ _ALIGNED = 256  # bytes: where tensors begin in a slot
 
 
 def on_host(sizes: Iterable[int], fraction: float) -> Iterator[bool]:
-    """Whether each parameter is on the host, spread evenly."""
+    """Whether each parameter's state is on the host, spread evenly."""
     total = there = 0  # of the first parameters, however many, at least the fraction is there
     for size in sizes:
         total += size

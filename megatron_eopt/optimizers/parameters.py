@@ -24,7 +24,7 @@ GROUPS = ("tp", "expt_tp", "gtp_remat", "expt_gtp_remat")  # in the order of lay
 
 
 class TensorParallelGroups(Protocol):
-    """Groups read of Megatron's ProcessGroupCollection, if there ``gtp_remat`` too."""
+    """What is read of Megatron's ProcessGroupCollection; ``gtp_remat`` is optional."""
 
     tp: ProcessGroup
     expt_tp: ProcessGroup
@@ -133,7 +133,7 @@ def _cut_over(parameter: Tensor) -> list[str]:
 
 
 def check_shard(parameter: Tensor, pg_collection: TensorParallelGroups | None, called: str, advice: str = "") -> None:
-    """Refuse ``called``, a shard without its process groups, with ``advice``."""
+    """Refuse a shard without its process groups; ``advice`` for messages."""
     if isinstance(parameter, DTensor) or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     for name in _cut_over(parameter):

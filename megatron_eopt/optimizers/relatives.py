@@ -39,7 +39,7 @@ class Transport(TypedDict, total=False):
 
 
 def spelled_out[**P](init: Callable[P, None]) -> Callable[P, None]:
-    """Name what ``**transport`` takes in a signature, and nothing else."""
+    """Spell out ``**transport`` in the signature, for ``help`` and configs."""
     signature = inspect.signature(init)
     of_muon = inspect.signature(TensorParallelMuon).parameters
     own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]

@@ -32,9 +32,9 @@ COUNT, TRAIN_MODE = "k", "train_mode"
 class ScheduleFreeAdamW(BaseOptimizer):
     """AdamW without a schedule [1]: use a constant learning rate.
 
-    ``z`` makes the steps; ``x`` averages its path, and is what to evaluate and export; gradients are taken at ``y = (1
-    - beta1) z + beta1 x``. **The parameter is at y while training, and at x between** :meth:`eval_params` **and**
-    :meth:`train_params`; :attr:`live` says which.
+    ``z`` makes the steps; ``x`` averages its path, and is what to evaluate and export; gradients are taken at
+    ``y = (1 - beta1) z + beta1 x``. **The parameter is at y while training, and at x between** :meth:`eval_params`
+    **and** :meth:`train_params`; :attr:`live` says which.
 
     In step ``k`` with gradient ``g`` and ``l = lr * min(1, k / warmup_steps)``:
 

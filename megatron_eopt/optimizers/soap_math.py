@@ -1,4 +1,7 @@
-"""SOAP's step of stacked equal matrices; None is no side."""
+"""SOAP's step of stacks of equal matrices.
+
+A basis has the eigenvectors of a factor as columns. None stands for a side without, which is not rotated.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,7 +35,7 @@ class Preconditioned:
 
 
 def update_of(matrices: Preconditioned, settings: Mapping[str, Any], first: bool) -> Tensor | None:
-    """Updates before the learning rate; None for bases alone."""
+    """Updates before the learning rate; None while making bases."""
     factored = matrices.sides != (None, None)
     of_previous = factored and settings["basis_of"] == "previous"
     if factored and (first or not of_previous):
@@ -49,8 +52,8 @@ def _absorb(matrices: Preconditioned, settings: Mapping[str, Any], first: bool) 
     """Update factors with gradients, and make or refresh bases.
 
     A product that is not finite would stay in a factor for ever, and is left out. A refresh sorts a basis by
-    eigenvalues, the largest first, and ``squares`` with it. Then ``qr`` makes one step of orthogonal iteration, ``QR(F
-    Q)``, and ``eigh`` takes the eigenvectors themselves.
+    eigenvalues, the largest first, and ``squares`` with it. Then ``qr`` makes one step of orthogonal iteration,
+    ``QR(F Q)``, and ``eigh`` takes the eigenvectors themselves.
     """
     beta, gradient, accepted = settings["shampoo_beta"], matrices.gradient, matrices.accepted
     kl, squares = settings["use_kl_shampoo"], matrices.squares

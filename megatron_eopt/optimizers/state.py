@@ -86,7 +86,7 @@ def zeros(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Tensor:
 
 
 def check_writer(own: str, called: str, state_dict: Mapping[str, Any], warn: bool = False) -> None:
-    """Refuse another optimizer's state; ``warn`` of an unsigned one."""
+    """Refuse another optimizer's state; ``warn`` if it names none."""
     wrote = {group.get(STATE_OF, own) for group in state_dict["param_groups"]} - {own}
     if wrote:
         other = ", ".join(sorted(wrote))

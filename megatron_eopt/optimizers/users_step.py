@@ -1,4 +1,4 @@
-"""A step by a user's method, on copies at first."""
+"""A step whose updates a user's method makes."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -41,8 +41,8 @@ class Muon(Optimizer):
 
     1. ``M <- momentum M + g``, kept as ``momentum_buffer``;
     2. ``W <- (1 - lr weight_decay) W``;
-    3. ``W <- W - lr max(1, m/n)^0.5 O``, with ``O`` the orthogonal factor of ``M`` by ``ns_steps`` steps of ``X <- a X
-       + (b A + c A^2) X``, ``A = X X^T``, from ``M / |M|_F``; (a, b, c) = (3.4445, -4.7750, 2.0315) [1].
+    3. ``W <- W - lr max(1, m/n)^0.5 O``, with ``O`` the orthogonal factor of ``M`` by ``ns_steps`` steps of
+       ``X <- a X + (b A + c A^2) X``, ``A = X X^T``, from ``M / |M|_F``; (a, b, c) = (3.4445, -4.7750, 2.0315) [1].
 
     DTensors are orthogonalized as whole matrices. More than two dimensions are read as a matrix, the first one times
     the rest; a declared stack stays one. :meth:`around` takes another optimizer of matrices in place of Muon.
@@ -262,7 +262,7 @@ class Muon(Optimizer):
         return next((p for p in parameters if p.requires_grad), parameters[0])
 
     def _carry(self) -> None:
-        """Give the first matrix AdamW's state; tensors replaced there count."""
+        """Put AdamW's state into the first matrix, taking replaced tensors."""
         if self.adamw is None:
             return
         self.matrices.init_state()

@@ -69,7 +69,7 @@ def normuon(engine: Engine, matrices: Sequence[Matrix], factors: Tensors, moment
     steps: dict[int, Tensor] = {}
     each = [(m, x, _tall(m.shape)) for m, x in zip(matrices, factors, strict=True)]
     means = [StatisticsRequest(matrix=m, x=x, row_squares=tall, column_squares=not tall) for m, x, tall in each]
-    # where the short dimension is whole, norms are reduced; where it is cut, means, and norms are whole
+    # a short dimension that is cut needs its means reduced; one that is whole, the norms of O and U
     crossing = [i for i, matrix in enumerate(matrices) if _means_cross(matrix)]
     here = [i for i, matrix in enumerate(matrices) if not _means_cross(matrix)]
 
@@ -87,9 +87,8 @@ def normuon(engine: Engine, matrices: Sequence[Matrix], factors: Tensors, moment
         foreach.scale_each([steps[i] for i in some], _alignment(*squares.chunk(2)).unbind())
 
     lengths = follow(here, engine.statistics([means[i] for i in here])) if here else []  # exchanges nothing
-    norms = [
-        StatisticsRequest(matrix=matrices[i], x=x, squared_norm=True) for i, x in zip(here * 2, lengths, strict=True)
-    ]
+    pairs = zip([matrices[i] for i in here] * 2, lengths, strict=True)
+    norms = [StatisticsRequest(matrix=W, x=x, squared_norm=True) for W, x in pairs]
     reduced = engine.statistics([*norms, *(means[i] for i in crossing)])
     if here:
         align(here, norms_of(reduced[: len(norms)]))

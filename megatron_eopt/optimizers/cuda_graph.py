@@ -69,9 +69,8 @@ class GraphedUpdate:
             device, accepted = batch.accepted.device, batch.accepted.clone()
             gradients = [gradient.clone() for gradient in batch.gradients]
             lr, decay = torch.zeros(2, dtype=torch.float64, device=device).unbind()
-            self._batches += [
-                replace(batch, gradients=gradients, lr=lr, weight_decay=decay, decays=True, accepted=accepted)
-            ]
+            fixed = replace(batch, gradients=gradients, lr=lr, weight_decay=decay, decays=True, accepted=accepted)
+            self._batches.append(fixed)
         # the runs before the capture change parameters and state, so these are put back
         changed = [t for batch in batches for t in _changed(batch)]
         before = [t.clone() for t in changed]

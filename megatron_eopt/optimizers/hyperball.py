@@ -107,9 +107,7 @@ class MuonHyperball(TensorParallelMuon):
         index_of = {parameter: index for index, parameter in enumerate(self._parameters())}
         indices = [index_of[parameter] for parameter in parameters]
         matrices, shards = self.engine.flat(indices), self.engine.split(indices, list(map(local, parameters)))
-        wanted = [
-            StatisticsRequest(matrix=matrix, x=x, squared_norm=True) for matrix, x in zip(matrices, shards, strict=True)
-        ]
+        wanted = [StatisticsRequest(matrix=W, x=x, squared_norm=True) for W, x in zip(matrices, shards, strict=True)]
         radii = [radius for parameter in parameters for radius in self._further_state(parameter)]
         return matrices, radii, norms_of(self.engine.statistics(wanted)).sqrt()
 

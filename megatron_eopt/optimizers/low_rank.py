@@ -18,7 +18,7 @@ from megatron_eopt.parallel.layout import Layout, on_one_rank, split_layout
 from megatron_eopt.parallel.records import Rectangle, whole
 
 PROJECTED = "projected"  # 1 where the factors are those of the weight, 0 before the first step
-# Of both factors, with _A and _B behind; of a parameter that is a factor itself the last two, without.
+# State keys: of a weight with _A and _B behind; of a parameter that is a factor itself the last two, as they are.
 FACTOR, MOMENTUM, U = "factor", "momentum_buffer", "u"
 Tensors = Callable[[Tensor, "Factor"], list[Tensor]]  # of a parameter: a factor, its momentum and its singular vector
 

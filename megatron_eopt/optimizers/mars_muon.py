@@ -85,8 +85,7 @@ class MarsMuon(TensorParallelMuon):
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
         super()._check_ranges(group)
-        gamma = group["gamma"]
-        if not 0 <= gamma < inf:
+        if not 0 <= (gamma := group["gamma"]) < inf:
             raise ValueError(f"{type(self).__name__}: gamma must be a finite number of at least 0, got {gamma}")
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -125,8 +124,8 @@ def corrected(gradients: Tensors, previous: Tensors, has_previous: Tensors, stre
 def clipped(engine: Engine, indices: Sequence[int], gradients: list[Tensor]) -> list[Tensor]:
     """``c / max(1, ||c||_F)`` of each logical matrix."""
     shards = engine.split(indices, gradients)
-    matrices = zip(engine.flat(indices), shards, strict=True)
-    norms = engine.statistics([StatisticsRequest(matrix=matrix, x=x, squared_norm=True) for matrix, x in matrices])
+    pairs = zip(engine.flat(indices), shards, strict=True)
+    norms = engine.statistics([StatisticsRequest(matrix=W, x=c, squared_norm=True) for W, c in pairs])
     foreach.scale_each(shards, (LARGEST_NORM / norms_of(norms).sqrt().clamp(min=LARGEST_NORM)).unbind())
     return engine.merge(indices, shards)
 

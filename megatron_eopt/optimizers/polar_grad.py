@@ -63,9 +63,8 @@ class PolarGrad(TensorParallelMuon):
         decay(chunk)
         M = engine.split(chunk.indices, momentum(chunk))
         U = yield from engine.orthogonalize(chunk.indices, list(M))
-        wanted = [
-            StatisticsRequest(matrix=W, x=m, inner=u) for W, m, u in zip(engine.flat(chunk.indices), M, U, strict=True)
-        ]
+        each = zip(engine.flat(chunk.indices), M, U, strict=True)
+        wanted = [StatisticsRequest(matrix=W, x=m, inner=u) for W, m, u in each]
         norms = [found["inner_product"] for found in engine.statistics(wanted)]  # <M, U>
         foreach.scale_each(U, norms)
         subtract(chunk, engine, U)

@@ -79,11 +79,9 @@ class ScheduleFreeAdamW(BaseOptimizer):
     live_key = KEPT
     weight_keys = (Z, X, KEPT)
 
-    # The rates of the groups in the first step that had one, whether a change of them was warned of, and the parameters
-    # whose z is known to have begun.
-    _constant: list[float | None] | None = None
-    _warned: bool = False
-    _begun: set[Tensor] | None = None
+    _constant: list[float | None] | None = None  # the first rates of the groups
+    _warned: bool = False  # whether a change of them was warned of
+    _begun: set[Tensor] | None = None  # parameters whose z is known to have begun
 
     def __init__(
         self,

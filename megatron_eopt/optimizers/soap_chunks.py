@@ -27,7 +27,7 @@ class Planned:
     def __init__(self, end: str, layout: Layout, longest: int) -> None:
         (rows, cols), self.layout = layout.shape, layout
         has_factor = [min(rows, cols) > 0 and length <= longest for length in (rows, cols)]
-        # keys of factor and basis of the rows, and of the columns; none of a side without
+        # keys of factor and basis of each side; none where it has no factor
         self.sides = [[f"{key}{end}" for key in keys if has] for keys, has in zip(SIDES, has_factor, strict=True)]
         # of a step, up to a factor that is the same for all: cubes of sides, and products with them
         self.cost = sum(n * (n**2 + rows * cols) for n in compress((rows, cols), has_factor))

@@ -304,9 +304,7 @@ class Spectron(BaseOptimizer):
         group, names = self.group_of(parameter), self.split_of(parameter).names(self.layout(parameter).shape[0])
         dtype, kind = torch.promote_types(parameter.dtype, torch.float32), KINDS[group["pairs"]]
         each = enumerate(zip(matrices, names, self.key_ends(parameter), strict=True))
-        return [
-            factor for i, (matrix, *name) in each for factor in kind.factors(matrix, i, *name, group["rank"], dtype)
-        ]
+        return [x for i, (matrix, *name) in each for x in kind.factors(matrix, i, *name, group["rank"], dtype)]
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
         """Also scale rows of the first factors."""

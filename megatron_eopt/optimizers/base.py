@@ -159,7 +159,7 @@ class BaseOptimizer(Optimizer):
 
     @abstractmethod
     def _take(self, accepted: Tensor) -> None:
-        """Step accepted parameters; ``_session.changing`` is set before any changes."""
+        """Step accepted parameters; set ``_session.changing`` before any change."""
 
     def settings(self) -> dict[str, Any]:
         """Plain settings that a checkpoint describes."""

@@ -54,10 +54,10 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     3. Nesterov's look-ahead ``u = (1 - beta) g + beta m``, or ``u = m``;
     4. ``p -= lr * orthogonalize(p, u)``.
 
-    Gradients are not written to. A parameter stays as it is where its gradient, or its update by a function of yours,
-    is missing or not finite: see :mod:`~megatron_eopt.optimizers.nonfinite`. All updates are computed before anything
-    is changed: where a function of yours fails, parameters and state stay, bit for bit. A step leaves every
-    process-wide setting of torch as it found it.
+    Gradients are not written to. A parameter stays as it is where its gradient is missing, or where that or its update
+    by a function of yours is not finite: see :mod:`~megatron_eopt.optimizers.nonfinite`. All updates are computed
+    before anything is changed: where a function of yours fails, parameters and state stay, bit for bit. A step leaves
+    every process-wide setting of torch as it found it.
 
     A parameter whose attribute ``logical_matrices`` is a :class:`~megatron_eopt.matrices.Split` is orthogonalized and
     scaled as the matrices that it declares, whatever ``split_qkv`` says; a stack of them may have three dimensions.
@@ -152,12 +152,12 @@ class OrthogonalizedOptimizer(BaseOptimizer):
 
     @property
     def use_nesterov(self) -> bool:
-        """The default of groups."""
+        """Whether groups look ahead by default."""
         return bool(self.defaults[self.nesterov_key])
 
     @property
     def use_decoupled_weight_decay(self) -> bool:
-        """The default of groups."""
+        """Whether weight decay is decoupled by default."""
         return bool(self.defaults[DECOUPLED])
 
     # Groups.

@@ -270,7 +270,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             self.streamed.end()
 
     def _scales_of(self, indices: Sequence[int]) -> list[float]:
-        """Factors of the parameters' orthogonal factors, in order."""
+        """Scales of the parameters' logical matrices, in order."""
         plans = self._session.plans
         if plans.scales is None or plans.scales[0] is not plans.engine:
             matrices = zip(self._parameters(), self.engine.matrices, strict=True)
@@ -432,7 +432,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return UpdateSettings(self.newton_schulz, self.scale_mode, self.extra_scale_factor).of_group(group)
 
     def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
-        """RMS of first updates before ``lr``; None if not predictable."""
+        """RMS of first updates before ``lr``; None where gradients decide."""
         own = self._of_user(*OF_MATRICES, "scale_factor_fn")
         return None if self.traits.measures or own else self.update_settings(group or {}).predicted_rms(rows, cols)
 

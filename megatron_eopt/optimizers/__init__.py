@@ -1,6 +1,6 @@
-"""Optimizers: subclasses of torch.optim.Optimizer, thin over the rooms below.
+"""Optimizers: subclasses of torch.optim.Optimizer.
 
-The optimizers of the table, :mod:`megatron_eopt.family`, are names of this room too, which the package gives it.
+The package adds the optimizers of :mod:`megatron_eopt.family` as names of this module.
 """
 
 import sys
@@ -12,7 +12,7 @@ from megatron_eopt.optimizers.spectron import factor_pairs as factor_pairs
 
 
 def __getattr__(name: str) -> Any:
-    """The classes of the table, which stands above."""
+    """Return a class of the table, which is imported later."""
     if not name[:1].isupper():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(sys.modules["megatron_eopt"], name)

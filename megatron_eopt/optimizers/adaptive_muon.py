@@ -1,13 +1,4 @@
-"""Muon whose orthogonal factors are normalized by a second moment, for parameters that may be sharded.
-
-Orthogonal factors have any floating dtype; statistics and what is computed with them are fp32. What is computed for one
-logical matrix is computed for all at once. Each method makes at most one all-reduce for each group of ranks. Nothing
-here waits for the device.
-
-- AdaMuon: Si, Zhang and Shen, arXiv 2507.11005.
-- NorMuon: Li et al., arXiv 2510.05491.
-- NAMO: arXiv 2602.17080.
-"""
+"""Muon with a second moment in fp32: AdaMuon, NorMuon, NAMO."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +35,7 @@ Moment2Method = Literal["adamuon", "normuon", "namo"]
 
 @dataclass(frozen=True)
 class Moment:
-    """A second moment ``v``, which stays as it is, bit for bit, where the flag ``accepted`` on the device is False."""
+    """A second moment, kept where ``accepted`` is False."""
 
     v: Tensor
     accepted: Tensor | bool
@@ -53,7 +44,7 @@ class Moment:
 
 
 def average(moments: Sequence[Moment], values: list[Tensor] | tuple[Tensor, ...]) -> list[Tensor]:
-    """``v += (1 - beta2) (value - v)``: all ``v``. Values are written to: beyond fp32 they count as its largest one."""
+    """``v += (1 - beta2) (value - v)``, overwriting ``values``."""
     vs, flags = [m.v for m in moments], [m.accepted for m in moments if isinstance(m.accepted, Tensor)]
     torch._foreach_clamp_max_(values, torch.finfo(torch.float32).max)  # an infinity would stay in v for ever
     new = foreach.masked(values, vs, torch.stack(flags) if flags else None)
@@ -62,7 +53,7 @@ def average(moments: Sequence[Moment], values: list[Tensor] | tuple[Tensor, ...]
 
 
 def adamuon(factors: Tensors, moments: Sequence[Moment]) -> list[Tensor]:
-    """``v <- EMA(O^2)``, ``U = O / (sqrt(v) + eps)`` of parameters: ``U``."""
+    """``U = O / (sqrt(v) + eps)``, ``v <- EMA(O^2)``."""
     directions = [torch.empty_like(factor, dtype=torch.float32) for factor in factors]
     torch._foreach_copy_(directions, list(factors))
     for some in foreach.alike(directions):
@@ -74,22 +65,16 @@ def adamuon(factors: Tensors, moments: Sequence[Moment]) -> list[Tensor]:
 
 
 def normuon(engine: Engine, matrices: Sequence[Matrix], factors: Tensors, moments: Sequence[Moment]) -> list[Tensor]:
-    """``v <- EMA(mean(O^2))`` over the short dimension, ``U = O rsqrt(max(v, eps))``, with the norm of ``O``.
-
-    Returned is a multiplier for each row, or for each column, of each matrix.
-
-    Two kinds of matrices need one reduction. Where the short dimension is whole on every rank, this one has its means,
-    and ``||O||`` and ``||U||``, norms of the norms of rows or columns, are left to sum over the ranks. Where it is cut,
-    the means are; these are then of the whole long dimension.
-    """
+    """``rsqrt(max(v, eps))`` of rows or columns, keeping ``||O||``; one reduction."""
     steps: dict[int, Tensor] = {}
     each = [(m, x, _tall(m.shape)) for m, x in zip(matrices, factors, strict=True)]
     means = [StatisticsRequest(matrix=m, x=x, row_squares=tall, column_squares=not tall) for m, x, tall in each]
+    # a short dimension that is cut needs its means reduced; one that is whole, the norms of O and U
     crossing = [i for i, matrix in enumerate(matrices) if _means_cross(matrix)]
     here = [i for i, matrix in enumerate(matrices) if not _means_cross(matrix)]
 
     def follow(some: list[int], found: Sequence[Statistics]) -> list[Tensor]:
-        """Norms of the rows or columns of ``O``, and then of ``U``, but for the root of the short dimension."""
+        """Norms of rows or columns of ``O`` and ``U``, unscaled."""
         of_some = [moments[i] for i in some]
         along = [squares for each in found for squares in each.values()]
         new = torch._foreach_clamp_min(average(of_some, along), [moment.eps for moment in of_some])
@@ -102,9 +87,8 @@ def normuon(engine: Engine, matrices: Sequence[Matrix], factors: Tensors, moment
         foreach.scale_each([steps[i] for i in some], _alignment(*squares.chunk(2)).unbind())
 
     lengths = follow(here, engine.statistics([means[i] for i in here])) if here else []  # exchanges nothing
-    norms = [
-        StatisticsRequest(matrix=matrices[i], x=x, squared_norm=True) for i, x in zip(here * 2, lengths, strict=True)
-    ]
+    pairs = zip([matrices[i] for i in here] * 2, lengths, strict=True)
+    norms = [StatisticsRequest(matrix=W, x=x, squared_norm=True) for W, x in pairs]
     reduced = engine.statistics([*norms, *(means[i] for i in crossing)])
     if here:
         align(here, norms_of(reduced[: len(norms)]))
@@ -114,40 +98,33 @@ def normuon(engine: Engine, matrices: Sequence[Matrix], factors: Tensors, moment
 
 
 def namo(moments: Sequence[Moment], squared_gradients: Tensor, squared_updates: Tensor) -> list[Tensor]:
-    """``v <- EMA(||G||^2)``, ``U = O ||g'|| / (sqrt(v) + eps)``: by what to multiply each matrix.
-
-    From vectors in fp64: the squared norms of ``G`` and of ``g'``.
-    """
+    """``||g'|| / (sqrt(v) + eps)`` of each matrix, from squared norms."""
     roots = torch._foreach_sqrt(average(moments, squared_gradients.float().unbind()))
     torch._foreach_add_(roots, [moment.eps for moment in moments])
     return list((squared_updates.sqrt() / torch.stack(roots)).unbind())
 
 
 def _tall(shape: Shape) -> bool:
-    """Whether rows are the long dimension of a matrix, which normuon keeps its statistics of; squares count as tall."""
-    return shape[0] >= shape[1]
+    return shape[0] >= shape[1]  # normuon keeps statistics of rows then, else of columns
 
 
 def _means_cross(matrix: Matrix) -> bool:
-    """Whether the short dimension is cut; then the long one is not, since a matrix is cut along one at most."""
-    short = 1 if _tall(matrix.shape) else 0
+    short = int(_tall(matrix.shape))
     return any(each.shape[1 - short] and each.shape[short] != matrix.shape[short] for each in matrix.rectangles)
 
 
 def _squared_norms(engine: Engine, matrices: Sequence[Matrix], *shards: Tensors) -> tuple[Tensor, ...]:
-    """The squared norms of several lists of tensors that lie as the matrices do, a vector in fp64 for each list."""
     several = [zip(matrices, xs, strict=True) for xs in shards]
     wanted = [StatisticsRequest(matrix=matrix, x=x, squared_norm=True) for each in several for matrix, x in each]
     return norms_of(engine.statistics(wanted)).chunk(len(shards))
 
 
 def _alignment(factor: Tensor, update: Tensor) -> Tensor:
-    """``||O|| / ||U||`` from the squares of the norms of whole matrices; 0 where ``U`` is zero."""
     return torch.where(update > 0, factor / update, 0.0).sqrt()
 
 
 class TensorParallelAdaptiveMuon(TensorParallelMuon):
-    """Muon with a second moment of what it orthogonalizes: AdaMuon, NorMuon or NAMO.
+    """Muon with a second moment: AdaMuon, NorMuon or NAMO.
 
     ``O`` is the orthogonal factor of each whole logical matrix (m x n), ``G`` its gradient, ``g'`` its momentum after
     the look-ahead:
@@ -256,16 +233,14 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
             self._check_placements(parameter, called)
 
     def settings(self) -> dict[str, Any]:
-        """What a checkpoint says of this optimizer to those who read it."""
+        """Settings that a checkpoint describes."""
         return super().settings() | {"moment2_method": self.moment2_method, "align_rms": self.align_rms}
 
     def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
-        """RMS of the entries of the first update of a matrix of full rank, before the learning rate.
+        """RMS of a matrix's first update, before the learning rate.
 
-        The first second moment is ``1 - beta2`` times its first value. So the entries of an AdaMuon update that is not
-        aligned are ``+-scale / sqrt(1 - beta2)``, whatever the shape. The first ``g'`` of NAMO is ``(1 - b) G``, with
-        Nesterov's look-ahead ``(1 - b) (1 + b) G``, so it multiplies ``O`` by that over ``sqrt(1 - beta2)``. What is
-        aligned has the size of Muon's update.
+        The first second moment is ``1 - beta2`` times its first value, so entries of AdaMuon without ``align_rms`` are
+        ``+-scale / sqrt(1 - beta2)``. NAMO's first ``g'`` is ``(1 - b) G``, times ``1 + b`` with Nesterov's look-ahead.
         """
         settings, rates = self.update_settings(group or {}), {**self.defaults, **(group or {})}
         muon, root = super().predicted_rms(rows, cols, group), sqrt(1 - rates["beta2"])
@@ -278,7 +253,7 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         return muon if aligned else settings.scale(rows, cols) / root
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
-        """The momentum, and the second moment: of the parameter, or one for each of its logical matrices."""
+        """The momentum and second moments."""
         tensors = super().state_tensors(parameter)
         if self.moment2_method == "adamuon":
             return [*tensors, StateTensor(MOMENT2_BUFFER, dtype=torch.float32)]
@@ -290,13 +265,13 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
         return tensors
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
-        """The orthogonal factor of one parameter, without the scale: arguments as of Muon."""
+        """One parameter's orthogonal factor, without the scale."""
         engine, index, _ = self._engine_for(p, grad, group_settings)
         [factor] = engine.merge([index], self._factors(engine, index, engine.split([index], [local(grad)])))
         return factor
 
     def program(self, chunk: Chunk, engine: Engine) -> Program:
-        """The step of some parameters."""
+        """One chunk's step."""
         decay(chunk)
         u = engine.split(chunk.indices, momentum(chunk))
         kept = list(u) if self.traits.keeps_momenta else []
@@ -306,7 +281,6 @@ class TensorParallelAdaptiveMuon(TensorParallelMuon):
     def _second_moment(
         self, chunk: Chunk, engine: Engine, factors: list[Tensor], updates: Tensors, scales: list[float]
     ) -> list[Tensor]:
-        """``U`` of each logical matrix, times its scale, in place."""
         indices, moments = chunk.indices, list[Moment]()
         for batch in chunk.batches:
             beta2, eps = batch.settings["beta2"], batch.settings["eps"]

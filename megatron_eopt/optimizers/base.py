@@ -1,4 +1,4 @@
-"""What every optimizer of ours is: groups that are checked, state that is described, a step that is prepared."""
+"""Base of all optimizers: checked groups, described state, prepared steps."""
 
 import inspect
 import logging
@@ -72,13 +72,11 @@ UNSET: dict[str, Any] = {
 
 
 class BaseOptimizer(Optimizer):
-    """An optimizer whose groups are checked, whose state is described, and whose steps leave out bad gradients.
+    """Base class: checked groups, described state, finite gradients only.
 
-    Gradients are never written to, and a parameter without one is left as it is, and so is one whose gradient is not
-    finite: see :mod:`~megatron_eopt.optimizers.nonfinite`.
-
-    A subclass says what it keeps (:meth:`state_tensors`), what a group may have (:meth:`_check_group`) and how it steps
-    (:meth:`_take`).
+    Gradients are not written to. A parameter stays as it is where its gradient is missing or not finite: see
+    :mod:`~megatron_eopt.optimizers.nonfinite`. A subclass defines its state (:meth:`state_tensors`), what a group may
+    have (:meth:`_check_group`) and its step (:meth:`_take`).
     """
 
     # Settings of a group that the optimizer itself makes, and with which a resumed run has to go on.
@@ -112,7 +110,7 @@ class BaseOptimizer(Optimizer):
     _session: Session
 
     def __new__(cls, *args: Any, **named: Any) -> Self:
-        """Refuse arguments that the constructor does not take, and flags that are no bools."""
+        """Refuse unknown arguments, and flags that are no bools."""
         check_arguments(cls, named.keys() - getattr(cls.__init__, "other_names", ()))
         given = dict(zip(inspect.signature(cls).parameters, args, strict=False)) | named
         group_settings.check_flags(cls, given)
@@ -124,19 +122,15 @@ class BaseOptimizer(Optimizer):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled and copied: torch's part, and the attributes of this object but those that start with ``_``.
-
-        A copy shares the process groups; they cannot be pickled.
-        """
+        """Public attributes and torch's state; copies share process groups."""
         self.refuse_half_step()
         return packed(vars(self)) | super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`__getstate__` gave, or what ``load_state_dict`` loads."""
         super().__setstate__(unpacked(state))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; what a step is planned by is checked first, and in force in the next step."""
+        """Set an attribute; the next step is planned by it."""
         if name == "tp_mode":
             validate_tp_mode(value)
         if name not in self.planned_by or not vars(self).get("param_groups"):
@@ -164,7 +158,7 @@ class BaseOptimizer(Optimizer):
 
     @abstractmethod
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
-        """What is kept for a parameter, in a fixed order and the same on all ranks that share it."""
+        """Describe a parameter's state, alike on all sharing ranks."""
 
     @abstractmethod
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -172,27 +166,25 @@ class BaseOptimizer(Optimizer):
 
     @abstractmethod
     def _take(self, accepted: Tensor) -> None:
-        """Make the step, of the parameters for which ``accepted``, on their device, is True.
-
-        ``_session.changing`` is set before parameters or state are changed.
-        """
+        """Step accepted parameters; set ``_session.changing`` before any change."""
 
     def settings(self) -> dict[str, Any]:
-        """What a checkpoint says of this optimizer to those who read it: plain values alone."""
+        """Plain settings that a checkpoint describes."""
         return {key: value for key, value in self.defaults.items() if isinstance(value, str | int | float | bool)}
 
     def settings_of_groups(self) -> dict[str, Any]:
-        """The settings of which each group may have a value of its own -> the value of groups that have none."""
+        """Settings that groups may have -> their default values."""
         return dict(self.defaults)
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
-        """Multiply rows of parameters from outside of a step, as QK-clip does; momenta stay as they are.
+        """Multiply rows of parameters between steps, as QK-clip does.
 
-        What is kept of a weight and would bring it back follows. All ranks that share parameters call it together.
+        Copies of the weight in state follow; momenta stay as they are. All ranks that share parameters call it
+        together.
 
         Args:
-            parameters: some of this optimizer's, as they lie here.
-            factors: for each of them a vector with a factor for each row that lies here.
+            parameters: some of this optimizer's.
+            factors: for each of them a vector with a factor for each local row.
         """
         for parameter, factor in zip(parameters, factors, strict=True):
             state = self.state.get(parameter, {})
@@ -200,30 +192,24 @@ class BaseOptimizer(Optimizer):
                 scale_rows(local(weight), factor)
 
     def exported(self, parameter: Tensor) -> Tensor:
-        """What is evaluated and exported instead of a parameter, laid out as it is."""
+        """What is evaluated and exported instead of a parameter."""
         return parameter.detach()
 
     @property
     def matrices_updated(self) -> int:
-        """How many of the :meth:`described_matrices` the steps have updated since the optimizer was made."""
+        """How many :meth:`described_matrices` all steps so far have updated."""
         return 0
 
     def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
-        """The logical matrices of each parameter; none of an optimizer that does not count what it updates.
-
-        With ``settled``, the other ranks are there to agree on plans.
-        """
+        """Each parameter's logical matrices; ``settled`` agrees on plans."""
         return {}
 
     def explain_proposed(self) -> str | None:
-        """The plan of a step as a table, before ranks agree on it; None for an optimizer that has none."""
+        """The plan before ranks agree, a table or None."""
         return None
 
     def _check_settings(self, group: dict[str, Any]) -> None:
-        """Refuse settings of a group that no step could work with; called in each step, so it waits for no device.
-
-        Settings that the optimizer does not know are the user's, and may be anything.
-        """
+        """Refuse settings that no step could use, without waiting."""
         cls: type = type(self)
         known = {key: group[key] for key in self.defaults if key in group and key not in self.users_settings}
         group_settings.check_flags(cls, known)
@@ -234,44 +220,42 @@ class BaseOptimizer(Optimizer):
         self._check_ranges({**group, **{key: group_settings.without_tensors(group[key]) for key in numbers}})
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
-        """Refuse, by a ``ValueError``, a number of a group that is out of its range."""
+        """Refuse, by a ``ValueError``, numbers out of their range."""
         group_settings.check_rates(type(self).__name__, group)
 
     def _check_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Refuse, by a ``ValueError``, gradients that the optimizer cannot take: none takes sparse ones, say."""
         check_gradients(type(self).__name__, parameters, self.param_groups)
 
     def _described(self, name: str, parameter: Tensor) -> ParamSpec:
-        """What the engine has to know of a parameter."""
         return ParamSpec(name, local(parameter).dtype, groups=sharing_groups(parameter, self.pg_collection))
 
     def _kept_bytes(self) -> int:
-        """Bytes that a program keeps of each entry while it is orthogonalized, beside its state."""
+        """Bytes per entry that a program keeps beside its state."""
         return 0
 
     def _planned_settings(self) -> object:
-        """What the engine was made of beside the parameters; where it changes, ranks prepare anew."""
+        """Settings that the engine depends on, beside the parameters."""
         return None
 
     # Parameters and their logical matrices.
 
     def layout(self, parameter: Tensor) -> Layout:
-        """The layout of a parameter, or of its transpose if so declared; of a stack, that of each of its matrices."""
+        """The layout of a parameter, transpose, or stacked matrices."""
         layout = matrix_layout(parameter, self.pg_collection)
         return layout.transposed if is_transposed(parameter) else layout
 
     def split_of(self, parameter: Tensor) -> Split:
-        """The logical matrices of a parameter: what its attribute declares, else what ``split_qkv`` makes of it."""
+        """The logical matrices of a parameter, declared or by ``split_qkv``."""
         is_qkv_fn = self.is_qkv_fn if self.split_qkv else None
         split = split_of(parameter, is_qkv_fn, self.qkv_split_shapes, self.split_lengths) or WHOLE
         return in_order(split, parameter, self.layout(parameter)) if isinstance(parameter, DTensor) else split
 
     def matrix_layouts(self, parameter: Tensor) -> list[Layout]:
-        """The layouts of the logical matrices of a parameter."""
+        """The layouts of a parameter's logical matrices."""
         return split_layout(self.layout(parameter), self.split_of(parameter))
 
     def key_ends(self, parameter: Tensor) -> list[str]:
-        """What the state keys of each logical matrix end with: nothing where the parameter is one matrix."""
+        """State key endings of logical matrices; empty for one."""
         known = self._session.plans.key_ends
         if parameter not in known:  # asked in every step, and a parameter may be many heads
             whole = self.split_of(parameter).is_whole
@@ -279,7 +263,7 @@ class BaseOptimizer(Optimizer):
         return known[parameter]
 
     def group_of(self, parameter: Tensor) -> dict[str, Any]:
-        """The group of a parameter."""
+        """Return the group of a parameter."""
         found = self._session.group_of.get(parameter)
         # a load makes other groups, and Megatron replaces parameters by its fp32 copies
         if found is None or not any(found is group for group in self.param_groups):
@@ -289,7 +273,7 @@ class BaseOptimizer(Optimizer):
 
     @property
     def matrices_per_step(self) -> int:
-        """How many logical matrices this rank has a part of: so many a step updates if all have gradients."""
+        """How many logical matrices this rank has a part of."""
         return sum(len(self.key_ends(parameter)) for parameter in self._parameters())
 
     def _parameters(self) -> list[Tensor]:
@@ -301,7 +285,6 @@ class BaseOptimizer(Optimizer):
     def _set_split(
         self, split_qkv: bool, is_qkv_fn: Callable[[Tensor], bool] | None, qkv_split_shapes: Sequence[int] | None
     ) -> None:
-        """Take over what describes fused projections, or refuse it."""
         group_settings.check_flag(type(self).__name__, "split_qkv", split_qkv)
         if split_qkv and is_qkv_fn is None:
             raise ValueError("split_qkv needs is_qkv_fn, which tells the fused parameters, got None")
@@ -311,7 +294,7 @@ class BaseOptimizer(Optimizer):
         vars(self).update(split_qkv=split_qkv, is_qkv_fn=is_qkv_fn, qkv_split_shapes=qkv_split_shapes)
 
     def _check_matrix(self, parameter: Tensor, called: str) -> None:
-        """Refuse what is no matrix and not declared as a stack of them either, and a split that does not fit."""
+        """Refuse what is neither a matrix nor a declared stack."""
         split, shape = declared_split(parameter), tuple(parameter.shape)
         stacked = None if split is None else split.stacked
         if len(shape) != (2 if stacked is None else 3):
@@ -362,23 +345,23 @@ class BaseOptimizer(Optimizer):
 
     @classmethod
     def name_in_states(cls) -> str:
-        """Return the optimizer that states name; users' subclasses have that of their base."""
+        """The optimizer's name in states; users' subclasses use their base's."""
         own = f"{__name__.partition('.')[0]}."
         return next(each.__name__ for each in cls.__mro__ if each.__module__.startswith(own))
 
     def init_state(self) -> None:
-        """Create the state of every parameter, with a gradient or not, as a checkpoint needs it before it can load."""
+        """Create all state, as a checkpoint load needs it."""
         for group in self.param_groups:
             self._init_group(group)
 
     def _init_group(self, group: dict[str, Any], skip_non_grad_params: bool = False) -> None:
-        """Create the state of a group's parameters: the contract of emerging-optimizers."""
+        """Create the state of a group: emerging-optimizers' contract."""
         for parameter in group["params"]:
             if parameter.grad is not None or not skip_non_grad_params:
                 self._state_of(parameter)
 
     def _state_of(self, parameter: Tensor, key: str | None = None) -> dict[str, Any]:
-        """The state of a parameter; without ``key``, what it lacks is created. Keys that none describes are users'."""
+        """A parameter's state; without ``key``, what it lacks is created."""
         state = self.state[parameter]
         if key not in state:
             for tensor in self.state_tensors(parameter):
@@ -392,7 +375,7 @@ class BaseOptimizer(Optimizer):
         return zeros(parameter, tensor, self.matrix_layouts)
 
     def on_host(self, parameter: Tensor) -> bool:
-        """Whether what is kept of a parameter in its shape is in host memory; the same on all ranks that share it."""
+        """Whether state in the parameter's shape is in host memory."""
         if not self.offload_fraction:
             return False
         known = self._session.offloaded
@@ -410,21 +393,21 @@ class BaseOptimizer(Optimizer):
         return sum((tensor.dtype or parameter.dtype).itemsize for tensor in shaped_alike)
 
     def _check_placements(self, parameter: Tensor, called: str) -> None:
-        """Refuse a DTensor whose state cannot be saved; to be called by all ranks, before there is any state."""
+        """Refuse a DTensor whose state cannot be saved; collective."""
         tensors = self.state_tensors(parameter)
         check_placements(f"{type(self).__name__}: {called}", parameter, tensors, self.matrix_layouts)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; a ``RuntimeError`` after a step that an exception ended half-way."""
+        """As torch's; a ``RuntimeError`` after an interrupted step."""
         self.refuse_half_step()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state. Of settings that it lacks, a group keeps those that it has.
+        """Load a state; groups keep settings that it lacks.
 
         Raises:
-            ValueError: if the state is of another optimizer, if the groups or the shapes are others, or if a tensor is
-                missing; nothing is changed then.
+            ValueError: if the state is of another optimizer, if groups or shapes differ, or if a tensor is missing;
+                nothing is changed then.
         """
         check_writer(self.name_in_states(), type(self).__name__, state_dict, warn=True)
         needed = self.defaults.keys() | self.carried_settings | {STATE_OF}
@@ -462,25 +445,24 @@ class BaseOptimizer(Optimizer):
         self._session.changing = False
 
     def check_writer(self, state_dict: dict[str, Any]) -> None:
-        """Refuse a state of another optimizer; users' subclasses and their base load each other."""
+        """Refuse another optimizer's state; users' subclasses share their base's."""
         check_writer(self.name_in_states(), type(self).__name__, state_dict)
 
     def _completed(self, saved: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-        """The settings of a saved group, with those known of the group where they are missing."""
         return {**known, **saved}
 
     # The step.
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """False: torch's GradScaler, which asks in each step, unscales gradients and leaves steps out itself."""
+        """False: torch's GradScaler unscales and skips steps itself."""
         if not self._session.scalable:
             check_scalable(self.param_groups, self.pg_collection)
             self._session.scalable = True
         return False
 
     def proposed(self) -> Engine:
-        """What :meth:`prepare` will make, before ranks agree on it: for a run that is only described. Made anew."""
+        """Make the engine of :meth:`prepare`, before ranks agree on it."""
         parameters = self._parameters()
         settings, named = self._settings_by_parameter(), zip(self._names(), parameters, strict=True)
         described = [replace(self._described(name, p), settings=settings[p]) for name, p in named]
@@ -493,7 +475,7 @@ class BaseOptimizer(Optimizer):
         return Engine(described, device, self.tp_mode, own, workspace)
 
     def _settings_by_parameter(self) -> dict[Tensor, dict[str, Any]]:
-        """The settings of each parameter that ranks which share it compare: plain data alone."""
+        """Plain settings of each parameter, for ranks to compare."""
         known = sorted(self.settings_of_groups().keys() | self.defaults.keys())
         found: dict[Tensor, dict[str, Any]] = {}
         for group in self.param_groups:
@@ -505,15 +487,17 @@ class BaseOptimizer(Optimizer):
         return found
 
     def kernel_times(self) -> Tensor:
-        """What the choice of a kernel of symmetric products goes by: see :func:`.timing.times`."""
+        """Times that choose the kernel: see :func:`.timing.times`."""
         return times(*self.proposed().stacks())
 
     def prepare(self) -> Engine:
-        """Settle with the other ranks what a step does, in an engine that is frozen; all call together.
+        """Settle the step with the other ranks; all call together.
 
-        The first step does, and one after a group was added or loaded, or has other settings of what is planned. A plan
-        or a setting that differs between ranks, and parameters on several devices, are a ``ValueError``. Settings that
-        change later, as rates do, are not compared again.
+        The first step calls it, and one after a group was added or loaded or a planned setting changed. Other settings,
+        such as rates, are not compared again.
+
+        Raises:
+            ValueError: for a plan or a setting that differs between ranks, and for parameters on several devices.
         """
         wanted, session = self._planned_settings(), self._session
         plans, parameters = session.plans, self._parameters()
@@ -604,7 +588,7 @@ class BaseOptimizer(Optimizer):
         return loss
 
     def refuse_half_step(self) -> None:
-        """Raise a ``RuntimeError`` if the last step ended while it changed parameters or state."""
+        """Raise a ``RuntimeError`` if an exception interrupted the last step."""
         if self._session.changing:
             raise RuntimeError(
                 f"{type(self).__name__}: {self._session.ended_by} ended the last step while it changed "
@@ -614,7 +598,7 @@ class BaseOptimizer(Optimizer):
             )
 
     def _look(self, parameters: Sequence[Tensor]) -> None:
-        """Say what is wrong with parameters that are stepped, the first time and where another optimizer has come."""
+        """Warn of fp16 and of parameters that two optimizers step."""
         names = self._names()
         if self._session.looks is None:
             warn_of_fp16(names, parameters)
@@ -623,19 +607,16 @@ class BaseOptimizer(Optimizer):
         self._session.looks = False
 
     def watch(self, watched: Watched | None) -> None:
-        """Let the next steps tell what they do, or no longer."""
+        """Report the next steps to ``watched``, or to nobody."""
         self._session.watched = watched
 
     def skipped_steps(self) -> dict[str, int]:
-        """Parameter -> steps left out because its gradient or update was not finite. Waits for the device."""
+        """Parameter -> skipped steps; waits for the device."""
         return {} if self._session.nonfinite is None else self._session.nonfinite.total
 
 
 def _seen(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
-    """The settings of groups, to find out later whether one has changed; no device is waited for.
-
-    A tensor counts as another one only if it is: what is written into it is not seen.
-    """
+    """Settings of groups for comparison; tensors are compared by identity."""
     plain = str | int | float | None  # of others the ids differ before anybody compares them
     return [
         {

@@ -1,8 +1,7 @@
-"""A step captured once as a CUDA graph and replayed: for models whose step is short against its launches.
+"""A step captured as a CUDA graph and replayed.
 
-What a step works on must stay where it is, so gradients, flags and rates are copied to fixed memory before each replay.
-Learning rate and weight decay are among them: they live on as device scalars, and schedulers keep working. Everything
-else of a group (momentum, number of steps) is a part of what was captured.
+Captured memory stays in place, so gradients, flags, learning rate and weight decay are copied to fixed tensors before
+each replay: schedulers keep working. All other settings of a group are part of the capture.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ _WARM_UPS = 2  # torch's advice is a few runs before the capture: kernels are co
 
 
 def capture_cuda(run: Replay, device: torch.device | None = None) -> Replay:
-    """Record what ``run`` launches on a device as a CUDA graph; the result launches it again."""
+    """Capture ``run`` as a CUDA graph; returns its replay."""
     graph = torch.cuda.CUDAGraph()
     # a thread that pins memory for a data loader would break a capture in the default mode
     with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -31,11 +30,7 @@ def capture_cuda(run: Replay, device: torch.device | None = None) -> Replay:
 
 
 class GraphedUpdate:
-    """Runs an update, which reads masked batches and waits for nothing, through a graph captured at the first call.
-
-    What captures it records a function of no arguments, and returns what runs it again: :func:`capture_cuda`, on the
-    device of the batches, unless there is another.
-    """
+    """Runs an update of masked batches through a CUDA graph."""
 
     def __init__(
         self, update: Callable[[Sequence[Batch]], None], capture: Callable[[Replay], Replay] | None = None
@@ -44,7 +39,7 @@ class GraphedUpdate:
         self._replay: Replay | None = None
 
     def check(self, batches: Sequence[Batch]) -> None:
-        """Raise a ``RuntimeError`` if something that was captured has changed since."""
+        """Raise a ``RuntimeError`` if something captured has changed since."""
         if self._replay is not None and self._key(batches) != self._captured:
             raise RuntimeError(
                 "the parameters with gradients, or the settings of a group, are not those that the CUDA graph of the "
@@ -52,7 +47,7 @@ class GraphedUpdate:
             )
 
     def __call__(self, batches: Sequence[Batch]) -> None:
-        """Update as ``update`` would, with batches that :meth:`check` has passed."""
+        """Update as ``update`` would; call :meth:`check` before."""
         if self._replay is None:
             self._replay = self._record(batches)
         for batch, static in zip(batches, self._batches, strict=True):
@@ -74,9 +69,8 @@ class GraphedUpdate:
             device, accepted = batch.accepted.device, batch.accepted.clone()
             gradients = [gradient.clone() for gradient in batch.gradients]
             lr, decay = torch.zeros(2, dtype=torch.float64, device=device).unbind()
-            self._batches += [
-                replace(batch, gradients=gradients, lr=lr, weight_decay=decay, decays=True, accepted=accepted)
-            ]
+            fixed = replace(batch, gradients=gradients, lr=lr, weight_decay=decay, decays=True, accepted=accepted)
+            self._batches.append(fixed)
         # the runs before the capture change parameters and state, so these are put back
         changed = [t for batch in batches for t in _changed(batch)]
         before = [t.clone() for t in changed]

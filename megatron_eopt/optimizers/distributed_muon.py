@@ -1,4 +1,4 @@
-"""Keller Jordan's distributed Muon: a rank computes its share of the matrices, and keeps their momenta."""
+"""Keller Jordan's distributed Muon."""
 
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -37,28 +37,28 @@ _COEFFICIENTS, _LABEL = "simple", "dp"
 
 
 class DistributedMuon(BaseOptimizer):
-    """Muon under data parallelism, with the momentum of a matrix on the one rank that computes its update [1].
+    """Muon under data parallelism, each momentum on one rank [1].
 
-    All ranks hold the same parameters and gradients, as under DDP. Each matrix ``W`` (m x n) has a compute rank, which
-    does for the gradient ``g``:
+    All ranks hold the same parameters and gradients, as under DDP. Each matrix ``W`` (m x n) with gradient ``g`` has a
+    compute rank, which does:
 
     1. ``M += (1 - momentum) (g - M)``;
     2. ``O``, the orthogonal factor of ``(1 - momentum) g + momentum M`` (of ``M`` without ``nesterov``), by
        Newton-Schulz iteration with the coefficients 3.4445, -4.7750, 2.0315.
 
     It sends ``O`` to the others, and all ranks step: ``W <- (1 - lr weight_decay) W - lr max(1, m/n)^0.5 O``. Matrices
-    of equal shape are worked on in rounds, one on each rank; a round's factors travel while the next is computed.
+    of equal shape go in rounds, one for each rank; a round's factors travel while the next is computed. The update of a
+    matrix has the same bits on any number of ranks.
 
-    A rank keeps its share of the momenta, plus at most one matrix. So ``state_dict()`` alone cannot tell the whole
-    state: all ranks call :meth:`consolidate_state_dict` before, as with torch's ``ZeroRedundancyOptimizer``, or all of
-    them call ``state_dict()``, with ``collective_state_dict=True``. The result loads on any number of ranks. The update
-    of a matrix has the same bits on any number of ranks.
+    A rank keeps its share of the momenta, so ``state_dict()`` on one rank is not the whole state: all ranks call
+    :meth:`consolidate_state_dict` before, as with torch's ``ZeroRedundancyOptimizer``, or all call ``state_dict()``
+    with ``collective_state_dict=True``. The result loads on any number of ranks.
 
-    More than two dimensions are read as a matrix: the first one times the rest. Gradients are not written to; a
-    parameter without one stays as it is, and so does one whose gradient is not finite: see
+    A parameter of more than two dimensions is read as a matrix: the first one times the rest. Gradients are not written
+    to. A parameter stays as it is where its gradient is missing or not finite: see
     :mod:`~megatron_eopt.optimizers.nonfinite`.
-    :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon` with its ``data_parallel_group`` has
-    more coefficients and larger batches, at the price of all momenta on all ranks.
+    :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon` with its ``data_parallel_group`` has more
+    coefficients and larger batches, with all momenta on all ranks.
 
     Args:
         params: matrices, or groups of them; the same in the same order on every rank. A group may have its own ``lr``,
@@ -68,12 +68,12 @@ class DistributedMuon(BaseOptimizer):
         nesterov: whether to look ahead.
         ns_steps: Newton-Schulz steps, 1 to 100.
         weight_decay: decoupled, at least 0.
-        fp32_matmul_prec: ``medium`` (or ``low``) iterates and sends in bf16, ``high`` iterates in TF32 and ``highest``
+        fp32_matmul_prec: ``medium`` (or ``low``) iterates and sends in bf16; ``high`` iterates in TF32 and ``highest``
             in fp32, and both send in the dtype of the parameter.
-        process_group: the data-parallel ranks; None for all ranks, or for one process where there are no others.
+        process_group: the data-parallel ranks; None for all ranks, or one process.
         collective_state_dict: whether all ranks call :meth:`state_dict` together, which then collects the momenta.
-            False where all ranks call :meth:`consolidate_state_dict`; None for the same, with a warning at construction
-            where there are several ranks.
+            False if all ranks call :meth:`consolidate_state_dict`; None is the same, with a warning where there are
+            several ranks.
 
     Attributes:
         compute_ranks: parameter -> the rank of the group that computes its update and keeps its momentum.
@@ -120,7 +120,7 @@ class DistributedMuon(BaseOptimizer):
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of matrices, whose work goes to the ranks that have the least so far."""
+        """Add a group, dealt to the least loaded ranks."""
         super().add_param_group(param_group)
         parameters, added = self._parameters(), self.param_groups[-1]["params"]
         self.rounds.append(deal([(p.shape, p.dtype) for p in added], self.loads, len(parameters) - len(added)))
@@ -128,12 +128,12 @@ class DistributedMuon(BaseOptimizer):
             self.compute_ranks |= zip([parameters[i] for i in each.matrices], each.compute_ranks, strict=True)
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
-        """The momentum, where this rank computes the update; nothing elsewhere."""
+        """The momentum on the compute rank; nothing elsewhere."""
         return [StateTensor(MOMENTUM_BUFFER)] if self.compute_ranks.get(parameter) == self.rank else []
 
     @torch.no_grad()
     def consolidate_state_dict(self, to: int | None = 0) -> None:
-        """Collect the momenta of all ranks in host memory, for :meth:`state_dict`; all ranks call it together.
+        """Collect all momenta in host memory, on all ranks together.
 
         Args:
             to: rank of the group that collects them; None for every rank.
@@ -155,11 +155,9 @@ class DistributedMuon(BaseOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The whole state, which any number of ranks can load.
 
-        With ``collective_state_dict`` all ranks call it together, and each gets the whole.
-
         Raises:
-            RuntimeError: where there are several ranks and :meth:`consolidate_state_dict` was not called after the last
-                step, or collected the state on another rank.
+            RuntimeError: with several ranks and without ``collective_state_dict``, if :meth:`consolidate_state_dict`
+                was not called after the last step, or collected the state on another rank.
         """
         if self.ranks == 1:
             return super().state_dict()
@@ -176,7 +174,7 @@ class DistributedMuon(BaseOptimizer):
         return {**self._consolidated, "state": dict(self._consolidated["state"]), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, of which this rank keeps the momenta of its own matrices."""
+        """Load a state; this rank keeps its own momenta."""
         state = state_dict["state"]
         saved_as = [index for group in state_dict["param_groups"] for index in group["params"]]
         named = zip(self._parameters(), saved_as, parameter_names(self.param_groups), strict=False)
@@ -213,7 +211,7 @@ class DistributedMuon(BaseOptimizer):
         return ParamSpec(name, parameter.dtype, groups=groups)
 
     def prepare(self) -> Engine:
-        """Compare parameters and rounds with the other ranks; all ranks call it together, and the first step does."""
+        """Compare parameters and rounds between ranks; all call it together."""
         if self._session.plans.engine is None and self.process_group is not None:
             matrices, parameters = [], self._parameters()
             for name, p in zip(self._names(), parameters, strict=True):
@@ -236,7 +234,6 @@ class DistributedMuon(BaseOptimizer):
     def _round(
         self, each: Bucket, group: dict[str, Any], parameters: Sequence[Tensor], flags: Sequence[Tensor]
     ) -> Generator[None, None, None]:
-        """The step of the matrices of a round; yields while their factors travel."""
         matrices, accepted = [parameters[i] for i in each.matrices], torch.stack([flags[i] for i in each.matrices])
         if self.ranks == 1 and matrices[0].grad is None:
             return  # with others, who wait for it, the round is made, and its result is left out
@@ -250,7 +247,6 @@ class DistributedMuon(BaseOptimizer):
         foreach.subtract(matrices, updates, group["lr"] * scale, accepted)
 
     def _factor(self, each: Bucket, parameters: Sequence[Tensor], accepted: Tensor, group: dict[str, Any]) -> Tensor:
-        """The orthogonal factor of this rank's matrix of a round, as it is sent; an empty buffer where it has none."""
         dtype = product_dtype(parameters[0].dtype, self.fp32_matmul_prec)
         own = self._own(each)
         if own is None:
@@ -265,10 +261,7 @@ class DistributedMuon(BaseOptimizer):
         return factor.to(dtype)
 
     def _exchange(self, each: Bucket, own: Tensor) -> Callable[[], list[Tensor]]:
-        """Start to send this rank's tensor of a round to the others; what is returned waits for those of all matrices.
-
-        A rank that computes no matrix of the round gives a buffer of that shape.
-        """
+        """Start to exchange a round's tensors; calling the result waits."""
         group = self.process_group
         if group is None or self.ranks == 1:
             return lambda: [own]
@@ -280,16 +273,15 @@ class DistributedMuon(BaseOptimizer):
         return lambda: [one.wait() for one in sent]
 
     def _own(self, each: Bucket) -> int | None:
-        """Which matrix of a round this rank computes, as an index into the round."""
         return each.compute_ranks.index(self.rank) if self.rank in each.compute_ranks else None
 
 
 def deal(shapes: Sequence[tuple[torch.Size, torch.dtype]], loads: list[int], first: int = 0) -> list[Bucket]:
-    """Deal matrices out to ranks, in rounds of equal matrices of which no rank computes two.
+    """Deal equal matrices to ranks, in rounds of one each.
 
-    Where a round has fewer matrices than there are ranks, those with the least load get them. So the loads of two ranks
-    never differ by more than the largest matrix. Large matrices are first; an empty one is in no round. ``loads``, the
-    bytes that each rank has been dealt so far, grow; ``first`` is the index of the first parameter.
+    The least loaded ranks get a short round, so loads of two ranks never differ by more than the largest matrix. Large
+    matrices come first; an empty one is in no round. ``loads``, in bytes per rank, is updated; ``first`` is the index
+    of the first parameter.
     """
     alike: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
     for index, each in enumerate(shapes, first):

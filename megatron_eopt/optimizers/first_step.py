@@ -1,4 +1,4 @@
-"""What is said of an optimizer's parameters in its first step: fp16, and another optimizer that steps them too."""
+"""Warnings of an optimizer's first step."""
 
 import logging
 from collections.abc import Sequence
@@ -21,11 +21,7 @@ _stepped_by = WeakTensorKeyDictionary()
 
 
 def note_others[Kind: Optimizer](optimizer: Kind, names: Sequence[str], parameters: Sequence[Tensor]) -> set[Kind]:
-    """Warn where an optimizer steps again what another stepped since.
-
-    Only that is a mistake: after a run, its optimizer may stay alive while another one trains on. The result is those
-    that stepped these parameters before this one, and whose next step has to look here.
-    """
+    """Warn of a second optimizer; returns those seen before."""
     before, since = set[Kind](), dict[str, Kind]()
     for name, parameter in zip(names, parameters, strict=True):
         if parameter.grad is None:
@@ -34,7 +30,7 @@ def note_others[Kind: Optimizer](optimizer: Kind, names: Sequence[str], paramete
         if optimizer not in known:
             before.update(known)
             _stepped_by[parameter] = [ref(each) for each in (*known, optimizer)]
-        elif known[-1] is not optimizer:
+        elif known[-1] is not optimizer:  # after a run, its optimizer may stay alive while another trains on
             since[name] = known[-1]
     if since:
         kinds = " and ".join(dict.fromkeys(type(each).__name__ for each in (optimizer, *since.values())))
@@ -45,7 +41,7 @@ def note_others[Kind: Optimizer](optimizer: Kind, names: Sequence[str], paramete
 
 
 def warn_of_fp16(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-    """Warn of parameters in fp16, whose range is too small for a step."""
+    """Warn of parameters in fp16, whose range is too small."""
     if half := [name for name, p in zip(names, parameters, strict=True) if p.dtype == torch.float16]:
         logger.warning(
             f"{listed(half)}: in fp16, gradients and state below 6e-8 become 0 (AdamW's eps of 1e-8 too) and those "
@@ -60,10 +56,7 @@ def warned_of_unmarked(
     matrices: Sequence[Sequence[Matrix]],
     tp: ProcessGroup,
 ) -> bool:
-    """Whether parameters with a ``partition_dim`` count as whole, though nothing says that they are; a warning says so.
-
-    Megatron says it of all, and of Transformer Engine's: ``tensor_model_parallel`` is True or False.
-    """
+    """Warn of a ``partition_dim`` without ``tensor_model_parallel``."""
     each = zip(names, parameters, matrices, strict=True)
     claiming = [(name, p) for name, p, own in each if own and p.ndim > 1 and getattr(p, "partition_dim", -1) >= 0]
     unmarked = [name for name, p in claiming if not is_sharded(p) and not hasattr(p, "tensor_model_parallel")]

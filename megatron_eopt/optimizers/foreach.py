@@ -1,8 +1,8 @@
-"""The elementwise parts of a step, as multi-tensor operations over all parameters of a group.
+"""Elementwise parts of a step, as multi-tensor operations.
 
-``accepted`` has one entry per parameter, on their device: False leaves the parameter and its state as they are, without
-asking the device which ones these are. None says that all are accepted, as the host knows on a CPU. Masks are put on
-stacks of equal small tensors, so that they cost a launch for many, and on large ones by themselves.
+``accepted`` has one entry per parameter, on their device: where it is False, parameter and state do not change, and the
+device is not asked which these are. None accepts all, as the host knows on a CPU. Equal small tensors are masked as
+stacks, to save launches, and large ones by themselves.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ MOST_BYTES = 2**24  # of further copies that are in memory at a time, where a si
 
 
 def masked(new: Tensors, old: Tensors | float, accepted: Mask) -> list[Tensor]:
-    """``new`` where accepted, ``old`` elsewhere: further tensors where there is a mask."""
+    """``new`` where accepted, ``old`` elsewhere."""
     result = list(new)
     for some in alike(new) if accepted is not None else ():
         assert accepted is not None
@@ -36,7 +36,7 @@ def masked(new: Tensors, old: Tensors | float, accepted: Mask) -> list[Tensor]:
 
 
 def decay_power(lr: Scalar, method: DecayMethod) -> Scalar:
-    """What multiplies the weight decay, where the method is one that changes parameters."""
+    """The power of ``lr`` that multiplies the weight decay."""
     return 1.0 if method == "independent" else lr * lr if method == "palm" else lr
 
 
@@ -50,7 +50,7 @@ def scale(tensors: Tensors, factor: Scalar, accepted: Mask = None) -> None:
 
 
 def scale_each(tensors: Tensors, factors: Tensors) -> None:
-    """Multiply each tensor in place by a factor of its own on the device, a number or of as many dimensions."""
+    """Multiply each tensor in place by its own factor."""
     for some in alike(tensors, factors):
         first, each = tensors[some[0]], stacked(factors, some)
         each = each.to(torch.promote_types(first.dtype, torch.float32))
@@ -62,13 +62,13 @@ def scale_each(tensors: Tensors, factors: Tensors) -> None:
 
 
 def with_decay(gradients: Tensors, weights: Tensors, weight_decay: Scalar) -> list[Tensor]:
-    """``g + weight_decay * p``, the gradient of the loss with an L2 penalty."""
+    """``g + weight_decay * p``, for an L2 penalty."""
     penalties = torch._foreach_mul(list(weights), weight_decay)
     return list(torch._foreach_add(list(gradients), list(penalties)))
 
 
 def average(momenta: Tensors, gradients: Tensors, beta: float, nesterov: bool, accepted: Mask) -> list[Tensor]:
-    """``m += (1 - beta) (g - m)``; returns ``(1 - beta) g + beta m``, or ``m`` itself without Nesterov's look-ahead."""
+    """``m += (1 - beta) (g - m)``; returns ``m`` or its look-ahead."""
     # averaged with itself a momentum stays as it is
     gradients = list(gradients) if accepted is None else masked(gradients, momenta, accepted)
     torch._foreach_lerp_(list(momenta), gradients, 1 - beta)
@@ -76,7 +76,7 @@ def average(momenta: Tensors, gradients: Tensors, beta: float, nesterov: bool, a
 
 
 def heavy_ball(momenta: Tensors, gradients: Tensors, beta: float, nesterov: bool, accepted: Mask) -> list[Tensor]:
-    """``m <- beta m + g``; returns ``g + beta m``, or ``m`` itself without Nesterov's look-ahead."""
+    """``m <- beta m + g``; returns ``m`` or its look-ahead."""
     gradients = masked(gradients, 0.0, accepted)
     if accepted is None:
         torch._foreach_mul_(list(momenta), beta)  # rounded as the original does
@@ -87,7 +87,7 @@ def heavy_ball(momenta: Tensors, gradients: Tensors, beta: float, nesterov: bool
 
 
 def subtract(weights: Tensors, updates: Tensors, lr: Scalar, accepted: Mask = None) -> None:
-    """``p -= lr * update``, where the product has the dtype of the update, with a mask and without."""
+    """``p -= lr * update``, in the update's dtype."""
     if accepted is None:
         rate = torch.as_tensor(lr, dtype=torch.float64, device=updates[0].device)
         most = max(1, MOST_BYTES // max(1, *(x.nbytes for x in updates)))
@@ -103,13 +103,12 @@ def subtract(weights: Tensors, updates: Tensors, lr: Scalar, accepted: Mask = No
 
 
 def stacked(tensors: Tensors, some: Sequence[int] | None = None) -> Tensor:
-    """Equal tensors, or some of them, as a stack; of a single one it is a view, without a copy of what may be large."""
+    """A stack of equal tensors; of one, a view."""
     chosen = list(tensors) if some is None else [tensors[i] for i in some]
     return chosen[0][None] if len(chosen) == 1 else torch.stack(chosen)
 
 
 def _column(x: Tensor, some: Sequence[int], like: Tensor) -> Tensor:
-    """Entries of a vector, as many dimensions as a stack of tensors has."""
     each = x.unbind()
     chosen = x if len(some) == len(x) else torch.stack([each[i] for i in some])
     return chosen.view(-1, *[1] * like.ndim)
@@ -118,11 +117,8 @@ def _column(x: Tensor, some: Sequence[int], like: Tensor) -> Tensor:
 def active(
     groups: Sequence[dict[str, Any]], accepted: Tensor, kind: Callable[[Tensor], object] = lambda p: None
 ) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...], Mask]]:
-    """``(group, parameters, mask)`` of those with a gradient, of one kind and as many as a bounded copy has at a time.
-
-    A CPU knows what is not accepted, and leaves it out. It takes as many as its cache holds between two operations.
-    """
-    on_cpu = accepted.device.type == "cpu"
+    """Bounded batches ``(group, parameters, mask)`` of equal parameters with gradients."""
+    on_cpu = accepted.device.type == "cpu"  # which knows what is not accepted, and leaves it out
     flags, most = iter(accepted.tolist() if on_cpu else accepted.unbind()), IN_CACHE if on_cpu else MOST_BYTES
     for group in groups:
         kinds: dict[tuple[object, ...], list[tuple[Tensor, Any]]] = {}
@@ -136,7 +132,7 @@ def active(
 
 
 def alike(*lists: Tensors) -> Iterator[list[int]]:
-    """Indices at which lists have tensors of equal shape and dtype, as many at a time as :data:`MOST_BYTES` allow."""
+    """Indices of equal tensors, :data:`MOST_BYTES` at a time."""
     kinds: dict[tuple[object, ...], list[int]] = {}
     for i, each in enumerate(zip(*lists, strict=True)):
         kinds.setdefault(tuple((x.shape, x.dtype) for x in each), []).append(i)

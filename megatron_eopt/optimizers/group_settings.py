@@ -1,4 +1,4 @@
-"""Settings of groups of parameters: their names, their ranges, and what follows from them."""
+"""Settings of parameter groups: names, ranges and meaning."""
 
 import difflib
 import functools
@@ -22,9 +22,7 @@ logger = logging.getLogger(__name__)
 
 OURS = __name__.partition(".")[0]
 
-Scalar = float | Tensor
-"""A number, or a tensor of one entry on the device of the parameters, which in a group has no dimensions."""
-
+Scalar = float | Tensor  # a tensor of one entry, on the device of the parameters
 NUMBER = float | int | Tensor | Real  # those that are there mostly come first
 
 DecayMethod = Literal["decoupled", "l2", "independent", "palm"]
@@ -46,7 +44,7 @@ MOMENTUM_STEPS = "momentum_steps"  # how many steps the momenta of a group have 
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """The iteration, and how the size of an update follows from the shape of its matrix; checked when they are made."""
+    """The iteration and the scale of updates, checked at construction."""
 
     newton_schulz: NewtonSchulz
     scale_mode: ScaleMode
@@ -59,7 +57,7 @@ class UpdateSettings:
             raise ValueError(f"extra_scale_factor is a finite number above 0, got {factor!r}")
 
     def of_group(self, group: Mapping[str, Any]) -> "UpdateSettings":
-        """These settings, but for what a group says anew; a ``ValueError`` for what the optimizer would refuse."""
+        """These settings, with what a group says itself."""
         iteration = self.newton_schulz
         steps, coefficients = group.get(STEPS, iteration.steps), group.get(COEFFICIENTS, iteration.coefficient_type)
         own = replace(iteration, steps=steps, coefficient_type=coefficients)
@@ -67,16 +65,16 @@ class UpdateSettings:
         return UpdateSettings(own, mode, factor)
 
     def scale(self, rows: int, cols: int) -> float:
-        """Factor of an orthogonal factor, from the shape of the global matrix (of a shard under ``blockwise``)."""
+        """Factor of a (rows x cols) matrix's orthogonal factor."""
         return self.extra_scale_factor * muon_scale_factor(rows, cols, self.scale_mode)
 
     def predicted_rms(self, rows: int, cols: int) -> float:
-        """RMS of the entries of an update of a matrix of full rank, before the learning rate."""
+        """RMS of a full-rank matrix's update, before the learning rate."""
         return predicted_update_rms(rows, cols, self.scale_mode, self.extra_scale_factor)
 
 
 def own_settings(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What each group says of the iteration and the scale; what it does not say is the optimizer's."""
+    """Each group's own settings of the iteration and the scale."""
     keys = (STEPS, COEFFICIENTS, SCALE_MODE, EXTRA_SCALE)
     return [{key: group[key] for key in keys if key in group} for group in groups]
 
@@ -88,7 +86,7 @@ def warn(message: str) -> None:
 
 
 def note_short_schedule(settings: NewtonSchulz) -> None:
-    """Warn of fewer steps than were fitted together, unless they do as well to two digits."""
+    """Warn of fewer, worse steps than were fitted together."""
     if settings.steps >= set_length(settings.coefficient_type):
         return
     ends = composite_range(settings.schedule)
@@ -102,7 +100,7 @@ def note_short_schedule(settings: NewtonSchulz) -> None:
 
 
 def check_flag(name: str, key: str, value: object) -> None:
-    """Refuse, by a ``TypeError``, anything but a bool: a number here mostly comes from a call by position."""
+    """Refuse, by a ``TypeError``, anything but a bool."""
     if not isinstance(value, bool):
         by_position = (
             ": the positional order of emerging-optimizers is (params, lr, momentum, weight_decay), here it is "
@@ -114,19 +112,19 @@ def check_flag(name: str, key: str, value: object) -> None:
 
 @functools.cache
 def arguments_of(cls: type) -> dict[str, Any]:
-    """Argument -> annotation, of the constructors of this package that a class has or inherits."""
+    """Argument -> annotation, of this package's constructors of a class."""
     classes = [vars(c) for c in reversed(cls.__mro__) if c.__module__.startswith(f"{OURS}.") and "__init__" in vars(c)]
     named = [each for own in classes for each in list(inspect.signature(own["__init__"]).parameters.values())[1:]]
     return {each.name: each.annotation for each in named if each.kind is not each.VAR_KEYWORD}
 
 
 def settings_below(base: type) -> set[str]:
-    """Arguments of the constructors of a class and of all that inherit from it, and of other packages' optimizers."""
+    """Arguments of a class and its subclasses, and :data:`ELSEWHERE`'s."""
     return {*arguments_of(base), *ELSEWHERE}.union(*map(settings_below, base.__subclasses__()))
 
 
 def note_names(name: str, given: Iterable[object], known: Collection[str], of_others: Collection[str]) -> None:
-    """Warn of settings of a group that are of other optimizers or misspelt; ``use_muon`` is a ``ValueError``."""
+    """Warn of a group's misspelt names; ``use_muon`` is a ``ValueError``."""
     if "use_muon" in given and "use_muon" in of_others:
         raise ValueError(
             f"{name}: a group has use_muon, which chooses no optimizer here: write Muon(matrices, rest), with the "
@@ -141,25 +139,25 @@ def note_names(name: str, given: Iterable[object], known: Collection[str], of_ot
 
 @functools.cache
 def flags_of(cls: type) -> dict[str, bool]:
-    """Argument that is a flag by its annotation -> whether it may be None."""
+    """Arguments annotated as flags -> whether each may be None."""
     return {key: kind is not bool for key, kind in arguments_of(cls).items() if kind in (bool, bool | None)}
 
 
 @functools.cache
 def numbers_of(cls: type) -> frozenset[str]:
-    """Arguments that are numbers by their annotation, and betas."""
+    """Arguments annotated as numbers, and betas."""
     return frozenset(key for key, kind in arguments_of(cls).items() if kind in (float, Scalar) or key == "betas")
 
 
 def check_flags(cls: type, given: Mapping[str, Any]) -> None:
-    """Refuse what is no bool where the annotation of a constructor's argument says so."""
+    """Refuse values of flags that are no bool."""
     for key, may_be_none in flags_of(cls).items():
         if key in given and not (may_be_none and given[key] is None):
             check_flag(cls.__name__, key, given[key])
 
 
 def decay_method(name: str, group: Mapping[str, Any]) -> DecayMethod:
-    """How the weight decay of a group is applied: its ``weight_decay_method``, else what the contract's flag says."""
+    """A group's ``weight_decay_method``, else what the flag says."""
     method, decoupled = group[METHOD], group[DECOUPLED]
     if method is None:
         return "decoupled" if decoupled else "l2"
@@ -173,7 +171,7 @@ def decay_method(name: str, group: Mapping[str, Any]) -> DecayMethod:
 
 
 def check_scalars(name: str, group: Mapping[str, Any], keys: Iterable[str]) -> None:
-    """Refuse settings of a group, and entries of betas, that are neither numbers nor tensors of one entry."""
+    """Refuse settings that are no numbers or one-entry tensors."""
     for key in keys:
         value = group[key]
         for each in (value if isinstance(value, list | tuple) else ()) if key == "betas" else (value,):
@@ -188,10 +186,7 @@ def check_scalars(name: str, group: Mapping[str, Any], keys: Iterable[str]) -> N
 
 
 def without_dimensions(value: Any) -> Any:
-    """A tensor of one entry, or each of betas, as a view without dimensions, and a number of numpy's as Python's.
-
-    No device is waited for.
-    """
+    """A tensor of one entry without dimensions; waits for nothing."""
     if isinstance(value, list | tuple) and any(hasattr(each, "ndim") for each in value):
         return type(value)(map(without_dimensions, value))
     if isinstance(value, Tensor):
@@ -200,25 +195,25 @@ def without_dimensions(value: Any) -> Any:
 
 
 def without_tensors(value: Any) -> Any:
-    """A setting with 0.5, which is in every range, for tensors: to look into them is to wait for a device."""
+    """Replace tensors, unread, by 0.5, which is in every range."""
     if isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value):
         return type(value)(map(without_tensors, value))
     return 0.5 if isinstance(value, Tensor) else value
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are plain data, which ranks can compare; a tensor of one entry is a number."""
+    """Settings that ranks can compare; scalar tensors become numbers."""
     numbers = {k: x.item() if isinstance(x, Tensor) and x.numel() == 1 else x for k, x in settings.items()}
     return {key: value for key, value in numbers.items() if is_plain(value)}
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a number, text, bool, None, or a list or tuple of these."""
+    """Whether a value is plain: scalars, None, lists thereof."""
     return all(map(is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, str | int | float | None)
 
 
 def check_rates(name: str, group: Mapping[str, Any], *averages: str) -> None:
-    """Refuse an ``lr``, a ``weight_decay``, or the beta of one of the ``averages``, that is out of its range."""
+    """Refuse ``lr``, ``weight_decay`` or betas out of their range."""
     for key in ("lr", "weight_decay"):
         if key in group and not 0 <= group[key] < inf:
             raise ValueError(f"{name}: {key} must be a finite number of at least 0, got {group[key]}")
@@ -235,7 +230,7 @@ def check_betas(name: str, betas: Any) -> None:
 
 
 def check_adam_settings(name: str, group: Mapping[str, Any], *averages: str) -> None:
-    """Refuse what :func:`check_rates` does, and an ``eps`` or ``betas`` of a group that are out of their range."""
+    """Refuse Adam's settings out of their range."""
     check_scalars(name, group, group.keys() & {"lr", "weight_decay", "eps", "betas"})
     check_rates(name, group, *averages)
     if not 0 < group["eps"] < inf:
@@ -244,11 +239,11 @@ def check_adam_settings(name: str, group: Mapping[str, Any], *averages: str) -> 
 
 
 def also_called[**P](**spellings: str | tuple[str, dict[Any, Any]]) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Let a constructor take arguments by keyword under further names, which its signature does not show.
+    """Let a constructor take arguments by further names.
 
-    ``spellings`` has further name -> the argument; with it, where values are others too, value there -> value here. The
-    constructor then raises a ``ValueError`` where an argument is given under both names with different values, or under
-    another package's name with a value that it does not have there.
+    ``spellings`` maps such a name to the argument, or to it and a dict of values there -> values here. The constructor
+    raises a ``ValueError`` for two different values of one argument, and for a value that the other package does not
+    have.
     """
 
     def decorate(init: Callable[P, None]) -> Callable[P, None]:

@@ -1,4 +1,4 @@
-"""Muon on a hyperball: every matrix keeps the norm that it starts with."""
+"""Muon on a hyperball: matrices keep their initial norm."""
 
 from collections.abc import Sequence
 from itertools import repeat
@@ -26,31 +26,29 @@ RADIUS = "radius"  # kept of each logical matrix
 
 
 class MuonHyperball(TensorParallelMuon):
-    """Muon whose matrices move on spheres, so that neither they nor their relative steps need weight decay [1].
+    """Muon whose matrices move on spheres, without weight decay [1].
 
-    For each logical matrix ``W``, where ``R`` is the Frobenius norm that it has before the first step, ``O`` the
-    orthogonal factor of its momentum as in
-    :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`, and ``normalize(X) = X / ||X||_F``::
+    Each logical matrix ``W`` has a radius ``R``, its Frobenius norm before the first step. With ``O`` the orthogonal
+    factor of its momentum, as in :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`, and
+    ``normalize(X) = X / ||X||_F``::
 
         W <- R normalize(W - lr R normalize(O))
 
     A step turns the matrix by an angle of about ``lr``, whatever its size and shape. Norms are those of the global
-    matrix, from one all-reduce of a step for each group of ranks. ``R`` is a state in fp64, found in the first step and
-    saved, and changed by :meth:`scale_rows` alone, so a parameter in bf16 strays from its sphere by its rounding alone,
-    which does not add up; but it needs fp32 for steps smaller than that rounding, as Megatron keeps it.
+    matrix, from one all-reduce of a step for each group of ranks. ``R`` is saved state in fp64, and only
+    :meth:`scale_rows` changes it, so rounding of a bf16 parameter does not add up; but steps smaller than that rounding
+    need fp32, as Megatron keeps it.
 
     A matrix stays as it is, bit for bit, where ``lr`` or the update is zero, where the step would end in the center,
     and where its gradient is missing or not finite.
 
     Args:
-        params: matrices, or groups of them, each of which may have its own ``lr``, ``momentum``, ``num_ns_steps`` and
-            ``coefficient_type``. Parameters are not scaled, so they are to have their initial values by the first step.
+        params: matrices, or groups of them with their own ``lr``, ``momentum``, ``num_ns_steps`` or
+            ``coefficient_type``; they have their initial values by the first step.
         lr: learning rate, at least 0: the length of a step relative to the norm of its matrix.
-        momentum: of the exponential moving average, in [0, 1).
-        nesterov: whether to look ahead.
-        weight_decay: 0, since a decay along the matrix is undone by the return to its norm; here for those who fill it
-            from a config.
-        **transport: see :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
+        weight_decay: 0, since the norm is kept anyway; here for those who fill it from a config.
+        **transport: these, ``momentum`` and ``nesterov`` are those of
+            :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
     Raises:
         ValueError: as by Muon; for a weight decay, for scale settings, and with ``blockwise`` for shards. In the first
@@ -81,7 +79,7 @@ class MuonHyperball(TensorParallelMuon):
         super().__init__(**passed_on(locals()))
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
-        """The momentum, and the norm of each logical matrix; zero as long as it was not measured."""
+        """The momentum and each matrix's norm, zero until measured."""
         ends = enumerate(self.key_ends(parameter))
         radii = [StateTensor(RADIUS + end, (), index, torch.float64) for index, end in ends]
         return [*super().state_tensors(parameter), *radii]
@@ -93,7 +91,6 @@ class MuonHyperball(TensorParallelMuon):
         super()._take(accepted)
 
     def _find_radii(self) -> None:
-        """Measure the matrices that were not yet; all ranks come here together."""
         matrices, radii, norms = self._norms(self._parameters())
         known_radii = torch.stack(radii)
         for matrix, radius, norm in zip(matrices, *torch.stack([known_radii, norms]).tolist(), strict=True):
@@ -106,18 +103,16 @@ class MuonHyperball(TensorParallelMuon):
         torch._foreach_copy_(radii, torch.where(known_radii == 0, norms, known_radii).unbind())
 
     def _norms(self, parameters: Sequence[Tensor]) -> tuple[list[Matrix], list[Tensor], Tensor]:
-        """The logical matrices of parameters, the norms that they keep, and those that they have, (n,)."""
+        """Logical matrices, the norms they keep and those they have."""
         index_of = {parameter: index for index, parameter in enumerate(self._parameters())}
         indices = [index_of[parameter] for parameter in parameters]
         matrices, shards = self.engine.flat(indices), self.engine.split(indices, list(map(local, parameters)))
-        wanted = [
-            StatisticsRequest(matrix=matrix, x=x, squared_norm=True) for matrix, x in zip(matrices, shards, strict=True)
-        ]
+        wanted = [StatisticsRequest(matrix=W, x=x, squared_norm=True) for W, x in zip(matrices, shards, strict=True)]
         radii = [radius for parameter in parameters for radius in self._further_state(parameter)]
         return matrices, radii, norms_of(self.engine.statistics(wanted)).sqrt()
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
-        """Also the norms that matrices keep, by as much as theirs change."""
+        """Also scale the norms that matrices keep."""
         if not parameters:
             return
         _, radii, before = self._norms(parameters)
@@ -126,14 +121,14 @@ class MuonHyperball(TensorParallelMuon):
         torch._foreach_mul_(radii, torch.where(before > 0, after / nonzero(before), 1.0).unbind())
 
     def program(self, chunk: Chunk, engine: Engine) -> Program:
-        """The step of some parameters."""
+        """One chunk's step."""
         u = engine.split(chunk.indices, momentum(chunk))
         factors = yield from engine.orthogonalize(chunk.indices, u)
         rotate(chunk, engine, factors)
 
 
 def rotate(chunk: Chunk, engine: Engine, factors: Tensors) -> None:
-    """``W <- R normalize(W - lr R normalize(O))`` for each logical matrix."""
+    """Apply ``W <- R normalize(W - lr R normalize(O))``."""
     if chunk.watch is not None:
         chunk.watch(chunk.indices, factors)
     weights = [weight for batch in chunk.batches for weight in batch.weights]
@@ -155,13 +150,11 @@ def rotate(chunk: Chunk, engine: Engine, factors: Tensors) -> None:
 
 
 def on_spheres(squares: Tensor, inner: Tensor, radii: Tensor, lengths: Tensor) -> Tensor:
-    """``(moves, a, b)`` of each matrix, which if it moves becomes ``(W - a O) b = R normalize(W - lr R normalize(O))``.
+    """Coefficients ``(moves, a, b)`` of each step ``(W - a O) b``.
 
-    The norm of the difference follows from those of its terms, so that one reduction is enough; in fp64, where what
-    they cancel does not matter. Waits for no device.
-
-    Vectors in fp64: the squared norms of all ``W`` and then of all ``O``, their inner products, ``R``, and ``lr R``,
-    which is 0 where a matrix stays.
+    That is ``R normalize(W - lr R normalize(O))``. The norm of the difference follows from those of its terms, so one
+    reduction is enough; fp64 leaves enough digits where they cancel. Takes vectors in fp64: squared norms of all ``W``,
+    then of all ``O``; inner products; ``R``; and ``lr R``, which is 0 where a matrix stays. Waits for no device.
     """
     squared_weights, squared_factors = squares.chunk(2)
     steps = lengths / nonzero(squared_factors.sqrt())
@@ -172,7 +165,7 @@ def on_spheres(squares: Tensor, inner: Tensor, radii: Tensor, lengths: Tensor) -
 
 
 def move(shards: Tensors, factors: Tensors, coefficients: Tensor) -> None:
-    """``W <- (W - a O) b`` in place, rounded once, where a matrix moves: see :func:`on_spheres`."""
+    """Apply ``W <- (W - a O) b`` in place, rounded once."""
     pieces: list[tuple[Tensor, ...]] = []  # of few enough rows that a copy is bounded
     for x, factor, each in zip(shards, factors, coefficients.unbind(), strict=True):
         height = max(1, foreach.MOST_BYTES // 4 // max(1, x.shape[1]))

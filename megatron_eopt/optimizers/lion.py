@@ -1,4 +1,4 @@
-"""Lion and Signum: every entry of the update is the sign of a momentum."""
+"""Lion and Signum: updates are signs of a momentum."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -15,12 +15,11 @@ from megatron_eopt.optimizers.parameters import TensorParallelGroups, local
 from megatron_eopt.optimizers.state import StateTensor
 from megatron_eopt.orthogonalize.choices import check_choice
 
-EXP_AVG = "exp_avg"
-"""Name of the momentum: the one that Megatron-Core gives it where it creates the state itself."""
+EXP_AVG = "exp_avg"  # the momentum, named as where Megatron-Core creates the state itself
 
 
 class Signs(BaseOptimizer):
-    """What Lion and Signum have in common: one momentum, and the step; the arguments are those of their groups."""
+    """The step that Lion and Signum share."""
 
     averages: tuple[str, ...] = ()  # settings of a group that are the beta of one
 
@@ -37,7 +36,7 @@ class Signs(BaseOptimizer):
 
     @abstractmethod
     def betas(self, group: dict[str, Any]) -> tuple[float, float]:
-        """Those of the update and of the momentum."""
+        """Return the betas of the update and of the momentum."""
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
         """The momentum."""
@@ -54,7 +53,7 @@ class Signs(BaseOptimizer):
 
 
 class Lion(Signs):
-    """Lion [1]: the sign of an interpolated momentum, with decoupled weight decay.
+    """Lion [1]: signs of interpolated momentum, decoupled weight decay.
 
     For a parameter ``p`` with gradient ``g`` and momentum ``m``, in this order:
 
@@ -64,9 +63,9 @@ class Lion(Signs):
     3. ``m <- beta2 m + (1 - beta2) g``.
 
     Every entry moves by ``lr``, or not at all where the interpolation is zero, so ``lr`` is usually 3 to 10 times
-    smaller than AdamW's and ``weight_decay`` as much larger. All of it is elementwise: parameters of any shape, and
-    shards and DTensors as they lie. Gradients are never written to, and a parameter without one is left as it is, and
-    so is one whose gradient is not finite: see :mod:`~megatron_eopt.optimizers.nonfinite`.
+    smaller than AdamW's and ``weight_decay`` as much larger. All is elementwise: parameters of any shape, shards and
+    DTensors. Gradients are not written to. A parameter stays as it is where its gradient is missing or not finite: see
+    :mod:`~megatron_eopt.optimizers.nonfinite`.
 
     Args:
         params: parameters, or groups of them.
@@ -98,7 +97,7 @@ class Lion(Signs):
         super().__init__(params, pg_collection, lr=lr, betas=betas, **decay, maximize=maximize)
 
     def betas(self, group: dict[str, Any]) -> tuple[float, float]:
-        """The group's own."""
+        """Return the group's own."""
         return cast(tuple[float, float], group["betas"])
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
@@ -107,7 +106,7 @@ class Lion(Signs):
 
 
 class Signum(Signs):
-    """Signum, signSGD with momentum [1], with decoupled weight decay: Lion with one beta.
+    """Signum [1]: signSGD with momentum and decoupled weight decay.
 
     For a parameter ``p`` with gradient ``g`` and momentum ``m``, in this order:
 
@@ -115,8 +114,7 @@ class Signum(Signs):
     2. ``m <- beta m + (1 - beta) g``;
     3. ``p -= lr * sign(m)``.
 
-    Everything else is as in :class:`~megatron_eopt.optimizers.lion.Lion`: what is said there of rates, shards, DTensors
-    and gradients that are left out, the state, and the other arguments.
+    All else is as in :class:`~megatron_eopt.optimizers.lion.Lion`, which has two betas.
 
     Args:
         momentum: ``beta``, in [0, 1); 0 is signSGD.
@@ -144,17 +142,14 @@ class Signum(Signs):
         super().__init__(params, pg_collection, lr=lr, momentum=momentum, **decay, maximize=maximize)
 
     def betas(self, group: dict[str, Any]) -> tuple[float, float]:
-        """The momentum takes the gradient in first, and then its sign is taken: one beta serves both."""
+        """One beta serves both."""
         return group["momentum"], group["momentum"]
 
 
 def lion(
     weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], accepted: foreach.Mask, group: dict[str, Any]
 ) -> None:
-    """One step of weights and momenta, those not accepted excepted; does not wait for a GPU.
-
-    ``u = sign(m + (1 - beta1) (g - m))``, ``m += (1 - beta2) (g - m)``, weight decay, ``w -= lr u``.
-    """
+    """One step of weights and momenta; waits for no device."""
     lr, (beta1, beta2) = group["lr"], group["betas"]
     weight_decay, method = group["weight_decay"], group["weight_decay_method"]
     if group["maximize"]:

@@ -1,4 +1,4 @@
-"""Factors of weights of low rank, ``W = A B^T``, which are state of the weights, or parameters themselves in pairs."""
+"""Low-rank factors of weights, as state or parameters."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,13 +18,13 @@ from megatron_eopt.parallel.layout import Layout, on_one_rank, split_layout
 from megatron_eopt.parallel.records import Rectangle, whole
 
 PROJECTED = "projected"  # 1 where the factors are those of the weight, 0 before the first step
-# Of both factors, with _A and _B behind; of a parameter that is a factor itself the last two, without.
+# State keys: of a weight with _A and _B behind; of a parameter that is a factor itself the last two, as they are.
 FACTOR, MOMENTUM, U = "factor", "momentum_buffer", "u"
 Tensors = Callable[[Tensor, "Factor"], list[Tensor]]  # of a parameter: a factor, its momentum and its singular vector
 
 
 def factor_pairs(pairs: Iterable[Sequence[Any]], **settings: Any) -> dict[str, Any]:
-    """A group of parameters that are factors themselves, for a model that computes with them::
+    """Group of parameters that are factors themselves::
 
         Spectron([factor_pairs([(layer.up, layer.down) for layer in layers], lr=0.01), {"params": dense_weights}])
 
@@ -46,7 +46,7 @@ def factor_pairs(pairs: Iterable[Sequence[Any]], **settings: Any) -> dict[str, A
 
 @dataclass(frozen=True)
 class Factor:
-    """A factor of a logical matrix, and what is kept of it."""
+    """A factor of a logical matrix and its state."""
 
     name: str  # behind that of its parameter
     number: int  # of the matrix, among those of its parameter
@@ -59,7 +59,7 @@ class Factor:
 
 
 def factors_of_weight(matrix: Layout, i: int, name: str, end: str, rank: int, dtype: torch.dtype) -> list[Factor]:
-    """``A`` and ``B`` of the ``i``-th logical matrix of a weight, which are state; its keys have that ``end``."""
+    """Factors of a weight's ``i``-th matrix, kept in state."""
     factors = []
     for dim, letter in enumerate("AB"):
         side: Dim = SIDES[dim]
@@ -78,7 +78,6 @@ def factor_of_pair(matrix: Layout, i: int, name: str, end: str, rank: int, dtype
 
 
 def _side(layout: Layout, dim: int, rank: int) -> Layout:
-    """The layout of a factor whose rows are those of one dimension of a matrix."""
     shape = layout.shape[dim], rank
     edges = ((x.left, x.right) if dim else (x.top, x.bottom) for x in layout.rectangles)
     rectangles = tuple(Rectangle(*each, 0, rank) for each in edges)
@@ -88,7 +87,7 @@ def _side(layout: Layout, dim: int, rank: int) -> Layout:
 
 
 def check_weights(name: str, rank: int, parameters: Sequence[tuple[str, Layout, Split]]) -> None:
-    """Refuse weights that have no factors of this rank, by a ``ValueError`` that names the first."""
+    """Refuse weights too small for factors of this rank."""
     for called, layout, split in parameters:
         for part, matrix in zip(split.names(layout.shape[0]), split_layout(layout, split), strict=True):
             if rank > min(matrix.shape):
@@ -101,7 +100,7 @@ def check_weights(name: str, rank: int, parameters: Sequence[tuple[str, Layout, 
 
 
 def check_pairs(name: str, rank: int, parameters: Sequence[tuple[str, Layout, Split]]) -> None:
-    """Refuse parameters that are not the factors of weights, two by two, by a ``ValueError`` that names the first."""
+    """Refuse parameters that are not pairs of factors."""
     for called, layout, split in parameters:
         if not split.is_whole:
             raise ValueError(f"{name}: {called} is a factor of a pair, and cannot be split into logical matrices")
@@ -122,7 +121,7 @@ def check_pairs(name: str, rank: int, parameters: Sequence[tuple[str, Layout, Sp
 
 @dataclass(eq=False)
 class FactorStack:
-    """Factors of equal layout, one of each of several pairs, as this rank holds them."""
+    """Factors of equal layout, from several pairs, on this rank."""
 
     pairs: Sequence[int]  # their numbers among those of the program
     parameters: Sequence[Tensor]  # each one's
@@ -138,17 +137,17 @@ class FactorStack:
     summed_over: str = ""  # label of the ranks whose stacks of gradients are to be summed
 
     def upright(self, x: Tensor) -> Tensor:
-        """(rows x r), of one of them or of a stack, which may be transposed."""
+        """Factors as (rows x r), one or a stack."""
         return x.mT if self.transposed else x
 
     def stack(self) -> Tensor:
-        """(pairs x rows x r), a copy of the values."""
+        """Copy of the values, (pairs x rows x r)."""
         return self.upright(torch.stack(self.values))
 
 
 @dataclass(frozen=True, eq=False)
 class Factored:
-    """A parameter, and the factors of its logical matrices: ``A`` and ``B`` of one after the other, or itself."""
+    """A parameter and the factors of its logical matrices."""
 
     index: int  # of the parameter
     first: int  # index of its first factor among those of all parameters
@@ -157,7 +156,7 @@ class Factored:
 
 
 def chunks(units: Iterable[Sequence[Tensor]], known: Mapping[Tensor, Factored]) -> Iterable[Mapping[Tensor, Factored]]:
-    """Parameters to work on together, up to a size; all ranks that share one have the same, and so round alike."""
+    """Parameters to work on together, alike on all ranks."""
     chunks: dict[object, dict[Tensor, Factored]] = {}
     nbytes: Counter[object] = Counter()
     for unit in units:
@@ -171,7 +170,7 @@ def chunks(units: Iterable[Sequence[Tensor]], known: Mapping[Tensor, Factored]) 
 def stacks(
     factored: Mapping[Tensor, Factored], group: Mapping[str, Any], flags: Mapping[Tensor, Tensor], tensors: Tensors
 ) -> Iterator[FactorStack]:
-    """The first and the second factors of equal pairs, of so many pairs that their size is bounded."""
+    """First and second factors of equal pairs, of bounded size."""
     factors = [(p, i, each) for p, own in factored.items() for i, each in enumerate(own.factors, own.first)]
     alike: dict[tuple[int, ...], list[Any]] = {}
     for number, pair in enumerate(batched(factors, 2)):
@@ -192,13 +191,12 @@ def stacks(
 def project(
     rectangles: Iterable[Tensor], factors: Sequence[Factor], turns: Sequence[int]
 ) -> list[tuple[Tensor, Tensor, float]]:
-    """Factors of low rank of matrices of which this rank holds shards; reads on the host once, at the end.
+    """Low-rank factors of matrices of which this rank holds shards.
 
-    Matrices that are cut are put together on all ranks of their group, one at a time; the decomposition of each is made
-    on one of them, which its turn says, and is sent to the others, so that all have the same to the bit.
-
-    ``rectangles`` are in the dtype of the factors, of which ``factors`` has the first one of each matrix. Returns this
-    rank's rows of ``A`` and ``B``, and the relative error: NaN for a weight that is zero or not finite.
+    A cut matrix is put together on all ranks of its group, one at a time. One rank, by its turn, decomposes it and
+    sends the factors to the others, so that all have the same bits. The host reads once, at the end. ``factors`` has
+    each matrix's first one. Returns local rows of ``A`` and ``B``, and the relative error: NaN for a weight that is
+    zero or not finite.
     """
     packed = []
     for rectangle, factor, turn in zip(rectangles, factors, turns, strict=True):

@@ -1,4 +1,4 @@
-"""MARS-Muon: Muon of gradients that are corrected by the previous one, for parameters that may be sharded."""
+"""MARS-Muon: Muon of variance-reduced gradients."""
 
 from collections.abc import Mapping, Sequence
 from math import inf
@@ -26,40 +26,36 @@ LARGEST_NORM = 1.0  # of a corrected gradient; the paper has no other
 
 
 class MarsMuon(TensorParallelMuon):
-    """Muon with MARS's variance reduction [1], in its approximate form: one gradient a step, and the previous one kept.
+    """Muon with MARS's variance reduction [1], in its approximate form.
 
     For each parameter ``p`` with gradient ``g``, the gradient ``g_prev`` of its last step, momentum ``m``, and logical
     matrices of scale ``s``, in this order:
 
     1. weight decay: ``p -= lr * weight_decay * p``;
-    2. the correction: ``c = g + gamma * beta / (1 - beta) * (g - g_prev)``, or ``c = g`` in the first step
-       (and behind steps with a rate of 0 alone, such as torch makes to create state);
+    2. the correction: ``c = g + gamma * beta / (1 - beta) * (g - g_prev)``, or ``c = g`` up to the first
+       step with a rate above 0;
     3. the clipping: ``c / ||c||_F`` takes the place of ``c``, for each whole logical matrix whose norm is above 1;
     4. its momentum: ``m += (1 - beta) (c - m)``, and ``u = m``, or ``u = (1 - beta) c + beta m`` with ``nesterov``;
     5. Muon's update: ``p -= lr * s O``, with ``O`` the orthogonal factor of each whole logical matrix of ``u``;
     6. ``g`` is kept as ``g_prev``.
 
-    The correction lets the momentum lag less behind the gradient. In this form ``gamma = 1`` would make it the last
-    gradient itself, so ``gamma`` is small. (The exact form takes ``g_prev`` with the batch of ``g``, at the price of a
-    second backward pass in each step.)
+    The correction lets the momentum lag less behind the gradient. ``gamma = 1`` would make it the last gradient itself,
+    so ``gamma`` is small. (The exact form takes ``g_prev`` with the batch of ``g``, by a second backward pass in each
+    step.)
 
     Norms are those of the global logical matrices, from one all-reduce of a step for each group of ranks, so the update
-    at TP=k is the update at TP=1. ``g_prev`` is as the optimizer was given it, after Megatron's ``--clip-grad``, of the
-    shape and dtype of ``m``, and saved beside it. A gradient that is missing or not finite leaves parameter and state
-    as they are: the next one is compared with the last that was taken. A step needs memory for one further copy of all
-    gradients.
-
-    L2 decay is added to the clipped ``c``, so that ``g_prev`` is a gradient of the loss alone.
+    at TP=k is the update at TP=1. ``g_prev`` is as the optimizer was given it, after Megatron's ``--clip-grad``, and
+    has the shape and dtype of ``m``. Where a gradient is missing or not finite, parameter and state stay as they are.
+    L2 decay is added to the clipped ``c``, so that ``g_prev`` is a gradient of the loss alone. A step needs memory for
+    one further copy of all gradients.
 
     Args:
-        params: matrices, or groups of them, each of which may have its own ``gamma`` beside what Muon's may have.
-        lr: learning rate, at least 0.
+        params: matrices, or groups of them, which may have their own ``gamma`` beside what Muon's may have.
         momentum: ``beta``, of the exponential moving average, in [0, 1).
         nesterov: whether to look ahead, as Muon does and the paper does not.
-        weight_decay: at least 0.
         use_decoupled_weight_decay: decay the parameter (as AdamW does), or add to ``c``.
         gamma: strength of the correction, at least 0; 0 leaves Muon of clipped gradients.
-        **transport: these, ``scale_mode``, ``extra_scale_factor`` and ``weight_decay_method`` are those of
+        **transport: these, and what is not named here, as in
             :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
     Raises:
@@ -89,8 +85,7 @@ class MarsMuon(TensorParallelMuon):
 
     def _check_ranges(self, group: Mapping[str, Any]) -> None:
         super()._check_ranges(group)
-        gamma = group["gamma"]
-        if not 0 <= gamma < inf:
+        if not 0 <= (gamma := group["gamma"]) < inf:
             raise ValueError(f"{type(self).__name__}: gamma must be a finite number of at least 0, got {gamma}")
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -104,7 +99,7 @@ class MarsMuon(TensorParallelMuon):
         return [*super().state_tensors(parameter), *further]
 
     def program(self, chunk: Chunk, engine: Engine) -> Program:
-        """The step of some parameters."""
+        """One chunk's step."""
         decay(chunk)
         c = list[Tensor]()
         for batch in chunk.batches:
@@ -120,26 +115,23 @@ class MarsMuon(TensorParallelMuon):
 
 
 def corrected(gradients: Tensors, previous: Tensors, has_previous: Tensors, strength: float) -> list[Tensor]:
-    """``c = g + strength (g - g_prev)``, and ``c = g`` where there is no previous gradient; each rounded once.
-
-    The paper's ``strength`` is ``gamma beta / (1 - beta)``.
-    """
+    """``c = g + strength (g - g_prev)``; ``g`` without ``g_prev``."""
     start = foreach.masked(previous, gradients, torch.stack(list(has_previous)) > 0)
     torch._foreach_lerp_(start, list(gradients), 1 + strength)
     return start
 
 
 def clipped(engine: Engine, indices: Sequence[int], gradients: list[Tensor]) -> list[Tensor]:
-    """``c / max(1, ||c||_F)`` of each logical matrix of parameters."""
+    """``c / max(1, ||c||_F)`` of each logical matrix."""
     shards = engine.split(indices, gradients)
-    matrices = zip(engine.flat(indices), shards, strict=True)
-    norms = engine.statistics([StatisticsRequest(matrix=matrix, x=x, squared_norm=True) for matrix, x in matrices])
+    pairs = zip(engine.flat(indices), shards, strict=True)
+    norms = engine.statistics([StatisticsRequest(matrix=W, x=c, squared_norm=True) for W, c in pairs])
     foreach.scale_each(shards, (LARGEST_NORM / norms_of(norms).sqrt().clamp(min=LARGEST_NORM)).unbind())
     return engine.merge(indices, shards)
 
 
 def keep(batch: Batch) -> None:
-    """``g`` becomes ``g_prev``, where it is accepted."""
+    """``g`` becomes ``g_prev`` where it is accepted."""
     previous, has_previous = (list(tensors) for tensors in zip(*batch.further, strict=True))
     torch._foreach_copy_(previous, foreach.masked(batch.gradients, previous, batch.accepted))
     flags = torch.stack(has_previous)

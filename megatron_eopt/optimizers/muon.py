@@ -1,7 +1,4 @@
-"""Muon, as the paper has it: the program of a chunk of parameters, and its lines, which relatives share.
-
-The lines are multi-tensor operations over all parameters of a group: see :mod:`~megatron_eopt.optimizers.foreach`.
-"""
+"""Muon's step, in multi-tensor operations that relatives share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +18,7 @@ from megatron_eopt.parallel.scheduler import Program
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step works on of one group of parameters, gathered once."""
+    """One group's parameters and state in a step."""
 
     indices: list[int]  # of the parameters, among all of the optimizer
     parameters: list[Tensor]  # in the order of the group
@@ -46,7 +43,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The parameters that a program works on, a batch of each group."""
+    """The parameters that a program works on."""
 
     batches: list[Batch]
     indices: Sequence[int]  # of the parameters, ascending
@@ -55,11 +52,7 @@ class Chunk:
 
 
 def muon(chunk: Chunk, engine: Engine) -> Program:
-    """Muon's step of the parameters of a chunk.
-
-    For each parameter ``p`` with gradient ``g``, momentum ``m`` and logical matrices of scale ``s``. Where ranks wait
-    for each other, the program does, and that of another chunk goes on: see :mod:`~megatron_eopt.parallel.scheduler`.
-    """
+    """Muon's step of a chunk; ``s`` are scales of matrices."""
     decay(chunk)  # p -= lr * weight_decay * p
     u = engine.split(chunk.indices, momentum(chunk))  # m += (1 - beta) (g - m);  u = (1 - beta) g + beta m
     factors = yield from engine.orthogonalize(chunk.indices, u)  # O of each whole logical matrix
@@ -67,7 +60,7 @@ def muon(chunk: Chunk, engine: Engine) -> Program:
 
 
 def decay(chunk: Chunk) -> None:
-    """``p -= lr * weight_decay * p``, or by another method; ``l2`` changes no parameter."""
+    """Apply weight decay; ``l2`` changes no parameter."""
     for batch in chunk.batches:
         if batch.decays and batch.decay_method != "l2":
             factor = 1 - foreach.decay_power(batch.lr, batch.decay_method) * batch.weight_decay
@@ -75,10 +68,10 @@ def decay(chunk: Chunk) -> None:
 
 
 def momentum(chunk: Chunk, rule: MomentumRule = foreach.average) -> list[Tensor]:
-    """``m += (1 - beta) (g - m)``, or another rule; returns the momenta after the look-ahead, of all parameters.
+    """Update momenta; returns them after the look-ahead.
 
-    Without Nesterov's look-ahead they may be the momenta themselves. With L2 decay ``g + weight_decay * p`` takes the
-    place of ``g``. Momenta in bf16 are averaged, and looked ahead from, in fp32.
+    ``m += (1 - beta) (g - m)``, or another rule. Without Nesterov's look-ahead the result may be the momenta
+    themselves. L2 decay adds ``weight_decay * p`` to ``g``. Momenta in bf16 are averaged and looked ahead from in fp32.
     """
     updates = list[Tensor]()
     for batch in chunk.batches:
@@ -104,7 +97,7 @@ def scaled(factors: list[Tensor], scales: Sequence[float]) -> list[Tensor]:
 
 
 def subtract(chunk: Chunk, engine: Engine, updates: Sequence[Tensor]) -> None:
-    """``p -= lr * update`` of each parameter, from the updates of logical matrices."""
+    """``p -= lr * update``, from updates of logical matrices."""
     if chunk.watch is not None:
         chunk.watch(chunk.indices, updates)
     merged = iter(engine.merge(chunk.indices, updates))
@@ -115,10 +108,7 @@ def subtract(chunk: Chunk, engine: Engine, updates: Sequence[Tensor]) -> None:
 
 
 def chosen(batches: Sequence[Batch], parameters: Sequence[int] | None = None) -> list[Batch]:
-    """The batches of some of their parameters, by default of all, with gradients in the dtype of the momenta.
-
-    Where momenta are kept in one of fewer bits than the weights, it is that of the weights.
-    """
+    """Batches of some or all parameters, gradients cast for averaging."""
     found, wanted = list(batches), None if parameters is None else set(parameters)
     if wanted is not None and len(wanted) < sum(len(batch.indices) for batch in batches):
         found = [_subset(b, at) for b in batches if (at := [n for n, i in enumerate(b.indices) if i in wanted])]
@@ -142,7 +132,7 @@ def _subset(batch: Batch, at: Sequence[int]) -> Batch:
 
 
 def with_gradients(chunk: Chunk, gradients: Tensors) -> Chunk:
-    """The chunk with other gradients, of all parameters."""
+    """Return the chunk with other gradients."""
     of_parameters = iter(gradients)
     batches = [replace(batch, gradients=list(islice(of_parameters, len(batch.indices)))) for batch in chunk.batches]
     return replace(chunk, batches=batches)

@@ -1,4 +1,4 @@
-"""What Muon and its relatives refuse of arguments and parameters, by a ``ValueError``."""
+"""Checks of Muon's and its relatives' arguments and parameters."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from megatron_eopt.parallel.records import TpMode
 
 
 def check_kernel_and_rates(symmetric_products: str | None, plan_rates: object) -> None:
-    """Refuse an unknown kernel, and rates that are none."""
+    """Refuse an unknown kernel or invalid rates."""
     if symmetric_products is not None:
         check_choice("symmetric_products", symmetric_products, tuple(KERNELS))
     if not isinstance(plan_rates, Rates) and plan_rates != "measure":
@@ -27,14 +27,10 @@ def check_kernel_and_rates(symmetric_products: str | None, plan_rates: object) -
 def check_memory(
     name: str, workspace: object, offload_fraction: object, momentum_dtype: torch.dtype | None, momentum_warmup: object
 ) -> None:
-    """Refuse arguments of momenta and of the room of a step that are out of their range."""
+    """Refuse arguments of memory and momenta out of their range."""
     if type(workspace) is not int or workspace <= 0:
         raise ValueError(f"workspace is a whole number of bytes above 0, got {workspace!r}")
-    if (
-        isinstance(offload_fraction, bool)
-        or not isinstance(offload_fraction, int | float)
-        or not 0 <= offload_fraction <= 1
-    ):
+    if type(offload_fraction) is bool or not (isinstance(offload_fraction, int | float) and 0 <= offload_fraction <= 1):
         raise ValueError(f"offload_fraction is a number in [0, 1], got {offload_fraction!r}")
     if momentum_dtype not in (None, torch.bfloat16):
         wanted = "None, for that of each parameter, or torch.bfloat16"
@@ -68,7 +64,7 @@ def check_graphs(
 
 
 def check_kept(name: str, parameter: Tensor, offload_fraction: float, momentum_dtype: torch.dtype | None) -> None:
-    """Refuse a parameter whose momentum cannot be kept as the arguments say."""
+    """Refuse a parameter whose momentum these arguments cannot keep."""
     shape = tuple(parameter.shape)
     if offload_fraction and isinstance(parameter, DTensor):
         raise ValueError(
@@ -91,10 +87,7 @@ def refuse_blockwise(
     measured: str,
     otherwise: str = "",
 ) -> None:
-    """Refuse a shard that ``blockwise`` takes for a matrix, where something is measured of matrices.
-
-    ``layout`` finds the layout of a parameter.
-    """
+    """Refuse ``blockwise`` shards where global matrices are measured."""
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     untold = groups is None and is_sharded(parameter) and not alone  # blockwise needs no groups
     if tp_mode == "blockwise" and (untold or layout(parameter).sharded):

@@ -1,9 +1,8 @@
-"""Gradients that are missing or not finite: which parameters a step leaves out, the same on every rank.
+"""Skipped steps of gradients that are not finite.
 
-A value that is not finite would stay in the momentum for ever. So the step of that parameter is skipped, counted and
-reported; several in a row are an error. On a CPU that is known before anything is changed. On a GPU nothing waits for
-it: the step masks what is skipped, and what happened is read two steps later. Updates by a function of the user's are
-looked at in the same way, and the whole step is skipped for them too, so that the momentum stays as it is.
+A value that is not finite would stay in the momentum for ever. So all ranks skip, count and report the step of that
+parameter, and several in a row are an error. A CPU knows before anything is changed. On a GPU nothing waits: the step
+masks what is skipped, and the host reads it two steps later. Updates by a user's function are treated alike.
 """
 
 import logging
@@ -25,7 +24,7 @@ _DELAY = 2  # steps: by then the copy to the host is there, and all ranks read i
 
 
 class NonFinite:
-    """Counts the skipped steps of parameters on a device; ``names`` has one for each, for messages."""
+    """Counts skipped steps of named parameters on a device."""
 
     _looked_at, _advice = "gradients", "a learning rate that is too high, or for a loss that overflows"
 
@@ -41,23 +40,23 @@ class NonFinite:
 
     @property
     def total(self) -> dict[str, int]:
-        """Name -> skipped steps, of the parameters that had any. Waits for the device."""
+        """Name -> skipped steps, if any. Waits for the device."""
         counts = (self._counts[1] + self.of_updates._counts[1]).tolist()
         return {name: count for name, count in zip(self._names, counts, strict=True) if count}
 
     @cached_property
     def of_updates(self) -> "NonFinite":
-        """The same for updates by functions of the user's; :attr:`total` has their steps too."""
+        """The same for updates by functions of the user's."""
         found = NonFinite(self._names, self._device)
         found._looked_at, found._advice = "updates by your own orthogonalize", "what it cannot take, such as zeros"
         return found
 
     def accept(self, gradients: Sequence[Tensor | None], agree: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """One entry per parameter, on the device: True where the gradient is there and finite on all ranks.
+        """Which parameters have a finite gradient on all ranks.
 
-        ``agree`` is the element-wise minimum of a tensor (3 x parameters) in int32 over the ranks that share them. A
-        ``RuntimeError`` after :data:`MAX_IN_A_ROW` skipped steps of one parameter, and where only some of the ranks
-        that share a parameter have a gradient of it.
+        ``agree`` takes the element-wise minimum of an int32 tensor (3 x parameters) over the ranks that share them. A
+        ``RuntimeError`` after :data:`MAX_IN_A_ROW` skipped steps of one parameter in a row, and where only some of the
+        ranks that share a parameter have a gradient of it.
         """
         known = tuple([gradient is not None for gradient in gradients])
         if known != self._last[0]:
@@ -119,7 +118,7 @@ class NonFinite:
 
 
 def to_host(x: Tensor, device: torch.device) -> Callable[[], Tensor]:
-    """Start a copy of ``x``, which is on ``device``, to the host; the result waits for it, and is it."""
+    """Start a copy to the host; the result waits."""
     if device.type == "cpu":
         return lambda: x
     copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
@@ -137,11 +136,7 @@ def to_host(x: Tensor, device: torch.device) -> Callable[[], Tensor]:
 def check_gradients(
     name: str, parameters: Iterable[Tensor], groups: Sequence[dict[str, Any]], placements: bool = True
 ) -> None:
-    """Refuse gradients that are not real and dense, or, with ``placements``, not laid out as their parameters.
-
-    torch leaves those of norms under sequence parallelism as ``Partial``: each rank has its own summand. ``groups``, of
-    the optimizer with that ``name``, have the parameters in them.
-    """
+    """Refuse gradients that are complex, sparse or placed otherwise."""
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
@@ -149,6 +144,7 @@ def check_gradients(
         strange = gradient.layout is not torch.strided or gradient.is_complex()
         if not strange and not isinstance(parameter, DTensor) and not isinstance(gradient, DTensor):
             continue
+        # torch leaves those of norms under sequence parallelism as Partial: each rank has its own summand
         summand = isinstance(gradient, DTensor) and any(
             each.is_partial() and gradient.device_mesh.size(i) > 1 for i, each in enumerate(gradient.placements)
         )
@@ -171,7 +167,7 @@ def check_gradients(
 
 
 def warned_without_gradients(name: str, parameters: Sequence[Tensor]) -> bool:
-    """Whether none of the parameters has a gradient, though some are trained; a warning says so."""
+    """Whether no trained parameter has a gradient, with a warning."""
     if any(p.grad is not None for p in parameters) or not any(p.requires_grad for p in parameters):
         return False
     logger.warning(
@@ -183,6 +179,6 @@ def warned_without_gradients(name: str, parameters: Sequence[Tensor]) -> bool:
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:
-    """The first names, and how many more there are."""
+    """Return the first names and how many more there are."""
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,7 +1,7 @@
-"""State in host memory: which is kept there, and its way over the device in a step, chunk by chunk.
+"""State in host memory, copied to devices by chunks.
 
-On a GPU host memory is pinned, and each direction has a stream: the state of the next chunk arrives while this one is
-computed, and what this one is done with leaves meanwhile. No step waits on the host. On a CPU copies are made at once.
+On a GPU host memory is pinned and each direction has a stream: the next chunk's state arrives, and the last one's
+leaves, while this one is computed. The host never waits. On a CPU copies are made at once.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,12 +21,8 @@ _ALIGNED = 256  # bytes: where tensors begin in a slot
 
 
 def on_host(sizes: Iterable[int], fraction: float) -> Iterator[bool]:
-    """Of parameters with state of these ``sizes``, in bytes, whether it is kept in host memory.
-
-    They are spread evenly over the list: of its first parameters, however many, at least ``fraction`` of the bytes are
-    kept there, and without the last of those that are, less.
-    """
-    total = there = 0
+    """Whether each parameter's state is on the host, spread evenly."""
+    total = there = 0  # of the first parameters, however many, at least the fraction is there
     for size in sizes:
         total += size
         taken = there < fraction * total
@@ -35,41 +31,27 @@ def on_host(sizes: Iterable[int], fraction: float) -> Iterator[bool]:
 
 
 def host_zeros(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros of the shape of a parameter in host memory, pinned where the parameter is on a GPU."""
+    """Zeros in host memory, pinned for a GPU."""
     return torch.zeros(parameter.shape, dtype=dtype, device="cpu", pin_memory=parameter.device.type == "cuda")
 
 
 class Streamed:
-    """The way of state from host memory to a device and back, in each step anew.
-
-    In a step two slots on the device take turns: when the first parameters of a chunk are asked for, the one before it
-    is computed, and the state of the one after it takes its place. So each is as large as every other chunk needs.
-
-    Attributes:
-        fetched: bytes that were copied to the device so far.
-        stored: bytes that were copied back.
-        held: bytes of the slots of the last step.
-    """
+    """Moves state from host memory to a device and back."""
 
     def __init__(self, device: torch.device) -> None:
-        self.fetched = self.stored = self.held = 0
+        self.fetched = self.stored = 0  # bytes copied to the device and back so far
+        self.held = 0  # bytes of the slots of the last step
         self._device = device
         self._arriving, self._leaving = (_Lane(device) for _ in range(2))
         self._left: Event = None  # comes when all is at home that was taken back
-        self._slots: list[Tensor] = []
+        self._slots: list[Tensor] = []  # two, in turn: while a chunk is computed, the next one's state arrives
         self._waiting: list[list[Tensor]] = []  # the state of each chunk, at home
         self._pairs: list[tuple[Tensor, Tensor]] = []  # of the chunk that arrives: at home, and on the device
         self._here: dict[int, Tensor] = {}  # of the chunk at work: the id of what is at home, and what is on the device
         self._home: dict[int, Tensor] = {}  # and the other way round
 
     def begin(self, batches: Sequence[Batch], chunks: Sequence[Sequence[int]], kept: Callable[[Tensor], bool]) -> None:
-        """Start a step: the state of its first chunk is on its way then.
-
-        Args:
-            batches: what the step works on; their state is in host memory, for the parameters that are ``kept`` there.
-            chunks: the parameters of each chunk, by their indices, in the order in which :meth:`bring` will be asked.
-            kept: whether what has the shape of a parameter is kept in host memory.
-        """
+        """Start a step with its ``chunks`` of indices, in order."""
         self.end()  # of a step that failed
         homes: dict[int, list[Tensor]] = {}
         for batch in batches:
@@ -85,7 +67,7 @@ class Streamed:
         self._fetch(0)
 
     def bring(self, batches: list[Batch]) -> list[Batch]:
-        """The batches of parameters of one chunk, with their state on the device."""
+        """Return a chunk's batches with state on the device."""
         if not self._waiting:
             return batches
         number = self._chunk_of[batches[0].indices[0]]
@@ -105,7 +87,7 @@ class Streamed:
         return [replace(each, momenta=m, gradients=g, further=further) for each, m, g, further in found]
 
     def around(self, chunk: Chunk, engine: Engine, program: Callable[[Chunk, Engine], Program]) -> Program:
-        """A program with the state of its chunk on the device: momenta until they are averaged, the rest to its end."""
+        """Wrap a program with its chunk's state on the device."""
         chunk = replace(chunk, batches=self.bring(chunk.batches))
         running = program(chunk, engine)
         shards = next(running)
@@ -114,25 +96,24 @@ class Streamed:
         self.take_back(chain(*(tensors for batch in chunk.batches for tensors in batch.further)))
 
     def take_back(self, tensors: Iterable[Tensor]) -> None:
-        """Let those of the tensors that :meth:`bring` gave go home, as they are now: nobody writes to them again."""
+        """Start to copy finished state back to the host."""
         pairs = [(self._home[id(x)], x) for x in tensors if id(x) in self._home]
         if pairs:
             self._left = self._leaving.copy(pairs, [_now(self._device)])
             self.stored += sum(x.nbytes for _, x in pairs)
 
     def end(self) -> None:
-        """Give the slots back, for when all has left."""
+        """Release the slots when all copies are done."""
         for slot in self._slots:
             self._leaving.keep(slot)
         self._slots, self._waiting, self._pairs, self._here, self._home = [], [], [], {}, {}
 
     def wait(self) -> None:
-        """Wait, on the host, until all is at home: before anybody reads it."""
+        """Block the host until all state is back."""
         if self._left is not None:
             self._left.synchronize()
 
     def _fetch(self, number: int) -> None:
-        """Let the state of a chunk arrive, once the one that had its slot is computed, and all is at home again."""
         if number >= len(self._waiting):
             return
         slot, start, self._pairs = self._slots[number % 2], 0, []
@@ -152,7 +133,7 @@ class _Lane:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Iterable[Event]) -> Event:
-        """Copy into the first of each pair the second, once events have come; the result comes when that is done."""
+        """Copy into the first of each pair, after events."""
         if self._stream is None:
             for to, x in pairs:
                 to.copy_(x)
@@ -166,13 +147,12 @@ class _Lane:
             return self._stream.record_event()
 
     def keep(self, slot: Tensor) -> None:
-        """Let nobody have the memory of a tensor before the copies are done."""
+        """Keep a tensor's memory until the copies are done."""
         if self._stream is not None:
             slot.record_stream(self._stream)
 
 
 def _now(device: torch.device) -> Event:
-    """What comes when the device has computed what it was asked to."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 

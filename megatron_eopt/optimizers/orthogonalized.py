@@ -1,4 +1,4 @@
-"""Optimizers whose update is an orthogonalized momentum: their step, and the base class that users subclass."""
+"""Base class of optimizers that orthogonalize momentum."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -54,20 +54,18 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     3. Nesterov's look-ahead ``u = (1 - beta) g + beta m``, or ``u = m``;
     4. ``p -= lr * orthogonalize(p, u)``.
 
-    Gradients are never written to, and a parameter without one is left as it is, and so is one whose gradient, or
-    update by a function of yours, is not finite: see :mod:`~megatron_eopt.optimizers.nonfinite`. A step leaves every
-    process-wide setting of torch as it found it.
+    Gradients are not written to. A parameter stays as it is where its gradient is missing, or where that or its update
+    by a function of yours is not finite: see :mod:`~megatron_eopt.optimizers.nonfinite`. All updates are computed
+    before anything is changed: where a function of yours fails, parameters and state stay, bit for bit. A step leaves
+    every process-wide setting of torch as it found it.
 
     A parameter whose attribute ``logical_matrices`` is a :class:`~megatron_eopt.matrices.Split` is orthogonalized and
     scaled as the matrices that it declares, whatever ``split_qkv`` says; a stack of them may have three dimensions.
 
     A group may have its own ``lr``, ``momentum_beta``, ``use_nesterov``, ``weight_decay``,
-    ``use_decoupled_weight_decay``, ``weight_decay_method`` and what ``kwargs`` adds. The values travel with
-    ``state_dict``; where a loaded one lacks a key, the group keeps its value. A changed value is in force in the next
-    step. ``momentum`` and ``nesterov`` are taken for other names of ``momentum_beta`` and ``use_nesterov``.
-
-    All updates are computed before anything is changed: where ``orthogonalize_fn``, ``scale_factor_fn`` or an
-    ``orthogonalize`` of a subclass fails, parameters and state are as they were, bit for bit.
+    ``use_decoupled_weight_decay``, ``weight_decay_method`` and what ``kwargs`` adds; ``momentum`` and ``nesterov`` are
+    other names of the second and third. The values travel with ``state_dict``; what a loaded one lacks stays as it is.
+    A changed value is in force in the next step.
 
     Args:
         params: matrices, or groups of them. With an ``orthogonalize_fn``, or with an ``orthogonalize`` of a subclass,
@@ -81,13 +79,13 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         is_qkv_fn: tells which parameters are fused; needed by ``split_qkv``.
         qkv_split_shapes: rows of q, k and v, which follow one another in dimension 0; needed by ``split_qkv``.
         fp32_matmul_prec: ``low``, ``medium``, ``high`` or ``highest``: precision of this optimizer's products.
-        orthogonalize_fn: maps a matrix to its orthogonal factor; the identity, with a warning, if missing. It gets a
-            parameter of more dimensions whole.
-        scale_factor_fn: maps rows and columns of a matrix to the factor of its update; 1, with a warning, if missing.
-            Of more dimensions it gets the first two.
+        orthogonalize_fn: maps a matrix, or a whole parameter of more dimensions, to its orthogonal factor; without, the
+            identity with a warning.
+        scale_factor_fn: maps rows and columns, or the first two dimensions, to the factor of an update; without, 1 with
+            a warning.
         weight_decay_method: ``decoupled``, ``l2``, ``independent`` or ``palm``; None for what
             ``use_decoupled_weight_decay`` says, which is False for ``l2`` and True for every other.
-        **kwargs: further settings of yours, whatever they are, that each group may have a value of its own for.
+        **kwargs: settings of your own, which each group may have a value for.
 
     Raises:
         ValueError: for a parameter that is not a matrix, a setting out of its range, a split that is not described, or
@@ -102,7 +100,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
     momentum_dtype: torch.dtype | None  # None for that of each parameter
 
     def __new__(cls, *args: Any, **named: Any) -> Self:
-        """Also refuse names that emerging-optimizers has for arguments that are missing."""
+        """Also refuse emerging-optimizers' names for missing arguments."""
         missing = cls.__init__ is OrthogonalizedOptimizer.__init__ and len(args) < 3 and "momentum_beta" not in named
         renamed = [f"{here} for {there}" for there, here in OTHER_NAMES.items() if there in named]
         if missing and renamed:
@@ -150,40 +148,34 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         super().__init__(params, self._in_own_words(defaults, {}))
 
     def _further_settings(self) -> dict[str, Any]:
-        """Those of ``kwargs`` that a relative knows."""
         return {}
 
     @property
     def use_nesterov(self) -> bool:
-        """Whether groups look ahead that say nothing else."""
+        """Whether groups look ahead by default."""
         return bool(self.defaults[self.nesterov_key])
 
     @property
     def use_decoupled_weight_decay(self) -> bool:
-        """Whether groups have another weight decay than L2 that say nothing else."""
+        """Whether weight decay is decoupled by default."""
         return bool(self.defaults[DECOUPLED])
 
     # Groups.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of matrices; also a ``TypeError`` for a flag that is no bool."""
+        """Add a group of matrices, with flags that are bools."""
         if isinstance(param_group, dict):  # else torch says what is wrong
             self._take_words(param_group, self.defaults)
         super().add_param_group(param_group)
 
     def _take_words(self, group: dict[str, Any], known: Mapping[str, Any]) -> None:
-        """Rename what a group gives, in place: the dict of the user is the group."""
         own = self._in_own_words(group, known)
         if own != group:
             group.clear()
             group.update(own)
 
     def _in_own_words(self, given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-        """What a group gives, under the names that this class reads; ``known`` is what it gets where it gives nothing.
-
-        A momentum or a look-ahead under the other of its two names is taken over. Where a group gives one of the two
-        settings of weight decay, the other one follows from it, not from the optimizer's own.
-        """
+        """Settings under this class's names; ``known`` completes the weight decay."""
         own = dict(given)
         pairs = (self.momentum_key, "momentum", "momentum_beta"), (self.nesterov_key, "nesterov", "use_nesterov")
         for key, *both in pairs:
@@ -240,24 +232,23 @@ class OrthogonalizedOptimizer(BaseOptimizer):
             )
 
     def settings_of_groups(self) -> dict[str, Any]:
-        """Among them the kind of weight decay, by its name where the flag says it."""
+        """Also the name of the weight decay's kind."""
         return super().settings_of_groups() | {METHOD: decay_method(type(self).__name__, self.defaults)}
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
-        """The momentum."""
+        """Describe the momentum."""
         return [StateTensor(MOMENTUM_BUFFER, dtype=self.momentum_dtype)]
 
     # The step.
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
-        """The update of one parameter, before the learning rate; the method for subclasses to override.
+        """One parameter's update, before the learning rate; to override.
 
-        An override may take all settings of the group, those that it names, or none. A step calls it for each
-        parameter that has a gradient with entries, before it changes any; while it runs, ``p`` is as it is after its
-        decoupled weight decay.
+        An override may take all settings of the group, some by name, or none. A step calls it for each parameter that
+        has a nonempty gradient, before any is changed; while it runs, ``p`` is as after its decoupled weight decay.
 
         Args:
-            p: the parameter, for what it carries as attributes; or any tensor with these. Not to be written to.
+            p: the parameter, or any tensor with its attributes. Not to be written to.
             grad: its momentum, after the look-ahead; a tensor of its own.
             **group_settings: the settings of its group.
 
@@ -280,25 +271,25 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         return checked("scaled_orthogonalize_fn of a matrix", result, matrix)
 
     def scaled_orthogonalize_fn(self, grad: Tensor) -> Tensor:
-        """The update of one matrix, scaled: for subclasses to override, or to set as emerging-optimizers' do."""
+        """One matrix's scaled update, to override or set."""
         factor = checked("orthogonalize_fn of a matrix", self.orthogonalize_fn(grad), grad)
         return factor * self.scale_factor_fn(*grad.shape[:2])
 
     def orthogonalize_fn(self, matrix: Tensor) -> Tensor:
-        """The orthogonal factor of a matrix; the matrix itself, where the constructor gets no function."""
+        """The orthogonal factor; the matrix itself without a function."""
         return matrix
 
     def scale_factor_fn(self, rows: int, cols: int) -> float:
-        """What multiplies the orthogonal factor; 1 where the constructor gets no function."""
+        """Factor of the orthogonal factor; 1 without a function."""
         return 1.0
 
     def _of_user(self, *names: str) -> list[str]:
-        """Those of these methods that the user has replaced, in a subclass or for this object."""
+        """Which of these methods a user has overridden or set."""
         owners = {name: next(cls for cls in type(self).__mro__ if name in vars(cls)) for name in names}
         return [name for name, cls in owners.items() if name in vars(self) or not cls.__module__.startswith(f"{OURS}.")]
 
     def program(self, chunk: Chunk, engine: Engine) -> Program:
-        """The step of some parameters: see :class:`OrthogonalizedOptimizer`."""
+        """One chunk's step: see :class:`OrthogonalizedOptimizer`."""
         decay(chunk)
         u = momentum(chunk)
         updates = yield from engine.orthogonalize(chunk.indices, u)
@@ -308,7 +299,6 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         self._take_users(accepted)
 
     def _take_users(self, accepted: Tensor) -> list[Batch]:
-        """A step by an :meth:`orthogonalize` that may be the user's."""
         session = self._session
         assert session.nonfinite is not None  # a step is made
         of_updates = session.nonfinite.of_updates
@@ -335,7 +325,6 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         return batches
 
     def _numbers(self) -> dict[Tensor, Numbered]:
-        """What the random bits of each parameter's entries follow from."""
         plans = self._session.plans
         if plans.numbered is None or plans.numbered[0] is not self.engine:
             parameters, names = self._parameters(), parameter_names(self.param_groups, shapes=False)
@@ -346,11 +335,7 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         return plans.numbered[1]
 
     def _batches(self, accepted: Tensor, masked: bool = False) -> list[Batch]:
-        """What the step works on, a batch for each group that has something.
-
-        A CPU has it at once which parameters are accepted, and leaves out the others. With ``masked`` it does not, so
-        that the batches are the same in every step.
-        """
+        """One batch per group; ``masked`` ones are equal each step."""
         flags = None if masked or accepted.device.type != "cpu" else accepted.tolist()
         masks = accepted.unbind() if flags is None else ()
         more = type(self).state_tensors is not OrthogonalizedOptimizer.state_tensors
@@ -397,18 +382,18 @@ class OrthogonalizedOptimizer(BaseOptimizer):
         return batches
 
     def momentum_of(self, group: Mapping[str, Any]) -> float:
-        """The momentum that the next step of a group has."""
+        """The momentum of a group's next step."""
         return cast(float, group[self.momentum_key])
 
     def _waited_for(self, index: int) -> bool:
-        """Whether other ranks wait for this one's part of a parameter, whether it has a gradient or not."""
+        """Whether other ranks need this one's part, gradient or not."""
         return False
 
     def _weight_decay(self, group: Mapping[str, Any]) -> Scalar:
         return cast(Scalar, group["weight_decay"])
 
     def _further_state(self, parameter: Tensor) -> list[Tensor]:
-        """What is kept of a parameter beside its momentum, and changed in a step: this rank's part."""
+        """Local state beside the momentum that a step changes."""
         known = self._session.plans.further_keys
         if parameter not in known:  # asked in every step
             known[parameter] = [t.key for t in self.state_tensors(parameter) if t.key != MOMENTUM_BUFFER]

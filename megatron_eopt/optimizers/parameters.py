@@ -1,4 +1,4 @@
-"""What is known of a parameter: its name, this rank's part, its layout, and its logical matrices."""
+"""Names, layouts and logical matrices of parameters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,21 +15,16 @@ from megatron_eopt.parallel.dtensor import layout_of_dtensor, tells_its_chunk
 from megatron_eopt.parallel.layout import Layout, is_cut_again, is_expert, is_sharded, layout_of, split_layout, within
 from megatron_eopt.parallel.records import Shape
 
-NAME = "name_in_model"
-"""Attribute of a parameter: its name, where whoever makes the groups knows it and torch is not told."""
+# Attributes of parameters:
+NAME = "name_in_model"  # where whoever makes the groups knows it and torch is not told
+SAVED_BY_LAYOUT = "saved_by_layout"  # of a DTensor whose state is saved by layouts, and so may be plain tensors
+ROWS = "rows_by_matrix"  # where rows follow the ranks: the Split that numbers them alike at any layout
 
-SAVED_BY_LAYOUT = "saved_by_layout"
-"""Attribute of a DTensor: whoever saves its state asks for layouts, so state of another shape is a plain tensor."""
-
-ROWS = "rows_by_matrix"
-"""Attribute of a parameter whose rows follow the ranks: the ``Split`` by which they have the same numbers at any."""
-
-GROUPS = ("tp", "expt_tp", "gtp_remat", "expt_gtp_remat")
-"""Names of the groups in the order in which :func:`~megatron_eopt.parallel.layout.layout_of` takes them."""
+GROUPS = ("tp", "expt_tp", "gtp_remat", "expt_gtp_remat")  # in the order of layout_of
 
 
 class TensorParallelGroups(Protocol):
-    """What is read of Megatron's ProcessGroupCollection, and ``gtp_remat`` and ``expt_gtp_remat`` where it has them."""
+    """What is read of Megatron's ProcessGroupCollection; ``gtp_remat`` is optional."""
 
     tp: ProcessGroup
     expt_tp: ProcessGroup
@@ -37,7 +32,7 @@ class TensorParallelGroups(Protocol):
 
 @dataclass(frozen=True)
 class DescribedMatrix:
-    """What an optimizer says of one logical matrix."""
+    """What an optimizer reports of a logical matrix."""
 
     name: str  # within its parameter, empty where that is one matrix
     shape: Shape  # of the global matrix
@@ -47,34 +42,34 @@ class DescribedMatrix:
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's part of a DTensor, which shares its memory; any other tensor itself."""
+    """A DTensor's local shard, sharing memory; other tensors themselves."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def scale_rows(x: Tensor, factors: Tensor) -> None:
-    """Multiply each row of ``x`` by its entry of ``factors`` (rows,), in place and rounded once."""
+    """Multiply rows by their factors, in place, rounded once."""
     wide = torch.promote_types(x.dtype, torch.float32)
     x.detach().copy_(x.detach().to(wide) * factors.to(x.device, wide).view(-1, *[1] * (x.ndim - 1)))
 
 
 def rows_of(parameter: Tensor, split: Split, layout: Layout) -> Split:
-    """How the rows of a parameter of this ``split`` are numbered alike at any number of ranks."""
+    """The split that numbers rows alike at any layout."""
     known: Split | None = getattr(parameter, ROWS, None) if split.is_whole else None
     return split if known is None else in_order(known, parameter, layout)
 
 
 def in_order(split: Split, parameter: Tensor, layout: Layout) -> Split:
-    """The split of a parameter in the order of its rows, the global one of a DTensor that is not within shards."""
+    """The split in the order of the parameter's rows."""
     return split.in_global_order() if isinstance(parameter, DTensor) and layout.shards is None else split
 
 
 def parameter_names(groups: Sequence[dict[str, Any]], shapes: bool = True) -> list[str]:
-    """A name for every parameter, in the order of the groups: as torch was told, its attribute, or its index."""
+    """Names of all parameters: torch's, their attribute, or their index."""
     return [name for end in range(1, len(groups) + 1) for name in names_of_last(groups[:end], shapes)]
 
 
 def names_of_last(groups: Sequence[dict[str, Any]], shapes: bool = True) -> list[str]:
-    """The names of the parameters of the last group; ``shapes`` tells the shape where a name is made of the index."""
+    """Names of the last group's parameters, indices with ``shapes``."""
     names, last = [], groups[-1]
     for index, parameter in enumerate(last["params"]):
         known = last["param_names"][index] if "param_names" in last else getattr(parameter, NAME, None)
@@ -93,10 +88,7 @@ def check_distinct(name: str, groups: Sequence[dict[str, Any]]) -> None:
 
 
 def matrix_layout(parameter: Tensor, pg_collection: TensorParallelGroups | None) -> Layout:
-    """The layout by Megatron's attributes, and of a DTensor, which may be a tensor-parallel shard, within that.
-
-    Of a stack, it is that of each of its matrices.
-    """
+    """The layout of a parameter, or of each stacked matrix."""
     if isinstance(parameter, DTensor):
         tp = (getattr(pg_collection, name, None) for name in _cut_over(parameter))
         return within(layout_of_dtensor(parameter), getattr(parameter, "partition_dim", 0), next(tp, None))
@@ -104,7 +96,7 @@ def matrix_layout(parameter: Tensor, pg_collection: TensorParallelGroups | None)
 
 
 def sharing_groups(parameter: Tensor, pg_collection: TensorParallelGroups | None) -> dict[str, ProcessGroup]:
-    """The groups of ranks that hold parts of a parameter of any shape, by label."""
+    """Label -> group of ranks that share a parameter."""
     groups = {name: getattr(pg_collection, name, None) for name in _cut_over(parameter)}
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
@@ -115,15 +107,13 @@ def sharing_groups(parameter: Tensor, pg_collection: TensorParallelGroups | None
 
 
 def check_scalable(groups: Sequence[dict[str, Any]], pg_collection: TensorParallelGroups | None) -> None:
-    """Refuse parameters for which torch's GradScaler would leave out a step on some ranks, and not on others.
-
-    Of the gradients of each dtype it asks the ranks that share the first one, if that is a DTensor, and no others.
-    """
+    """Refuse parameters for which torch's GradScaler skips steps unevenly."""
     asked: dict[torch.dtype, set[ProcessGroup]] = {}
     parameters = (p for group in groups for p in group["params"])
     for name, p in zip(parameter_names(groups), parameters, strict=True):
         if p.grad is None:
             continue
+        # it asks only the ranks that share the first gradient of each dtype, if that is a DTensor
         shared = sharing_groups(p, pg_collection)
         known = asked.setdefault(p.grad.dtype, set(shared.values())) if isinstance(p, DTensor) else set()
         if not known.issuperset(shared.values()):
@@ -135,7 +125,7 @@ def check_scalable(groups: Sequence[dict[str, Any]], pg_collection: TensorParall
 
 
 def _cut_over(parameter: Tensor) -> list[str]:
-    """Names of the groups over which Megatron cuts a parameter, but for those in the mesh of Megatron-FSDP's."""
+    """Groups over which Megatron cuts a parameter, outside meshes."""
     if isinstance(parameter, DTensor) and tells_its_chunk(parameter):
         return []
     prefix, axes = "expt_" if is_expert(parameter) else "", (is_sharded(parameter), is_cut_again(parameter))
@@ -143,10 +133,7 @@ def _cut_over(parameter: Tensor) -> list[str]:
 
 
 def check_shard(parameter: Tensor, pg_collection: TensorParallelGroups | None, called: str, advice: str = "") -> None:
-    """Refuse a shard that no process group completes, or that is cut a second time as nothing here is.
-
-    A message calls the parameter ``called``, and gives that ``advice`` too.
-    """
+    """Refuse a shard without its process groups; ``advice`` for messages."""
     if isinstance(parameter, DTensor) or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     for name in _cut_over(parameter):
@@ -160,7 +147,7 @@ def check_shard(parameter: Tensor, pg_collection: TensorParallelGroups | None, c
 
 
 def check_split(parameter: Tensor, split: Split, layout: Layout, blockwise: bool) -> None:
-    """Refuse logical matrices that are not those of the parameter, or that ``blockwise`` cannot take apart."""
+    """Refuse logical matrices that do not fit the parameter."""
     rows, declared = layout.shape[0], declared_split(parameter) is not None
     group = sum(part.rows or 0 for part in split.parts)
     if declared:

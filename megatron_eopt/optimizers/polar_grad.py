@@ -1,4 +1,4 @@
-"""PolarGrad: orthogonal factors of the momentum, as large as its nuclear norm."""
+"""PolarGrad: orthogonal factors of the momentum, times its nuclear norm."""
 
 from typing import Unpack
 
@@ -15,27 +15,24 @@ from megatron_eopt.parallel.statistics import StatisticsRequest
 
 
 class PolarGrad(TensorParallelMuon):
-    """PolarGrad [1] with the momentum first: steepest descent in the spectral norm, where Muon only has its direction.
+    """PolarGrad [1]: Muon's updates, sized by their momentum's nuclear norm.
 
     For each logical matrix ``W`` with gradient ``g``, in this order:
 
     1. weight decay: ``W -= lr * weight_decay * W``;
-    2. ``M <- momentum M + (1 - momentum) g``, the paper's exponential moving average;
+    2. ``M <- momentum M + (1 - momentum) g``;
     3. the polar decomposition ``M = U H``: ``U`` by Newton-Schulz, and ``tr(H) = <M, U>``, the nuclear norm of ``M``;
-    4. ``W -= lr * <M, U> * U``.
+    4. ``W -= lr * <M, U> * U``: steepest descent in the spectral norm.
 
     So steps become smaller with the gradients, and a loss times 2 is an ``lr`` times 2. ``<M, U>`` is that of whole
     matrices, from one all-reduce of a step for each group of ranks. Where Newton-Schulz leaves singular values ``s`` in
     place of 1, it weighs those of ``M`` by ``s``; ``coefficient_type="polar_express"`` with 8 steps leaves 1.
 
     Args:
-        params: matrices, or groups of them, each of which may have its own ``lr``, ``momentum``, ``weight_decay``,
-            ``num_ns_steps`` and ``coefficient_type``.
-        lr: learning rate, at least 0.
-        momentum: of the exponential moving average, in [0, 1).
+        params: matrices, or groups of them with their own ``lr``, ``momentum``, ``weight_decay``, ``num_ns_steps`` or
+            ``coefficient_type``.
         nesterov: whether ``(1 - momentum) g + momentum M`` takes the place of ``M`` in 3 and 4, as in Muon.
-        weight_decay: at least 0.
-        **transport: these, and ``weight_decay_method``, are those of
+        **transport: these, and what is not named here, as in
             :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
     Raises:
@@ -62,13 +59,12 @@ class PolarGrad(TensorParallelMuon):
         super().__init__(**passed_on(locals()))
 
     def program(self, chunk: Chunk, engine: Engine) -> Program:
-        """The step of some parameters."""
+        """One chunk's step."""
         decay(chunk)
         M = engine.split(chunk.indices, momentum(chunk))
         U = yield from engine.orthogonalize(chunk.indices, list(M))
-        wanted = [
-            StatisticsRequest(matrix=W, x=m, inner=u) for W, m, u in zip(engine.flat(chunk.indices), M, U, strict=True)
-        ]
+        each = zip(engine.flat(chunk.indices), M, U, strict=True)
+        wanted = [StatisticsRequest(matrix=W, x=m, inner=u) for W, m, u in each]
         norms = [found["inner_product"] for found in engine.statistics(wanted)]  # <M, U>
         foreach.scale_each(U, norms)
         subtract(chunk, engine, U)

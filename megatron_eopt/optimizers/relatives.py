@@ -1,4 +1,4 @@
-"""Arguments that relatives of Muon share with it, and how their constructors hand them on."""
+"""Arguments that Muon's relatives share with it."""
 
 import functools
 import inspect
@@ -18,7 +18,7 @@ from megatron_eopt.parallel.records import TpMode
 
 
 class Transport(TypedDict, total=False):
-    """How matrices are found, orthogonalized and exchanged: arguments of :class:`TensorParallelMuon`."""
+    """Arguments of :class:`TensorParallelMuon` for finding, orthogonalizing and exchanging matrices."""
 
     split_qkv: bool
     is_qkv_fn: Callable[[Tensor], bool] | None
@@ -39,11 +39,7 @@ class Transport(TypedDict, total=False):
 
 
 def spelled_out[**P](init: Callable[P, None]) -> Callable[P, None]:
-    """Name what ``**transport: Unpack[Transport]`` takes in the signature of a constructor, with the defaults.
-
-    So ``help`` shows it, whoever reads signatures finds it (as ``kwargs_from_config`` does), and a call with any other
-    name is a ``TypeError``, though :class:`TensorParallelMuon` may know it.
-    """
+    """Spell out ``**transport`` in the signature, for ``help`` and configs."""
     signature = inspect.signature(init)
     of_muon = inspect.signature(TensorParallelMuon).parameters
     own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
@@ -60,6 +56,6 @@ def spelled_out[**P](init: Callable[P, None]) -> Callable[P, None]:
 
 
 def passed_on(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What the constructor of a relative hands to Muon's: of its ``locals()`` those that are arguments of Muon."""
+    """The arguments of Muon among a relative constructor's ``locals()``."""
     known = inspect.signature(TensorParallelMuon).parameters
     return {name: x for name, x in {**arguments, **arguments.get("transport", {})}.items() if name in known}

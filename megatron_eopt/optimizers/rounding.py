@@ -1,12 +1,9 @@
-"""Momenta in bf16: rounded at random, by bits that follow from the entry and the step alone.
+"""Momenta in bf16, rounded at random.
 
-A momentum moves by ``1 - beta`` of its distance to the gradient. Rounded to the nearest, one in bf16 would stand still
-wherever that is less than half the distance of two numbers of bf16. So the average is computed in fp32, and kept as one
-of its two neighbours in bf16, the nearer one with more probability: the error has a mean of zero.
-
-The random bits of an entry are a hash of the name of its parameter, of its logical matrix, of its row and column in
-that (of all ranks), and of the number of the step. So they are the same wherever the entry lies, and after a resume.
-Everything is integer arithmetic of 32 bits, which has the same result on every device.
+Rounded to the nearest, a momentum would stand still where it moves by less than half a unit. So the average is computed
+in fp32 and rounded to one of its two neighbours, with probabilities that give the error a mean of zero. The random bits
+are a hash of parameter name, logical matrix, global row and column, and step: the same at any layout, and after a
+resume. All is 32-bit integer arithmetic, with the same result on every device.
 """
 
 import struct
@@ -29,7 +26,7 @@ _OF_ENTRY = 16  # bytes of the copies that are in memory of an entry at a time
 
 @dataclass(frozen=True)
 class Numbered:
-    """This rank's part of a parameter, as entries of its logical matrices."""
+    """Local part of a parameter, as logical matrices' entries."""
 
     rows: LocalRows  # what splits the part into its shards of them
     stacked: bool  # whether the part has three dimensions
@@ -39,7 +36,7 @@ class Numbered:
 def numbered(
     names: Sequence[str], layouts: Sequence[Layout], splits: Sequence[Split], device: torch.device
 ) -> list[Numbered]:
-    """The entries of parameters. Waits for the device, so it is called once, and not in every step."""
+    """Locate the entries of parameters, once; waits for the device."""
     words, counts = [], []
     for name, layout, split in zip(names, layouts, splits, strict=True):
         matrices = split_layout(layout, split)
@@ -56,7 +53,7 @@ def numbered(
 
 
 def store(momenta: Tensors, averages: Tensors, parts: Sequence[Numbered], step: int) -> None:
-    """Write averages, in fp32, into momenta in bf16 of the same shapes, which are ``parts`` of parameters."""
+    """Round averages in fp32 into momenta in bf16."""
     pairs = zip(averages, parts, strict=True)
     shards = [shard for x, part in pairs for shard in part.rows.split(x if part.stacked else x.flatten(1))]
     rounded = iter(rounded_at_random(shards, [place for part in parts for place in part.places], step))
@@ -65,7 +62,7 @@ def store(momenta: Tensors, averages: Tensors, parts: Sequence[Numbered], step: 
 
 
 def rounded_at_random(shards: Tensors, places: Tensors, step: int) -> list[Tensor]:
-    """Shards of matrices, (rows x columns) in fp32, in bf16, where ``places`` are those of :class:`Numbered`."""
+    """Round shards in fp32 to bf16, by :class:`Numbered` places."""
     found = [torch.empty_like(x, dtype=torch.bfloat16) for x in shards]
     for some in foreach.alike(shards):
         rows, columns = shards[some[0]].shape
@@ -85,22 +82,18 @@ def rounded_at_random(shards: Tensors, places: Tensors, step: int) -> list[Tenso
 
 
 def between(x: Tensor, noise: Tensor) -> Tensor:
-    """Numbers of fp32 as one of their two neighbours in bf16, by ``noise`` from 0 to 65535, in int32.
+    """Round fp32 to bf16 by ``noise``, 0 to 65535.
 
-    Noise is added to the 16 bits that bf16 does not have, and what is carried counts. So a number that lies ``d`` of
-    the way from the smaller of its neighbours to the larger one, by magnitude, becomes that for ``65536 d`` of all
-    noises, and one that bf16 has stays. What is finite stays finite: beyond the largest number of bf16 it becomes
-    that. Infinities and NaN stay what they are.
+    Noise is added to the 16 bits that bf16 lacks, and what is carried counts: ``d`` of the way from the smaller
+    neighbour to the larger, by magnitude, rounds up for ``65536 d`` of all noises. Numbers of bf16, infinities and NaN
+    stay, and what is finite stays finite.
     """
     carried = (x.abs() < _LARGEST) * noise
     return carried.add_(x.view(torch.int32)).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
 
 
 def mixed(x: Tensor) -> Tensor:
-    """Mix the bits of int32 in place: the finalizer of MurmurHash3 [1], a bijection.
-
-    [1] Austin Appleby, MurmurHash3 (2011), fmix32.
-    """
+    """Mix int32 in place by the bijection fmix32 of MurmurHash3."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x ^= (x >> shift) & (2 ** (32 - shift) - 1)  # int32 is shifted with its sign
         x *= factor - 2**32  # as int32 has it, which overflows as unsigned numbers do

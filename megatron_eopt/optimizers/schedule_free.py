@@ -1,4 +1,4 @@
-"""Schedule-Free AdamW: gradients are taken at one point, and what is evaluated is the average of another one's path."""
+"""Schedule-Free AdamW: gradients at one point, evaluation at an average."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -24,22 +24,17 @@ Variant = Literal["kempnerforge", "schedulefree"]
 
 Z, EXP_AVG_SQ, X, KEPT = "z", "exp_avg_sq", "x", "y"
 
-SCHEDULE = "schedule"
-"""Name of three numbers of a parameter in fp64: its steps so far, the sum of their weights, the largest rate so far."""
-
-COUNT = "k"
-"""Setting of a group: steps of the optimizer so far, the same in all groups."""
-
-TRAIN_MODE = "train_mode"
-"""Setting of a group: whether its parameters are at ``y``."""
+SCHEDULE = "schedule"  # three numbers in fp64: steps of a parameter, the sum of their weights, the largest rate so far
+# Settings of a group: steps of the optimizer so far, the same in all, and whether parameters are at y.
+COUNT, TRAIN_MODE = "k", "train_mode"
 
 
 class ScheduleFreeAdamW(BaseOptimizer):
-    """AdamW without a schedule of the learning rate [1]: use it with a constant one.
+    """AdamW without a schedule [1]: use a constant learning rate.
 
-    Three points belong to a parameter. ``z`` makes the steps; ``x`` is the average of its path, which is what to
-    evaluate and to export; gradients are taken at ``y = (1 - beta1) z + beta1 x``. **The parameter is at y while
-    training, and at x between** :meth:`eval_params` **and** :meth:`train_params`; :attr:`live` says at which.
+    ``z`` makes the steps; ``x`` averages its path, and is what to evaluate and export; gradients are taken at
+    ``y = (1 - beta1) z + beta1 x``. **The parameter is at y while training, and at x between** :meth:`eval_params`
+    **and** :meth:`train_params`; :attr:`live` says which.
 
     In step ``k`` with gradient ``g`` and ``l = lr * min(1, k / warmup_steps)``:
 
@@ -47,20 +42,18 @@ class ScheduleFreeAdamW(BaseOptimizer):
     2. ``z``, decay and the weight ``w`` of the step:
 
        - ``kempnerforge``: ``z <- (1 - l weight_decay) (z - l u)``, ``w = l`` (times ``1 - beta1``, which cancels);
-       - ``schedulefree``, the authors' package: ``z <- z - l (u + weight_decay y)``,
-         ``w = k^r`` (largest ``l`` so far)^``weight_lr_power``;
+       - ``schedulefree``, the authors' package: ``z <- z - l (u + weight_decay y)``, ``w = k^r`` (largest ``l`` so
+         far)^``weight_lr_power``;
     3. ``x <- x + (z - x) w / sum(w)``; ``y`` follows.
 
-    Kept are ``z`` and ``v``, in fp32 (fp64 for fp64 parameters). ``x`` follows from ``y`` and ``z``, and is kept too
-    where ``y`` is rounded (parameters of 16 bits) or ``beta1`` is below 0.5. ``k`` counts the steps of the optimizer: a
-    parameter that joins late, or has no gradient at first, begins neither the warmup nor the correction of ``v`` anew.
-    The weights are summed for each parameter, over the steps that it took (by the authors' package for each group, over
-    all steps, so that a parameter that joins late begins with a smaller share). All of it is elementwise: parameters of
-    any shape, shards and DTensors as they lie. Betas stay as they are once steps were made.
+    ``z`` and ``v`` are kept in fp32 (fp64 for fp64 parameters), and ``x`` too where ``y`` is rounded (parameters of 16
+    bits) or ``beta1`` is below 0.5. ``k`` counts the steps of the optimizer, also for a parameter that joins late.
+    ``sum(w)`` is over the steps that the parameter took (the authors' package counts all steps of its group). All is
+    elementwise: parameters of any shape, shards and DTensors. Betas stay as they are once steps were made.
 
     A state dict is of the mode in which it is taken, and goes with parameters saved at the same time: in evaluation it
     holds ``y`` as well, and :meth:`train_params` after a load goes on bit for bit. State dicts of KempnerForge's
-    optimizer load too, if they were taken at ``y``.
+    optimizer load too, if taken at ``y``.
 
     Args:
         params: parameters, or groups of them.
@@ -76,7 +69,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
         pg_collection: the process groups of sharded parameters, to agree on gradients that are not finite.
 
     Raises:
-        ValueError: for a setting out of its range, or for a group that is added between :meth:`eval_params` and
+        ValueError: for a setting out of its range, or for a group added between :meth:`eval_params` and
             :meth:`train_params`.
 
     [1] Defazio et al., The Road Less Scheduled, arXiv 2405.15682.
@@ -86,11 +79,9 @@ class ScheduleFreeAdamW(BaseOptimizer):
     live_key = KEPT
     weight_keys = (Z, X, KEPT)
 
-    # The rates of the groups in the first step that had one, whether a change of them was warned of, and the parameters
-    # whose z is known to have begun.
-    _constant: list[float | None] | None = None
-    _warned: bool = False
-    _begun: set[Tensor] | None = None
+    _constant: list[float | None] | None = None  # the first rates of the groups
+    _warned: bool = False  # whether a change of them was warned of
+    _begun: set[Tensor] | None = None  # parameters whose z is known to have begun
 
     def __init__(
         self,
@@ -134,12 +125,12 @@ class ScheduleFreeAdamW(BaseOptimizer):
 
     @property
     def live(self) -> Literal["x", "y"]:
-        """At which point the parameters are: ``y``, where gradients are taken, or ``x``, for evaluation and export."""
+        """Where the parameters are: ``y`` to train, ``x`` to evaluate."""
         return "y" if all(group.get(TRAIN_MODE, True) for group in self.param_groups) else "x"
 
     @property
     def warmup_steps(self) -> int:
-        """Of the first group; setting it sets that of all, as KempnerForge's optimizer has one for all."""
+        """Of the first group; setting it sets that of all."""
         return int(self.param_groups[0]["warmup_steps"])
 
     @warmup_steps.setter
@@ -150,7 +141,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
 
     @torch.no_grad()
     def eval_params(self) -> None:
-        """Set the parameters to ``x``, for evaluation and export; nothing happens where they are."""
+        """Set the parameters to ``x``, for evaluation and export."""
         for group in self.param_groups:
             for parameter in group["params"] if group[TRAIN_MODE] else ():
                 self._begun_state(parameter)  # of all, as train_params() asks for it
@@ -161,7 +152,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
 
     @torch.no_grad()
     def train_params(self) -> None:
-        """Set the parameters back to ``y``, bit for bit, for training; nothing happens where they are."""
+        """Set the parameters back to ``y``, bit for bit."""
         for group in self.param_groups:
             for parameter in group["params"] if not group[TRAIN_MODE] else ():
                 parameter.copy_(self.state[parameter].pop(KEPT))
@@ -171,7 +162,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
 
     @torch.no_grad()
     def average(self, parameter: Tensor) -> Tensor:
-        """``x`` of a parameter, in the dtype of the parameter and as it lies: a copy."""
+        """A copy of ``x``, in the parameter's dtype and layout."""
         if KEPT in (own := self.state.get(parameter, {})) or SCHEDULE not in own:
             return parameter.detach().clone()
         state = self._begun_state(parameter)
@@ -181,11 +172,11 @@ class ScheduleFreeAdamW(BaseOptimizer):
         return state[Z] + (parameter.detach() - state[Z]) / beta1
 
     def exported(self, parameter: Tensor) -> Tensor:
-        """``x``: see :meth:`average`."""
+        """Return ``x``: see :meth:`average`."""
         return self.average(parameter)
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
-        """``z``, ``v``, the numbers of the schedule, ``x`` where it cannot be derived, and in evaluation ``y``."""
+        """``z``, ``v``, the schedule, and ``x`` or ``y`` where needed."""
         group = self.group_of(parameter)
         wide = torch.promote_types(parameter.dtype, torch.float32)
         # below 0.5 y has too little of x in it, and its rounding is multiplied by 1 / beta1
@@ -199,11 +190,11 @@ class ScheduleFreeAdamW(BaseOptimizer):
         ]
 
     def matrix_layouts(self, parameter: Tensor) -> list[Layout]:
-        """One, whatever the shape: nothing of the state is cut otherwise than the parameter."""
+        """Return one column: all state is elementwise."""
         return [on_one_rank((parameter.numel(), 1))]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, of KempnerForge's optimizer too, and its mode; the parameters are those saved with it."""
+        """Load a state and its mode, KempnerForge's too."""
         state_dict = from_kempnerforge(state_dict)
         saved_groups = [{TRAIN_MODE: True, COUNT: 0, **group} for group in state_dict["param_groups"]]
         state_dict = {**state_dict, "param_groups": saved_groups}
@@ -235,7 +226,6 @@ class ScheduleFreeAdamW(BaseOptimizer):
         super()._check_gradients(parameters)
 
     def _warn_of_schedule(self) -> None:
-        """Say once, on the first rank, that the rate changes; one that is a tensor is not looked at."""
         rates = [None if isinstance(group["lr"], Tensor) else group["lr"] for group in self.param_groups]
         known = self._constant if self._constant and len(self._constant) == len(rates) else [None] * len(rates)
         self._constant = [rate if first is None else first for first, rate in zip(known, rates, strict=True)]
@@ -259,7 +249,7 @@ class ScheduleFreeAdamW(BaseOptimizer):
             schedule_free_adamw(some, [self._begun_state(p) for p in some], accepted_of_some, group)
 
     def _begun_state(self, parameter: Tensor) -> dict[str, Any]:
-        """The state of a parameter, whose ``z`` and ``x`` are the parameter itself before its first step."""
+        """A parameter's state; ``z`` and ``x`` start at the parameter."""
         state = self._state_of(parameter, SCHEDULE)
         self._begun = set() if self._begun is None else self._begun
         if parameter not in self._begun:
@@ -274,10 +264,9 @@ class ScheduleFreeAdamW(BaseOptimizer):
 def schedule_free_adamw(
     parameters: Sequence[Tensor], states: Sequence[dict[str, Tensor]], accepted: foreach.Mask, group: dict[str, Any]
 ) -> None:
-    """One step of :class:`ScheduleFreeAdamW`, of parameters that all have an ``x`` or of which none has.
+    """One step; all parameters have an ``x``, or none.
 
-    Where there is none: ``y += share (z - y) - (1 - beta1 (1 - share)) step``, of ``z`` before its step. What is not
-    accepted stays as it is, with all of its state. Nothing waits for a GPU.
+    Without: ``y += share (z - y) - (1 - beta1 (1 - share)) step``, with ``z`` before its step. Nothing waits for a GPU.
     """
     ys, gradients = [local(p) for p in parameters], [local(p.grad) for p in parameters if p.grad is not None]
     zs, xs, squares = ([local(state[key]) for state in states if key in state] for key in (Z, X, EXP_AVG_SQ))
@@ -333,13 +322,8 @@ def schedule_free_adamw(
 
 
 def from_kempnerforge(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict of KempnerForge's ScheduleFreeAdamW as one of ours; any other as it is. Nothing is written to.
-
-    Theirs has ``_k`` and ``_warmup_steps`` beside the groups, where torch's ``get_optimizer_state_dict`` leaves them
-    out, and of each parameter ``z``, ``v``, ``x`` and ``weight_sum``, a sum of ``l (1 - beta1)``, where ours is one of
-    ``l``.
-    """
-    if "_k" not in state_dict:
+    """Convert KempnerForge's state dict, or return ours; writes to neither."""
+    if "_k" not in state_dict:  # torch's get_optimizer_state_dict drops what is beside the groups
         if any("weight_sum" in state for state in state_dict["state"].values()):
             raise ValueError(
                 "these states are of KempnerForge's ScheduleFreeAdamW, but the state dict has no '_k', the steps made "
@@ -353,7 +337,7 @@ def from_kempnerforge(state_dict: dict[str, Any]) -> dict[str, Any]:
         groups.append({**group, **warmup, "variant": "kempnerforge", COUNT: count})
         for index in group["params"]:
             if state := state_dict["state"].get(index):
-                total = state["weight_sum"] / (1 - group["betas"][0])
+                total = state["weight_sum"] / (1 - group["betas"][0])  # theirs sums l (1 - beta1)
                 schedule = torch.tensor([count, total, 0.0], dtype=torch.float64)
                 states[index] = {Z: state["z"], EXP_AVG_SQ: state["v"], X: state["x"], SCHEDULE: schedule}
     return {"state": states, "param_groups": groups}

@@ -1,4 +1,4 @@
-"""Scion for hidden matrices: steps to the extreme points of a spectral-norm ball."""
+"""Scion for hidden matrices."""
 
 from collections.abc import Mapping
 from math import inf
@@ -14,7 +14,7 @@ RADIUS = "radius"
 
 
 class Scion(TensorParallelMuon):
-    """Scion [1] for hidden matrices: conditional gradient steps in the operator norm from RMS to RMS.
+    """Scion [1] for hidden matrices: steps in a spectral-norm ball.
 
     For each logical matrix ``W`` (rows x cols, outputs x inputs) with gradient ``g``, in this order:
 
@@ -22,22 +22,21 @@ class Scion(TensorParallelMuon):
     2. ``U V^T``, the orthogonal factor of ``d``, makes the update ``O = radius * sqrt(rows / cols) * U V^T``;
     3. constrained: ``W <- (1 - lr) W - lr O``; unconstrained: ``W <- W - lr O``.
 
-    ``-O`` is the paper's ``lmo(d)`` for the ball ``sqrt(cols / rows) ||W||_2 <= radius``, the norm that it gives hidden
-    matrices. (For inputs that are no activations, such as images, it has ``max(1, sqrt(rows / cols))``.) Constrained
-    steps are those of Frank-Wolfe: a matrix that starts in the ball stays in it, but for the errors of Newton-Schulz,
-    and one that starts outside comes nearer by the factor ``1 - lr`` in each step. It stands in the place of weight
-    decay. Since bf16 parameters lose a factor nearer to 1 than ``2^-9``, keep these in fp32, as Megatron does.
+    ``-O`` is the paper's ``lmo(d)`` for the ball ``sqrt(cols / rows) ||W||_2 <= radius``, its norm of hidden matrices.
+    (For inputs that are no activations, such as images, it has ``max(1, sqrt(rows / cols))``.) Constrained steps are
+    those of Frank-Wolfe, in place of weight decay: a matrix that starts in the ball stays in it, but for the errors of
+    Newton-Schulz, and one outside comes nearer by the factor ``1 - lr`` in each step. Since bf16 parameters lose a
+    factor nearer to 1 than ``2^-9``, keep these in fp32, as Megatron does.
 
-    The paper's norms of other parameters are elementwise, and their steps go by signs: give embeddings, output layers
-    and vectors to :class:`~megatron_eopt.optimizers.lion.Signum` in a group with an ``lr`` of its own, or to AdamW.
+    The paper's norms of other parameters are elementwise: give embeddings, output layers and vectors to
+    :class:`~megatron_eopt.optimizers.lion.Signum` in a group with an ``lr`` of its own, or to AdamW.
 
     Args:
-        params: matrices, or groups of them, each of which may have its own ``lr``, ``momentum``, ``radius``,
-            ``num_ns_steps`` and ``coefficient_type``.
+        params: matrices, or groups of them with their own ``lr``, ``momentum``, ``radius``, ``num_ns_steps`` or
+            ``coefficient_type``.
         lr: learning rate, at least 0; in [0, 1] where constrained.
         momentum: of the exponential moving average, in [0, 1).
-        radius: ``rho``, above 0, also as ``spectral_radius``; 50 is the paper's for the hidden matrices of its GPT,
-            with rates near ``2^-12``.
+        radius: ``rho``, above 0, also as ``spectral_radius``; the paper has 50 for its GPT, with rates near ``2^-12``.
         constrained: whether the ball bounds the matrices (the paper's Scion), or the steps alone (its unconstrained
             Scion).
         weight_decay: 0; here for those who fill it from a config.
@@ -75,7 +74,7 @@ class Scion(TensorParallelMuon):
         super().__init__(**passed_on(locals()), nesterov=False)
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
-        """The iteration of the matrices of a group, and its radius."""
+        """The iteration of a group's matrices, and its radius."""
         of_group, radius = super().update_settings(group), group.get(RADIUS, self.radius)
         check_scalars(type(self).__name__, {RADIUS: radius}, (RADIUS,))
         if not 0 < radius < inf:
@@ -83,7 +82,7 @@ class Scion(TensorParallelMuon):
         return UpdateSettings(of_group.newton_schulz, "unit_rms_norm", radius)
 
     def settings(self) -> dict[str, Any]:
-        """What a checkpoint says of this optimizer to those who read it."""
+        """Settings that a checkpoint describes."""
         return super().settings() | {"constrained": self.constrained}
 
     def _own_settings(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What an optimizer finds out in a process: made anew by each, and neither copied nor saved."""
+"""What an optimizer knows in one process, never saved."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from megatron_eopt.parallel.watched import Watched
 
 @dataclass
 class Plans:
-    """What follows from parameters, groups and settings: made anew where one of these changes."""
+    """What follows from parameters, groups and settings."""
 
     engine: Engine | None = None
     engine_of: object = None  # the settings that the engine was made for
@@ -32,7 +32,7 @@ class Plans:
 
 @dataclass
 class Session:
-    """The rest: what is known of groups and steps, and what stands beside the optimizer."""
+    """What is known of groups and steps."""
 
     plans: Plans = field(default_factory=Plans)
     nonfinite: NonFinite | None = None
@@ -54,7 +54,7 @@ class Session:
 
 
 class _Shared:
-    """Process groups on their way into a copy, which shares them."""
+    """Process groups in a copy, which shares them."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -70,7 +70,7 @@ class _Shared:
 
 
 def packed(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The public attributes of an optimizer, for a copy, which shares process groups; a pickle refuses these."""
+    """Public attributes for a copy, which shares process groups."""
     return {key: _shared(value) for key, value in attributes.items() if not key.startswith("_")}
 
 

@@ -44,8 +44,8 @@ Decay = Literal["decoupled", "independent", "palm"]
 def soap(chunk: Chunk, engine: Engine) -> Generator[None, None, None]:
     """SOAP's step of a chunk, equal matrices as stacks.
 
-    For each matrix ``p`` with gradient ``g``, moments ``M`` and ``V``, factors ``L`` and ``R``, bases ``Q_L`` and
-    ``Q_R``. What is cut is whole between the exchanges: on its compute rank, or on all ranks that share a DTensor.
+    Each matrix ``p`` has a gradient ``g``, moments ``M`` and ``V``, factors ``L`` and ``R``, and bases ``Q_L`` and
+    ``Q_R``. Cut ones are whole between the exchanges, on their compute rank.
     """
     matrices = split(chunk, engine)
     spread = [equal.spread for equal in matrices]
@@ -69,41 +69,36 @@ class SOAP(BaseOptimizer):
        ``nesterov`` has ``beta1 M / (1 - beta1^(t+1)) + (1 - beta1) g / (1 - beta1^t)`` for ``M`` of step ``t``;
     2. ``p <- (1 - lr weight_decay) p - lr Q_L [Q_L^T M Q_R / (sqrt(V) + eps)] Q_R^T``;
     3. ``L <- EMA(g g^T)``, ``R <- EMA(g^T g)`` by ``shampoo_beta``, corrected for their start;
-    4. every ``precondition_frequency`` steps after the first, so with 4 in steps 5, 9 and 13, as in the authors' code,
+    4. every ``precondition_frequency`` steps after the first (with 4 in steps 5, 9 and 13, as in the authors' code),
        the columns of each basis are sorted by their eigenvalues, ``V`` with them, and ``Q <- QR(L Q)``, or the
        eigenvectors. The first basis always is that of the eigenvectors.
 
-    The first gradient makes the bases alone, and moves nothing: seen in a basis made of itself, it is diagonal, and
-    Adam makes full steps of the rounding beside the diagonal. ``basis_of="current"`` puts 3 and 4 in front of 1, as
-    emerging-optimizers and so Megatron's ``--optimizer soap`` do, and has no such rest: most of its first update is
-    rounding, whose tiny squares make the second far too large (18 times Adam's for 64 x 32 in fp32) unless the bases
-    stay. A gradient that is zero makes no bases; until there is another, nothing is kept of the parameter, and it stays
-    as it is.
+    The first nonzero gradient makes the bases alone, and moves nothing: seen in a basis made of itself, it is diagonal,
+    and Adam makes full steps of the rounding beside the diagonal. ``basis_of="current"`` puts 3 and 4 in front of 1, as
+    emerging-optimizers and so Megatron's ``--optimizer soap`` do: most of its first update is rounding, whose tiny
+    squares make the second far too large (18 times Adam's for 64 x 32 in fp32) unless the bases stay.
 
-    With ``use_kl_shampoo`` the factors are those that minimize the Kullback-Leibler divergence of N(0, L x R) from the
-    gradients' distribution [2]: ``L <- EMA(g R^-1 g^T / n)``, ``R <- EMA(g^T L^-1 g / m)``, of the factors so far and
-    their bases, the identity before the first. With ``basis_of="current"`` it is ``eps`` times that, as in
-    emerging-optimizers: the first gradient outweighs others for some 300 steps, and bases stay nearly as it made them.
+    With ``use_kl_shampoo`` the factors minimize the Kullback-Leibler divergence of N(0, L x R) from the gradients'
+    distribution [2]: ``L <- EMA(g R^-1 g^T / n)``, ``R <- EMA(g^T L^-1 g / m)``, of the factors so far and their bases,
+    the identity before the first. With ``basis_of="current"`` it is ``eps`` times that, as in emerging-optimizers: the
+    first gradient outweighs others for some 300 steps, and bases stay nearly as it made them.
 
     A side longer than ``max_dim`` has no factor and no basis. Matrices with neither, and all that are not matrices, get
     Adam. Everything is kept in fp32 (fp64 for fp64 parameters); ``M`` in the basis of the parameter.
 
-    A parameter of several logical matrices gets the steps that these would get by themselves: one whose attribute
-    ``logical_matrices`` is a :class:`~megatron_eopt.matrices.Split`, a stack of matrices among them, or that
-    ``split_qkv`` tells to be fused.
+    Fused or stacked parameters are split into logical matrices where ``logical_matrices`` is a
+    :class:`~megatron_eopt.matrices.Split`, or by ``split_qkv``.
 
-    A parameter that is cut, by tensor parallelism or as a DTensor (FSDP2, HSDP), takes the step of one rank. A matrix
-    of Megatron's that has a factor gets a compute rank of its group, by the costs of steps and from shapes alone.
-    Shards of gradient, ``M`` and ``V`` go there, in one all-to-all for many matrices, and those of the update and ``V``
-    come back; factors and bases are there alone, and empty on the other ranks. With ``share_over_dp`` the data-parallel
-    ranks, which have the same gradients, are among those that get matrices, and others keep their copies. Of DTensors
-    each rank gathers matrices, and has factors and bases: torch's checkpoints know no tensor that one rank of several
-    has. What has no factor takes its step as it lies. A gradient that is not finite on one rank is left out on all that
-    share it.
+    A cut parameter takes the step of one rank. A matrix of Megatron's that has a factor gets a compute rank of its
+    group, by costs from shapes alone. Shards of gradient, ``M`` and ``V`` go there, in one all-to-all for many
+    matrices, and those of the update and ``V`` come back; only that rank has the factors and bases. With
+    ``share_over_dp`` data-parallel ranks are among the compute ranks. Of DTensors each rank gathers matrices, and has
+    factors and bases: torch's checkpoints know no tensor that only one rank has. A gradient that is not finite on one
+    rank is left out on all that share it.
 
-    The first step makes the eigenvectors of every factor, as refreshing by ``eigh`` does: some 10 n^3 operations a side
-    of n, many of them bound by memory. At 8192 that may take very long, and other ranks wait for a compute rank within
-    the timeout of their group. The device is waited for there, and in no later step with ``qr``.
+    The first step makes the eigenvectors of every factor, some 10 n^3 operations a side of n, many of them bound by
+    memory. At 8192 that may take very long, and other ranks wait for a compute rank within the timeout of their group.
+    The host waits for the device there, and in no later step with ``qr``.
 
     Args:
         params: vectors, matrices and declared stacks of matrices, or groups of them; see
@@ -113,7 +108,7 @@ class SOAP(BaseOptimizer):
         shampoo_beta: of the factors, in [0, 1).
         eps: added to the root of ``V``, above 0.
         weight_decay: at least 0.
-        precondition_frequency: steps of the optimizer from one refreshing of the bases to the next, at least 1.
+        precondition_frequency: steps between refreshes of the bases, at least 1.
         basis_method: ``qr`` or ``eigh``; also as ``use_eigh``, False or True.
         basis_of: ``previous`` gradients, or ``current``, which is the last of them.
         use_kl_shampoo: see above.
@@ -125,12 +120,12 @@ class SOAP(BaseOptimizer):
         fp32_matmul_prec: ``low``, ``medium``, ``high`` (these three are TF32, where the device has it) or ``highest``.
         split_qkv: precondition the parts of fused query, key and value projections separately.
         is_qkv_fn: tells which parameters are fused.
-        qkv_split_shapes: rows of (q, k, v), or of (q, gate, k, v), in one query group; the attribute
-            ``qkv_split_shapes`` of a parameter wins.
+        qkv_split_shapes: rows of (q, k, v), or of (q, gate, k, v), in one query group; the attribute of a parameter
+            wins.
         pg_collection: the process groups ``tp`` and, for experts, ``expt_tp``; None where nothing is sharded.
-        share_over_dp: whether data-parallel ranks share the work, the factors and the bases: those of the group
-            ``dp_cp`` of ``pg_collection``, if it has one, or ``expt_dp`` for experts. What is cut they share if it has
-            ``tp_dp_cp``, or ``tp_expt_dp``, too. Each rank's state has to be saved then, not that of one of them.
+        share_over_dp: whether data-parallel ranks share work, factors and bases: those of ``pg_collection.dp_cp``, or
+            ``expt_dp`` for experts, and of cut matrices those of ``tp_dp_cp``, or ``tp_expt_dp``, where it has these
+            groups. Then the state of every rank has to be saved.
 
     Raises:
         ValueError: for a setting out of its range, a parameter of three or more dimensions that is not declared as a
@@ -184,12 +179,12 @@ class SOAP(BaseOptimizer):
         super().__init__(params, {**adam, **decay, **shampoo, **bases, **further})
 
     def settings(self) -> dict[str, Any]:
-        """What a checkpoint says of this optimizer to those who read it."""
+        """Settings that a checkpoint describes."""
         return super().settings() | {"split_qkv": self.split_qkv}
 
     @property
     def matrices_updated(self) -> int:
-        """Those that were worked on: matrices without a factor as well, which get Adam."""
+        """Also counts matrices without a factor, which get Adam."""
         return self._updated
 
     def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
@@ -205,7 +200,7 @@ class SOAP(BaseOptimizer):
         return described
 
     def layout(self, parameter: Tensor) -> Layout:
-        """Where a parameter lies: of a stack each of its matrices, of fewer dimensions this rank's part as a column."""
+        """The layout of a parameter; a vector is a column."""
         if parameter.ndim == 0 or (parameter.ndim == 1 and not isinstance(parameter, DTensor)):
             return on_one_rank((parameter.numel(), 1))
         layout, name = super().layout(parameter), "expt_dp" if is_expert(parameter) else "dp_cp"
@@ -215,11 +210,11 @@ class SOAP(BaseOptimizer):
         return layout if group is None else shared_out(layout, group, joint, name)
 
     def split_of(self, parameter: Tensor) -> Split:
-        """The logical matrices of a parameter; what is no matrix is dealt with elementwise, and so never split."""
+        """The logical matrices of a parameter; others are never split."""
         return WHOLE if parameter.ndim < 2 else super().split_of(parameter)
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
-        """Adam's moments, the second in the eigenbases, the steps, and each matrix' factors and bases, whole."""
+        """Adam's moments, the steps, and each matrix's factors and bases."""
         wide = torch.promote_types(parameter.dtype, torch.float32)
         return [
             StateTensor(EXP_AVG, dtype=wide),
@@ -254,7 +249,7 @@ class SOAP(BaseOptimizer):
         group.setdefault(CLOCK, 0)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state."""
+        """Load a state."""
         super().load_state_dict(state_dict)
         self._based = None
 
@@ -263,11 +258,7 @@ class SOAP(BaseOptimizer):
         return replace(found, layout=self.layout(parameter), split=self.split_of(parameter))
 
     def _planned(self, parameter: Tensor) -> list[Planned]:
-        """How each logical matrix of a parameter is worked on: the same on all ranks that share it.
-
-        What is cut is dealt to compute ranks, the costliest first, each to the rank that has the least so far. Group by
-        group, so that a further one leaves the state of those before it where it is.
-        """
+        """Plan matrices; a new group changes no other's compute ranks."""
         if self._plans is None or parameter not in self._plans:
             planned: dict[Tensor, list[Planned]] = {}
             loads: dict[str, list[int]] = {}
@@ -299,7 +290,6 @@ class SOAP(BaseOptimizer):
         self._updated += sum(len(p.plans) for p in parameters if p.parameter.ndim > 1)
 
     def _parameter_steps(self, accepted: Tensor) -> list[ParameterStep]:
-        """What is worked on in this step: the same on all ranks that share a parameter."""
         based = self._based = set() if self._based is None else self._based
         grouped = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
         steps = []
@@ -320,11 +310,8 @@ class SOAP(BaseOptimizer):
 
 
 def _known(parameters: Sequence[ParameterStep], engine: Engine) -> list[list[bool]]:
-    """Which parameters have bases, and which others can make them: of a gradient that is accepted and not zero.
-
-    A basis of nothing would turn to that of the gradients to come only step by step.
-    """
-    found = []
+    """Which parameters have bases, and which can make them now."""
+    found = []  # a basis of nothing would turn to that of the gradients to come only step by step
     for p in parameters:
         shards = zip(p.plans, engine.split([p.index], [p.gradient]), strict=True)
         found.append(torch.stack([shard.any() for plan, shard in shards if plan.cost]).any().float())
@@ -335,10 +322,7 @@ def _known(parameters: Sequence[ParameterStep], engine: Engine) -> list[list[boo
 
 
 def first_moment(equal: EqualMatrices) -> list[Tensor]:
-    """Let the first moment follow the gradient; stacks of gradient and moments, to be handed on.
-
-    It is elementwise, so each rank does it with its shards.
-    """
+    """Update first moments; returns stacked gradients and moments."""
     settings, momentum = equal.settings, stacked(equal.momenta)
     gradient = stacked(equal.gradients).to(momentum.dtype)
     gradient = torch.where(equal.accepted, -gradient if settings["maximize"] else gradient, 0.0)
@@ -350,7 +334,7 @@ def first_moment(equal: EqualMatrices) -> list[Tensor]:
 
 
 def updated(equal: EqualMatrices, gradient: Tensor, momentum: Tensor, squares: Tensor) -> list[Tensor]:
-    """Updates and second moments of whole matrices, whose factors and bases follow; nothing where no matrix moves."""
+    """Update factors and bases; returns updates and second moments."""
     update: Tensor | None = squares if equal.moves else None
     if own := equal.members[equal.own]:
         sides = [[[p.state[key] for key in p.plans[i].sides[dim]] for p, i in own] for dim in (0, 1)]

@@ -1,4 +1,4 @@
-"""Which matrices SOAP works on together, which rank computes them, and this rank's shards of them."""
+"""SOAP's chunks of equal matrices and their compute ranks."""
 
 import math
 from collections import Counter
@@ -17,20 +17,17 @@ from megatron_eopt.parallel.layout import Layout
 
 EXP_AVG, EXP_AVG_SQ, STEPS = "exp_avg", "exp_avg_sq", "steps"
 
-SIDES = (("L", "Q_L"), ("R", "Q_R"))
-"""Names of the factor and of the basis of the rows, and of the columns."""
-
-MOST_BYTES = 2**28
-"""Of the equal matrices that are worked on as one stack, and of what is gathered at once, where one is not larger."""
+SIDES = (("L", "Q_L"), ("R", "Q_R"))  # state keys of factor and basis, of the rows and of the columns
+MOST_BYTES = 2**28  # of a stack of equal matrices, and of what is gathered at once, where one is not larger
 
 
 class Planned:
-    """How the steps of a logical matrix are made."""
+    """How a logical matrix is worked on."""
 
     def __init__(self, end: str, layout: Layout, longest: int) -> None:
         (rows, cols), self.layout = layout.shape, layout
         has_factor = [min(rows, cols) > 0 and length <= longest for length in (rows, cols)]
-        # keys of factor and basis of the rows, and of the columns; none of a side without
+        # keys of factor and basis of each side; none where it has no factor
         self.sides = [[f"{key}{end}" for key in keys if has] for keys, has in zip(SIDES, has_factor, strict=True)]
         # of a step, up to a factor that is the same for all: cubes of sides, and products with them
         self.cost = sum(n * (n**2 + rows * cols) for n in compress((rows, cols), has_factor))
@@ -40,7 +37,7 @@ class Planned:
 
 @dataclass(frozen=True, eq=False)
 class ParameterStep:
-    """A parameter that a step works on, with or without a gradient: the same on all ranks that share it."""
+    """A parameter in a step, alike on all sharing ranks."""
 
     index: int
     parameter: Tensor
@@ -52,36 +49,32 @@ class ParameterStep:
 
     @property
     def label(self) -> str:
-        """Of the ranks that exchange matrices of it; empty where none is exchanged."""
+        """The ranks that exchange its matrices; empty for none."""
         return next((plan.layout.label for plan in self.plans if plan.gathered), "")
 
     @cached_property
     def kinds(self) -> tuple[Hashable, ...]:
-        """Of each logical matrix what equal ones have in common."""
+        """What equal logical matrices have in common, for each."""
         ours = id(self.settings), self.first, self.parameter.dtype, min(self.parameter.ndim, 2)
         return tuple((*ours, *map(bool, each.sides), each.layout.shape, each.layout.rectangles) for each in self.plans)
 
     @property
     def gradient(self) -> Tensor:
-        """This rank's part of the gradient; zeros where there is none."""
+        """The local gradient; zeros where there is none."""
         x = self.parameter
         return torch.atleast_1d(local(torch.zeros_like(x) if x.grad is None else x.grad))
 
     @property
     def written(self) -> list[Tensor]:
-        """This rank's part of weight and moments, sharing memory; a scalar as a vector, for only that can be split."""
+        """Views of local weight and moments, scalars as vectors."""
         return [torch.atleast_1d(local(x)) for x in (self.parameter, self.state[EXP_AVG], self.state[EXP_AVG_SQ])]
 
 
-Chunk = list[tuple[ParameterStep, int]]
-"""Logical matrices of parameters, by their indices, that are worked on and exchanged together."""
+Chunk = list[tuple[ParameterStep, int]]  # logical matrices, by index, that are worked on and exchanged together
 
 
 def chunks_of(parameters: Sequence[ParameterStep], most_bytes: int) -> Iterator[list[Chunk]]:
-    """Chunks of so many bytes on any rank, with equal matrices together where they can be.
-
-    Those of one group of ranks and one dtype follow one another in a list.
-    """
+    """Chunks of bounded size, listed by ranks and dtype."""
     found: dict[tuple[str, str], dict[tuple[Hashable, ...], list[ParameterStep]]] = {}
     for p in parameters:
         found.setdefault((p.label, str(p.parameter.dtype)), {}).setdefault(p.kinds, []).append(p)
@@ -102,7 +95,7 @@ def chunks_of(parameters: Sequence[ParameterStep], most_bytes: int) -> Iterator[
 
 @dataclass(frozen=True, eq=False)
 class EqualMatrices:
-    """Equal matrices of a chunk, worked on as a stack, in the order of their compute ranks."""
+    """Stacked equal matrices of a chunk, by compute rank."""
 
     members: Chunk
     settings: Mapping[str, Any]  # of their group
@@ -118,7 +111,7 @@ class EqualMatrices:
 
 
 def split(chunk: Chunk, engine: Engine) -> list[EqualMatrices]:
-    """The matrices of a chunk, equal ones together, with this rank's shards."""
+    """Stack a chunk's equal matrices with their local shards."""
     kinds: dict[Hashable, Chunk] = {}
     for p, i in sorted(chunk, key=lambda each: each[0].plans[each[1]].compute_rank or 0):
         kinds.setdefault(p.kinds[i], []).append((p, i))
@@ -138,7 +131,7 @@ def split(chunk: Chunk, engine: Engine) -> list[EqualMatrices]:
 
 
 def merge(matrices: Sequence[EqualMatrices], engine: Engine) -> None:
-    """End with the shards of weights and moments, which were written to and may be copies."""
+    """Write shards that are copies back to weights and moments."""
     written: dict[ParameterStep, dict[int, list[Tensor]]] = {}
     for equal in matrices:
         for (p, i), *of_one in zip(equal.members, equal.weights, equal.momenta, equal.squares, strict=True):

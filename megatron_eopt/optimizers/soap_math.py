@@ -1,8 +1,6 @@
-"""SOAP's step of equal matrices: Shampoo's factors, their eigenvectors, and Adam seen in these.
+"""SOAP's step of stacks of equal matrices.
 
-A factor is a symmetric matrix of a side of the gradient, (rows x rows) or (columns x columns); its basis has its
-eigenvectors as columns. None stands for a side that has none, and is not rotated. All is written for stacks of equal
-matrices, so that many of them cost no more launches than one.
+A basis has the eigenvectors of a factor as columns. None stands for a side without, which is not rotated.
 """
 
 from collections.abc import Mapping
@@ -14,12 +12,11 @@ from torch import Tensor
 
 BasisMethod = Literal["qr", "eigh"]
 
-CLOCK = "clock"
-"""Setting of a group: steps of the optimizer so far, by which bases are refreshed."""
+CLOCK = "clock"  # setting of a group: steps of the optimizer so far, by which bases are refreshed
 
 
 class Side(NamedTuple):
-    """What is kept of the rows or of the columns of matrices: factors and bases, (n x length x length) each."""
+    """Factors and bases of a side, (n, length, length)."""
 
     factor: Tensor
     basis: Tensor
@@ -27,10 +24,7 @@ class Side(NamedTuple):
 
 @dataclass(frozen=True)
 class Preconditioned:
-    """Equal whole matrices (n x rows x cols), or any equal tensors that have no side, as a step sees them.
-
-    The second moment and what sides have are changed in place.
-    """
+    """Stacked whole matrices (n, rows, cols), updated in place."""
 
     gradient: Tensor  # in the dtype of the rest; zero where it is not accepted
     momentum: Tensor  # Adam's first moment, with this gradient in it
@@ -41,10 +35,7 @@ class Preconditioned:
 
 
 def update_of(matrices: Preconditioned, settings: Mapping[str, Any], first: bool) -> Tensor | None:
-    """The updates of matrices, before the learning rate; None where the gradients make the bases alone.
-
-    The ``first`` accepted gradient finds no bases.
-    """
+    """Updates before the learning rate; None while making bases."""
     factored = matrices.sides != (None, None)
     of_previous = factored and settings["basis_of"] == "previous"
     if factored and (first or not of_previous):
@@ -58,11 +49,11 @@ def update_of(matrices: Preconditioned, settings: Mapping[str, Any], first: bool
 
 
 def _absorb(matrices: Preconditioned, settings: Mapping[str, Any], first: bool) -> None:
-    """Let gradients into the factors of matrices, and refresh the bases where it is time, or make them.
+    """Update factors with gradients, and make or refresh bases.
 
-    A product that is not finite would stay in a factor for ever, and is left out. To refresh a basis, its columns are
-    sorted by their eigenvalues first, the largest in front, and ``squares`` with them. Then ``qr`` makes one step of
-    orthogonal iteration, ``QR(F Q)``, and ``eigh`` takes the eigenvectors themselves.
+    A product that is not finite would stay in a factor for ever, and is left out. A refresh sorts a basis by
+    eigenvalues, the largest first, and ``squares`` with it. Then ``qr`` makes one step of orthogonal iteration,
+    ``QR(F Q)``, and ``eigh`` takes the eigenvectors themselves.
     """
     beta, gradient, accepted = settings["shampoo_beta"], matrices.gradient, matrices.accepted
     kl, squares = settings["use_kl_shampoo"], matrices.squares
@@ -97,7 +88,6 @@ def _absorb(matrices: Preconditioned, settings: Mapping[str, Any], first: bool) 
 
 
 def _adam(matrices: Preconditioned, moments: Tensor, settings: Mapping[str, Any], first: bool) -> Tensor:
-    """Adam's updates in the bases of matrices, of the second moment that takes in the gradient where it is accepted."""
     beta1, beta2 = settings["betas"]
     gradient, squares = matrices.gradient, matrices.squares
     left, right = (None if side is None else side.basis for side in matrices.sides)
@@ -122,31 +112,29 @@ def _adam(matrices: Preconditioned, moments: Tensor, settings: Mapping[str, Any]
 
 
 def _rotated(x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
-    """``left x right``."""
     x = x if left is None else left @ x
     return x if right is None else x @ right
 
 
 def _eigenvalues(side: Side) -> Tensor:
-    """The diagonals of ``Q^T F Q`` (n x length): eigenvalues as far as the bases fit the factors."""
+    """Diagonals of ``Q^T F Q`` (n, length), near the eigenvalues."""
     return (side.basis * (side.factor @ side.basis)).sum(-2)
 
 
 def _in_order(x: Tensor, order: Tensor, dim: int) -> Tensor:
-    """The rows (dim 1) or the columns (dim 2) of matrices in an order for each of them (n x length)."""
+    """Reorder rows (dim 1) or columns (dim 2)."""
     return x.gather(dim, order.unsqueeze(3 - dim).expand_as(x))
 
 
 def _eigenbasis(factor: Tensor) -> Tensor:
-    """The eigenvectors of factors, of the largest eigenvalue first."""
     return torch.linalg.eigh(factor).eigenvectors.flip(-1)
 
 
 def _whitened(gradient: Tensor, side: Side) -> Tensor:
-    """``W`` with ``W W^T = G F^-1 G^T``, from the basis and the eigenvalues that it gives.
+    """A root of ``G F^-1 G^T`` by the basis's eigenvalues.
 
-    Eigenvalues are at least a millionth of the largest: what is smaller is rounding of fp32, and its inverse would
-    multiply gradients. A factor that is zero, as before the first gradient, counts as the identity.
+    They are at least a millionth of the largest: what is smaller is rounding of fp32, and its inverse would multiply
+    gradients. A factor that is zero, as before the first gradient, counts as the identity.
     """
     values = _eigenvalues(side)
     largest = values.amax(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Spectron: weights of low rank, each the product of two factors that take steps bounded by their spectral norms."""
+"""Spectron: low-rank weights with spectrally bounded steps of factors."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ Program = Iterator[list[FactorStack]]
 
 
 def of_weights(weights: list[Tensor], indices: list[int], factors: list[FactorStack], engine: Engine) -> Program:
-    """Spectron's step of weights ``W = A B^T`` with gradients ``G``, whose factors are state."""
+    """Step weights ``W = A B^T`` whose factors are state."""
     shards = engine.split(indices, [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in weights])
     for A, B in batched(factors, 2):
         G = torch.stack([shards[i] for i in A.pairs]).to(A.values[0].dtype)
@@ -66,7 +66,7 @@ def of_weights(weights: list[Tensor], indices: list[int], factors: list[FactorSt
 
 
 def of_pairs(parameters: list[Tensor], indices: list[int], factors: list[FactorStack], engine: Engine) -> Program:
-    """Spectron's step of parameters that are ``A`` and ``B`` themselves, with gradients ``gA`` and ``gB``."""
+    """Step parameters that are ``A`` and ``B`` themselves."""
     for some in factors:
         of_some = zip(some.parameters, some.momenta, strict=True)  # averaged with itself a momentum stays as it is
         some.gradients = [m if p.grad is None else local(p.grad) for p, m in of_some]
@@ -74,7 +74,7 @@ def of_pairs(parameters: list[Tensor], indices: list[int], factors: list[FactorS
 
 
 def step_of_factors(factors: Sequence[FactorStack], engine: Engine, power_steps: int) -> None:
-    """The step of factors, the first ones of equal pairs and then their second ones; waits for no GPU."""
+    """Step first factors of equal pairs, then their second ones."""
     cut = [some for some in factors if some.summed_over]
     sums = engine.sums([some.gradients for some in cut], [some.summed_over for some in cut])
     for some in cut:
@@ -114,7 +114,7 @@ KINDS = {  # by the setting "pairs" of a group
 
 
 class Spectron(BaseOptimizer):
-    """Spectron [1]: ``W = A B^T`` of rank ``r``, whose factors take orthogonalized steps of a bounded product.
+    """Spectron [1]: orthogonalized, bounded steps of low-rank factors of weights.
 
     For a weight ``W`` (m x n) with gradient ``G`` and its factors ``A`` (m x r) and ``B`` (n x r), in this order:
 
@@ -128,10 +128,9 @@ class Spectron(BaseOptimizer):
     6. ``W = A B^T``.
 
     The first step with ``lr > 0`` takes the factors from the singular value decomposition of the weight, and **so
-    projects it to rank r**; by how much that changes it is logged, and in :attr:`projection_errors`. Before it steps
-    with ``lr = 0`` change nothing; after it, they leave weight and factors bit-equal, and the momenta go on. From the
-    first step on the factors are what is trained: a weight that is changed by others is written over, but by
-    :meth:`scale_rows`.
+    projects it to rank r**; the relative change is logged, and in :attr:`projection_errors`. Steps with ``lr = 0``
+    change nothing before, and only momenta after. From then on the factors are what is trained: other changes of a
+    weight are overwritten, except by :meth:`scale_rows`.
 
     Factors, momenta and singular vectors are kept in fp32 (fp64 for an fp64 parameter), and steps 1, 4 and 6 are
     computed in it. Only steps up to the one that projects a parameter wait for a GPU.
@@ -140,14 +139,14 @@ class Spectron(BaseOptimizer):
     :func:`~megatron_eopt.optimizers.spectron.factor_pairs` skip steps 1 and 6 and the projection, keep momenta and
     singular vectors alone, and read no ``rank``.
 
-    A weight that is cut by tensor parallelism has the factor of the cut dimension cut as it is and the other on every
-    rank, and takes the step of one rank. A step exchanges, for a matrix cut along its rows, ``n r`` entries for ``gB``
-    in one all-reduce for all matrices, ``mA`` for its orthogonal factor as ``tp_mode`` says, and ``2 k + 1`` small
-    all-reduces for ``k`` power iterations. DTensors are taken as they lie, where they are cut along rows or along
-    columns; what is kept of them are DTensors too, which torch's checkpoints load on any number of ranks.
+    A weight cut by tensor parallelism has the factor of the cut dimension cut alike and the other on every rank, and
+    takes the step of one rank. For a matrix cut along its rows, a step exchanges ``n r`` entries for ``gB`` in one
+    all-reduce for all matrices, ``mA`` for its orthogonal factor as ``tp_mode`` says, and ``2 k + 1`` small all-reduces
+    for ``k`` power iterations. DTensors may be cut along rows or along columns; their state are DTensors too, which
+    torch's checkpoints load on any number of ranks.
 
     A group may have its own ``lr``, ``rank``, ``momentum_beta``, ``weight_decay``, ``num_ns_steps`` and
-    ``coefficient_type``; the rank is settled when the state is created. What is not told below is as of
+    ``coefficient_type``; the rank is fixed when the state is created. All else is as of
     :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`.
 
     Args:
@@ -169,10 +168,9 @@ class Spectron(BaseOptimizer):
     carried_settings = frozenset({KERNEL})
     newton_schulz_calls: int = 0
 
-    # What prepare() makes, and the engine of the parameters for which it did.
-    _factors: Engine
+    _factors: Engine  # made by prepare(), as is _factored
     _factored: dict[Tensor, Factored]
-    _prepared: Engine | None = None
+    _prepared: Engine | None = None  # the engine of the parameters then
     _done: frozenset[Tensor] = frozenset()  # that are not to be projected, or no more
     _errors: Mapping[str, float] = {}
 
@@ -209,24 +207,24 @@ class Spectron(BaseOptimizer):
         super().__init__(params, {**defaults, "pairs": False})
 
     def settings(self) -> dict[str, Any]:
-        """What a checkpoint says of this optimizer to those who read it."""
+        """Settings that a checkpoint describes."""
         coefficients, precision = list(map(list, self.newton_schulz.schedule)), self.newton_schulz.fp32_matmul_prec
         own = {key: getattr(self, key) for key in ("num_power_iterations", "split_qkv", "tp_mode")}
         return super().settings() | {"coefficients": coefficients, "fp32_matmul_prec": precision} | own
 
     def settings_of_groups(self) -> dict[str, Any]:
-        """Also those of the iteration; whether a group is of pairs is no setting, but says what its parameters are."""
+        """Also those of the iteration; ``pairs`` is no setting."""
         own = {key: value for key, value in super().settings_of_groups().items() if key != "pairs"}
         iteration = self.newton_schulz
         return own | {group_settings.STEPS: iteration.steps, group_settings.COEFFICIENTS: iteration.coefficient_type}
 
     @property
     def projection_errors(self) -> dict[str, float]:
-        """``||W - A B^T||_F / ||W||_F`` of the projections that were made, by parameter, of its worst matrix."""
+        """Parameter -> ``||W - A B^T||_F / ||W||_F`` of its worst matrix."""
         return dict(self._errors)
 
     def explain(self) -> str:
-        """The plan by which factors are orthogonalized, as a table. All ranks ask together."""
+        """The plan for factors, a table; all ranks ask."""
         self.prepare()
         return self._factors.explain()
 
@@ -236,11 +234,11 @@ class Spectron(BaseOptimizer):
 
     @property
     def matrices_updated(self) -> int:
-        """All of them are updated."""
+        """Counts all matrices."""
         return self.newton_schulz_calls
 
     def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
-        """The logical matrices of each parameter; the size of their updates follows from the factors."""
+        """The logical matrices of each parameter."""
         if settled:
             self.prepare()
         engine, factored = (self._factors, self._factored) if settled else self._proposed_factors()
@@ -256,7 +254,7 @@ class Spectron(BaseOptimizer):
         return described
 
     def prepare(self) -> Engine:
-        """Also settle how factors are orthogonalized; the engine that is returned is that of the parameters."""
+        """Also settle the factors; returns the engine of the parameters."""
         engine = super().prepare()
         if self._prepared is not engine:
             for parameter, state in self.state.items():
@@ -276,7 +274,7 @@ class Spectron(BaseOptimizer):
         return engine
 
     def kernel_times(self) -> Tensor:
-        """Those of the factors."""
+        """Times for the factors."""
         return times(*self._proposed_factors()[0].stacks())
 
     def _iteration(self, group: Mapping[str, Any]) -> NewtonSchulz:
@@ -290,7 +288,6 @@ class Spectron(BaseOptimizer):
         return ParamSpec(name, dtype, self.layout(parameter), self.split_of(parameter))
 
     def _proposed_factors(self) -> tuple[Engine, dict[Tensor, Factored]]:
-        """The engine of the factors before ranks agree on it, and the factors of each parameter."""
         factored: dict[Tensor, Factored] = {}
         described: list[ParamSpec] = []
         known: dict[Layout, Layout] = {}
@@ -307,12 +304,10 @@ class Spectron(BaseOptimizer):
         group, names = self.group_of(parameter), self.split_of(parameter).names(self.layout(parameter).shape[0])
         dtype, kind = torch.promote_types(parameter.dtype, torch.float32), KINDS[group["pairs"]]
         each = enumerate(zip(matrices, names, self.key_ends(parameter), strict=True))
-        return [
-            factor for i, (matrix, *name) in each for factor in kind.factors(matrix, i, *name, group["rank"], dtype)
-        ]
+        return [x for i, (matrix, *name) in each for x in kind.factors(matrix, i, *name, group["rank"], dtype)]
 
     def scale_rows(self, parameters: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
-        """Also rows of the first factor of each logical matrix; what is a factor itself is scaled as it is."""
+        """Also scale rows of the first factors."""
         self.prepare()
         super().scale_rows(parameters, factors)
         for parameter, factor in zip(parameters, factors, strict=True):
@@ -322,14 +317,14 @@ class Spectron(BaseOptimizer):
                 scale_rows(self._tensors(parameter, A)[0], of_matrices[A.number][:, 0])
 
     def state_tensors(self, parameter: Tensor) -> list[StateTensor]:
-        """Factors, their momenta and singular vectors, for each logical matrix; of a factor what it has of these."""
+        """Factors, momenta and singular vectors; without factors for pairs."""
         factors = self._factors_of(parameter, self.matrix_layouts(parameter))
         projected = [StateTensor(PROJECTED, (), 0, factors[0].dtype)] if factors[0].in_state else []
         pairs = (zip(*(factor.kept for factor in pair), strict=True) for pair in batched(factors, 2))
         return [*projected, *(tensor for pair in pairs for both in pair for tensor in both)]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state: of a weight that was projected the factors, which are not computed anew."""
+        """Load a state; projected weights keep its factors."""
         for number, (own, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=False)):
             for key in ("rank", "pairs"):
                 if saved.get(key, own[key]) != own[key]:
@@ -406,13 +401,12 @@ class Spectron(BaseOptimizer):
                 yield kind.program(list(factored), [own.index for own in factored.values()], factors, self.engine)
 
     def _tensors(self, parameter: Tensor, factor: Factor) -> list[Tensor]:
-        """A factor, its momentum and its singular vector, as this rank holds them."""
         state = self._state_of(parameter, factor.kept[-1].key)
         value = [] if factor.in_state else [parameter]
         return [local(x) for x in (*value, *(state[tensor.key] for tensor in factor.kept))]
 
     def _project(self, waiting: Sequence[Tensor], flags: Mapping[Tensor, Tensor]) -> None:
-        """Take the factors from the weights that step for the first time; waits for the device while there are any."""
+        """Project weights in their first step; the host waits."""
         # also with lr=0: torch loads a checkpoint into what such a step makes
         kept = [self._state_of(p, PROJECTED)[PROJECTED] for p in waiting]
         begin = [flags[p] & (self.group_of(p)["lr"] > 0) for p in waiting]

@@ -1,7 +1,7 @@
-"""What an optimizer keeps per parameter: one description, from which state is created, saved and loaded.
+"""State tensors, described once to create, save and load.
 
-State of a DTensor that has not its shape is a DTensor on the same mesh: torch's checkpoints take a plain tensor for one
-that all ranks have alike, and save that of one rank.
+State of a DTensor in another shape is a DTensor on the same mesh: torch's checkpoints would take a plain tensor for one
+that all ranks have alike, and save one rank's.
 """
 
 import logging
@@ -34,15 +34,13 @@ SIDES: tuple[Literal["rows"], Literal["columns"]] = ("rows", "columns")
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One tensor of the state of a parameter, which starts with zeros.
+    """One state tensor of a parameter, which starts with zeros.
 
-    Without ``dims`` it has the shape of the parameter, and lies as that does. Otherwise they have one entry per
-    dimension: ``rows`` or ``columns`` for one as long as those of the logical matrix and cut as they are, or a number
-    for one that every rank has whole; ``()`` is a scalar, the same on all ranks that share the matrix. Of a DTensor,
-    what is along rows or columns is a DTensor on the same mesh, and what is not a plain tensor.
+    Without ``dims`` it has the shape and layout of the parameter. Otherwise a dimension is ``rows`` or ``columns``, as
+    long as those of the logical matrix and cut alike, or a number that every rank has whole; ``()`` is a scalar. Along
+    rows or columns of a DTensor it is a DTensor on the same mesh, otherwise a plain tensor.
 
-    With a ``rank``, the number of one in the group that shares the matrix, that one alone has the tensor, and computes
-    with it; those of the others are empty. Not of a DTensor.
+    Only compute rank ``rank`` of the matrix's group has the tensor; those of others are empty. Not of a DTensor.
     """
 
     key: str  # in optimizer.state[parameter]
@@ -52,11 +50,11 @@ class StateTensor:
     rank: int | None = None
 
     def is_elsewhere(self, layouts: list[Layout]) -> bool:
-        """Whether another rank alone has it."""
+        """Whether only another rank has it."""
         return self.rank not in (None, layouts[self.matrix].rank)
 
     def local_shape(self, layouts: list[Layout]) -> tuple[int, ...]:
-        """The shape of this rank's part, for the layouts of the logical matrices and :attr:`dims` that are not None."""
+        """The local shape, by layouts of logical matrices; needs :attr:`dims`."""
         shape = self._shape(layouts[self.matrix].rectangle.shape)
         return (0,) * len(shape) if self.is_elsewhere(layouts) else shape
 
@@ -74,10 +72,7 @@ Described = Callable[[Tensor], list[StateTensor]]
 
 
 def zeros(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Tensor:
-    """A state tensor before the first step, where ``layouts`` tells those of the logical matrices of a parameter.
-
-    Two dimensions along rows, or along columns, of a DTensor are a ``ValueError``: a mesh cannot cut both.
-    """
+    """A state tensor before the first step."""
     dtype = tensor.dtype or parameter.dtype
     if tensor.dims is None:
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
@@ -94,7 +89,7 @@ def zeros(parameter: Tensor, tensor: StateTensor, layouts: Layouts) -> Tensor:
 
 
 def check_writer(own: str, called: str, state_dict: Mapping[str, Any], warn: bool = False) -> None:
-    """Refuse a state of another optimizer than ``own``; ``warn`` of one that does not say whose it is."""
+    """Refuse another optimizer's state; ``warn`` if it names none."""
     wrote = {group.get(STATE_OF, own) for group in state_dict["param_groups"]} - {own}
     if wrote:
         other = ", ".join(sorted(wrote))
@@ -113,11 +108,9 @@ def check_writer(own: str, called: str, state_dict: Mapping[str, Any], warn: boo
 
 
 def check_shape(parameter: Tensor, tensor: StateTensor, layouts: Layouts, found: Tensor) -> None:
-    """Refuse a loaded state tensor that has not the shape and the placements of :func:`zeros`.
-
-    What another rank alone has may be there, as every rank had it in earlier releases.
-    """
+    """Refuse a state tensor unlike :func:`zeros` in shape or placements."""
     own, expected = _shape_of(found), _expected(parameter, tensor, layouts)
+    # in earlier releases every rank had what only a compute rank needs
     whole = None if tensor.rank is None else (tensor.global_shape(layouts(parameter)), None, None)
     if own not in (expected, whole):
         spread = "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict spreads it over the ranks as their"
@@ -184,13 +177,12 @@ def _told(state_shape: StateShape) -> str:
 
 
 def _is_cut_like(parameter: Tensor, tensor: StateTensor) -> TypeGuard[DTensor]:
-    """Whether a parameter is a DTensor, and a state tensor with rows or columns is one too."""
+    """Whether a state tensor is a DTensor, like its parameter."""
     by_layout = getattr(parameter, SAVED_BY_LAYOUT, False)
     return isinstance(parameter, DTensor) and not by_layout and any(dim in SIDES for dim in tensor.dims or ())
 
 
 def _placement(of_parameter: Placement, dims: Sequence[Dim], sides: Sequence[Dim]) -> Placement:
-    """The ``sides`` of the parameter are cut as it is, wherever they are among ``dims``; others are replicated."""
     if isinstance(of_parameter, Replicate):
         return of_parameter
     side = sides[min(of_parameter.dim, 1)]  # type: ignore[attr-defined]  # a layout takes Replicate and shards alone
@@ -201,10 +193,7 @@ def _placement(of_parameter: Placement, dims: Sequence[Dim], sides: Sequence[Dim
 
 
 def check_placements(where: str, parameter: Tensor, tensors: Sequence[StateTensor], layouts: Layouts) -> None:
-    """Refuse a DTensor whose logical matrices have rows or columns that are cut otherwise than its own.
-
-    No placement says where state along these lies. All ranks come to the same answer; ``where`` begins the message.
-    """
+    """Refuse a DTensor whose logical matrices have no placements."""
     for tensor in tensors:
         if not _is_cut_like(parameter, tensor):
             continue

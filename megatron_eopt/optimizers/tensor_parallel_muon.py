@@ -1,4 +1,4 @@
-"""Muon for parameters that may be sharded over a tensor-parallel group."""
+"""Muon for parameters that may be sharded."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -64,14 +64,14 @@ WARMUP_FROM = 0.85
 
 @dataclass(frozen=True)
 class Traits:
-    """What a relative of Muon has otherwise, as data.
+    """What differs in a relative of Muon.
 
     Attributes:
-        size_rule: what the size of an update is, where the scale settings have no effect on it.
-        measures: whether it follows from what each step measures of each global matrix.
+        size_rule: how large an update is, where the scale settings have no effect.
+        measures: whether each step measures global matrices for it.
         keeps_momenta: whether the program needs momenta after they were orthogonalized.
-        no_settings: settings of Muon's groups that there is no room for.
-        instead_of_decay: what there is instead of a weight decay, for messages.
+        no_settings: Muon's group settings that it lacks.
+        instead_of_decay: what replaces weight decay, for messages.
     """
 
     size_rule: str | None = None
@@ -82,25 +82,25 @@ class Traits:
 
 
 class TensorParallelMuon(OrthogonalizedOptimizer):
-    """Muon: the update is the orthogonal factor of the momentum, scaled by the shape of the matrix.
+    """Muon: orthogonalized momentum, scaled by the matrix's shape.
 
-    The momentum is orthogonalized by Newton-Schulz iteration as a matrix of the model, wherever its shards are: with
-    every ``tp_mode`` but ``blockwise`` the update at TP=k is the update at TP=1, scale factor and QKV split included.
-    DTensors (FSDP2, HSDP, tensor parallelism under them) are taken as they lie. Query groups of fused projections are
-    interleaved, ``(groups, q + k + v, hidden)``, as Megatron stores them. :func:`muon` is the step.
+    The momentum is orthogonalized by Newton-Schulz iteration as a whole matrix of the model: with every ``tp_mode`` but
+    ``blockwise`` the update at TP=k is the update at TP=1, scale factor and QKV split included. DTensors (FSDP2, HSDP,
+    tensor parallelism under them) work in their own layouts. Query groups of fused projections are interleaved,
+    ``(groups, q + k + v, hidden)``, as Megatron stores them. :func:`muon` is the step.
 
-    A group may have its own ``num_ns_steps``, ``coefficient_type``, ``scale_mode`` and ``extra_scale_factor``, as it
-    may have its own ``lr``, ``momentum``, ``nesterov``, ``weight_decay``, ``use_decoupled_weight_decay`` and
-    ``weight_decay_method``; what it does not say is as given here::
+    A group may have its own ``num_ns_steps``, ``coefficient_type``, ``scale_mode`` and ``extra_scale_factor``, and its
+    own ``lr``, ``momentum``, ``nesterov``, ``weight_decay``, ``use_decoupled_weight_decay`` and
+    ``weight_decay_method``::
 
         TensorParallelMuon([{"params": a, "num_ns_steps": 10}, {"params": b, "extra_scale_factor": 0.5}])
 
     The values travel with ``state_dict``. A changed one is in force in the next step, which all ranks plan anew; only a
-    step that was captured as a graph refuses it.
+    step captured as a graph refuses it.
 
     Args:
-        params: matrices, or groups of them; see :func:`megatron_eopt.parallel.layout.layout_of` for the attributes
-            that say how they are sharded.
+        params: matrices, or groups of them; see :func:`megatron_eopt.parallel.layout.layout_of` for the attributes that
+            say how they are sharded.
         lr: learning rate.
         momentum: of the exponential moving average, in [0, 1).
         nesterov: whether to look ahead.
@@ -108,8 +108,8 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         use_decoupled_weight_decay: decay the parameter (as AdamW does), or add to the gradient.
         split_qkv: orthogonalize and scale the logical matrices of fused projections separately.
         is_qkv_fn: tells which parameters are fused.
-        qkv_split_shapes: rows of (q, k, v), or of (q, gate, k, v), in one query group; the attribute
-            ``qkv_split_shapes`` of a parameter wins.
+        qkv_split_shapes: rows of (q, k, v), or of (q, gate, k, v), in one query group; the attribute of a parameter
+            wins.
         fp32_matmul_prec: ``low``, ``medium`` (bf16), ``high`` (TF32) or ``highest`` (fp32).
         coefficient_type: name of a coefficient set, or a list of ``(a, b, c)``.
         num_ns_steps: Newton-Schulz steps.
@@ -118,10 +118,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         pg_collection: the process groups ``tp`` and, for experts, ``expt_tp``; None where nothing is sharded.
         tp_mode: ``auto``, ``owner``, ``gram``, ``duplicated`` or ``distributed``, all exact: see
             :mod:`~megatron_eopt.parallel.plan`; or ``blockwise``, an approximation: each shard by itself.
-        data_parallel_group: ranks that all hold the same parameters and gradients (as under DDP): each orthogonalizes
-            its share of the matrices, and hands the results out. Of those that ``tp`` cuts only with ``tp_mode``
-            ``owner``, or ``auto`` where that is predicted to be faster, and where ``pg_collection.tp_dp_cp`` has the
-            ranks of both groups. Matrices of experts are not shared.
+        data_parallel_group: ranks with the same parameters and gradients (as under DDP), which share the work on
+            matrices. Those that ``tp`` cuts are shared only where ``pg_collection.tp_dp_cp`` has the ranks of both
+            groups, with ``tp_mode`` ``owner``, or ``auto`` if predicted to be faster. Matrices of experts are not
+            shared.
         plan_rates: of the cost model of ``auto``; ``measure`` measures them at start, and a checkpoint keeps them.
         symmetric_products: the kernel of symmetric products: ``triton``, ``blocked`` (on a CPU) or ``torch``. By
             default that of the checkpoint, else the fastest that serves here.
@@ -130,21 +130,20 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             :data:`~megatron_eopt.optimizers.group_settings.DecayMethod`; None for what ``use_decoupled_weight_decay``
             says.
         workspace: bytes of a step's temporaries on this rank, beside what one iteration of its largest matrix needs.
-        offload_fraction: share, in [0, 1], of what is kept in the shape of a parameter (momenta, above all) that is
-            kept in host memory, pinned where there is a GPU: whole parameters, spread evenly over all of them, and at
-            least so many bytes. A step is cut into chunks then, and brings the state of one while it works on another.
-            Before other code than :meth:`state_dict` reads it, ``torch.cuda.synchronize()`` waits for what is on its
-            way.
-        momentum_dtype: in which momenta are kept: None for that of each parameter, or ``torch.bfloat16``. Those are
-            averaged in fp32, which is also what is orthogonalized, and rounded at random, with the same bits at every
-            layout: see :mod:`~megatron_eopt.optimizers.rounding`.
+        offload_fraction: share, in [0, 1], of parameter-shaped state (momenta, above all) kept in host memory, pinned
+            where there is a GPU: whole parameters, spread evenly, and at least so many bytes. A step fetches the state
+            of one chunk while it works on another. Before other code than :meth:`state_dict` reads it, call
+            ``torch.cuda.synchronize()``.
+        momentum_dtype: of momenta: None for that of each parameter, or ``torch.bfloat16``, averaged and orthogonalized
+            in fp32 and rounded at random, with the same bits at every layout: see
+            :mod:`~megatron_eopt.optimizers.rounding`.
         momentum_warmup: steps in which the momentum grows evenly from :data:`WARMUP_FROM` to its value, as in Keller
-            Jordan's speedruns; 0 for none. A state that was saved without it goes on without it.
+            Jordan's speedruns; 0 for none. A state saved without it goes on without it.
 
     Attributes:
         newton_schulz: the iteration of groups that say nothing else of it.
-        newton_schulz_calls: how many logical matrices the steps of this optimizer have orthogonalized since it was
-            made: those of which this rank has a part, whichever rank computed them.
+        newton_schulz_calls: how many logical matrices the steps have orthogonalized: those of which this rank has a
+            part, whichever rank computed them.
 
     Raises:
         ValueError: at construction, for a setting out of its range, an unknown name, a schedule that the coefficient
@@ -223,19 +222,19 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     @property
     def streamed(self) -> Streamed:
-        """How state gets from host memory to the device and back."""
+        """Moves state between host memory and the device."""
         session = self._session
         session.streamed = session.streamed or Streamed(self.engine.device)
         return session.streamed
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; it waits for state that is on its way to host memory."""
+        """As torch's; waits for state to reach host memory."""
         if self._session.streamed is not None:
             self._session.streamed.wait()
         return super().state_dict()
 
     def program(self, chunk: Chunk, engine: Engine) -> Program:
-        """The step of some parameters, from gradients to weights: :func:`muon`; a relative has its own."""
+        """One chunk's step, :func:`muon`; a relative has its own."""
         return muon(chunk, engine)
 
     def _take(self, accepted: Tensor) -> None:
@@ -257,7 +256,6 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             group[MOMENTUM_STEPS] += 1
 
     def _run(self, batches: Sequence[Batch]) -> None:
-        """Run the programs of all parameters."""
         engine, indices = self.engine, [i for batch in batches for i in batch.indices]
         watch = None if engine.watched is None else self._watch
 
@@ -272,7 +270,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
             self.streamed.end()
 
     def _scales_of(self, indices: Sequence[int]) -> list[float]:
-        """What multiplies the orthogonal factors of the logical matrices of parameters, one after the other's."""
+        """Scales of the parameters' logical matrices, in order."""
         plans = self._session.plans
         if plans.scales is None or plans.scales[0] is not plans.engine:
             matrices = zip(self._parameters(), self.engine.matrices, strict=True)
@@ -285,7 +283,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return [1.0 if scale is None or 0 in matrix.shape else scale(*matrix.shape) for matrix in matrices]
 
     def _watch(self, indices: Sequence[int], updates: Sequence[Tensor]) -> None:
-        """Show the updates of logical matrices that this rank reports on, and the RMS that is predicted of each."""
+        """Show this rank's updates and their predicted RMS."""
         engine, parameters, of_all = self.engine, self._parameters(), iter(updates)
         shown, predicted = list[Tensor](), list[float | None]()
         for i in indices:
@@ -298,7 +296,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         engine.watched.updates(shown, predicted)
 
     def momentum_of(self, group: Mapping[str, Any]) -> float:
-        """The momentum that the next step of a group has, which is less than its own while it warms up."""
+        """The momentum of a group's next step, lower during warm-up."""
         own = cast(float, group[self.momentum_key])
         if group.get(MOMENTUM_STEPS, 0) >= self.momentum_warmup or own <= WARMUP_FROM:
             return own
@@ -309,24 +307,23 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return super()._completed(saved, known) | warm
 
     def watch(self, watched: Watched | None) -> None:
-        """Let the next steps tell what they do, or no longer; what is replayed as a graph cannot."""
+        """Report the next steps, or no longer; graphs report nothing."""
         super().watch(None if self.cuda_graphs else watched)
 
     def orthogonalize(self, p: Tensor, grad: Tensor, **group_settings: Any) -> Tensor:
-        """The update of one parameter, before the learning rate; sharded as the parameter is.
+        """One parameter's update, before the learning rate and sharded alike.
 
-        A step calls it for every parameter where a subclass overrides it. Otherwise it does the same for all at once.
-        Where the tensor is sharded, all ranks that share it call together.
+        A step calls it for every parameter if a subclass overrides it. All ranks that share a sharded tensor call it
+        together.
 
         Args:
-            p: a parameter, or any tensor that has its layout and attributes, such as a copy in fp32.
+            p: a parameter, or any tensor with its layout and attributes, such as a copy in fp32.
             grad: what is orthogonalized, of the shape of ``p``.
-            **group_settings: ``num_ns_steps`` and the like; what is not given is as in the group of the parameter, of
-                any other tensor as in the constructor.
+            **group_settings: ``num_ns_steps`` and the like, by default those of the parameter's group; for other
+                tensors the constructor's.
 
         Raises:
-            ValueError: for a tensor or a setting that the constructor would refuse, and for a ``grad`` of another
-                shape.
+            ValueError: for what the constructor would refuse, and for a ``grad`` of another shape.
         """
         engine, index, group = self._engine_for(p, grad, group_settings)
         shards, matrices = engine.split([index], [local(grad)]), engine.matrices[index]
@@ -341,7 +338,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def _engine_for(
         self, p: Tensor, grad: Tensor, group_settings: Mapping[str, Any]
     ) -> tuple[Engine, int, dict[str, Any]]:
-        """An engine that orthogonalizes ``grad``, the index of ``p`` in it, and all settings."""
+        """Engine for ``grad``, index of ``p``, and all settings."""
         if grad.shape not in (p.shape, local(p).shape):
             raise ValueError(
                 f"{type(self).__name__}: grad must have the shape of p, {tuple(p.shape)}, got {tuple(grad.shape)}"
@@ -370,27 +367,27 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     def scaled_orthogonalize_fn(
         self, grad: Tensor, tp_group: ProcessGroup | None = None, partition_dim: int | None = None
     ) -> Tensor:
-        """The update of one matrix, scaled, by the settings of the optimizer: Megatron's, to override or to set.
+        """One matrix's scaled update, to override as in Megatron.
 
-        A function in its place that takes ``grad`` alone gets whole matrices. One of Megatron's arguments gets this
-        rank's shard, the tensor-parallel group and the dimension that is cut; of a matrix that this group does not cut
-        it gets all, with None for the dimension.
+        A replacement that takes ``grad`` alone gets whole matrices. One with Megatron's arguments gets this rank's
+        shard, the tensor-parallel group and the cut dimension; None and the whole matrix where that group does not cut
+        it.
         """
         layout = cut_over((grad.shape[0], grad.shape[1]), partition_dim, tp_group)
         matrix = Matrix("grad", layout.shape, layout.rectangles)
         return of_whole(super().scaled_orthogonalize_fn, "scaled_orthogonalize_fn", grad, matrix, layout.group)
 
     def orthogonalize_fn(self, matrix: Tensor) -> Tensor:
-        """The orthogonal factor of a whole matrix, by Newton-Schulz; one of yours in its place counts."""
+        """A whole matrix's orthogonal factor; users may replace it."""
         return self.newton_schulz(matrix)
 
     def scale_factor_fn(self, rows: int, cols: int) -> float:
-        """The scale of a matrix of so many rows and columns, by ``scale_mode``; one of yours in its place counts."""
+        """The scale of a matrix; users may replace it."""
         return self.update_settings({}).scale(rows, cols)
 
     @property
     def fp32_matmul_prec(self) -> MatmulPrecision:
-        """The precision of this optimizer's products, that of :attr:`newton_schulz`."""
+        """The precision of products, as in :attr:`newton_schulz`."""
         return self.newton_schulz.fp32_matmul_prec
 
     @fp32_matmul_prec.setter
@@ -403,7 +400,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     # What is planned, and described.
 
     def layout(self, parameter: Tensor) -> Layout:
-        """The layout of a parameter, and which ranks share the work on it."""
+        """The layout of a parameter, with all sharing ranks."""
         layout, sharers = super().layout(parameter), self.data_parallel_group
         if sharers is None or is_expert(parameter) or (layout.ranks > 1 and isinstance(parameter, DTensor)):
             return layout
@@ -411,7 +408,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return shared_out(layout, sharers, joint)
 
     def proposed(self) -> Engine:
-        """Also decides whether shards are shared with the data-parallel ranks: where ``auto`` predicts a gain."""
+        """Also decides whether data-parallel ranks share shards, if ``auto`` gains."""
         self._session.shares_shards = self.tp_mode in ("owner", "auto")
         engine = super().proposed()
         if self.tp_mode != "auto" or sharing_pays(engine.plan, engine.works, engine.rates):
@@ -420,7 +417,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return super().proposed()
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
-        """The iteration and the scale that the matrices of a group get; what they cannot have is a ``ValueError``."""
+        """A group's iteration and scale; a ``ValueError`` for impossible ones."""
         for key, names in DECIDED_BY.items():
             own = self._of_user(*names) if key in group else []
             if own:
@@ -435,16 +432,12 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return UpdateSettings(self.newton_schulz, self.scale_mode, self.extra_scale_factor).of_group(group)
 
     def predicted_rms(self, rows: int, cols: int, group: Mapping[str, Any] | None = None) -> float | None:
-        """RMS of the entries of the first update of a logical matrix of full rank, before the learning rate.
-
-        It depends on the settings of the group that the matrix is in. None where it depends on the gradients, or on a
-        function of the user's.
-        """
+        """RMS of first updates before ``lr``; None where gradients decide."""
         own = self._of_user(*OF_MATRICES, "scale_factor_fn")
         return None if self.traits.measures or own else self.update_settings(group or {}).predicted_rms(rows, cols)
 
     def explain(self) -> str:
-        """The plan of a step as a table. All ranks ask together."""
+        """The plan of a step, a table; all ranks ask."""
         return self.prepare().explain()
 
     def explain_proposed(self) -> str:
@@ -453,7 +446,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     @property
     def matrices_updated(self) -> int:
-        """Those that were orthogonalized."""
+        """How many were orthogonalized."""
         return self.newton_schulz_calls
 
     def described_matrices(self, settled: bool = True) -> dict[Tensor, list[DescribedMatrix]]:
@@ -477,7 +470,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return described
 
     def settings(self) -> dict[str, Any]:
-        """What a checkpoint says of this optimizer to those who read it."""
+        """Settings that a checkpoint describes."""
         keys = (self.nesterov_key, DECOUPLED, METHOD)
         decay = ({key: group[key] for key in keys if group[key] != self.defaults[key]} for group in self.param_groups)
         own = dict(enumerate(said | more for said, more in zip(self._own_settings(), decay, strict=True)))
@@ -494,7 +487,7 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         }
 
     def settings_of_groups(self) -> dict[str, Any]:
-        """Also those of the iteration and of the scale, as far as they have an effect."""
+        """Also effective settings of the iteration and the scale."""
         iteration = {STEPS: self.newton_schulz.steps, COEFFICIENTS: self.newton_schulz.coefficient_type}
         without = self.traits.no_settings if self.decays_weights else self.traits.no_settings | {DECOUPLED, METHOD}
         known = super().settings_of_groups() | iteration | self._sizes
@@ -502,12 +495,10 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
 
     @property
     def _sizes(self) -> dict[str, Any]:
-        """The settings of the scale, where they have an effect."""
         own = self.traits.size_rule or self._of_user("scale_factor_fn")
         return {} if own else {SCALE_MODE: self.scale_mode, EXTRA_SCALE: self.extra_scale_factor}
 
     def _further_settings(self) -> dict[str, Any]:
-        """Settings of a subclass that each group may have a value of its own for."""
         return self._further or {}
 
     def _described(self, name: str, parameter: Tensor, group: Mapping[str, Any] | None = None) -> ParamSpec:
@@ -517,13 +508,13 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
         return ParamSpec(name, dtype, layout, split, settings.newton_schulz, offloaded=offloaded)
 
     def _scale(self, group: Mapping[str, Any]) -> Callable[[int, int], float] | None:
-        """What multiplies the orthogonal factors of a group's matrices; None for 1."""
+        """The scale of a group's matrices; None for 1."""
         if self._of_user("scale_factor_fn"):
             return self.scale_factor_fn
         return None if self.traits.measures else self.update_settings(group).scale
 
     def _own_settings(self) -> list[dict[str, Any]]:
-        """What each group says of its updates: where that changes, ranks prepare anew."""
+        """Group settings on which the plan depends."""
         return own_settings(self.param_groups)
 
     def _kept_bytes(self) -> int:
@@ -535,13 +526,13 @@ class TensorParallelMuon(OrthogonalizedOptimizer):
     # Checks.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of matrices; also a ``ValueError`` for what cannot have its momentum in another dtype."""
+        """Add a group of matrices."""
         super().add_param_group(param_group)
         if self.momentum_dtype is not None or self.momentum_warmup:
             self.param_groups[-1].setdefault(MOMENTUM_STEPS, 0)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, and with it the kernel of symmetric products with which it was saved."""
+        """Load a state with its kernel of symmetric products."""
         self.check_writer(state_dict)
         for number, group in enumerate(state_dict["param_groups"]):
             self._check_update_settings(group, number)

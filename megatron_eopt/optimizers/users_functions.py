@@ -1,4 +1,4 @@
-"""Functions of the user's that orthogonalize a matrix, in place of Newton-Schulz, and what they get of its shards."""
+"""Functions of the user's that orthogonalize in place of Newton-Schulz."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from megatron_eopt.parallel.schemes.whole import cut_out, gather
 def of_whole(
     function: Callable[..., Tensor], name: str, shard: Tensor, matrix: Matrix, group: ProcessGroup | None, *more: Any
 ) -> Tensor:
-    """This rank's shard of what a function makes of a whole matrix, and of ``more``; all ranks compute it together."""
+    """This rank's shard of a function of whole matrices; collective."""
     if 0 in matrix.shape:
         return shard
     if group is None or not matrix.sharded:
@@ -28,7 +28,7 @@ def of_whole(
 
 
 def checked(called: str, result: Any, grad: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """What a function made of ``grad``, or this rank's part of it; a ``ValueError`` names it if that is no update."""
+    """A function's local result; a ``ValueError`` for no update."""
     said, dtype = f"{called} of shape {tuple(grad.shape)} must return a tensor", dtype or grad.dtype
     if not isinstance(result, Tensor):
         raise ValueError(f"{said}, got {result!r}")
@@ -43,22 +43,15 @@ def checked(called: str, result: Any, grad: Tensor, dtype: torch.dtype | None = 
 def factors_by_user(
     function: Callable[[Tensor], Tensor], engine: Engine, index: int, shards: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The orthogonal factors of a parameter's matrices by a user's ``orthogonalize_fn``, which gets them whole."""
+    """Orthogonal factors by a user's ``orthogonalize_fn`` of whole matrices."""
     each = zip(shards, engine.matrices[index], strict=True)
     return [of_whole(function, "orthogonalize_fn", x, m, engine.groups.get(m.group)).clone() for x, m in each]
 
 
 def scaled_by_user(
-    function: Callable[..., Tensor],
-    tp: ProcessGroup | None,
-    engine: Engine,
-    index: int,
-    shards: Sequence[Tensor],
+    function: Callable[..., Tensor], tp: ProcessGroup | None, engine: Engine, index: int, shards: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The updates of a parameter's logical matrices by a user's ``scaled_orthogonalize_fn``.
-
-    It gets them whole, or their shards with ``tp``, the tensor-parallel group, as Megatron's does.
-    """
+    """Updates by a user's ``scaled_orthogonalize_fn``, of shards with ``tp``."""
     name, updates = "scaled_orthogonalize_fn", []
     for matrix, shard in zip(engine.matrices[index], shards, strict=True):
         group, dim = engine.groups.get(matrix.group), partition_of(matrix)
@@ -72,7 +65,7 @@ def scaled_by_user(
 
 
 def takes_shards(function: Callable[..., Tensor]) -> bool:
-    """Whether a function is called as Megatron does, ``(grad, tp_group, partition_dim)``: it needs or names them."""
+    """Whether a function takes Megatron's ``(grad, tp_group, partition_dim)``."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # of a function in C
@@ -82,6 +75,6 @@ def takes_shards(function: Callable[..., Tensor]) -> bool:
 
 
 def partition_of(matrix: Matrix) -> int | None:
-    """Along which dimension Megatron's tensor parallelism cuts a matrix; None where nothing else is cut like it."""
+    """The dimension that Megatron's tensor parallelism cuts, if only that."""
     tensor_parallel = matrix.group in ("tp", "expt_tp") and not matrix.uneven and 0 not in matrix.shape
     return cut_dimension(matrix.shape, matrix.rectangles) if tensor_parallel else None

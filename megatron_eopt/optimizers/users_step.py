@@ -1,8 +1,4 @@
-"""The step of an optimizer whose updates a method of the user's makes, one parameter after another.
-
-All updates come before anything is changed: the program of the optimizer runs on copies of weights and state, and what
-it makes of them is written when every update is there.
-"""
+"""A step whose updates a user's method makes."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +24,7 @@ def users_step(
     accept: Callable[[Mapping[int, Tensor]], Tensor],
     changing: Callable[[bool], None],
 ) -> None:
-    """Make a step by a user's ``orthogonalize(p, u, **settings)``, which returns the update of a parameter.
+    """Step by a user's ``orthogonalize(p, u, **settings)``.
 
     Args:
         batches: all that the step works on.
@@ -66,7 +62,6 @@ def users_step(
 
 
 def _changed(batch: Batch) -> list[list[Tensor]]:
-    """What a program writes to: weights, momenta, and each kind of further state, of all parameters."""
     return [batch.weights, batch.momenta, *map(list, zip(*batch.further, strict=True))]
 
 
@@ -84,7 +79,6 @@ def _updates(
     waited_for: Callable[[int], bool],
     changing: Callable[[bool], None],
 ) -> Iterator[Tensor]:
-    """What ``orthogonalize`` makes of each parameter, as copies: it may write to the same memory again."""
     taken = list(inspect.signature(orthogonalize).parameters.values())
     takes_all = any(each.kind is each.VAR_KEYWORD for each in taken)
     by_name = {each.name for each in taken[2:] if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}

@@ -1,4 +1,4 @@
-"""One optimizer of plain torch with two inside: one of matrices, and AdamW for all other parameters."""
+"""Muon, or another optimizer of matrices, with AdamW inside."""
 
 import inspect
 import itertools
@@ -35,7 +35,7 @@ Group = dict[str, Any]
 
 
 class Muon(Optimizer):
-    """Muon for matrices and AdamW for the rest, in one optimizer of plain torch.
+    """Muon for matrices, AdamW for the rest: one torch optimizer.
 
     For a matrix ``W`` (m x n) with gradient ``g``, in this order:
 
@@ -44,32 +44,30 @@ class Muon(Optimizer):
     3. ``W <- W - lr max(1, m/n)^0.5 O``, with ``O`` the orthogonal factor of ``M`` by ``ns_steps`` steps of
        ``X <- a X + (b A + c A^2) X``, ``A = X X^T``, from ``M / |M|_F``; (a, b, c) = (3.4445, -4.7750, 2.0315) [1].
 
-    Matrices that are DTensors (FSDP2, HSDP, tensor parallelism) are orthogonalized as the whole matrices that they are.
-    More than two dimensions are read as a matrix: the first one times the rest; a declared stack stays one. Another
-    optimizer of matrices takes Muon's part in :meth:`around`.
+    DTensors are orthogonalized as whole matrices. More than two dimensions are read as a matrix, the first one times
+    the rest; a declared stack stays one. :meth:`around` takes another optimizer of matrices in place of Muon.
 
     ``param_groups`` and ``state`` are those of the matrices: schedulers and loops see them alone. Each group has its
-    ``lr``, ``momentum``, ``weight_decay`` and ``ns_steps``: a value that is changed is in force in the next step. The
-    rate of each group of AdamW follows that of the first group of matrices in every step::
+    ``lr``, ``momentum``, ``weight_decay`` and ``ns_steps``; a changed value is in force in the next step. AdamW's rates
+    follow the first group of matrices in every step, unless that began with an lr of 0::
 
         lr of the group = its initial lr * (lr of the first group / initial lr of the first group)
 
-    and stays as it is where the first group began with an lr of 0. To change AdamW's rate by itself, set ``initial_lr``
-    of a group in ``optimizer.adamw.param_groups``: an ``lr`` that is set there is overwritten, which is warned of.
+    To change AdamW's rate by itself, set ``initial_lr`` of a group in ``optimizer.adamw.param_groups``: an ``lr`` set
+    there is overwritten, with a warning.
 
-    ``state`` and ``state_dict`` have both states. AdamW's tensors are in the state of the first matrix, as
-    ``adamw.NAME.exp_avg`` and so on, and its settings are in the first group: what
-    ``torch.distributed.checkpoint.state_dict`` takes of an optimizer is what belongs to a parameter of its groups, and
-    everything else is dropped. A tensor that replaces one of them in ``state`` is AdamW's from the next step on.
+    ``state`` and ``state_dict`` have both states. ``torch.distributed.checkpoint.state_dict`` drops all state that
+    belongs to no parameter of the groups, so the state of the first matrix holds AdamW's tensors, as
+    ``adamw.NAME.exp_avg`` and so on, and the first group its settings. A tensor that replaces one of them in ``state``
+    is AdamW's from the next step on.
 
-    Gradients that are not finite: matrices are left out of that step, as their optimizer does of its own. torch's
-    AdamW looks for none: let a gradient clipper or scaler do so, or its parameters become NaN. torch's ``GradScaler``
-    unscales both, and leaves out the step of both.
+    A step leaves out matrices whose gradient is not finite. torch's AdamW does not: let a gradient clipper or scaler
+    check, or its parameters become NaN. torch's ``GradScaler`` unscales both, and skips both steps.
 
     Args:
         muon_params: matrices, named ones or groups of them; embeddings and output layers better go below.
-        adam_params: all other parameters, or groups of them; a group may have its own ``lr``, ``betas``, ``eps`` and
-            ``weight_decay``, which is otherwise torch's 0.01. May be empty.
+        adam_params: all other parameters, or groups of them with their own ``lr``, ``betas``, ``eps`` or
+            ``weight_decay`` (else torch's 0.01). May be empty.
         lr: of the matrices.
         momentum: in [0, 1).
         weight_decay: of the matrices, decoupled.
@@ -79,9 +77,8 @@ class Muon(Optimizer):
         adam_lr: of AdamW; None for ``lr``.
         adam_fused: whether AdamW uses torch's fused kernel; otherwise torch chooses.
         **muon_settings: further arguments of
-            :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`, such as
-            ``coefficient_type``, ``fp32_matmul_prec``, ``nesterov``, ``tp_mode`` (``auto`` here), and under DDP
-            ``data_parallel_group``.
+            :class:`~megatron_eopt.optimizers.tensor_parallel_muon.TensorParallelMuon`, such as ``coefficient_type``,
+            ``fp32_matmul_prec``, ``nesterov``, ``tp_mode`` (``auto`` here), and under DDP ``data_parallel_group``.
 
     Attributes:
         matrices: the optimizer of matrices.
@@ -90,9 +87,8 @@ class Muon(Optimizer):
 
     Raises:
         TypeError: for an unknown argument, with the nearest one, and for an ``adam_fused`` that is no bool.
-        ValueError: for a setting out of its range, for one of ``muon_params`` with fewer than two dimensions, for no
-            matrices at all, for a parameter that is in both, or for a DTensor of which a rank holds several separate
-            parts.
+        ValueError: for a setting out of its range, one of ``muon_params`` with fewer than two dimensions, no matrices
+            at all, a parameter that is in both, or a DTensor of which a rank holds several separate parts.
 
     [1] K. Jordan et al., Muon: An optimizer for hidden layers in neural networks (2024).
     """
@@ -132,12 +128,12 @@ class Muon(Optimizer):
 
     @classmethod
     def around(cls, matrices: BaseOptimizer, adam_params: ParamsT, adam_settings: Mapping[str, Any]) -> Self:
-        """An optimizer of matrices, whichever, in place of Muon, with AdamW for the rest.
+        """Combine an optimizer of matrices with AdamW for the rest.
 
         Args:
-            matrices: with at least one parameter.
+            matrices: any of this package's, with at least one parameter.
             adam_params: as for :class:`Muon`.
-            adam_settings: arguments of ``torch.optim.AdamW``, whose defaults the others have.
+            adam_settings: arguments of ``torch.optim.AdamW``.
 
         Raises:
             TypeError: for ``matrices`` that are no optimizer of matrices of this package.
@@ -181,11 +177,9 @@ class Muon(Optimizer):
 
     @property
     def param_groups(self) -> list[Group]:
-        """Groups of the matrices; torch's GradScaler gets AdamW's too.
-
-        It unscales what it finds here, and asks an optimizer nothing else before. So it is told by the function's name.
-        """
+        """Groups of the matrices; for torch's GradScaler also AdamW's."""
         own: list[Group] = self.__dict__["param_groups"]
+        # it unscales what it finds here and asks nothing else before, so it is told by the function's name
         return [*own, *self._adam_groups] if sys._getframe(1).f_code.co_name == "_unscale_grads_" else own
 
     @param_groups.setter
@@ -194,7 +188,6 @@ class Muon(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """As in the optimizer of the matrices, of all parameters."""
         if not self.matrices._session.scalable:
             check_scalable([*self.param_groups, *self._adam_groups], self.matrices.pg_collection)
         return self.matrices._step_supports_amp_scaling
@@ -222,7 +215,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Step the matrices, then AdamW. What one of the two cannot take is refused before anything is changed."""
+        """Step the matrices, then AdamW; both check their gradients before."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -252,7 +245,6 @@ class Muon(Optimizer):
             self.adamw.step()
 
     def _warn_of_rates(self, rates: Sequence[Any]) -> None:
-        """Say once that a rate of AdamW was set and is overwritten; one that is a tensor is not looked at."""
         for index, (old, group) in enumerate(zip(self._adam_rates, self._adam_groups, strict=False)):
             if self._warned or isinstance(old, Tensor) or isinstance(group["lr"], Tensor) or group["lr"] == old:
                 continue
@@ -265,15 +257,12 @@ class Muon(Optimizer):
 
     @property
     def _carrier(self) -> Tensor:
-        """The matrix whose state holds AdamW's; torch's checkpoints drop the state of a frozen one."""
+        """The matrix that carries AdamW's state; checkpoints drop frozen ones'."""
         parameters = self.matrices._parameters()
         return next((p for p in parameters if p.requires_grad), parameters[0])
 
     def _carry(self) -> None:
-        """Let the first matrix and the first group hold AdamW's state and settings; what is not there yet is zero.
-
-        What replaced a tensor there becomes AdamW's: users' loops move a state, or change it.
-        """
+        """Put AdamW's state into the first matrix, taking replaced tensors."""
         if self.adamw is None:
             return
         self.matrices.init_state()
@@ -296,29 +285,24 @@ class Muon(Optimizer):
         self.param_groups[0][ADAMW] = {INITIAL_LR: self.initial_lr, "param_groups": settings}
 
     def _adam_names(self) -> list[list[str]]:
-        """Names of AdamW's parameters, for each group; their indices where not each has a name of its own.
-
-        Names have no dots, at which torch's flat form of a state would divide them.
-        """
+        """Names of AdamW's parameters by group, unique or indices."""
         groups = self._adam_groups
         known = [g.get("param_names") or [getattr(p, NAME, None) for p in g["params"]] for g in groups]
         flat = [name for of_group in known for name in of_group]
         if None in flat or len(set(flat)) < len(flat):
             indices = itertools.count()
             return [[str(next(indices)) for _ in of_group] for of_group in known]
+        # torch's flat form of a state divides names at dots
         return [[name.replace(".", "/") for name in of_group] for of_group in known]
 
     def state_dict(self) -> dict[str, Any]:
-        """Both states: see the class."""
+        """Return both states: see the class."""
         self.matrices.refuse_half_step()
         self._carry()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over both states, as :meth:`state_dict` gave them, or KempnerForge's Muon did.
-
-        That has AdamW's under ``_adam_state``, and the initial rates as ``_initial_lr`` and ``_initial_adam_lr``.
-        """
+        """Load both states, also from KempnerForge's Muon."""
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
@@ -342,7 +326,6 @@ class Muon(Optimizer):
             post_hook(self)
 
     def _apart(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], float]:
-        """State dicts of the matrices and of AdamW, and the matrices' initial rate."""
         groups = [{**self.defaults, **group} for group in state_dict["param_groups"]]
         settings = [group.pop(ADAMW) for group in groups if ADAMW in group]
         state = {key: dict(of_one) for key, of_one in state_dict["state"].items()}
@@ -354,7 +337,7 @@ class Muon(Optimizer):
                 carried.setdefault(name, {})[tensor] = of_one.pop(key)
         of_adamw: dict[str, Any] = {"state": {}, "param_groups": []}
         initial_lr = self.initial_lr
-        if "_adam_state" in state_dict:
+        if "_adam_state" in state_dict:  # KempnerForge's
             of_adamw = dict(state_dict["_adam_state"])
             rate = {INITIAL_LR: state_dict["_initial_adam_lr"]} if "_initial_adam_lr" in state_dict else {}
             of_adamw["param_groups"] = [{**group, **rate} for group in of_adamw["param_groups"]]
@@ -382,7 +365,6 @@ class Muon(Optimizer):
         return {"state": state, "param_groups": groups}, of_adamw, float(initial_lr)
 
     def _in_own_order(self, saved: Sequence[Group]) -> list[Group]:
-        """Groups of AdamW that were saved, in the order of this optimizer's names; as they are where one has none."""
         own, found = self._adam_names(), [list(group["params"]) for group in saved]
         if list(map(set, found)) == list(map(set, own)):
             return [{**group, "params": names} for group, names in zip(saved, own, strict=True)]
@@ -395,25 +377,24 @@ class Muon(Optimizer):
         return list(saved)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled and copied: groups and state stay the objects that the matrices have."""
         own = {"matrices": self.matrices, "adamw": self.adamw, "initial_lr": self.initial_lr}
         return {**super().__getstate__(), **own}
 
 
 class HeavyBallMuon(TensorParallelMuon):
-    """The matrices of :class:`Muon`: Muon of a momentum that is no average, for two dimensions or more."""
+    """The matrices of :class:`Muon`, with heavy-ball momentum and any dimensions."""
 
     def _further_settings(self) -> dict[str, Any]:
         return {NS_STEPS: self.newton_schulz.steps}
 
     def update_settings(self, group: Mapping[str, Any]) -> UpdateSettings:
-        """As in Muon; a group has its steps as ``ns_steps``, and may not have them by the other name too."""
+        """As in Muon, with the steps as ``ns_steps`` alone."""
         if STEPS in group:
             raise ValueError(f"the Newton-Schulz steps of a group are {NS_STEPS!r} here, not {STEPS!r}")
         return super().update_settings({**group, STEPS: group[NS_STEPS]} if NS_STEPS in group else group)
 
     def program(self, chunk: Chunk, engine: Engine) -> Program:
-        """The step of some parameters, as the matrices that they are read as: Muon's with another momentum."""
+        """One chunk's step, of parameters read as matrices."""
         decay(chunk)
         parameters = [p for batch in chunk.batches for p in batch.parameters]
         several = zip(parameters, momentum(chunk, heavy_ball), strict=True)
@@ -422,7 +403,7 @@ class HeavyBallMuon(TensorParallelMuon):
         subtract(chunk, engine, scaled(factors, chunk.scales))
 
     def layout(self, parameter: Tensor) -> Layout:
-        """The layout of a parameter, as the matrix that it is read as."""
+        """The layout of a parameter, read as a matrix."""
         if _is_flattened(parameter) and not isinstance(parameter, DTensor):
             parameter = parameter.detach().flatten(1)
         return super().layout(parameter)
@@ -442,7 +423,7 @@ HeavyBallMuon.__name__ = "Muon"  # what users built, for messages; pickles go by
 
 
 def state_key(name: str, key: str) -> str:
-    """Where the state of the first matrix holds a tensor of AdamW; torch's flat form of a nested dict has the same."""
+    """AdamW's key in the first matrix's state."""
     return f"{ADAMW}.{name}.{key}"
 
 
@@ -451,7 +432,7 @@ def _is_flattened(parameter: Tensor) -> bool:
 
 
 def listed(params: Any) -> list[Any]:
-    """Parameters or groups as a list."""
+    """List parameters or groups."""
     if isinstance(params, Tensor | set):  # a set has no order
         raise TypeError(f"parameters come as an ordered list, or as a list of groups, got a {type(params).__name__}")
     return list(params)

@@ -1,4 +1,6 @@
-"""Real, unmodified Megatron-Core on a CPU over gloo: for tests, the demo and dry runs, never for speed.
+"""Real, unmodified Megatron-Core on a CPU over gloo.
+
+For tests, the demo and dry runs, never for speed::
 
     import megatron_eopt.cpu
 
@@ -6,18 +8,13 @@
     ...                          # megatron.training.pretrain as on GPUs
     megatron_eopt.cpu.undo()     # the process is as it was
 
-:func:`install` answers torch.cuda with the host, makes ``.cuda()`` and ``device="cuda"`` mean the CPU, and nccl mean
-gloo. Everything it replaces is a :class:`~megatron_eopt.redirect.Redirection` with its reason; :func:`describe` lists
-them. They are attributes, not a torch function mode: every thread sees them, and a torch call that makes no tensor and
-moves none costs nothing more. Importing this package changes nothing and imports no Megatron.
+The host answers for torch.cuda, the CPU for ``.cuda()`` and ``device="cuda"``, gloo for nccl. Attributes are replaced,
+each with its reason (:func:`describe`), in all threads; other torch calls cost nothing more.
 
 Megatron's own arguments still have to suit a CPU: ``--transformer-impl local``, ``--use-cpu-initialization`` and no
 fusions (``--no-gradient-accumulation-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion
---no-persist-layer-norm --no-rope-fusion``). Environment variables are not needed. Out of scope is what has no meaning
-without a GPU: CUDA graphs, memory pools, Transformer Engine, NCCL's user buffers and SHARP.
-
-Functions that were decorated while it was installed stay as they were made then: what ``torch.compile`` was asked for
-in the meantime runs uncompiled after :func:`undo` too.
+--no-persist-layer-norm --no-rope-fusion``). Not supported: CUDA graphs, memory pools, Transformer Engine, NCCL's user
+buffers and SHARP. What ``torch.compile`` decorated while it was installed runs uncompiled after :func:`undo` too.
 """
 
 import torch
@@ -38,16 +35,15 @@ def _all() -> Redirections:
 
 
 def installed() -> bool:
-    """True between :func:`install` and :func:`undo`."""
+    """Whether :func:`install` is in force."""
     return _active is not None
 
 
 def install() -> None:
-    """Redirect what Megatron asks of a GPU to the CPU, once.
+    """Redirect what Megatron asks of a GPU to the CPU.
 
     Raises:
-        RuntimeError: where a GPU is there, or torch.distributed runs on another backend than gloo already. Nothing has
-            been changed then.
+        RuntimeError: if there is a GPU, or torch.distributed runs on a backend other than gloo. Nothing is changed.
     """
     global _active
     if installed():
@@ -69,10 +65,7 @@ def install() -> None:
 
 
 def undo() -> None:
-    """Undo :func:`install`; without it nothing happens.
-
-    Process groups that were made in the meantime stay; destroying them is for whoever made them.
-    """
+    """Undo :func:`install`; process groups made in the meantime stay."""
     global _active
     if _active is not None:
         _active.undo()
@@ -80,5 +73,5 @@ def undo() -> None:
 
 
 def describe() -> list[str]:
-    """A line ``what: why`` for each redirection that is installed, or would be."""
+    """Each installed or possible redirection as ``what: why``."""
     return [str(redirection) for redirection in (_active or _all()).redirections]

@@ -1,4 +1,4 @@
-"""Tensors for the GPU are on the CPU, and nccl is gloo."""
+"""Redirections of tensors to the CPU, of nccl to gloo."""
 
 import importlib.util
 import logging
@@ -15,7 +15,7 @@ import torch.utils._device
 from megatron_eopt.redirect import Redirection, answer, around, becomes
 
 _CPU = torch.device("cpu")
-# What makes a tensor and takes `device=`, besides the functions that `with torch.device` knows.
+# Factories with `device=`, besides those that `with torch.device` knows.
 _LIKE = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
 _METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 _ELEMENTS = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
@@ -23,7 +23,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def _is_cuda(device: Any) -> bool:
-    """Whether ``device`` names a GPU: an index, ``"cuda"``, ``"cuda:1"`` or a torch.device of that type."""
+    """Whether ``device`` names a GPU; an index does."""
     if isinstance(device, str):
         return device.startswith("cuda")
     if isinstance(device, torch.device):
@@ -40,7 +40,6 @@ def _factory(real: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _to(real: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Tensor.to`` and ``Module.to``, whose first argument may be a device."""
     if args and _is_cuda(args[0]):
         args = (_CPU, *args[1:])
     return _factory(real, self, *args, **kwargs)
@@ -111,15 +110,6 @@ def _all_to_all_single(real: Any, output: torch.Tensor, input: torch.Tensor, *ar
     return real(output, input, *map(listed, args), **kwargs)
 
 
-def _mesh(real: Any, self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-    real(self, "cpu" if _is_cuda(device_type) else device_type, *args, **kwargs)
-
-
-def _compile_helpers(real: Any) -> None:
-    if Path(real.__code__.co_filename).with_name("Makefile").exists():
-        real()
-
-
 def _copied_for_writer(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     real(self, *args, **kwargs)
     self.write_buckets = [
@@ -128,11 +118,15 @@ def _copied_for_writer(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     ]
 
 
+def _mesh(real: Any, self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+    real(self, "cpu" if _is_cuda(device_type) else device_type, *args, **kwargs)
+
+
 _SEEDING = ("megatron.core.tensor_parallel.random", "megatron.core.distributed.fsdp.src.megatron_fsdp.utils")
 
 
 def _is_there(module: str) -> bool:
-    """Whether a module of Megatron's is installed, found without importing its parents, as find_spec would."""
+    """Whether Megatron has a module; its parents are not imported."""
     package, *rest = module.partition(":")[0].split(".")
     spec = importlib.util.find_spec(package)
     roots: Any = spec.submodule_search_locations if spec else None
@@ -197,10 +191,11 @@ def redirections() -> list[Redirection]:
 
 
 def of_megatron() -> list[Redirection]:
-    """What Megatron itself has to do otherwise; nothing where it is not installed. Installing this imports it."""
+    """Redirections in Megatron itself; installing them imports it."""
     utils, initialize = "megatron.core.datasets.utils", "megatron.training.initialize"
     writer = "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync"
     built = "the wheel ships them built, but without the Makefile that this runs"
+    helpers = around(lambda real: real() if Path(real.__code__.co_filename).with_name("Makefile").exists() else None)
     warming_up = (
         "nothing is compiled, and warming it up draws numbers, how many depends on the tensor-parallel size: the "
         "weights would depend on it too"
@@ -209,7 +204,7 @@ def of_megatron() -> list[Redirection]:
     forked = "a new interpreter would write asynchronous saves without this backend, and the trainer wait for it"
     copied = "a tensor that is on the host is not copied there, so an asynchronous save would write later steps"
     found = [
-        Redirection(utils, "compile_helpers", around(_compile_helpers), built),
+        Redirection(utils, "compile_helpers", helpers, built),
         # megatron.training needs packages that megatron-core does not declare; without them nobody warms up
         Redirection(initialize, "set_jit_fusion_options", answer(), warming_up, required=False),
         Redirection(initialize, "init_persistent_async_worker", by_fork, forked, required=False),

@@ -11,13 +11,12 @@ import torch
 
 from megatron_eopt.redirect import Redirection, answer, around, becomes
 
-# Megatron asks for CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism on architectures before this one. It asks
-# nothing else of it that a CPU run can reach.
+# Before this Megatron asks for CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism.
 _CAPABILITY = (10, 0)
 
 
 class _Stream:
-    """A stream or event on which all work is done."""
+    """A stream or event whose work is always done."""
 
     cuda_stream = 0
 
@@ -49,14 +48,12 @@ class _ExternalStream(_Stream): ...
 
 
 class _DeviceGuard(contextlib.nullcontext[None]):
-    """torch.cuda.device and torch.cuda.stream, where there is one of each."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 
 
 def redirections() -> list[Redirection]:
-    """Redirections of torch.cuda and torch.accelerator, with their own current device."""
+    """Redirections of torch.cuda and torch.accelerator, with a current device."""
     chosen = 0
     host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes
 
@@ -134,5 +131,4 @@ def redirections() -> list[Redirection]:
 
 
 def _local_ranks() -> int:
-    """Ranks on this machine, each with a GPU, it believes."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -1,4 +1,4 @@
-"""Which logical matrices a parameter is made of; split and merge are exact inverses."""
+"""The logical matrices of parameters: exact split and merge."""
 
 from megatron_eopt.matrices.declared import ATTRIBUTE as ATTRIBUTE
 from megatron_eopt.matrices.declared import GATE_UP as GATE_UP

@@ -1,4 +1,4 @@
-"""What is declared of a parameter: short ways to declare the fused parameters of real models, and where it is kept.
+"""Declarations of the logical matrices of parameters.
 
 docs/logical-matrices.md lists which of Megatron's parameters needs which declaration.
 """
@@ -18,41 +18,41 @@ from megatron_eopt.matrices.split import WHOLE, Part, Split
 logger = logging.getLogger(__name__)
 
 GATE_UP = Split((Part("gate"), Part("up")), "per_shard")
-"""Gate and up of a gated MLP: each tensor-parallel shard is its part of the one, then of the other (a stride of 2)."""
+"""Gate and up of a gated MLP: each shard has its part of gate, then of up (a stride of 2)."""
 
 _GROUP_PARTS = {3: ("q", "k", "v"), 4: ("q", "gate", "k", "v")}
 
 
 def interleaved(**rows: int) -> Split:
-    """Groups (or heads) behind one another, each with so many rows of every named matrix."""
+    """Consecutive groups (or heads) with these rows of every matrix."""
     return Split(tuple(Part(name, size) for name, size in rows.items()))
 
 
 def per_shard(**rows: int | None) -> Split:
-    """Named matrices of so many rows over all shards, of which each shard has equal parts behind one another.
+    """Matrices of which every shard has an equal part.
 
-    None stands for an equal share of the rows that the others leave.
+    Rows are over all shards; None is an equal share of the rows that the others leave.
     """
     return Split(tuple(Part(name, size) for name, size in rows.items()), "per_shard")
 
 
 def concatenated(**rows: int | None) -> Split:
-    """Named matrices of so many rows behind one another, wherever the parameter is cut; None as in per_shard."""
+    """Matrices one behind another; rows as in :func:`per_shard`."""
     return Split(tuple(Part(name, size) for name, size in rows.items()), "concatenated")
 
 
 def heads(name: str, rows: int) -> Split:
-    """Every ``rows`` rows are a matrix: the heads of a projection that is nothing else."""
+    """A projection whose heads, of ``rows`` rows, are matrices."""
     return Split((Part(name, rows, each=rows),))
 
 
 def query_key_value(shapes: Sequence[int], per_head: bool = False) -> Split:
-    """A fused query, key and value projection (``linear_qkv``), interleaved by query group.
+    """Fused query, key and value (``linear_qkv``), interleaved by query group.
 
     Args:
         shapes: rows of q, k and v, or of q, gate, k and v, in one group.
-        per_head: each head is a matrix. A group has one head of k and of v; those of q are as long as that of k, those
-            of the gate as that of v.
+        per_head: each head is a matrix. A group has one head of k and one of v; heads of q have the rows of k's, heads
+            of the gate those of v's.
     """
     names = _GROUP_PARTS.get(len(shapes)) or tuple(f"part {i}" for i in range(len(shapes)))
     if not per_head:
@@ -64,29 +64,29 @@ def query_key_value(shapes: Sequence[int], per_head: bool = False) -> Split:
 
 
 def key_value(k: int, v: int, per_head: bool = False) -> Split:
-    """Keys and values of every head behind one another, with so many rows each: ``linear_kv``, MLA's ``kv_up_proj``."""
+    """Keys, then values of each head: ``linear_kv``, MLA's ``kv_up_proj``."""
     return Split((Part("k", k, k if per_head else None), Part("v", v, v if per_head else None)))
 
 
 def latent_down(q: int, kv: int, k_rope: int) -> Split:
-    """The fused down projection of MLA: a shard has its part of the latent query, then of the rest as a whole."""
+    """MLA's fused down projection; kv and k_rope are not cut."""
     rest = Part("kv and k_rope", kv + k_rope, inside=(("kv", kv), ("k_rope", k_rope)))
     return Split((Part("q", q), rest), "per_shard")
 
 
 def interleaved_gate_up(rows: int) -> Split:
-    """Gate and up by turns, so many rows of each (Megatron's ``moe_mlp_glu_interleave_size``)."""
+    """Gate and up in turns of ``rows`` rows (Megatron's ``moe_mlp_glu_interleave_size``)."""
     return interleaved(gate=rows, up=rows)
 
 
 def experts(count: int, split: Split = WHOLE) -> Split:
-    """A stack of matrices, (count x rows x cols), each of which is split further."""
+    """A stack of matrices (count x rows x cols), each split."""
     _check_split(split)
     return replace(split, stacked=count)
 
 
 def transposed(split: Split = WHOLE) -> Split:
-    """A parameter (in, out), as GPT-2's ``Conv1D`` has it: its columns are split as rows are elsewhere."""
+    """An (in, out) parameter, such as GPT-2's ``Conv1D``."""
     _check_split(split)
     return replace(split, transposed=True)
 
@@ -96,23 +96,23 @@ def _check_split(split: object) -> None:
         raise TypeError(f"logical matrices are a Split, such as GATE_UP, got {split!r}")
 
 
-ATTRIBUTE = "logical_matrices"  # of a parameter, that holds its Split
+ATTRIBUTE = "logical_matrices"  # of a parameter: its Split
 _by_name: dict[str, Split] = {}
 
 
 def declare(pattern: str, split: Split) -> None:
     """Declare the logical matrices of all parameters whose name matches.
 
-    For example ``declare("*.mixer.in_proj.weight", per_shard(z=2048, x=2048, B=128, C=128, dt=32))``. It comes into
-    force where :func:`tag_declared` is called, for the parameters that are named to it.
+    For example ``declare("*.mixer.in_proj.weight", per_shard(z=2048, x=2048, B=128, C=128, dt=32))``. It takes effect
+    when :func:`tag_declared` is called with such a name.
 
     Args:
         pattern: a glob (fnmatch, case-sensitive) on the whole name.
         split: the logical matrices.
 
     Raises:
-        TypeError: if ``split`` is none, or ``pattern`` no text.
-        ValueError: if the pattern was declared otherwise before.
+        TypeError: if ``split`` is no Split or ``pattern`` no text.
+        ValueError: if the pattern has another declaration.
     """
     if not isinstance(pattern, str) or not pattern:
         raise TypeError(f"a pattern is a glob of names of parameters, got {pattern!r}")
@@ -123,15 +123,14 @@ def declare(pattern: str, split: Split) -> None:
 
 
 def undeclare(pattern: str) -> None:
-    """Take a declaration back; a pattern that was never declared is passed over."""
+    """Remove a declaration, if there is one."""
     _by_name.pop(pattern, None)
 
 
 def tag_declared(named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Set the attribute of all parameters for which something was declared; one that has it already keeps it.
+    """Set the attribute of declared parameters that have none.
 
-    The patterns see the names that are given here, and those that were tagged are returned. If two patterns match one
-    name and say different things, that is a ``ValueError``, and none is tagged.
+    Returns their names. Raises ``ValueError``, and tags none, if two patterns that match one name differ.
     """
     untagged: dict[str, tuple[Tensor, Split]] = {}
     for name, parameter in named_parameters:
@@ -146,7 +145,7 @@ def tag_declared(named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
 
 
 def warn_of_unmatched(names: Sequence[str]) -> None:
-    """Warn on the first rank of each pattern that matches none of the names of a whole model."""
+    """Warn on the first rank of patterns without a match."""
     for pattern in _by_name if not dist.is_initialized() or dist.get_rank() == 0 else ():
         if not any(fnmatchcase(name, pattern) for name in names):
             near = ", ".join(map(repr, get_close_matches(pattern, names, cutoff=0.0)))
@@ -157,7 +156,7 @@ def warn_of_unmatched(names: Sequence[str]) -> None:
 
 
 def declared_split(parameter: Tensor) -> Split | None:
-    """What a parameter's attribute declares, None without one; ``ValueError`` if it is something else than a Split."""
+    """A parameter's attribute, None without; ``ValueError`` for no Split."""
     split: Any = getattr(parameter, ATTRIBUTE, None)
     if split is not None and not isinstance(split, Split):
         raise ValueError(
@@ -168,7 +167,7 @@ def declared_split(parameter: Tensor) -> Split | None:
 
 
 def is_transposed(parameter: Tensor) -> bool:
-    """Whether a parameter is declared to be the transpose of its matrices."""
+    """Whether a parameter is declared as transposed."""
     split = declared_split(parameter)
     return split is not None and split.transposed
 
@@ -179,11 +178,11 @@ def split_of(
     qkv_split_shapes: Sequence[int] | None = None,
     lengths: Sequence[int] = (3, 4),
 ) -> Split | None:
-    """The logical matrices of a parameter: what its attribute declares, else what the arguments of an optimizer say.
+    """The logical matrices of a parameter, by attribute or ``is_qkv_fn``.
 
-    It is None where nothing says that the parameter is fused, and a ``ValueError`` for an attribute that is no Split,
-    and for a projection without shapes, or with wrong ones. ``is_qkv_fn`` tells fused query, key and value projections,
-    or is None where an optimizer does not split them; ``qkv_split_shapes`` are for those without such an attribute.
+    None if neither says that it is fused. ``is_qkv_fn`` tells fused query, key and value projections (None: they are
+    not split), ``qkv_split_shapes`` serve those without that attribute. Raises ``ValueError`` for an attribute that is
+    no Split, and for missing or wrong shapes.
     """
     declared = declared_split(parameter)
     if declared is not None or is_qkv_fn is None or not is_qkv_fn(parameter):
@@ -193,10 +192,7 @@ def split_of(
 
 
 def check_split_shapes(shapes: Sequence[int] | None, lengths: Sequence[int] = (3, 4)) -> tuple[int, ...]:
-    """The rows of q, k and v, or of q, gate, k and v, within one query group; a ``ValueError`` for what are none.
-
-    There may be as many as one of ``lengths`` says.
-    """
+    """Rows of q, (gate,) k and v in a group."""
     wanted = " or ".join(map(str, lengths))
     if shapes is None:
         raise ValueError(f"split_qkv needs qkv_split_shapes: {wanted} positive integers, got None")

@@ -1,7 +1,6 @@
-"""What is declared of a parameter: which logical matrices its rows make, whatever the number of ranks.
+"""Which rows of a parameter make which logical matrix.
 
-A declaration says which rows are whose (:class:`Pattern`), and that splits and merges the rows of a rank. Everything
-there goes by runs: consecutive rows of one logical matrix.
+A :class:`Split` declares it; its :class:`Pattern` has all rows, :class:`LocalRows` those of one rank.
 """
 
 from bisect import bisect_right
@@ -15,13 +14,12 @@ import torch
 from torch import Tensor
 
 Order = Literal["interleaved", "per_shard", "concatenated"]
-"""How the rows of the parts follow one another in the global parameter, the shards of all ranks in their order:
+"""The order of the rows in the global parameter, the shards of all ranks one behind another:
 
-- ``interleaved``: a group has its rows of each part, the groups follow one another; a shard may end within a group.
-  Fused queries, keys and values are such: rows are ``(groups, q + k + v, hidden)`` flattened.
-- ``per_shard``: each shard has an equal share of every part, so the order depends on the number of shards. Where the
-  parameter is not cut along its rows this is ``concatenated``.
-- ``concatenated``: the parts follow one another, wherever the parameter is cut.
+- ``interleaved``: groups, each with its rows of every part; a shard may end within a group. Fused queries, keys and
+  values are ``(groups, q + k + v, hidden)`` flattened.
+- ``per_shard``: each shard has an equal share of every part; ``concatenated`` where the rows are not cut.
+- ``concatenated``: one part behind another, wherever the parameter is cut.
 """
 
 
@@ -30,11 +28,9 @@ class Part:
     """Rows of a fused parameter that belong together."""
 
     name: str  # of the logical matrix
-    # In one group where parts are ``interleaved``, else in the global parameter; None for an equal share of those that
-    # the other parts leave.
-    rows: int | None = None
-    each: int | None = None  # so many rows are a matrix of their own (a head): ``name 0``, ``name 1`` and so on
-    inside: tuple[tuple[str, int], ...] = ()  # names and rows of the matrices that it is the concatenation of
+    rows: int | None = None  # in a group if ``interleaved``, else in all; None: an equal share of what is left
+    each: int | None = None  # rows of each matrix (a head) in it: ``name 0``, ``name 1`` and so on
+    inside: tuple[tuple[str, int], ...] = ()  # names and rows of the matrices concatenated in it
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inside", tuple((name, rows) for name, rows in self.inside))
@@ -44,14 +40,13 @@ class Part:
 class Split:
     """The logical matrices of a parameter, by its rows.
 
-    A ``ValueError`` is for an unknown order, two matrices of one name, numbers that are not positive integers, and
-    parts that do not go with the order.
+    Raises ``ValueError`` for an unknown order, equal names, numbers below 1, and parts that do not go with the order.
     """
 
-    parts: tuple[Part, ...] = ()  # in the order of the rows; none for a parameter that is one matrix
+    parts: tuple[Part, ...] = ()  # in the order of the rows; none for one matrix
     order: Order = "interleaved"
-    stacked: int | None = None  # a parameter of three dimensions is a stack of so many matrices, each of which is split
-    transposed: bool = False  # the parameter is (in, out): its columns are the rows that are meant here
+    stacked: int | None = None  # matrices in a three-dimensional parameter, each of which is split
+    transposed: bool = False  # the parameter is (in, out): columns are split
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(self.parts))
@@ -81,11 +76,11 @@ class Split:
 
     @property
     def is_whole(self) -> bool:
-        """True for a parameter that is one matrix."""
+        """Whether the parameter is one matrix."""
         return not self.parts and self.stacked is None and not self.transposed
 
     def names(self, rows: int) -> list[str]:
-        """Names of the logical matrices, the same at every number of ranks; one empty name for a whole parameter."""
+        """Names of the logical matrices; ``[""]`` for a whole parameter."""
         names = [block.name for block in self.pattern(rows).blocks]
         if self.stacked is None:
             return names
@@ -94,10 +89,7 @@ class Split:
     # a model has many equal parameters
     @lru_cache(maxsize=1024)  # noqa: B019
     def pattern(self, rows: int, shards: int = 1) -> "Pattern":
-        """Which rows are whose, of ``rows`` of the global parameter (or of each of a stack), cut into so many shards.
-
-        A ``ValueError`` is for another number of rows than was declared, and for parts that cannot be cut so.
-        """
+        """The pattern of ``rows``; ``ValueError`` if they do not fit."""
         if not self.parts:
             return Pattern((rows,), (Block("", rows),), ((0, rows),))
         repeats, sizes = self._repeats(rows, shards)
@@ -114,15 +106,15 @@ class Split:
 
     @lru_cache(maxsize=1024)  # noqa: B019
     def local(self, rows: int, top: int, bottom: int, shards: int = 1, padding: int = 0) -> "LocalRows":
-        """What splits and merges the rows of one rank: see :meth:`pattern` and :class:`LocalRows`."""
+        """The rows of one rank: see :class:`LocalRows`."""
         return LocalRows(self.pattern(rows, shards), top, bottom, self, padding)
 
     def in_global_order(self) -> "Split":
-        """For a parameter whose global tensor is what one rank would hold, as that of a DTensor is."""
+        """The split of a global tensor, such as a DTensor's."""
         return replace(self, order="concatenated") if self.order == "per_shard" else self
 
     def _repeats(self, rows: int, shards: int) -> tuple[int, tuple[int, ...]]:
-        """How often the parts repeat, and the rows of each part in one repeat."""
+        """Number of repeats, and rows of each part in one."""
         sizes = [part.rows or 0 for part in self.parts]
         declared = sum(sizes)
         if self.order == "interleaved":
@@ -160,11 +152,11 @@ def _blocks(part: Part, rows: int) -> list["Block"]:
     return [Block(name, size) for name, size in inside]
 
 
-Run = tuple[int, int]  # which logical matrix, and how many of its rows
+Run = tuple[int, int]  # logical matrix, number of rows
 
 
 class Block(NamedTuple):
-    """A logical matrix: its name, empty where the parameter is one matrix, and its rows on all ranks."""
+    """A logical matrix; unnamed if it is the whole parameter."""
 
     name: str
     rows: int
@@ -172,19 +164,16 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """How the rows of one fused matrix, those of all ranks in their order, make logical matrices."""
+    """How the rows of one fused matrix make logical matrices."""
 
-    sizes: tuple[int, ...]  # rows of each part in one repeat of the pattern
+    sizes: tuple[int, ...]  # rows of each part in one repeat
     blocks: tuple[Block, ...]
-    runs: tuple[Run, ...]  # all rows in their order; those of one logical matrix follow one another in it
+    runs: tuple[Run, ...]  # of all ranks in their order; those of a matrix are in the order of its rows
 
     # every rank asks for the rows of all ranks, for every parameter
     @lru_cache(maxsize=4096)  # noqa: B019
     def held(self, top: int, bottom: int) -> tuple[tuple[int, int], ...]:
-        """Start and end of the rows of each logical matrix that lie in the fused rows from ``top`` to ``bottom``.
-
-        The rows of a matrix in them are consecutive; a matrix with none has an empty range at its start or its end.
-        """
+        """Each matrix's range of rows within the fused rows ``top:bottom``."""
         starts, ends = [0] * len(self.blocks), [0] * len(self.blocks)
         for edge, counts in ((top, starts), (bottom, ends)):
             for matrix, rows in self.between(0, edge):
@@ -192,7 +181,7 @@ class Pattern:
         return tuple(zip(starts, ends, strict=True))
 
     def between(self, top: int, bottom: int) -> list[Run]:
-        """The runs of the fused rows from ``top`` to ``bottom``."""
+        """The runs of the fused rows ``top:bottom``."""
         found, row = [], 0
         for matrix, rows in self.runs:
             inside = min(row + rows, bottom) - max(row, top)
@@ -203,11 +192,9 @@ class Pattern:
 
 
 class LocalRows:
-    """One rank's rows of a fused parameter, as its rows of each logical matrix; split and merge are exact inverses.
+    """One rank's rows of a fused parameter: split and merge.
 
-    Its rows are those from ``top`` up to ``bottom`` of a matrix, or of each of a stack in a leading dimension; columns
-    of what is transposed. ``padding`` more rows follow that belong to no matrix: :meth:`split` leaves them out, and
-    :meth:`merge` makes them zero.
+    They are rows ``top:bottom`` (columns if transposed), then ``padding`` ones, which :meth:`merge` makes zero.
     """
 
     def __init__(self, pattern: Pattern, top: int, bottom: int, split: Split = WHOLE, padding: int = 0) -> None:
@@ -226,10 +213,9 @@ class LocalRows:
                 self._of_matrix[matrix].append(repeats * rows)
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """This rank's rows of each logical matrix, of its part (rows x cols) or (stacked x rows x cols) of a parameter.
+        """This rank's rows of each logical matrix, perhaps none.
 
-        A matrix may have no rows here. It is a view where no rows have to be brought together, else one copy. An ``x``
-        of another shape is a ``ValueError``.
+        ``x`` is (rows x cols) or (stacked x rows x cols), else ``ValueError``. Consecutive rows are a view.
         """
         x = x.mT if self._transposed else x
         if self._padding:
@@ -252,10 +238,7 @@ class LocalRows:
         return [torch.cat(rectangles) if len(rectangles) > 1 else (rectangles or [flat[:0]])[0] for rectangles in found]
 
     def merge(self, matrices: Sequence[Tensor]) -> Tensor:
-        """The inverse of :meth:`split`: one copy, and another one for padding, a repeat that is cut, or the transpose.
-
-        Matrices of other rows than those of :meth:`split` are a ``ValueError``.
-        """
+        """The inverse of :meth:`split`; ``ValueError`` for other rows."""
         merged = self._merged(matrices)
         merged = merged.mT.contiguous() if self._transposed else merged
         return torch.nn.functional.pad(merged, (0, 0, 0, self._padding)) if self._padding else merged
@@ -280,7 +263,7 @@ class LocalRows:
 
 
 def _sections(runs: list[Run], period: int) -> list[tuple[int, list[Run]]]:
-    """Runs as sections, each of which repeats: ``period`` runs several times, or any number of them once."""
+    """Runs as sections: ``period`` runs repeated, or any runs once."""
     sections: list[tuple[int, list[Run]]] = []
     start = 0
     while start < len(runs):

@@ -1,4 +1,4 @@
-"""One message for every setting that is one of a few names, for every count, and for every misspelt name."""
+"""Checks of settings, and suggestions for misspelt names."""
 
 import difflib
 import inspect
@@ -7,14 +7,14 @@ from typing import Any
 
 
 def check_choice(what: str, value: object, choices: Iterable[str]) -> None:
-    """Raise ``ValueError``, naming the choices, unless a setting has one of them."""
+    """Raise ``ValueError`` unless ``value`` is one of the choices."""
     known = list(choices)
     if value not in known:
         raise ValueError(f"unknown {what} {value!r}: expected one of {', '.join(known)}")
 
 
 def check_count(what: str, value: object, least: int = 1, most: int | None = None) -> None:
-    """Raise ``ValueError`` unless a setting is a whole number, which True is not, and within bounds."""
+    """Raise ``ValueError`` unless an integer within bounds; True is none."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{what} must be a whole number of at least {least}, got {value!r}")
     if most is not None and value > most:
@@ -22,14 +22,14 @@ def check_count(what: str, value: object, least: int = 1, most: int | None = Non
 
 
 def check_arguments(made_by: Callable[..., Any], given: Iterable[str]) -> None:
-    """Raise ``TypeError`` for an argument that a class or function does not take, with the nearest one."""
+    """Raise ``TypeError`` for an argument that ``made_by`` does not take."""
     taken = inspect.signature(made_by).parameters.values()
     if all(each.kind is not each.VAR_KEYWORD for each in taken):
         check_named(made_by.__name__, sorted(given), [each.name for each in taken])
 
 
 def check_named(called: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ``TypeError`` for an argument that is not one of the known ones, with the nearest of them."""
+    """Raise ``TypeError`` for an unknown argument, naming the nearest."""
     names = list(known)
     for name in given:
         if name not in names:
@@ -37,7 +37,7 @@ def check_named(called: str, given: Iterable[str], known: Iterable[str]) -> None
 
 
 def close(name: str, known: Iterable[str]) -> list[str]:
-    """The known names that are like another, at most three, the nearest first; a different case is no difference."""
+    """At most three similar known names, nearest first, ignoring case."""
     by_case, wanted = {each.lower(): each for each in known}, name.lower()
     found = difflib.get_close_matches(wanted, by_case)
     # of those that are equally near the first by the alphabet: difflib takes the last
@@ -46,13 +46,13 @@ def close(name: str, known: Iterable[str]) -> list[str]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``, did you mean 'NAME'?`` with the nearest known name; nothing where none is near."""
+    """``, did you mean 'NAME'?`` if a name is near."""
     found = close(name, known)
     return f", did you mean {found[0]!r}?" if found else ""
 
 
 def near_or_all(name: object, known: Iterable[str]) -> str:
-    """``, did you mean 'NAME'?`` with the nearest known name; where none is near, ``: expected`` and all of them."""
+    """As :func:`did_you_mean`, else ``: expected`` and all names."""
     names = list(known)
     return (did_you_mean(name, names) if isinstance(name, str) else "") or f": expected {listing(names)}"
 

@@ -1,7 +1,6 @@
-"""Which polynomials a Newton-Schulz iteration applies: the known sets, schedules of them, and sets made to measure.
+"""Newton-Schulz polynomials: known sets, their schedules, and optimal ones.
 
-A step maps every singular value s to ``a s + b s^3 + c s^5``; a *set* is the list of ``(a, b, c)`` that was fitted
-together, a *schedule* the list that is applied in ``steps`` steps.
+A step maps singular values s to ``a s + b s^3 + c s^5``. A *set* was fitted together, a *schedule* is what is applied.
 """
 
 import math
@@ -15,7 +14,7 @@ from megatron_eopt.orthogonalize.choices import check_choice, check_count
 
 Coefficients = tuple[float, float, float]
 CoefficientType = str | Sequence[Coefficients]  # the name of a set, or the caller's own
-# Of any set and schedule: from twenty on, a step changes the last bits at most, and each takes three matrix products.
+# From twenty on, a step changes the last bits at most.
 MAX_STEPS = 100
 NSCoeffT = Literal["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4", "cubic5"]
 
@@ -24,7 +23,7 @@ _SIMPLE: Coefficients = (3.4445, -4.7750, 2.0315)
 
 
 def with_safety(coefficients: Coefficients, safety: float) -> Coefficients:
-    """The polynomial ``p(s / safety)``: for singular values that may reach ``safety`` instead of 1.
+    """``p(s / safety)``, for singular values up to ``safety``.
 
     ``(a, b, c)`` becomes ``(a / safety, b / safety^3, c / safety^5)`` (arXiv 2505.16932, Algorithm 1).
     """
@@ -32,10 +31,8 @@ def with_safety(coefficients: Coefficients, safety: float) -> Coefficients:
     return a / safety, b / safety**3, c / safety**5
 
 
-# Published for rows scaled as in almost-orthogonal layers. Under that scaling a matrix of rank 1 has a singular value
-# of 1, as it has under Frobenius scaling, and there the first polynomial is -0.585: the result would be an ascent
-# direction. Its first zero is at 0.884, and four steps return values up to 1.085, so a safety of 1.25 keeps the set in
-# its positive range, also when it is repeated.
+# The first polynomial maps 1, the singular value of a matrix of rank 1, to -0.585: an ascent direction. Its first zero
+# is at 0.884, and four steps return values up to 1.085, so a safety of 1.25 keeps the set positive, also repeated.
 _AOL_SAFETY = 1.25
 
 _SETS: dict[str, tuple[Coefficients, ...]] = {
@@ -84,7 +81,7 @@ _SETS: dict[str, tuple[Coefficients, ...]] = {
         (2.2230472, -0.9630650, 0.0),
     ),
 }
-# The last polynomial of these maps [0, 1] closer to 1 each time it is applied; that of the others does not.
+# Their last polynomial maps [0, 1] closer to 1 each time.
 _REPEAT_LAST = frozenset({"polar_express", "cans", "deepseekv4"})
 
 
@@ -94,23 +91,23 @@ def get_supported_coefficient_types() -> tuple[str, ...]:
 
 
 def validate_coefficient_type(coefficient_type: str) -> None:
-    """Raise ``ValueError``, naming the known ones, unless a coefficient set has this name."""
+    """Raise ``ValueError`` for an unknown set, naming the known ones."""
     check_choice("coefficient type", coefficient_type, get_supported_coefficient_types())
 
 
 def get_coefficients(coefficient_type: CoefficientType = "quintic", steps: int = 5) -> tuple[Coefficients, ...]:
     """The schedule of ``steps`` polynomials of a set.
 
-    Past the end of polar_express, cans and deepseekv4 their last polynomial repeats. Any other set is repeated as a
-    whole: cutting one off half-way shrinks singular values (quintic in 6 steps: to 0.122). Fewer steps than a set has
-    are served; :func:`composite_range` tells what they reach. cubic5 is served in 5 steps only.
+    Beyond its length a set repeats its last polynomial (polar_express, cans, deepseekv4), or as a whole: cutting one
+    off half-way shrinks singular values (quintic in 6 steps: to 0.122). Fewer steps than a set has are allowed;
+    :func:`composite_range` tells what they reach. cubic5 takes 5 steps only.
 
     Args:
-        coefficient_type: name of a set, or a set of the caller's own as a list of ``(a, b, c)``.
+        coefficient_type: name of a set, or a list of ``(a, b, c)``.
         steps: number of Newton-Schulz steps, 1 to 100.
 
     Raises:
-        ValueError: for an unknown name, an empty or malformed list, and a number of steps that the set cannot serve.
+        ValueError: for an unknown name, an empty or malformed list, or steps that the set cannot serve.
     """
     check_count("the number of Newton-Schulz steps", steps, most=MAX_STEPS)
     name = coefficient_type if isinstance(coefficient_type, str) else "custom"
@@ -131,16 +128,16 @@ def get_coefficients(coefficient_type: CoefficientType = "quintic", steps: int =
 
 
 def set_length(coefficient_type: CoefficientType) -> int:
-    """Number of polynomials in a set, named or the caller's own."""
+    """Number of polynomials in a set."""
     return len(_set(coefficient_type))
 
 
 def composite_range(
     schedule: Sequence[Coefficients], lower: float = 1e-2, upper: float = 1.0, points: int = 20_001
 ) -> tuple[float, float]:
-    """Smallest and largest value that a schedule gives to singular values in ``[lower, upper]``.
+    """Least and largest value of a schedule on ``[lower, upper]``.
 
-    Sampled in fp64 on a logarithmic and on a linear grid of ``points`` each; (1, 1) is an exact orthogonal factor.
+    Sampled in fp64 on a logarithmic and a linear grid of ``points`` each; (1, 1) is an exact orthogonal factor.
     """
     logarithmic = torch.logspace(
         torch.tensor(lower).log10().item(), torch.tensor(upper).log10().item(), points, dtype=torch.float64
@@ -175,8 +172,7 @@ def _value[T: (float, Tensor)](coefficients: Coefficients, x: T) -> T:
     return x * (a + x * x * (b + x * x * c))
 
 
-# Least ratio lower / upper that a polynomial is optimized for: the one that yields the table of arXiv 2505.16932 to
-# its last digit (1/10 does not: its first coefficient is 7.68 instead of 8.29).
+# Yields the table of arXiv 2505.16932 to its last digit (1/10: a first coefficient of 7.68 instead of 8.29).
 CUSHION = 0.02407327424182761
 
 # Converges to 1 to third order when applied over and over: p(1) = 1, p'(1) = p''(1) = 0.
@@ -184,15 +180,15 @@ FIXED_POINT: Coefficients = (15 / 8, -10 / 8, 3 / 8)
 
 
 def optimal_quintic(lower: float, upper: float, steps: int, *, cushion: float = CUSHION) -> tuple[Coefficients, ...]:
-    """Schedule of ``steps`` odd quintics that together map ``[lower, upper]`` as close to 1 as they can.
+    """Odd quintics that together map ``[lower, upper]`` closest to 1.
 
-    Each polynomial is the best one for the interval that those before it left: one that maps ``[l, u]`` to
-    ``[1 - E, 1 + E]`` leaves that to the next. Taken greedily like this the composite is the best of all composites
-    (Amsel et al., The Polar Express, arXiv 2505.16932).
+    Each polynomial is the best one for the interval that those before it left: one that maps ``[l, u]`` to ``[1 - E, 1
+    + E]`` leaves that to the next. This greedy composite is the best of all (Amsel et al., The Polar Express, arXiv
+    2505.16932).
 
-    The best polynomial for a very small ``l`` also maps a value in the middle of the interval to ``1 - E``, almost to
-    zero, where rounding does harm. So each is optimized for ``[max(l, cushion u), u]``. Then ``p(l)`` lies below the
-    rest, and all three coefficients are multiplied by ``2 / (p(l) + p(u))``, which centres the two around 1 again.
+    For a very small ``l`` the best polynomial also maps some value inside the interval to ``1 - E``, almost zero, where
+    rounding does harm. So each is optimized for ``[max(l, cushion u), u]``, and its coefficients are multiplied by ``2
+    / (p(l) + p(u))``, which centres the two values around 1 again.
 
     Args:
         lower: least singular value of the normalized matrix that is to be mapped to 1.
@@ -201,8 +197,9 @@ def optimal_quintic(lower: float, upper: float, steps: int, *, cushion: float = 
         cushion: least ratio ``l / u`` that a polynomial is optimized for; 0 gives the optimum itself.
 
     Returns:
-        One ``(a, b, c)`` per step. For (1e-3, 1, 7) it is the published table of Polar Express, and for (1e-3, 1, 5)
-        without a cushion the set ``cans``, both to all their printed digits.
+        One ``(a, b, c)`` per step: for (1e-3, 1, 7) the published table of Polar Express, and for (1e-3, 1, 5) without
+            a
+        cushion the set ``cans``, both to all their printed digits.
 
     Raises:
         ValueError: unless ``0 < lower < upper``, ``1 <= steps <= 100`` and ``0 <= cushion < 1``.
@@ -225,21 +222,20 @@ def optimal_quintic(lower: float, upper: float, steps: int, *, cushion: float = 
 
 
 def best_quintic(lower: float, upper: float) -> Coefficients:
-    """The odd quintic ``p`` with the least ``E = max |1 - p(x)|`` on ``[lower, upper]`` above 0, by Remez exchange.
+    """The best odd quintic on an interval, by Remez exchange.
 
-    By Chebyshev's theorem its error alternates: ``1 - p`` is ``E, -E, E, -E`` at ``lower``, two extrema ``q < r``
-    and ``upper``. In turn, ``(a, b, c, E)`` is solved for given points, and the inner points move to the zeros of
-    ``p'(x) = a + 3 b x^2 + 5 c x^4``. Where ``lower`` and ``upper`` are almost equal, it is :data:`FIXED_POINT`, scaled
-    to their mean.
+    Its ``E = max |1 - p(x)|`` on ``[lower, upper]`` is least. By Chebyshev's theorem ``1 - p`` alternates between ``E``
+    and ``-E`` at ``lower``, two extrema ``q < r`` and ``upper``. In turn, ``(a, b, c, E)`` is solved for given points,
+    and ``q`` and ``r`` move to the zeros of ``p'(x) = a + 3 b x^2 + 5 c x^4``. Where ``lower`` and ``upper`` almost
+    agree, it is :data:`FIXED_POINT`, scaled to their mean.
     """
-    # On so narrow an interval the fixed point is within 4e-10 of 1, while the condition of the linear system below
-    # grows as the inverse cube of the width.
+    # Here the fixed point is within 4e-10 of 1; the system's condition grows as the inverse cube of the width.
     if upper - lower < 1e-3 * upper:
         return with_safety(FIXED_POINT, (lower + upper) / 2)
     low = lower / upper
     q, r, error = (3 * low + 1) / 4, (low + 3) / 4, math.inf
     signs = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64, device="cpu")
-    # It converges quadratically, in five rounds on any interval tried; more guard against a cycle in the last digit.
+    # It converges in five rounds; more guard against a cycle in the last digit.
     for _ in range(20):
         x = torch.tensor([low, q, r, 1.0], dtype=torch.float64, device="cpu")
         system = torch.stack((x, x**3, x**5, signs), dim=1)

@@ -1,4 +1,4 @@
-"""The two forms of Newton-Schulz: their arithmetic, what they cost, and where the Gram form restarts."""
+"""The two forms of Newton-Schulz: arithmetic, cost and restarts."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -9,16 +9,14 @@ from torch import Tensor
 from megatron_eopt.orthogonalize.coefficients import Coefficients, CoefficientType
 from megatron_eopt.orthogonalize.products import Products, square_work
 
-Restarts = tuple[int, ...]
-"""Steps of a schedule, counted from 1, after which the Gram form computes its Gram matrix anew."""
+Restarts = tuple[int, ...]  # steps, counted from 1, after which the Gram form computes its Gram matrix anew
 
 Preset = Literal["fast", "default", "accurate"]
 
-# By name of a set and number of steps: the necessary restarts, and those of the preset accurate, one more; None: the
-# standard form. Necessary are the fewest that keep fp16 as exact as the standard form is in bf16, by the simulation
-# that the tests repeat (tests/orthogonalize/simulation.py). cubic5 goes without, which is what it is for, at an error
-# of up to 2.6 times that of its own standard form in bf16; that is below quintic's in bf16 on all spectra but
-# harmonic.
+# By set and number of steps: the necessary restarts, and those of the preset accurate, one more; None: the standard
+# form. Necessary are the fewest that keep fp16 as exact as the standard form in bf16, by the simulation that the tests
+# repeat (tests/orthogonalize/simulation.py). cubic5 needs none, at up to 2.6 times the error of its own standard form
+# in bf16, which is below quintic's on all spectra but harmonic.
 RESTARTS: dict[tuple[str, int], tuple[Restarts | None, Restarts | None]] = {
     ("simple", 5): ((3,), (1, 3)),
     ("quintic", 5): ((3,), (2, 3)),
@@ -37,29 +35,23 @@ PRESETS: dict[Preset, tuple[str, int, int]] = {
     "accurate": ("quintic", 5, 1),
 }
 
-Watch = Callable[[int, Tensor], None]
-"""Is shown the number of a step, from 0, and the Gram matrix before it, which is overwritten later."""
+Watch = Callable[[int, Tensor], None]  # gets a step, from 0, and the Gram matrix before it, overwritten later
 
 
 def nonzero(norm: Tensor) -> Tensor:
-    """1 in place of zeros: a zero matrix divided by 1 stays zero, without asking the device whether it is one."""
+    """1 in place of zeros, without asking the device."""
     return torch.where(norm == 0, torch.ones_like(norm), norm)
 
 
 def scaled(
     x: Tensor, propagate_nan: bool = True, dtype: torch.dtype | None = None, own: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Matrices divided by the powers of two next to the sums of their magnitudes; a zero matrix stays zero.
+    """Divide matrices by powers of two near their 1-norms.
 
-    The division rounds nothing. Squares of entries below 1e-19 vanish in fp32, and those of entries above 1e19
-    overflow: after this no square that matters does.
-
-    ``x`` has at least one entry. Without ``propagate_nan`` a matrix with entries that are not finite gives zero. The
-    memory of ``x`` may be taken for the result with ``own``.
-
-    Returns:
-        A contiguous tensor in ``dtype``, fp32 (fp64 for an fp64 ``x``) by default, and the divisors, (1 x 1) or
-        (n x 1 x 1) in that default: not finite where an entry is not.
+    The division is exact. Squares of entries below 1e-19 vanish in fp32, above 1e19 they overflow: afterwards none that
+    matters does. Without ``propagate_nan`` a matrix that is not finite becomes zero; with ``own`` the result may take
+    the memory of ``x``, which has an entry at least. Returns a contiguous tensor in ``dtype``, fp32 (fp64 for an fp64
+    ``x``) by default, and the divisors, (1 x 1) or (n x 1 x 1) in that default: not finite where an entry is not.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     sums = torch.linalg.vector_norm(x, 1, dim=(-2, -1), keepdim=True, dtype=wide)
@@ -92,13 +84,10 @@ def normalized(
     unit: float = 1.0,
     own: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Matrices divided by their Frobenius norms, times ``unit``, in ``dtype``; a zero matrix stays zero.
+    """``x`` divided by its Frobenius norm, times ``unit``, in ``dtype``.
 
-    ``all_reduce`` sums squared norms over the ranks that hold the other shards of ``x``. ``own`` is as in
-    :func:`scaled`.
-
-    Returns:
-        A contiguous tensor, and two factors of the norm, whose product may exceed fp32.
+    A zero matrix stays zero. ``all_reduce`` sums squared norms over the ranks of all shards; ``own`` is as in
+    :func:`scaled`. Returns a contiguous tensor, and two factors of the norm, whose product may exceed fp32.
     """
     # what is in bf16, and shall have 16 bits again, needs no more in between
     narrow = x.dtype == torch.bfloat16 and dtype.itemsize == 2
@@ -123,11 +112,10 @@ def iterate_standard(
     all_reduce: Callable[[Tensor], Tensor] | None = None,
     watch: Watch | None = None,
 ) -> Tensor:
-    """Apply the polynomials of a schedule to a normalized ``X``, iterating on the Gram matrix of its rows.
+    """Apply a schedule to a normalized ``X``, step by step.
 
-    In each step ``X <- a X + (b A + c A^2) X``, ``A = X X^T``, with ``(a, b, c)`` of the schedule. ``all_reduce`` sums
-    ``A`` over the ranks that hold the other columns of ``X``. ``X``, (rows x cols) or (n x rows x cols), best with the
-    short side first, is written to.
+    ``X <- a X + (b A + c A^2) X``, ``A = X X^T``, for each ``(a, b, c)``. ``all_reduce`` sums ``A`` over the ranks that
+    hold the other columns. ``X``, (rows x cols) or (n x rows x cols), best with the short side first, is overwritten.
     """
     fused = torch.baddbmm if X.ndim == 3 else torch.addmm
     gram, factor = square_work(X, 2)
@@ -152,22 +140,22 @@ def iterate_gram(
     watch: Watch | None = None,
     normalize: bool = False,
 ) -> Tensor:
-    """Apply the polynomials of a schedule to ``X`` of Frobenius norm 1 through its Gram matrix.
+    """Apply a schedule through the Gram matrix of ``X``.
 
-    The standard form multiplies ``X`` by ``P = a I + Z``, ``Z = b R + c R^2``, ``R = X X^T``, in every step. All these
-    matrices are polynomials of ``R``: they commute, and the next Gram matrix is ``P R P``. So the product ``Q`` of all
-    ``P`` is gathered on the short side and applied at the end: ``X <- Q X``.
+    ``X`` has Frobenius norm 1. The standard form multiplies it by ``P = a I + Z``, ``Z = b R + c R^2``, ``R = X X^T``,
+    in every step. All of these are polynomials of ``R``: they commute, and the next Gram matrix is ``P R P``. So the
+    product ``Q`` of all ``P`` is gathered on the short side and applied at the end: ``X <- Q X``.
 
     Rounding makes the smallest eigenvalues of ``R`` slightly negative, and each step multiplies a small one by about
     ``a^2``. A restart computes ``R`` anew from ``Q X`` before that grows.
 
     Args:
-        X: (rows x cols) or (n x rows x cols) with ``rows <= cols``, in fp32 or fp16; never bf16, whose rounding the
-            form amplifies to errors of 0.3 and more. Written to where there are restarts.
+        X: (rows x cols) or (n x rows x cols), ``rows <= cols``, in fp32 or fp16; never bf16, whose rounding the form
+            amplifies to errors of 0.3 and more. Overwritten where there are restarts.
         restarts: steps after which the Gram matrix is computed anew; ascending, below the number of steps.
-        apply: ``(Q, X, out=)``, computes ``Q X``; plainly where None is given.
-        normalize: ``X`` has another norm, as :func:`scaled` leaves it. The norm is divided out on the short side: its
-            square is the trace of the first Gram matrix, which ``watch`` is shown as it is.
+        apply: ``(Q, X, out=)`` computes ``Q X``; by default torch.
+        normalize: ``X`` has any norm, as :func:`scaled` leaves it. It is divided out on the short side: its square is
+            the trace of the first Gram matrix, which ``watch`` sees undivided.
     """
     apply = apply or (torch.bmm if X.ndim == 3 else torch.mm)
     R, *work = square_work(X, 4)
@@ -194,7 +182,7 @@ def iterate_gram_fp16(
     watch: Watch | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """:func:`iterate_gram` for ``X`` in fp16 of norm :data:`UNIT_IN_FP16`; the result, in ``dtype``, as for norm 1."""
+    """:func:`iterate_gram` for fp16 ``X`` of norm :data:`UNIT_IN_FP16`."""
     unit = UNIT_IN_FP16
     wanted = None if watch is None else (lambda step, R: watch(step, R.float() / unit**2))
     schedule = [(a, b / unit**2, c / unit**4) for a, b, c in schedule]
@@ -202,9 +190,9 @@ def iterate_gram_fp16(
 
 
 UNIT_IN_FP16 = 128.0
-"""The norm that matrices have in fp16. The Gram matrix of a large one of norm 1 has entries of 1e-6, which fp16 keeps
-two digits of. With this the trace of the first Gram matrix is 2^14, and no later one has an entry of 65504, the largest
-number of fp16, while singular values stay below 1.99."""
+"""The norm of matrices in fp16. With norm 1 a large Gram matrix has entries of 1e-6, of which fp16 keeps two digits.
+With this the first trace is 2^14, and no later entry reaches 65504, fp16's largest number, while singular values stay
+below 1.99."""
 
 
 def gram_factor(
@@ -215,10 +203,10 @@ def gram_factor(
     watch: Watch | None = None,
     start: int = 0,
 ) -> Tensor:
-    """The product ``Q`` of the polynomials of one segment between restarts, which begins at step ``start`` with ``R``.
+    """``Q``, the product of the polynomials between two restarts.
 
-    ``R``, (rows x rows) or (n x rows x rows), and the three further tensors ``work`` are written to; one of these is
-    returned. ``watch`` is not shown the first ``R``.
+    ``R`` before step ``start``, (rows x rows) or (n x rows x rows), and the three tensors ``work`` are overwritten; one
+    of these is returned. ``watch`` does not see the first ``R``.
     """
     Z, T, Q = work
     for index, (a, b, c) in enumerate(segment):
@@ -238,10 +226,9 @@ def gram_factor(
 
 
 def standard_flops(rows: int, cols: int, schedule: Sequence[Coefficients], share: float = 1.0) -> float:
-    """Floating-point operations of the standard form for a matrix with ``rows <= cols``.
+    """Operations of the standard form, ``rows <= cols``.
 
-    A step is a Gram matrix, its square where the polynomial is of fifth order, and the product with ``X``; ``share`` is
-    the part of a symmetric product that is computed, between 1/2 and 1.
+    ``share`` is the computed part of a symmetric product, 1/2 to 1. Polynomials of third order need no square.
     """
     squares = sum(c != 0 for _, _, c in schedule)
     return len(schedule) * (2 * share + 2) * rows**2 * cols + squares * 2 * share * rows**3
@@ -250,11 +237,9 @@ def standard_flops(rows: int, cols: int, schedule: Sequence[Coefficients], share
 def gram_flops(
     rows: int, cols: int, schedule: Sequence[Coefficients], restarts: Sequence[int], share: float = 1.0
 ) -> float:
-    """Floating-point operations of the Gram form, as :func:`standard_flops`.
+    """Operations of the Gram form, as :func:`standard_flops`.
 
-    Each segment between restarts is a Gram matrix and a product with ``X``; each step squares ``R`` where its
-    polynomial is of fifth order, multiplies ``Q`` but in the first of a segment, and advances ``R`` by two products but
-    in the last.
+    All steps but the first of a segment multiply ``Q``, all but its last advance ``R`` by two products.
     """
     segments = len(restarts) + 1
     cubes = sum(c != 0 for _, _, c in schedule) + 3 * (len(schedule) - segments)
@@ -262,19 +247,12 @@ def gram_flops(
 
 
 def iteration_bytes(rows: int, cols: int, restarts: Restarts | None, itemsize: int) -> int:
-    """Memory that an iteration of one matrix takes, ``rows <= cols``; in the standard form where there are no restarts.
-
-    That is ``X``, its successor, the Gram matrix and its square, in the Gram form four of that size, and one to make
-    products symmetric.
-    """
+    """Memory of an iteration; ``restarts`` None is the standard form."""
     return (2 * rows * cols + (3 if restarts is None else 5) * rows * rows) * itemsize
 
 
 def restarts_for(coefficient_type: CoefficientType, steps: int, extra: int = 0) -> Restarts | None:
-    """Restarts of the Gram form for a schedule; None where the Gram form is not safe, or no table has it.
-
-    ``extra`` ones, 0 or 1 as in the preset ``accurate``, are added to those that are necessary.
-    """
+    """Restarts, with ``extra`` (0 or 1) more; None: standard form."""
     if not isinstance(coefficient_type, str):
         return None
     return RESTARTS.get((coefficient_type, steps), (None, None))[extra]

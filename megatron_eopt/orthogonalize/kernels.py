@@ -1,10 +1,7 @@
-"""Which kernel computes symmetric products: the fastest that is there and gives the right numbers.
+"""Which kernel computes symmetric products: the fastest correct one.
 
-Chosen once, at start, for the shapes that will come, the same on every rank; stored in the checkpoint, because two
-kernels round differently and a resume on another one would not be bit-equal.
-
-A choice is a text: the name of a kernel, perhaps with the numbers of its tiles, or several by the rows of the products:
-``torch, triton/128x64x8x4x3 from 2048``.
+It is chosen once, on all ranks, and kept in the checkpoint: another one rounds differently. A choice is a text, a name
+perhaps with tiles, or several by the rows of the products: ``torch, triton/128x64x8x4x3 from 2048``.
 """
 
 import math
@@ -21,11 +18,10 @@ from torch import Tensor
 from megatron_eopt.orthogonalize.precision import in_precision
 from megatron_eopt.orthogonalize.products import Blocked, Dense, Fp32Precision, Products
 
-Shapes = Sequence[tuple[int, ...]]
-"""Of matrices (rows, cols) or stacks of them (n, rows, cols)."""
+Shapes = Sequence[tuple[int, ...]]  # of matrices (rows, cols) or stacks of them (n, rows, cols)
 
-# What an entry may be off by: the first of its own size (two units in the last place of its dtype), and the second of
-# the largest entry, for the rounding of sums of up to 1e5 terms, which tensor cores cut off instead of rounding.
+# Error of an entry, relative to itself (two units in the last place) and to the largest entry (sums of up to 1e5
+# terms, which tensor cores cut off instead of rounding).
 _TOLERANCES = {
     torch.float16: (2.0**-10, 2.0**-12),
     torch.bfloat16: (2.0**-7, 2.0**-12),
@@ -39,9 +35,9 @@ _TF32_TOLERANCE = (2.0**-9, 2.0**-10)
 class Kernel:
     """One way to compute symmetric products."""
 
-    make: Callable[..., Products]  # for a precision of fp32 products, and the numbers of tiles if the choice has them
-    missing: Callable[[torch.device], str | None] = lambda device: None  # why it cannot run on a device, or None
-    # whether it is tried unasked; where it is not, nothing is warned of
+    make: Callable[..., Products]  # of a precision of fp32 products, and of tiles if the choice has them
+    missing: Callable[[torch.device], str | None] = lambda device: None  # why it cannot run on a device
+    # whether it is tried unasked
     suits: Callable[[Shapes, torch.dtype, torch.device], bool] = lambda shapes, dtype, device: True
 
 
@@ -52,8 +48,8 @@ Dtypes = Sequence[torch.dtype]
 class Choice(NamedTuple):
     """The kernel that was chosen."""
 
-    kernel: str  # as a text, which a checkpoint keeps
-    dropped: Mapping[str, str]  # kernels that were tried and dropped, on this rank or on another, with the reason
+    kernel: str  # the text that a checkpoint keeps
+    dropped: Mapping[str, str]  # kernels that failed on any rank, with the reason
 
 
 def _make_triton(fp32_precision: Fp32Precision, *tiles: int) -> Products:
@@ -101,16 +97,13 @@ def choose(
     agree: Callable[[Tensor], Tensor] | None = None,
     kernels: Kernels = KERNELS,
 ) -> Choice:
-    """Choose the kernel that serves matrices of ``shapes``, checked with them, the same on every rank, without timing.
+    """Choose the kernel for ``shapes``, the same on every rank.
 
-    A kernel that is missing, raises or gives wrong numbers on any rank is dropped on all of them. The rank that found
-    it so says why, in one warning for each kernel.
-
-    ``kernel``, or else ``kept``, that of the checkpoint, is taken instead of the first that serves; where it cannot
-    serve on one rank, it is a ``RuntimeError`` on all. A ``kernel`` that is unknown is a ``ValueError``. There are
-    several dtypes where the forms differ in that of their products. ``fp32_precision`` is for kernels that do not
-    follow torch's setting. ``agree``, called once, is the element-wise minimum over the ranks of an int32 tensor on the
-    CPU. On all ranks ``kernel`` is the same, and ``kernels``, the fastest first and the reference last.
+    A kernel that is missing, raises or gives wrong numbers on any rank is dropped on all; the rank that found it warns.
+    ``kernel``, or else ``kept``, that of the checkpoint, replaces the first that serves: a ``RuntimeError`` on all
+    ranks if it cannot serve on one, a ``ValueError`` if ``kernel`` is unknown. ``fp32_precision`` is for kernels that
+    do not follow torch's setting. ``agree``, called once, takes the element-wise minimum over the ranks of an int32
+    tensor on the CPU. ``kernels`` are the fastest first, the reference last.
     """
     if kernel is not None:
         _entries(kernel, kernels)
@@ -148,7 +141,7 @@ def made(choice: str, rows: int, fp32_precision: Fp32Precision = "ieee", kernels
 
 
 def _entries(choice: str, kernels: Kernels) -> list[tuple[int, Kernel, list[int]]]:
-    """Of a choice the rows from which each of its kernels serves, ascending, and its tiles."""
+    """Each kernel of a choice: least rows, kernel, tiles; ascending."""
     found = [re.fullmatch(r"(\w+)(?:/((?:\d+x){4}\d+))?(?: from (\d+))?", each) for each in choice.split(", ")]
     if not all(each and each[1] in kernels and bool(each[3]) == (i > 0) for i, each in enumerate(found)):
         raise ValueError(f"unknown kernel {choice!r} of symmetric products: expected one of {', '.join(kernels)}")
@@ -159,7 +152,7 @@ def _entries(choice: str, kernels: Kernels) -> list[tuple[int, Kernel, list[int]
 def reason_against(
     choice: str, shapes: Shapes, dtypes: Dtypes, device: torch.device, precision: Fp32Precision, kernels: Kernels
 ) -> str | None:
-    """Why a choice cannot serve on this rank, or None; an exception is a reason, so that no rank leaves the others."""
+    """Why a choice cannot serve on this rank, or None."""
     try:
         missing = (kernel.missing(device) for _, kernel, _ in _entries(choice, kernels))
         if reason := next(filter(None, missing), None):
@@ -182,10 +175,9 @@ def check(
     *,
     fp32_precision: Fp32Precision = "ieee",
 ) -> str | None:
-    """Compare products with torch's in fp32 (fp64 for fp64), for shapes of matrices; the reason to drop them, or None.
+    """Why products are wrong for some shape, or None.
 
-    ``|got - expected| <= u |expected| + v max|expected|`` for every entry, with ``u`` and ``v`` of the table above. No
-    generator of the process is used. Of a stack two matrices are tried.
+    ``|got - expected| <= u |expected| + v max|expected|`` for every entry, with ``u`` and ``v`` of the table above.
     """
     device = torch.device(device)
     tf32 = dtype == torch.float32 and fp32_precision == "tf32"
@@ -213,7 +205,6 @@ def check(
 def _trials(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> list[tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]]:
-    """What :func:`check` multiplies: names, functions of products, ``out`` and matrices, and the matrices."""
     x = torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device)
     x = x.mT if x.size(-2) > x.size(-1) else x  # as the iterations take it: the short side first, without a copy
     x = x / math.sqrt(x.size(-1))  # rows of norm 1: squares of 65504 columns would overflow fp16

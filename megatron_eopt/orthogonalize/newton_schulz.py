@@ -1,4 +1,4 @@
-"""Newton-Schulz iteration for matrices and stacks of them: what the user sets, and what is decided from it once."""
+"""Newton-Schulz iteration: settings, and what is decided from them."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,20 +25,19 @@ from megatron_eopt.orthogonalize.products import Products, default_products
 
 Form = Literal["auto", "standard", "gram"]
 
-MAX_BYTES = 2**30
-"""How much memory the work on a chunk of a stack may take, unless a single matrix needs more."""
+MAX_BYTES = 2**30  # most memory for the work on a chunk of a stack, unless a single matrix needs more
 
 
 class Health(NamedTuple):
-    """Figures of one matrix (0-D) or of each in a stack (1-D), on the device of the matrices.
+    """Figures of one matrix (0-D) or a stack (1-D).
 
     Attributes:
-        norm: Frobenius norm of the input; not a number where it has entries that are not finite.
-        effective_rank: ``trace(R)^2 / ||R||_F^2`` of the input's Gram matrix ``R``: between 1 and the short side, which
-            an orthogonal input has.
-        residual: ``||R - I||_F / sqrt(short side)`` of the last Gram matrix that was computed, that before the last
-            step: 0 for an orthogonal one. The result is closer, but telling how close would take another product.
-        finite: False where the input had entries that are not finite; the result is zero there.
+        norm: Frobenius norm of the input; NaN where an entry is not finite.
+        effective_rank: ``trace(R)^2 / ||R||_F^2`` of the input's Gram matrix ``R``: from 1 to the short side, which an
+            orthogonal input has.
+        residual: ``||R - I||_F / sqrt(short side)`` of the Gram matrix before the last step, 0 for an orthogonal one.
+            The result is closer; telling how close would take another product.
+        finite: False where an input entry is not finite; the result is zero there.
     """
 
     norm: Tensor
@@ -48,32 +47,32 @@ class Health(NamedTuple):
 
 
 def trace_and_squares(R: Tensor) -> tuple[Tensor, Tensor]:
-    """Trace and squared Frobenius norm, in fp64, of Gram matrices (... x n x n)."""
+    """Traces and squared Frobenius norms of Gram matrices, in fp64."""
     trace = R.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float64)
     return trace, torch.linalg.vector_norm(R.float(), dim=(-2, -1)).double().square()
 
 
 def residual(trace: Tensor, squares: Tensor, short: int) -> Tensor:
-    """``||R - I||_F / sqrt(short)`` of matrices ``R`` of ``short`` rows, from their traces and squared norms."""
+    """``||R - I||_F / sqrt(short)``, from traces and squared norms."""
     return ((squares - 2 * trace + short).clamp(min=0) / short).sqrt()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """The iteration for matrices of one shape and dtype on one device: all is decided, calling it only computes."""
+    """The decided iteration for one shape, dtype and device."""
 
     schedule: tuple[Coefficients, ...]  # one (a, b, c) per step
     restarts: Restarts | None  # of the Gram form; None for the standard form
     dtype: torch.dtype  # of the products
     products: Products
-    precision: MatmulPrecision | None  # of products of fp32 tensors; None in bf16 and fp64: torch's settings can stay
+    precision: MatmulPrecision | None  # of fp32 products; None in bf16 and fp64
     transposed: bool  # whether the matrices have more rows than columns
-    chunk: int  # so many matrices of a stack are worked on at once
-    one_by_one: bool  # whether matrices are computed faster each by itself than stacked
-    propagate_nan: bool  # whether a matrix with entries that are not finite gives no numbers, or zero
+    chunk: int  # matrices of a stack that are worked on at once
+    one_by_one: bool  # whether single matrices are faster than a stack
+    propagate_nan: bool  # whether a matrix that is not finite gives NaN, or zero
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The orthogonal factor of a matrix (rows x cols), or of each of a stack (n x rows x cols), a new tensor."""
+        """The orthogonal factors of a matrix or a stack."""
         if x.ndim == 3 and x.size(0) > self.chunk:
             return torch.cat([self.run(part) for part in x.split(self.chunk)])
         return self.run(x)
@@ -81,9 +80,9 @@ class Iteration:
     def run(
         self, x: Tensor, watch: Watch | None = None, norms: list[Tensor] | None = None, own: bool = False
     ) -> Tensor:
-        """The same as calling it, for a stack of at most ``chunk`` matrices, whose memory is taken with ``own``.
+        """Orthogonalize at most ``chunk`` matrices, in their memory if ``own``.
 
-        ``norms`` gets two factors of the norm of ``x``, or one: the root of the first Gram matrix's trace is the other.
+        ``norms`` gets two factors of the norm of ``x``, or one: the other is the root of the first Gram matrix's trace.
         """
         if x.numel() == 0:
             return torch.empty_like(x)
@@ -107,7 +106,7 @@ class Iteration:
         return (factor.mT if self.transposed else factor).to(x.dtype)
 
     def with_health(self, x: Tensor) -> tuple[Tensor, Health]:
-        """The orthogonal factors, and what the Gram matrices tell of each matrix."""
+        """The orthogonal factors, and figures of each matrix."""
         if x.ndim == 3 and x.size(0) > self.chunk:
             factors, healths = zip(*map(self.with_health, x.split(self.chunk)), strict=True)
             return torch.cat(factors), Health(*map(torch.cat, zip(*healths, strict=True)))
@@ -134,16 +133,15 @@ class Iteration:
         )
 
     def in_precision(self) -> AbstractContextManager[None]:
-        """In which products have this iteration's precision."""
+        """A context in which products have this iteration's precision."""
         return nullcontext() if self.precision is None else in_precision(self.dtype, self.precision)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewtonSchulz:
-    """What the user sets of the iteration, checked when it is made: arguments of :func:`newton_schulz`.
+    """Settings of the iteration: arguments of :func:`newton_schulz`.
 
-    Raises:
-        ValueError: for a set, a number of steps or a precision that does not exist.
+    Raises ``ValueError`` for a set, number of steps or precision that does not exist.
     """
 
     steps: int = 5
@@ -163,19 +161,19 @@ class NewtonSchulz:
 
     @property
     def name(self) -> str:
-        """The iteration in words, which are equal for equal steps and coefficients alone."""
+        """The iteration in words, equal for equal steps and coefficients."""
         known = self.coefficient_type if isinstance(self.coefficient_type, str) else str(self.schedule)
         return f"{self.steps} Newton-Schulz steps of {known}"
 
     @cached_property
     def restarts(self) -> Restarts | None:
-        """Restarts of the Gram form; None for a schedule that no table has, which the Gram form does not serve."""
+        """Restarts of the Gram form, if a table has them."""
         return forms.restarts_for(self.coefficient_type, self.steps)
 
     def sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which matrices of ``dtype``, and their factors, are exchanged: 16 bits where products have them.
+        """The dtype in which matrices and factors are exchanged.
 
-        They are rounded to it wherever they are orthogonalized, exchanged or not, so that this changes no bit.
+        They are rounded to it wherever they are orthogonalized, so exchanging changes no bit.
         """
         product = product_dtype(dtype, self.fp32_matmul_prec)
         return product if product.itemsize <= dtype.itemsize else dtype
@@ -183,15 +181,11 @@ class NewtonSchulz:
     def compile(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, form: Form = "auto"
     ) -> Iteration:
-        """Decide everything for matrices, or stacks of them, of one shape: the same wherever this is asked.
+        """Decide the iteration for matrices, or stacks, of one shape.
 
-        Of ``shape`` the last two sizes matter, rows and columns. The form ``auto`` is the cheaper one that is safe;
-        ``gram``, for matrices that several ranks hold, iterates in fp32 where ``auto`` would take the standard form for
-        its dtype. Entries that are not finite stay visible in the result: a matrix that got zero instead would stand
-        still in silence.
-
-        Raises:
-            ValueError: for the Gram form of a schedule that no table has.
+        The form ``auto`` is the cheaper safe one; ``gram``, for matrices that several ranks hold, iterates in fp32
+        where ``auto`` would take the standard form, and raises ``ValueError`` without restarts. Entries that are not
+        finite stay visible in the result: with zero instead, a matrix would silently stop training.
         """
         if form == "gram" and self.restarts is None:
             raise ValueError(
@@ -202,12 +196,12 @@ class NewtonSchulz:
         return _compiled(*settings, (shape[-2], shape[-1]), dtype, torch.device(device), True)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The orthogonal factor of a matrix, or of each in a stack; see :meth:`compile`."""
+        """The orthogonal factors of one or several matrices."""
         return self.compile(x.shape, x.dtype, x.device)(x)
 
 
 class _More(TypedDict, total=False):
-    """The keywords of :func:`newton_schulz` but ``health``, for type checkers."""
+    """Keywords of :func:`newton_schulz` but ``health``, for type checkers."""
 
     fp32_matmul_prec: MatmulPrecision
     form: Form
@@ -244,41 +238,40 @@ def newton_schulz(
     products: Products | None = None,
     health: bool = False,
 ) -> Tensor | tuple[Tensor, Health]:
-    """Orthogonal factor of a matrix, approximately: ``U p(S) V^T`` for ``x = U S V^T``, with ``p(S)`` near 1.
+    """Approximate orthogonal factor ``U p(S) V^T`` of ``x``.
 
-    With the short side of ``X = x / ||x||_F`` first, each step is ``X <- a X + (b A + c A^2) X``, ``A = X X^T``
-    (Jordan et al., 2024; https://kellerjordan.github.io/posts/muon/). The Gram form computes the same on the short
-    side (:func:`~megatron_eopt.orthogonalize.forms.iterate_gram`). The norm of the input does not matter, however
-    small: there is no epsilon that would stop layers whose gradients were clipped hard. A zero matrix gives zero, and
-    so does one with entries that are not finite; the others of a stack are not affected.
+    With ``x = U S V^T``, ``p(S)`` is near 1. Each step is ``X <- a X + (b A + c A^2) X``, ``A = X X^T``, from
+    ``X = x / ||x||_F`` with the short side first (Jordan et al., 2024; https://kellerjordan.github.io/posts/muon/). The
+    Gram form computes the same on the short side (:func:`~megatron_eopt.orthogonalize.forms.iterate_gram`). The norm of
+    the input does not matter: there is no epsilon, which would stop layers whose gradients were clipped hard. A matrix
+    that is zero, or has entries that are not finite, gives zero, without effect on the others of a stack.
 
     Args:
-        x: matrix (rows x cols) or stack of matrices (n x rows x cols), of any floating dtype; may be empty.
-        steps: number of steps; see :func:`~megatron_eopt.orthogonalize.coefficients.get_coefficients` for what a set
-            can serve.
+        x: (rows x cols) or (n x rows x cols), of any floating dtype; may be empty.
+        steps: number of steps; :func:`~megatron_eopt.orthogonalize.coefficients.get_coefficients` tells what a set
+            serves.
         coefficient_type: name of a coefficient set, or a list of ``(a, b, c)``.
         fp32_matmul_prec: precision of the products: ``medium`` (or ``low``) bf16 with fp32 accumulation, in the Gram
-            form fp16, on a GPU only; ``high`` TF32 where the device has it, ``highest`` fp32. An fp64 input stays in
-            fp64.
-        form: ``standard``, ``gram``, or ``auto``: the cheaper of the two. The Gram form serves schedules whose restarts
-            are in a table, and others with ``restarts``.
+            form (on a GPU only) fp16; ``high`` TF32 where the device has it; ``highest`` fp32. fp64 stays fp64.
+        form: ``standard``, ``gram``, or ``auto``: the cheaper of the two. The Gram form needs restarts, from a table or
+            from ``restarts``.
         preset: ``fast`` takes the set cubic5 in place of ``steps`` and ``coefficient_type``; ``accurate`` restarts the
             Gram form once more than ``default``.
         restarts: steps, counted from 1, after which the Gram form computes its Gram matrix anew, in place of those of
             the table and the preset; ascending, below the number of steps.
-        max_bytes: a stack is worked on in chunks whose work takes at most so much memory, or one matrix at a time.
-        propagate_nan: return no numbers instead of zero for a matrix with entries that are not finite.
+        max_bytes: most memory for the chunk of a stack that is worked on at once; one matrix may take more.
+        propagate_nan: return NaN instead of zero for a matrix with entries that are not finite.
         products: computes the symmetric products; hashable. By default torch, in blocks for a large fp32 matrix on a
             CPU.
-        health: also return figures that the Gram matrices tell.
+        health: also return figures from the Gram matrices.
 
     Returns:
         A new tensor of the shape and dtype of ``x``; with ``health`` also the figures. Nothing waits for the device.
 
     Raises:
         TypeError: if ``x`` is not floating point.
-        ValueError: if ``x`` is neither 2-D nor 3-D, for a schedule, precision, form or preset that does not exist, and
-            for a Gram form that is not safe for the schedule or the precision.
+        ValueError: if ``x`` is neither 2-D nor 3-D, for an unknown schedule, precision, form or preset, and for a Gram
+            form that is not safe for the schedule or the precision.
     """
     if not x.is_floating_point():
         raise TypeError(f"only floating-point matrices can be orthogonalized, got {x.dtype}")
@@ -320,10 +313,7 @@ def _compiled(
     device: torch.device,
     propagate_nan: bool,
 ) -> Iteration:
-    """Decide the form, its dtype, what computes its products, and how much of a stack is worked on at once.
-
-    ``restarts`` are None where the Gram form is not safe, ``products`` where those that suit the device are wanted.
-    """
+    """``restarts`` are None where the Gram form is unsafe."""
     rows, cols = sorted(shape)
     used = product_dtype(dtype, precision)
     of_gram = gram_dtype(used, device)

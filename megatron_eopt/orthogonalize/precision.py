@@ -1,4 +1,4 @@
-"""In which precision products run and are added up, for this package's products alone."""
+"""Precision of products, for this package's products alone."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,17 +12,14 @@ MatmulPrecision = Literal["low", "medium", "high", "highest"]
 
 
 def validate_matmul_precision(precision: str) -> None:
-    """Raise ``ValueError``, naming the known ones, unless a precision has this name."""
+    """Raise ``ValueError`` for an unknown precision, naming the known ones."""
     check_choice("fp32_matmul_prec", precision, get_args(MatmulPrecision))
 
 
 def product_dtype(dtype: torch.dtype, precision: MatmulPrecision) -> torch.dtype:
-    """The dtype in which products of a matrix of ``dtype`` are computed.
+    """The dtype in which products of a matrix are computed.
 
-    - ``medium`` (and ``low``, which torch itself reads as medium): bf16 with fp32 accumulation.
-    - ``high`` (TF32 where the device has it) and ``highest`` (fp32): fp32 tensors.
-
-    A matrix that comes in fp64 stays in fp64.
+    ``low`` and ``medium`` are bf16 with fp32 accumulation; ``high`` (TF32) and ``highest`` keep fp32. fp64 stays fp64.
     """
     if dtype == torch.float64:
         return dtype
@@ -30,17 +27,15 @@ def product_dtype(dtype: torch.dtype, precision: MatmulPrecision) -> torch.dtype
 
 
 def gram_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
-    """The dtype of the Gram form where products are asked for in ``dtype``; None where it must not or should not run.
-
-    Never bf16, whose rounding it amplifies: where that is asked for, fp16, which GPUs multiply as fast. CPUs do not.
-    """
+    """The dtype of the Gram form, if it should run."""
     if dtype in (torch.float32, torch.float64):
         return dtype
+    # the form amplifies the rounding of bf16; GPUs multiply fp16 as fast, CPUs do not
     return torch.float16 if device.type == "cuda" else None
 
 
 def in_precision(dtype: torch.dtype, precision: MatmulPrecision) -> AbstractContextManager[None]:
-    """In which products in ``dtype`` are exact enough, those in fp32 at ``precision``; bf16 and fp64 need nothing."""
+    """Context for products in ``dtype``; fp32 ones run at ``precision``."""
     if dtype == torch.float32:
         return fp32_products(precision)
     return fp16_products() if dtype == torch.float16 else nullcontext()
@@ -48,9 +43,8 @@ def in_precision(dtype: torch.dtype, precision: MatmulPrecision) -> AbstractCont
 
 @contextmanager
 def fp16_products() -> Iterator[None]:
-    """Add fp16 products inside the block up in fp32. By default torch lets a GPU add the parts of a sum in fp16, which
-    ends at 65504, and in the Gram form they reach 2.7e8 before they are multiplied by 7.6e-9.
-    """
+    """Accumulate fp16 products in fp32 inside the block."""
+    # By default a GPU may add them in fp16, up to 65504; in the Gram form they reach 2.7e8 before a factor of 7.6e-9.
     cuda, names = torch.backends.cuda.matmul, ("allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation")
     allowed = [name for name in names if getattr(cuda, name, False)]
     for name in allowed:
@@ -64,15 +58,13 @@ def fp16_products() -> Iterator[None]:
 
 @contextmanager
 def fp32_products(precision: MatmulPrecision, as_torch: bool = False) -> Iterator[None]:
-    """Run the fp32 products inside the block at ``precision``: TF32 for all but ``highest``, where devices have it.
+    """Run fp32 products inside the block at ``precision``.
 
-    With ``as_torch``, for users' own functions, ``medium`` and ``low`` are torch's ``medium``, which may be bf16.
-
-    torch knows fp32 against TF32 only as process-wide settings. When the block is left, also by an exception, they are
-    as before. Inside, whoever asks (compiled code does) can read the newer ones, of each backend, and the older one.
+    That is TF32 for all but ``highest``, where devices have it; ``as_torch``, for users' functions, leaves ``medium``
+    and ``low`` to torch, perhaps as bf16. torch has these settings for the process only: they are restored on leaving.
+    Inside, compiled code can read the newer ones (of each backend) and the older one.
     """
-    # torch has no bf16 products of fp32 tensors on a GPU, so for those ("low" and "medium") callers cast, and whatever
-    # product of fp32 tensors is left (statistics, say) runs in TF32.
+    # Where bf16 is asked for, callers cast: a GPU has no bf16 products of fp32 tensors. What is left runs in TF32.
     wanted = {"low": "medium"}.get(precision, precision)
     wanted = "high" if wanted == "medium" and not as_torch else wanted
     newer: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]

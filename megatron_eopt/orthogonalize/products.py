@@ -1,8 +1,4 @@
-"""Products whose result is known to be symmetric: half of it need not be computed.
-
-Two of them are all that Newton-Schulz and its Gram form need beside plain ones: the Gram matrix ``X X^T``, and
-``beta C + alpha A B`` for symmetric matrices that commute (polynomials of one matrix do).
-"""
+"""Symmetric products, of which half need not be computed."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -14,30 +10,28 @@ Fp32Precision = Literal["tf32", "ieee"]
 
 
 class Products(Protocol):
-    """A way to compute symmetric products of one matrix or a stack of them; hashable, as a frozen dataclass is.
+    """Computes symmetric products of matrices or stacks; hashable.
 
-    ``out`` is written to and returned; it must be none of the inputs. Without it the result is a new tensor: on a CPU
-    fresh memory costs a good part of a product of this size, so loops bring their own.
+    ``out``, none of the inputs, is written to and returned: on a CPU fresh memory costs a good part of a product.
     """
 
     def __hash__(self) -> int: ...
 
     def share(self, rows: int) -> float:
-        """The part of a (rows x rows) product that is computed, between 1/2 and 1."""
+        """The computed part of a (rows x rows) product."""
 
     def gram(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """``X X^T``, (rows x rows) or (n x rows x rows), for ``X`` (rows x cols) or (n x rows x cols)."""
+        """``X X^T`` of (rows x cols) matrices."""
 
     def addmm(self, c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor | None = None) -> Tensor:
-        """``beta C + alpha A B`` for symmetric ``A``, ``B`` that commute and symmetric ``C``, all (rows x rows)."""
+        """``beta C + alpha A B`` of symmetric matrices."""
 
 
 @dataclass(frozen=True)
 class Dense:
-    """Plain products by torch: everything is computed.
+    """Plain products by torch.
 
-    Results that tensor cores rounded are made symmetric: without that the Gram form in fp16 has up to three times the
-    error.
+    Results rounded by tensor cores are made symmetric: otherwise the Gram form in fp16 has up to three times the error.
     """
 
     def share(self, rows: int) -> float:
@@ -57,17 +51,15 @@ class Dense:
 
 
 def _mirrored(x: Tensor) -> Tensor:
-    """The symmetric matrix that agrees with ``x`` on and below the diagonal, in its memory."""
     below = x.tril(-1)
     return x.tril_().add_(below.mT)
 
 
 @dataclass(frozen=True)
 class Blocked:
-    """Products by torch in strips of rows, each from the diagonal on; what lies below is copied from above.
+    """Products in strips of rows from the diagonal on, mirrored.
 
-    With ``n`` strips ``(n + 1) / 2n`` of the products are left, five eighths with four. More would save little, and
-    thinner strips are computed more slowly. The matrices of a stack are computed one after another.
+    ``n`` strips compute ``(n + 1) / 2n``, five eighths with four; thinner ones save little and are slower.
     """
 
     strips: int = 4
@@ -101,7 +93,7 @@ class Blocked:
         return out
 
     def _fill(self, out: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float) -> Tensor:
-        """``out <- beta out + alpha A B``, which is symmetric."""
+        """``out <- beta out + alpha A B``, symmetric."""
         if out.ndim == 3:
             for matrices in zip(out, a, b, strict=True):
                 self._fill(*matrices, beta=beta, alpha=alpha)
@@ -118,17 +110,13 @@ class Blocked:
 
 
 def default_products(device: torch.device, dtype: torch.dtype) -> Products:
-    """What computes products in ``dtype`` where nothing else is asked for."""
+    """What computes products where nothing else is asked for."""
     return Blocked() if device.type == "cpu" and dtype == torch.float32 else Dense()
 
 
 def square_work(x: Tensor, count: int) -> list[Tensor]:
-    """Memory for products of the rows of ``x``: (rows x rows) or (n x rows x rows), not initialized.
-
-    The rows of a matrix lie a little further apart than they are long. Where they are a power of two apart, a column
-    falls into few sets of a CPU's cache, and a mirrored copy takes twice as long.
-    """
+    """Uninitialized (rows x rows) or (n x rows x rows)."""
     rows = x.size(-2)
-    cache_line = 64  # bytes
+    cache_line = 64  # bytes; with rows at a power of two columns share few sets of a CPU's cache
     apart = rows + (cache_line // x.element_size() if x.device.type == "cpu" and x.ndim == 2 else 0)
     return [x.new_empty(*x.shape[:-1], apart)[..., :rows] for _ in range(count)]

@@ -1,4 +1,4 @@
-"""How large an update is made of an orthogonal factor."""
+"""How large the update made of an orthogonal factor is."""
 
 from math import sqrt
 from typing import Literal, get_args
@@ -13,17 +13,16 @@ PRESETS: dict[str, tuple[ScaleMode, float]] = {
     "keller": ("shape_scaling", 1.0),
     "unit_rms": ("unit_rms_norm", 1.0),
 }
-"""Name -> scale mode and further factor: Megatron's default; RMS 0.2, as AdamW's [1]; [3]; and for muP [2]. The numbers
-are those of :func:`muon_scale_factor`."""
+"""Name -> scale mode and further factor; RMS 0.2 is AdamW's. See :func:`muon_scale_factor`."""
 
 
 def validate_scale_mode(mode: str) -> None:
-    """Raise ``ValueError``, naming the known ones, unless a scale mode has this name."""
+    """Raise ``ValueError`` for an unknown mode, naming the known ones."""
     check_choice("scale mode", mode, get_args(ScaleMode))
 
 
 def muon_scale_factor(rows: int, cols: int, mode: str = "spectral") -> float:
-    """Factor that turns an orthogonal factor into a Muon update of the wanted size.
+    """Factor from an orthogonal factor to a Muon update.
 
     The RMS of the entries of ``s * O``, ``O`` (rows x cols) orthogonal, is ``s / sqrt(max(rows, cols))``:
 
@@ -56,9 +55,9 @@ def muon_scale_factor(rows: int, cols: int, mode: str = "spectral") -> float:
 
 
 def predicted_update_rms(rows: int, cols: int, mode: str = "spectral", extra_scale_factor: float = 1.0) -> float:
-    """RMS of the entries of a Muon update of full rank, before the learning rate; 0 for an update without entries.
+    """RMS of a full-rank Muon update, before the learning rate.
 
-    AdamW's is near 0.2 (arXiv 2502.16982, section 2.2).
+    AdamW's is near 0.2 (arXiv 2502.16982, section 2.2). It is 0 for an update without entries.
     """
     scale = extra_scale_factor * muon_scale_factor(rows, cols, mode)
     return 0.0 if 0 in (rows, cols) else scale / sqrt(max(rows, cols))

@@ -1,4 +1,4 @@
-"""Which kernel of symmetric products is the fastest for which size: timed once, at start, where the matrices are."""
+"""The fastest kernel for each size, timed at start."""
 
 import json
 import time
@@ -16,8 +16,7 @@ from megatron_eopt.orthogonalize.precision import in_precision
 from megatron_eopt.orthogonalize.products import Fp32Precision
 
 _TILES = ("64x64x8x4x3", "128x32x8x4x4", "128x64x8x4x3", "128x64x8x8x3")
-CANDIDATES = ("torch", "triton", *(f"triton/{tiles}" for tiles in _TILES))
-"""The kernels that are timed; those with tiles for products in 16 bits alone. The first needs no check."""
+CANDIDATES = ("torch", "triton", *(f"triton/{tiles}" for tiles in _TILES))  # tiles in 16 bits only
 
 SAVED_DTYPES = ("bf16", "fp16", "tf32")  # of saved times; the last are of fp32 products as precision high has them
 _SIZES = 20  # each begins at a power of two
@@ -33,11 +32,9 @@ def is_timed(device: torch.device) -> bool:
 def times(
     stacks: Shapes, dtypes: Sequence[torch.dtype], device: torch.device, fp32_precision: Fp32Precision = "ieee"
 ) -> Tensor:
-    """Seconds that each candidate takes, (sizes x candidates), fp64, on the CPU.
+    """Seconds of each candidate: (sizes x candidates), fp64, on CPU.
 
-    Those of all dtypes and stacks (n x rows x cols) whose short side is of one size are added. Zero is where nothing is
-    timed, as in fp64, and infinity where a candidate cannot serve, of which is warned. The maximum over ranks, entry by
-    entry, is what :func:`fastest` chooses by for all of them: the slowest one counts.
+    Those of one short side are added; 0 if not timed (fp64), infinity, with a warning, if a candidate cannot serve.
     """
     found, told = torch.zeros(_SIZES, len(CANDIDATES), dtype=torch.float64), set()
     stacks = [] if torch.float64 in dtypes else stacks
@@ -54,7 +51,7 @@ def times(
 
 
 def fastest(times: Tensor) -> str | None:
-    """The choice of what takes the least time for each size; None where nothing was timed."""
+    """The fastest choice for each size that was timed."""
     chosen: list[str] = []
     last = ""
     for size, of_size in enumerate(times.tolist()):
@@ -66,16 +63,16 @@ def fastest(times: Tensor) -> str | None:
 
 
 def shares(times: Tensor) -> tuple[tuple[int, float], ...]:
-    """Which part of the time of ``torch`` the fastest takes, 1/2 or more, and from which short side on, ascending."""
+    """Least short side and the fastest's share of ``torch``'s time."""
     timed = [(2**i, min(filter(None, each)) / each[0]) for i, each in enumerate(times.tolist()) if each[0]]
     # the first serves smaller ones, too
     return tuple((rows if i else 0, max(0.5, part)) for i, (rows, part) in enumerate(timed))
 
 
 def saved_times(path: str | Path, dtypes: Sequence[str]) -> tuple[Tensor, str]:
-    """From a file that ``make gpu`` wrote: times as :func:`times` has them, and in words where they were measured.
+    """Summed :func:`times` from a ``make gpu`` file, and source.
 
-    Those of ``dtypes`` are added, which are some of :data:`SAVED_DTYPES`. A file of another form is a ValueError.
+    ``dtypes`` are some of :data:`SAVED_DTYPES`. A file of another form is a ``ValueError``.
     """
 
     def check(holds: bool, expected: str, got: object) -> None:
@@ -106,7 +103,6 @@ def saved_times(path: str | Path, dtypes: Sequence[str]) -> tuple[Tensor, str]:
 
 
 def _time(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, precision: Fp32Precision) -> float:
-    """Seconds of ``X X^T`` and ``beta C + alpha A B``, of which iterations consist."""
     short, long = sorted(shape[-2:])
     stack = [min(n, max(1, MOST_ENTRIES // (short * long))) for n in shape[:-2]]
     numbers = torch.Generator(device).manual_seed(0)
@@ -121,7 +117,7 @@ def _time(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.dev
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Of one run: the median of some rounds, after one that does not count."""
+    """Median seconds of one run, after a round of warm-up."""
     taken = []
     for _ in range(_ROUNDS + 1):
         start = time.perf_counter()

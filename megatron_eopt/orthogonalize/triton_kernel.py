@@ -1,7 +1,6 @@
-"""Symmetric products by a Triton kernel that computes half of the tiles and stores each of them twice, mirrored.
+"""A Triton kernel that computes half of a symmetric product.
 
-The only file that imports triton: import it where a kernel is wanted and no sooner. On a CPU the kernel runs in
-Triton's interpreter, for tests, if TRITON_INTERPRET=1 is set before triton is first imported.
+Only this file imports triton. On a CPU it is interpreted, for tests, if TRITON_INTERPRET=1 is set before that.
 """
 
 from dataclasses import dataclass
@@ -18,22 +17,22 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the result is cut, and with what a tile is computed; width and depth are powers of two, at least 16."""
+    """How the result is cut into tiles."""
 
-    width: int  # rows and columns of a tile of the result
-    depth: int  # columns of A and B taken at once
-    band: int = 8  # rows of tiles walked down column by column: programs that run together share panels in the L2 cache
+    width: int  # rows and columns of a tile of the result; a power of two, at least 16
+    depth: int  # columns of A and B taken at once; the same
+    band: int = 8  # rows of tiles walked down column by column: programs at work together share the L2 cache
     warps: int = 4  # per program
     stages: int = 3  # steps of depth that are loaded ahead
 
 
 def tiles_for(rows: int, dtype: torch.dtype, input_precision: Fp32Precision = "ieee") -> Tiles:
-    """The tiles for a result of (rows x rows): a fixed table, reasoned for Hopper and not measured on a GPU.
+    """Tiles of a (rows x rows) result.
 
-    It does not look at the size of the stack, so that a matrix gives the same bits alone and in a stack.
+    Reasoned for Hopper, not measured. They ignore the stack, so that a matrix gives the same bits alone and in a stack.
 
-    - Half precision: of 128 x 128 two programs fit on a multiprocessor (96 KiB in three stages); below 2048 rows there
-      would be fewer such tiles than an H100 has multiprocessors.
+    - Half precision: two programs of 128 x 128 fit on a multiprocessor (96 KiB in three stages); below 2048 rows an
+      H100 would have more multiprocessors than there are such tiles.
     - TF32: the same in bytes; the large tile takes twice the warps, or it spills registers.
     - fp32: runs on the ordinary cores, where 64 x 64 fits into the registers.
     """
@@ -54,16 +53,14 @@ def symmetric_product(
     input_precision: Fp32Precision = "ieee",
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """``alpha A B^T + beta C``, where the caller knows that the result is symmetric.
+    """``alpha A B^T + beta C``, known to be symmetric.
 
-    It is for ``A = B``, and for symmetric ``A`` and ``B`` that commute, with a symmetric ``C``. Entries on and below
-    the diagonal are computed, in fp32, and those above are their copies: the result is symmetric to the last bit. Of
-    ``t`` x ``t`` tiles ``t (t + 1) / 2`` are computed. One compiled kernel serves all values of ``alpha`` and ``beta``.
+    So for ``A = B``, and for symmetric ``A`` and ``B`` that commute, with a symmetric ``C``. Entries on and below the
+    diagonal are computed, in fp32, and copied above it: ``t (t + 1) / 2`` of ``t`` x ``t`` tiles.
 
-    ``a`` and ``b`` are (rows x cols) or (n x rows x cols), both in fp16, bf16 or fp32. ``c``, which is not read where
-    ``beta`` is 0, and ``out`` are (rows x rows) or (n x rows x rows), of any floating dtype: in fp32 ``out`` keeps what
-    was accumulated. All may have any strides. ``out`` is written to and returned, and none of the inputs. What does not
-    fit is a ``TypeError`` for dtypes, and a ``ValueError`` for shapes, devices and ``out``.
+    ``a`` and ``b`` are (rows x cols) or (n x rows x cols), both in fp16, bf16 or fp32. ``c``, not read where ``beta``
+    is 0, and ``out``, none of the inputs, are (rows x rows) or (n x rows x rows), of any floating dtype. All may have
+    any strides. Raises ``TypeError`` for dtypes, ``ValueError`` for shapes, devices and ``out``.
     """
     if a.dtype not in _DTYPES or a.dtype != b.dtype:
         raise TypeError(f"expected factors of one dtype, fp16, bf16 or fp32, got {a.dtype} and {b.dtype}")
@@ -110,7 +107,7 @@ def symmetric_product(
 
 @dataclass(frozen=True)
 class Triton:
-    """Products by :func:`symmetric_product`: half of them is computed, and results are symmetric to the last bit."""
+    """Products by :func:`symmetric_product`, symmetric to the last bit."""
 
     input_precision: Fp32Precision = "ieee"  # of fp32 factors; torch's own setting does not reach the kernel
     tiles: Tiles | None = None  # those of the fixed table where there are none
@@ -132,7 +129,7 @@ class Triton:
 
 @triton.jit
 def _row_and_column(index):  # type: ignore[no-untyped-def]
-    """Row and column of the ``index``-th entry of a lower triangle that is counted row by row."""
+    """Row and column of an entry of a lower triangle."""
     row = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     # the root is rounded: it may be one row off
     row = tl.where((row + 1) * (row + 2) // 2 <= index, row + 1, row)
@@ -142,10 +139,9 @@ def _row_and_column(index):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _tile(index, side, BAND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Row and column, counted in tiles, of the ``index``-th program of a matrix of ``side`` x ``side`` tiles.
+    """Row and column, in tiles, of the ``index``-th program.
 
-    The lower triangle is cut into bands of ``BAND`` rows. A band is a rectangle, walked down column by column, and a
-    small triangle at the diagonal, row by row.
+    Bands of ``BAND`` rows are a rectangle, walked by columns, and a triangle at the diagonal, walked by rows.
     """
     row, _ = _row_and_column(index)
     first = row // BAND * BAND
@@ -189,7 +185,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     BAND: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One tile on or below the diagonal of ``alpha A B^T + beta C``, stored there and mirrored."""
+    """A mirrored tile of ``alpha A B^T + beta C``."""
     program = tl.program_id(0)
     # where a matrix, a tile and a step begin is counted in 64 bits, what lies inside a tile in 32
     matrix = (program // per_matrix).to(tl.int64)
@@ -244,6 +240,6 @@ def _kernel(  # type: ignore[no-untyped-def]
         tl.store(mirrored, result, mask=bounds)
 
 
-# Whether TRITON_INTERPRET was set when triton was imported. Its interpreter multiplies bf16 as if the bits were
-# integers (3.9), so there the kernel widens them first, which changes nothing in products that accumulate in fp32.
+# Whether TRITON_INTERPRET was set when triton was imported. Its interpreter (3.9) multiplies the bits of bf16 as
+# integers, so the kernel widens them first, which is exact.
 INTERPRETED = not isinstance(_kernel, triton.JITFunction)

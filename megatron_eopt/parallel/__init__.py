@@ -1,1 +1,1 @@
-"""Matrices that lie on several ranks: where they lie, the plan of a step, what is exchanged, and how it is computed."""
+"""Matrices on several ranks: layouts, plans, exchanges and schemes."""

@@ -1,4 +1,4 @@
-"""How ranks agree: on the names of their groups, on a plan, and on how fast they are."""
+"""How ranks agree on groups, plans and rates."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -22,7 +22,7 @@ _SENT_BYTES = 2**22
 
 
 def groups_by_label(shared_by: Iterable[tuple[str, Groups]]) -> dict[str, ProcessGroup]:
-    """The groups that share parameters, given by name, in the order of their labels: the same on every rank."""
+    """The groups that share parameters, by label, sorted."""
     groups: dict[str, ProcessGroup] = {}
     for name, own in shared_by:
         for label, group in own.items():
@@ -37,9 +37,9 @@ def groups_by_label(shared_by: Iterable[tuple[str, Groups]]) -> dict[str, Proces
 def check_same(
     plan: Plan, groups: Groups, device: torch.device, settings: Mapping[str, Mapping[str, Any]] | None = None
 ) -> None:
-    """Refuse a plan, or settings, that differ between the ranks of a group; the first difference is named.
+    """Refuse a plan, or settings, that differ between ranks.
 
-    ``settings`` are those of the parameters that a group shares, by its label and their names.
+    ``settings`` are by label and parameter. ``ValueError`` names the first difference.
     """
     for label, group in groups.items():
         of_group = {} if settings is None else settings[label]
@@ -60,7 +60,6 @@ def check_same(
 
 
 def _first_setting(of_one: Mapping[str, Any], of_other: Mapping[str, Any]) -> str | None:
-    """The first parameter, and the setting of it, in which two ranks differ."""
     for i, (one, another) in enumerate(zip_longest(of_one, of_other)):
         if one != another:
             return f"parameter {i} is {one!r} in the one and {another!r} in the other"
@@ -72,17 +71,14 @@ def _first_setting(of_one: Mapping[str, Any], of_other: Mapping[str, Any]) -> st
 
 
 def lowest_of_all(x: Tensor, groups: Groups) -> Tensor:
-    """Element-wise minimum over the ranks of every group, one group after another."""
+    """Element-wise minimum over the ranks of every group."""
     for group in groups.values():
         x = lowest(x, group)
     return x
 
 
 def measured_rates(groups: Groups, device: torch.device, dtype: torch.dtype) -> Rates:
-    """How fast the slowest rank multiplies, sends and starts a collective: the same figures on every rank.
-
-    Without groups, over which matrices are exchanged, bytes and latency stay those of the default.
-    """
+    """The slowest rank's rates; the default's for exchanges without groups."""
     rows = 4096 if device.type == "cuda" else 1024
     x = torch.randn(rows, rows, device=device).to(dtype)
     flag, sent = torch.zeros(1, device=device), torch.zeros(_SENT_BYTES // 4, device=device)

@@ -1,4 +1,4 @@
-"""What is planned of parameters, and how a plan is compiled: into chunks of buckets, and what programs work on."""
+"""Parameters, and how their plan is compiled into chunks."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +41,7 @@ class ParamSpec:
         return self.groups if layout is None or layout.group is None else {layout.label: layout.group}
 
     def matrices(self) -> list[tuple[Matrix, Layout]]:
-        """Its logical matrices as they are planned, each with its layout; none without a layout."""
+        """Its logical matrices with their layouts; none without a layout."""
         if self.layout is None:
             return []
         iteration, itemsize = "", self.dtype.itemsize
@@ -54,7 +54,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class BucketSlice:
-    """The matrices that a bucket and the parameters of a program have in common."""
+    """The matrices that a bucket and a program share."""
 
     bucket: int  # among those of the chunk
     rows: list[int]  # of its stack, ascending
@@ -66,7 +66,7 @@ class BucketSlice:
 
 @dataclass(frozen=True)
 class ParamSlice:
-    """As many parameters of a chunk as one program works on."""
+    """The parameters of a chunk that one program works on."""
 
     parameters: tuple[int, ...]
     buckets: list[BucketSlice]
@@ -74,7 +74,7 @@ class ParamSlice:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Buckets that are worked on together, all decided; ``bytes`` are what they take."""
+    """Compiled buckets that are worked on together."""
 
     jobs: list[Job]
     slices: list[ParamSlice]
@@ -94,7 +94,7 @@ class Compiler:
     workspace: Workspace
 
     def work(self, name: str, matrices: Sequence[Matrix]) -> Work:
-        """What costs are predicted with: the same on every rank, so not with the kernel that will be chosen."""
+        """What costs are predicted with, equal on all ranks."""
         iteration, share = self.iterations[name], 0.5
         own = [i for i, matrix in enumerate(matrices) if matrix.iteration == name]
         if self.device.type == "cpu":
@@ -104,12 +104,12 @@ class Compiler:
         return Work(schedule=iteration.schedule, restarts=iteration.restarts, share=share, itemsize=itemsize)
 
     def product_dtypes(self) -> list[torch.dtype]:
-        """The dtypes in which the products of the standard form are computed."""
+        """Dtypes of the products of the standard form."""
         precision = next(iter(self.iterations.values())).fp32_matmul_prec
         return [product_dtype(dtype, precision) for dtype in sorted(set(self.dtypes), key=str)]
 
     def stacks(self, plan: Plan) -> tuple[list[tuple[int, ...]], list[torch.dtype], torch.device, Fp32Precision]:
-        """What a kernel is chosen for: matrices and stacks (n x rows x cols), dtypes, device and precision of fp32."""
+        """Shapes, dtypes, device and fp32 precision of a kernel's products."""
         stacks = set()
         for bucket in plan.buckets if self.iterations else ():
             matrix, (_, layout) = plan.matrices[bucket.matrices[0]], self.of_matrix[bucket.matrices[0]]
@@ -122,7 +122,7 @@ class Compiler:
         return sorted(each for each in stacks if 0 not in each), list(dtypes), self.device, "tf32" if high else "ieee"
 
     def chunks(self, plan: Plan, parameters: Sequence[int], products: Callable[[int], Products | None]) -> list[Chunk]:
-        """The chunks of a plan, with some of its parameters alone; ``products`` are those for a number of rows."""
+        """A plan's chunks with these parameters; ``products`` go by rows."""
         kept = set(parameters)
         numbers = [m for m, (i, _) in enumerate(self.of_matrix) if i in kept]
         part, of_chunks = subset(plan, numbers), dict[int, list[Bucket]]()
@@ -150,7 +150,7 @@ class Compiler:
         return found
 
     def _slices(self, plan: Plan, stacked: Sequence[Sequence[int]]) -> list[ParamSlice]:
-        """The parameters of a chunk, as many at a time as hooks may work on, from the matrices of its buckets."""
+        """A chunk's parameters, as many at once as hooks take."""
         slices, some, held = [], dict[int, list[int]](), dict[str, Counter[int]]()  # entries of ranks, by their group
         for m in sorted(chain(*stacked)):
             i, matrix = self.of_matrix[m][0], plan.matrices[m]
@@ -163,7 +163,6 @@ class Compiler:
         return [*slices, self._slice(some, stacked)]
 
     def _slice(self, matrices: Mapping[int, Sequence[int]], stacked: Sequence[Sequence[int]]) -> ParamSlice:
-        """Parameters with their ``matrices``, which are among those of buckets as they are ``stacked``."""
         at, buckets = {m: at for at, m in enumerate(chain(*matrices.values()))}, []
         for bucket, of_bucket in enumerate(stacked):
             if rows := [row for row, m in enumerate(of_bucket) if m in at]:
@@ -182,7 +181,7 @@ class Compiler:
 
 
 def subset(plan: Plan, kept: Sequence[int]) -> Plan:
-    """The plan with some of its matrices alone, ascending; each keeps its scheme and its compute rank."""
+    """The plan of some matrices, with schemes and compute ranks."""
     new = {old: i for i, old in enumerate(kept)}
     buckets = []
     for bucket in plan.buckets:
@@ -194,9 +193,9 @@ def subset(plan: Plan, kept: Sequence[int]) -> Plan:
 
 
 def in_order(plan: Plan, bucket: Bucket) -> tuple[list[int], list[LayoutRuns]]:
-    """The order of a bucket's matrices in its stack, and those of each compute rank where it is sent to these as it is.
+    """A bucket's order in its stack, and each compute rank's.
 
-    In such a stack they are ordered by compute ranks, and those of one rank that lie alike follow one another.
+    Stacks that are sent have compute ranks in order, and equal layouts of one rank one behind another.
     """
     indices = range(len(bucket.matrices))
     if bucket.scheme not in ("owner", "share"):

@@ -1,8 +1,7 @@
-"""The collectives, each counted, and groups over several axes: tests and benchmarks read :data:`counters`.
+"""The collectives, each counted, and groups over several axes.
 
-Every function but :func:`lowest` and :func:`total` starts a collective and returns at once; :meth:`Pending.wait` gives
-its result, and raises what the backend raises: where a rank of the group is gone, the others end within the timeout of
-the group. bf16 and fp16 are summed in fp32, and come back in their own dtype.
+All but :func:`lowest` and :func:`total` return at once; :meth:`Pending.wait` gives the result, and raises what the
+backend raises: if a rank is gone, after the group's timeout. bf16 and fp16 are summed in fp32.
 """
 
 from collections import Counter
@@ -19,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 @dataclass
 class Counters:
-    """Collectives of this process since the last :meth:`reset`, by name: how many, and the bytes this rank sent."""
+    """Calls of collectives and bytes this rank sent, by name."""
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
@@ -39,11 +38,10 @@ counters = Counters()
 
 
 def sent_bytes(collective: str, size: int, ranks: int, rank: int = 0, root: int = 0) -> int:
-    """Bytes that a rank sends in a collective over so many ranks: what plans predict, and what is counted.
+    """Bytes that a rank sends in a collective.
 
-    They are those of the ring algorithms (Thakur, Rabenseifner and Gropp, 2005): an all-reduce is a reduce-scatter and
-    an all-gather, and a reduce to a root and a broadcast from it are chains along that ring. ``size`` are the bytes
-    that every rank gives, or the root of a broadcast.
+    By ring algorithms (Thakur, Rabenseifner and Gropp, 2005); a reduce and a broadcast are chains. ``size`` is what
+    each rank, or the root of a broadcast, gives.
     """
     return {
         "all_gather": (ranks - 1) * size,
@@ -55,16 +53,13 @@ def sent_bytes(collective: str, size: int, ranks: int, rank: int = 0, root: int 
 
 
 class Pending[Result]:
-    """A collective that was started; it holds what is sent until the result is taken."""
+    """A started collective; it keeps what is sent until :meth:`wait`."""
 
     def __init__(self, work: dist.Work | None, finish: Callable[[], Result], *sent: Tensor) -> None:
         self._started: tuple[dist.Work | None, Callable[[], Result], tuple[Tensor, ...]] | None = (work, finish, sent)
 
     def wait(self) -> Result:
-        """The result, of which nothing is held any longer; on a GPU the current stream waits, not the host.
-
-        To be called once.
-        """
+        """The result, once; a GPU's stream waits, not the host."""
         assert self._started is not None, "it was waited for before"
         work, finish, _ = self._started
         if work is not None:
@@ -74,11 +69,7 @@ class Pending[Result]:
 
 
 def packed(parts: Sequence[Sequence[Tensor]]) -> tuple[Tensor, list[int]]:
-    """What :func:`exchange` sends, as one 1-D tensor, and how many entries of it go to each rank.
-
-    ``parts`` are for each rank the tensors that go to it, one behind the other; of one dtype and any strides, at least
-    one of them somewhere, which may be empty.
-    """
+    """What :func:`exchange` sends, 1-D, and entries for each rank."""
     tensors = [tensor for to in parts for tensor in to]
     sizes = [sum(tensor.numel() for tensor in to) for to in parts]
     sent = tensors[0].new_empty(sum(sizes))
@@ -90,10 +81,7 @@ def packed(parts: Sequence[Sequence[Tensor]]) -> tuple[Tensor, list[int]]:
 def exchange(
     sent: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], group: ProcessGroup
 ) -> Pending[Tensor]:
-    """What comes from each rank, one rank's behind the other's, as many entries as ``receive_sizes`` say, 1-D.
-
-    ``sent`` is 1-D, and has as many entries for each rank as ``send_sizes`` say.
-    """
+    """All-to-all of 1-D tensors; sizes are entries for each rank."""
     received = sent.new_empty(sum(receive_sizes))
     counters.count("all_to_all", (sent.numel() - send_sizes[group.rank()]) * sent.element_size())
     work = dist.all_to_all_single(received, sent, list(receive_sizes), list(send_sizes), group=group, async_op=True)
@@ -101,7 +89,7 @@ def exchange(
 
 
 def all_gather(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
-    """``x`` of all ranks, which has the same shape on each: (ranks x *shape of x)."""
+    """``x`` of all ranks: (ranks x *shape of x)."""
     x = x.contiguous()
     counters.count("all_gather", sent_bytes("all_gather", x.nbytes, group.size()))
     gathered = x.new_empty(group.size() * x.numel())
@@ -110,7 +98,7 @@ def all_gather(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
-    """Sum over the ranks. ``x`` may be written to: it is what is sent, if it is contiguous and needs no wider dtype."""
+    """Sum over the ranks; ``x`` may be written to."""
     wide = _wide(x)
     counters.count("all_reduce", sent_bytes("all_reduce", wide.nbytes, group.size()))
     work = dist.all_reduce(wide, group=group, async_op=True)
@@ -118,7 +106,7 @@ def all_reduce(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
-    """The sum over the ranks of this rank's part of ``x``: (ranks * n x ...) becomes (n x ...)."""
+    """This rank's n of the (ranks * n) summed rows."""
     if x.size(0) % group.size():
         raise ValueError(f"{x.size(0)} parts cannot be scattered evenly over {group.size()} ranks")
     wide = _wide(x)
@@ -129,7 +117,7 @@ def reduce_scatter(x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
 
 
 def reduce(x: Tensor, dst: int, group: ProcessGroup) -> Pending[Tensor | None]:
-    """The sum over the ranks, on rank ``dst`` of the group; None on the others. ``x`` may be written to on any."""
+    """Sum on rank ``dst``, else None; ``x`` may be overwritten."""
     wide = _wide(x)
     counters.count("reduce", sent_bytes("reduce", wide.nbytes, group.size(), group.rank(), dst))
     work = dist.reduce(wide, group=group, group_dst=dst, async_op=True)
@@ -137,7 +125,7 @@ def reduce(x: Tensor, dst: int, group: ProcessGroup) -> Pending[Tensor | None]:
 
 
 def broadcast(x: Tensor, src: int, group: ProcessGroup) -> Pending[Tensor]:
-    """``x`` of rank ``src`` of the group, where those of the others have its shape and dtype, and may be written to."""
+    """``x`` of rank ``src``; that of others is overwritten."""
     sent = x.contiguous()
     counters.count("broadcast", sent_bytes("broadcast", sent.nbytes, group.size(), group.rank(), src))
     work = dist.broadcast(sent, group=group, group_src=src, async_op=True)
@@ -145,20 +133,17 @@ def broadcast(x: Tensor, src: int, group: ProcessGroup) -> Pending[Tensor]:
 
 
 def lowest(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Element-wise minimum of ``x`` over the ranks of a group, in a new tensor where ``x`` is; it is there on return.
-
-    Not among the exchanges that a plan predicts; counted as ``agree``, with the bytes of ``x``.
-    """
+    """Element-wise minimum, finished on return; counted as ``agree``."""
     return _agreed(x, dist.ReduceOp.MIN, group)
 
 
 def total(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of ``x``, as :func:`lowest` has the minimum."""
+    """The sum over the ranks, otherwise as :func:`lowest`."""
     return _agreed(x, dist.ReduceOp.SUM, group)
 
 
 def _agreed(x: Tensor, op: Any, group: ProcessGroup) -> Tensor:
-    # a group over NCCL knows no tensors on the CPU, by whatever name it was made: torch calls one without "undefined"
+    # NCCL takes no tensors on the CPU; the group's name may be "undefined", so its devices are asked
     known = [device.type for device in group._device_types]
     sent = x.to(known[0] if known and x.device.type not in known else x.device, copy=True)
     counters.count("agree", sent.nbytes)
@@ -167,22 +152,20 @@ def _agreed(x: Tensor, op: Any, group: ProcessGroup) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """``x``, contiguous, in a dtype in which sums over ranks keep what the entries have."""
+    """``x``, contiguous, in the dtype in which it is summed."""
     return x.float().contiguous() if x.dtype in (torch.bfloat16, torch.float16) else x.contiguous()
 
 
-Partition = tuple[tuple[int, ...], ...]
-"""Global ranks of each of several groups."""
+Partition = tuple[tuple[int, ...], ...]  # global ranks of each of several groups
 
+# over several axes, by world, since all their ranks make one together
 _groups: WeakKeyDictionary[ProcessGroup, dict[Partition, ProcessGroup]] = WeakKeyDictionary()
-"""Groups over several dimensions or axes, made once for each world: it takes all their ranks to make one."""
 
 
 def joint_group(partition: Partition, own: tuple[int, ...]) -> ProcessGroup:
-    """The group of this rank's part of a partition: all ranks, or one made at the first call of all ranks of the mesh.
+    """The group of ranks ``own``, one part of a partition.
 
-    The partition is of the ranks that call together, or this rank's part alone. A ValueError says where only some ranks
-    of the world have the mesh, and its groups are made by splitting communicators.
+    All ranks of the partition make it at the first call; ``ValueError`` where other ranks would have to join.
     """
     world = dist.group.WORLD
     assert world is not None, "a DTensor has a process group"

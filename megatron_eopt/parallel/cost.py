@@ -1,7 +1,7 @@
-"""What a bucket costs under a scheme: operations, bytes, collectives, and the time they are predicted to take.
+"""What a bucket costs: operations, bytes, collectives and predicted time.
 
-Bytes and collectives are exact: what the exchange counts is what is predicted here. Times are modelled, operations over
-a rate plus bytes over a rate plus a latency for each collective, nothing overlapped: they order the schemes.
+Bytes and collectives are exactly those that the exchange counts. Times are modelled to order the schemes: operations
+and bytes over rates plus a latency for each collective, nothing overlapped.
 """
 
 import math
@@ -21,7 +21,7 @@ from megatron_eopt.parallel.workspace import IN_FLIGHT, OF_ENTRY, Workspace, chu
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """How fast a rank works, in positive finite numbers. Fixed by default, so that every rank makes the same plan."""
+    """How fast a rank works; fixed, so that plans agree."""
 
     flops: float = 500e12  # operations per second
     bytes: float = 300e9  # per second that a rank sends
@@ -35,7 +35,7 @@ class Rates:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> "Rates":
-        """The rates of a checkpoint; a ValueError where one is missing, unknown or no rate."""
+        """A checkpoint's rates; ``ValueError`` for other keys or values."""
         known = {field.name for field in fields(cls)}
         if set(state) != known:
             raise ValueError(f"rates have the keys {', '.join(sorted(known))}, got {', '.join(sorted(state))}")
@@ -44,28 +44,20 @@ class Rates:
 
 DEFAULT_RATES = Rates()
 
-HOST_BYTES = 50e9
-"""Bytes per second between a GPU and pinned host memory, each way at the same time: about what PCIe 5.0 x16 carries."""
+HOST_BYTES = 50e9  # bytes per second between a GPU and pinned host memory, both ways at once: about PCIe 5.0 x16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The iteration, as far as its cost depends on it.
+    """What the cost of an iteration depends on."""
 
-    Attributes:
-        schedule: one ``(a, b, c)`` per step.
-        restarts: those of the Gram form; None where it must not run.
-        share: the part of a symmetric product that is computed: 1/2 with kernels for it, 1 without. Where it differs by
-            size, pairs of rows and the part from there on: ``((0, 1.0), (2048, 0.6))``.
-        gram_itemsize: bytes of an entry of a Gram matrix on the wire: 4 for fp32, 2 for fp16.
-        itemsize: bytes of an entry of the products.
-    """
-
-    schedule: tuple[Coefficients, ...]
-    restarts: tuple[int, ...] | None
+    schedule: tuple[Coefficients, ...]  # one ``(a, b, c)`` per step
+    restarts: tuple[int, ...] | None  # of the Gram form; None where it must not run
+    # The computed part of a symmetric product, 1/2 to 1; where it differs, by rows from there on:
+    # ``((0, 1.0), (2048, 0.6))``.
     share: float | tuple[tuple[int, float], ...] = 0.5
-    gram_itemsize: int = 4
-    itemsize: int = 4
+    gram_itemsize: int = 4  # bytes of a Gram matrix's entry where it is exchanged: 4 for fp32, 2 for fp16
+    itemsize: int = 4  # bytes of an entry of the products
 
     def __post_init__(self) -> None:
         if not self.schedule:
@@ -80,16 +72,15 @@ class Work:
 
     @property
     def shares(self) -> tuple[tuple[int, float], ...]:
-        """From how many rows on which part of a symmetric product is computed."""
+        """Pairs of rows and the computed part from there on."""
         return self.share if isinstance(self.share, tuple) else ((0, self.share),)
 
     def share_of(self, rows: int) -> float:
-        """The part of a (rows x rows) product that is computed."""
+        """The computed part of a (rows x rows) product."""
         return [part for least, part in self.shares if least <= rows][-1]
 
 
-Works = Work | Mapping[str, Work]
-"""The iteration of all matrices, or the iterations by the name that each matrix has."""
+Works = Work | Mapping[str, Work]  # the iteration of all matrices, or iterations by name
 
 
 def work_of(matrix: Matrix, work: Works) -> Work:
@@ -98,16 +89,16 @@ def work_of(matrix: Matrix, work: Works) -> Work:
 
 
 class Cost(NamedTuple):
-    """Operations, bytes sent, number of collectives and predicted time of a rank; of several the largest of each."""
+    """Cost of a rank, or the largest figures of several."""
 
     flops: float = 0.0
-    bytes: int = 0
+    bytes: int = 0  # sent
     collectives: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # predicted
 
 
 def whole_flops(shape: Shape, work: Work) -> float:
-    """Operations of one whole matrix, in the form that costs fewer of those that may run."""
+    """Operations of one whole matrix in its cheapest form."""
     rows, cols = sorted(shape)
     share = work.share_of(rows)
     standard = standard_flops(rows, cols, work.schedule, share)
@@ -117,18 +108,18 @@ def whole_flops(shape: Shape, work: Work) -> float:
 
 
 def largest_iteration(matrices: Iterable[Matrix], work: Works) -> int:
-    """The bytes that an iteration takes of the matrix that takes most."""
+    """Bytes of the largest iteration of a matrix."""
     kinds = {(matrix.shape, work_of(matrix, work)) for matrix in matrices}
     return max((iteration_bytes(min(s), max(s), each.restarts, each.itemsize) for s, each in kinds), default=0)
 
 
 def cube_flops(shape: Shape, work: Work) -> float:
-    """Operations of the Gram form between its first and last product: those on (n x n) matrices, n the short side."""
+    """Operations of the Gram form on its Gram matrices."""
     return gram_flops(min(shape), 0, work.schedule, work.restarts or (), work.share_of(min(shape)))
 
 
 def bucket_flops(plan: Plan, bucket: Bucket, rank: int, work: Works) -> float:
-    """Floating-point operations of one rank of the bucket's group."""
+    """Operations of one rank of the bucket's group."""
     matrix, count = plan.matrices[bucket.matrices[0]], len(bucket.matrices)
     work, owned = work_of(matrix, work), bucket.compute_ranks.count(rank)
     shape, rectangle = matrix.shape, matrix.rectangles[rank]
@@ -148,9 +139,9 @@ def bucket_flops(plan: Plan, bucket: Bucket, rank: int, work: Works) -> float:
 
 
 def bucket_traffic(plan: Plan, bucket: Bucket, rank: int, work: Works) -> dict[str, tuple[int, int]]:
-    """Collective -> how often every rank of the bucket's group calls it, and bytes that this one sends in all calls.
+    """Collective -> number of calls, and bytes this rank sends.
 
-    - ``owner``: each rank of the compute rank's copy sends it its shard of a matrix, and all others get shards back.
+    - ``owner``: each rank of the compute rank's copy sends its shard of a matrix there; all others get shards back.
     - ``duplicated``: all shards are padded to the largest one.
     - ``distributed``: the squared norms, then in each step the Gram matrices of the dimension that is not cut.
     - ``gram_split``: the matrices of full rounds in one buffer, each of the rest by itself.
@@ -188,7 +179,7 @@ def bucket_traffic(plan: Plan, bucket: Bucket, rank: int, work: Works) -> dict[s
 
 
 def _sent_by_owner(plan: Plan, bucket: Bucket) -> list[int]:
-    """The bytes that each rank sends under ``owner``: shards to compute ranks, which send those of others back."""
+    """Bytes that each rank sends under ``owner``, both ways."""
     matrix, owned = plan.matrices[bucket.matrices[0]], Counter(bucket.compute_ranks)
     ranks = matrix.ranks // matrix.copies  # of a copy, whose shards go to the compute ranks among them
     near, size = Counter(rank // ranks for rank in bucket.compute_ranks), matrix.shape[0] * matrix.shape[1]
@@ -220,10 +211,7 @@ def bucket_cost(plan: Plan, bucket: Bucket, work: Works, rates: Rates = DEFAULT_
 
 
 def plan_cost(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> Cost:
-    """What a plan costs: the busiest rank of each group over all of its buckets, summed over the groups.
-
-    Less than the sum of its buckets where different ranks are busy with them.
-    """
+    """Cost of each group's busiest rank, summed over the groups."""
     groups: dict[tuple[str, int], list[list[Cost]]] = {}
     for bucket in plan.buckets:
         matrix = plan.matrices[bucket.matrices[0]]
@@ -232,20 +220,20 @@ def plan_cost(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES) -> Cost:
 
 
 def chunk_seconds(plan: Plan, work: Works, rates: Rates) -> list[float]:
-    """The predicted time of each chunk of a plan on its busiest rank."""
+    """Predicted seconds of each chunk on its busiest rank."""
     last = max((bucket.chunk for bucket in plan.buckets), default=0)
     of_each = [tuple(bucket for bucket in plan.buckets if bucket.chunk == chunk) for chunk in range(last + 1)]
     return [plan_cost(replace(plan, buckets=buckets), work, rates).seconds for buckets in of_each]
 
 
 def step_bytes(plan: Plan, work: Works, workspace: Workspace) -> int:
-    """The temporaries of a step on its busiest rank, at most."""
+    """Most temporaries of a step on its busiest rank."""
     of_chunks, of_iterations, of_hooks = step_parts(plan, work, workspace)
     return of_chunks + max(of_iterations, of_hooks)  # one of these at a time
 
 
 def step_parts(plan: Plan, work: Works, workspace: Workspace) -> tuple[int, int, int]:
-    """Temporaries of a step, at most: of the chunks at work, of iterations, and of hooks."""
+    """Most temporaries of a step: of chunks, iterations and hooks."""
     largest = largest_iteration(plan.matrices, work)
     chunks, most, room = chunk_bytes(plan, workspace), 0, workspace.for_chunks(largest)
     if workspace.state and chunks:  # one chunk is at work, beside the state of two
@@ -267,7 +255,7 @@ def step_parts(plan: Plan, work: Works, workspace: Workspace) -> tuple[int, int,
 
 
 def _sum(costs: Iterable[Cost]) -> Cost:
-    """Figure by figure; sum() would round otherwise than plans were made before."""
+    """Figure by figure; sum() would round otherwise than older plans."""
     return reduce(lambda a, b: Cost(*map(add, a, b)), costs, Cost())
 
 
@@ -276,7 +264,7 @@ def _busiest(costs: Iterable[Cost]) -> Cost:
 
 
 def _rank_costs(plan: Plan, bucket: Bucket, work: Works, rates: Rates) -> list[Cost]:
-    """What a bucket costs each rank; computed once for ranks with as much to do, of which there may be hundreds."""
+    """A bucket's cost for each rank, computed once for equals."""
     owned, matrix = Counter(bucket.compute_ranks), plan.matrices[bucket.matrices[0]]
     sent = _sent_by_owner(plan, bucket) if bucket.scheme == "owner" else [0] * matrix.ranks
     known: dict[tuple[Shape, int, int, int], Cost] = {}
@@ -293,7 +281,7 @@ def _rank_costs(plan: Plan, bucket: Bucket, work: Works, rates: Rates) -> list[C
 
 
 def _kept_dim(matrix: Matrix) -> int:
-    """The dimension that is not cut, of a matrix with shards along one; that of the Gram matrices that ranks sum."""
+    """The dimension of summed Gram matrices, which is not cut."""
     cut = cut_dimension(matrix.shape, matrix.rectangles)
     if cut is None:
         raise ValueError(f"{matrix.name!r} is not cut along one dimension, which its scheme needs")

@@ -1,7 +1,6 @@
-"""Which data-parallel rank gets which whole parameter: by the time that its matrices are predicted to take there.
+"""Which data-parallel rank gets which parameter, by predicted time.
 
-The tensor-parallel ranks beside each data-parallel rank orthogonalize what it was dealt, by a plan of their own. So the
-deal asks that plan. Pure Python, from shapes, shards and settings alone: the same on every rank.
+A hand is costed by the plan that its tensor-parallel ranks would make. Pure Python: the same on every rank.
 """
 
 from collections.abc import Sequence
@@ -12,28 +11,19 @@ from megatron_eopt.parallel.cost import DEFAULT_RATES, Rates, Works, plan_cost
 from megatron_eopt.parallel.plan import make_plan
 from megatron_eopt.parallel.records import Matrix, TpMode
 
-OF_ENTRY = 1e-11
-"""Seconds that momentum, weight decay and update take of an entry: 30 bytes, read or written at 3 TB/s."""
+OF_ENTRY = 1e-11  # seconds that momentum, weight decay and update take of an entry: 30 bytes at 3 TB/s
 
-MOST_ENTRIES = 4 / 3
-"""Times the entries of the fullest rank by size: what a rank gets at most by time, since they are memory, too."""
+MOST_ENTRIES = 4 / 3  # a rank gets at most so many times the entries of the fullest rank by size, since they are memory
 
-Hand = tuple[int, ...]
-"""What a rank has: how many items of each kind."""
+Hand = tuple[int, ...]  # what a rank has: how many items of each kind
 
 
 @dataclass(frozen=True)
 class Item:
-    """A parameter, as far as its deal depends on it.
+    """What the deal of a parameter depends on."""
 
-    Attributes:
-        matrices: its logical ones, on the ranks that share it beside each data-parallel rank; none where its entries
-            step each for itself.
-        entries: that each of these ranks holds.
-    """
-
-    matrices: tuple[Matrix, ...]
-    entries: int
+    matrices: tuple[Matrix, ...]  # on the ranks beside each data-parallel rank; none if it steps element-wise
+    entries: int  # that each of these ranks holds
 
     @cached_property
     def kind(self) -> "Item":
@@ -43,7 +33,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Deal:
-    """Which rank gets each item, and what that is predicted to cost."""
+    """Which rank gets each item, and its predicted cost."""
 
     ranks: tuple[int, ...]  # of each item
     seconds: tuple[float, ...]  # that a step of each rank's hand takes
@@ -58,7 +48,7 @@ class Deal:
 
 
 class Times:
-    """Predicted seconds of a step of a hand, on the busiest of the ranks that share it."""
+    """Predicted seconds of a hand's step on its busiest rank."""
 
     def __init__(self, kinds: Sequence[Item], work: Works, mode: TpMode, rates: Rates) -> None:
         self._kinds, self._settings = kinds, (mode, work, rates)
@@ -69,14 +59,14 @@ class Times:
         self._rounds = list(map(self._planned, alone))
 
     def of(self, hand: Hand) -> float:
-        """Rounds of each kind take as long each; only what is left is planned together."""
+        """Seconds of full rounds, and of a planned rest."""
         entries = sum(count * kind.entries for count, kind in zip(hand, self._kinds, strict=True))
         rounds = [divmod(count, ranks) for count, ranks in zip(hand, self._ranks, strict=True)]
         full = sum(count * seconds for (count, _), seconds in zip(rounds, self._rounds, strict=True))
         return OF_ENTRY * entries + full + self._planned(tuple(rest for _, rest in rounds))
 
     def alone(self, kind: int) -> float:
-        """Of one item where there are many."""
+        """Seconds of one item where there are many."""
         return OF_ENTRY * self._kinds[kind].entries + self._rounds[kind] / self._ranks[kind]
 
     def _planned(self, hand: Hand) -> float:
@@ -102,21 +92,14 @@ def deal(
     rates: Rates = DEFAULT_RATES,
     buckets: Sequence[tuple[Sequence[int], float]] | None = None,
 ) -> Deal:
-    """Deal items to ranks by predicted time: the longest first, each to the rank that then needs the least time.
+    """Deal items to ranks by predicted time, the longest first.
 
-    The deal by size stays where the busiest rank would need no less time. On ranks without tensor parallelism times add
-    up, and the busiest needs at most 4/3 of the least possible (Graham, Bounds on Multiprocessing Timing Anomalies,
-    1969), if memory sets no bound.
+    The rank that then needs the least time gets it. The deal by size stays unless the busiest rank then needs less
+    time. Without tensor parallelism and bounds of memory the busiest needs at most 4/3 of the least possible (Graham,
+    Bounds on Multiprocessing Timing Anomalies, 1969).
 
-    Args:
-        items: in the same order on every rank.
-        by_size: the rank of each item in the deal that is replaced.
-        ranks: data-parallel ones.
-        work: the iterations.
-        mode: how hands will be orthogonalized.
-        rates: the same on every rank.
-        buckets: items of which a rank has room for so many entries, one bucket after the other; a bucket in which items
-            do not fit is dealt by size. By default one with :data:`MOST_ENTRIES`.
+    ``by_size`` is the deal that is replaced, ``mode`` how hands will be orthogonalized. ``buckets`` are item indices
+    with a rank's room for entries (by default all, :data:`MOST_ENTRIES`); one that does not fit is dealt by size.
     """
     kinds = {kind: number for number, kind in enumerate(dict.fromkeys(item.kind for item in items))}
     of_kind = [kinds[item.kind] for item in items]
@@ -142,7 +125,7 @@ def deal(
 
 
 def _dealt(items: Sequence[tuple[int, int]], hands: Sequence[Hand], room: float, times: Times) -> list[int] | None:
-    """The rank of each item, of a kind and with so many entries, beside the hands; None where they do not fit."""
+    """The rank of each (kind, entries), if they fit."""
     hands, filled, found = list(hands), [0] * len(hands), []
     for kind, entries in items:
         alike: dict[tuple[Hand, int], int] = {}  # the first of the ranks that have the same
@@ -162,7 +145,7 @@ def _with(hand: Hand, kind: int) -> Hand:
 
 
 def to_and_fro(entries: Sequence[int], ranks: int) -> list[int]:
-    """The rank of each parameter as Megatron's layer-wise optimizer deals them: the smallest first, to and fro."""
+    """Megatron's layer-wise deal: the smallest first, to and fro."""
     found = [0] * len(entries)
     for number, index in enumerate(sorted(range(len(entries)), key=lambda index: entries[index])):
         turn, rank = divmod(number, ranks)

@@ -1,9 +1,7 @@
-"""Where a DTensor lies: FSDP2, HSDP, tensor parallelism, and meshes of several dimensions.
+"""Layouts of DTensors: FSDP2, HSDP, tensor parallelism, meshes.
 
-The shards are computed here from the placements, with the definitions of torch's ``Shard`` and ``_StridedShard``: its
-own helper knows where a shard starts, but not whether it is one rectangle, and has changed between releases.
-Megatron-FSDP cuts flat buffers, so that its shards begin at any row, which no placement says: each tells its own chunk,
-as torch's checkpoints ask for it, and the ranks tell each other.
+Shards follow from the placements by the definitions of ``Shard`` and ``_StridedShard``: torch's helper does not say
+whether they are one rectangle, and changed between releases. Megatron-FSDP's begin at any row: each rank tells its own.
 """
 
 from collections.abc import Sequence
@@ -29,15 +27,12 @@ _known = WeakTensorKeyDictionary()  # DTensor that tells its chunk -> its layout
 
 
 def layout_of_dtensor(x: DTensor) -> Layout:
-    """The layout of a DTensor that is read as a matrix: its first dimension times the rest.
+    """The layout of a DTensor as (first dimension x rest).
 
-    The group holds the ranks of all mesh dimensions that cut; those that replicate are left out, so each replica of
-    HSDP is a layout of its own. Where several cut and are not all ranks, the group is made at the first call, and a
-    DTensor that :func:`tells_its_chunk` is compared with those of the other ranks: all ranks of the mesh then call
-    together, for the same parameters in the same order.
-
-    A ``ValueError`` is for a tensor that has a placement other than ``Replicate`` and shards, does not hold what its
-    placements say, or holds several rectangles of the matrix; or if the group cannot be made.
+    The group has the ranks of all mesh dimensions that cut: each replica of HSDP is a layout of its own. Where several
+    cut, or if it :func:`tells_its_chunk`, all ranks of the mesh call together, in the same order of parameters. Raises
+    ``ValueError`` for other placements than ``Replicate`` and shards, for a tensor that does not hold what they say or
+    holds several rectangles, and if the group cannot be made.
     """
     mesh, placements = x.device_mesh, x.placements
     found = f"a DTensor of shape {tuple(x.shape)} with placements {placements} on a mesh {tuple(mesh.shape)}"
@@ -69,12 +64,11 @@ def layout_of_dtensor(x: DTensor) -> Layout:
 
 
 def tells_its_chunk(x: DTensor) -> bool:
-    """Whether this rank's part of a DTensor says itself which chunk of the whole it is, as in Megatron-FSDP."""
+    """Whether a DTensor tells its chunk, as in Megatron-FSDP."""
     return hasattr(x._local_tensor, "__create_chunk_list__")
 
 
 def _of_chunks(x: DTensor, shape: tuple[int, int], dims: Sequence[int]) -> Layout:
-    """The layout of a DTensor by the chunks that the ranks tell each other, in one exchange."""
     group, _, label = _group(x.device_mesh, dims)
     (chunk,) = x.__create_chunk_list__()
     ranges = [range(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
@@ -93,10 +87,9 @@ def _of_chunks(x: DTensor, shape: tuple[int, int], dims: Sequence[int]) -> Layou
 
 
 def lies_alike(x: DTensor, layout: Layout) -> bool:
-    """Whether a matrix that is cut by the placements of ``x`` lies as a layout says; the same answer on all ranks.
+    """Whether ``x`` is cut like ``layout``, that of its matrix.
 
-    The layout is of one of the logical matrices of ``x``, which is cut along rows where the first dimension of ``x``
-    is, along columns where another one is. Where ``x`` :func:`tells_its_chunk`, so may what lies like a matrix.
+    Rows are cut where the first dimension of ``x`` is, columns where another one is; True if it tells its chunk.
     """
     cuts = _cuts(x)
     if tells_its_chunk(x):
@@ -123,7 +116,7 @@ def _cuts(x: DTensor) -> dict[int, Cut]:
 
 @lru_cache
 def _rectangles(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[Rectangle, ...] | None:
-    """What each rank holds, the last of ``cuts`` varying fastest; None where that is not one rectangle for all."""
+    """Each rank's rectangle, the last cut fastest; None for several."""
     result = []
     for coordinates in product(*(range(ranks) for _, ranks, _ in cuts)):
         ranges = [
@@ -138,11 +131,9 @@ def _rectangles(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[Rectangl
 
 
 def _held(length: int, cuts: Sequence[tuple[Cut, int]]) -> range | None:
-    """Indices that a rank holds of a dimension of this length; None where they are not consecutive.
+    """Indices of a dimension on a rank; None unless consecutive.
 
-    ``Shard`` cuts what the mesh dimensions before it left; ``_StridedShard`` cuts each of ``split_factor`` parts of it,
-    as the mesh dimensions behind it cut these parts first. The cuts of this dimension are in the order of the mesh,
-    each with the rank's coordinate.
+    A shard cuts what earlier mesh dimensions left, ``_StridedShard`` each of ``split_factor`` parts of it.
     """
     held: Sequence[int] = range(length)
     for (_, ranks, factor), rank in cuts:
@@ -153,13 +144,13 @@ def _held(length: int, cuts: Sequence[tuple[Cut, int]]) -> range | None:
 
 
 def _chunk(indices: Sequence[int], chunks: int, which: int) -> Sequence[int]:
-    """One of so many chunks, as :func:`torch.chunk` cuts: equal ones, then a smaller one, then empty ones."""
+    """One of so many chunks, as :func:`torch.chunk` cuts."""
     size = -(-len(indices) // chunks)
     return indices[which * size : (which + 1) * size]
 
 
 def _flattened(ranges: Sequence[range | None], shape: Sequence[int]) -> tuple[int, int] | None:
-    """Start and end of a box within its flattened tensor; None where it is not in one shard there."""
+    """A box's range in its flattened tensor; None for several."""
     start, size = 0, 1
     for held, length in zip(ranges, shape, strict=True):
         # behind a dimension with several entries, all others have to be whole
@@ -170,7 +161,7 @@ def _flattened(ranges: Sequence[range | None], shape: Sequence[int]) -> tuple[in
 
 
 def _group(mesh: DeviceMesh, dims: Sequence[int]) -> tuple[ProcessGroup, tuple[int, ...], str]:
-    """The group of the ranks that differ in ``dims`` only, these ranks in the order of the mesh, and a label."""
+    """Group, its ranks in the mesh's order, and label."""
     partition, own = _partition(mesh, dims)
     group = mesh.get_group(dims[0]) if len(dims) == 1 else joint_group(partition, own)
     names = mesh.mesh_dim_names or [f"mesh{dim}" for dim in range(mesh.ndim)]
@@ -178,7 +169,7 @@ def _group(mesh: DeviceMesh, dims: Sequence[int]) -> tuple[ProcessGroup, tuple[i
 
 
 def _partition(mesh: DeviceMesh, dims: Sequence[int]) -> tuple[Partition, tuple[int, ...]]:
-    """Ranks of the mesh that differ in ``dims`` only, the last of them varying fastest; and those with this rank."""
+    """Ranks that differ in ``dims`` only; those with this rank."""
     others = [dim for dim in range(mesh.ndim) if dim not in dims]
     ranks = mesh.mesh.permute(*others, *dims).reshape(-1, prod(mesh.size(dim) for dim in dims))
     partition = tuple(tuple(row) for row in ranks.tolist())

@@ -1,4 +1,4 @@
-"""All that an optimizer knows of ranks, and what ranks do together: made once by all of them, and frozen after."""
+"""All that an optimizer knows of ranks."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -30,43 +30,28 @@ from megatron_eopt.parallel.statistics import Statistics, StatisticsRequest, red
 from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, IN_FLIGHT, Workspace
 
-_MOST_PLANS = 1024  # that are kept: one for each set of parameters that had gradients in a step
+_MOST_PLANS = 1024  # kept, one for each set of parameters with gradients
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How equal matrices are spread over the ranks of a group.
+    """How equal matrices are spread over a group."""
 
-    Attributes:
-        matrix: one of them, with entries, cut or held in copies.
-        numbers: how many each rank works on, the first ones the first; empty where each rank works on all.
-    """
-
-    matrix: Matrix
-    numbers: Sequence[int]
+    matrix: Matrix  # one of them, with entries, cut or held in copies
+    numbers: Sequence[int]  # how many each rank works on, in order; empty where each rank works on all
 
 
 class Engine:
-    """Parameters, the groups of ranks that share them, and the plan by which they are orthogonalized.
+    """Parameters, their groups of ranks, and the plan.
 
-    The constructor makes the plan as every rank does by itself, unless rates are to be measured. All ranks
-    :meth:`prepare` it together, and then it is frozen: other parameters or settings want another engine.
-
-    Args:
-        parameters: in the same order on every rank.
-        device: of the updates.
-        tp_mode: what the user asked for.
-        rates: for the predictions of ``auto``; None measures them, for which all ranks come here together.
-        workspace: what a step may take beside parameters, gradients and state.
-
-    Raises:
-        ValueError: for two groups of ranks of the same name, for shards that are not those of a matrix, and where only
-            some of the parameters with a layout have an iteration.
+    If ``rates`` are None, all ranks measure them together. They :meth:`prepare` it together; then it is frozen. The
+    ``parameters`` are in the same order on every rank; ``device`` is that of the updates. Raises ``ValueError`` for two
+    groups of one name, shards that do not make up a matrix, and layouts with and without an iteration.
 
     Attributes:
         groups: of ranks, by label.
-        plan: see :mod:`~megatron_eopt.parallel.plan`; of those parameters that have an iteration.
-        works: what its costs were predicted with, by the names of the iterations.
+        plan: of the parameters that have an iteration.
+        works: the iterations that costs were predicted with, by name.
         rates: what the times were predicted with.
         watched: the step that is made, where somebody watches it.
     """
@@ -91,9 +76,9 @@ class Engine:
         self._parameters = list(parameters)
         iterated = {x.name: replace(x, max_bytes=workspace.iteration) for p in parameters if (x := p.iteration)}
         self._rows: dict[int, LocalRows] = {}
-        self._plain = set(range(len(parameters)))  # that are one matrix, or none, as they lie here
+        self._plain = set(range(len(parameters)))  # not split here
         self.matrices: list[tuple[Matrix, ...]] = [()] * len(parameters)
-        """Of each parameter its logical matrices, as they are orthogonalized: ``blockwise`` makes each shard one."""
+        """Of each parameter, as they are orthogonalized: ``blockwise`` makes each shard a matrix."""
         planned, of_matrix = list[Matrix](), list[tuple[int, Layout]]()
         for i, p in enumerate(parameters):
             if p.layout is None:
@@ -127,18 +112,12 @@ class Engine:
         self._room *= not workspace.state  # whose slots on the device are those of the chunk at work and of the next
 
     def prepare(self, kernel: str | None = None, kept: str | None = None) -> str | None:
-        """Agree with the other ranks on the plan and on the kernel of symmetric products; all ranks call it together.
+        """Agree with all ranks, together, on plan and kernel.
 
-        The result is the choice of a kernel; None where nothing is orthogonalized. On a GPU kernels are timed where one
-        choice reaches the whole run: in a single process, or in a group of all ranks. Elsewhere it is the first kernel
-        that serves, since by their own times replicas that exchange nothing could each choose another.
-
-        ``kernel`` is the one that the user asks for; ``kept``, that of the checkpoint or of the run, is taken where the
-        user asks for none.
-
-        Raises:
-            ValueError: if the plan, or the settings of a parameter, differ between ranks.
-            RuntimeError: if the kernel cannot serve on one of them.
+        Returns the choice of a kernel: ``kernel``, that of the user, else ``kept``, that of the checkpoint or the run;
+        None where nothing is orthogonalized. Kernels are timed on a GPU if one choice reaches the whole run (a single
+        process, or a group of all ranks): replicas that exchange nothing could each time another one as the fastest.
+        Raises ``ValueError`` if the plan or settings differ between ranks, ``RuntimeError`` if the kernel cannot serve.
         """
         settings = {x: {p.name: p.settings for p in self._parameters if x in p.shared_by} for x in self.groups}
         check_same(self.plan, self.groups, self.device, settings)
@@ -156,13 +135,13 @@ class Engine:
         return choice.kernel
 
     def explain(self) -> str:
-        """The plan as a table: scheme, operations, bytes, collectives and predicted time of each bucket."""
+        """The plan as a table of its buckets' costs."""
         table = explain(self.plan, self.works, self.rates, self.workspace)
         state, seconds = self.offloaded(), chunk_seconds(self.plan, self.works, self.rates)
         return f"{table}\n{explain_offloaded(state, seconds)}" if any(state) else table
 
     def offloaded(self) -> list[int]:
-        """Of each chunk of the plan the bytes that this rank keeps in host memory."""
+        """Bytes in this rank's host memory, for each chunk."""
         of_matrix = self._compiler.of_matrix
         chunk_of = {of_matrix[m][0]: bucket.chunk for bucket in self.plan.buckets for m in bucket.matrices}
         found = [0] * (1 + max(chunk_of.values(), default=0))
@@ -171,23 +150,23 @@ class Engine:
         return found
 
     def shares(self, index: int) -> bool:
-        """Whether other ranks wait for this one's part of a parameter."""
+        """Whether other ranks wait for this one's shard."""
         return bool(self._parameters[index].shared_by)
 
     def counts(self, index: int) -> bool:
-        """Whether this rank reports on its part of a parameter; an unshared one is reported once."""
+        """Whether this rank reports a parameter, which ranks do once."""
         return self._first or self.shares(index)
 
     def flat(self, indices: Sequence[int]) -> list[Matrix]:
-        """The logical matrices of parameters, one parameter's after the other's."""
+        """The logical matrices of parameters, in their order."""
         return [matrix for i in indices for matrix in self.matrices[i]]
 
     def order(self, indices: Sequence[int]) -> list[list[int]]:
-        """Which parameters are in each chunk, in the order in which :meth:`run` starts their programs."""
+        """The parameters of each chunk, as :meth:`run` starts them."""
         return [[i for each in chunk.slices for i in each.parameters] for chunk in self._chunks_of(indices)]
 
     def stacks(self) -> tuple[list[tuple[int, ...]], list[torch.dtype], torch.device, Fp32Precision]:
-        """What a kernel is chosen for: matrices and stacks (n x rows x cols), dtypes, device and precision of fp32."""
+        """Shapes, dtypes, device and fp32 precision of a kernel's products."""
         return self._compiler.stacks(self.plan)
 
     def _chunks_of(self, indices: Sequence[int]) -> list[Chunk]:
@@ -199,20 +178,13 @@ class Engine:
         return self._chunks[wanted]
 
     def agree(self, flags: Tensor) -> Tensor:
-        """Element-wise minimum of ``flags`` (k x parameters) over the ranks that share each parameter."""
+        """Minimum of (k x parameters) over the sharing ranks."""
         for group, shared in self._sharers:
             flags = torch.where(shared, lowest(flags, group), flags)
         return flags
 
     def split(self, indices: Sequence[int], tensors: list[Tensor]) -> list[Tensor]:
-        """This rank's shards of the logical matrices of parameters, in the order of :meth:`flat`.
-
-        ``tensors`` are this rank's parts of the parameters, or what has their shapes. The list is emptied, so that each
-        can be freed when it was worked on.
-        """
-        if self._plain.issuperset(indices):
-            shards, tensors[:] = list(tensors), []
-            return shards
+        """This rank's shards of logical matrices, as :meth:`flat`; empties ``tensors``."""
         shards = [
             shard
             for i, x in zip(indices, tensors, strict=True)
@@ -231,25 +203,22 @@ class Engine:
     def orthogonalize(
         self, indices: Sequence[int], shards: list[Tensor]
     ) -> Generator[list[Tensor], list[Tensor], list[Tensor]]:
-        """Wait, in a program that :meth:`run` runs, for this rank's shards of the orthogonal factors of matrices.
+        """Wait in a program for this rank's shards of factors.
 
-        ``indices`` are those of the parameters, ascending, and ``shards`` those of their logical matrices, in the order
-        of :meth:`flat`. They are not written to; the list is emptied. The result has new tensors of the same shapes, in
-        the dtypes of the updates.
+        ``indices`` are ascending, ``shards`` as :meth:`flat`; the list is emptied, they are not written to. The factors
+        are new tensors of the same shapes, in the dtypes of the updates.
         """
         return (yield shards)
 
     @torch.no_grad()
     def run(self, indices: Sequence[int], program: Callable[[Sequence[int]], Program]) -> None:
-        """Run programs for parameters, for as many at a time as the workspace has room for.
+        """Run programs for parameters, within the bounds of the workspace.
 
-        A chunk starts with its first bucket, if there is room beside those that are at work; one always is. In a round
-        the next bucket starts, if fewer than :data:`IN_FLIGHT` are at work, and then all of these go on, the youngest
-        first. The programs of a chunk go on, one after the other, when all of its buckets are done. So the order of
-        collectives is the same on every rank, if all name the same parameters of those that they share.
-
-        ``indices`` are ascending. ``program`` starts the program of some of these parameters, which orthogonalizes
-        once; it is called for each of them once.
+        A chunk starts with its first bucket, if there is room beside those at work; one always is. In a round the next
+        bucket starts, if fewer than :data:`IN_FLIGHT` are at work, then all of these go on, the youngest first. The
+        programs of a chunk go on in turn when all of its buckets are done. So the order of collectives is the same on
+        every rank, if all name the same shared parameters. ``indices`` are ascending. ``program`` starts the program of
+        some of these parameters, which orthogonalizes once; it is called for each of them once.
         """
         waiting, started = deque(self._chunks_of(indices)), list[StartedChunk]()
         at_work = list[tuple[StartedChunk, int, Generator[None, None, Factors]]]()  # the youngest bucket first
@@ -274,10 +243,7 @@ class Engine:
                 started.remove(chunk)
 
     def factors(self, indices: Sequence[int], shards: list[Tensor]) -> list[Tensor]:
-        """The orthogonal factors of matrices, outside of programs; arguments as of :meth:`orthogonalize`.
-
-        The result is the list ``shards``, in which each shard made room for its factor.
-        """
+        """The orthogonal factors of ``shards``, in that list, without programs."""
         numbers = iter(range(len(shards)))
         at = {i: list(islice(numbers, len(self.matrices[i]))) for i in indices}
         if len(shards) != (expected := len(self.flat(indices))):
@@ -293,7 +259,7 @@ class Engine:
         return shards
 
     def statistics(self, wanted: Sequence[StatisticsRequest]) -> list[Statistics]:
-        """Statistics of logical matrices, with at most one all-reduce for each group; the same on all its ranks."""
+        """Statistics of logical matrices, with one all-reduce for each group."""
         pending = []
         for label in sorted({one.matrix.group for one in wanted}):
             indices = [i for i, one in enumerate(wanted) if one.matrix.group == label]
@@ -302,10 +268,7 @@ class Engine:
         return [found[i] for i in range(len(wanted))]
 
     def sums(self, tensors: Sequence[Tensor], labels: Sequence[str]) -> list[Tensor]:
-        """The sums of tensors over the groups of these labels, one exchange for all tensors of a group and dtype.
-
-        A tensor with an empty label stays as it is.
-        """
+        """Sums of tensors over groups; without a label they stay."""
         found = list(tensors)
         kinds = sorted({(label, str(x.dtype)) for x, label in zip(tensors, labels, strict=True) if label})
         pending = []
@@ -321,20 +284,18 @@ class Engine:
     def gather_whole(
         self, stacks: Sequence[Sequence[Tensor]], spread: Sequence[Spread | None]
     ) -> Generator[None, None, list[list[Tensor]]]:
-        """Bring whole matrices together, by one collective, and return stacks of them; yields while it waits.
+        """Bring whole matrices together, by one collective.
 
-        Where nothing is exchanged it does not yield.
-
-        Args:
-            stacks: some for each of ``spread``, of this rank's shards (n x rows x cols) of ``n`` tensors.
-            spread: how these are; all of one group. Where None, stacks stay as they are.
+        Yields while it waits, if something is exchanged, and returns stacks of them. ``stacks`` has, for each of
+        ``spread``, some of this rank's shards (n x rows x cols) of ``n`` tensors; they stay where it is None.
+        ``spread`` is of one group.
         """
         return self._exchanged(stacks, spread, bring, gather)
 
     def scatter_back(
         self, stacks: Sequence[Sequence[Tensor]], spread: Sequence[Spread | None]
     ) -> Generator[None, None, list[list[Tensor]]]:
-        """Go the way back from :meth:`gather_whole`, to stacks of shards; where all have all, these are views."""
+        """The way back from :meth:`gather_whole`; views where nothing is exchanged."""
         return self._exchanged(stacks, spread, hand_out, _own_shards)
 
     def _exchanged(
@@ -359,5 +320,4 @@ class Engine:
 def _own_shards(
     stacks: Sequence[Tensor], matrices: Sequence[Matrix], group: ProcessGroup
 ) -> Callable[[], list[Tensor]]:
-    """This rank's shards of whole matrices."""
     return lambda: [cut_out(x, each.rectangles[group.rank()]) for x, each in zip(stacks, matrices, strict=True)]

@@ -24,11 +24,7 @@ _LINE = "{:<34}{:>10}{:>18}{:>15}{:>13}{:>13}{:>13}"
 
 
 def explain(plan: Plan, work: Works, rates: Rates = DEFAULT_RATES, workspace: Workspace = DEFAULT_WORKSPACE) -> str:
-    """A table of fixed width: what each bucket costs its busiest rank, and what all cost, beside other schemes.
-
-    The total is that of the busiest rank over all buckets, which is less than the sum of the lines where different
-    ranks are busy. The other schemes are costed with the same iteration, so with the same kernels and forms.
-    """
+    """A table of each bucket's cost, beside other schemes."""
     sharing = frozenset(plan.matrices[b.matrices[0]].group for b in plan.buckets if b.scheme == "share")
     lines = [_LINE.format("matrices", *_COLUMNS), "-" * len(_LINE.format("", *_COLUMNS))]
     works = {"": work} if isinstance(work, Work) else work
@@ -74,10 +70,7 @@ def _memory(plan: Plan, work: Works, workspace: Workspace) -> str:
 
 
 def explain_offloaded(state: Sequence[int], seconds: Sequence[float]) -> str:
-    """Lines on state in host memory, from the bytes of it and the predicted seconds of each chunk.
-
-    A step waits for the state of the first chunk, and for what of the next one's does not arrive in a chunk's time.
-    """
+    """State in host memory, by bytes and seconds of chunks."""
     copied, mib = [each / HOST_BYTES * 1e3 for each in state], 2**20
     waits = copied[0] + sum(max(0.0, there - 1e3 * work) for there, work in zip(copied[1:], seconds, strict=False))
     there = (max(state[::2]) + max(state[1::2], default=0)) / mib  # in two slots, which take turns
@@ -94,5 +87,4 @@ def _row(name: str, group: str, scheme: str, cost: Cost) -> str:
 
 
 def _figure(value: float) -> str:
-    """Three digits or more, and no exponent where the figure is large."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""Where a matrix lies: its global shape, the shard of every rank, and the group of ranks that hold them."""
+"""Where a matrix lies: global shape, shards, and group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,12 +18,12 @@ class Layout:
 
     shape: Shape  # of the global matrix
     rectangles: tuple[Rectangle, ...]  # what each rank of the group holds, in the order of its ranks
-    group: ProcessGroup | None = None  # the ranks that hold the shards, None where there is one
-    label: str = ""  # name of the group in plans, the same on every rank
-    # Into how many the rows of a fused parameter are cut so that each shard has a part of every matrix in it; None for
-    # one for each rank, where ranks cut the rows in their order, and else for one.
+    group: ProcessGroup | None = None  # of the ranks; None for one
+    label: str = ""  # of the group, the same on every rank
+    # Shards of a fused parameter's rows that each have a part of every matrix; None: one for each rank, or one where
+    # ranks do not cut the rows in their order.
     shards: int | None = None
-    padding: int = 0  # rows of this rank's tensor that lie behind its shard, and are no part of the matrix
+    padding: int = 0  # rows of this rank's tensor behind its shard, no part of the matrix
 
     @property
     def ranks(self) -> int:
@@ -32,7 +32,7 @@ class Layout:
 
     @property
     def rank(self) -> int:
-        """Which shard is this rank's."""
+        """Index of this rank's shard."""
         return 0 if self.group is None else self.group.rank()
 
     @property
@@ -42,12 +42,12 @@ class Layout:
 
     @property
     def sharded(self) -> bool:
-        """True where a rank holds a part only."""
+        """Whether a rank holds a part only."""
         return bool(self.cut_dims)
 
     @property
     def dim(self) -> int | None:
-        """The dimension that is cut in the order of the ranks; None where none is, or both are."""
+        """The one dimension cut in the order of the ranks."""
         return cut_dimension(self.shape, self.rectangles)
 
     @property
@@ -58,20 +58,19 @@ class Layout:
 
     @property
     def cut_dims(self) -> frozenset[int]:
-        """The dimensions of which some rank holds a part only, in whatever order."""
+        """The dimensions that are cut, in whatever order."""
         return frozenset(i for i in (0, 1) if any(rectangle.shape[i] != self.shape[i] for rectangle in self.rectangles))
 
 
 def on_one_rank(shape: Shape) -> Layout:
-    """The layout of a matrix that each rank has whole, and treats as its own."""
+    """The layout of a matrix that each rank has whole."""
     return Layout(shape, (whole(shape),))
 
 
 def shared_out(layout: Layout, group: ProcessGroup, joint: ProcessGroup | None = None, label: str = "dp") -> Layout:
-    """The layout of a matrix that lies alike on all ranks of a data-parallel group, to share the work on it.
+    """The layout that shares out work on data-parallel copies.
 
-    A matrix that is cut stays as it is, unless ``joint`` has the ranks of both groups: for each data-parallel rank, in
-    their order, those that hold a copy between them, as Megatron numbers them.
+    A cut matrix keeps its layout unless ``joint`` has the ranks of both groups, copy by copy, as Megatron numbers them.
     """
     if group.size() == 1:
         return layout
@@ -87,28 +86,25 @@ def shared_out(layout: Layout, group: ProcessGroup, joint: ProcessGroup | None =
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """True for a parameter of an expert, whose shards lie in the expert tensor-parallel group."""
+    """Whether a parameter belongs to an expert."""
     return bool(getattr(parameter, "expert_tp", False)) or not getattr(parameter, "allreduce", True)
 
 
 def is_sharded(parameter: Tensor) -> bool:
-    """True if Megatron's attributes say that a parameter is cut over its group (which may have one rank).
-
-    ``partition_dim`` alone is no proof: Transformer Engine sets it to 0 on replicated weights. It counts where
-    ``tensor_model_parallel`` is set, or for an expert.
-    """
+    """Whether Megatron's attributes say that a parameter is cut."""
+    # partition_dim alone is no proof: Transformer Engine sets it to 0 on replicated weights
     return getattr(parameter, "partition_dim", -1) >= 0 and (
         bool(getattr(parameter, "tensor_model_parallel", False)) or is_expert(parameter)
     )
 
 
 def is_cut_again(parameter: Tensor) -> bool:
-    """True if Megatron (0.19) cuts what tensor parallelism leaves of a parameter along its rows a second time."""
+    """Whether Megatron (0.19) cuts a shard's rows a second time."""
     return bool(getattr(parameter, "is_gtp_weight_remat", False))
 
 
 def padding_of(parameter: Tensor) -> int:
-    """Rows of padding behind those of a parameter's tensor-parallel shard, where :func:`is_cut_again`."""
+    """Rows of padding, where :func:`is_cut_again`."""
     return getattr(parameter, "pad_length", None) or 0
 
 
@@ -119,12 +115,11 @@ def layout_of(
     gtp_group: ProcessGroup | None = None,
     expert_gtp_group: ProcessGroup | None = None,
 ) -> Layout:
-    """The layout of a two-dimensional parameter, or of each matrix of a stack, from the attributes that Megatron sets.
+    """The layout of a matrix or stack, from Megatron's attributes.
 
-    ``tp_group`` is None for one rank. ``gtp_group`` is Megatron's ``gtp_remat``, whose ranks share the tensor-parallel
-    shard of a parameter for which :func:`is_cut_again`: each has as many rows, of which ``pad_length`` at the end are
-    padding. A ``ValueError`` is for a ``partition_dim`` that is not a dimension of a matrix, for a ``pad_length`` of
-    more than there is, for a stack that is cut a second time, and for a group of both axes that cannot be made.
+    ``tp_group`` is None for one rank; ``gtp_group`` is Megatron's ``gtp_remat``, over which a shard that
+    :func:`is_cut_again` is cut, with ``pad_length`` rows at the end. Raises ``ValueError`` for a ``partition_dim`` or
+    ``pad_length`` that does not fit, a stack that is cut twice, and a group that cannot be made.
     """
     rows, cols = parameter.shape[-2:]
     prefix = ""
@@ -144,7 +139,7 @@ def layout_of(
 
 
 def cut_over(held: Shape, dim: int | None, group: ProcessGroup | None, label: str = "tp") -> Layout:
-    """The layout of a matrix of which each rank of a group has as much along a dimension; without one, all of it."""
+    """The layout of equal shards; a whole matrix without ``dim``."""
     rows, cols = held
     if dim is None or group is None or group.size() == 1:
         return on_one_rank((rows, cols))
@@ -153,7 +148,7 @@ def cut_over(held: Shape, dim: int | None, group: ProcessGroup | None, label: st
 
 
 def _cut_again(parameter: Tensor, dim: int, tp: ProcessGroup | None, gtp: ProcessGroup, prefix: str) -> Layout:
-    """The layout of a parameter that ``gtp`` cuts along the rows, within the shards of ``tp`` if that cuts it."""
+    """The layout cut by ``tp``, then along rows by ``gtp``."""
     if parameter.ndim != 2:
         raise ValueError(f"a stack of matrices {tuple(parameter.shape)} cannot be cut a second time: keep them apart")
     rows, cols = parameter.shape
@@ -166,10 +161,7 @@ def _cut_again(parameter: Tensor, dim: int, tp: ProcessGroup | None, gtp: Proces
 
 
 def within(layout: Layout, dim: int, tp: ProcessGroup | None) -> Layout:
-    """The layout of a matrix whose tensor-parallel shards, along ``dim``, are each cut as a ``layout`` says.
-
-    ``tp`` is None for one rank. All ranks of both groups call together, where there are two.
-    """
+    """Tensor-parallel shards, each cut like ``layout``; all ranks call together."""
     if tp is None or tp.size() == 1:
         return layout
     (rows, cols), found = layout.shape, replace(cut_over(layout.shape, dim, tp), shards=tp.size() if dim == 0 else 1)
@@ -187,7 +179,7 @@ def within(layout: Layout, dim: int, tp: ProcessGroup | None) -> Layout:
 def _over_both(
     tp: ProcessGroup, other: ProcessGroup, grid: Sequence[Sequence[Rectangle]]
 ) -> tuple[ProcessGroup, tuple[Rectangle, ...]]:
-    """The group of two axes, and what its ranks hold, from a row of ``other`` for each rank of ``tp``."""
+    """The group of two axes, and its ranks' shards."""
     # Megatron numbers the ranks of a grid: a step along one axis is as far from every rank
     own, columns = dist.get_rank(), dist.get_process_group_ranks(other)
     held = {
@@ -201,11 +193,9 @@ def _over_both(
 
 
 def split_layout(layout: Layout, split: Split) -> list[Layout]:
-    """The layouts of the logical matrices of a parameter, in the order of their names.
+    """The layouts of a parameter's logical matrices.
 
-    A shard of a fused parameter may begin and end anywhere: it holds consecutive rows of every logical matrix, of some
-    perhaps none. The layout is that of each matrix where the parameter is a stack. A ``ValueError`` is for a global
-    matrix, or a way to cut it, that does not fit the declaration.
+    A shard holds consecutive rows of each, perhaps none. Raises ``ValueError`` where the declaration does not fit.
     """
     matrix = replace(layout, shards=None, padding=0)  # which are of the parameter
     if split.is_whole:
@@ -221,13 +211,13 @@ def split_layout(layout: Layout, split: Split) -> list[Layout]:
 
 
 def local_rows(layout: Layout, split: Split) -> LocalRows:
-    """What splits this rank's part of a parameter into its shards of the logical matrices, and merges them."""
+    """What splits and merges this rank's part of a parameter."""
     rectangle = layout.rectangle
     return split.local(layout.shape[0], rectangle.top, rectangle.bottom, _shards(layout, split), layout.padding)
 
 
 def _shards(layout: Layout, split: Split) -> int:
-    """Into how many shards the rows are cut, each with its part of every matrix."""
+    """Number of shards that each have part of every matrix."""
     if layout.shards is not None:
         return layout.shards
     shards = layout.ranks if layout.dim == 0 else 1

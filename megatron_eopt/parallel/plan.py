@@ -1,7 +1,6 @@
-"""What a step does, decided once: buckets of equal matrices, and the scheme of each.
+"""What a step does: buckets of matrices and their schemes.
 
-Pure Python, from shapes, shards and settings alone: the same on every rank, and it can be made, printed and tested
-without a process group.
+Pure Python, from shapes, shards and settings alone: the same on every rank, also without a process group.
 """
 
 from collections import Counter
@@ -38,19 +37,15 @@ from megatron_eopt.parallel.records import (
 )
 from megatron_eopt.parallel.workspace import DEFAULT_WORKSPACE, Workspace, chunk_bytes, in_chunks
 
-REPLICATED_ROWS = 1024
-"""Gram matrices of at most so many rows are worth computing on every rank: to split them costs more collectives."""
+REPLICATED_ROWS = 1024  # most rows of a Gram matrix that every rank computes: to split it takes more collectives
 
-SMALL_ENTRIES = 128 * 128
-"""Matrices of at most so many entries may be computed on every rank where that is predicted to be faster: a collective
-less counts for more than their operations, which no processor makes at its full rate."""
+SMALL_ENTRIES = 128 * 128  # most entries of a matrix that every rank may compute to save a collective
 
-SHARED_PARTS = 4
-"""Into so many parts shared matrices are cut: all are computed before the first results could leave otherwise."""
+SHARED_PARTS = 4  # of a bucket, so that the first results leave before all are computed
 
 
 def validate_tp_mode(tp_mode: str) -> None:
-    """Refuse an unknown name by a ValueError."""
+    """Raise ``ValueError`` for an unknown mode."""
     check_choice("tp_mode", tp_mode, get_args(TpMode))
 
 
@@ -63,40 +58,33 @@ def make_plan(
     workspace: Workspace = DEFAULT_WORKSPACE,
     parameters: Sequence[int] | None = None,
 ) -> Plan:
-    """The plan of a list of matrices: a function of its arguments alone, so the same on every rank.
+    """The plan of a list of matrices, on every rank.
 
-    Matrices of equal shape, shards, group, item size and iteration are one bucket, or two where the scheme is mixed, or
-    more where they do not fit into the workspace together (:func:`~megatron_eopt.parallel.workspace.in_chunks`). Under
-    ``owner`` and ``auto`` those with uneven shards are one bucket also where these differ from matrix to matrix:
+    Matrices of equal shape, shards, group, item size and iteration are one bucket, or two for a mixed scheme, or more
+    where the workspace cannot hold them together (:func:`~megatron_eopt.parallel.workspace.in_chunks`). Under ``owner``
+    and ``auto`` uneven shards of one bucket may differ from matrix to matrix:
 
     - Matrices of one rank, and those without entries, are ``local``.
     - Matrices that every rank of a group holds whole are ``share``, or ``local`` if the group is not to share.
-    - Matrices that are cut, and of which the ranks hold several copies, go by ``owner``, and so do those whose shards
-      differ within a bucket.
-    - Other shards are served by the scheme that is named. Where ``distributed`` or ``gram`` should not serve them (the
-      short side is cut, or both, and the Gram matrix would be that of the long one; for ``gram`` also where the Gram
-      form must not run), by ``owner``.
-    - ``gram`` is ``gram_split`` for matrices with a short side over :data:`REPLICATED_ROWS` where that is predicted to
-      be faster, else ``gram_replicated``.
-    - ``auto`` takes what makes the busiest rank's predicted time over all buckets of a group least. For a bucket of B
-      matrices over T ranks it may be, in this order where two are equal: all ``owner``; ``floor(B / T) * T`` by
-      ``owner`` and the rest by ``gram``, replicated or split, or ``distributed``; all by one of these; and for matrices
-      of at most :data:`SMALL_ENTRIES`, ``duplicated``. It starts with ``owner`` everywhere, and with what would be best
-      for each bucket alone, and changes one bucket after another, the largest matrices first, until none gets better.
+    - Matrices that are cut and held in several copies go by ``owner``, and so do those whose shards differ in a bucket.
+    - Other shards go by the scheme that is named; by ``owner`` where ``distributed`` or ``gram`` should not serve them
+      (the short side is cut, so the Gram matrix would be that of the long one, or the Gram form must not run).
+    - ``gram`` is ``gram_split`` for a short side over :data:`REPLICATED_ROWS` where that is predicted to be faster,
+      else ``gram_replicated``.
+    - ``auto`` minimizes the busiest rank's predicted time over all buckets of a group. B matrices over T ranks may go,
+      in this order where two are equal: all by ``owner``; ``floor(B / T) * T`` by ``owner`` and the rest by ``gram``,
+      replicated or split, or ``distributed``; all by one of these; and, up to :data:`SMALL_ENTRIES`, by ``duplicated``.
+      It starts with ``owner`` everywhere, and with what is best for each bucket alone, and changes one bucket after
+      another, the largest matrices first, until none gets better.
 
-    Compute ranks are dealt in rounds over the ranks; the last round of a bucket goes to the ranks with the least to do
-    so far, the largest matrices first. So two ranks differ by at most one matrix. Where shards differ within a bucket,
-    a rank gets matrices of which it holds much.
+    Compute ranks are dealt in rounds; the last round of a bucket goes to the ranks with the least to do so far, the
+    largest matrices first, so that two ranks differ by at most one matrix. Where shards differ, a rank gets matrices of
+    which it holds much. A chunk executes first the buckets that exchange, the most expensive first, then those that
+    fill the waiting.
 
-    Executed are chunk by chunk first the buckets that exchange, the most expensive first, then the others, which fill
-    the waiting.
-
-    The matrices are in the order of the parameters, of which ``parameters`` has a number for each matrix, by default
-    another one for each; ``share_groups`` are labels of groups whose whole matrices are shared out.
-
-    Raises:
-        ValueError: for an unknown mode, two matrices of one name, shards that neither tile their matrix nor are all
-            whole, and groups of different sizes under one label.
+    ``parameters`` has the number of each matrix's parameter, ascending, by default another for each; ``share_groups``
+    are labels of groups whose whole matrices are shared out. Raises ``ValueError`` for an unknown mode, two matrices of
+    one name, shards that neither tile their matrix nor are all whole, and groups of different sizes under one label.
     """
     validate_tp_mode(mode)
     draft = Plan(tuple(matrices), ())
@@ -136,10 +124,7 @@ def _chunks(
     workspace: Workspace,
     parameters: Sequence[int],
 ) -> dict[int, int]:
-    """The chunk of each matrix; nothing where all fit into the workspace together.
-
-    Those of each label make chunks of their own, which do not depend on what else a rank has.
-    """
+    """Each matrix's chunk, label by label; empty if all fit."""
     of_labels: dict[str, list[Bucket]] = {}
     for bucket in sorted(buckets, key=order):
         of_labels.setdefault(draft.matrices[bucket.matrices[0]].group, []).append(bucket)
@@ -154,14 +139,13 @@ def _chunks(
 
 
 def _cut(buckets: Sequence[Bucket], chunk_of: Mapping[int, int]) -> Iterator[Bucket]:
-    """Buckets by chunks, without compute ranks."""
     for bucket in buckets:
         for chunk in sorted({chunk_of[i] for i in bucket.matrices}):
             yield Bucket(tuple(i for i in bucket.matrices if chunk_of[i] == chunk), bucket.scheme, (), chunk)
 
 
 def _options(draft: Plan, indices: tuple[int, ...], mode: TpMode, work: Works, share: bool) -> list[tuple[Bucket, ...]]:
-    """The ways to serve matrices that are alike, the first to be preferred; without compute ranks."""
+    """Ways to serve equal matrices, by preference, without compute ranks."""
     matrix = draft.matrices[indices[0]]
 
     def by(*schemes: Scheme) -> list[tuple[Bucket, ...]]:
@@ -201,7 +185,7 @@ def _options(draft: Plan, indices: tuple[int, ...], mode: TpMode, work: Works, s
 
 
 def _best(draft: Plan, options: Sequence[list[tuple[Bucket, ...]]], work: Works, rates: Rates) -> list[Bucket]:
-    """One of the options for each kind of matrices of a group, by the predicted time of all, with compute ranks."""
+    """The quickest options of a group, with compute ranks."""
 
     def serve(picked: Sequence[tuple[Bucket, ...]]) -> list[Bucket]:
         return _with_compute_ranks(draft, [bucket for buckets in picked for bucket in buckets], work)
@@ -227,7 +211,7 @@ def _best(draft: Plan, options: Sequence[list[tuple[Bucket, ...]]], work: Works,
 
 
 def _with_compute_ranks(plan: Plan, buckets: Sequence[Bucket], work: Works) -> list[Bucket]:
-    """The buckets of one group, with compute ranks where the scheme has them, the largest matrices dealt first."""
+    """A group's buckets with compute ranks, the largest matrices first."""
     ranks = plan.matrices[buckets[0].matrices[0]].ranks
     load = [0.0] * ranks
     done = list(buckets)
@@ -251,11 +235,7 @@ def _with_compute_ranks(plan: Plan, buckets: Sequence[Bucket], work: Works) -> l
 
 
 def _where_held(plan: Plan, bucket: Bucket, compute_ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """The compute ranks of a bucket, dealt anew where shards differ: as many matrices to each rank, but near ones.
-
-    Pairs of a matrix and a rank are taken in the order of the entries that the rank holds, the most first, while it has
-    room; a matrix that is left goes to the first rank that still has.
-    """
+    """Compute ranks, moved to the entries where shards differ."""
     held = {i: plan.matrices[i].held for i in bucket.matrices}
     if not plan.matrices[bucket.matrices[0]].uneven or len(set(held.values())) == 1:
         return compute_ranks
@@ -287,7 +267,7 @@ def _check(matrices: Sequence[Matrix]) -> None:
 
 @lru_cache
 def _tile(shape: Shape, rectangles: tuple[Rectangle, ...]) -> bool:
-    """Whether shards are all the whole matrix, or lie in it side by side and leave nothing out, in copy after copy."""
+    """Whether shards are all whole, or tile each copy."""
     if rectangles and all(rectangle == whole(shape) for rectangle in rectangles):
         return True
     size, odd = divmod(len(rectangles), copies(shape, rectangles))
@@ -302,7 +282,7 @@ def _tile(shape: Shape, rectangles: tuple[Rectangle, ...]) -> bool:
 
 
 def _in_parts(bucket: Bucket, ranks: int) -> list[Bucket]:
-    """A bucket that is shared out as :data:`SHARED_PARTS` ones of whole rounds; any other one as it is."""
+    """Up to :data:`SHARED_PARTS` buckets of whole rounds, under ``share``."""
     if bucket.scheme != "share":
         return [bucket]
     rounds = -(-len(bucket.matrices) // ranks)
@@ -312,12 +292,12 @@ def _in_parts(bucket: Bucket, ranks: int) -> list[Bucket]:
 
 
 def fingerprint(plan: Plan, label: str | None = None) -> str:
-    """SHA-256 of a plan; with the label of a group, of what its ranks share, without what each has for itself."""
+    """SHA-256 of a plan, or of what a group shares."""
     return sha256(repr(list(_facts(plan, label))).encode()).hexdigest()
 
 
 def first_difference(mine: Plan, other: Plan, label: str | None = None) -> str | None:
-    """The first matrix in which two plans differ, and in what; None for equal ones. See :func:`fingerprint`."""
+    """The first matrix in which two plans differ, and how."""
     ours, theirs = _of_group(mine, label)[0], _of_group(other, label)[0]
     for i, (a, b) in enumerate(zip_longest(ours, theirs)):
         if a is None or b is None:
@@ -331,13 +311,11 @@ def first_difference(mine: Plan, other: Plan, label: str | None = None) -> str |
 
 
 def _of_group(plan: Plan, label: str | None) -> tuple[list[Matrix], list[Bucket]]:
-    """Matrices and buckets of a group; of all groups without a label."""
     buckets = [each for each in plan.buckets if label in (None, plan.matrices[each.matrices[0]].group)]
     return [each for each in plan.matrices if label in (None, each.group)], buckets
 
 
 def _facts(plan: Plan, label: str | None) -> Iterator[tuple[str, Any]]:
-    """What a plan says of each matrix of a group, then of its buckets in the order of execution."""
     matrices, buckets = _of_group(plan, label)
     for matrix in matrices:
         for what in ("shape", "rectangles", "group", "itemsize", "iteration"):
@@ -355,10 +333,7 @@ def _facts(plan: Plan, label: str | None) -> Iterator[tuple[str, Any]]:
 
 
 def sharing_pays(plan: Plan, works: Works, rates: Rates) -> bool:
-    """Whether a plan of shards that copies share out is predicted to be faster than one in which each copy works alone.
-
-    True where no shards have copies.
-    """
+    """Whether copies are predicted to work faster together than alone."""
     if not any(matrix.copies > 1 and matrix.sharded for matrix in plan.matrices):
         return True
     alone = [replace(m, rectangles=m.rectangles[m.copy_of(0)]) if m.sharded else m for m in plan.matrices]

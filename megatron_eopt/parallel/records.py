@@ -1,7 +1,4 @@
-"""The records of a plan: which rectangle of a matrix each rank holds, and how matrices are orthogonalized.
-
-Pure Python: no tensors, no process groups.
-"""
+"""The records of a plan, in pure Python."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +11,7 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True, order=True)
 class Rectangle:
-    """A rectangle of a matrix: rows from ``top`` to ``bottom``, columns from ``left`` to ``right``, ends excluded."""
+    """Rows ``top:bottom`` and columns ``left:right`` of a matrix."""
 
     top: int
     bottom: int
@@ -23,7 +20,7 @@ class Rectangle:
 
     @property
     def shape(self) -> Shape:
-        """Rows and columns; one of them is 0 for a rank that holds nothing."""
+        """Rows and columns; one is 0 for an empty shard."""
         return self.bottom - self.top, self.right - self.left
 
     @property
@@ -38,7 +35,7 @@ def whole(shape: Shape) -> Rectangle:
 
 
 def cut(shape: Shape, dim: int, ranks: int) -> tuple[Rectangle, ...]:
-    """Shards of equal size along ``dim``, as tensor parallelism cuts; a ValueError where they would not be equal."""
+    """Equal shards along ``dim``; ``ValueError`` if they cannot be equal."""
     if shape[dim] % ranks:
         raise ValueError(f"dimension {dim} of a matrix {shape} cannot be cut into {ranks} equal parts")
     size = shape[dim] // ranks
@@ -46,7 +43,7 @@ def cut(shape: Shape, dim: int, ranks: int) -> tuple[Rectangle, ...]:
 
 
 def cut_at(shape: Shape, dim: int, edges: list[int]) -> tuple[Rectangle, ...]:
-    """Shards between consecutive ``edges`` along ``dim``; equal edges make an empty shard."""
+    """Shards between ``edges`` along ``dim``; equal edges make empty ones."""
     cuts = pairwise(edges)
     return tuple(Rectangle(*each, 0, shape[1]) if dim == 0 else Rectangle(0, shape[0], *each) for each in cuts)
 
@@ -54,17 +51,10 @@ def cut_at(shape: Shape, dim: int, edges: list[int]) -> tuple[Rectangle, ...]:
 def cut_twice(
     held: Shape, dim: int, ranks: int, again: int, padding: int = 0
 ) -> tuple[Shape, tuple[tuple[Rectangle, ...], ...]]:
-    """A matrix that is cut along ``dim`` over ``ranks``, and whose shards are each cut along the rows over ``again``.
+    """A matrix cut over ``ranks``, then by rows over ``again``.
 
-    The result is the shape of the matrix without padding, and the shards by the rank in the first cut and in the
-    second. A shard has fewer rows than ``held`` where padding follows, perhaps none.
-
-    Args:
-        held: rows, with padding, and columns that every rank has.
-        dim: of the first cut.
-        ranks: of the first cut, 1 for a matrix that is cut along the rows alone.
-        again: of the second cut.
-        padding: rows behind those of each shard of the first cut, which fill up the last ranks of the second.
+    Returns its shape without padding, and the shards by the rank in each cut. They have the rows of ``held``, or fewer
+    where ``padding``, which follows each shard of the first cut, fills up the last ranks of the second.
     """
     rows, cols = held
     of_shard = rows * again - padding
@@ -80,15 +70,12 @@ def cut_twice(
 
 
 def copies(shape: Shape, rectangles: Sequence[Rectangle]) -> int:
-    """How often ranks hold a matrix between them; once where it has no entries."""
+    """How often ranks hold a matrix; 1 without entries."""
     return sum(rectangle.numel for rectangle in rectangles) // (shape[0] * shape[1] or 1) or 1
 
 
 def cut_dimension(shape: Shape, rectangles: tuple[Rectangle, ...]) -> int | None:
-    """The one dimension along which the shards tile the matrix in the order of the ranks.
-
-    None where every rank holds everything, and where both dimensions are cut or the order is another.
-    """
+    """The only cut dimension, if ranks are in its order."""
     for dim in (0, 1):
         if shape[dim] == 0:
             continue
@@ -98,48 +85,38 @@ def cut_dimension(shape: Shape, rectangles: tuple[Rectangle, ...]) -> int | None
     return None
 
 
-TpMode = Literal["blockwise", "duplicated", "distributed", "owner", "gram", "auto"]
-"""What the user asks for."""
+TpMode = Literal["blockwise", "duplicated", "distributed", "owner", "gram", "auto"]  # what the user asks for
 
 Scheme = Literal["local", "blockwise", "duplicated", "distributed", "owner", "gram_split", "gram_replicated", "share"]
-"""How a bucket is orthogonalized, where n is the short side and m the long one:
+"""How a bucket is orthogonalized:
 
-- ``local``: whole matrices, orthogonalized on the rank that holds them, as one stack.
-- ``blockwise``: each shard as a matrix of its own: an approximation, nothing is exchanged.
-- ``duplicated``: one all-gather of all shards of the bucket; every rank computes everything and keeps its shards.
-- ``distributed``: the standard form; every step sums the Gram matrices of the bucket (stacked) over the ranks, in one
-  all-reduce each, after one for the norms. The Gram matrix is that of the dimension that is not cut.
-- ``owner``: one all-to-all brings each matrix together on one rank, which orthogonalizes it, one takes the shards back.
-  Of a matrix that ranks hold in copies, the shards of one copy come, and those of all copies go.
-- ``gram_replicated``: the Gram form on the shards, cut along the long side: one all-reduce of the stacked Gram matrices
-  (n x n) at the start and after every restart; every rank computes all factors Q.
+- ``local``: whole matrices as one stack, on the rank that holds them.
+- ``blockwise``: each shard as a matrix of its own, without exchange: an approximation.
+- ``duplicated``: one all-gather of all shards; every rank computes everything and keeps its shards.
+- ``distributed``: the standard form; every step sums the stacked Gram matrices, of the dimension that is not cut, in
+  one all-reduce, after one for the norms.
+- ``owner``: one all-to-all brings each matrix to one rank, which orthogonalizes it, another one takes the shards back.
+  Of several copies of a matrix the shards of one come, and those of all go.
+- ``gram_replicated``: the Gram form on shards cut along the long side: one all-reduce of the stacked Gram matrices at
+  the start and after every restart; every rank computes all factors Q.
 - ``gram_split``: the same, but each sum goes to one rank, which computes Q and hands it out: a reduce-scatter and an
-  all-gather for as many matrices as the ranks can share evenly, a reduce and a broadcast for each of the rest. So as
-  many bytes, more collectives, and the cubes of one matrix on a rank instead of those of all.
-- ``share``: every rank holds the whole matrices (data parallelism); each orthogonalizes its share, and one all-gather
-  hands the results out.
+  all-gather for full rounds of matrices, a reduce and a broadcast for each of the rest. As many bytes, more
+  collectives, and the cubes of a rank's own matrices only.
+- ``share``: every rank holds whole matrices (data parallelism), orthogonalizes its share, and one all-gather hands the
+  results out.
 """
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """One logical matrix, as every rank of its group sees it.
+    """One logical matrix, as its group's ranks see it."""
 
-    Attributes:
-        name: of the parameter, and of the matrix where the parameter has several (``...linear_qkv.weight[q]``).
-        shape: of the global matrix.
-        rectangles: that of each rank of the group, in the order of its ranks; one for a matrix of one rank.
-        group: label of the process group: ``tp``, ``expt_tp``, ``dp`` and so on; a bucket has matrices of one group.
-        itemsize: bytes of an entry where it is exchanged.
-        iteration: name of the iteration that orthogonalizes it; a bucket has matrices of one iteration alone.
-    """
-
-    name: str
-    shape: Shape
-    rectangles: tuple[Rectangle, ...]
-    group: str = "tp"
-    itemsize: int = 4
-    iteration: str = ""
+    name: str  # of the parameter, and of the matrix if it has several (``...linear_qkv.weight[q]``)
+    shape: Shape  # of the global matrix
+    rectangles: tuple[Rectangle, ...]  # of each rank of the group, in order; one for a matrix of one rank
+    group: str = "tp"  # label of the process group: ``tp``, ``expt_tp``, ``dp`` and so on
+    itemsize: int = 4  # bytes of an entry where it is exchanged
+    iteration: str = ""  # name of the iteration that orthogonalizes it
 
     @property
     def ranks(self) -> int:
@@ -158,7 +135,7 @@ class Matrix:
 
     @cached_property
     def held(self) -> tuple[tuple[int, int], ...]:
-        """The ranks that hold entries, ascending, each with their number: few ranks of many where rows lie in a row."""
+        """Ranks that hold entries, ascending, each with their number."""
         entries = (rectangle.numel for rectangle in self.rectangles)
         return tuple((rank, number) for rank, number in enumerate(entries) if number)
 
@@ -168,39 +145,31 @@ class Matrix:
         return copies(self.shape, self.rectangles)
 
     def copy_of(self, rank: int) -> slice:
-        """The ranks that hold one copy of the matrix between them, this one among them."""
+        """The ranks that hold one copy, with this one."""
         size = self.ranks // self.copies
         return slice(rank // size * size, rank // size * size + size)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Matrices of equal shape, group, item size and iteration, and how they are orthogonalized.
+    """Matrices alike, but uneven shards under ``owner``, and their scheme."""
 
-    Their shards are equal too, but under ``owner``, where each matrix may have uneven shards of its own.
-
-    Attributes:
-        matrices: indices into the matrices of the plan, ascending.
-        compute_ranks: of each matrix, for ``owner``, ``gram_split`` and ``share``; empty otherwise.
-        chunk: number of the chunk that it is a part of; those of one are worked on together.
-    """
-
-    matrices: tuple[int, ...]
+    matrices: tuple[int, ...]  # indices into the matrices of the plan, ascending
     scheme: Scheme
-    compute_ranks: tuple[int, ...] = ()
-    chunk: int = 0
+    compute_ranks: tuple[int, ...] = ()  # of each matrix, for ``owner``, ``gram_split`` and ``share``
+    chunk: int = 0  # whose buckets are worked on together
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The matrices in the order of the parameters, and buckets in that of execution; each matrix is in one of these."""
+    """Matrices by parameter, and buckets in the order of execution."""
 
     matrices: tuple[Matrix, ...]
     buckets: tuple[Bucket, ...]
 
 
 def in_rounds(compute_ranks: Sequence[int], ranks: int) -> tuple[list[int], list[int]]:
-    """The matrices of which every rank has as many, one rank's after the other's, and the rest."""
+    """Matrices of full rounds, rank by rank, and the rest."""
     of_each: list[list[int]] = [[] for _ in range(ranks)]
     for index, rank in enumerate(compute_ranks):
         of_each[rank].append(index)

@@ -1,8 +1,6 @@
-"""How programs run: as generators that go on in turns, so that one exchanges while another computes.
+"""How programs run in turns: one exchanges while another computes.
 
-A program is the algorithm of an optimizer for some parameters, from gradients to weights. It yields what is to be
-orthogonalized, and goes on with the factors; ``Engine.run`` runs these, and the schemes of the buckets that they wait
-for. :func:`rounds` runs programs that exchange by themselves.
+A program is an optimizer's algorithm for some parameters, which waits for the orthogonal factors of its updates.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -19,17 +17,15 @@ from megatron_eopt.parallel.watched import Watched
 from megatron_eopt.parallel.workspace import IN_FLIGHT
 
 Program = Generator[list[Tensor], list[Tensor], None]
-"""Yields this rank's shards of matrices once, and gets those of their orthogonal factors, in the same order.
+"""Yields this rank's shards once, and gets those of the orthogonal factors, in memory of their own.
 
-The list that is yielded is emptied, so that shards are freed when they were copied. Factors have memory of their own.
-"""
+The yielded list is emptied, so that shards are freed when they were copied."""
 
 
 def rounds(waiting: Iterator[Generator[Any, None, Any]]) -> Iterator[None]:
-    """Run generators that yield where they wait for an exchange; yields after each round.
+    """Run generators that yield to wait; yield after each round.
 
-    In a round the next generator starts, if fewer than :data:`IN_FLIGHT` are at work, and then all of these go on, the
-    youngest first. So the order of collectives is that of the generators, the same on every rank.
+    A round starts one, if fewer than :data:`IN_FLIGHT` are at work, and resumes all, youngest first, as on every rank.
     """
     at_work: list[Generator[Any, None, Any]] = []
     while True:
@@ -46,7 +42,7 @@ def rounds(waiting: Iterator[Generator[Any, None, Any]]) -> Iterator[None]:
 
 
 class StartedChunk:
-    """A chunk at work: its programs, the stacks of buckets that wait, and the factors of those that are done."""
+    """A chunk at work: programs, waiting stacks, and finished factors."""
 
     def __init__(self, chunk: Chunk, program: Callable[[Sequence[int]], Program]) -> None:
         self.chunk = chunk
@@ -65,13 +61,13 @@ class StartedChunk:
             shards.clear()
 
     def next_bucket(self, watched: Watched | None) -> tuple[int, Generator[None, None, Factors]]:
-        """The number of the first bucket that waits, and what orthogonalizes it, which takes its stack over."""
+        """The first waiting bucket, and what orthogonalizes it."""
         number = next(iter(self.stacks))
         job = self.chunk.jobs[number] if watched is None else replace(self.chunk.jobs[number], watched=watched)
         return number, SCHEMES[job.bucket.scheme](job, self.stacks.pop(number))
 
     def finish(self) -> None:
-        """Let each program go on with its factors, in the dtypes of the updates."""
+        """Resume each program with factors in its updates' dtypes."""
         for number, (each, running) in enumerate(zip(self.chunk.slices, self._programs, strict=True), 1):
             found: dict[int, Tensor] = {}
             for own in each.buckets:
@@ -84,7 +80,7 @@ class StartedChunk:
 
 
 def resume(program: Program, factors: list[Tensor]) -> None:
-    """Let a program go on to its end with the factors that it waits for."""
+    """Run a program to its end with its factors."""
     try:
         program.send(factors)
     except StopIteration:
@@ -93,7 +89,7 @@ def resume(program: Program, factors: list[Tensor]) -> None:
 
 
 def _taken(factors: Factors, own: BucketSlice) -> list[Tensor]:
-    """The factors of a slice, in memory of their own: contiguous, for multi-tensor operations."""
+    """A slice's factors, contiguous, in memory of their own."""
     of_rows = factors if len(own.rows) == len(factors) else [factors[i] for i in own.rows]
     out = _empty(factors[0], own.shapes, own.widest)
     results = _rows(out, own.shapes)
@@ -110,5 +106,4 @@ def _empty(like: Tensor, shapes: Shapes, dtype: torch.dtype) -> Tensor:
 
 
 def _rows(stack: Tensor, shapes: Shapes) -> list[Tensor]:
-    """The matrices of a stack."""
     return list(stack.unbind() if isinstance(shapes, tuple) else shards_of(stack, shapes))

@@ -1,4 +1,4 @@
-"""Statistics of global matrices from shards, in one reduction for many matrices."""
+"""Statistics of global matrices, in one reduction for many."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,14 +13,14 @@ from torch.nn.functional import pad
 from megatron_eopt.parallel.collectives import Pending, all_reduce
 from megatron_eopt.parallel.records import Matrix, Rectangle, Shape
 
-MOST_BYTES = 2**26  # of a copy in fp64 at a time, where a single row does not take more
+MOST_BYTES = 2**26  # of a copy in fp64, unless a single row takes more
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatisticsRequest:
-    """A matrix, and which of its statistics are wanted: the same on every rank of its group.
+    """Statistics wanted of a matrix, equal on all its ranks.
 
-    Its shard ``x`` may be empty. For the squared norm alone it may also be the norms of its rows, or of its columns.
+    The shard ``x`` may be empty. For the squared norm alone it may also be the norms of its rows, or of its columns.
     """
 
     matrix: Matrix
@@ -32,11 +32,8 @@ class StatisticsRequest:
 
 
 Statistics = dict[str, Tensor]
-"""Those of one global matrix that were wanted, by name.
-
-``row_squares`` (rows,) of this rank's rows and ``column_squares`` (cols,) of its columns are in fp32, 0 where there are
-no entries; ``squared_norm`` and ``inner_product`` are numbers in fp64.
-"""
+"""Of one global matrix, by name: ``row_squares`` (rows,) and ``column_squares`` (cols,) of this rank's in fp32, 0
+without entries; ``squared_norm`` and ``inner_product`` as numbers in fp64."""
 
 
 def norms_of(statistics: Sequence[Statistics]) -> Tensor:
@@ -44,18 +41,16 @@ def norms_of(statistics: Sequence[Statistics]) -> Tensor:
     return torch.stack([each["squared_norm"] for each in statistics]) if statistics else torch.empty(0)
 
 
-# a statistic, whether it is summed over ranks, of which matrices; this rank's sums, (matrices, sums), which are those
-# from one on of so many of each global matrix; the entries of a mean
+# statistic, whether it is summed over ranks, its matrices; this rank's sums (matrices, sums), their first index and
+# number in each global matrix; the entries of a mean
 _Sums = tuple[str, bool, list[int], Tensor, int, int, int | None]
 
 
 def reduce_statistics(wanted: Sequence[StatisticsRequest], group: ProcessGroup | None) -> Pending[list[Statistics]]:
-    """Start what several matrices of one group need: at most one all-reduce, in fp64, of partial sums.
+    """Start statistics of a group's matrices: at most one all-reduce.
 
-    Only sums along a dimension that is cut cross; where there is none, nothing does. Sums are taken in fp64, so there
-    is no norm whose square would vanish or overflow. The matrices may differ in shape; whole ones need no ``group``.
-    Those of one layout are worked on together, in pieces of at most :data:`MOST_BYTES`. A ``ValueError`` for a missing
-    group, and for shards that overlap, but are not all the whole matrix.
+    Only sums along a cut dimension are exchanged, in fp64, where no norm's square vanishes or overflows. Whole matrices
+    need no ``group``. Raises ``ValueError`` for a missing group, and for shards that overlap without being whole.
     """
     sums = _partial_sums(wanted, 0 if group is None else group.rank())
     crossing = [
@@ -79,7 +74,7 @@ def reduce_statistics(wanted: Sequence[StatisticsRequest], group: ProcessGroup |
 
 
 def _partial_sums(wanted: Sequence[StatisticsRequest], rank: int) -> list[_Sums]:
-    """Those of matrices of one layout together, in an order that follows from what all ranks know."""
+    """Sums of each layout, in an order known to all."""
     layouts: dict[tuple[Shape, tuple[Rectangle, ...], torch.dtype], list[int]] = {}
     for i, one in enumerate(wanted):
         layouts.setdefault((one.matrix.shape, one.matrix.rectangles, one.x.dtype), []).append(i)
@@ -111,7 +106,7 @@ def _partial_sums(wanted: Sequence[StatisticsRequest], rank: int) -> list[_Sums]
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The sums of the squares of the entries of tensors of one dtype, (n,) in fp64; a GPU makes no copies for them."""
+    """Squared norms, (n,) in fp64; a GPU makes no copies."""
     pieces = [x.split(max(1, MOST_BYTES // 8 // max(1, x.shape[1:].numel()))) for x in tensors]
     found = iter(torch._foreach_norm([x for each in pieces for x in each], 2, torch.float64))
     norms = [torch.stack([next(found) for _ in each]).norm() if len(each) > 1 else next(found) for each in pieces]
@@ -119,7 +114,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _row_sums(sums: Callable[..., Tensor], *shards: Sequence[Tensor]) -> Tensor:
-    """Sums over each row of shards of one shape, (shards, rows), of one list of them or of more, by stacks of rows."""
+    """Sums over rows, (shards, rows), of shards of one shape."""
     rows, cols = shards[0][0].shape
     height = max(1, MOST_BYTES // 8 // max(1, cols))
     found = []

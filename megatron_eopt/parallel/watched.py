@@ -1,12 +1,10 @@
-"""What one step shows of itself where somebody asked: the time of its phases, and figures of its matrices.
-
-Nothing waits for the device until the figures are read; steps that nobody watches do nothing of this.
-"""
+"""A watched step: times of phases, figures of matrices."""
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,15 +17,15 @@ PHASES = ("exchange", "orthogonalize", "update")
 
 
 class Watched:
-    """A step of an optimizer on a device, whose phases are told apart as it runs.
+    """A step of an optimizer, whose phases are told apart.
 
-    The time between two marks is that of the innermost phase that has begun: ``update`` is the whole step but for the
-    two others in it, ``exchange`` the packing, sending and taking of shards, as far as the device waits for them.
+    Time belongs to the innermost phase: ``exchange`` is the packing, sending and taking of shards, as far as the device
+    waits for them, ``update`` the step without the two others. Nothing waits for the device until it is read.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: list[tuple[str, float | torch.cuda.Event]] = []
+        self._marks: list[tuple[str, Any]] = []  # seconds, or events of a GPU
         self._open: list[str] = []
         self._sent = 0
         self._grams: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -36,7 +34,7 @@ class Watched:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A context in which the time is that of a phase."""
+        """A context whose time is that of a phase."""
         self.enter(name)
         try:
             yield
@@ -44,7 +42,7 @@ class Watched:
             self.leave()
 
     def timed[**P, R](self, name: str, function: Callable[P, R]) -> Callable[P, R]:
-        """A function, whose time is that of a phase."""
+        """``function``, with its time as that of a phase."""
 
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
             with self.phase(name):
@@ -63,11 +61,7 @@ class Watched:
         return run
 
     def grams(self, iteration: Iteration) -> Watch:
-        """What is shown the Gram matrices of an iteration, of which the first and the last are looked at.
-
-        The first tells the effective rank of what is orthogonalized, of any norm; the last, that before the last step,
-        how far its rows are from orthonormal ones.
-        """
+        """Watch effective ranks (first Gram matrix) and residuals (last one)."""
         last, first = len(iteration.schedule) - 1, deque[tuple[Tensor, Tensor]]()
 
         def watch(step: int, R: Tensor) -> None:
@@ -86,7 +80,7 @@ class Watched:
         return watch
 
     def updates(self, shards: Sequence[Tensor], predicted: Sequence[float | None]) -> None:
-        """Take notice of updates, before the learning rate, and of the RMS that is predicted of each."""
+        """Record updates, before the learning rate, and their predicted RMS."""
         filled = [(x, rms) for x, rms in zip(shards, predicted, strict=True) if x.numel()]
         if filled:
             norms = torch._foreach_norm([x for x, _ in filled], dtype=torch.float32)
@@ -94,24 +88,25 @@ class Watched:
             self._entries += [(x.numel(), rms) for x, rms in filled]
 
     def figures(self) -> Tensor:
-        """(3 x matrices that were orthogonalized here), without those of zeros: effective rank, its share, residual."""
+        """Effective ranks, their shares and residuals: (3 x nonzero matrices)."""
         if not self._grams:
             return torch.empty(3, 0, dtype=torch.float64)
         found = torch.stack([torch.cat(each) for each in zip(*self._grams, strict=True)]).cpu()
         return found[:, found.isfinite().all(0)]
 
     def seconds(self) -> dict[str, float]:
-        """Of each phase; waits for the device."""
+        """Seconds of each phase; waits for the device."""
         found = dict.fromkeys(PHASES, 0.0)
-        if self._device.type == "cuda":
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:
             torch.cuda.synchronize(self._device)
         for (name, start), (_, end) in zip(self._marks, self._marks[1:], strict=False):
             if name:
-                found[name] += _between(start, end)
+                found[name] += start.elapsed_time(end) / 1e3 if on_gpu else end - start
         return found
 
     def sizes(self) -> tuple[float, int, float | None]:
-        """Of this rank's updates the sum of squares, the number of entries, and the sum predicted, if one is."""
+        """Of this rank's updates: square sum, entries, predicted square sum."""
         entries, known = sum(n for n, _ in self._entries), [(n, rms) for n, rms in self._entries if rms is not None]
         predicted = sum(n * rms**2 for n, rms in known) if len(known) == len(self._entries) else None
         return torch.stack(self._squares).sum().item() if self._squares else 0.0, entries, predicted
@@ -121,14 +116,14 @@ class Watched:
         return self._sent
 
     def enter(self, name: str) -> None:
-        """A phase begins."""
+        """Begin a phase."""
         if not self._open:
             self._sent -= sum(counters.bytes.values())
         self._open.append(name)
         self._mark(name)
 
     def leave(self) -> None:
-        """The innermost phase ends."""
+        """End the innermost phase."""
         self._open.pop()
         self._mark(self._open[-1] if self._open else "")
         if not self._open:
@@ -141,11 +136,3 @@ class Watched:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         self._marks.append((name, event))
-
-
-def _between(start: "float | torch.cuda.Event", end: "float | torch.cuda.Event") -> float:
-    if isinstance(start, float) and isinstance(end, float):
-        return end - start
-    assert isinstance(start, torch.cuda.Event), "the marks of a step are of one kind"
-    assert isinstance(end, torch.cuda.Event), "the marks of a step are of one kind"
-    return start.elapsed_time(end) / 1e3

@@ -1,6 +1,6 @@
-"""How much memory a step takes beside parameters, gradients and state, and the chunks that keep it bounded.
+"""Memory of a step, and the chunks that bound it.
 
-Pure Python, from shapes and schemes alone: the same on every rank.
+Beside parameters, gradients and state. Pure Python, from shapes and schemes alone: the same on every rank.
 """
 
 from collections import Counter
@@ -10,45 +10,31 @@ from typing import Any
 
 from megatron_eopt.parallel.records import Bucket, Matrix, Plan, Scheme, cut_dimension
 
-IN_FLIGHT = 3
-"""Buckets at work at once: one whose shards arrive, one that is computed, one whose results leave."""
-
-
-OFFLOADED_CHUNKS = 8
-"""Chunks, at least, of a step whose state comes from host memory: so little of it is on the device at a time, and the
-first of them, which arrives while nothing is computed, is small."""
-
-OF_ENTRY = 24
-"""Bytes that hooks take for an entry of a shard at a time, at most: copies of gradient, momentum, direction and update
-where masks are put on, or of factor, second moment and update."""
+IN_FLIGHT = 3  # buckets at work: one whose shards arrive, one that is computed, one whose results leave
+OFFLOADED_CHUNKS = 8  # at least, with state in host memory: the first, which is waited for, is small
+OF_ENTRY = 24  # most bytes of an entry in hooks: masked copies of gradient, momentum, direction and update
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
-    """Bytes of the temporaries of a step, and what they are for.
+    """Bytes of a step's temporaries, and what they are for."""
 
-    Attributes:
-        bytes: of all, beside what an iteration of one matrix takes where that is more than :attr:`iteration`.
-        kept: what an optimizer keeps for each entry from the direction to the update.
-        state: of it, what comes from host memory for the step; 0 where all state is on the device.
-    """
-
-    bytes: int = 2**31
-    kept: int = 0
-    state: int = 0
+    bytes: int = 2**31  # of all, but for an iteration of one matrix that takes more than `iteration`
+    kept: int = 0  # by an optimizer, for each entry, from the direction to the update
+    state: int = 0  # of it, what comes from host memory
 
     @property
     def iteration(self) -> int:
-        """For the iteration of the matrices of a stack that are worked on at once."""
+        """For the matrices that are iterated on at once."""
         return self.bytes // 4
 
     @property
     def part(self) -> int:
-        """For what is done to each entry of a shard, so many shards at once."""
+        """For element-wise work on so many shards at once."""
         return self.bytes // 16
 
     def for_chunks(self, largest: int) -> int:
-        """What is left for the chunks at work, where the iteration of the largest matrix takes so much."""
+        """For the chunks at work; ``largest`` is the largest iteration's."""
         return self.bytes - self.part - (self.iteration if largest <= self.iteration else 0)
 
 
@@ -56,10 +42,9 @@ DEFAULT_WORKSPACE = Workspace()
 
 
 def bucket_bytes(matrix: Matrix, scheme: Scheme, count: int, most: int) -> int:
-    """What a bucket of so many matrices takes on its busiest rank, at most: shards, buffers, whole matrices, factors.
+    """Most bytes of a bucket; ``most`` entries on a rank.
 
-    ``most`` are the entries of the shards there. Without the work on those of a stack that are iterated on at once. See
-    the schemes for when each is given back.
+    Shards, buffers, whole matrices and factors, without the iteration. The schemes show when each is freed.
     """
     item, (rows, cols) = matrix.itemsize, matrix.shape
     own, on_rank = most * item, -(-count // matrix.ranks) * rows * cols * item
@@ -77,15 +62,13 @@ def bucket_bytes(matrix: Matrix, scheme: Scheme, count: int, most: int) -> int:
 
 
 def in_chunks(plan: Plan, parameters: Sequence[int], workspace: Workspace, largest: int) -> dict[int, int]:
-    """The chunk of each matrix that is in a bucket of a plan; the buckets are in the order of execution.
+    """The chunk of each matrix in a plan's buckets.
 
-    All matrices of a parameter, of which ``parameters`` has the number, are in one chunk. Where the whole plan does not
-    fit into the workspace, a chunk takes a third of it, so that three are at work; more where it needs that for as many
-    matrices of a bucket as there are compute ranks, so that each rank has one; and where these do not fit at all, one
-    parameter at a time. ``largest`` is what an iteration of the largest matrix takes.
-
-    Where state comes from host memory, one chunk is at work, and the state of the next arrives. A chunk then takes also
-    no more than a share of the whole plan: see :data:`OFFLOADED_CHUNKS`.
+    All matrices of a parameter (``parameters`` has its number) are in one chunk. If the plan does not fit into the
+    workspace, a chunk takes a third of it, so that three are at work; more to give each compute rank a matrix of a
+    bucket; and if these do not fit at all, one parameter at a time. Buckets are in the order of execution; ``largest``
+    is what an iteration of the largest matrix takes. With state in host memory one chunk is at work while the state of
+    the next arrives, and a chunk takes at most a share of the plan: see :data:`OFFLOADED_CHUNKS`.
     """
     bucket_of = {i: number for number, bucket in enumerate(plan.buckets) for i in bucket.matrices}
     like = _like(plan)
@@ -122,7 +105,7 @@ def in_chunks(plan: Plan, parameters: Sequence[int], workspace: Workspace, large
 
 
 def chunk_bytes(plan: Plan, workspace: Workspace) -> list[int]:
-    """What each chunk of a plan takes on its busiest rank, at most."""
+    """Most bytes of each chunk on its busiest rank."""
     of_each, like = Counter[int](), _like(plan)
     for bucket in plan.buckets:
         of_each[bucket.chunk] += _needed(plan, bucket, Counter(like[i] for i in bucket.matrices), workspace)
@@ -130,14 +113,14 @@ def chunk_bytes(plan: Plan, workspace: Workspace) -> list[int]:
 
 
 def _like(plan: Plan) -> dict[int, int]:
-    """Of each matrix the first one of its bucket of which each rank holds as much."""
+    """For each matrix, the first in its bucket held alike."""
     first: dict[tuple[Any, ...], int] = {}
     matrices = [(number, i) for number, bucket in enumerate(plan.buckets) for i in bucket.matrices]
     return {i: first.setdefault((number, plan.matrices[i].held), i) for number, i in matrices}
 
 
 def _needed(plan: Plan, bucket: Bucket, counts: Mapping[int, int], workspace: Workspace) -> int:
-    """What matrices of a bucket take: so many as are held like this one, by its index."""
+    """Bytes of some matrices of a bucket, counted by :func:`_like`."""
     held = Counter[int]()
     for i, count in counts.items():
         for rank, entries in plan.matrices[i].held:

@@ -1,8 +1,4 @@
-"""How a bucket is orthogonalized: generators that yield where they would wait.
-
-:data:`~megatron_eopt.parallel.records.Scheme` says what each scheme does. :mod:`.whole` has those that put matrices
-together on a rank, :mod:`.gram` those that sum Gram matrices over the ranks.
-"""
+"""The schemes, as generators that yield where they would wait."""
 
 from megatron_eopt.parallel.records import Scheme
 from megatron_eopt.parallel.schemes import gram, whole

@@ -1,8 +1,4 @@
-"""The schemes that sum Gram matrices over the ranks: the Gram form, and the standard form in every step.
-
-The shards are cut along one dimension, for the Gram form the long side. The ranks exchange matrices of the side that is
-not cut.
-"""
+"""The schemes that sum Gram matrices over the ranks."""
 
 import math
 from collections.abc import Callable, Generator
@@ -25,10 +21,7 @@ _Exchange = Callable[[Tensor, _InPlace], Generator[None, None, Tensor]]
 
 
 def distributed(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
-    """``distributed``: the standard form. See :data:`~megatron_eopt.parallel.schemes.whole.Run`.
-
-    It waits in every step, so other buckets' exchanges run beside it, but none of its own.
-    """
+    """``distributed``: the standard form; waits in every step, once started."""
     group, iteration = job.ranks, job.iteration
     dim = cut_dimension(job.matrix.shape, job.matrix.rectangles)
     if dim is None:
@@ -53,7 +46,7 @@ def distributed(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
 
 
 def replicated(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
-    """``gram_replicated``: sums go to all ranks, each of which computes all factors ``Q``."""
+    """``gram_replicated``: every rank gets the sums and computes all ``Q``."""
 
     def exchange(grams: Tensor, factors: _InPlace) -> Generator[None, None, Tensor]:
         pending = all_reduce(grams, job.ranks)
@@ -66,12 +59,9 @@ def replicated(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
 
 
 def split(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
-    """``gram_split``: each sum goes to the compute rank of its matrix, which computes ``Q`` and hands it out.
-
-    In full rounds every rank has an equal part of one buffer; the rest would be padded to that, and goes one by one.
-    """
+    """``gram_split``: each sum goes to a compute rank, for ``Q``."""
     group, compute_ranks = job.ranks, job.bucket.compute_ranks
-    full, rest = in_rounds(compute_ranks, group.size())
+    full, rest = in_rounds(compute_ranks, group.size())  # the rest would be padded, so it goes one by one
 
     def exchange(grams: Tensor, factors: _InPlace) -> Generator[None, None, Tensor]:
         rounds = [reduce_scatter(torch.stack([grams[i] for i in full]), group)] if full else []
@@ -101,12 +91,10 @@ def split(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
 
 
 def _run(job: Job, stack: Tensor, exchange: _Exchange) -> Generator[None, None, Factors]:
-    """The iteration, as :func:`~megatron_eopt.orthogonalize.forms.iterate_gram` has it in one process.
+    """:func:`~megatron_eopt.orthogonalize.forms.iterate_gram` on shards.
 
-    The shards are of matrices of any norm at first, and of norm ``unit`` (all ranks' together) after the first segment.
-    Squares of small entries vanish, and those of large ones overflow, in fp16 very soon. So each shard is multiplied by
-    a power of two of its own, which is exact and is undone in fp32 on its Gram matrix. The norm of the whole may lie
-    between 1e-15 and 1e18.
+    In fp16 squares soon vanish or overflow, so each shard is multiplied by a power of two of its own: exactly, and
+    undone in fp32 on its Gram matrix. Norms may be 1e-15 to 1e18; after the first segment they are ``unit``.
     """
     matrix, iteration = job.matrix, job.iteration
     dim = cut_dimension(matrix.shape, matrix.rectangles)
@@ -149,13 +137,9 @@ def _phase(job: Job) -> AbstractContextManager[None]:
 def _factors(
     grams: Tensor, *, iteration: Iteration, start: int, end: int, unit: float, watch: Watch | None = None
 ) -> None:
-    """Replace summed Gram matrices (n x rows x rows) by the factors ``Q`` of the steps between two restarts, in place.
-
-    They are in fp32 or fp64. Those of the first segment are of matrices of any norm, which is divided out; the trace is
-    the square of it. Where it is not finite, all of ``Q`` becomes so.
-    """
+    """Replace (n x rows x rows) by ``Q``, in place."""
     schedule = tuple((a, b / unit**2, c / unit**4) for a, b, c in iteration.schedule[start:end])
-    if start == 0:
+    if start == 0:  # any norm, the root of the trace, is divided out
         squared = grams.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
         squared = nonzero(squared.masked_fill(~squared.isfinite(), torch.nan))
         grams.div_(squared).mul_(unit**2)
@@ -170,14 +154,13 @@ def _factors(
         grams.mul_(squared.rsqrt())
 
 
-_LARGEST_SQUARE = 14
-"""No entry of a first Gram matrix of one rank exceeds 2^14, a quarter of fp16's range."""
+_LARGEST_SQUARE = 14  # entries of a rank's first Gram matrix are at most 2^14, a quarter of fp16's range
 
 _LARGEST_SHIFT = 100
 
 
 def _shift(stack: Tensor, dim: int) -> Tensor:
-    """Exponents (n x 1 x 1) of the powers of two of shards cut along ``dim``; 0 for empty, zero and not finite ones."""
+    """Exponents (n x 1 x 1); ``dim`` is cut."""
     if stack.numel() == 0:
         return torch.zeros(stack.size(0), 1, 1, dtype=torch.int32, device=stack.device)
     largest = torch.maximum(stack.amax((-2, -1), keepdim=True), -stack.amin((-2, -1), keepdim=True)).float()
@@ -188,5 +171,5 @@ def _shift(stack: Tensor, dim: int) -> Tensor:
 
 
 def _power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """``2^exponent`` for int32 exponents of normal fp32 numbers, exactly: powers need not be rounded so."""
+    """``2^exponent`` of int32, exactly: powers need not be rounded so."""
     return ((exponent + 127) << 23).view(torch.float32).to(dtype)

@@ -1,4 +1,4 @@
-"""The schemes in which a rank has whole matrices: as they are, gathered by all ranks, or gathered by one of them."""
+"""The schemes in which a rank has whole matrices."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,11 +13,9 @@ from megatron_eopt.parallel.collectives import all_gather, exchange, packed
 from megatron_eopt.parallel.records import Bucket, Matrix, Rectangle, Shape
 from megatron_eopt.parallel.watched import Watched
 
-Shapes = tuple[int, int, int] | list[Shape]
-"""Of a stack (n x rows x cols); where its matrices differ, of each: they lie back to back in one dimension then."""
+Shapes = tuple[int, int, int] | list[Shape]  # (n x rows x cols), or of matrices that lie back to back
 
-LayoutRuns = Sequence[tuple[int, Matrix]]
-"""Runs of matrices with equal layouts, in order: (how many, the first of them)."""
+LayoutRuns = Sequence[tuple[int, Matrix]]  # equal layouts in order: (how many, the first)
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,18 +23,18 @@ class Job:
     """A bucket at work."""
 
     bucket: Bucket
-    matrix: Matrix  # one of those of the bucket, all of which have its shape, and its shards but under owner
+    matrix: Matrix  # one of the bucket, which have its shape, and, but under owner, its shards
     group: ProcessGroup | None  # the ranks; None where nothing is exchanged
     iteration: Iteration  # for matrices of the shape that is orthogonalized, in the form that the scheme has
     shapes: Shapes  # of this rank's shards
     dtype: torch.dtype  # in which they are exchanged
     layout_runs: Sequence[LayoutRuns] = ()  # the matrices of each compute rank, in the order of the stack
-    first: bool = True  # whether the rank is the first of those that hold what nobody shares
+    first: bool = True  # whether this rank reports what nobody shares
     watched: Watched | None = None  # the step, where somebody watches it
 
     @property
     def counts(self) -> bool:
-        """Whether this rank tells what it sees of the matrices that it works on: of all that do so, one does."""
+        """Whether this rank reports its matrices, which one rank does."""
         return self.first if self.group is None else bool(self.bucket.compute_ranks) or self.group.rank() == 0
 
     @property
@@ -46,28 +44,26 @@ class Job:
         return self.group
 
 
-Factors = Tensor | list[Tensor]
-"""A stack (n x rows x cols), or its matrices; of any strides."""
+Factors = Tensor | list[Tensor]  # a stack (n x rows x cols), or its matrices; of any strides
 
 Run = Callable[[Job, Tensor], Generator[None, None, Factors]]
-"""``(job, stack)``, with this rank's shards of the matrices of the bucket, of :data:`Shapes`, which may be empty.
+"""``(job, stack)``, with this rank's shards of the bucket's matrices, of :data:`Shapes`, which may be empty.
 
 The generator starts an exchange, yields, and takes the result when it is resumed; equally often on every rank. It
-returns the shards of the orthogonal factors. They are exchanged in the dtype of the stack, and come back in it. The
-stack is contiguous, and its memory is the generator's own, to be written to and given back early. For ``owner`` and
-``share`` its matrices, and those of the result, are in the order of their compute ranks. A zero matrix gives zeros; one
-with an entry that is not finite gives no numbers on any rank, and the others of the bucket are not affected.
-"""
+returns the shards of the orthogonal factors, in the dtype of the stack, in which they are exchanged. The stack is
+contiguous, and the generator writes to it and frees it. For ``owner`` and ``share`` its matrices, and those of the
+result, are in the order of their compute ranks. A zero matrix gives zeros; one with an entry that is not finite gives
+NaN on all ranks, without effect on the others."""
 
 
 def local(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
-    """``local``, where shards are whole matrices, and ``blockwise``, where each is taken for one: see :data:`Run`."""
+    """``local``, and ``blockwise``, which takes shards for whole matrices."""
     yield  # the next bucket starts its exchange before this one is computed
     return orthogonalized(stack, job)
 
 
 def duplicated(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
-    """``duplicated``: shards may be any; smaller ones are padded. See :data:`Run`."""
+    """``duplicated``: any shards; smaller ones are padded."""
     pending = gather([stack], [job.matrix], job.ranks, short_first=True)
     del stack
     yield
@@ -77,7 +73,7 @@ def duplicated(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
 
 
 def owner(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
-    """``owner``: shards may be any, cut along both dimensions too, and of several copies. See :data:`Run`."""
+    """``owner``: any shards, cut along both dimensions or in copies."""
     group, own, ranks = job.ranks, job.layout_runs[job.ranks.rank()] or [(0, job.matrix)], range(job.ranks.size())
     copy = job.matrix.copy_of(group.rank())  # to whose compute ranks this rank's shards go
     sizes = [sum(count * matrix.rectangles[group.rank()].numel for count, matrix in each) for each in job.layout_runs]
@@ -100,14 +96,14 @@ def owner(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
 
 
 def shards_of(flat: Tensor, shapes: Shapes) -> Factors:
-    """The matrices that lie back to back, as a stack where they have one shape."""
+    """Matrices back to back; a stack if their shapes agree."""
     if isinstance(shapes, tuple):
         return flat.view(shapes)
     return [x.view(shape) for x, shape in zip(flat.split([rows * cols for rows, cols in shapes]), shapes, strict=True)]
 
 
 def share(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
-    """``share``: computes before it first waits, while the results of the bucket before it are on their way."""
+    """``share``: computes before it waits, while earlier results travel."""
     group, counts = job.ranks, [job.bucket.compute_ranks.count(rank) for rank in range(job.ranks.size())]
     first, own = sum(counts[: group.rank()]), counts[group.rank()]
     # as many matrices from every rank: the last one of some may stay empty
@@ -126,11 +122,7 @@ def share(job: Job, stack: Tensor) -> Generator[None, None, Factors]:
 
 
 def orthogonalized(stack: Tensor, job: Job) -> Tensor:
-    """The orthogonal factors of a stack of matrices, as many at once as that is faster and there is memory for.
-
-    There may be no matrices, or empty ones; the job's iteration is for matrices of their shape. The stack is written
-    to.
-    """
+    """Orthogonal factors of a stack, perhaps empty, in its memory."""
     iteration, run = job.iteration, job.iteration.run
     if job.watched is not None:
         run = job.watched.run(iteration, job.counts)
@@ -145,11 +137,9 @@ def orthogonalized(stack: Tensor, job: Job) -> Tensor:
 def gather(
     stacks: Sequence[Tensor], matrices: Sequence[Matrix], group: ProcessGroup, short_first: bool = False
 ) -> Callable[[], list[Tensor]]:
-    """Start to gather matrices of which each rank of a group has a shard, by one all-gather, padded where they differ.
+    """Start to gather matrices on every rank, by all-gather.
 
-    A stack has this rank's shards (n x rows x cols) of ``n`` matrices that lie as the one does that is named for it;
-    some may be empty. The result waits, and then gives for each stack the whole matrices, in memory of their own: see
-    :func:`assemble`.
+    A stack has this rank's shards (n x rows x cols) of ``n`` matrices like that of ``matrices``. The result waits.
     """
     each, ranks = list(zip(stacks, matrices, strict=True)), range(group.size())
     counts = [[len(stack) * matrix.rectangles[rank].numel for stack, matrix in each] for rank in ranks]
@@ -168,11 +158,7 @@ def gather(
 def bring(
     stacks: Sequence[Tensor], matrices: Sequence[Matrix], numbers: Sequence[Sequence[int]], group: ProcessGroup
 ) -> Callable[[], list[Tensor]]:
-    """Start to bring matrices together, each on one rank of a group, by one all-to-all: see ``Engine.gather_whole``.
-
-    Where the group holds several copies of a matrix, one behind the other, a rank gets the shards of the copy that it
-    has a part of.
-    """
+    """Start to bring each matrix to one rank, by all-to-all."""
     ranks, copy = range(group.size()), matrices[0].copy_of(group.rank())
     here = ranks[copy]
     parts = zip(*(stack.split(list(of)) for stack, of in zip(stacks, numbers, strict=True)), strict=True)
@@ -187,7 +173,7 @@ def bring(
 def hand_out(
     stacks: Sequence[Tensor], matrices: Sequence[Matrix], numbers: Sequence[Sequence[int]], group: ProcessGroup
 ) -> Callable[[], list[Tensor]]:
-    """Start the way back from :func:`bring`, by one all-to-all: the result has stacks of this rank's shards."""
+    """Start the way back from :func:`bring`, to stacks of shards."""
     shards = [matrix.rectangles[group.rank()] for matrix in matrices]
     sent, sizes = [], []
     for rank in range(group.size()):
@@ -202,29 +188,25 @@ def hand_out(
 def _exchange(
     sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], group: ProcessGroup
 ) -> Callable[[], Iterator[tuple[Tensor, ...]]]:
-    """Start an all-to-all of stacks, of which each rank sends so many entries; the result has the parts of each."""
     pending = exchange(*packed(sent), [sum(each) for each in sizes], group)
     return lambda: _of_each(pending.wait(), sizes)
 
 
 def _of_each(received: Tensor, sizes: Sequence[Sequence[int]]) -> Iterator[tuple[Tensor, ...]]:
-    """What came from all ranks of the first stack, then of the next, where ``sizes`` are those from each rank."""
+    """For each stack, its parts from all ranks."""
     flat = [size for of_rank in sizes for size in of_rank]
     return zip(*batched(received.split(flat), len(sizes[0])), strict=True)
 
 
 def of_copy(runs: LayoutRuns, copy: slice) -> LayoutRuns:
-    """Matrices of which ranks hold several copies, as those hold them that have one of these between them."""
+    """The runs as the ranks of one copy hold them."""
     if len(runs[0][1].rectangles[copy]) == runs[0][1].ranks:
         return runs
     return [(count, replace(matrix, rectangles=matrix.rectangles[copy])) for count, matrix in runs]
 
 
 def assemble(parts: Iterable[Sequence[Tensor]], runs: LayoutRuns, short_first: bool = False) -> Tensor:
-    """Whole matrices (n x rows x cols) of what each rank has of those that lie alike, one matrix behind the other.
-
-    With ``short_first`` tall ones are transposed in memory, as an iteration works on them.
-    """
+    """Whole matrices from ranks' parts; ``short_first`` stores tall ones transposed."""
     parts, shape = list(parts), runs[0][1].shape
     transposed = short_first and shape[0] > shape[1]
     stack = parts[0][0].new_empty(sum(count for count, _ in runs), *(shape[::-1] if transposed else shape))
@@ -237,10 +219,9 @@ def assemble(parts: Iterable[Sequence[Tensor]], runs: LayoutRuns, short_first: b
 
 
 def _stacks(stack: Tensor, runs: LayoutRuns) -> Sequence[Tensor]:
-    """The part of a stack that lies alike, then the next."""
     return stack.split([count for count, _ in runs]) if len(runs) > 1 else [stack]
 
 
 def cut_out(x: Tensor, rectangle: Rectangle) -> Tensor:
-    """The view of a shard of a matrix (rows x cols), or of each of a stack."""
+    """The view of a shard of matrices, perhaps stacked."""
     return x[..., rectangle.top : rectangle.bottom, rectangle.left : rectangle.right]

@@ -1,4 +1,4 @@
-"""Make Megatron-Core in this process know our optimizers."""
+"""Make Megatron-Core in this process use our optimizers."""
 
 import dataclasses
 import inspect
@@ -37,14 +37,12 @@ _active: Redirections | None = None
 
 
 def activate() -> None:
-    """Let ``--optimizer NAME`` build the optimizers of this package in whatever calls Megatron-Core from here on.
+    """Let ``--optimizer NAME`` build our optimizers from here on.
 
-    Puts them in Megatron-Core's registry, so that ``megatron.core.optimizer.get_megatron_optimizer`` builds them, and,
-    where ``megatron.training`` is installed, in its command line. Runs with adam and sgd stay as they are. A second
-    call does nothing. It may come before or after a script imports Megatron, but before arguments are parsed, and
-    before a script imports ``TensorParallelMuon`` and the other names of Megatron-Core's module of emerging optimizers.
-
-    Optimizers that a user has put into that registry stay there, also under a name of ours, which is logged.
+    Puts them in the registry behind ``megatron.core.optimizer.get_megatron_optimizer``, and in the command line of
+    ``megatron.training``. Runs with adam and sgd stay as they are. Call it before arguments are parsed, and before a
+    script imports names of Megatron-Core's module of emerging optimizers. Optimizers that a user has put into that
+    registry stay there, also under a name of ours, which is logged.
 
     Raises:
         ImportError: if the release of Megatron-Core is too old.
@@ -74,7 +72,7 @@ def activated() -> bool:
 
 
 def describe() -> dict[str, str]:
-    """What :func:`activate` replaces -> why, with those in one that have the same reason."""
+    """What :func:`activate` replaces -> why; equal reasons are together."""
     names: dict[str, list[str]] = {}
     for redirection in (_active or _redirections()).redirections:
         names.setdefault(redirection.reason, []).append(redirection.what)
@@ -147,10 +145,7 @@ def _of_core() -> list[Redirection]:
 
 
 def _and_derived(config: Any) -> Iterator[Any]:
-    """Megatron's class of configs, and those that were derived from it, of Megatron (in 0.17) and of frameworks.
-
-    A dataclass that derives from another does not call its constructor; one without a constructor of its own is left.
-    """
+    """Configs with a constructor, from which others may derive."""
     if "__init__" in vars(config) and "muon_tp_mode" in inspect.signature(config.__init__).parameters:
         yield config
     for derived in config.__subclasses__():
@@ -210,7 +205,7 @@ def _with_our_settings(init: Callable[..., None], self: Any, *args: Any, **kwarg
 
 
 def _forward_registry() -> None:
-    """Put our entries into Megatron's registry; those of a user stay, those of Megatron make room."""
+    """Put our entries in Megatron's registry instead of its own."""
     module = releases.core_optimizer(".emerging_optimizers")
     theirs, package = module._EMERGING_OPTIMIZERS, getattr(module, "registry", None)  # of emerging-optimizers
     replaced = []
@@ -229,7 +224,7 @@ def _forward_registry() -> None:
 
 
 def _is_megatrons_own(entry: Any) -> bool:
-    """Whether Megatron put an entry into its registry: nothing that it is made of is a user's."""
+    """Whether nothing in an entry is a user's."""
     routing = [getattr(getattr(key, "predicate", None), "fn", None) for key in entry.default_param_overrides]
     made_of = [type(entry), entry.optimizer_cls, entry.init_state_fn, entry.config_to_kwargs or type(entry), *routing]
     homes = ("megatron.core.optimizer.emerging_optimizers", "emerging_optimizers.")

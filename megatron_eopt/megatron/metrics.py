@@ -1,4 +1,4 @@
-"""The figures of an optimizer's steps in Megatron: sampled around its ``step``, to its writers and to the log."""
+"""Metrics of steps, to Megatron's writers and log."""
 
 import functools
 from collections.abc import Sequence
@@ -13,10 +13,7 @@ from megatron_eopt.metrics import Metrics, Sampler, line, squared_norms
 
 
 def interval_of(config: Any, args: Any) -> int:
-    """How many steps there are from one that is measured to the next; 0 for none.
-
-    By ``--optimizer-metrics-interval``, else by ``--log-interval``; without arguments of ``megatron.training``, none.
-    """
+    """Steps from one measurement to the next; 0 for none."""
     given = getattr(config, "optimizer_metrics_interval", None)
     if given is None:
         return getattr(args, "log_interval", 0) or 0
@@ -26,7 +23,7 @@ def interval_of(config: Any, args: Any) -> int:
 
 
 def measure(optimizer: Any, model_chunks: Sequence[Any], interval: int, layer_wise: bool) -> None:
-    """Wrap the ``step`` of Megatron's optimizer: it is measured where the iteration is a multiple of ``interval``."""
+    """Measure the ``step`` of Megatron's optimizer at every ``interval``-th iteration."""
     step, steps = optimizer.step, 0
     device = next(p.device for chunk in model_chunks for p in chunk.parameters())
     sampler = Sampler(torch_optimizers(optimizer), device)
@@ -51,9 +48,9 @@ def measure(optimizer: Any, model_chunks: Sequence[Any], interval: int, layer_wi
 
 
 def squared_gradients(optimizer: Any, layer_wise: bool) -> dict[int, float]:
-    """By the ``id`` of a torch optimizer this rank's summand of the squared norm of its gradients, as they are.
+    """This rank's summand of each torch optimizer's squared gradient norm.
 
-    Where several torch optimizers are in one of Megatron's, as under Megatron-FSDP, none is known.
+    Keys are the ``id`` of torch optimizers. Empty where one of Megatron's holds several, as under Megatron-FSDP.
     """
     found: dict[int, float] = {}
     for each in wrappers(optimizer):
@@ -69,7 +66,7 @@ def squared_gradients(optimizer: Any, layer_wise: bool) -> dict[int, float]:
 
 
 def report(metrics: Metrics, iteration: int) -> None:
-    """Hand the figures to the writers of the last rank, which has Megatron's, and print them there."""
+    """Print the metrics on the last rank, the writers' one."""
     if dist.get_rank() != dist.get_world_size() - 1:
         return
     writer, wandb = releases.training_writers()

@@ -1,13 +1,13 @@
-"""QK-clip: after a step, the queries and keys of heads whose attention logits have grown too large are scaled down.
+"""QK-clip: scale down queries and keys with too large logits.
 
-A head whose largest logit ``S`` of the step is above the threshold ``t`` gets ``c = t / S`` times the logits that it
-would have had: the rows of its queries are multiplied by ``c^alpha``, and those of its keys by ``c^(1 - alpha)`` (Kimi
-Team, Kimi K2, 2025, arXiv 2507.20534, section 2.1). Heads that share keys are scaled together, by their largest logit.
-Of latent attention, where all heads share the part of the keys that has positions, the queries of that part get ``c``.
-The momentum stays as it is. What an optimizer keeps of its weights follows: factors, norms, points of an average.
+A head whose largest logit ``S`` of the step is above the threshold ``t`` gets ``c = t / S`` times its logits: the rows
+of its queries are multiplied by ``c^alpha``, and those of its keys by ``c^(1 - alpha)`` (Kimi Team, Kimi K2, 2025,
+arXiv 2507.20534, section 2.1). Heads that share keys are scaled together, by their largest logit. In latent attention
+all heads share the keys' positional part, so the queries of that part get ``c``. Momenta stay as they are; state that
+copies or factorizes weights is scaled with them.
 
-Megatron-Core's own visits the layers of a decoder alone, fails on those without attention and on gated attention,
-leaves biases as they are, and makes weights of a head whose largest logit is negative no numbers.
+Megatron-Core's own visits decoder layers only, fails on layers without attention and on gated attention, leaves biases
+as they are, and gives NaN weights where the largest logit is negative.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,14 +34,14 @@ MAXIMA = "current_max_attn_logits"
 
 
 def attentions(model_chunks: Sequence[nn.Module]) -> Iterator[Any]:
-    """The attention modules whose core records the largest logits, in every kind of layer."""
+    """The attention modules whose core records its largest logits."""
     for module in (module for chunk in model_chunks for module in chunk.modules()):
         if hasattr(getattr(module, "core_attention", None), MAXIMA):
             yield module
 
 
 def refuse_unclipped(model_chunks: Sequence[nn.Module], tensor_parallel: int) -> None:
-    """Refuse, by a ``ValueError``, a model with ``--qk-clip`` that could not be clipped: all that is wrong at once."""
+    """Raise a ``ValueError`` that lists attentions which cannot be clipped."""
     wrong = []
     own = [(name, module) for chunk in model_chunks for name, module in chunk.named_modules()]
     own = [(name, module) for name, module in own if hasattr(module, "core_attention")]
@@ -69,11 +69,7 @@ def _normalizes(module: Any, which: str) -> bool:
 
 @around
 def clip(original: Callable[..., float], model: Sequence[nn.Module], log_max_only: bool = False) -> float:
-    """Around Megatron's ``clip_qk``: scale weights, and return the largest logit of all heads here.
-
-    Megatron calls it after every step, with the chunks of the model on this rank. Models whose optimizer is Megatron's,
-    as with adam and sgd, keep its own.
-    """
+    """Replaces Megatron's ``clip_qk``; adam and sgd keep Megatron's."""
     optimizers = optimizers_of(model)
     if not optimizers:
         return original(model, log_max_only=log_max_only)
@@ -95,7 +91,7 @@ def clip(original: Callable[..., float], model: Sequence[nn.Module], log_max_onl
 
 
 def factors_of_rows(module: Any, maxima: Tensor, threshold: float, alpha: float) -> FactorsOfRows:
-    """What the queries and keys of an attention are scaled by; ``maxima``: fp32, the largest logit of each head."""
+    """Factors of query and key rows; ``maxima``: fp32, (heads,)."""
     config = module.config
     if hasattr(module, "linear_qkv"):
         groups = module.num_query_groups_per_partition
@@ -111,22 +107,21 @@ def factors_of_rows(module: Any, maxima: Tensor, threshold: float, alpha: float)
 
 
 def _share(maxima: Tensor, threshold: float) -> Tensor:
-    """What logits are multiplied by: 1 where they are small enough, or negative."""
+    """Factor of the logits: 1 where small enough, or negative."""
     above = maxima > threshold
     return torch.where(above, threshold / torch.where(above, maxima, 1.0), 1.0)
 
 
 def _rows(linear: Any, parts: Sequence[tuple[int, Tensor]]) -> FactorsOfRows:
-    """For weight and bias of a linear layer: of each head or group so many rows by its factor, then the next."""
     factors = torch.cat([factor[:, None].expand(-1, rows) for rows, factor in parts], 1).flatten()
     return {parameter: factors for parameter in (linear.weight, getattr(linear, "bias", None)) if parameter is not None}
 
 
 def scale(factors: FactorsOfRows, optimizers: Sequence[Any], dealt: bool) -> None:
-    """Multiply rows of the model's parameters, and of what ``optimizers`` of Megatron's keep of them here.
+    """Multiply rows of parameters, and of their optimizer state.
 
-    All tensor-parallel ranks call it together, also those whose rows stay as they are. A parameter in half precision is
-    rounded from its fp32 copy; where parameters are ``dealt``, not all ranks have the copy, and each scales its own.
+    All tensor-parallel ranks call it together. A parameter in half precision is rounded from its fp32 copy; where
+    parameters are ``dealt``, not all ranks have the copy, and each scales its own.
     """
     changed = torch.stack([(factor != 1).any() for factor in factors.values()]).int()
     dist.all_reduce(changed, dist.ReduceOp.MAX, group=parallel_state.get_tensor_model_parallel_group())

@@ -1,7 +1,7 @@
-"""The files of checkpoints: those of a load are whole and name no code; a disk that is full is named.
+"""Check files of checkpoints before a load; name full disks.
 
-Megatron itself takes a damaged checkpoint for one of another format, or fails in a read far below, or exits with status
-0 after a save that was killed while it wrote the tracker file, which a job queue takes for success.
+Megatron itself takes a damaged checkpoint for one of another format, fails in a read far below, or exits with status 0
+after a save that was killed while it wrote the tracker file.
 """
 
 import tempfile
@@ -41,10 +41,9 @@ contents_of = lru_cache(maxsize=1)(read_contents)
 def checked_base(
     load_base: Callable[..., Any], load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any
 ) -> Any:
-    """Around ``_load_base_checkpoint``: one in torch_dist that is not whole is refused on all ranks, before it is read.
+    """Replaces ``_load_base_checkpoint``: refuses damage and pickles with foreign names.
 
-    So is one in any format of torch's distributed checkpointing whose pickles name what may not be called. Without a
-    tracker file Megatron starts anew, as it does without this package: a first save that was killed leaves none.
+    Without a tracker file Megatron starts anew: a first save that was killed leaves none.
     """
     if rank0 and load_dir is not None and _is_ours(args):
         registered = torch.serialization.get_safe_globals()
@@ -64,7 +63,7 @@ def checked_base(
 
 @around
 def checked_tracker(read_metadata: Callable[..., Any], tracker_filename: str) -> Any:
-    """Around ``read_metadata``: an empty tracker file, which a killed save leaves, stands for the newest checkpoint."""
+    """Replaces ``read_metadata``: an empty tracker of killed saves means newest."""
     tracker, iteration = Path(tracker_filename), None
     args = releases.training_args()
     if _is_ours(args) and args.ckpt_format == "torch_dist" and dist.is_initialized():
@@ -80,7 +79,7 @@ def checked_tracker(read_metadata: Callable[..., Any], tracker_filename: str) ->
 
 @around
 def named_disk(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around ``save_checkpoint``, and the end of an asynchronous save: a disk that takes no more is named."""
+    """Around saves: name a disk that takes no more."""
     try:
         return save(*args, **kwargs)
     except (Exception, CheckpointException) as error:
@@ -99,7 +98,7 @@ def named_disk(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def resumed(folder: Path, step: int | None) -> Path | None:
-    """The checkpoint that Megatron will take from a folder: of a step, or the newest; None where it starts anew."""
+    """The checkpoint that Megatron will take; None for none."""
     if step:
         return folder / f"iter_{step:07d}"
     tracker = folder / TRACKER
@@ -111,17 +110,16 @@ def _is_ours(args: Any) -> bool:
 
 
 def damage_of(contents: Contents) -> str | None:
-    """Why the files of a checkpoint are not whole."""
+    """Why a checkpoint's files are not whole."""
     return next((f"{fault.what}. {fault.advice}" for fault in check_files(contents)), None)
 
 
 def _damage_of_resumed(
     folder: Path, step: int | None, ckpt_format: str = "torch_dist", trusted: Set[str] | None = None
 ) -> str | None:
-    """Why the checkpoint that Megatron will take from a folder is not whole, or may not be unpickled.
+    """Why Megatron's next checkpoint is damaged, or not to be unpickled.
 
-    Pickles are looked at if it is known which other names are ``trusted``. Before there is a process group Megatron
-    reads arguments alone, and each rank looks only at what they are in.
+    Pickles are checked if ``trusted`` names are given. Without a process group Megatron reads arguments only: so do we.
     """
     try:
         path = resumed(folder, step)

@@ -1,7 +1,6 @@
-"""What a run takes over from the checkpoint that it is going to load, read before its optimizer is built.
+"""Read a checkpoint's decisions before the optimizer is built.
 
-A plan follows from the ``tp_mode``, the kernel of symmetric products and the measured rates, and a resume goes on bit
-for bit with those of its checkpoint only.
+A resume is bit-equal only with the ``tp_mode``, kernel and measured rates of its checkpoint, which make its plan.
 """
 
 import json
@@ -22,7 +21,7 @@ _NOT_READ = ("finetune", "no_load_optim", "moe_use_upcycling", "non_persistent_c
 
 
 class Decided(NamedTuple):
-    """What a run had decided that was saved; empty where it is not known."""
+    """Decisions of the run that saved; None where unknown."""
 
     tp_mode: TpMode | None = None
     kernel: str | None = None  # of symmetric products
@@ -30,10 +29,7 @@ class Decided(NamedTuple):
 
 
 def decided_before(args: Any, megatron_fsdp: bool) -> Decided:
-    """What the run had decided that saved the checkpoint to be loaded, by the arguments of ``megatron.training``.
-
-    One that cannot be read is left to the load, which refuses it.
-    """
+    """Decisions in the checkpoint to load; damage is the load's."""
     if not on(args, "load") or any(on(args, flag) for flag in _NOT_READ):
         return Decided()
     try:
@@ -69,7 +65,6 @@ def _of_fsdp_dtensor(path: Path) -> tuple[list[Any], list[Mapping[str, Any]]]:
 
 
 def _common(groups: Iterable[Mapping[str, Any]], key: str, kind: type) -> Any:
-    """A setting, where all groups that have it have the same."""
     values = [group[key] for group in groups if key in group]
     known = values and isinstance(values[0], kind) and all(value == values[0] for value in values)
     return values[0] if known else None

@@ -1,4 +1,4 @@
-"""Which features of Megatron-Core work with these optimizers, by release: what the rules of ``support`` say of each."""
+"""Which features work, by release of Megatron-Core."""
 
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -13,7 +13,7 @@ RELEASES = releases.SUPPORTED
 
 
 class Row(NamedTuple):
-    """A feature in one release, as the user asks for it."""
+    """A feature in one release, in the user's words."""
 
     feature: str
     works: Literal["yes", "unproven", "no"]
@@ -21,7 +21,7 @@ class Row(NamedTuple):
 
 
 class Feature(NamedTuple):
-    """A feature, and how a run that has it differs from a plain run of Muon in bf16."""
+    """A feature, as differences from plain Muon in bf16."""
 
     name: str
     facts: dict[str, Any] = {}  # noqa: RUF012  it is not changed; fields of Run, or of its config, ddp and args
@@ -133,7 +133,7 @@ FEATURES = (
 
 
 def support_matrix(release: str) -> list[Row]:
-    """What works with a release of Megatron-Core, ``0.19.2`` or ``0.19``."""
+    """What works with a release, ``0.19.2`` or ``0.19``."""
     plain = _of("muon") | {"scalar_optimizers": releases.scalar_optimizers_of(release), "config.bf16": True}
     distributed = releases.distributed_optimizer(release)
     rows = []

@@ -1,7 +1,6 @@
-"""What does not work in a run with these optimizers: refused in one error, before anything is changed.
+"""What does not work with our optimizers: refused at start.
 
-Each rule was found in the sources of Megatron-Core 0.17 to 0.19: without it the run would fail late, with a message
-that helps nobody, or go on and be wrong.
+Without each of these rules, found in Megatron-Core's sources, a run would fail late, or go on and be wrong.
 """
 
 from collections.abc import Callable
@@ -16,7 +15,7 @@ TORCH_FSDP2 = "TorchFullyShardedDataParallel"
 
 
 class Rule(NamedTuple):
-    """Something that does not work: why, and the nearest that does; ``{run...}`` is filled in."""
+    """Why something fails, and the nearest that works; fills ``{run...}``."""
 
     what: str
     instead: str
@@ -28,7 +27,7 @@ def _offloads(optimizer: str) -> bool:
 
 
 def _gathers_alone(run: Run) -> bool:
-    """Whether Megatron would gather parameters from other ranks where there are none; 0.19 looks first."""
+    """Whether Megatron would gather from no other rank, and fail."""
     first = run.data_parallel == 1 or (not run.has_registry and run.expert_data_parallel == 1)
     overlaps = on(run.config, "overlap_param_gather") and not releases.has("gathers alone", run.release)
     return first and overlaps and run.layer_wise and not on(run.ddp, "use_distributed_optimizer")
@@ -308,7 +307,7 @@ def unsupported(run: Run) -> list[Rule]:
 
 
 def refuse_unsupported(run: Run) -> None:
-    """Refuse what cannot work, by a ``ValueError`` that says of all that was found why, and the nearest that does."""
+    """Raise a ``ValueError`` with all reasons against a run."""
     reasons = [f"{rule.what}: {rule.instead}".format(run=run) for rule in unsupported(run)]
     if len(reasons) > 1:
         first = f"this run cannot work with optimizer {run.optimizer!r}, for {len(reasons)} reasons:"

@@ -111,12 +111,10 @@ def _of_registry() -> list[Redirection]:
 
 
 def _of_0_17() -> list[Redirection]:
-    module = releases.core_optimizer(".muon")
+    module, before = releases.core_optimizer(".muon"), "checks come before the model is touched"
     return [
         Redirection(module, "TensorParallelMuon", becomes(releases.muon_of_0_17), "Megatron builds Muon by this name"),
-        Redirection(
-            module, "get_megatron_muon_optimizer", wrap_emerging_builder, "checks come before the model is touched"
-        ),
+        Redirection(module, "get_megatron_muon_optimizer", wrap_emerging_builder, before),
     ]
 
 
@@ -169,10 +167,7 @@ def _of_training() -> list[Redirection]:
         "Megatron's checks allow its FSDPs with adam and sgd alone, and so check a run with ours as one with adam; and "
         "--optimizer-cpu-offload with an Adam that steps on the CPU; and --qk-clip with Transformer Engine"
     )
-
-    def saves(save: Callable[..., Any]) -> Callable[..., Any]:
-        return files.named_disk(run_mark.marked_save(save))
-
+    noticed = f"two runs that save to one folder are noticed; {full}"
     clipped = "QK-clip in every kind of layer and attention, and with negative logits"
     named = "Megatron prepares Adam's state alone for fsdp_dtensor, and finds no weights of a model in fp32"
     flags = "what the flags of our optimizers say reaches the config, which has no fields for some of them"
@@ -183,7 +178,7 @@ def _of_training() -> list[Redirection]:
         Redirection(checkpointing, "preprocess_fsdp_dtensor_state_dict", fsdp_dtensor.prepared, named),
         Redirection(checkpointing, "load_checkpoint", torch_dist.with_optimizer, in_place),
         Redirection(checkpointing, "read_metadata", files.checked_tracker, empty),
-        Redirection(checkpointing, "save_checkpoint", saves, f"two runs that save to one folder are noticed; {full}"),
+        Redirection(checkpointing, "save_checkpoint", lambda x: files.named_disk(run_mark.marked_save(x)), noticed),
         Redirection(async_utils, "maybe_finalize_async_save", files.named_disk, full),
         Redirection(parsing, "add_megatron_arguments", amended, parsed),
         Redirection(parsing, "validate_args", arguments.validated, fsdp),
@@ -205,7 +200,6 @@ def _with_our_settings(init: Callable[..., None], self: Any, *args: Any, **kwarg
 
 
 def _forward_registry() -> None:
-    """Put our entries in Megatron's registry instead of its own."""
     module = releases.core_optimizer(".emerging_optimizers")
     theirs, package = module._EMERGING_OPTIMIZERS, getattr(module, "registry", None)  # of emerging-optimizers
     replaced = []

@@ -24,7 +24,7 @@ from megatron_eopt.registry import EMERGING_OPTIMIZERS, list_optimizers, takes_m
 TP_MODE_SOURCE = "muon_tp_mode_source"  # on arguments and configs: the flag that named muon_tp_mode, or UNNAMED
 UNNAMED = "default"
 
-RUN_FLAGS = (
+RUN_FLAGS = (  # whatever the optimizer
     Flag("optimizer_overrides", "Settings of single parameters, in YAML or JSON.", default=None, metavar="FILE"),
     Flag(
         "optimizer_manifest",
@@ -66,10 +66,7 @@ RUN_FLAGS = (
     ),
     Flag("check_replicas", "Never compare parameters over ranks that have the same.", default=True),
 )
-"""Flags of a run, whatever its optimizer."""
-
 FLAGS = (*(flag for row in OPTIMIZERS.values() for flag in row.flags if not flag.megatrons), *RUN_FLAGS)
-"""The flags that are added; one that a later Megatron has itself is left to it."""
 
 
 class _StoreNamed(argparse._StoreAction):
@@ -79,11 +76,7 @@ class _StoreNamed(argparse._StoreAction):
 
 
 def amend(parser: argparse.ArgumentParser, unavailable: frozenset[str] = frozenset()) -> argparse.ArgumentParser:
-    """Let Megatron's parser know our optimizers, and :data:`FLAGS`.
-
-    ``--optimizer`` takes registered names that are not ``unavailable``, and ``--muon-tp-mode`` is auto by default.
-    Errors print no list of all flags.
-    """
+    """Let Megatron's parser know our optimizers, and :data:`FLAGS`."""
     actions = parser._option_string_actions  # argparse has no public way to look an argument up
     optimizer, tp_mode = actions["--optimizer"], actions["--muon-tp-mode"]
     theirs = [name for name in optimizer.choices or () if name not in unavailable]
@@ -200,14 +193,12 @@ def builds(args: argparse.Namespace) -> bool:
 
 
 def _is_shared_with(flag: Flag, name: str) -> bool:
-    """Whether another optimizer's flag holds for this one."""
     if name in OPTIMIZERS and flag.setting in MUON and flag.setting != "split_qkv":  # which is declared on parameters
         return flag.optimizer == "muon" and flag.setting in OPTIMIZERS[name].of_muon
     return flag.shared and takes_matrices(name)
 
 
 def _check_effect(args: argparse.Namespace) -> None:
-    """Refuse overrides without effect; warn of such flags."""
     name, overrides = getattr(args, "optimizer", "").removeprefix("dist_"), getattr(args, "optimizer_overrides", None)
     if overrides is not None:  # they may give some parameters to any optimizer
         if name in ("adam", "sgd"):

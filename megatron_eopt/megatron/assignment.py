@@ -84,7 +84,6 @@ def assignments(
 
 
 def _wrong_iteration(resolved: Resolved, config: Any) -> str | None:
-    """What is wrong with steps and coefficients together."""
     own = {key: resolved.settings[key] for key in ("num_ns_steps", "coefficient_type") if key in resolved.settings}
     of_run = {"num_ns_steps": config.muon_num_ns_steps, "coefficient_type": config.muon_coefficient_type}
     if not own or not (wrong := inconsistent(of_run | own)):
@@ -93,10 +92,7 @@ def _wrong_iteration(resolved: Resolved, config: Any) -> str | None:
 
 
 class MegatronOverrides(dict[ParamKey, dict[str, Any]]):
-    """Overrides for Megatron's builder, at most one for each parameter.
-
-    The default routing is among them, unless an override overruled it. Megatron adds it again by ``update``: ignored.
-    """
+    """Overrides for Megatron's builder, at most one for each parameter."""
 
     def __init__(self, assigned: Sequence[Assignment], config: Any) -> None:
         alike: dict[tuple[tuple[str, Any], ...], set[int]] = {}
@@ -109,7 +105,7 @@ class MegatronOverrides(dict[ParamKey, dict[str, Any]]):
             self[ParamKey(predicate=among)] = dict(settings)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Add nothing."""
+        """Ignore the default routing that Megatron adds: it is included."""
 
 
 def group_settings(assigned: Assignment, config: Any) -> dict[str, Any]:
@@ -169,10 +165,7 @@ def refuse_other_buffers(assigned: Sequence[Assignment]) -> None:
 
 
 def refuse_bad_values(assigned: Sequence[Assignment], config: Any, chunks: Sequence[Any], pg_collection: Any) -> None:
-    """Refuse values that optimizers refuse, and impossible weight decays.
-
-    An optimizer without parameters is built as the run would build it, so that it checks its own arguments.
-    """
+    """Refuse values that an optimizer without parameters refuses, and decays."""
 
     def error(name: str, settings: Mapping[str, Any]) -> str | None:
         try:
@@ -213,7 +206,6 @@ def refuse_unread(optimizer: Any, assigned: Sequence[Assignment]) -> None:
 
 
 def _of_optimizer(assigned: Assignment) -> dict[str, Any]:
-    """Settings of users whose range only the optimizer knows."""
     return {k: value for k, value in assigned.settings.items() if k not in SETTINGS and assigned.user_source(k)}
 
 

@@ -1,7 +1,4 @@
-"""Optimizers that evaluate and save an average of their path.
-
-A ``wrapper`` is one of Megatron's optimizers, around one torch optimizer of whole parameters.
-"""
+"""Optimizers that evaluate and save an average of their path."""
 
 import functools
 import inspect

@@ -80,7 +80,6 @@ def _of_mup(key: Any) -> bool:
 
 
 def _mup_of_others(defaults: Mapping[Any, Mapping[str, Any]], known: Known) -> Iterator[Entry]:
-    """Megatron's muP rates, for hidden matrices given to Adam."""
     for key, settings in defaults.items():
         rates = {name: settings[name] for name in ("max_lr", "min_lr") if name in settings}
         if rates and _of_mup(key):

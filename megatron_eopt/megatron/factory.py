@@ -57,7 +57,7 @@ class OptimizerOfRun:
         """Build Megatron's optimizer by ``build(config, overrides)``."""
         agreement.on_all_ranks(lambda: refuse_unsupported(self.facts))  # pipeline stages may differ in theirs
         self.describe()
-        self.assign(config_overrides)
+        self.assigned = assignment.assign(self.parameters, self.config, config_overrides)
         matrices, overrides = agreement.on_all_ranks(self.check)
         self.mark = RunMark(self.facts.args)
         tag(matrices)
@@ -80,10 +80,6 @@ class OptimizerOfRun:
         self.parameters = trainable(self.model_chunks, self.groups)
         mark(self.parameters)
         warn_of_shared_keys(self.parameters, self.groups.tp.size(), on(self.facts.model, "sequence_parallel"))
-
-    def assign(self, config_overrides: Any) -> None:
-        """Decide the optimizer and settings of every parameter."""
-        self.assigned = assignment.assign(self.parameters, self.config, config_overrides)
 
     def check(self) -> tuple[list[Matrices], dict[Any, Any]]:
         """Refuse assignments that cannot work; return matrices and Megatron's overrides."""
@@ -153,8 +149,7 @@ class OptimizerOfRun:
     def adopt_tp_mode(self, tp_mode: TpMode) -> None:
         """Keep a checkpoint's ``tp_mode`` if the run names none.
 
-        All ranks call it, before the build and with what is loaded: a framework may load a checkpoint that no flag
-        names.
+        All ranks call it, before the build and with what is loaded: a framework may load what no flag names.
         """
         if tp_mode in (self.tp_mode, self.tp_mode_of_checkpoint):
             return
@@ -179,11 +174,7 @@ class OptimizerOfRun:
 
 
 def with_preset(config: Any) -> Any:
-    """The config with scale mode and factor of ``muon_preset``.
-
-    Raises:
-        ValueError: for an optimizer whose updates have a size of their own, or beside another scale mode or factor.
-    """
+    """The config with scale mode and factor of ``muon_preset``."""
     preset = getattr(config, "muon_preset", None)
     if preset is None:
         return config

@@ -39,6 +39,7 @@ class Joined:
     def step(self) -> None:
         """Let each optimizer make its step."""
         for parameter in (p for group in self.param_groups for p in group["params"]):
+            # Megatron-FSDP gives none to a parameter without entries here, and other ranks would wait for this one
             if parameter.grad is None and not parameter._local_tensor.numel():
                 parameter.grad = torch.zeros_like(parameter)
         for each in self.chained_optimizers:

@@ -164,13 +164,10 @@ def fused(parameter: ModelParameter) -> Fused | None:
             return Fused(what, matrices.query_key_value(shapes), matrices.query_key_value(shapes, per_head=True))
         case "linear_q":  # of cross attention
             return Fused(queries, WHOLE, matrices.heads("q", config.kv_channels))
-        case "linear_kv":  # of cross attention
-            k = v = config.kv_channels
-            return Fused(keys, matrices.key_value(k, v), matrices.key_value(k, v, per_head=True))
-        case "linear_q_proj" | "linear_q_up_proj":  # from here on of latent attention
+        case "linear_q_proj" | "linear_q_up_proj":  # of latent attention
             return Fused(queries, WHOLE, matrices.heads("q", config.qk_head_dim + config.qk_pos_emb_head_dim))
-        case "linear_kv_up_proj":
-            k, v = config.qk_head_dim, config.v_head_dim
+        case "linear_kv" | "linear_kv_up_proj":  # of cross attention, of latent attention
+            k, v = (config.kv_channels,) * 2 if layer == "linear_kv" else (config.qk_head_dim, config.v_head_dim)
             return Fused(keys, matrices.key_value(k, v), matrices.key_value(k, v, per_head=True))
         case "linear_kv_down_proj":
             split = matrices.concatenated(kv=config.kv_lora_rank, k_rope=config.qk_pos_emb_head_dim)

@@ -32,9 +32,8 @@ def measure(optimizer: Any, model_chunks: Sequence[Any], interval: int, layer_wi
     def measured_step(*args: Any, **kwargs: Any) -> Any:
         nonlocal steps
         steps += 1
-        iteration = steps
-        if (known := getattr(releases.training_args(), "curr_iteration", None)) is not None:
-            iteration = known + 1
+        known = getattr(releases.training_args(), "curr_iteration", None)
+        iteration = steps if known is None else known + 1
         if iteration % interval:
             return step(*args, **kwargs)
         sampler.begin()
@@ -48,12 +47,9 @@ def measure(optimizer: Any, model_chunks: Sequence[Any], interval: int, layer_wi
 
 
 def squared_gradients(optimizer: Any, layer_wise: bool) -> dict[int, float]:
-    """This rank's summand of each torch optimizer's squared gradient norm.
-
-    Keys are the ``id`` of torch optimizers. Empty where one of Megatron's holds several, as under Megatron-FSDP.
-    """
+    """By ``id`` of torch optimizers, summands of squared gradient norms."""
     found: dict[int, float] = {}
-    for each in wrappers(optimizer):
+    for each in wrappers(optimizer):  # one that holds several, as under Megatron-FSDP, has one norm for all
         if len(inner := list(torch_optimizers(each))) != 1:
             return {}
         group = None if layer_wise else each.get_grad_stats_parallel_group()
@@ -72,9 +68,8 @@ def report(metrics: Metrics, iteration: int) -> None:
     writer, wandb = releases.training_writers()
     for name, figures in metrics.items():
         tagged = {f"{name}/{key}": value for key, value in figures.items()}
-        if writer is not None:
-            for tag, value in tagged.items():
-                writer.add_scalar(tag, value, iteration)
+        for tag, value in tagged.items() if writer is not None else ():
+            writer.add_scalar(tag, value, iteration)
         if wandb is not None:
             wandb.log(tagged, iteration)
     print(f"megatron_eopt: iteration {iteration:8d} | {line(metrics)}", flush=True)

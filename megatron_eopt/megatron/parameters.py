@@ -57,8 +57,7 @@ def trainable(model_chunks: Sequence[Any], pg_collection: Any) -> list[ModelPara
 
 def frozen_names(model_chunks: Sequence[Any]) -> list[str]:
     """Global names of the parameters that require no gradient."""
-    named = (each for chunk in model_chunks for each in _named(chunk))
-    return [name for name, parameter, _ in named if not parameter.requires_grad]
+    return [name for chunk in model_chunks for name, p, _ in _named(chunk) if not p.requires_grad]
 
 
 def mark(parameters: Sequence[ModelParameter]) -> None:
@@ -170,8 +169,7 @@ def _global_name(path: str, last: str, ahead: dict[str, int]) -> str:
         if word.isdecimal():
             before = ".".join(path.split(".")[:index])
             words[index] = str(int(word) + ahead.get(f"{before}.{word}", ahead.get(f"{before}.*", 0)))
-    grouped = re.fullmatch(r"(weight|bias)(\d+)", last)
-    if grouped:  # Transformer Engine's experts are numbered in the name of the weight
+    if grouped := re.fullmatch(r"(weight|bias)(\d+)", last):  # Transformer Engine numbers weights of experts
         module = path.rpartition(".")[0]
         last = f"{grouped[1]}{int(grouped[2]) + ahead.get(f'{module}.linear_fc*.weight*', 0)}"
     return unwrapped(".".join([*words, last] if path else [last]))

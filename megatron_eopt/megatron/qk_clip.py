@@ -26,11 +26,8 @@ from megatron_eopt.optimizers.parameters import scale_rows
 from megatron_eopt.redirect import around
 from megatron_eopt.registry import get_qkv_split_shapes
 
-FactorsOfRows = dict[Tensor, Tensor]
-"""Parameter of the model -> what its rows here are multiplied by, (rows,)."""
-
-MAXIMA = "current_max_attn_logits"
-"""Attribute of an attention's core: the largest logit of each of its heads here since it was None, 1-D."""
+FactorsOfRows = dict[Tensor, Tensor]  # parameter -> factors of its rows here, (rows,)
+MAXIMA = "current_max_attn_logits"  # attribute of an attention's core: each head's largest logit here, (heads,)
 
 
 def attentions(model_chunks: Sequence[nn.Module]) -> Iterator[Any]:
@@ -43,9 +40,8 @@ def attentions(model_chunks: Sequence[nn.Module]) -> Iterator[Any]:
 def refuse_unclipped(model_chunks: Sequence[nn.Module], tensor_parallel: int) -> None:
     """Raise a ``ValueError`` that lists attentions which cannot be clipped."""
     wrong = []
-    own = [(name, module) for chunk in model_chunks for name, module in chunk.named_modules()]
-    own = [(name, module) for name, module in own if hasattr(module, "core_attention")]
-    for name, module in own:
+    named = [x for chunk in model_chunks for x in chunk.named_modules() if hasattr(x[1], "core_attention")]
+    for name, module in named:
         core, config = module.core_attention, module.config
         if not hasattr(core, MAXIMA):
             wrong.append(f"{name}: {type(core).__name__} records no largest logits, as Transformer Engine's does")

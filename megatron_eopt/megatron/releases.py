@@ -1,7 +1,4 @@
-"""All that differs between Megatron-Core 0.17, 0.18 and 0.19.
-
-Importing this module imports no Megatron.
-"""
+"""What differs between Megatron-Core 0.17, 0.18 and 0.19; imports none."""
 
 import importlib
 import importlib.util
@@ -92,10 +89,7 @@ def builder(optimizer: str) -> Any:
 
 
 def package_not_needed() -> Redirections:
-    """Let Megatron build optimizers without the emerging-optimizers package.
-
-    Its flags are changed only for a build: code behind them imports the package.
-    """
+    """Let Megatron build optimizers without the emerging-optimizers package."""
     flags = [(core_optimizer(), "HAVE_EMERGING_OPTIMIZERS")]
     if not has_registry():
         flags = [(core_optimizer(".muon"), name) for name in ("HAVE_EMERGING_OPTIMIZERS", "HAVE_EO_V02")]
@@ -126,8 +120,8 @@ def muon_of_0_17(
     params: Any, *, momentum_beta: float, use_nesterov: bool, mode: Any, **settings: Any
 ) -> TensorParallelMuon:
     """:class:`TensorParallelMuon` under the argument names of 0.17."""
-    settings |= workspace_from(training_args())  # of our flags, which its builder does not hand on
-    settings |= momentum_dtype_from(training_args())
+    args = training_args()  # for our flags, which its builder does not hand on
+    settings |= workspace_from(args) | momentum_dtype_from(args)
     return TensorParallelMuon(params, momentum=momentum_beta, nesterov=use_nesterov, tp_mode=mode, **settings)
 
 

@@ -41,15 +41,10 @@ contents_of = lru_cache(maxsize=1)(read_contents)
 def checked_base(
     load_base: Callable[..., Any], load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any
 ) -> Any:
-    """Replaces ``_load_base_checkpoint``: refuses damage and pickles with foreign names.
-
-    Without a tracker file Megatron starts anew: a first save that was killed leaves none.
-    """
+    """Replaces ``_load_base_checkpoint``: refuses damage and pickles with foreign names."""
     if rank0 and load_dir is not None and _is_ours(args):
         registered = torch.serialization.get_safe_globals()
-        trusted = {
-            each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}" for each in registered
-        }
+        trusted = {x[1] if isinstance(x, tuple) else f"{x.__module__}.{x.__qualname__}" for x in registered}
         trusted.update((getattr(args, "trust_checkpoint_globals", None) or "").split(","))
         folders = [(Path(load_dir), getattr(args, "ckpt_step", None))]
         if getattr(args, "non_persistent_ckpt_type", None) == "global":
@@ -64,15 +59,13 @@ def checked_base(
 @around
 def checked_tracker(read_metadata: Callable[..., Any], tracker_filename: str) -> Any:
     """Replaces ``read_metadata``: an empty tracker of killed saves means newest."""
-    tracker, iteration = Path(tracker_filename), None
+    file, iteration = Path(tracker_filename), None
     args = releases.training_args()
     if _is_ours(args) and args.ckpt_format == "torch_dist" and dist.is_initialized():
-        iteration = from_rank_0(
-            lambda: None if read_text(tracker, TRACKER_BYTES).strip() else _newest_whole(tracker.parent)
-        )
+        iteration = from_rank_0(lambda: None if read_text(file, TRACKER_BYTES).strip() else _newest_whole(file.parent))
     if iteration is None:
         return read_metadata(tracker_filename)
-    killed = f"{tracker} is empty, as a save leaves it that was killed while it wrote there"
+    killed = f"{file} is empty, as a save leaves it that was killed while it wrote there"
     say(f"{killed}; the newest checkpoint that is whole is of iteration {iteration}")
     return iteration, False
 
@@ -117,7 +110,7 @@ def damage_of(contents: Contents) -> str | None:
 def _damage_of_resumed(
     folder: Path, step: int | None, ckpt_format: str = "torch_dist", trusted: Set[str] | None = None
 ) -> str | None:
-    """Why Megatron's next checkpoint is damaged, or not to be unpickled.
+    """What is wrong with the files that Megatron will read.
 
     Pickles are checked if ``trusted`` names are given. Without a process group Megatron reads arguments only: so do we.
     """

@@ -1,8 +1,7 @@
 """Optimizer state of Megatron-FSDP in ``fsdp_dtensor`` checkpoints.
 
 Megatron's own way knows Adam's state only, lacks that of parameters of which a rank holds no entries, and lets what a
-checkpoint lacks keep its value. Here each rank describes its chunk of every tensor, and what was not loaded is an
-error.
+checkpoint lacks keep its value. Here each rank describes its chunk of every tensor, and what is missing is an error.
 """
 
 import json
@@ -52,7 +51,9 @@ class SavedShards:
 
     def sharded_state_dict(self, model: Any, is_loading: bool = False, **kwargs: Any) -> dict[str, Any]:
         """State and settings by parameters; NaN where to be loaded."""
-        self._init_state()
+        self._megatron.init_state_fn(self._megatron.optimizer, self._megatron.config)
+        for values in (x for o in self._optimizers if isinstance(o, Adam | AdamW) for x in o.state.values()):
+            values.setdefault("step", torch.zeros(()))  # which Megatron leaves to the first step
         state: dict[str, dict[str, Tensor]] = {}
         settings: dict[str, str] = {}  # in JSON, which torch's checkpoints do not take apart
         for optimizer in self._optimizers:
@@ -92,16 +93,7 @@ class SavedShards:
                 own["param_groups"][number] |= settings_of_group(optimizer, number, different)
             optimizer.load_state_dict(own)
 
-    def _init_state(self) -> None:
-        """Create all state; Megatron leaves Adam's step counts out."""
-        self._megatron.init_state_fn(self._megatron.optimizer, self._megatron.config)
-        for optimizer in self._optimizers:
-            if isinstance(optimizer, Adam | AdamW):
-                for state in optimizer.state.values():
-                    state.setdefault("step", torch.zeros(()))
-
     def _problems(self, saved: dict[str, Any]) -> Iterator[str]:
-        """State of another optimizer, and values that are not finite."""
         for optimizer in self._optimizers:
             own = type(optimizer).__name__
             for parameter, state in optimizer.state.items():
@@ -118,8 +110,7 @@ class SavedShards:
     ) -> Iterator[tuple[str, Tensor]]:
         """Views of ``data`` as saved, with suffixes of the name.
 
-        Rows of per-shard fused matrices are in an order that depends on the number of shards, so they are saved by
-        matrices.
+        Per-shard fused matrices are saved one by one: the order of their rows depends on the number of shards.
         """
         if not isinstance(data, DTensor):
             yield "", data
@@ -147,14 +138,9 @@ class SavedShards:
 
 
 def with_chunk(piece: Tensor, like: DTensor, shape: Sequence[int], start: Sequence[int]) -> DTensor:
-    """A DTensor of global ``shape`` whose local part is ``piece``.
-
-    It begins at ``start``, and tells torch's checkpoints so.
-    """
-    stride = torch.empty(*shape, device="meta").stride()
-    found = DTensor.from_local(
-        piece, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    """A DTensor of global ``shape`` with ``piece`` at ``start`` here."""
+    stride, mesh = torch.empty(*shape, device="meta").stride(), like.device_mesh
+    found = DTensor.from_local(piece, mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride)
     own: Any = found._local_tensor
     chunk = metadata.ChunkStorageMetadata(offsets=torch.Size(start), sizes=own.shape)
 
@@ -199,7 +185,6 @@ def prepared(prepare: Callable[..., Any], args: Any, state_dict: dict[str, Any],
 
 
 def _refuse_missing(args: Any, wanted: dict[str, dict[str, Tensor]]) -> None:
-    """Refuse a checkpoint without wanted state; report conversions."""
     path, stored = from_rank_0(lambda: _stored(Path(args.load), getattr(args, "ckpt_step", None)))
     lacking = (
         f"it holds {', '.join(has) or 'no state'} for {name}, and this run needs {', '.join(sorted(keys))}"

@@ -66,9 +66,8 @@ def settings_after_load(
 ) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
     """A group's settings, and changes: name -> (checkpoint's, now).
 
-    ``saved`` are the checkpoint's groups that have its parameters. ``from_checkpoint``: the user requested the
-    checkpoint's schedule. A ValueError refuses saved groups that differ in what is ``carried`` over, which the
-    optimizer computes.
+    ``saved`` are the checkpoint's groups that have its parameters. ``from_checkpoint`` takes its schedule. A ValueError
+    refuses saved groups that differ in what is ``carried`` over, which the optimizer computes.
     """
     result = {key: value for key, value in current.items() if key not in NO_SETTINGS}
     if not saved:
@@ -174,6 +173,5 @@ def _completed(requested: dict[Any, Any], loaded: dict[Any, Any], common: Any) -
 
 
 def _is_adam(name: str) -> bool:
-    """Whether it is Transformer Engine's, Apex's or torch's Adam."""
     described = map(optimizer_class, list_optimizers())
     return "Adam" in name and name not in {each.__name__ for each in described if issubclass(each, BaseOptimizer)}

@@ -30,7 +30,7 @@ class Decided(NamedTuple):
 
 def decided_before(args: Any, megatron_fsdp: bool) -> Decided:
     """Decisions in the checkpoint to load; damage is the load's."""
-    if not on(args, "load") or any(on(args, flag) for flag in _NOT_READ):
+    if not on(args, "load") or on(args, *_NOT_READ):
         return Decided()
     try:
         path = resumed(Path(args.load), getattr(args, "ckpt_step", None))

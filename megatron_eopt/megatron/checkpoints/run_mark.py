@@ -1,4 +1,4 @@
-"""Two runs in one ``--save`` folder notice by a mark there."""
+"""Two runs notice by a mark that they share ``--save``."""
 
 import atexit
 import os

@@ -32,11 +32,7 @@ from megatron_eopt.redirect import around
 
 
 class SavedState:
-    """Saves and loads the state of one of Megatron's optimizers.
-
-    It wraps ``state_dict``, ``sharded_state_dict`` and ``load_state_dict``. The first of a run has its
-    ``OptimizerOfRun``.
-    """
+    """Saves and loads the state of one of Megatron's optimizers."""
 
     def __init__(self, optimizer: Any, run: Any = None, layers_differ: bool = False, layer_wise: bool = False) -> None:
         self._megatron, self._run, self._layers_differ = optimizer, run, layers_differ
@@ -148,7 +144,6 @@ class SavedState:
         return {**state_dict, "state": state}
 
     def _described(self) -> Iterator[tuple[int, Tensor, StateTensor]]:
-        """Described state with its parameter and index."""
         if isinstance(self._torch, BaseOptimizer):
             for index, parameter in enumerate(self._parameters()):
                 for tensor in self._torch.state_tensors(parameter):
@@ -194,7 +189,6 @@ class SavedState:
         return results
 
     def _check_finite(self) -> None:
-        """Refuse values that are not finite, which would stay."""
         tensors = {
             (index, key): value
             for index, parameter in enumerate(self._parameters())

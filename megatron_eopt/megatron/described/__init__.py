@@ -29,8 +29,6 @@ def planned_run(
 ) -> PlannedRun:
     """Describe every rank with own parameters; plan the first.
 
-    ``progress(done, ranks)`` is called as ranks are described.
-
     Raises:
         ValueError: for flags that Megatron or an optimizer refuses, and for an optimizer that Megatron builds alone.
     """

@@ -49,8 +49,7 @@ def parsed(flags: Sequence[str], rank: int, world_size: int | None) -> tuple[Nam
     """Parse and validate a pretrain command's flags for one rank.
 
     Returned are Megatron's arguments, changed where a GPU would be needed; whether Transformer Engine's layers are
-    requested; and notes for a user. A ValueError is for flags that Megatron refuses, or a model that cannot be
-    described.
+    requested; and notes for a user. A ValueError is for flags or models that cannot be described.
     """
     from megatron.training import arguments
 

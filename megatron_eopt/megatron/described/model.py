@@ -40,9 +40,7 @@ class DescribedRun:
     """One rank of a run, as Megatron describes it."""
 
     args: Namespace  # validated; those that ask for a GPU are changed
-    # One per virtual pipeline stage, wrapped as for training, so that parameters have the names that Megatron's
-    # optimizer sees; they are on the meta device, with all attributes.
-    model_chunks: list[Module]
+    model_chunks: list[Module]  # one per virtual pipeline stage, wrapped as for training, on the meta device
     optimizer_config: Any
     config_overrides: dict[Any, Any]
     pg_collection: Any  # sizes and ranks of its groups are right, and they send nothing
@@ -76,10 +74,7 @@ def described_run(flags: Sequence[str], rank: int = 0, world_size: int | None = 
 
 
 def ranks_to_describe(args: Namespace) -> list[int]:
-    """The fewest ranks that together hold every parameter.
-
-    They are one per pipeline stage and expert-parallel rank; all but the first of a stage add only their experts.
-    """
+    """Ranks with all parameters: of pipeline stages and expert-parallel ranks."""
     experts = args.expert_tensor_parallel_size * args.expert_model_parallel_size
     # how far the ranks of one pipeline group are from each other, by the order that Megatron numbers ranks in
     stage = experts if args.use_tp_pp_dp_mapping else args.world_size // args.pipeline_model_parallel_size
@@ -88,7 +83,6 @@ def ranks_to_describe(args: Namespace) -> list[int]:
 
 
 def _stand_in(stack: ExitStack) -> None:
-    """Install the CPU backend and our optimizers, until closing."""
     _keep(os.environ, stack)
     if not cpu.installed():
         stack.callback(cpu.undo)
@@ -107,7 +101,6 @@ def _keep(namespace: MutableMapping[str, Any], stack: ExitStack) -> None:
 
 
 def _make_process_groups(args: Namespace, stack: ExitStack) -> None:
-    """Megatron's parallel state at one rank, until the stack closes."""
     from megatron.core import tensor_parallel
     from megatron.training import global_vars, initialize
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -182,7 +175,6 @@ def _described(args: Namespace, transformer_engine: bool, notes: tuple[str, ...]
 
 
 def _chunks(args: Namespace, groups: Any, transformer_engine: bool) -> Iterator[Module]:
-    """The chunks in training's wrappers, for names and dtype."""
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
     from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
     from megatron.core.transformer.module import Float16Module

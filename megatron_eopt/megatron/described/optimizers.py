@@ -131,7 +131,6 @@ def _keep_busiest(optimizers: Sequence[Optimizer], planned: OptimizerOfRun, run:
 
 
 def _built(name: str, assigned: Sequence[Assignment], config: Any, run: DescribedRun) -> Iterator[OptimizerParameter]:
-    """Build the optimizer of this name; yield its parameters."""
     own = [each for each in assigned if each.optimizer == name]
     groups = [{"params": [_main(each.parameter.tensor, config)], **group_settings(each, config)} for each in own]
     if name in EMERGING_OPTIMIZERS:

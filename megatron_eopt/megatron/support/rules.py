@@ -169,8 +169,8 @@ RULES = (
         "Megatron-FSDP saves layers by their numbers within a pipeline stage, and those of two stages have the same",
         "set --pipeline-model-parallel-size to 1, or leave --save and --load away",
         lambda run: (
-            (run.megatron_fsdp and getattr(run.args, "pipeline_model_parallel_size", 1) > 1)
-            and any(getattr(run.args, name, None) for name in ("save", "load"))
+            (run.megatron_fsdp and on(run.args, "save", "load"))
+            and getattr(run.args, "pipeline_model_parallel_size", 1) > 1
         ),
     ),
     Rule(
@@ -257,16 +257,12 @@ RULES = (
         "parameters in fp8 or fp4 are updated by Megatron-Core's byte-sharded distributed optimizer alone, which "
         "{run.optimizer!r} does not run under",
         "leave --fp8-param-gather and --fp4-param-gather away; --fp8-format without them computes in fp8",
-        lambda run: any(
-            on(run.ddp, f"{kind}_param_gather") or on(run.model, f"{kind}_param") for kind in ("fp8", "fp4")
-        ),
+        lambda run: on(run.ddp, "fp8_param_gather", "fp4_param_gather") or on(run.model, "fp8_param", "fp4_param"),
     ),
     Rule(
         "ckpt_format {run.args.ckpt_format!r} is not written with {run.optimizer!r}",
         "take --ckpt-format torch_dist",
-        lambda run: (
-            getattr(run.args, "ckpt_format", "torch_dist") not in ("torch_dist", "torch") and not run.megatron_fsdp
-        ),
+        lambda run: not run.megatron_fsdp and getattr(run.args, "ckpt_format", "torch") not in ("torch_dist", "torch"),
     ),
     Rule(
         "schedule_free_adamw evaluates and saves at the average of each parameter, which a data-parallel rank of the "
@@ -277,10 +273,7 @@ RULES = (
     Rule(
         "schedule_free_adamw saves the average as the model and goes on from its state, which this run would not save",
         "leave --no-save-optim away, and take --ckpt-format torch_dist",
-        lambda run: (
-            run.averages
-            and (on(run.args, "no_save_optim") or getattr(run.args, "ckpt_format", "torch_dist") == "torch")
-        ),
+        lambda run: run.averages and (on(run.args, "no_save_optim") or getattr(run.args, "ckpt_format", "") == "torch"),
     ),
     Rule(
         "Megatron-Core drops --dump-param-to-param-group-map with {run.optimizer!r}, and nothing would be written",
@@ -298,11 +291,10 @@ RULES = (
         lambda run: run.excludes and on(run.ddp, "use_distributed_optimizer"),
     ),
 )
-"""In the order in which they are reported."""
 
 
 def unsupported(run: Run) -> list[Rule]:
-    """The rules that apply to a run."""
+    """The rules that apply to a run, in the order of reports."""
     return [rule for rule in RULES if rule.applies(run)]
 
 

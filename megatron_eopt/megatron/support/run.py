@@ -1,7 +1,4 @@
-"""Facts that decide whether a run can work.
-
-Releases differ in the fields of Megatron's configs, so nothing of Megatron is imported here.
-"""
+"""Facts that decide whether a run works; imports no Megatron."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,10 +38,7 @@ class Run:
 
     @classmethod
     def of(cls, config: Any, model_chunks: Sequence[Any], pg_collection: Any, *, layer_wise: bool = False) -> "Run":
-        """The facts of this process's run, from the builder's arguments.
-
-        ``layer_wise`` is what the caller of 0.17 passes; later releases have it in ``config``.
-        """
+        """The facts of this process's run, from the builder's arguments."""
         name = config.optimizer.removeprefix("dist_")
         parameters = [(n, p) for chunk in model_chunks for n, p in chunk.named_parameters() if p.requires_grad]
         model = getattr(model_chunks[0], "config", None)
@@ -145,13 +139,12 @@ class Run:
         return any(getattr(registry.optimizer_class(name), "live_key", None) is not None for name in names)
 
 
-def on(settings: Any, name: str) -> bool:
-    """Whether a config, or None, has this field set."""
-    return bool(getattr(settings, name, False))
+def on(settings: Any, *names: str) -> bool:
+    """Whether a config, or None, has one of these fields set."""
+    return any(getattr(settings, name, False) for name in names)
 
 
 def _unsaved(name: str, parameter: Any, model: Any) -> bool:
-    """Whether Megatron cannot save a parameter under torch FSDP2."""
     if not hasattr(parameter, "is_torch_fsdp2_param") or (ranks := parameter.device_mesh.size()) == 1:
         return False
     gate_up = on(model, "gated_linear_unit") and name.endswith("linear_fc1.weight")

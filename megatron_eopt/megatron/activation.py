@@ -202,16 +202,14 @@ def _with_our_settings(init: Callable[..., None], self: Any, *args: Any, **kwarg
 def _forward_registry() -> None:
     module = releases.core_optimizer(".emerging_optimizers")
     theirs, package = module._EMERGING_OPTIMIZERS, getattr(module, "registry", None)  # of emerging-optimizers
-    replaced = []
-    for name in (each for each in registry.EMERGING_OPTIMIZERS if each in theirs):
-        if _is_megatrons_own(theirs[name]):
-            replaced.append(name)
-        else:
-            logger.warning(
-                "--optimizer %s is what was put into Megatron's registry before activate(), and not the optimizer of "
-                "megatron_eopt: register it under another name to have both",
-                name,
-            )
+    named = [name for name in registry.EMERGING_OPTIMIZERS if name in theirs]
+    replaced = [name for name in named if _is_megatrons_own(theirs[name])]
+    for name in (name for name in named if name not in replaced):
+        logger.warning(
+            "--optimizer %s is what was put into Megatron's registry before activate(), and not the optimizer of "
+            "megatron_eopt: register it under another name to have both",
+            name,
+        )
     brought = theirs.keys() & (package.get_optimizer_name_list() if package else [])
     untested = {each for each in brought - registry.EMERGING_OPTIMIZERS.keys() if _is_megatrons_own(theirs[each])}
     registry.EMERGING_OPTIMIZERS.forward(theirs, replaced, untested)

@@ -19,11 +19,7 @@ from megatron_eopt.redirect import Redirection, Redirections, around
 
 
 def dealt_by_time(config: Any, args: Any, mode: TpMode) -> Redirections:
-    """Redirections that make Megatron's layer-wise optimizer deal by time.
-
-    Dense and expert parameters are dealt separately, since their data-parallel ranks differ. Where buffers were laid
-    out for whole parameters, Megatron's deal stays.
-    """
+    """Redirections that make Megatron's layer-wise optimizer deal by time."""
 
     @around
     def shard_params(own: Any, self: Any, optimizers: Sequence[Optimizer], *layouts: Any) -> None:

@@ -37,8 +37,8 @@ def build_manifest(
 ) -> tuple[list[ParamPattern], int]:
     """Collect, check and print the manifest; all ranks together.
 
-    Returned are the patterns of all ranks, and the number of logical matrices that this rank has a shard of. All that a
-    run must not start with is a ValueError on every rank.
+    Returned are the patterns of all ranks, and this rank's number of logical matrices. A ValueError on every rank lists
+    what a run must not start with.
     """
     here = rows_here(optimizer_parameters(optimizer), assigned, config, groups, settled=True)
     found = [row for row in here if row.optimizer is not None]

@@ -47,12 +47,8 @@ class OptimizerParameter:
 
 def trainable(model_chunks: Sequence[Any], pg_collection: Any) -> list[ModelParameter]:
     """All parameters that require a gradient, each once, in order."""
-    return [
-        ModelParameter(parameter, _info(name, parameter, pg_collection), chunk, path)
-        for chunk in model_chunks
-        for name, parameter, path in _named(chunk)
-        if parameter.requires_grad
-    ]
+    named = ((chunk, *of_chunk) for chunk in model_chunks for of_chunk in _named(chunk))
+    return [ModelParameter(p, _info(name, p, pg_collection), c, path) for c, name, p, path in named if p.requires_grad]
 
 
 def frozen_names(model_chunks: Sequence[Any]) -> list[str]:

@@ -5,9 +5,6 @@ of its queries are multiplied by ``c^alpha``, and those of its keys by ``c^(1 - 
 arXiv 2507.20534, section 2.1). Heads that share keys are scaled together, by their largest logit. In latent attention
 all heads share the keys' positional part, so the queries of that part get ``c``. Momenta stay as they are; state that
 copies or factorizes weights is scaled with them.
-
-Megatron-Core's own visits decoder layers only, fails on layers without attention and on gated attention, leaves biases
-as they are, and gives NaN weights where the largest logit is negative.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -66,8 +63,7 @@ def _normalizes(module: Any, which: str) -> bool:
 @around
 def clip(original: Callable[..., float], model: Sequence[nn.Module], log_max_only: bool = False) -> float:
     """Replaces Megatron's ``clip_qk``; adam and sgd keep Megatron's."""
-    optimizers = optimizers_of(model)
-    if not optimizers:
+    if not (optimizers := optimizers_of(model)):
         return original(model, log_max_only=log_max_only)
     modules = [module for module in attentions(model) if getattr(module.core_attention, MAXIMA) is not None]
     if not modules:
@@ -90,8 +86,7 @@ def factors_of_rows(module: Any, maxima: Tensor, threshold: float, alpha: float)
     """Factors of query and key rows; ``maxima``: fp32, (heads,)."""
     config = module.config
     if hasattr(module, "linear_qkv"):
-        groups = module.num_query_groups_per_partition
-        c = _share(maxima.view(groups, -1).amax(1), threshold)
+        c = _share(maxima.view(module.num_query_groups_per_partition, -1).amax(1), threshold)
         queries, *gate, keys, values = get_qkv_split_shapes(config)
         parts = [(queries, c**alpha), *((rows, torch.ones_like(c)) for rows in gate)]
         return _rows(module.linear_qkv, [*parts, (keys, c ** (1 - alpha)), (values, torch.ones_like(c))])

@@ -139,8 +139,7 @@ def training_writers() -> tuple[Any, Any]:
 def gradients_for_norm(optimizer: Any) -> list[Any]:
     """This rank's gradients in the norm of Megatron's optimizer."""
     own = getattr(optimizer, "get_grads_for_grad_norm", None) or optimizer.get_main_grads_for_grad_norm
-    found: list[Any] = own()
-    return found
+    return list(own())
 
 
 def mark_row_parallel(model_chunks: Iterable[Module]) -> None:

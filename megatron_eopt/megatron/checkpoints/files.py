@@ -1,8 +1,4 @@
-"""Check files of checkpoints before a load; name full disks.
-
-Megatron itself takes a damaged checkpoint for one of another format, fails in a read far below, or exits with status 0
-after a save that was killed while it wrote the tracker file.
-"""
+"""Check files of checkpoints before a load; name full disks."""
 
 import tempfile
 from collections.abc import Callable, Set

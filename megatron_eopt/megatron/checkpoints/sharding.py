@@ -143,11 +143,7 @@ def _replica_id(dims: Sequence[str | int], layout: Layout, own: int | tuple[int,
 
 
 def layers_differ(families: Iterable[ParamPattern], frozen: Iterable[str]) -> bool:
-    """Whether layers have different optimizers; all ranks call it together.
-
-    Raises:
-        ValueError: for experts of one layer with different optimizers in torch_dist, which Megatron can only stack.
-    """
+    """Whether layers have different optimizers; experts of one must not."""
     kinds: dict[str, set[tuple[str | None, int]]] = defaultdict(set)
     for row in rows(families):
         kinds[_EXPERT.sub("*", row.name)].add((row.optimizer, len(row.matrices)))

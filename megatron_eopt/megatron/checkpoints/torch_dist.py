@@ -271,18 +271,11 @@ def with_optimizer(load: Callable[..., Any], model: Any, optimizer: Any, *args: 
 
 
 def _compare(stored: differences.Stored, requested: Any, loaded: dict[str, Any], folder: str) -> None:
-    comparable = (
-        tensor
-        for tensor in loaded_tensors(requested, loaded)
-        if stored.shapes.get(tensor.key) == tuple(tensor.global_shape) and stored.dtypes[tensor.key] == tensor.dtype
-    )
-    changed = sorted(
-        key
-        for key, (value, entries) in checksums(comparable).items()
-        # Of a vocabulary with another padding, other entries were loaded.
-        if key in stored.sums and entries == stored.sums[key][1] and value != stored.sums[key][0]
-    )
-    if changed:
+    tensors = (t for t in loaded_tensors(requested, loaded) if stored.shapes.get(t.key) == tuple(t.global_shape))
+    sums = checksums(t for t in tensors if stored.dtypes[t.key] == t.dtype)
+    pairs = ((key, stored.sums[key], now) for key, now in sums.items() if key in stored.sums)
+    # of a vocabulary with another padding, another number of entries was loaded
+    if changed := sorted(key for key, was, now in pairs if now[1] == was[1] and now[0] != was[0]):
         raise CheckpointError(
             f"{folder}: {len(changed)} tensors are not what was saved, such as {changed[0]}: their bytes have changed "
             f"since. megatron-eopt verify-checkpoint says where; load another checkpoint, or a good copy of this one"

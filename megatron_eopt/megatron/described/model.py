@@ -95,7 +95,6 @@ def _stand_in(stack: ExitStack) -> None:
 
 
 def _keep(namespace: MutableMapping[str, Any], stack: ExitStack) -> None:
-    """Restore a mapping when the stack closes."""
     stack.callback(namespace.update, dict(namespace))
     stack.callback(namespace.clear)
 
@@ -144,8 +143,6 @@ def _any_attention(
 
 
 class _OnMeta(TorchFunctionMode):
-    """Makes every tensor on the meta device, whichever was requested."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in torch.utils._device._device_constructors():

@@ -1,7 +1,4 @@
-"""What does not work with our optimizers: refused at start.
-
-Without each of these rules, found in Megatron-Core's sources, a run would fail late, or go on and be wrong.
-"""
+"""What does not work with our optimizers: refused at start."""
 
 from collections.abc import Callable
 from typing import NamedTuple

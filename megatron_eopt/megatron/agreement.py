@@ -99,10 +99,8 @@ def on_all_ranks[T](decide: Callable[[], T]) -> T:
     except ValueError as error:
         mistake = (str(error), isinstance(error, OverrideError))
     all_well = lowest(torch.tensor([mistake is None]).int(), dist.group.WORLD)  # type: ignore[arg-type]
-    for found in [] if all_well else distinct(mistake):
-        if found is not None:
-            message, of_overrides = found
-            raise (OverrideError if of_overrides else ValueError)(message)
+    for message, of_overrides in filter(None, [] if all_well else distinct(mistake)):
+        raise (OverrideError if of_overrides else ValueError)(message)
     return decided
 
 

@@ -165,7 +165,7 @@ def refuse_other_buffers(assigned: Sequence[Assignment]) -> None:
 
 
 def refuse_bad_values(assigned: Sequence[Assignment], config: Any, chunks: Sequence[Any], pg_collection: Any) -> None:
-    """Refuse values that an optimizer without parameters refuses, and decays."""
+    """Refuse values that optimizers refuse, and impossible weight decays."""
 
     def error(name: str, settings: Mapping[str, Any]) -> str | None:
         try:

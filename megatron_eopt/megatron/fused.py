@@ -40,7 +40,7 @@ class Matrices:
 
 
 def logical_matrices(assigned: Iterable[Assignment], config: Any) -> list[Matrices]:
-    """Matrices of every matrix optimizer's parameter, by its settings."""
+    """Logical matrices of all parameters that have a matrix optimizer."""
     of_run: SplitName = getattr(config, "muon_split", "default")
     splits_qkv = getattr(config, "muon_split_qkv", False)
     # else not: files of the torch format hold what is on parameters, and Megatron reads plain values alone

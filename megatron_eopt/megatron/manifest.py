@@ -55,7 +55,6 @@ def build_manifest(
     names = {row.name for row in rows(everywhere)}
     # what one rank does not update, another may
     everywhere += families(row for row in rows(merged(others)) if row.name not in names)
-
     name = config.optimizer.removeprefix("dist_")
     wrong = [*manifest.problems(everywhere, name, takes_matrices(name)), *sorted(set(chain.from_iterable(lines)))]
     if wrong:

@@ -54,7 +54,7 @@ def checked_base(
 
 @around
 def checked_tracker(read_metadata: Callable[..., Any], tracker_filename: str) -> Any:
-    """Replaces ``read_metadata``: an empty tracker of killed saves means newest."""
+    """Replaces ``read_metadata``: an empty tracker file means the newest checkpoint."""
     file, iteration = Path(tracker_filename), None
     args = releases.training_args()
     if _is_ours(args) and args.ckpt_format == "torch_dist" and dist.is_initialized():
@@ -106,10 +106,7 @@ def damage_of(contents: Contents) -> str | None:
 def _damage_of_resumed(
     folder: Path, step: int | None, ckpt_format: str = "torch_dist", trusted: Set[str] | None = None
 ) -> str | None:
-    """What is wrong with the files that Megatron will read.
-
-    Pickles are checked if ``trusted`` names are given. Without a process group Megatron reads arguments only: so do we.
-    """
+    """What is wrong with the files that Megatron will read."""
     try:
         path = resumed(folder, step)
         if path is None or (path.is_dir() and is_legacy(path)):
@@ -122,7 +119,7 @@ def _damage_of_resumed(
             tensors, blobs, of_metadata = read_layout(path)
             contents = Contents(path, tensors, blobs, {}, "", {METADATA: of_metadata})
         if trusted is not None:
-            if ckpt_format == "torch_dist" and not dist.is_initialized():
+            if ckpt_format == "torch_dist" and not dist.is_initialized():  # Megatron reads arguments only
                 contents = replace(contents, blobs={})
             if harm := next(check_pickles(contents, trusted), None):
                 return f"{path}: {harm.what}. {harm.advice}"

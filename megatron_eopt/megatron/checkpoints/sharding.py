@@ -39,10 +39,8 @@ def sharded_state(tensor: StateTensor, data: Tensor, parameter: Sharded, layouts
 
     The tensors of a factory follow one another in this rank's rows, in an order that depends on the tensor-parallel
     size. So where such a parameter is one logical matrix, a state dimension along its rows is saved in as many tensors.
-    Where it is several, each matrix has the same rows at every size. ``layouts`` are those of the logical matrices.
-
-    Raises:
-        ValueError: for a factory not cut along the rows, or one whose rows are not the state's first dimension.
+    Where it is several, each matrix has the same rows at every size. ``layouts`` are those of the logical matrices. A
+    ValueError refuses a factory that is not cut along the rows, or whose rows are not the state's first dimension.
     """
     assert tensor.dims is not None
     saved, layout = list(sharded_tensors([parameter])), layouts[tensor.matrix]

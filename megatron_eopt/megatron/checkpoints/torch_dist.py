@@ -264,7 +264,7 @@ def checked_save(save: Callable[..., Any], sharded_state_dict: Any, *args: Any, 
 
 @around
 def with_optimizer(load: Callable[..., Any], model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces ``load_checkpoint``: ours get step counts under FSDP2, too."""
+    """Replaces ``load_checkpoint``: our optimizers are always told what was loaded."""
     if hasattr(optimizer, "megatron_eopt") and kwargs.get("skip_load_to_model_and_opt"):
         kwargs["skip_load_to_model_and_opt"] = False
     return load(model, optimizer, *args, **kwargs)

@@ -74,9 +74,9 @@ def described_run(flags: Sequence[str], rank: int = 0, world_size: int | None = 
 
 
 def ranks_to_describe(args: Namespace) -> list[int]:
-    """Ranks with all parameters: of pipeline stages and expert-parallel ranks."""
+    """The fewest ranks that together hold every parameter."""
     experts = args.expert_tensor_parallel_size * args.expert_model_parallel_size
-    # how far the ranks of one pipeline group are from each other, by the order that Megatron numbers ranks in
+    # distance of a pipeline group's ranks; a stage's others than the first add their experts
     stage = experts if args.use_tp_pp_dp_mapping else args.world_size // args.pipeline_model_parallel_size
     experts = [expert * args.expert_tensor_parallel_size for expert in range(args.expert_model_parallel_size)]
     return [pipeline * stage + expert for pipeline in range(args.pipeline_model_parallel_size) for expert in experts]

@@ -132,16 +132,15 @@ def _keep_busiest(optimizers: Sequence[Optimizer], planned: OptimizerOfRun, run:
 
 def _built(name: str, assigned: Sequence[Assignment], config: Any, run: DescribedRun) -> Iterator[OptimizerParameter]:
     own = [each for each in assigned if each.optimizer == name]
-    groups = [{"params": [_main(each.parameter.tensor, config)], **group_settings(each, config)} for each in own]
+    groups = []
+    for each in own:
+        p = each.parameter.tensor
+        main = torch.nn.Parameter(torch.empty_like(p, dtype=torch.float32 if config.bf16 else p.dtype))
+        main.__dict__.update(p.__dict__)
+        groups.append({"params": [main], **group_settings(each, config)})
     if name in EMERGING_OPTIMIZERS:
         optimizer, _ = create_emerging_optimizer(config, groups, name, run.model_chunks, run.pg_collection)
     else:
         optimizer = _OTHERS[name](groups, lr=0.0)  # type: ignore[call-arg]
     for each, group in zip(own, optimizer.param_groups, strict=True):
         yield OptimizerParameter(each.parameter.tensor, optimizer, group, group["params"][0])
-
-
-def _main(parameter: Tensor, config: Any) -> Tensor:
-    main = torch.nn.Parameter(torch.empty_like(parameter, dtype=torch.float32 if config.bf16 else parameter.dtype))
-    main.__dict__.update(parameter.__dict__)
-    return main
